@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantage estimators: from token rewards to an advantage and a return per response token.
+
+Each is a function of ``AdvantageInputs`` and a few settings; ``ADVANTAGES`` names them as
+``algorithm.adv_estimator`` does. A sequence whose reward has no value (timeout, error) takes part
+in no baseline and no statistic, and gets advantage 0. A group of one sample has no baseline (mean
+0, std 1, as in verl); a group in which only one sample is left after failures has nothing to
+compare with and gets 0. Runs on the CPU (fp64 inside).
+
+Shapes: R response tokens, N sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.algorithms.sequences import (
+    count_by_sequence,
+    discounted_suffix_sum,
+    shift_from_next,
+    sum_by_sequence,
+)
+
+_STD_EPSILON = 1e-6
+_VARIANCE_EPSILON = 1e-8
+
+
+class AdvantageSettings(Protocol):
+    """The part of ``algorithm.*`` that estimators read."""
+
+    @property
+    def gamma(self) -> float:
+        """Discount of rewards."""
+        ...
+
+    @property
+    def lam(self) -> float:
+        """Lambda of GAE."""
+        ...
+
+    @property
+    def norm_adv_by_std_in_grpo(self) -> bool:
+        """False: GRPO without the division by the standard deviation (Dr.GRPO)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """One batch.
+
+    Attributes:
+        token_rewards_R: fp32; outcome rewards stand at the last token (``kl.place_scores``).
+        sequence_R: int64, ascending: the sequence of each token.
+        num_sequences: N.
+        group_N: int64: which prompt (any number that names it) a sequence answers.
+        valid_N: bool: the reward has a value.
+        values_R: the critic's values, for ``gae`` only.
+        greedy_scores_N: reward of the greedy response to the same prompt, for ``remax`` only.
+    """
+
+    token_rewards_R: Tensor
+    sequence_R: Tensor
+    num_sequences: int
+    group_N: Tensor
+    valid_N: Tensor
+    values_R: Tensor | None = None
+    greedy_scores_N: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """Advantages and returns (the critic's targets), fp32 (R,)."""
+
+    advantages_R: Tensor
+    returns_R: Tensor
+
+
+Estimator = Callable[[AdvantageInputs, AdvantageSettings], Advantages]
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Statistics of each sequence's group, (N,); fp64, so that equal scores centre to exactly 0."""
+
+    scores_N: Tensor
+    mean_N: Tensor
+    std_N: Tensor
+    num_valid_N: Tensor
+    group_N: Tensor
+    alone_N: Tensor
+
+    def total(self, values_N: Tensor) -> Tensor:
+        """Sum of ``values_N`` over the group of each sequence, (N,)."""
+        return _group_total(values_N, self.group_N)
+
+
+def _group_total(values_N: Tensor, group_N: Tensor) -> Tensor:
+    return torch.zeros_like(values_N).index_add(0, group_N, values_N)[group_N]
+
+
+def _numbered_from_zero(group_N: Tensor) -> Tensor:
+    return torch.unique(group_N, return_inverse=True)[1]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def _valid_rewards(inputs: AdvantageInputs) -> Tensor:
+    """Token rewards with those of failed sequences (which may be NaN) put to 0, (R,)."""
+    return torch.where(inputs.valid_N[inputs.sequence_R], inputs.token_rewards_R, 0.0)
+
+
+def _group_statistics(inputs: AdvantageInputs) -> _Groups:
+    rewards_R = _valid_rewards(inputs).double()
+    scores_N = sum_by_sequence(rewards_R, inputs.sequence_R, num_sequences=inputs.num_sequences)
+    valid_N = inputs.valid_N.double()
+    group_N = _numbered_from_zero(inputs.group_N)
+    num_valid_N = _group_total(valid_N, group_N).clamp(min=1)
+    alone_N = _group_total(torch.ones_like(valid_N), group_N) == 1
+    mean_N = _group_total(scores_N, group_N) / num_valid_N
+    deviation_N = (scores_N - mean_N) * valid_N
+    variance_N = _group_total(deviation_N.square(), group_N) / (num_valid_N - 1).clamp(min=1)
+    return _Groups(
+        scores_N=scores_N,
+        mean_N=torch.where(alone_N, 0.0, mean_N),
+        std_N=torch.where(alone_N, 1.0, variance_N.sqrt()),
+        num_valid_N=num_valid_N,
+        group_N=group_N,
+        alone_N=alone_N,
+    )
+
+
+def _broadcast(advantages_N: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """One advantage a sequence to one a token, 0 for failed sequences, fp32 (R,)."""
+    return torch.where(inputs.valid_N, advantages_N, 0.0).float()[inputs.sequence_R]
+
+
+def _outcome(advantages_N: Tensor, inputs: AdvantageInputs) -> Advantages:
+    advantages_R = _broadcast(advantages_N, inputs)
+    return Advantages(advantages_R, advantages_R)
+
+
+def _whiten(values_R: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """Zero mean and unit variance over the tokens of valid sequences, 0 for the others, (R,)."""
+    valid_R = inputs.valid_N[inputs.sequence_R]
+    count = valid_R.sum()
+    mean = torch.where(valid_R, values_R, 0.0).sum() / count.clamp(min=1)
+    centred_R = torch.where(valid_R, values_R - mean, 0.0)
+    variance = centred_R.square().sum() / (count - 1).clamp(min=1)
+    return centred_R * torch.rsqrt(variance + _VARIANCE_EPSILON)
+
+
+def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """``(R - mean) / (std + 1e-6)`` over the group, std unbiased (arXiv:2402.03300).
+
+    Without ``norm_adv_by_std_in_grpo``: ``R - mean`` (Dr.GRPO, arXiv:2503.20783).
+    """
+    groups = _group_statistics(inputs)
+    centred_N = groups.scores_N - groups.mean_N
+    if settings.norm_adv_by_std_in_grpo:
+        centred_N = centred_N / (groups.std_N + _STD_EPSILON)
+    return _outcome(centred_N, inputs)
+
+
+def grpo_passk(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """Only the best of a group counts, by its lead over the second best (arXiv:2503.19595)."""
+    groups = _group_statistics(inputs)
+    ranked_N = torch.where(inputs.valid_N, groups.scores_N, -torch.inf)
+    by_score = torch.argsort(ranked_N, descending=True, stable=True)
+    order = by_score[torch.argsort(groups.group_N[by_score], stable=True)]
+    first_N = torch.ones_like(inputs.valid_N)
+    first_N[1:] = groups.group_N[order][1:] != groups.group_N[order][:-1]
+    second_N = torch.roll(ranked_N[order], -1)
+    lead_N = torch.where(first_N & second_N.isfinite(), ranked_N[order] - second_N, 0.0)
+    if settings.norm_adv_by_std_in_grpo:
+        lead_N = lead_N / (groups.std_N[order] + _STD_EPSILON)
+    lead_N = torch.where(groups.alone_N[order], 0.0, lead_N)
+    return _outcome(torch.zeros_like(lead_N).index_copy(0, order, lead_N), inputs)
+
+
+def rloo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """Reward minus the mean of the other samples of the group (arXiv:2402.14740)."""
+    groups = _group_statistics(inputs)
+    others_N = (groups.num_valid_N - 1).clamp(min=1)
+    return _outcome((groups.scores_N - groups.mean_N) * groups.num_valid_N / others_N, inputs)
+
+
+def opo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """Reward minus the length-weighted mean of the group (arXiv:2505.23585)."""
+    groups = _group_statistics(inputs)
+    length_N = count_by_sequence(inputs.sequence_R, inputs.num_sequences) * inputs.valid_N
+    total_N = groups.total(length_N.double()).clamp(min=1)
+    baseline_N = groups.total(length_N * groups.scores_N) / total_N
+    return _outcome(groups.scores_N - torch.where(groups.alone_N, 0.0, baseline_N), inputs)
+
+
+def gpg(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """``R - mean``, scaled up by the share of sequences without any reward (arXiv:2504.02546)."""
+    groups = _group_statistics(inputs)
+    rewarded = torch.count_nonzero(groups.scores_N).clamp(min=1)
+    scale = inputs.valid_N.sum() / rewarded
+    return _outcome(scale * (groups.scores_N - groups.mean_N), inputs)
+
+
+def reinforce_plus_plus_baseline(
+    inputs: AdvantageInputs, settings: AdvantageSettings
+) -> Advantages:
+    """``R - mean`` of the group, whitened over the tokens of the batch (arXiv:2501.03262)."""
+    groups = _group_statistics(inputs)
+    whitened_R = _whiten(_broadcast(groups.scores_N - groups.mean_N, inputs), inputs)
+    return Advantages(whitened_R, whitened_R)
+
+
+def reinforce_plus_plus(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """Discounted returns, whitened over the tokens of the batch (arXiv:2501.03262)."""
+    returns_R = discounted_suffix_sum(
+        _valid_rewards(inputs), inputs.sequence_R, discount=settings.gamma
+    )
+    return Advantages(_whiten(returns_R, inputs), returns_R)
+
+
+def remax(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """Rewards to come minus the reward of the greedy response (arXiv:2310.10505).
+
+    A greedy response whose reward failed (NaN) counts as a failure of the sequences it is compared
+    with.
+    """
+    assert inputs.greedy_scores_N is not None, "remax needs greedy_scores_N"
+    returns_R = discounted_suffix_sum(_valid_rewards(inputs), inputs.sequence_R, discount=1.0)
+    advantages_R = returns_R - inputs.greedy_scores_N[inputs.sequence_R]
+    valid_N = inputs.valid_N & ~inputs.greedy_scores_N.isnan()
+    return Advantages(torch.where(valid_N[inputs.sequence_R], advantages_R, 0.0), returns_R)
+
+
+def gae(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+    """Generalised advantage estimation (arXiv:1506.02438), whitened after taking the returns.
+
+    Tokens without loss (tool output) are absent from the flat layout, so that values and errors
+    carry over them. For a failed sequence the return is the value itself: the critic learns
+    nothing from it.
+    """
+    assert inputs.values_R is not None, "gae needs values_R"
+    next_values_R = shift_from_next(inputs.values_R, inputs.sequence_R)
+    error_R = _valid_rewards(inputs) + settings.gamma * next_values_R - inputs.values_R
+    raw_R = discounted_suffix_sum(
+        error_R, inputs.sequence_R, discount=settings.gamma * settings.lam
+    )
+    valid_R = inputs.valid_N[inputs.sequence_R]
+    returns_R = torch.where(valid_R, raw_R, 0.0) + inputs.values_R
+    return Advantages(_whiten(raw_R, inputs), returns_R)
+
+
+ADVANTAGES: dict[str, Estimator] = {
+    "gae": gae,
+    "gpg": gpg,
+    "grpo": grpo,
+    "grpo_passk": grpo_passk,
+    "grpo_vectorized": grpo,
+    "opo": opo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "rloo": rloo,
+}
+"""The values of ``algorithm.adv_estimator``; ``grpo_vectorized`` gives the same as ``grpo``."""

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policy losses per response token; ``POLICY_LOSSES`` names them as ``policy_loss.loss_mode`` does.
+
+Each is a few lines of algebra in the order of its paper. Aggregation, entropy and the KL term are
+added by ``policy_loss.PolicyLoss``. Log-ratios are clamped before exp.
+
+Shapes: R response tokens, N sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.algorithms.kl import LOG_RATIO_LIMIT
+from tandem.algorithms.sequences import count_by_sequence, sum_by_sequence
+
+_SEQUENCE_LOG_RATIO_LIMIT = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClipRange:
+    """The ratio is clipped to ``1 - low .. 1 + high``; ``dual`` bounds it for negative advantages.
+
+    ``high > low`` is DAPO's clip-higher. ``dual`` is verl's ``clip_ratio_c`` (arXiv:1912.09729).
+    """
+
+    low: float
+    high: float
+    dual: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTerms:
+    """What a policy loss sees, fp32 (R,); the gradient flows through ``logp_R`` only."""
+
+    logp_R: Tensor
+    old_logp_R: Tensor
+    advantages_R: Tensor
+    sequence_R: Tensor
+    num_sequences: int
+
+    def log_ratio(self) -> Tensor:
+        """``log(policy / old policy)``, clamped, (R,)."""
+        return (self.logp_R - self.old_logp_R).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+    def mean_by_sequence(self, values_R: Tensor) -> Tensor:
+        """Mean over each sequence's tokens, (N,)."""
+        length_N = count_by_sequence(self.sequence_R, self.num_sequences).clamp(min=1)
+        sum_N = sum_by_sequence(values_R, self.sequence_R, num_sequences=self.num_sequences)
+        return sum_N / length_N
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """Loss (R,), and where clipping was active, bool (R,); lower: by the dual bound."""
+
+    loss_R: Tensor
+    clipped_R: Tensor
+    clipped_lower_R: Tensor
+
+
+PolicyLossFunction = Callable[[PolicyTerms, ClipRange], TokenLosses]
+
+
+def _clipped_surrogate(ratio_R: Tensor, advantages_R: Tensor, *, clip: ClipRange) -> TokenLosses:
+    """PPO's pessimistic bound (arXiv:1707.06347)."""
+    unclipped_R = -advantages_R * ratio_R
+    clipped_R = -advantages_R * ratio_R.clamp(1 - clip.low, 1 + clip.high)
+    loss_R = torch.maximum(unclipped_R, clipped_R)
+    return TokenLosses(loss_R, clipped_R > unclipped_R, torch.zeros_like(loss_R, dtype=torch.bool))
+
+
+def vanilla(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
+    """PPO with separate clip ranges (DAPO, arXiv:2503.14476) and dual clip (arXiv:1912.09729)."""
+    surrogate = _clipped_surrogate(terms.log_ratio().exp(), terms.advantages_R, clip=clip)
+    bound_R = -terms.advantages_R * clip.dual
+    bounded_R = (terms.advantages_R < 0) & (surrogate.loss_R > bound_R)
+    loss_R = torch.where(bounded_R, bound_R, surrogate.loss_R)
+    return TokenLosses(loss_R, surrogate.clipped_R, bounded_R)
+
+
+def gspo(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
+    """One ratio a sequence, the geometric mean over its tokens (GSPO-token, arXiv:2507.18071)."""
+    log_ratio_N = terms.mean_by_sequence((terms.logp_R - terms.old_logp_R).detach())
+    own_gradient_R = terms.logp_R - terms.logp_R.detach()
+    log_ratio_R = own_gradient_R + log_ratio_N[terms.sequence_R]
+    ratio_R = log_ratio_R.clamp(max=_SEQUENCE_LOG_RATIO_LIMIT).exp()
+    return _clipped_surrogate(ratio_R, terms.advantages_R, clip=clip)
+
+
+def cispo(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
+    """REINFORCE weighted by the detached clipped ratio; drops no token (arXiv:2506.13585)."""
+    ratio_R = terms.log_ratio().detach().exp()
+    clipped_ratio_R = ratio_R.clamp(1 - clip.low, 1 + clip.high)
+    loss_R = -clipped_ratio_R * terms.advantages_R * terms.logp_R
+    none_R = torch.zeros_like(ratio_R, dtype=torch.bool)
+    return TokenLosses(loss_R, ratio_R != clipped_ratio_R, none_R)
+
+
+def gpg(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
+    """Plain policy gradient, without ratio or clipping (arXiv:2504.02546)."""
+    none_R = torch.zeros_like(terms.logp_R, dtype=torch.bool)
+    return TokenLosses(-terms.logp_R * terms.advantages_R, none_R, none_R)
+
+
+def geo_mean(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
+    """GMPO (arXiv:2507.20673): the geometric mean of clipped ratios, repeated for each token.
+
+    ``clip`` bounds the log-ratio itself: ``-low .. high``. The two masks are those of positive
+    and of negative advantages.
+    """
+    log_ratio_R = terms.log_ratio()
+    bounded_R = log_ratio_R.clamp(-clip.low, clip.high)
+    sign_R = terms.advantages_R.sign()
+    pessimistic_R = sign_R * torch.minimum(sign_R * log_ratio_R, sign_R * bounded_R)
+    ratio_N = terms.mean_by_sequence(pessimistic_R).exp()
+    loss_N = -terms.mean_by_sequence(terms.advantages_R) * ratio_N
+    clipped_R = log_ratio_R != bounded_R
+    return TokenLosses(
+        loss_N[terms.sequence_R],
+        clipped_R & (terms.advantages_R > 0),
+        clipped_R & (terms.advantages_R < 0),
+    )
+
+
+POLICY_LOSSES: dict[str, PolicyLossFunction] = {
+    "cispo": cispo,
+    "geo_mean": geo_mean,
+    "gpg": gpg,
+    "gspo": gspo,
+    "vanilla": vanilla,
+}
+SEQUENCE_LEVEL_LOSSES = frozenset({"geo_mean", "gspo"})
+"""Defined as a mean over sequences: always aggregated by ``seq-mean-token-mean``."""

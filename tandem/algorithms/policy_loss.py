@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actor's loss: ``agg(policy loss) - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)``.
+
+``PolicyLoss`` satisfies ``tandem.api.Loss``. It is a picklable value; loss and metrics of the
+micro-batches of one optimizer step add up, because all denominators come from ``LossScale``. It
+checks no tensor for finiteness: the engine does that once a step.
+
+Shapes: R response tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem.algorithms.aggregation import AGGREGATIONS, aggregate, token_mean
+from tandem.algorithms.kl import KL_ESTIMATORS, estimate_kl
+from tandem.algorithms.losses import (
+    POLICY_LOSSES,
+    SEQUENCE_LEVEL_LOSSES,
+    ClipRange,
+    PolicyTerms,
+)
+from tandem.errors import UserError
+from tandem.types import LossInputs, LossOutputs
+
+_ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """The fields are verl's keys under ``actor_rollout_ref.actor``.
+
+    Attributes:
+        clip_ratio_low, clip_ratio_high, clip_ratio_c: see ``losses.ClipRange``. loss_scale_factor:
+        divisor of ``seq-mean-token-sum-norm`` (verl's default: the longest response allowed);
+            None with any other mode.
+        calculate_entropy: report the entropy even if it is not part of the loss.
+        kl_loss_coef: read with ``use_kl_loss`` only.
+
+    Raises:
+        UserError: an unknown name, or a dual clip that does not bound anything.
+    """
+
+    loss_mode: str
+    clip_ratio_low: float
+    clip_ratio_high: float
+    clip_ratio_c: float
+    loss_agg_mode: str
+    loss_scale_factor: float | None
+    entropy_coeff: float
+    calculate_entropy: bool
+    use_kl_loss: bool
+    kl_loss_coef: float
+    kl_loss_type: str
+
+    def __post_init__(self) -> None:
+        _check_name("policy_loss.loss_mode", self.loss_mode, known=tuple(POLICY_LOSSES))
+        _check_name("loss_agg_mode", self.loss_agg_mode, known=AGGREGATIONS)
+        _check_name("kl_loss_type", self.kl_loss_type.removesuffix("+"), known=tuple(KL_ESTIMATORS))
+        if self.clip_ratio_c <= 1:
+            raise UserError(
+                f"{_ACTOR}.clip_ratio_c={self.clip_ratio_c}: must be greater than 1. "
+                f"Set {_ACTOR}.clip_ratio_c=3.0."
+            )
+        if self.loss_agg_mode == "seq-mean-token-sum-norm" and not self.loss_scale_factor:
+            raise UserError(
+                f"{_ACTOR}.loss_scale_factor={self.loss_scale_factor}: "
+                "seq-mean-token-sum-norm divides by it. Set it to data.max_response_length."
+            )
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether ``LossInputs.entropy_R`` must be computed."""
+        return self.calculate_entropy or self.entropy_coeff != 0
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        """This micro-batch's share. Without ``old_logp_R`` the ratio is exactly 1 (on-policy)."""
+        loss, metrics = self._policy_term(inputs)
+        if inputs.entropy_R is not None:
+            entropy = self._aggregate(inputs.entropy_R, inputs)
+            metrics["actor/entropy"] = token_mean(inputs.entropy_R, inputs)
+            metrics["actor/entropy_loss"] = entropy.detach()
+            if self.entropy_coeff != 0:
+                loss = loss - self.entropy_coeff * entropy
+        if self.use_kl_loss:
+            kl = self._kl_term(inputs)
+            metrics["actor/kl_loss"] = kl.detach()
+            loss = loss + self.kl_loss_coef * kl
+        metrics["actor/loss"] = loss.detach()
+        return LossOutputs(loss=loss, metrics=metrics)
+
+    def _policy_term(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        columns = inputs.columns
+        assert columns is not None, "a policy loss needs LossColumns"
+        old_logp_R = columns.old_logp_R
+        terms = PolicyTerms(
+            logp_R=inputs.logp_R,
+            old_logp_R=inputs.logp_R.detach() if old_logp_R is None else old_logp_R,
+            advantages_R=columns.advantages_R,
+            sequence_R=inputs.sequence_R,
+            num_sequences=inputs.num_sequences,
+        )
+        clip = ClipRange(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
+        tokens = POLICY_LOSSES[self.loss_mode](terms, clip)
+        sequence_level = self.loss_mode in SEQUENCE_LEVEL_LOSSES
+        mode = "seq-mean-token-mean" if sequence_level else self.loss_agg_mode
+        loss = aggregate(tokens.loss_R, inputs, mode=mode, scale_factor=self.loss_scale_factor)
+        metrics = {
+            "actor/pg_loss": loss.detach(),
+            "actor/pg_clipfrac": token_mean(tokens.clipped_R, inputs),
+            "actor/pg_clipfrac_lower": token_mean(tokens.clipped_lower_R, inputs),
+            "actor/ppo_kl": token_mean(-terms.log_ratio(), inputs),
+        }
+        return loss, metrics
+
+    def _kl_term(self, inputs: LossInputs) -> Tensor:
+        assert inputs.columns is not None and inputs.columns.ref_logp_R is not None, (
+            "use_kl_loss needs ref_logp_R"
+        )
+        kl_R = estimate_kl(inputs.logp_R, inputs.columns.ref_logp_R, kind=self.kl_loss_type)
+        return self._aggregate(kl_R, inputs)
+
+    def _aggregate(self, values_R: Tensor, inputs: LossInputs) -> Tensor:
+        return aggregate(
+            values_R, inputs, mode=self.loss_agg_mode, scale_factor=self.loss_scale_factor
+        )
+
+
+def _check_name(key: str, name: str, *, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise UserError(f"{_ACTOR}.{key}={name!r}: unknown. Use one of {', '.join(known)}.")

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Protocols of the plug-in points. Engines are plain synchronous objects that live inside one process; the
+``Runtime`` turns a call on one of them into an awaitable, so that the pipeline is the same program whether its
+engines are in this process, behind Ray, or fakes under a virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+
+from tandem.types import (
+    Completion,
+    GenerationRequest,
+    LossInputs,
+    LossOutputs,
+    LossScale,
+    PackedBatch,
+    StepReport,
+    UpdateReport,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Loss(Protocol):
+    """A picklable callable from one micro-batch to its share of the loss; see ``LossOutputs``."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether ``LossInputs.entropy_R`` must be computed."""
+        ...
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs: ...
+
+
+class TrainEngine(Protocol):
+    """Holds a policy (and its optimizer) in one process or spread over several."""
+
+    def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+        """Log-probs of the response tokens under the current weights, fp32 (R,) a batch, on the CPU."""
+        ...
+
+    def update(
+        self, batches: Sequence[PackedBatch], loss: Loss, scale: LossScale, temperature: float
+    ) -> UpdateReport:
+        """One optimizer step over all micro-batches, without advancing the learning-rate schedule."""
+        ...
+
+    def advance_schedule(self) -> None:
+        """Step the learning-rate schedule; called once a training step."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer into an existing empty folder (atomicity is the caller's)."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore what ``save`` wrote. Raises UserError if it belongs to another model."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face model folder."""
+        ...
+
+
+class ReferencePolicy(Protocol):
+    """A frozen policy that only scores."""
+
+    def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+        """As ``TrainEngine.log_probs``."""
+        ...
+
+
+class RolloutEngine(Protocol):
+    """A generation engine as a state machine driven from outside: add work, advance, collect what finished."""
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests. Cheap; nothing is computed yet."""
+        ...
+
+    def advance(self) -> list[Completion]:
+        """Generate until at least one sequence finishes, return all that did; [] only if there is no work."""
+        ...
+
+    def set_weights_version(self, version: int) -> None:
+        """The weights in use are now ``version``; later tokens are tagged with it."""
+        ...
+
+
+class Runtime(Protocol):
+    """Turns synchronous calls on engines into awaitables."""
+
+    async def call(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run one method of an engine where that engine lives. Exceptions come back as they were raised."""
+        ...
+
+    async def close(self) -> None:
+        """Release processes and threads; idempotent."""
+        ...
+
+
+class Reward(Protocol):
+    """verl's reward signature. Returns a number, or a mapping with ``score`` and further numbers."""
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+    ) -> float | Mapping[str, Any]: ...
+
+
+class MetricSink(Protocol):
+    """Receives the metrics of each step. A sink must never stop a run because its display failed."""
+
+    def write(self, report: StepReport) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of a run: ``global_step_N`` folders and the tracker file naming the latest, as verl
+lays them out.
+
+A checkpoint is written beside its final name, flushed to disk, and renamed; the tracker is replaced
+after that. So a crash or a full disk at any moment leaves the previous checkpoint and the tracker
+whole. What is inside the folder is the engines' business, except ``pipeline.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from tandem.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+STATE_NAME = "pipeline.json"
+_STEP_FOLDER = re.compile(r"global_step_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    folder: Path
+    step: int
+
+    def read_state(self) -> dict[str, Any]:
+        """The pipeline's state. Raises UserError if the file is missing or damaged."""
+        path = self.folder / STATE_NAME
+        try:
+            return json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise UserError(
+                f"trainer.resume_from_path={str(self.folder)!r}: {STATE_NAME} cannot be read ({error}). "
+                "Name a folder global_step_N that tandem wrote, or set trainer.resume_mode=disable."
+            ) from error
+
+
+class CheckpointStore:
+    """All checkpoints of one run folder, newest kept longest.
+
+    Args:
+        folder: ``trainer.default_local_dir``.
+        max_to_keep: how many to keep, None for all.
+    """
+
+    def __init__(self, folder: Path, max_to_keep: int | None = None) -> None:
+        self.folder = folder
+        self._max_to_keep = max_to_keep
+
+    def latest(self) -> Checkpoint | None:
+        """What the tracker names, None if the run has no checkpoint yet."""
+        try:
+            step = int((self.folder / TRACKER_NAME).read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise UserError(
+                f"trainer.resume_mode='auto': {self.folder / TRACKER_NAME} holds no step number. "
+                "Write the step into it, or set trainer.resume_mode=disable."
+            ) from error
+        return open_checkpoint(self.folder / f"global_step_{step}")
+
+    @contextmanager
+    def writing(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
+        """Yield a fresh folder to fill; on leaving it becomes ``global_step_{step}`` and the latest
+        one.
+
+        Raises:
+            UserError: the folder could not be written (a full disk, say); nothing older was
+            touched.
+        """
+        target = self.folder / f"global_step_{step}"
+        partial = self.folder / f".partial_step_{step}"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            yield partial
+            (partial / STATE_NAME).write_text(json.dumps(state))
+            _flush_tree(partial)
+            replaced = self.folder / f".replaced_step_{step}"
+            if target.exists():
+                target.rename(replaced)
+            partial.rename(target)
+            _replace_text(self.folder / TRACKER_NAME, str(step))
+            shutil.rmtree(replaced, ignore_errors=True)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise UserError(
+                f"trainer.default_local_dir={str(self.folder)!r}: the checkpoint of step {step} could not be "
+                f"written ({_first_line(error)}); earlier checkpoints are kept. "
+                "Free some space and run the same command again to resume."
+            ) from error
+        self._retire(step)
+
+    def _retire(self, newest: int) -> None:
+        if self._max_to_keep is None:
+            return
+        steps = sorted(_steps(self.folder), reverse=True)
+        for step in [s for s in steps if s != newest][max(self._max_to_keep - 1, 0) :]:
+            shutil.rmtree(self.folder / f"global_step_{step}")
+            logger.info("removed checkpoint global_step_%d (max_actor_ckpt_to_keep)", step)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in ``folder``. Raises UserError if there is none."""
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    if match is None or not (folder / STATE_NAME).is_file():
+        raise UserError(
+            f"trainer.resume_from_path={str(folder)!r}: not a checkpoint. Name an existing folder "
+            "<default_local_dir>/global_step_N."
+        )
+    return Checkpoint(folder, int(match[1]))
+
+
+def _steps(folder: Path) -> list[int]:
+    matches = (_STEP_FOLDER.fullmatch(path.name) for path in folder.iterdir())
+    return [int(match[1]) for match in matches if match]
+
+
+def _flush_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _replace_text(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tandem export RUN --output FOLDER``: the trained model of a run as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from tandem.errors import UserError
+from tandem.models.weights import convert_folder
+
+_DTYPES = ("keep", "bfloat16", "float16", "float32")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Write the folder and print where it is. Raises UserError if the run has no checkpoint."""
+    options = _parser().parse_args(arguments)
+    checkpoint = _find(options.run, options.step)
+    if options.output.exists() and any(options.output.iterdir()):
+        raise UserError(
+            f"--output={str(options.output)!r}: must be a new or an empty folder. Give another name."
+        )
+    dtype = None if options.dtype == "keep" else options.dtype
+    convert_folder(checkpoint.folder / "actor", options.output, dtype=dtype)
+    print(options.output)
+    return 0
+
+
+def _find(run_folder: Path, step: int | None) -> Checkpoint:
+    if run_folder.name.startswith("global_step_"):
+        return open_checkpoint(run_folder)
+    if step is not None:
+        return open_checkpoint(run_folder / f"global_step_{step}")
+    latest = CheckpointStore(run_folder).latest()
+    if latest is None:
+        raise UserError(
+            f"RUN={str(run_folder)!r}: has no checkpoint. Train with trainer.save_freq=1 or more."
+        )
+    return latest
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tandem export",
+        description="Write the trained model of a run as a Hugging Face folder.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run, or global_step_N")
+    parser.add_argument("--step", type=int, help="which checkpoint (default: the latest)")
+    parser.add_argument("--output", type=Path, required=True, help="the folder to write")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default="keep", help="precision (default: as trained)"
+    )
+    return parser

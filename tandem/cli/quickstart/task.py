@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Word problems in GSM8K's form, made from templates: question, chain of thought, ``#### answer``.
+
+Eight templates of two arithmetic steps each, with random names, things and small numbers. One
+combination of template and numbers in twenty, chosen by a checksum, is kept out of all training
+data and of the ordinary test; the split of unseen numbers has only those. Not here: files.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+PEOPLE = {
+    "Tom": "he",
+    "Anna": "she",
+    "Ben": "he",
+    "Mia": "she",
+    "Sam": "he",
+    "Lily": "she",
+    "Max": "he",
+    "Emma": "she",
+    "Leo": "he",
+    "Zoe": "she",
+}
+THINGS = (
+    "apples",
+    "books",
+    "coins",
+    "cards",
+    "marbles",
+    "pencils",
+    "stamps",
+    "shells",
+    "eggs",
+    "cookies",
+    "stickers",
+    "flowers",
+)
+CONTAINERS = ("boxes", "bags", "baskets", "packs", "jars", "trays")
+
+MAX_TERM = 12
+"""Largest number that is added or taken away (a starting amount may be larger)."""
+MAX_FACTOR = 6
+HELD_OUT_ONE_IN = 20
+"""One combination of template and numbers in so many appears in no training data."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of arithmetic; ``operation`` is one of + - *."""
+
+    left: int
+    operation: str
+    right: int
+
+    @property
+    def result(self) -> int:
+        """What the line comes to."""
+        if self.operation == "+":
+            return self.left + self.right
+        return self.left - self.right if self.operation == "-" else self.left * self.right
+
+    def line(self, thing: str) -> str:
+        """``3 + 4 = 7 apples.``"""
+        return f"{self.left} {self.operation} {self.right} = {self.result} {thing}."
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question with its correct solution of two steps."""
+
+    template: int
+    numbers: tuple[int, ...]
+    question: str
+    thing: str
+    steps: tuple[Step, Step]
+
+    @property
+    def result(self) -> str:
+        """The correct answer, as the reward compares it."""
+        return str(self.steps[1].result)
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether this combination of template and numbers is kept out of training data."""
+        return zlib.crc32(repr((self.template, self.numbers)).encode()) % HELD_OUT_ONE_IN == 0
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The numbers of a question in the order its text names them, and the steps of the solution."""
+
+    numbers: tuple[int, ...]
+    steps: tuple[Step, Step]
+
+
+@dataclass(frozen=True)
+class Template:
+    """``text`` has places for name, They, friend, thing, container and the numbers 0, 1, ..."""
+
+    text: str
+    draw: Callable[[random.Random], Draw]
+
+
+def _add_then_subtract(rng: random.Random) -> Draw:
+    a, b = rng.randint(3, MAX_TERM), rng.randint(3, MAX_TERM)
+    c = rng.randint(2, min(MAX_TERM, a + b - 1))
+    return Draw((a, b, c), (Step(a, "+", b), Step(a + b, "-", c)))
+
+
+def _multiply_then_subtract(rng: random.Random) -> Draw:
+    a, b = rng.randint(2, MAX_FACTOR), rng.randint(2, MAX_FACTOR)
+    c = rng.randint(2, min(MAX_TERM, a * b - 1))
+    return Draw((a, b, c), (Step(a, "*", b), Step(a * b, "-", c)))
+
+
+def _multiply_then_add(rng: random.Random) -> Draw:
+    a, b, c = rng.randint(2, MAX_FACTOR), rng.randint(2, MAX_FACTOR), rng.randint(2, MAX_TERM)
+    return Draw((a, b, c), (Step(a, "*", b), Step(a * b, "+", c)))
+
+
+def _more_than_then_together(rng: random.Random) -> Draw:
+    a, b = rng.randint(3, MAX_TERM), rng.randint(2, MAX_TERM)
+    return Draw((a, b), (Step(a, "+", b), Step(a, "+", a + b)))
+
+
+def _add_twice(rng: random.Random) -> Draw:
+    a, b, c = rng.randint(3, MAX_TERM), rng.randint(3, MAX_TERM), rng.randint(3, MAX_TERM)
+    return Draw((a, b, c), (Step(a, "+", b), Step(a + b, "+", c)))
+
+
+def _multiply_then_take_from(rng: random.Random) -> Draw:
+    a, b = rng.randint(2, MAX_FACTOR), rng.randint(2, MAX_FACTOR)
+    total = a * b + rng.randint(1, MAX_TERM)
+    return Draw((total, a, b), (Step(a, "*", b), Step(total, "-", a * b)))
+
+
+def _times_then_together(rng: random.Random) -> Draw:
+    a, b = rng.randint(3, MAX_FACTOR), rng.randint(2, 4)
+    return Draw((a, b), (Step(a, "*", b), Step(a, "+", a * b)))
+
+
+def _subtract_then_add(rng: random.Random) -> Draw:
+    a = rng.randint(6, MAX_TERM + 10)
+    b, c = rng.randint(2, min(MAX_TERM, a - 2)), rng.randint(2, MAX_TERM)
+    return Draw((a, b, c), (Step(a, "-", b), Step(a - b, "+", c)))
+
+
+TEMPLATES = (
+    Template(
+        "{name} has {0} {thing}. {They} buys {1} more and then gives {2} to {friend}. "
+        "How many {thing} does {name} have now?",
+        _add_then_subtract,
+    ),
+    Template(
+        "There are {0} {container} with {1} {thing} in each. {name} takes {2} {thing} out. "
+        "How many {thing} are left?",
+        _multiply_then_subtract,
+    ),
+    Template(
+        "{name} buys {0} {container} of {1} {thing}. {friend} gives {name} {2} more. "
+        "How many {thing} does {name} have?",
+        _multiply_then_add,
+    ),
+    Template(
+        "{name} has {0} {thing}. {friend} has {1} more than {name}. "
+        "How many {thing} do they have together?",
+        _more_than_then_together,
+    ),
+    Template(
+        "{name} finds {0} {thing} on Monday, {1} on Tuesday and {2} on Friday. "
+        "How many {thing} does {name} find in all?",
+        _add_twice,
+    ),
+    Template(
+        "{name} has {0} {thing}. {They} fills {1} {container} with {2} {thing} in each. "
+        "How many {thing} are left over?",
+        _multiply_then_take_from,
+    ),
+    Template(
+        "{name} has {0} {thing}. {friend} has {1} times as many. "
+        "How many {thing} do they have together?",
+        _times_then_together,
+    ),
+    Template(
+        "{name} has {0} {thing}. {They} loses {1} of them and later finds {2} more. "
+        "How many {thing} does {name} have now?",
+        _subtract_then_add,
+    ),
+)
+
+
+def draw_problem(rng: random.Random) -> Problem:
+    """One problem: template, people, things and numbers at random."""
+    name, friend = rng.sample(list(PEOPLE), 2)
+    thing, container = rng.choice(THINGS), rng.choice(CONTAINERS)
+    number = rng.randrange(len(TEMPLATES))
+    draw = TEMPLATES[number].draw(rng)
+    question = TEMPLATES[number].text.format(
+        *draw.numbers,
+        name=name,
+        They=PEOPLE[name].capitalize(),
+        friend=friend,
+        thing=thing,
+        container=container,
+    )
+    return Problem(number, draw.numbers, question, thing, draw.steps)
+
+
+def draw_problems(count: int, *, seed: int, but_not: Collection[str] = ()) -> list[Problem]:
+    """``count`` problems of different question text, none of a held-out combination of numbers.
+
+    Args:
+        count: how many.
+        seed: of the draw.
+        but_not: question texts to leave out.
+    """
+    rng = random.Random(seed)
+    seen = set(but_not)
+    problems: list[Problem] = []
+    while len(problems) < count:
+        problem = draw_problem(rng)
+        if not problem.is_held_out and problem.question not in seen:
+            seen.add(problem.question)
+            problems.append(problem)
+    return problems
+
+
+def draw_unseen_problems(count: int, *, seed: int) -> list[Problem]:
+    """``count`` problems of different held-out combinations, of which there are some 230."""
+    rng = random.Random(seed)
+    problems: dict[tuple[int, tuple[int, ...]], Problem] = {}
+    while len(problems) < count:
+        problem = draw_problem(rng)
+        if problem.is_held_out:
+            problems.setdefault((problem.template, problem.numbers), problem)
+    return list(problems.values())
+
+
+def correct(problem: Problem) -> str:
+    """The worked answer."""
+    first, second = problem.steps
+    lines = (first.line(problem.thing), second.line(problem.thing), f"#### {second.result}")
+    return "\n".join(lines)
+
+
+def stops_early(problem: Problem) -> str:
+    """The answer of a writer who stops after the first step."""
+    first = problem.steps[0]
+    return f"{first.line(problem.thing)}\n#### {first.result}"
+
+
+def takes_wrong_sign(problem: Problem) -> str:
+    """The answer of a writer who adds in the second step instead of subtracting, or the reverse."""
+    first, second = problem.steps
+    if second.operation == "+":
+        low, high = sorted((second.left, second.right))
+        wrong = Step(high, "-", low)
+    else:
+        wrong = Step(second.left, "+", second.right)
+    return f"{first.line(problem.thing)}\n{wrong.line(problem.thing)}\n#### {wrong.result}"
+
+
+WRITERS: tuple[tuple[Callable[[Problem], str], float], ...] = (
+    (correct, 0.3),
+    (stops_early, 0.4),
+    (takes_wrong_sign, 0.3),
+)
+"""Who writes the demonstrations, with weights. The commonest habit is a bad one, so that greedy
+decoding starts low and reinforcement has something to mend; the arithmetic is right in all."""
+
+
+def demonstrations(problems: Sequence[Problem], *, seed: int) -> Iterator[tuple[str, str]]:
+    """(question, answer) of each problem, the answer by a writer drawn at random."""
+    rng = random.Random(seed)
+    writers = [writer for writer, _ in WRITERS]
+    weights = [weight for _, weight in WRITERS]
+    for problem in problems:
+        (write,) = rng.choices(writers, weights)
+        yield problem.question, write(problem)

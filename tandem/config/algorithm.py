@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``algorithm.*``: advantages, KL in the reward, dynamic sampling, rollout correction."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from tandem.config.actor import KlEstimator
+from tandem.config.fields import NOT_BUILT, SECTION, no_effect
+
+AdvantageEstimator = Literal[
+    "gae",
+    "grpo",
+    "grpo_vectorized",
+    "grpo_passk",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "opo",
+    "remax",
+    "gpg",
+]
+_CORRECTION = "not built yet: correction between rollout and trainer"
+
+
+class KlCtrlConfig(BaseModel):
+    """``kl_ctrl.*``: the coefficient of the KL in the reward."""
+
+    model_config = SECTION
+
+    type: Literal["fixed", "adaptive"] = Field(
+        default="fixed", description="fixed, or adaptive towards target_kl."
+    )
+    kl_coef: float = Field(default=0.001, ge=0, description="(First) coefficient.")
+    horizon: int = Field(default=10000, ge=1, description="Sequences over which adaptive moves.")
+    target_kl: float = Field(default=0.1, gt=0, description="KL that adaptive aims at.")
+
+
+class FilterGroupsConfig(BaseModel):
+    """``filter_groups.*``: DAPO's dynamic sampling."""
+
+    model_config = SECTION
+
+    enable: bool = Field(
+        default=False, description="Drop groups whose samples all fare alike, and draw others."
+    )
+    metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = Field(
+        default="seq_reward",
+        description="What must differ: acc and score as the reward function returns them, "
+        "seq_reward and seq_final_reward after shaping.",
+    )
+    max_num_gen_batches: int = Field(
+        default=0,
+        ge=0,
+        description="Give up after dropping this many batches in one step; 0: never.",
+    )
+
+
+class RolloutCorrectionConfig(BaseModel):
+    """``rollout_correction.*``: what to do about differing log-probs of rollout and trainer."""
+
+    model_config = SECTION
+
+    bypass_mode: bool = Field(
+        default=False, description="Take the rollout's log-probs as old log-probs: one pass less."
+    )
+
+    rollout_is: Literal["token", "sequence"] | None = Field(
+        default=None, description="Importance weights.", json_schema_extra=no_effect(_CORRECTION)
+    )
+    rollout_is_threshold: float = Field(
+        default=2.0, description="Largest weight.", json_schema_extra=no_effect(_CORRECTION)
+    )
+    rollout_is_batch_normalize: bool = Field(
+        default=False, description="Normalise weights.", json_schema_extra=no_effect(_CORRECTION)
+    )
+    rollout_rs: str | None = Field(
+        default=None, description="Rejection of samples.", json_schema_extra=no_effect(_CORRECTION)
+    )
+    rollout_rs_threshold: float | None = Field(
+        default=None, description="Its threshold.", json_schema_extra=no_effect(_CORRECTION)
+    )
+    loss_type: str = Field(
+        default="ppo_clip",
+        description="Loss of bypass mode.",
+        json_schema_extra=no_effect(_CORRECTION),
+    )
+
+
+class AlgorithmConfig(BaseModel):
+    """From rewards to advantages."""
+
+    model_config = SECTION
+
+    adv_estimator: AdvantageEstimator = Field(
+        default="grpo",
+        description="Advantage estimator; gae needs a critic, which is not built yet.",
+    )
+    gamma: float = Field(default=1.0, ge=0, le=1, description="Discount of rewards.")
+    lam: float = Field(default=1.0, ge=0, le=1, description="Lambda of gae.")
+    norm_adv_by_std_in_grpo: bool = Field(
+        default=True,
+        description="Divide by the group's standard deviation; False is Dr.GRPO's choice.",
+    )
+    use_kl_in_reward: bool = Field(
+        default=False, description="Subtract KL to the reference from rewards."
+    )
+    kl_penalty: KlEstimator = Field(default="kl", description="Estimator of that KL.")
+    kl_ctrl: KlCtrlConfig = Field(
+        default_factory=KlCtrlConfig, description="Coefficient of that KL."
+    )
+    filter_groups: FilterGroupsConfig = Field(
+        default_factory=FilterGroupsConfig, description="Dynamic sampling."
+    )
+    rollout_correction: RolloutCorrectionConfig = Field(
+        default_factory=RolloutCorrectionConfig, description="Rollout against trainer."
+    )
+
+    use_pf_ppo: bool = Field(
+        default=False, description="PF-PPO resampling.", json_schema_extra=no_effect(NOT_BUILT)
+    )
+    pf_ppo: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Settings of PF-PPO.",
+        json_schema_extra=no_effect(NOT_BUILT),
+    )

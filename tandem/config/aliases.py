@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other spellings of keys: what verl renamed or moved, and what dots.rl misspelt.
+
+One meaning has one key in the schema; every other spelling is turned into it here.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+from tandem.config.keys import find_key, is_section
+
+ALIASES: dict[str, str] = {
+    "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
+    "actor_rollout_ref.async_pipeline": "trainer.async_pipeline",
+    "engine.cpu_offload": "engine.param_offload",
+    "engine.offload_params": "engine.param_offload",
+    "model.fsdp_config": "engine",
+    "model.partial_pretrain": "model.path",
+    "optim.lr_scheduler": "optim.lr_scheduler_type",
+    "optim.warmup_style": "optim.lr_scheduler_type",
+    "reward.custom_reward_function": "custom_reward_function",
+    "reward.reward_kwargs": "reward_model.reward_kwargs",
+    "reward.reward_manager": "reward_model.reward_manager",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward.reward_model": "reward_model",
+    "reward.sandbox_fusion": "reward_model.sandbox_fusion",
+    "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
+    "trainer.sperated_node_ratios": "trainer.separated_node_ratios",
+    "trainer.sperated_node_tasks": "trainer.separated_node_tasks",
+}
+"""Spelling -> key or section. A spelling applies only where the schema does not know it itself."""
+
+
+def canonical_name(schema: type[BaseModel], name: str) -> str:
+    """The key that ``name`` means in this schema; ``name`` itself if it is no other spelling."""
+    if find_key(schema, name) is not None or is_section(schema, name):
+        return name
+    parts = name.split(".")
+    for size in range(len(parts), 0, -1):
+        meant = ALIASES.get(".".join(parts[:size]))
+        if meant is None:
+            continue
+        full = ".".join([meant, *parts[size:]])
+        if find_key(schema, full) is not None or is_section(schema, full):
+            return full
+        return canonical_name(schema, full)
+    return name

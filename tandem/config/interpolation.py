@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``${...}`` in values: other keys (``${trainer.nnodes}``), ``now``, ``env`` and ``oc.env``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+from pydantic import BaseModel
+
+from tandem.errors import UserError
+
+Tree = dict[str, Any]
+
+
+def resolve(schema: type[BaseModel], tree: Tree) -> Tree:
+    """A copy of ``tree`` without interpolations; they may refer to defaults of the schema.
+
+    Raises:
+        UserError: an interpolation refers to nothing.
+    """
+    if not _has_interpolation(tree):
+        return tree
+    OmegaConf.register_new_resolver("now", _now, replace=True)
+    OmegaConf.register_new_resolver("env", oc.env, replace=True)
+    full = OmegaConf.create(_merged(schema().model_dump(), tree))
+    return _resolved(tree, full, "")
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _has_interpolation(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_interpolation(entry) for entry in cast(Mapping[str, Any], value).values())
+    if isinstance(value, list | tuple):
+        return any(_has_interpolation(entry) for entry in cast(list[Any], value))
+    return isinstance(value, str) and "${" in value
+
+
+def _merged(defaults: Any, tree: Any) -> Any:
+    if not isinstance(defaults, dict) or not isinstance(tree, dict):
+        return tree
+    ours, theirs = cast(Tree, defaults), cast(Tree, tree)
+    return ours | {name: _merged(ours.get(name), value) for name, value in theirs.items()}
+
+
+def _resolved(value: Any, node: Any, name: str) -> Any:
+    """``value`` with each interpolated leaf replaced by what ``node`` resolves it to."""
+    if isinstance(value, dict):
+        entries = cast(Tree, value)
+        return {
+            key: _resolved(entry, node, f"{name}.{key}" if name else key)
+            for key, entry in entries.items()
+        }
+    if not _has_interpolation(value):
+        return value
+    try:
+        found = OmegaConf.select(node, name, throw_on_resolution_failure=True)
+        return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+    except OmegaConfBaseException as error:
+        cause = str(error).splitlines()[0]
+        raise UserError(
+            f"{name}={value!r}: cannot be resolved ({cause}). Write the value itself."
+        ) from error

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``*.fsdp_config.*`` and ``*.megatron.*``: how weights are laid out over devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from tandem.config.fields import ONE_PROCESS, SECTION, Dtype, no_effect
+
+_OFFLOAD = "not built yet: weights, gradients and optimizer stay on the device"
+
+
+class FsdpConfig(BaseModel):
+    """Precision, and (without effect so far) sharding and offloading."""
+
+    model_config = SECTION
+
+    dtype: Dtype = Field(
+        default="auto",
+        description="Precision of forward and backward; auto: bfloat16, on CPU float32.",
+    )
+    model_dtype: Dtype = Field(
+        default="float32", description="Precision in which the trained weights are stored."
+    )
+
+    param_offload: bool = Field(
+        default=False, description="Weights rest on the CPU.", json_schema_extra=no_effect(_OFFLOAD)
+    )
+    optimizer_offload: bool = Field(
+        default=False,
+        description="Optimizer rests on the CPU.",
+        json_schema_extra=no_effect(_OFFLOAD),
+    )
+    offload_policy: bool = Field(
+        default=False, description="FSDP2's CPU offload.", json_schema_extra=no_effect(_OFFLOAD)
+    )
+    fsdp_size: int = Field(
+        default=-1,
+        description="Devices of one shard group.",
+        json_schema_extra=no_effect(ONE_PROCESS),
+    )
+    reshard_after_forward: bool = Field(
+        default=True, description="Free gathered weights.", json_schema_extra=no_effect(ONE_PROCESS)
+    )
+    forward_prefetch: bool = Field(
+        default=False, description="Gather weights ahead.", json_schema_extra=no_effect(ONE_PROCESS)
+    )
+    use_orig_params: bool = Field(
+        default=False,
+        description="Keep parameters apart.",
+        json_schema_extra=no_effect(ONE_PROCESS),
+    )
+    ulysses_sequence_parallel_size: int = Field(
+        default=1, description="Devices per sequence.", json_schema_extra=no_effect(ONE_PROCESS)
+    )
+    wrap_policy: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Which modules are sharded together.",
+        json_schema_extra=no_effect(ONE_PROCESS),
+    )
+
+
+class MegatronConfig(BaseModel):
+    """Megatron's layout; accepted for ``strategy=megatron``, which is not built yet."""
+
+    model_config = SECTION
+
+    param_offload: bool = Field(default=False, description="Weights rest on the CPU.")
+    grad_offload: bool = Field(default=False, description="Gradients rest on the CPU.")
+    optimizer_offload: bool = Field(default=False, description="Optimizer rests on the CPU.")
+    tensor_model_parallel_size: int = Field(default=1, ge=1, description="Devices per layer.")
+    pipeline_model_parallel_size: int = Field(
+        default=1, ge=1, description="Stages of the pipeline."
+    )
+    virtual_pipeline_model_parallel_size: int | None = Field(
+        default=None, ge=1, description="Virtual stages per stage."
+    )
+    expert_model_parallel_size: int = Field(
+        default=1, ge=1, description="Devices over which experts spread."
+    )
+    expert_tensor_parallel_size: int | None = Field(
+        default=None, ge=1, description="Devices per expert."
+    )
+    context_parallel_size: int = Field(default=1, ge=1, description="Devices per sequence.")
+    sequence_parallel: bool = Field(
+        default=True, description="Split activations along with tensors."
+    )
+    use_distributed_optimizer: bool = Field(default=True, description="Shard the optimizer.")
+    use_dist_checkpointing: bool = Field(
+        default=False, description="Megatron's own checkpoint format."
+    )
+    dist_checkpointing_path: str | None = Field(
+        default=None, description="Folder of such a checkpoint."
+    )
+    use_mbridge: bool = Field(default=True, description="Convert weights through the bridge.")
+    vanilla_mbridge: bool = Field(default=True, description="Which bridge.")
+    load_weight: bool = Field(default=True, description="Load weights instead of random ones.")
+    seed: int = Field(default=42, description="Seed of Megatron's generators.")
+    dtype: Dtype = Field(default="auto", description="Precision of forward and backward.")
+    override_ddp_config: dict[str, Any] = Field(
+        default_factory=dict[str, Any], description="Free-form settings of data parallelism."
+    )
+    override_transformer_config: dict[str, Any] = Field(
+        default_factory=dict[str, Any], description="Free-form settings of Megatron's transformer."
+    )
+    override_mcore_model_config: dict[str, Any] = Field(
+        default_factory=dict[str, Any], description="Free-form settings of Megatron's model."
+    )

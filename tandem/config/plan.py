@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run would do: steps, batches, pools, keys in vain. Starts nothing, reads no file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.config.effects import keys_without_effect
+from tandem.config.overrides import LoadedConfig
+from tandem.config.pools import Pool, plan_pools
+from tandem.config.run import RunConfig
+from tandem.config.schedule import Schedule, schedule_run
+from tandem.config.validate import check_run, unbuilt_run
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The plan of one run. What depends on rows that could not be counted is None.
+
+    Attributes:
+        num_train_rows, num_val_rows: before filtering.
+        steps_per_epoch, total_training_steps, validation_steps: as ``Schedule`` has them.
+        sequences_per_step: generated and trained on in one training step.
+        optimizer_steps_per_step: mini-batches times passes.
+        pools: which tasks share how many devices.
+        keys_without_effect: set in vain, as they were spelt -> why.
+        unknown_keys: let pass because of their ``+``.
+        warnings: one line each.
+        config: the whole resolved configuration.
+    """
+
+    num_train_rows: int | None
+    num_val_rows: int | None
+    steps_per_epoch: int | None
+    total_training_steps: int | None
+    validation_steps: tuple[int, ...] | None
+    sequences_per_step: int
+    optimizer_steps_per_step: int
+    pools: tuple[Pool, ...]
+    keys_without_effect: Mapping[str, str]
+    unknown_keys: tuple[str, ...]
+    warnings: tuple[str, ...]
+    config: RunConfig
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        steps = self.validation_steps
+        return {
+            "total_training_steps": self.total_training_steps,
+            "steps_per_epoch": self.steps_per_epoch,
+            "sequences_per_step": self.sequences_per_step,
+            "optimizer_steps_per_step": self.optimizer_steps_per_step,
+            "validation_steps": None if steps is None else list(steps),
+            "num_train_rows": self.num_train_rows,
+            "num_val_rows": self.num_val_rows,
+            "pools": [{"tasks": list(p.tasks), "devices": p.devices} for p in self.pools],
+            "keys_without_effect": dict(self.keys_without_effect),
+            "unknown_keys": list(self.unknown_keys),
+            "warnings": list(self.warnings),
+            "config": self.config.model_dump(mode="json"),
+        }
+
+
+def make_plan(
+    loaded: LoadedConfig[RunConfig],
+    *,
+    num_train_rows: int | None = None,
+    num_val_rows: int | None = None,
+    warnings: Sequence[str] = (),
+) -> Plan:
+    """Plan a run.
+
+    Args:
+        num_train_rows, num_val_rows: rows of the files, None where they could not be counted.
+        warnings: what the caller found out, put first.
+
+    Raises:
+        UserError: keys that do not fit each other, or too few rows for one batch.
+    """
+    config = loaded.config
+    check_run(config)
+    train_rows = _taken(num_train_rows, config.data.train_max_samples)
+    schedule = None if train_rows is None else schedule_run(config, train_rows)
+    pools = plan_pools(config)
+    return Plan(
+        num_train_rows=train_rows,
+        num_val_rows=_taken(num_val_rows, config.data.val_max_samples),
+        steps_per_epoch=schedule.steps_per_epoch if schedule else None,
+        total_training_steps=schedule.total_training_steps if schedule else None,
+        validation_steps=schedule.validation_steps if schedule else None,
+        sequences_per_step=config.sequences_per_step,
+        optimizer_steps_per_step=config.optimizer_steps_per_step,
+        pools=pools,
+        keys_without_effect=keys_without_effect(loaded),
+        unknown_keys=loaded.unknown_keys,
+        warnings=(
+            *warnings,
+            *loaded.warnings,
+            *(f"train would refuse: {line}" for line in unbuilt_run(config)),
+            *_pool_warnings(config, pools),
+            *_cautions(config, schedule),
+        ),
+        config=config,
+    )
+
+
+def _taken(num_rows: int | None, max_samples: int) -> int | None:
+    """Rows that ``*_max_samples`` leaves; -1 and 0 leave all."""
+    return num_rows if num_rows is None or max_samples <= 0 else min(num_rows, max_samples)
+
+
+def _pool_warnings(config: RunConfig, pools: Sequence[Pool]) -> Iterator[str]:
+    trainer = config.trainer
+    if not config.actor_rollout_ref.hybrid_engine and not trainer.separated_node_tasks:
+        yield (
+            "actor_rollout_ref.hybrid_engine=False without trainer.separated_node_tasks: "
+            "half of the devices train, half generate"
+        )
+    for pool in pools:
+        if pool.devices == 0:
+            yield f"pool {list(pool.tasks)}: gets none of {trainer.num_devices} devices"
+    idle = trainer.num_devices - sum(pool.devices for pool in pools)
+    if idle > 0:
+        yield f"trainer.separated_node_ratios: {idle} of {trainer.num_devices} devices stay idle"
+    experts = config.actor_rollout_ref.actor.megatron.expert_model_parallel_size
+    training = next(pool for pool in pools if "actor-train" in pool.tasks)
+    if experts > training.devices:
+        yield (
+            f"actor_rollout_ref.actor.megatron.expert_model_parallel_size={experts}: exceeds the "
+            f"{training.devices} devices of the training pool"
+        )
+
+
+def _cautions(config: RunConfig, schedule: Schedule | None) -> Iterator[str]:
+    """What is legal and still deserves a look."""
+    data, trainer = config.data, config.trainer
+    val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
+    if schedule is not None and data.filter_overlong_prompts:
+        yield (
+            "data.filter_overlong_prompts=True: steps are counted before overlong prompts are "
+            "dropped; there may be fewer"
+        )
+    if trainer.device != "auto":
+        yield (
+            f"trainer.device={trainer.device}: not looked for by the plan; where it is not "
+            "available, the run falls back to the detected platform"
+        )
+    if val_kwargs.n > 1 and not val_kwargs.do_sample:
+        yield (
+            f"actor_rollout_ref.rollout.val_kwargs.n={val_kwargs.n}: all samples are the same, as "
+            "val_kwargs.do_sample=False is greedy"
+        )
+    if trainer.critic_warmup > 1:
+        yield (
+            f"trainer.critic_warmup={trainer.critic_warmup}: there is no critic to warm up, and "
+            "nothing is learned before that step"
+        )

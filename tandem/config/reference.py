@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``actor_rollout_ref.ref.*``: the frozen reference policy.
+
+It exists only if KL in the loss or in the reward needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from tandem.config.fields import NOT_BUILT, ONE_PROCESS, SECTION, no_effect
+from tandem.config.layout import FsdpConfig, MegatronConfig
+
+_FOLLOWS_ACTOR = "the reference is laid out as the actor is; actor_rollout_ref.actor decides"
+
+
+class RefConfig(BaseModel):
+    """The reference policy."""
+
+    model_config = SECTION
+
+    log_prob_micro_batch_size_per_gpu: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most sequences of one forward pass; null packs by tokens.",
+    )
+    log_prob_use_dynamic_bsz: bool = Field(
+        default=False,
+        description="Fill micro-batches by tokens; follows actor.use_dynamic_bsz if not set.",
+    )
+    log_prob_max_token_len_per_gpu: int = Field(
+        default=16384,
+        ge=1,
+        description="Most tokens of a micro-batch; follows actor.ppo_max_token_len_per_gpu if "
+        "not set.",
+    )
+
+    strategy: str = Field(
+        default="fsdp", description="Back end.", json_schema_extra=no_effect(_FOLLOWS_ACTOR)
+    )
+    fsdp_config: FsdpConfig = Field(
+        default_factory=FsdpConfig,
+        description="Layout.",
+        json_schema_extra=no_effect(_FOLLOWS_ACTOR),
+    )
+    megatron: MegatronConfig = Field(
+        default_factory=MegatronConfig,
+        description="Megatron's layout.",
+        json_schema_extra=no_effect("not built yet: strategy=megatron"),
+    )
+    log_prob_micro_batch_size: int | None = Field(
+        default=None,
+        description="Micro-batch over all devices.",
+        json_schema_extra=no_effect("deprecated in verl; use log_prob_micro_batch_size_per_gpu"),
+    )
+    use_torch_compile: bool = Field(
+        default=True, description="Compile.", json_schema_extra=no_effect(_FOLLOWS_ACTOR)
+    )
+    load_weight: bool = Field(
+        default=True, description="Load weights.", json_schema_extra=no_effect(_FOLLOWS_ACTOR)
+    )
+    ulysses_sequence_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Devices per sequence.",
+        json_schema_extra=no_effect(ONE_PROCESS),
+    )
+    profiler: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Profiler of the reference.",
+        json_schema_extra=no_effect(NOT_BUILT),
+    )
+
+    @property
+    def microbatch_tokens(self) -> int | None:
+        """Most tokens of a micro-batch, None where micro-batches are bounded by count."""
+        by_tokens = self.log_prob_use_dynamic_bsz or self.log_prob_micro_batch_size_per_gpu is None
+        return self.log_prob_max_token_len_per_gpu if by_tokens else None

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``actor_rollout_ref.rollout.*``: how responses are generated."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from tandem.config.fields import (
+    ENGINE_ONLY,
+    NOT_BUILT,
+    ONE_PROCESS,
+    SECTION,
+    Dtype,
+    Seed,
+    no_effect,
+)
+
+_MULTI_TURN = "not built yet: multi-turn rollouts"
+_PARAM_UPDATE = "not built yet: trainer and rollout share one storage, nothing is transferred"
+_SKIP = "not built yet: rollouts are always generated"
+
+
+class ValKwargs(BaseModel):
+    """``val_kwargs.*``: sampling of validation; greedy unless ``do_sample``."""
+
+    model_config = SECTION
+
+    n: int = Field(default=1, ge=1, description="Samples per validation prompt.")
+    do_sample: bool = Field(default=False, description="Sample; False is greedy.")
+    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0 is greedy.")
+    top_k: int = Field(
+        default=-1, ge=-1, description="Sample among the k likeliest tokens; -1 or 0: all."
+    )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Sample within this probability mass."
+    )
+
+
+class MultiTurnConfig(BaseModel):
+    """``multi_turn.*``: conversations with tools."""
+
+    model_config = SECTION
+
+    enable: bool = Field(default=False, description="Multi-turn rollouts.")
+    max_assistant_turns: int | None = Field(default=None, description="Most turns of the policy.")
+    max_user_turns: int | None = Field(default=None, description="Most turns of the user.")
+    max_parallel_calls: int = Field(default=1, description="Most tool calls at once.")
+    max_tool_response_length: int = Field(default=256, description="Longest tool response.")
+    tool_response_truncate_side: str = Field(default="middle", description="Where it is cut.")
+    tool_config_path: str | None = Field(default=None, description="YAML of the tools.")
+    interaction_config_path: str | None = Field(
+        default=None, description="YAML of the interaction."
+    )
+    use_inference_chat_template: bool = Field(default=False, description="Which chat template.")
+    tokenization_sanity_check_mode: str = Field(
+        default="strict", description="Check of the tokens."
+    )
+    format: str = Field(default="hermes", description="Format of tool calls.")
+
+
+class RolloutConfig(BaseModel):
+    """Generation for training and, with ``val_kwargs``, for validation."""
+
+    model_config = SECTION
+
+    name: Literal["native", "hf", "vllm", "sglang", "trtllm"] = Field(
+        default="native",
+        description="Generation engine: native, or hf (transformers' generate) for families that "
+        "native does not know. For the others, which are not built yet, native is used.",
+    )
+    n: int = Field(default=1, ge=1, description="Samples per prompt (the group of GRPO).")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Sampling temperature, also of log-probs."
+    )
+    top_k: int = Field(
+        default=-1, ge=-1, description="Sample among the k likeliest tokens; -1 or 0: all."
+    )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Sample within this probability mass."
+    )
+    do_sample: bool = Field(default=True, description="Sample; False is greedy.")
+    ignore_eos: bool = Field(
+        default=False, description="Go on to max_response_length after the end token."
+    )
+    val_kwargs: ValKwargs = Field(default_factory=ValKwargs, description="Sampling of validation.")
+    seed: Seed = Field(
+        default=1,
+        ge=0,
+        description="Seed of sampling; a sample depends on it, its id and position only.",
+    )
+    max_num_seqs: int = Field(default=256, ge=1, description="Most sequences generated at once.")
+    max_num_batched_tokens: int = Field(
+        default=8192, ge=1, description="Most prompt tokens of one prefill pass."
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most sequences of one forward pass for old log-probs; null packs up to "
+        "log_prob_max_token_len_per_gpu.",
+    )
+    log_prob_use_dynamic_bsz: bool = Field(
+        default=False,
+        description="Fill micro-batches by tokens; follows actor.use_dynamic_bsz if not set.",
+    )
+    log_prob_max_token_len_per_gpu: int = Field(
+        default=16384,
+        ge=1,
+        description="Most tokens of a micro-batch; follows actor.ppo_max_token_len_per_gpu if "
+        "not set.",
+    )
+
+    dtype: Dtype = Field(
+        default="auto",
+        description="Precision of generation.",
+        json_schema_extra=no_effect(
+            "trainer and rollout share their weights; actor.fsdp_config.dtype decides"
+        ),
+    )
+    mode: Literal["sync", "async"] = Field(
+        default="async",
+        description="How verl calls its engine.",
+        json_schema_extra=no_effect(
+            "one pipeline serves both; the lag is trainer.generate_ahead_steps"
+        ),
+    )
+    calculate_log_probs: bool = Field(
+        default=False,
+        description="Return log-probs of sampled tokens.",
+        json_schema_extra=no_effect("log-probs of sampled tokens are always returned"),
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Share of device memory for weights and cache.",
+        json_schema_extra=no_effect("the native engine allocates what its batch needs"),
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        description="Longest sequence.",
+        json_schema_extra=no_effect("it is data.max_prompt_length + data.max_response_length"),
+    )
+    prompt_length: int | None = Field(
+        default=None,
+        description="Longest prompt.",
+        json_schema_extra=no_effect("it is data.max_prompt_length"),
+    )
+    response_length: int | None = Field(
+        default=None,
+        description="Longest response.",
+        json_schema_extra=no_effect("it is data.max_response_length"),
+    )
+    enable_chunked_prefill: bool = Field(
+        default=True,
+        description="Cut long prompts over several passes.",
+        json_schema_extra=no_effect("the native engine prefills whole prompts"),
+    )
+    enable_prefix_caching: bool = Field(
+        default=True,
+        description="Reuse cached prefixes.",
+        json_schema_extra=no_effect("samples of one prompt always share it"),
+    )
+    load_format: str = Field(
+        default="dummy",
+        description="How an engine loads weights.",
+        json_schema_extra=no_effect("trainer and rollout share one storage"),
+    )
+    layered_summon: bool = Field(
+        default=False, description="Gather by layer.", json_schema_extra=no_effect(_PARAM_UPDATE)
+    )
+    free_cache_engine: bool = Field(
+        default=True,
+        description="Free the cache after generation.",
+        json_schema_extra=no_effect("the native engine keeps no cache between steps"),
+    )
+    enforce_eager: bool = Field(
+        default=False, description="No CUDA graphs.", json_schema_extra=no_effect(ENGINE_ONLY)
+    )
+    tensor_model_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Devices per replica.",
+        json_schema_extra=no_effect(ONE_PROCESS),
+    )
+    data_parallel_size: int = Field(
+        default=1, ge=1, description="Replicas.", json_schema_extra=no_effect(ONE_PROCESS)
+    )
+    expert_parallel_size: int = Field(
+        default=1, ge=1, description="Devices of experts.", json_schema_extra=no_effect(ONE_PROCESS)
+    )
+    pipeline_model_parallel_size: int = Field(
+        default=1, ge=1, description="Stages.", json_schema_extra=no_effect(ONE_PROCESS)
+    )
+    log_prob_micro_batch_size: int | None = Field(
+        default=None,
+        description="Micro-batch over all devices.",
+        json_schema_extra=no_effect("deprecated in verl; use log_prob_micro_batch_size_per_gpu"),
+    )
+    disable_log_stats: bool = Field(
+        default=True, description="Engine's statistics.", json_schema_extra=no_effect(ENGINE_ONLY)
+    )
+    skip_tokenizer_init: bool = Field(
+        default=True, description="Engine's tokenizer.", json_schema_extra=no_effect(ENGINE_ONLY)
+    )
+    engine_kwargs: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Further arguments of an engine.",
+        json_schema_extra=no_effect(ENGINE_ONLY),
+    )
+    multi_turn: MultiTurnConfig = Field(
+        default_factory=MultiTurnConfig,
+        description="Conversations with tools.",
+        json_schema_extra=no_effect(_MULTI_TURN),
+    )
+    agent: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Agent loops.",
+        json_schema_extra=no_effect(_MULTI_TURN),
+    )
+    trace: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Traces of rollouts.",
+        json_schema_extra=no_effect(NOT_BUILT),
+    )
+    skip_rollout: bool = Field(
+        default=False, description="Reuse dumped rollouts.", json_schema_extra=no_effect(_SKIP)
+    )
+    skip_dump_dir: str = Field(
+        default="/tmp/rollout_dump", description="Where.", json_schema_extra=no_effect(_SKIP)
+    )
+    enable_dual_buffer: bool = Field(
+        default=False,
+        description="Stage new weights while generating.",
+        json_schema_extra=no_effect(_PARAM_UPDATE),
+    )
+    enable_param_async: bool = Field(
+        default=False,
+        description="Transfer weights while training.",
+        json_schema_extra=no_effect(_PARAM_UPDATE),
+    )
+    param_update_preduce_bucket_size_mb: int = Field(
+        default=512,
+        ge=1,
+        description="Sender's bucket, MiB.",
+        json_schema_extra=no_effect(_PARAM_UPDATE),
+    )
+    param_update_consume_bucket_size_mb: int = Field(
+        default=128,
+        ge=1,
+        description="Receiver's bucket, MiB.",
+        json_schema_extra=no_effect(_PARAM_UPDATE),
+    )
+
+    @property
+    def microbatch_tokens(self) -> int | None:
+        """Most tokens of a micro-batch, None where micro-batches are bounded by count."""
+        by_tokens = self.log_prob_use_dynamic_bsz or self.log_prob_micro_batch_size_per_gpu is None
+        return self.log_prob_max_token_len_per_gpu if by_tokens else None

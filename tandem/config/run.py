@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``RunConfig``: the whole key tree of ``tandem train``, which is verl's ``ppo_trainer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field, model_validator
+
+from tandem.config.actor import ActorConfig
+from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.data import DataConfig
+from tandem.config.fields import NOT_BUILT, OPEN_SECTION, SECTION, no_effect
+from tandem.config.model import ModelConfig
+from tandem.config.reference import RefConfig
+from tandem.config.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
+from tandem.config.rollout import RolloutConfig
+from tandem.config.trainer import TrainerConfig
+
+_FOLLOWS_ACTOR = {
+    "log_prob_use_dynamic_bsz": "use_dynamic_bsz",
+    "log_prob_max_token_len_per_gpu": "ppo_max_token_len_per_gpu",
+}
+"""Keys of rollout and ref that take the actor's value if they are not set, as in verl."""
+
+
+class CriticConfig(BaseModel):
+    """``critic.*``: any key is accepted, none is read."""
+
+    model_config = OPEN_SECTION
+
+    enable: bool | None = Field(
+        default=None, description="Train a critic; null asks adv_estimator. Not built yet."
+    )
+
+
+class ActorRolloutRefConfig(BaseModel):
+    """``actor_rollout_ref.*``: one policy in its three roles."""
+
+    model_config = SECTION
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
+    actor: ActorConfig = Field(default_factory=ActorConfig, description="The policy in training.")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation.")
+    ref: RefConfig = Field(default_factory=RefConfig, description="The reference policy.")
+
+    hybrid_engine: bool = Field(
+        default=True,
+        description="Trainer and rollout on the same devices.",
+        json_schema_extra=no_effect("not built yet: trainer and rollout always share one device"),
+    )
+    nccl_timeout: int = Field(
+        default=600,
+        description="Deadline of collectives in seconds.",
+        json_schema_extra=no_effect("there is one process so far"),
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_actor(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Give rollout and ref the actor's micro-batch limits where they have none of their own."""
+        actor: Any = values.get("actor", {})
+        if not isinstance(actor, dict):
+            return values
+        limits: dict[str, Any] = {
+            key: actor[source] for key, source in _FOLLOWS_ACTOR.items() if source in actor
+        }
+        filled = dict(values)
+        for name in ("rollout", "ref"):
+            role: Any = values.get(name, {})
+            filled[name] = limits | role if isinstance(role, dict) else role
+        return filled
+
+
+class RunConfig(BaseModel):
+    """Everything ``tandem train`` can be told."""
+
+    model_config = SECTION
+
+    data: DataConfig = Field(default_factory=DataConfig, description="Prompts.")
+    actor_rollout_ref: ActorRolloutRefConfig = Field(
+        default_factory=ActorRolloutRefConfig, description="The policy in its three roles."
+    )
+    algorithm: AlgorithmConfig = Field(
+        default_factory=AlgorithmConfig, description="From rewards to advantages."
+    )
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="Reward processes.")
+    reward_model: RewardModelConfig = Field(
+        default_factory=RewardModelConfig, description="Reward managers."
+    )
+    custom_reward_function: CustomRewardConfig = Field(
+        default_factory=CustomRewardConfig, description="A reward function of the user."
+    )
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The run.")
+
+    critic: CriticConfig = Field(
+        default_factory=CriticConfig,
+        description="The critic.",
+        json_schema_extra=no_effect("not built yet: the critic"),
+    )
+    ray_kwargs: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Settings of Ray.",
+        json_schema_extra=no_effect("Ray is not used"),
+    )
+    global_profiler: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Profilers.",
+        json_schema_extra=no_effect(NOT_BUILT),
+    )
+    transfer_queue: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="verl's transfer queue.",
+        json_schema_extra=no_effect("there is one process and nothing to queue between"),
+    )
+
+    @property
+    def sequences_per_step(self) -> int:
+        """``data.train_batch_size * rollout.n``."""
+        return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        """``data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs``."""
+        actor = self.actor_rollout_ref.actor
+        return self.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything reads log-probs of the reference: KL in the loss or in the reward."""
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether the policy must score a batch before it is updated.
+
+        Not if the update is strictly on-policy (one optimizer step: the ratio is 1), and not in
+        ``rollout_correction.bypass_mode``, which takes the rollout's own log-probs.
+        """
+        if self.algorithm.rollout_correction.bypass_mode:
+            return False
+        return self.optimizer_steps_per_step > 1 or self.algorithm.use_kl_in_reward

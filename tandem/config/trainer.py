@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``trainer.*``: how long, how often, where to, on what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from tandem.config.fields import NOT_BUILT, SECTION, Seed, StringGroups, Strings, no_effect
+
+ResumeMode = Literal["auto", "disable", "resume_path"]
+
+ASYNCHRONOUS = "not built yet: training and generation take turns on one device"
+_SEPARATED = "not built yet: all tasks run on the devices of one process"
+
+
+class TrainerConfig(BaseModel):
+    """The run."""
+
+    model_config = SECTION
+
+    project_name: str = Field(
+        default="verl_examples", min_length=1, description="Project, for loggers."
+    )
+    experiment_name: str = Field(default="gsm8k", min_length=1, description="Run, for loggers.")
+    default_local_dir: str | None = Field(
+        default=None,
+        description="Folder of checkpoints and records; null: checkpoints/<project>/<experiment>.",
+    )
+    total_epochs: int = Field(default=30, ge=1, description="Passes over the training rows.")
+    total_training_steps: int | None = Field(
+        default=None, ge=1, description="Stop after this many steps, if the epochs last that long."
+    )
+    nnodes: int = Field(default=1, ge=1, description="Nodes; 1 so far.")
+    n_gpus_per_node: int = Field(
+        default=1, ge=1, description="Devices per node; 1 so far (verl: 8)."
+    )
+    device: str = Field(
+        default="auto",
+        description="Platform: auto, cpu, cuda, ...; one that is not here gives way to the "
+        "detected one with a warning, as in verl.",
+    )
+    save_freq: int = Field(
+        default=-1, description="Save every so many steps and after the last; 0 or less: never."
+    )
+    test_freq: int = Field(
+        default=-1, description="Validate every so many steps and after the last; 0 or less: never."
+    )
+    val_before_train: bool = Field(default=True, description="Validate before the first step.")
+    val_only: bool = Field(default=False, description="Validate once and stop.")
+    critic_warmup: int = Field(
+        default=0, ge=0, description="The actor is updated from this step on (verl's meaning)."
+    )
+    resume_mode: ResumeMode = Field(
+        default="auto",
+        description="auto: go on from the latest checkpoint if there is one; disable: start anew; "
+        "resume_path: go on from resume_from_path.",
+    )
+    resume_from_path: str | None = Field(default=None, description="A folder global_step_N.")
+    max_actor_ckpt_to_keep: int | None = Field(
+        default=None, ge=1, description="Checkpoints to keep; null keeps all."
+    )
+    logger: Strings = Field(
+        default=("console",),
+        description="console, file, tensorboard, wandb; metrics.jsonl is always written "
+        "(verl: console and wandb).",
+    )
+    log_val_generations: int = Field(
+        default=0,
+        ge=0,
+        description="Validation samples shown on the console after each validation.",
+    )
+    rollout_data_dir: str | None = Field(
+        default=None, description="Folder for all training rollouts, one <step>.jsonl each."
+    )
+    validation_data_dir: str | None = Field(
+        default=None, description="Folder for all validation rollouts, one <step>.jsonl each."
+    )
+
+    async_pipeline: bool = Field(
+        default=False,
+        description="Generate while training (dots.rl).",
+        json_schema_extra=no_effect(ASYNCHRONOUS),
+    )
+    generate_ahead_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Most training steps a rollout may lag behind; 0 is on-policy.",
+        json_schema_extra=no_effect(ASYNCHRONOUS),
+    )
+    separated_node_tasks: StringGroups = Field(
+        default=(),
+        description="Groups of logp, ref_logp, actor-train, generate; each has its own devices.",
+        json_schema_extra=no_effect(_SEPARATED),
+    )
+    separated_node_ratios: tuple[float, ...] = Field(
+        default=(),
+        description="Share of all devices for each of these groups.",
+        json_schema_extra=no_effect(_SEPARATED),
+    )
+    seed: Seed = Field(
+        default=1,
+        description="Seed of everything.",
+        json_schema_extra=no_effect("data.seed orders the rows, rollout.seed draws the samples"),
+    )
+    balance_batch: bool = Field(
+        default=True,
+        description="Even out tokens over devices.",
+        json_schema_extra=no_effect("there is one device to balance over so far"),
+    )
+    max_critic_ckpt_to_keep: int | None = Field(
+        default=None,
+        description="Critic checkpoints to keep.",
+        json_schema_extra=no_effect("not built yet: the critic"),
+    )
+    default_hdfs_dir: str | None = Field(
+        default=None,
+        description="Copy checkpoints to HDFS.",
+        json_schema_extra=no_effect(NOT_BUILT),
+    )
+    del_local_ckpt_after_load: bool = Field(
+        default=False,
+        description="Delete a checkpoint once loaded.",
+        json_schema_extra=no_effect("old checkpoints go by max_actor_ckpt_to_keep only"),
+    )
+    esi_redundant_time: float = Field(
+        default=0,
+        description="Time to save before an instance ends.",
+        json_schema_extra=no_effect(NOT_BUILT),
+    )
+    ray_wait_register_center_timeout: int = Field(
+        default=300, description="Deadline of Ray.", json_schema_extra=no_effect("Ray is not used")
+    )
+    use_legacy_worker_impl: str = Field(
+        default="auto",
+        description="Which of verl's workers.",
+        json_schema_extra=no_effect("there is one implementation"),
+    )
+    use_v1: bool = Field(
+        default=True,
+        description="Which of verl's trainers.",
+        json_schema_extra=no_effect("there is one pipeline"),
+    )
+
+    @property
+    def run_folder(self) -> Path:
+        """``default_local_dir``, or ``checkpoints/<project>/<experiment>``; ``~`` expanded."""
+        if self.default_local_dir is not None:
+            return Path(self.default_local_dir).expanduser()
+        return Path("checkpoints") / self.project_name / self.experiment_name
+
+    @property
+    def rollout_data_folder(self) -> Path:
+        """``rollout_data_dir`` with ``~`` expanded; ask only if it is set."""
+        assert self.rollout_data_dir is not None, "trainer.rollout_data_dir is not set"
+        return Path(self.rollout_data_dir).expanduser()
+
+    @property
+    def validation_data_folder(self) -> Path:
+        """``validation_data_dir`` with ``~`` expanded; ask only if it is set."""
+        assert self.validation_data_dir is not None, "trainer.validation_data_dir is not set"
+        return Path(self.validation_data_dir).expanduser()
+
+    @property
+    def resume_folder(self) -> Path:
+        """``resume_from_path`` with ``~`` expanded; ask only with ``resume_mode=resume_path``."""
+        assert self.resume_from_path is not None, "trainer.resume_from_path is not set"
+        return Path(self.resume_from_path).expanduser()
+
+    @property
+    def num_devices(self) -> int:
+        """``nnodes * n_gpus_per_node``."""
+        return self.nnodes * self.n_gpus_per_node

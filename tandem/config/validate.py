@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules between keys. What one key alone may be stands at its field.
+
+``check_run`` and ``check_sft`` hold for any use of a configuration; ``check_built_run`` and
+``check_built_sft`` refuse what training cannot do yet and the plan may still show. Every error says
+the override that mends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tandem.config.pools import group_problems
+from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.errors import UserError
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_REF = "actor_rollout_ref.ref"
+_NEEDS_GROUPS = ("rloo", "opo", "reinforce_plus_plus_baseline", "grpo_passk", "gpg")
+
+
+def check_run(config: RunConfig) -> None:
+    """Raise UserError for the first pair of keys of ``tandem train`` that do not fit each other."""
+    for problem in (*_run_problems(config), *_trainer_problems(config.trainer)):
+        raise UserError(problem)
+
+
+def check_sft(config: SftConfig) -> None:
+    """Raise UserError for the first pair of keys of ``tandem sft`` that do not fit each other."""
+    for problem in (*_sft_problems(config), *_trainer_problems(config.trainer)):
+        raise UserError(problem)
+
+
+def check_built_run(config: RunConfig) -> None:
+    """Raise UserError if training would need what is not built yet; call it before training."""
+    for problem in unbuilt_run(config):
+        raise UserError(problem)
+
+
+def check_built_sft(config: SftConfig) -> None:
+    """As ``check_built_run``, for ``tandem sft``."""
+    for problem in unbuilt_sft(config):
+        raise UserError(problem)
+
+
+def unbuilt_run(config: RunConfig) -> tuple[str, ...]:
+    """What ``tandem train`` would refuse to start with, one line each."""
+    return tuple(_unbuilt_run(config))
+
+
+def unbuilt_sft(config: SftConfig) -> tuple[str, ...]:
+    """What ``tandem sft`` would refuse to start with, one line each."""
+    model = config.model
+    devices = _unbuilt_devices(config.trainer)
+    return (*devices, *_unbuilt_model(model.path, model.lora_rank, prefix="model"))
+
+
+def _run_problems(config: RunConfig) -> Iterator[str]:
+    yield from _batch_problems(config)
+    yield from _token_problems(config)
+    yield from _sampling_problems(config)
+    yield from _reward_problems(config)
+
+
+def _batch_problems(config: RunConfig) -> Iterator[str]:
+    batch = config.data.train_batch_size
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    key = f"{_ACTOR}.ppo_mini_batch_size"
+    if mini > batch:
+        yield (
+            f"{key}={mini}: must not exceed data.train_batch_size={batch}. "
+            f"Set {key}={batch} or data.train_batch_size={mini}."
+        )
+    elif batch % mini:
+        fitting = max(size for size in range(1, mini + 1) if batch % size == 0)
+        yield (
+            f"{key}={mini}: must divide data.train_batch_size={batch}. "
+            f"Set {key}={fitting} or data.train_batch_size={batch - batch % mini}."
+        )
+
+
+def _token_problems(config: RunConfig) -> Iterator[str]:
+    """A micro-batch must hold one sequence of the greatest length."""
+    roles = config.actor_rollout_ref
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    limits = {f"{_ACTOR}.ppo_max_token_len_per_gpu": roles.actor.microbatch_tokens}
+    if config.needs_old_log_probs:
+        limits[f"{_ROLLOUT}.log_prob_max_token_len_per_gpu"] = roles.rollout.microbatch_tokens
+    if config.needs_reference:
+        limits[f"{_REF}.log_prob_max_token_len_per_gpu"] = roles.ref.microbatch_tokens
+    for key, limit in limits.items():
+        if limit is not None and limit < longest:
+            yield (
+                f"{key}={limit}: must hold one sequence of data.max_prompt_length + "
+                f"data.max_response_length = {longest} tokens. Set {key}={longest} or higher."
+            )
+
+
+def _sampling_problems(config: RunConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    comparing = ""
+    if config.algorithm.filter_groups.enable:
+        comparing = "algorithm.filter_groups.enable=True"
+    if config.algorithm.adv_estimator in _NEEDS_GROUPS:
+        comparing = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    if comparing and rollout.n < 2:
+        yield (
+            f"{_ROLLOUT}.n={rollout.n}: must be at least 2 for {comparing}, which compares the "
+            f"samples of a prompt. Set {_ROLLOUT}.n=8."
+        )
+    if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
+        key = f"{_ROLLOUT}.val_kwargs"
+        yield (
+            f"{key}.temperature=0.0: must be positive with {key}.do_sample=True. "
+            f"Set {key}.temperature=1.0 or {key}.do_sample=False."
+        )
+    low = config.actor_rollout_ref.actor.clip_low
+    if low >= 1 and config.actor_rollout_ref.actor.policy_loss.loss_mode != "geo_mean":
+        yield (
+            f"{_ACTOR}.clip_ratio_low={low}: must be less than 1, as ratios are positive. "
+            f"Set {_ACTOR}.clip_ratio_low=0.2."
+        )
+
+
+def _reward_problems(config: RunConfig) -> Iterator[str]:
+    kwargs = config.reward_model.reward_kwargs
+    buffer = kwargs.overlong_buffer_cfg
+    if config.reward_model.reward_manager != "dapo" or not buffer.enable:
+        return
+    limit = kwargs.max_resp_len or config.data.max_response_length
+    key = "reward_model.reward_kwargs.overlong_buffer_cfg.len"
+    if not 0 < buffer.len <= limit:
+        yield (
+            f"{key}={buffer.len}: must be at least 1 and at most the longest response, {limit}. "
+            f"Set {key}={max(limit // 5, 1)}."
+        )
+
+
+def _sft_problems(config: SftConfig) -> Iterator[str]:
+    data = config.data
+    by_tokens = data.use_dynamic_bsz or data.micro_batch_size_per_gpu is None
+    if by_tokens and data.max_token_len_per_gpu < data.max_length:
+        yield (
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}: must hold one row of "
+            f"data.max_length={data.max_length} tokens. "
+            f"Set data.max_token_len_per_gpu={data.max_length} or higher."
+        )
+
+
+def _trainer_problems(trainer: TrainerConfig) -> Iterator[str]:
+    yield from group_problems(trainer)
+    path = trainer.resume_from_path
+    if trainer.resume_mode == "resume_path" and (path is None or "global_step_" not in path):
+        yield (
+            f"trainer.resume_from_path={path!r}: must name a folder global_step_N with "
+            "trainer.resume_mode=resume_path. Set trainer.resume_from_path=DIR/global_step_N "
+            "or trainer.resume_mode=auto."
+        )
+    if trainer.val_only and not trainer.val_before_train:
+        yield (
+            "trainer.val_before_train=False: must be True with trainer.val_only=True. "
+            "Set trainer.val_before_train=True."
+        )
+
+
+def _unbuilt_run(config: RunConfig) -> Iterator[str]:
+    model = config.actor_rollout_ref.model
+    yield from _unbuilt_devices(config.trainer)
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        yield f"{_ACTOR}.strategy='megatron': is not built yet. Set {_ACTOR}.strategy=fsdp."
+    if config.algorithm.adv_estimator == "gae" or config.critic.enable:
+        key = "critic.enable=True" if config.critic.enable else "algorithm.adv_estimator='gae'"
+        yield (
+            f"{key}: needs a critic, which is not built yet. "
+            "Set algorithm.adv_estimator=grpo and critic.enable=False."
+        )
+    if config.algorithm.adv_estimator == "remax":
+        yield (
+            "algorithm.adv_estimator='remax': needs greedy baseline rollouts, which are not built "
+            "yet. Set algorithm.adv_estimator=rloo."
+        )
+    if config.reward_model.enable:
+        yield (
+            "reward_model.enable=True: neural reward models are not built yet. "
+            "Set reward_model.enable=False and custom_reward_function.path=FILE.py."
+        )
+    if config.actor_rollout_ref.rollout.multi_turn.enable:
+        key = f"{_ROLLOUT}.multi_turn.enable"
+        yield f"{key}=True: multi-turn rollouts are not built yet. Set {key}=False."
+    yield from _unbuilt_model(model.path, model.lora_rank, prefix="actor_rollout_ref.model")
+
+
+def _unbuilt_model(path: str, lora_rank: int, *, prefix: str) -> Iterator[str]:
+    if lora_rank > 0:
+        yield f"{prefix}.lora_rank={lora_rank}: LoRA is not built yet. Set {prefix}.lora_rank=0."
+    if not path:
+        yield f"{prefix}.path='': must name a model. Set {prefix}.path=FOLDER or a hub name."
+
+
+def _unbuilt_devices(trainer: TrainerConfig) -> Iterator[str]:
+    """One process on one device is what is built."""
+    for key, value in (("nnodes", trainer.nnodes), ("n_gpus_per_node", trainer.n_gpus_per_node)):
+        if value > 1:
+            yield (f"trainer.{key}={value}: only one device is built so far. Set trainer.{key}=1.")

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences into packed micro-batches without padding, and flat columns along with them.
+
+Guarantees: adjacent sequences of one prompt share its tokens; what is computed from a plan's
+micro-batches comes back in the order of the sequences, so that no result depends on the plan.
+Not here: spreading sequences over ranks.
+
+Shape letters as in ``types``: N sequences, T packed tokens, R loss tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.errors import UserError
+from tandem.types import LossColumns, PackedBatch, Segments, TokenIds
+
+Plan = list[list[int]]
+"""Micro-batches as lists of indices into the sequences; every index occurs once."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSequence:
+    """One sequence to learn from: context, then tokens of which all or some carry loss.
+
+    Attributes:
+        prompt_key: sequences with the same key have the same ``prompt_ids`` (``Prompt.uid``).
+        prompt_ids: at least one token.
+        response_ids: may be empty, then the sequence carries no loss.
+        loss_mask: one entry per response token; None means all of them.
+    """
+
+    prompt_key: int
+    prompt_ids: TokenIds
+    response_ids: TokenIds
+    loss_mask: tuple[bool, ...] | None = None
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """How many entries of flat R columns belong to this sequence."""
+        return len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)
+
+
+def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None) -> PackedBatch:
+    """One micro-batch of all ``sequences``, in their order.
+
+    A prompt followed by several responses becomes one segment with the responses' segments after
+    it, each naming it as prefix; a prompt with a single response is one segment together with it.
+
+    Args:
+        columns: flat columns (R,) of exactly these sequences in this order.
+
+    Raises:
+        ValueError: no sequence, an empty prompt, two prompts under one key, or a mask or columns of
+            another length.
+    """
+    first_N = _starts_group(sequences)
+    prompt_N = _lengths([sequence.prompt_ids for sequence in sequences])
+    response_N = _lengths([sequence.response_ids for sequence in sequences])
+    # Two chunks per sequence, its prompt (only where a group starts) and its response.
+    chunk_lengths = np.stack([prompt_N * first_N, response_N], axis=1).ravel()
+    chunk_starts = _exclusive_sum(chunk_lengths)
+    response_start_N = chunk_starts[1::2]
+    prompt_start_N = chunk_starts[::2][np.flatnonzero(first_N)][np.cumsum(first_N) - 1]
+
+    num_tokens = int(chunk_lengths.sum())
+    chunk_positions = np.stack([np.zeros_like(prompt_N), prompt_N], axis=1).ravel()
+    position_T = np.arange(num_tokens) - np.repeat(chunk_starts - chunk_positions, chunk_lengths)
+    token_T = np.fromiter(_tokens(sequences, first_N), dtype=np.int64, count=num_tokens)
+
+    index_R = _ranges(response_start_N, response_N)
+    source_R = index_R - 1
+    responds_N = response_N > 0
+    first_token_N = _exclusive_sum(response_N)[responds_N]
+    source_R[first_token_N] = (prompt_start_N + prompt_N - 1)[responds_N]
+    sequence_R = np.repeat(np.arange(len(sequences)), response_N)
+    keep_R = _loss_mask(sequences)
+    if keep_R is not None:
+        index_R, source_R, sequence_R = index_R[keep_R], source_R[keep_R], sequence_R[keep_R]
+    _check_columns(columns, len(index_R))
+    return PackedBatch(
+        token_ids_T=torch.from_numpy(token_T),
+        position_ids_T=torch.from_numpy(position_T),
+        segments=_segments(
+            first_N,
+            chunk_starts,
+            chunk_lengths=chunk_lengths,
+            prompt_start_N=prompt_start_N,
+            prompt_N=prompt_N,
+        ),
+        source_R=torch.from_numpy(source_R),
+        target_R=torch.from_numpy(token_T[index_R]),
+        sequence_R=torch.from_numpy(sequence_R),
+        num_sequences=len(sequences),
+        columns=columns,
+    )
+
+
+def plan_microbatches(
+    sequences: Sequence[TrainSequence],
+    *,
+    max_sequences: int | None = None,
+    max_tokens: int | None = None,
+    key: str = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+) -> Plan:
+    """Cut sequences into micro-batches, deterministically. Results must not depend on the cut.
+
+    By count: slices of ``max_sequences``, groups adjacent, the last one smaller. By token budget:
+    few micro-batches, longest group first into the emptiest one; a shared prompt counts once, and
+    a group stays whole unless it is larger than the budget. With neither limit: one micro-batch.
+
+    Args:
+        max_tokens: packed tokens of a micro-batch.
+        key: the configuration key ``max_tokens`` came from, for the message.
+
+    Raises:
+        UserError: a single sequence is longer than ``max_tokens``.
+        ValueError: both limits are given.
+    """
+    if max_sequences is not None and max_tokens is not None:
+        raise ValueError("micro-batches are cut by max_sequences or by max_tokens, not by both")
+    if not sequences:
+        return []
+    groups = _groups(sequences)
+    if max_tokens is not None:
+        _check_budget(sequences, max_tokens, key=key)
+        items = [
+            part for group in groups for part in _split(sequences, group, max_tokens=max_tokens)
+        ]
+        costs = [_num_tokens(sequences, item) for item in items]
+        return _balance(items, costs, max_tokens=max_tokens)
+    order = list(chain.from_iterable(groups))
+    size = len(order) if max_sequences is None else max_sequences
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def pack_microbatches(
+    sequences: Sequence[TrainSequence], plan: Plan, *, columns: LossColumns | None = None
+) -> list[PackedBatch]:
+    """Pack each micro-batch of ``plan`` with its share of ``columns``, (R,) in sequence order."""
+    counts_N = _loss_token_counts(sequences)
+    _check_columns(columns, int(counts_N.sum()))
+    batches: list[PackedBatch] = []
+    for members in plan:
+        share = None if columns is None else _take(columns, _loss_token_index(counts_N, members))
+        batches.append(pack([sequences[i] for i in members], share))
+    return batches
+
+
+def in_sequence_order(
+    parts: Sequence[Tensor], *, sequences: Sequence[TrainSequence], plan: Plan
+) -> Tensor:
+    """Results of the micro-batches, (R,) of each, as one (R,) in sequence order."""
+    index_R = _loss_token_index(_loss_token_counts(sequences), list(chain.from_iterable(plan)))
+    joined_R = torch.cat(list(parts))
+    ordered_R = torch.empty_like(joined_R)
+    ordered_R[index_R.to(joined_R.device)] = joined_R
+    return ordered_R
+
+
+def _starts_group(sequences: Sequence[TrainSequence]) -> np.ndarray:
+    """Whether each sequence has another prompt than the one before it, bool (N,)."""
+    if not sequences:
+        raise ValueError("a packed batch needs at least one sequence")
+    first_N = np.ones(len(sequences), dtype=bool)
+    for i, sequence in enumerate(sequences):
+        if not sequence.prompt_ids:
+            raise ValueError(f"sequence {i} has an empty prompt: nothing predicts its first token")
+        before = sequences[i - 1]
+        if i > 0 and sequence.prompt_key == before.prompt_key:
+            first_N[i] = False
+            if sequence.prompt_ids is not before.prompt_ids:
+                _check_same_prompt(sequence, before)
+    return first_N
+
+
+def _check_same_prompt(one: TrainSequence, other: TrainSequence) -> None:
+    if one.prompt_ids != other.prompt_ids:
+        raise ValueError(f"two different prompts have the key {one.prompt_key}")
+
+
+def _lengths(parts: list[TokenIds]) -> np.ndarray:
+    return np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+
+
+def _exclusive_sum(lengths: np.ndarray) -> np.ndarray:
+    return np.cumsum(lengths) - lengths
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The ranges ``start .. start + length`` one after another."""
+    return np.repeat(starts - _exclusive_sum(lengths), lengths) + np.arange(lengths.sum())
+
+
+def _tokens(sequences: Sequence[TrainSequence], first_N: np.ndarray) -> chain[int]:
+    chunks: list[TokenIds] = []
+    for sequence, first in zip(sequences, first_N, strict=True):
+        if first:
+            chunks.append(sequence.prompt_ids)
+        chunks.append(sequence.response_ids)
+    return chain.from_iterable(chunks)
+
+
+def _segments(
+    first_N: np.ndarray,
+    chunk_starts: np.ndarray,
+    *,
+    chunk_lengths: np.ndarray,
+    prompt_start_N: np.ndarray,
+    prompt_N: np.ndarray,
+) -> Segments:
+    """Chunks of no length disappear, and a response alone with its prompt continues its segment."""
+    lengths = chunk_lengths.copy()
+    alone_N = first_N & np.append(first_N[1:], True)
+    lengths[::2][alone_N] += lengths[1::2][alone_N]
+    lengths[1::2][alone_N] = 0
+    zero_N = np.zeros_like(prompt_N)
+    keep = lengths > 0
+    return Segments(
+        start_S=torch.from_numpy(chunk_starts[keep]),
+        length_S=torch.from_numpy(lengths[keep]),
+        prefix_start_S=torch.from_numpy(np.stack([zero_N, prompt_start_N], axis=1).ravel()[keep]),
+        prefix_length_S=torch.from_numpy(np.stack([zero_N, prompt_N], axis=1).ravel()[keep]),
+    )
+
+
+def _loss_mask(sequences: Sequence[TrainSequence]) -> np.ndarray | None:
+    """Which response tokens carry loss, bool (all response tokens,); None if all of them do."""
+    if all(sequence.loss_mask is None for sequence in sequences):
+        return None
+    masks: list[np.ndarray] = []
+    for i, sequence in enumerate(sequences):
+        length = len(sequence.response_ids)
+        mask = np.ones(length, bool) if sequence.loss_mask is None else np.array(sequence.loss_mask)
+        if len(mask) != length:
+            raise ValueError(f"sequence {i}: loss_mask has {len(mask)} entries for {length} tokens")
+        masks.append(mask.astype(bool))
+    return np.concatenate(masks)
+
+
+def _check_columns(columns: LossColumns | None, num_loss_tokens: int) -> None:
+    if columns is not None and len(columns.advantages_R) != num_loss_tokens:
+        raise ValueError(
+            f"columns have {len(columns.advantages_R)} entries for {num_loss_tokens} loss tokens"
+        )
+
+
+def _loss_token_counts(sequences: Sequence[TrainSequence]) -> np.ndarray:
+    return np.array([sequence.num_loss_tokens for sequence in sequences], dtype=np.int64)
+
+
+def _loss_token_index(counts_N: np.ndarray, members: Sequence[int]) -> Tensor:
+    """Where the loss tokens of ``members``, in that order, stand in flat columns of all N."""
+    chosen = np.array(members, dtype=np.int64)
+    return torch.from_numpy(_ranges(_exclusive_sum(counts_N)[chosen], counts_N[chosen]))
+
+
+def _take(columns: LossColumns, index_R: Tensor) -> LossColumns:
+    def share(column_R: Tensor | None) -> Tensor | None:
+        return None if column_R is None else column_R[index_R.to(column_R.device)]
+
+    advantages_R = columns.advantages_R[index_R.to(columns.advantages_R.device)]
+    return LossColumns(advantages_R, share(columns.old_logp_R), share(columns.ref_logp_R))
+
+
+def _groups(sequences: Sequence[TrainSequence]) -> list[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for i, sequence in enumerate(sequences):
+        groups.setdefault(sequence.prompt_key, []).append(i)
+    return list(groups.values())
+
+
+def _num_tokens(sequences: Sequence[TrainSequence], members: Sequence[int]) -> int:
+    """Packed tokens of members of one group: their prompt counts once."""
+    responses = sum(len(sequences[i].response_ids) for i in members)
+    return len(sequences[members[0]].prompt_ids) + responses
+
+
+def _check_budget(sequences: Sequence[TrainSequence], max_tokens: int, *, key: str) -> None:
+    longest = max(_num_tokens(sequences, [i]) for i in range(len(sequences)))
+    if longest > max_tokens:
+        raise UserError(
+            f"{key}={max_tokens}: must hold the longest sequence, which has {longest} tokens. "
+            f"Set {key}={longest} or more, such as max_prompt_length + max_response_length."
+        )
+
+
+def _split(
+    sequences: Sequence[TrainSequence], group: list[int], *, max_tokens: int
+) -> list[list[int]]:
+    """The group whole if it fits, else in order into as few parts as that allows."""
+    parts: list[list[int]] = []
+    room = 0
+    for i in group:
+        length = len(sequences[i].response_ids)
+        if not parts or length > room:
+            parts.append([])
+            room = max_tokens - len(sequences[i].prompt_ids)
+        parts[-1].append(i)
+        room -= length
+    return parts
+
+
+def _balance(items: list[list[int]], costs: list[int], *, max_tokens: int) -> Plan:
+    """Longest item first into the emptiest bin, with the fewest bins that works."""
+    longest_first = sorted(range(len(items)), key=lambda item: (-costs[item], item))
+    for num_bins in range(math.ceil(sum(costs) / max_tokens), len(items) + 1):
+        bins = _fill(longest_first, costs, num_bins=num_bins)
+        if all(sum(costs[item] for item in members) <= max_tokens for members in bins):
+            return sorted(_members(items, bin_) for bin_ in bins)
+    raise AssertionError("one item a bin always fits")
+
+
+def _members(items: list[list[int]], chosen: list[int]) -> list[int]:
+    """The sequences of the chosen items: item by item in order."""
+    return list(chain.from_iterable(sorted(items[item] for item in chosen)))
+
+
+def _fill(longest_first: list[int], costs: list[int], *, num_bins: int) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads = [(0, number) for number in range(num_bins)]
+    for item in longest_first:
+        load, number = heapq.heappop(loads)
+        bins[number].append(item)
+        heapq.heappush(loads, (load + costs[item], number))
+    return bins

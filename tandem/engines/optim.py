@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer of a policy: AdamW, or Muon for the matrices of the layers and AdamW for everything
+else.
+
+As in verl, AdamW decays every parameter, one-dimensional ones too. Muon orthogonalises each of the
+matrices that Hugging Face names, not the fused ones the decoder computes with: query, key, value,
+gate and up are separate maps, which a common orthogonalisation would couple.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.config.optim import OptimConfig
+from tandem.engines.muon import Matrix, Muon
+from tandem.engines.schedule import LearningRateSchedule, warmup_steps
+from tandem.errors import UserError
+from tandem.models.language_model import LanguageModel
+from tandem.models.weights import file_tensors
+
+
+def make_schedule(config: OptimConfig, total_training_steps: int) -> LearningRateSchedule:
+    """The schedule of the config, whose own ``total_training_steps`` wins if positive."""
+    if config.total_training_steps > 0:
+        total_training_steps = config.total_training_steps
+    return LearningRateSchedule(
+        kind=config.lr_scheduler_type,
+        warmup_steps=warmup_steps(
+            config.lr_warmup_steps, config.lr_warmup_steps_ratio, total_training_steps
+        ),
+        total_steps=total_training_steps,
+        min_ratio=config.min_lr_ratio,
+        num_cycles=config.num_cycles,
+    )
+
+
+class PolicyOptimizer:
+    """One or two torch optimizers that step together."""
+
+    def __init__(self, model: LanguageModel, config: OptimConfig) -> None:
+        matrices = _matrices(model) if config.optimizer == "Muon" else []
+        owners = {id(matrix.owner) for matrix in matrices}
+        rest = [
+            parameter
+            for parameter in model.module.parameters()
+            if parameter.requires_grad and id(parameter) not in owners
+        ]
+        self._optimizers: dict[str, torch.optim.Optimizer] = {
+            "AdamW": torch.optim.AdamW(
+                rest, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+            )
+        }
+        self._peak_rates = {"AdamW": config.lr, "Muon": config.muon_lr}
+        if matrices:
+            self._optimizers["Muon"] = Muon(
+                matrices, lr=config.muon_lr, weight_decay=config.weight_decay
+            )
+
+    def step(self, rate_factor: float) -> None:
+        """One step at ``rate_factor`` times the configured rates."""
+        for name, optimizer in self._optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = self._peak_rates[name] * rate_factor
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each optimizer by name."""
+        return {name: optimizer.state_dict() for name, optimizer in self._optimizers.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore moments from ``state_dict``; hyperparameters stay the configured ones.
+
+        Raises:
+            UserError: the state is that of another optimizer.
+        """
+        if state.keys() != self._optimizers.keys():
+            configured = "Muon" if "Muon" in self._optimizers else "AdamW"
+            raise UserError(
+                f"actor_rollout_ref.actor.optim.optimizer={configured!r}: the checkpoint holds "
+                f"the state of {', '.join(state)}. Resume with the optimizer it was saved with."
+            )
+        for name, optimizer in self._optimizers.items():
+            own = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state[name]["state"], "param_groups": own})
+
+
+def _matrices(model: LanguageModel) -> list[Matrix]:
+    """The linear maps within the layers; not embeddings, not the language-model head."""
+    if model.decoder is None:
+        head = model.lm_head_weight
+        linears = [part for part in model.module.modules() if isinstance(part, nn.Linear)]
+        return [Matrix(x.weight, 0, x.out_features) for x in linears if x.weight is not head]
+    parameters = dict(model.decoder.named_parameters())
+    return [
+        Matrix(parameters[part.ours], part.start, part.rows)
+        for part in file_tensors(model.decoder.config)
+        if part.ours.startswith("layers.") and parameters[part.ours].dim() == 2
+    ]

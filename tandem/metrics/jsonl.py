@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON objects, one a line, each with a ``step``: appended, cut back on resume.
+
+Steps do not decrease along the file. A line has left the process when ``append`` returns (there is
+no fsync); what a power cut leaves of a last line is ignored by readers and removed by reopening.
+Numbers that are not finite are written as null, because JSON has no other word for them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import UserError
+
+BEFORE_FIRST_STEP = -1
+"""As the last step to keep: nothing. Step 0 is the validation before training."""
+
+
+class JsonLinesFile:
+    """An open file to append to."""
+
+    def __init__(self, path: Path, *, keep_through_step: int) -> None:
+        """Open ``path`` without what it holds of steps after ``keep_through_step``."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        truncate_after(path, keep_through_step)
+        self._stream = path.open("ab", buffering=0)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record, whole or not at all. Raises OSError if the disk is full."""
+        line = encode(record).encode("ascii") + b"\n"
+        begin = self._stream.tell()
+        if self._stream.write(line) != len(line):
+            self._stream.truncate(begin)
+            self._stream.seek(begin)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._stream.name)
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self._stream.close()
+
+
+def encode(record: Mapping[str, Any]) -> str:
+    """One line of strict JSON, pure ASCII. What JSON does not know becomes its ``str``."""
+    return json.dumps(_finite(record), ensure_ascii=True, allow_nan=False, default=str)
+
+
+def truncate_after(path: Path, step: int) -> None:
+    """Cut the file where the first record of a later step, or an unfinished line, begins."""
+    if not path.exists():
+        return
+    size = 0
+    with path.open("rb") as stream:
+        for line in stream:
+            record = _decode(line)
+            if record is None or record.get("step", step) > step:
+                break
+            size += len(line)
+    if size < path.stat().st_size:
+        with path.open("r+b") as stream:
+            stream.truncate(size)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All records of a file, also of one still being written; [] if there is no file.
+
+    Raises:
+        UserError: a line before the last one is not a JSON object.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().splitlines(keepends=True)
+    records = [_decode(line) for line in lines]
+    if records and records[-1] is None:
+        records.pop()
+    if None in records:
+        number = records.index(None) + 1
+        raise UserError(
+            f"{path}: line {number} is not a JSON object. Remove that line, or the file."
+        )
+    return [record for record in records if record is not None]
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    """The object of one line, None if the line is unfinished or no JSON object."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

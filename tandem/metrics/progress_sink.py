@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""At a terminal: one compact line a step, above a bar with step, reward, speed and time left.
+
+Numbers are rounded for reading; ``metrics.jsonl`` has all of them in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from tandem.metrics.number_format import format_number
+from tandem.types import StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One number of the compact line: ``label value unit`` of the first metric a step has."""
+
+    label: str
+    metrics: tuple[str, ...]
+    unit: str = ""
+
+
+_REWARD = _Field("reward", ("critic/score/mean", "critic/rewards/mean"))
+_LOSS = _Field("loss", ("train/loss",))
+_SPEED = _Field("", ("perf/throughput",), unit=" tok/s")
+_FIELDS = (
+    _REWARD,
+    _LOSS,
+    _Field("val loss", ("val/loss",)),
+    _Field("length", ("response_length/mean",)),
+    _Field("entropy", ("actor/entropy",)),
+    _Field("kl", ("actor/kl_loss", "actor/ppo_kl")),
+    _Field("grad", ("actor/grad_norm", "train/grad_norm")),
+    _SPEED,
+    _Field("", ("perf/time_per_step",), unit=" s"),
+)
+_VALIDATION_PREFIX = "val-core/"
+
+
+class ProgressSink:
+    """Implements ``tandem.api.MetricSink`` on a terminal."""
+
+    def __init__(self, stream: TextIO, *, total_steps: int, first_step: int) -> None:
+        """Show a bar of ``total_steps``, of which ``first_step`` were done before a resume."""
+        self._console = Console(file=stream)
+        self._progress = Progress(
+            TextColumn("[bold]step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]left"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._progress.add_task("", total=total_steps, completed=first_step)
+        self._progress.start()
+
+    def write(self, report: StepReport) -> None:
+        """Print the line of the step and move the bar."""
+        self._console.print(Text(compact_line(report), no_wrap=True, overflow="ellipsis"))
+        headline = [_render(field, report.metrics) for field in (_REWARD, _LOSS, _SPEED)]
+        self._progress.update(
+            self._task,
+            completed=report.step,
+            description="  ".join(text for text in headline if text),
+        )
+
+    def close(self) -> None:
+        """Leave the bar as it stands and give the terminal back; idempotent."""
+        self._progress.stop()
+
+
+def compact_line(report: StepReport) -> str:
+    """The step and the few numbers one looks at while it runs."""
+    parts = [f"step {report.step}", *(_render(field, report.metrics) for field in _FIELDS)]
+    for name, value in report.metrics.items():
+        if name.startswith(_VALIDATION_PREFIX) and "/mean@" in name:
+            source = name.removeprefix(_VALIDATION_PREFIX).rsplit("/", 2)[0]
+            parts.append(f"val {source} {format_number(value)}")
+    return "  ".join(part for part in parts if part)
+
+
+def _render(field: _Field, metrics: Mapping[str, float]) -> str:
+    for name in field.metrics:
+        if name in metrics:
+            return f"{field.label} {format_number(metrics[name])}{field.unit}".lstrip()
+    return ""

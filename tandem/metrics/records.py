@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts on disk: a few of each step for the report, and verl's dumps of all of them.
+
+``rollouts.jsonl`` holds one object a sample with its tokens as text and their log-probs, at most
+``max_per_step`` of a step, chosen evenly over the batch without randomness, so that a resumed run
+records the same ones. The dumps (``trainer.rollout_data_dir``, ``trainer.validation_data_dir``) are
+``<step>.jsonl`` with verl's fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.metrics.jsonl import JsonLinesFile, encode
+from tandem.types import Group, Prompt, RewardStatus, Sample
+
+ROLLOUTS_FILE = "rollouts.jsonl"
+
+
+class RolloutRecorder:
+    """Appends sampled rollouts of each training step to ``rollouts.jsonl``."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        *,
+        max_per_step: int,
+        token_text: Callable[[int], str],
+        keep_through_step: int,
+    ) -> None:
+        """Open the file, without what it holds of steps after ``keep_through_step``.
+
+        Args:
+            max_per_step: the largest number of samples recorded a step; 0 records nothing.
+            token_text: the text of one token id, special tokens included.
+        """
+        self._max_per_step = max_per_step
+        self._token_text = token_text
+        path = run_folder / ROLLOUTS_FILE
+        self._file = JsonLinesFile(path, keep_through_step=keep_through_step)
+
+    def write(self, step: int, groups: Sequence[Group], *, advantages: Sequence[float]) -> None:
+        """Record some samples of a step. Raises OSError if the disk is full.
+
+        Args:
+            advantages: one a sample in the order of ``groups`` (the mean over its tokens where they
+                differ).
+        """
+        samples = [(group.prompt, sample) for group in groups for sample in group.samples]
+        if len(advantages) != len(samples):
+            raise ValueError(
+                f"advantages has {len(advantages)} entries: it must have one for each of "
+                f"{len(samples)} samples. Pass them in the order of the groups."
+            )
+        for index in spread(len(samples), self._max_per_step, offset=step):
+            prompt, sample = samples[index]
+            record = self._record(prompt, sample, step=step, advantage=advantages[index])
+            self._file.append(record)
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self._file.close()
+
+    def _record(
+        self, prompt: Prompt, sample: Sample, *, step: int, advantage: float
+    ) -> dict[str, Any]:
+        completion = sample.completion
+        return {
+            "step": step,
+            "sample_id": completion.sample_id,
+            "weights_version": completion.weights_version,
+            "data_source": prompt.data_source,
+            "prompt": prompt.text,
+            "response": sample.text,
+            "ground_truth": prompt.ground_truth,
+            "score": _score(sample),
+            "status": sample.reward.status.value,
+            "detail": sample.reward.detail,
+            "extra": dict(sample.reward.extra),
+            "advantage": advantage,
+            "finish_reason": completion.finish_reason.value,
+            "tokens": [self._token_text(token) for token in completion.token_ids],
+            "log_probs": [float(f"{value:.5g}") for value in completion.log_probs],
+        }
+
+
+def spread(count: int, limit: int, *, offset: int) -> list[int]:
+    """At most ``limit`` of ``count`` indices, evenly spaced; ``offset`` rotates which ones."""
+    if limit <= 0 or count == 0:
+        return []
+    if count <= limit:
+        return list(range(count))
+    stride = count / limit
+    shift = offset % int(stride)
+    return [int(position * stride) + shift for position in range(limit)]
+
+
+def dump_samples(folder: Path, step: int, *, groups: Sequence[Group]) -> Path:
+    """Write all samples of a step as verl does, replacing an earlier dump of that step.
+
+    Each line has ``input``, ``output``, ``gts``, ``score``, ``step`` and what else the reward
+    returned; the score of a failed reward is null. Raises OSError if the disk is full.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{step}.jsonl"
+    lines = [
+        encode(_dump_record(group.prompt, sample, step=step)) + "\n"
+        for group in groups
+        for sample in group.samples
+    ]
+    path.write_text("".join(lines), encoding="ascii")
+    return path
+
+
+def _dump_record(prompt: Prompt, sample: Sample, *, step: int) -> Mapping[str, Any]:
+    record = {
+        "input": prompt.text,
+        "output": sample.text,
+        "gts": prompt.ground_truth,
+        "score": _score(sample),
+        "step": step,
+    }
+    extra = {name: value for name, value in sample.reward.extra.items() if name not in record}
+    return record | extra
+
+
+def _score(sample: Sample) -> float | None:
+    return sample.reward.score if sample.reward.status is RewardStatus.VALUE else None

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of the rollouts of one step, under verl's names.
+
+A reward that failed is never counted as 0: it is left out of ``critic/score`` and
+``critic/rewards`` and shows in ``reward/timeouts``, ``reward/errors`` and ``reward/failures``. A
+statistic over nothing is left out rather than logged as NaN. Lengths are tokens. As in verl, prompt
+statistics weigh a prompt once a sample.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tandem.types import Group, RewardStatus, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def score_metrics(groups: Sequence[Group], *, rewards: Sequence[float]) -> dict[str, float]:
+    """Scores as the reward gave them, rewards as the advantage saw them (after any KL penalty).
+
+    Args:
+        rewards: one a sample, in the order of ``groups``; those of failed samples are ignored.
+    """
+    scored = [
+        (sample, reward)
+        for sample, reward in zip(_samples(groups), rewards, strict=True)
+        if _has_score(sample) and sample.completion.token_ids
+    ]
+    return {
+        **_statistics("critic/score", [sample.reward.score for sample, _ in scored]),
+        **_statistics("critic/rewards", [reward for _, reward in scored]),
+    }
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Further numbers of the reward, failures by kind, and the share of groups that teach nothing.
+
+    ``reward/zero_variance_group_ratio`` is the share, among groups with two scores or more, of
+    those whose scores are all equal: their group-relative advantages are 0.
+    """
+    samples = _samples(groups)
+    extras: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.reward.extra.items() if _has_score(sample) else ():
+            extras.setdefault(name, []).append(value)
+    timeouts = sum(sample.reward.status is RewardStatus.TIMEOUT for sample in samples)
+    errors = sum(sample.reward.status is RewardStatus.ERROR for sample in samples)
+    metrics = {f"reward/{name}/mean": statistics.fmean(values) for name, values in extras.items()}
+    metrics["reward/timeouts"] = float(timeouts)
+    metrics["reward/errors"] = float(errors)
+    metrics["reward/failures"] = float(timeouts + errors)
+    comparable = [scores for scores in map(_scores, groups) if len(scores) > 1]
+    if comparable:
+        metrics["reward/zero_variance_group_ratio"] = statistics.fmean(
+            min(scores) == max(scores) for scores in comparable
+        )
+    return metrics
+
+
+def advantage_metrics(advantages_R: Tensor, *, returns_R: Tensor) -> dict[str, float]:
+    """Statistics over the R response tokens that carry loss; both (R,)."""
+    return {
+        **_tensor_statistics("critic/advantages", advantages_R),
+        **_tensor_statistics("critic/returns", returns_R),
+    }
+
+
+def length_metrics(
+    groups: Sequence[Group], *, max_prompt_length: int, max_response_length: int
+) -> dict[str, float]:
+    """Lengths of prompts and responses; ``clip_ratio`` is the share that has the greatest length.
+
+    A response without a token counts as aborted: ``response_length_non_aborted/*`` leaves it out.
+    """
+    responses = [len(sample.completion.token_ids) for sample in _samples(groups)]
+    prompts = [len(group.prompt.token_ids) for group in groups for _ in group.samples]
+    finished = [length for length in responses if length > 0]
+    if not responses:
+        return {}
+    return {
+        **_length_statistics("response_length", responses, limit=max_response_length),
+        **_length_statistics("response_length_non_aborted", finished, limit=max_response_length),
+        "response/aborted_ratio": 1 - len(finished) / len(responses),
+        **_length_statistics("prompt_length", prompts, limit=max_prompt_length),
+    }
+
+
+def _samples(groups: Sequence[Group]) -> list[Sample]:
+    return [sample for group in groups for sample in group.samples]
+
+
+def _has_score(sample: Sample) -> bool:
+    return sample.reward.status is RewardStatus.VALUE
+
+
+def _scores(group: Group) -> list[float]:
+    return [sample.reward.score for sample in group.samples if _has_score(sample)]
+
+
+def _statistics(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {
+        f"{name}/mean": statistics.fmean(values),
+        f"{name}/max": float(max(values)),
+        f"{name}/min": float(min(values)),
+    }
+
+
+def _length_statistics(name: str, lengths: Sequence[int], *, limit: int) -> dict[str, float]:
+    if not lengths:
+        return {}
+    clipped = sum(length == limit for length in lengths)
+    return {**_statistics(name, lengths), f"{name}/clip_ratio": clipped / len(lengths)}
+
+
+def _tensor_statistics(name: str, values_R: Tensor) -> dict[str, float]:
+    if values_R.numel() == 0:
+        return {}
+    return {
+        f"{name}/mean": values_R.mean().item(),
+        f"{name}/max": values_R.max().item(),
+        f"{name}/min": values_R.min().item(),
+    }

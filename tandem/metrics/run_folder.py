@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what a run leaves in its folder, also while it is still running.
+
+``metrics.jsonl`` is required; ``rollouts.jsonl``, ``config.json`` and ``summary.json`` are shown if
+they are there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import UserError
+from tandem.metrics.jsonl import read_records
+from tandem.metrics.jsonl_sink import METRICS_FILE
+from tandem.metrics.records import ROLLOUTS_FILE
+
+CONFIG_FILE = "config.json"
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """A run as read from disk.
+
+    Attributes:
+        folder: where it lies.
+        columns: ``{metric: [(step, value), ...]}`` with finite values only, steps ascending and
+            unique.
+        num_steps: the last training step.
+        rollouts: the records of ``rollouts.jsonl``.
+        config, summary: the contents of their files, {} where there is none.
+    """
+
+    folder: Path
+    columns: Mapping[str, Sequence[tuple[int, float]]]
+    num_steps: int
+    rollouts: Sequence[Mapping[str, Any]]
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+
+
+def read_run(folder: Path) -> RunData:
+    """Read a run folder.
+
+    Raises:
+        UserError: there is no such folder, it holds no metrics, or a file in it is damaged.
+    """
+    if not folder.is_dir():
+        raise UserError(f"RUN={str(folder)!r}: is not a folder. Give the folder of a run.")
+    records = read_records(folder / METRICS_FILE)
+    if not records:
+        raise UserError(
+            f"RUN={str(folder)!r}: holds no {METRICS_FILE} with a step in it. "
+            "Give the folder of a run that has finished a step (trainer.default_local_dir)."
+        )
+    columns = _columns(records)
+    return RunData(
+        folder=folder,
+        columns=columns,
+        num_steps=max(int(record["step"]) for record in records),
+        rollouts=[record for record in read_records(folder / ROLLOUTS_FILE) if "step" in record],
+        config=_read_object(folder / CONFIG_FILE),
+        summary=_read_object(folder / SUMMARY_FILE),
+    )
+
+
+def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Turn rows into columns; of several values of one metric at one step the last counts."""
+    columns: dict[str, dict[int, float]] = {}
+    for number, record in enumerate(records, start=1):
+        step = record.get("step")
+        if not isinstance(step, int):
+            raise UserError(
+                f"{METRICS_FILE}: line {number} has no whole number as its step. Remove that line."
+            )
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float):
+                columns.setdefault(name, {})[step] = float(value)
+    return {name: sorted(values.items()) for name, values in columns.items()}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON ({error}). Mend or remove it.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: is not a JSON object. Mend or remove it.")
+    return content

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Curves for the report: which metrics go into which chart, and the thinning of long runs.
+
+Thinning averages neighbouring steps and keeps their extremes, so that a spike never disappears.
+Charts name the curves they draw; a chart none of whose metrics a run has is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+MAX_POINTS = 400
+_SIGNIFICANT = 5
+
+Column = Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChartSpec:
+    """One chart. ``metrics`` maps the names of metrics to their labels.
+
+    ``unit`` follows numbers; ``share`` shows the whole of 0..1 if the values lie in it; ``exact``
+    curves are never smoothed; ``stacked`` adds the curves up.
+    """
+
+    section: str
+    title: str
+    note: str
+    metrics: Mapping[str, str]
+    unit: str = ""
+    share: bool = False
+    exact: bool = False
+    stacked: bool = False
+
+
+_OPTIMIZATION = "Optimization"
+_SPEED = "Speed"
+
+CHARTS = (
+    ChartSpec(
+        "Learning",
+        "Training reward",
+        "mean score of the step's rollouts",
+        {"critic/score/mean": "score", "critic/rewards/mean": "after KL penalty"},
+        share=True,
+    ),
+    ChartSpec(
+        "Learning", "Loss", "per token", {"train/loss": "training", "val/loss": "validation"}
+    ),
+    ChartSpec("Learning", "Response length", "mean, tokens", {"response_length/mean": "tokens"}),
+    ChartSpec(
+        "Learning",
+        "Groups without a signal",
+        "share whose samples score the same",
+        {"reward/zero_variance_group_ratio": "share"},
+        share=True,
+    ),
+    ChartSpec(
+        "Learning",
+        "Clipped responses",
+        "share that reached the length limit",
+        {"response_length/clip_ratio": "share"},
+    ),
+    ChartSpec(
+        "Learning",
+        "Failed rewards",
+        "left out of training, a step",
+        {"reward/timeouts": "timeouts", "reward/errors": "errors"},
+    ),
+    ChartSpec(_OPTIMIZATION, "Entropy", "of the policy, nats", {"actor/entropy": "entropy"}),
+    ChartSpec(_OPTIMIZATION, "Policy drift", "KL from the rollout policy", {"actor/ppo_kl": "KL"}),
+    ChartSpec(
+        _OPTIMIZATION, "Reference KL", "KL from the reference policy", {"actor/kl_loss": "KL"}
+    ),
+    ChartSpec(
+        _OPTIMIZATION,
+        "Clip fraction",
+        "tokens outside the trust region",
+        {"actor/pg_clipfrac": "ratio clip", "actor/pg_clipfrac_lower": "dual clip"},
+    ),
+    ChartSpec(
+        _OPTIMIZATION,
+        "Gradient norm",
+        "before clipping",
+        {"actor/grad_norm": "actor", "critic/grad_norm": "critic", "train/grad_norm": "norm"},
+    ),
+    ChartSpec(
+        _OPTIMIZATION,
+        "Learning rate",
+        "in force after the step",
+        {"actor/lr": "actor", "critic/lr": "critic", "train/lr": "rate"},
+        exact=True,
+    ),
+    ChartSpec(_OPTIMIZATION, "Policy loss", "clipped surrogate", {"actor/pg_loss": "loss"}),
+    ChartSpec(
+        _SPEED,
+        "Throughput",
+        "tokens a second a device",
+        {"perf/throughput": "step", "perf/wall_throughput": "wall clock"},
+    ),
+)
+
+_STEP = "timing_s/step"
+_TESTING = "timing_s/testing"
+_OTHER = "timing_s/(other)"
+_ONLY_IF_NONZERO = ("reward/timeouts", "reward/errors")
+
+
+def curves(columns: Mapping[str, Column]) -> dict[str, dict[str, list[float]]]:
+    """Every metric thinned, by name, and the seconds of a step that no section explains."""
+    return {name: thin(column) for name, column in sorted({**columns, **_rest(columns)}.items())}
+
+
+def thin(column: Column) -> dict[str, list[float]]:
+    """At most ``MAX_POINTS`` points: steps ``x``, means ``y``; if thinned, extremes too."""
+    size = -(-len(column) // MAX_POINTS)
+    if size <= 1:
+        return {"x": [step for step, _ in column], "y": [_short(value) for _, value in column]}
+    curve: dict[str, list[float]] = {"x": [], "y": [], "lo": [], "hi": []}
+    for begin in range(0, len(column), size):
+        part = column[begin : begin + size]
+        values = [value for _, value in part]
+        curve["x"].append(part[-1][0])
+        curve["y"].append(_short(sum(values) / len(values)))
+        curve["lo"].append(_short(min(values)))
+        curve["hi"].append(_short(max(values)))
+    return curve
+
+
+def charts(columns: Mapping[str, Column]) -> list[ChartSpec]:
+    """The charts a run has data for, in order, each with the metrics the run has."""
+    specs = [CHARTS[0], _validation_chart(columns), *CHARTS[1:], _time_chart(columns)]
+    return [chart for chart in (_present(spec, columns) for spec in specs) if chart.metrics]
+
+
+def validation_names(columns: Mapping[str, Column]) -> list[str]:
+    """The metrics ``val-core/<source>/<variable>/mean@N``: how good the policy is."""
+    return [name for name in columns if name.startswith("val-core/") and "/mean@" in name]
+
+
+def _validation_chart(columns: Mapping[str, Column]) -> ChartSpec:
+    labels = {name: name.removeprefix("val-core/") for name in validation_names(columns)}
+    note = "mean over held-out prompts"
+    return ChartSpec("Learning", "Validation", note, labels, share=True, exact=True)
+
+
+def _time_chart(columns: Mapping[str, Column]) -> ChartSpec:
+    """Sections of a step, the longest at the bottom."""
+    names = sorted(_sections(columns), key=lambda name: -sum(value for _, value in columns[name]))
+    labels = {name: name.removeprefix("timing_s/") for name in names}
+    if labels:
+        labels[_OTHER] = "other"
+    return ChartSpec(_SPEED, "Time of a step", "by stage", labels, unit=" s", stacked=True)
+
+
+def _sections(columns: Mapping[str, Column]) -> list[str]:
+    if _STEP not in columns:
+        return []
+    return [
+        name
+        for name in columns
+        if name.startswith("timing_s/") and name not in (_STEP, _TESTING, _OTHER)
+    ]
+
+
+def _rest(columns: Mapping[str, Column]) -> dict[str, Column]:
+    names = _sections(columns)
+    if not names:
+        return {}
+    explained: dict[int, float] = {}
+    for name in names:
+        for step, value in columns[name]:
+            explained[step] = explained.get(step, 0.0) + value
+    rest = [(step, max(0.0, total - explained.get(step, 0.0))) for step, total in columns[_STEP]]
+    return {_OTHER: rest}
+
+
+def _present(spec: ChartSpec, columns: Mapping[str, Column]) -> ChartSpec:
+    """The chart with the metrics worth drawing: no all-zero failures, no curve twice."""
+    kept: dict[str, str] = {}
+    drawn: list[Column] = []
+    for name, label in spec.metrics.items():
+        column = columns.get(name, ())
+        if name == _OTHER or (column and column not in drawn and _worth_drawing(name, column)):
+            kept[name] = label
+            drawn.append(column)
+    return replace(spec, metrics=kept)
+
+
+def _worth_drawing(name: str, column: Column) -> bool:
+    return name not in _ONLY_IF_NONZERO or any(value for _, value in column)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{_SIGNIFICANT}g}")

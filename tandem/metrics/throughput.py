@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speed in verl's terms: ``perf/*``, ``timing_s/*`` and ``timing_per_token_ms/*``.
+
+The formulas are verl's, so that figures compare: model flops count ``2 * vocab_size * hidden_size``
+for embedding and head even where they are tied, causal attention at half the square, and no
+recomputation. What verl lacks is ``perf/wall_throughput``, which leaves nothing out (data,
+validation and saving included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+_GIB = 1024**3
+
+PEAK_FLOPS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "MI300X": 1307e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "L40S": 362.05e12,
+    "L40": 181.05e12,
+    "L20": 119.5e12,
+    "910B": 354e12,
+    "Ascend910": 354e12,
+}
+"""Dense bf16 flops a second by a part of the device's name; the longest match counts."""
+
+_SECTIONS_OVER_ALL_TOKENS: tuple[str, ...] = (
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a dense decoder that its flops depend on."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+
+    @property
+    def num_matmul_parameters(self) -> int:
+        """``L * (3*h*I + h*(q+k+v) + q*h) + 2*V*h``."""
+        query = self.num_heads * self.head_dim
+        key_value = 2 * self.num_key_value_heads * self.head_dim
+        layer = self.hidden_size * (3 * self.intermediate_size + 2 * query + key_value)
+        return self.num_layers * layer + 2 * self.vocab_size * self.hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeFacts:
+    """What speed is measured against. ``shape`` is None for families without a formula."""
+
+    shape: ModelShape | None
+    device_name: str
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step: ``step_s`` by the ``step`` timer, ``wall_s`` since the last step ended."""
+
+    step_s: float
+    wall_s: float
+
+
+def peak_flops(device_name: str) -> float:
+    """Dense bf16 flops a second of the named device, 0 if it is not known."""
+    matches = [name for name in PEAK_FLOPS if name in device_name]
+    return PEAK_FLOPS[max(matches, key=len)] if matches else 0.0
+
+
+def training_flops(shape: ModelShape, sequence_lengths: Sequence[int]) -> float:
+    """Flops of one forward and backward pass: ``6*N*T + 6*L*heads*head_dim*sum(s^2)``.
+
+    Args:
+        sequence_lengths: tokens of each sequence, prompt and response together.
+    """
+    dense = 6 * shape.num_matmul_parameters * sum(sequence_lengths)
+    squares = sum(length * length for length in sequence_lengths)
+    return float(dense + 6 * shape.num_layers * shape.num_heads * shape.head_dim * squares)
+
+
+def model_flops_utilisation(flops: float, seconds: float, *, facts: ComputeFacts) -> float:
+    """Share of the peak of all devices, 0 if the peak is not known or no time passed."""
+    available = peak_flops(facts.device_name) * facts.num_devices * seconds
+    return flops / available if available > 0 else 0.0
+
+
+def actor_utilisation_metrics(
+    sequence_lengths: Sequence[int], *, seconds: float, num_epochs: int, facts: ComputeFacts
+) -> dict[str, float]:
+    """``perf/mfu/actor`` of ``num_epochs`` updates over the sequences within ``seconds``."""
+    if facts.shape is None:
+        return {"perf/mfu/actor": 0.0}
+    flops = num_epochs * training_flops(facts.shape, sequence_lengths)
+    return {"perf/mfu/actor": model_flops_utilisation(flops, seconds, facts=facts)}
+
+
+def throughput_metrics(num_tokens: int, *, time: StepTime, num_devices: int) -> dict[str, float]:
+    """Tokens a second a device; ``num_tokens`` counts prompts and responses, no padding."""
+    return {
+        "perf/total_num_tokens": float(num_tokens),
+        "perf/time_per_step": time.step_s,
+        "perf/throughput": _rate(num_tokens, time.step_s * num_devices),
+        "perf/wall_throughput": _rate(num_tokens, time.wall_s * num_devices),
+    }
+
+
+def timing_metrics(
+    seconds: Mapping[str, float], *, num_prompt_tokens: int, num_response_tokens: int
+) -> dict[str, float]:
+    """Sections by name, and those that scale with tokens also in milliseconds a token.
+
+    ``gen`` counts response tokens, the others prompt and response tokens; both over all sequences.
+    """
+    num_all_tokens = num_prompt_tokens + num_response_tokens
+    counts: dict[str, int] = dict.fromkeys(_SECTIONS_OVER_ALL_TOKENS, num_all_tokens)
+    counts["gen"] = num_response_tokens
+    metrics = {f"timing_s/{name}": value for name, value in seconds.items()}
+    for name, value in seconds.items():
+        if counts.get(name, 0) > 0:
+            metrics[f"timing_per_token_ms/{name}"] = value * 1000 / counts[name]
+    return metrics
+
+
+def memory_metrics(allocated_bytes: int, *, reserved_bytes: int) -> dict[str, float]:
+    """Peaks of the device's allocator and memory in use on this host, in GiB (verl: gb)."""
+    return {
+        "perf/max_memory_allocated_gb": allocated_bytes / _GIB,
+        "perf/max_memory_reserved_gb": reserved_bytes / _GIB,
+        "perf/cpu_memory_used_gb": psutil.virtual_memory().used / _GIB,
+    }
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights & Biases, if it is installed. It reads WANDB_MODE, WANDB_ENTITY and so on itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tandem.errors import UserError
+from tandem.types import StepReport
+
+
+class WandbSink:
+    """Implements ``tandem.api.MetricSink``."""
+
+    def __init__(self, run_folder: Path, *, project: str, experiment: str) -> None:
+        """Start a W&B run that carries the ``config.json`` of ``run_folder``.
+
+        Raises:
+            UserError: wandb is not installed, or it refuses to start (no login, no network).
+        """
+        try:
+            import wandb  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise UserError(
+                "trainer.logger='wandb': the package wandb is not installed. "
+                "Install it (pip install wandb) or take it out of trainer.logger."
+            ) from error
+        self._error = wandb.Error
+        path = run_folder / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        try:
+            self._run = wandb.init(
+                project=project, name=experiment, dir=str(run_folder), config=config
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"trainer.logger='wandb': W&B does not start ({error}). "
+                "Log in (wandb login), set WANDB_MODE=offline, or take it out of trainer.logger."
+            ) from error
+
+    def write(self, report: StepReport) -> None:
+        """Log one step. Raises OSError when W&B fails, so that callers need not know its errors."""
+        try:
+            self._run.log(dict(report.metrics), step=report.step)
+        except self._error as error:
+            raise OSError(f"W&B: {error}") from error
+
+    def close(self) -> None:
+        """Finish the W&B run."""
+        self._run.finish()

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dense decoder of Qwen2, Qwen2.5, Qwen3 and Llama, shared by trainer and native rollout.
+
+It maps T packed tokens to T final-normed hidden states and leaves attention to a callable, so that
+training passes a packed batch and rollout passes a key/value cache. Query, key and value weights
+are one matrix, gate and up another; Hugging Face names exist only in ``weights.py``. No sliding
+windows, no mixture of experts, no dropout; log-probs are ``logprob.py``'s.
+
+Shapes: T tokens, D hidden, H query heads, K key/value heads, M = H + 2 K or H + K heads together,
+E head dimension, F feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from tandem.models.rotary import RopeConfig, Rotary, rotate
+
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""``attention(layer, q_THE, k_TKE, v_TKE) -> o_THE``, called after the rotary embedding."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Everything that decides the shape and the function of a decoder."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    initializer_range: float
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and gated feed-forward, each with a residual connection."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        self.index = index
+        self.head_split = (heads + kv_heads, kv_heads)
+        self.qk_split = (heads, kv_heads)
+        self.head_shape = (heads + 2 * kv_heads, head_dim)
+        self.attention_norm = nn.RMSNorm(hidden, eps=eps)
+        self.qkv = nn.Linear(hidden, (heads + 2 * kv_heads) * head_dim, bias=config.qkv_bias)
+        self.q_norm = nn.RMSNorm(head_dim, eps=eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=eps) if config.qk_norm else None
+        self.o = nn.Linear(heads * head_dim, hidden, bias=config.o_bias)
+        self.mlp_norm = nn.RMSNorm(hidden, eps=eps)
+        self.gate_up = nn.Linear(hidden, 2 * inner, bias=config.mlp_bias)
+        self.down = nn.Linear(inner, hidden, bias=config.mlp_bias)
+
+    def forward(
+        self, x_TD: Tensor, attention: Attention, *, cos_T1E: Tensor, sin_T1E: Tensor
+    ) -> Tensor:
+        """One layer for T tokens."""
+        qkv_TME = self.qkv(self.attention_norm(x_TD)).unflatten(-1, self.head_shape)
+        qk_TME, v_TKE = qkv_TME.split(self.head_split, 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THE, k_TKE = qk_TME.split(self.qk_split, 1)
+            qk_TME = torch.cat((self.q_norm(q_THE), self.k_norm(k_TKE)), 1)
+        q_THE, k_TKE = rotate(qk_TME, cos_T1E=cos_T1E, sin_T1E=sin_T1E).split(self.qk_split, 1)
+        x_TD = x_TD + self.o(attention(self.index, q_THE, k_TKE, v_TKE).flatten(1))
+        gate_TF, up_TF = self.gate_up(self.mlp_norm(x_TD)).chunk(2, -1)
+        return x_TD + self.down(F.silu(gate_TF) * up_TF)
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm.
+
+    ``gradient_checkpointing`` recomputes each layer in the backward pass, with the same results.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gradient_checkpointing = False
+        self.rotary = Rotary(config.rope, config.head_dim)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.final_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = (
+            None
+            if config.tie_embeddings
+            else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """(V, D): the embedding itself when tied."""
+        return self.embedding.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(self, token_ids_T: Tensor, position_ids_T: Tensor, attention: Attention) -> Tensor:
+        """Final-normed hidden states (T, D) of T packed tokens, int64 ids and positions.
+
+        Raises:
+            UserError: a position beyond what the rotary scaling of this model defines.
+        """
+        x_TD = self.embedding(token_ids_T)
+        cos_T1E, sin_T1E = self.rotary.angles(position_ids_T, x_TD.dtype)
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled()
+        for layer in self.layers:
+            if recompute:
+                x_TD = checkpoint(
+                    layer, x_TD, attention, cos_T1E=cos_T1E, sin_T1E=sin_T1E, use_reentrant=False
+                )
+            else:
+                x_TD = layer(x_TD, attention, cos_T1E=cos_T1E, sin_T1E=sin_T1E)
+        return self.final_norm(x_TD)
+
+    @torch.no_grad()
+    def initialize(self, generator: torch.Generator) -> None:
+        """Random weights as transformers draws them: normal matrices, zero biases, unit norms."""
+        for module in self.modules():
+            if isinstance(module, nn.RMSNorm):
+                module.weight.fill_(1.0)
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(0.0, self.config.initializer_range, generator=generator)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.zero_()

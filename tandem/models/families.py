@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a Hugging Face config.json to a ``DecoderConfig``, for the families our decoder computes.
+
+Reads the file's values only, in the old form (``rope_theta``, ``rope_scaling``) and the new one
+(``rope_parameters``); what a file leaves out takes transformers' default for that family. None
+means that the model needs something the decoder lacks, so that transformers' code is to be used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.errors import UserError
+from tandem.models.decoder import DecoderConfig
+from tandem.models.rotary import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    RopeScaling,
+    YarnScaling,
+)
+
+HfConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Traits:
+    """What a family fixes in code instead of in config.json. ``None``: config.json decides."""
+
+    qkv_bias: bool | None
+    o_bias: bool | None
+    qk_norm: bool
+    has_mlp_bias: bool
+    head_dim: int | None
+
+
+FAMILIES = {
+    "qwen2": _Traits(qkv_bias=True, o_bias=False, qk_norm=False, has_mlp_bias=False, head_dim=None),
+    "qwen3": _Traits(qkv_bias=None, o_bias=None, qk_norm=True, has_mlp_bias=False, head_dim=128),
+    "llama": _Traits(qkv_bias=None, o_bias=None, qk_norm=False, has_mlp_bias=True, head_dim=None),
+}
+
+
+def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
+    """The decoder's configuration, or None if it is not one of ours.
+
+    Args:
+        hf_config: the content of config.json, or ``to_dict()`` of a transformers config.
+
+    Raises:
+        UserError: sliding-window attention, or a size that is missing.
+    """
+    traits = FAMILIES.get(str(hf_config.get("model_type")))
+    if traits is None or not _is_plain(hf_config):
+        return None
+    _refuse_sliding_window(hf_config)
+    heads = _size(hf_config, "num_attention_heads")
+    hidden = _size(hf_config, "hidden_size")
+    head_dim = hf_config.get("head_dim") or traits.head_dim or hidden // heads
+    rope = _rope_config(hf_config, head_dim)
+    if rope is None:
+        return None
+    attention_bias = bool(hf_config.get("attention_bias", False))
+    return DecoderConfig(
+        family=hf_config["model_type"],
+        vocab_size=_size(hf_config, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_size(hf_config, "intermediate_size"),
+        num_layers=_size(hf_config, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=hf_config.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        rms_norm_eps=hf_config.get("rms_norm_eps", 1e-6),
+        rope=rope,
+        max_position_embeddings=_size(hf_config, "max_position_embeddings"),
+        tie_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias if traits.qkv_bias is None else traits.qkv_bias,
+        o_bias=attention_bias if traits.o_bias is None else traits.o_bias,
+        mlp_bias=traits.has_mlp_bias and bool(hf_config.get("mlp_bias", False)),
+        qk_norm=traits.qk_norm,
+        initializer_range=hf_config.get("initializer_range", 0.02),
+    )
+
+
+def _is_plain(hf_config: HfConfig) -> bool:
+    """Neither another activation nor quantised weights."""
+    return hf_config.get("hidden_act", "silu") == "silu" and not hf_config.get(
+        "quantization_config"
+    )
+
+
+def _refuse_sliding_window(hf_config: HfConfig) -> None:
+    layers = hf_config.get("layer_types") or []
+    if hf_config.get("use_sliding_window") or "sliding_attention" in layers:
+        raise UserError(
+            "config.json: use_sliding_window=True: sliding-window attention is not supported. "
+            "Set use_sliding_window to false and drop layer_types if the context fits the window."
+        )
+
+
+def _size(hf_config: HfConfig, name: str) -> int:
+    value = hf_config.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise UserError(
+            f"config.json: {name}={value!r}: must be a positive integer. "
+            "Use the config.json that belongs to the weights."
+        )
+    return value
+
+
+def _rope_config(hf_config: HfConfig, head_dim: int) -> RopeConfig | None:
+    parameters = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
+    theta = parameters.get("rope_theta") or hf_config.get("rope_theta") or 10000.0
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if "partial_rotary_factor" in parameters or "partial_rotary_factor" in hf_config:
+        return None
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind not in _SCALINGS:
+        return None
+    longest = _size(hf_config, "max_position_embeddings")
+    parameters["original_max_position_embeddings"] = hf_config.get(
+        "original_max_position_embeddings"
+    ) or parameters.get("original_max_position_embeddings", longest)
+    parameters["max_position_embeddings"] = longest
+    try:
+        return RopeConfig(theta, _SCALINGS[kind](parameters))
+    except KeyError as error:
+        raise UserError(
+            f"config.json: rope_parameters={kind!r}: the key {error} is missing. "
+            "Use the config.json that belongs to the weights."
+        ) from error
+
+
+def _linear(parameters: HfConfig) -> RopeScaling:
+    return LinearScaling(parameters["factor"])
+
+
+def _dynamic(parameters: HfConfig) -> RopeScaling:
+    return DynamicScaling(parameters["max_position_embeddings"])
+
+
+def _llama3(parameters: HfConfig) -> RopeScaling:
+    return Llama3Scaling(
+        factor=parameters["factor"],
+        low_freq_factor=parameters["low_freq_factor"],
+        high_freq_factor=parameters["high_freq_factor"],
+        original_max_position_embeddings=parameters["original_max_position_embeddings"],
+    )
+
+
+def _yarn(parameters: HfConfig) -> RopeScaling:
+    original = parameters["original_max_position_embeddings"]
+    factor = parameters.get("factor") or parameters["max_position_embeddings"] / original
+    mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None and mscale and mscale_all:
+        attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
+    elif attention_factor is None:
+        attention_factor = _yarn_mscale(factor, 1.0)
+    return YarnScaling(
+        factor=factor,
+        attention_factor=attention_factor,
+        beta_fast=parameters.get("beta_fast") or 32,
+        beta_slow=parameters.get("beta_slow") or 1,
+        original_max_position_embeddings=original,
+        truncate=parameters.get("truncate", True),
+    )
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(parameters: HfConfig) -> RopeScaling:
+    original = parameters["original_max_position_embeddings"]
+    factor = parameters.get("factor") or parameters["max_position_embeddings"] / original
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        stretched = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original))
+        attention_factor = stretched if factor > 1.0 else 1.0
+    return LongRopeScaling(
+        short_factor=tuple(parameters["short_factor"]),
+        attention_factor=attention_factor,
+        original_max_position_embeddings=original,
+    )
+
+
+_SCALINGS = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

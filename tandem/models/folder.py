@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From ``actor_rollout_ref.model.path`` to a language model.
+
+A path is a local folder, or the id of a model in the hub's cache or on the hub. Everything a user
+can have got wrong about it is said by ``check_folder``, which builds no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from httpx import HTTPError
+from huggingface_hub import model_info, snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from tandem.errors import UserError
+from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.families import FAMILIES, decoder_config
+from tandem.models.hf import is_known_family, open_transformers_model
+from tandem.models.language_model import LanguageModel, NativeModel
+from tandem.models.weights import KEY, load_weights, read_config, weight_files
+
+_DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py")
+_OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A checked folder. ``decoder_config`` is None if transformers' modelling code is needed."""
+
+    path: Path
+    hf_config: dict[str, Any]
+    decoder_config: DecoderConfig | None
+
+
+def check_folder(
+    path: str, *, trust_remote_code: bool = False, load_weight: bool = True, key: str = KEY
+) -> ModelFolder:
+    """Find a model's folder, on the hub if need be, and check what can be checked without loading.
+
+    Args:
+        key: the configuration key ``path`` came from, for messages.
+
+    Raises:
+        UserError: no such folder or hub model, no readable config.json, a family nobody knows, or
+            no weights (unless ``load_weight`` is off).
+    """
+    folder = resolve_folder(path, key=key)
+    hf_config = read_config(folder, key=key)
+    own_config = decoder_config(hf_config)
+    if own_config is None:
+        _check_family(folder, hf_config, trust_remote_code=trust_remote_code, key=key)
+    if load_weight and (own_config is not None or not _has_any(folder, _OTHER_WEIGHTS)):
+        weight_files(folder, key=key)
+    return ModelFolder(folder, hf_config, own_config)
+
+
+def open_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trust_remote_code: bool = False,
+    load_weight: bool = True,
+    seed: int = 0,
+) -> LanguageModel:
+    """Load a model onto ``device`` in ``dtype``.
+
+    Args:
+        load_weight: False draws random weights with ``seed``, the same on every device.
+
+    Raises:
+        UserError: as ``check_folder``; or the weights do not fit config.json.
+    """
+    folder = check_folder(path, trust_remote_code=trust_remote_code, load_weight=load_weight)
+    if folder.decoder_config is None:
+        model = open_transformers_model(
+            folder.path,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            random_seed=None if load_weight else seed,
+        )
+        model.module.to(device)
+        return model
+    with torch.device("meta"):
+        decoder = Decoder(folder.decoder_config)
+    if load_weight:
+        decoder.to(dtype).to_empty(device=device)
+        load_weights(decoder, folder.path)
+    else:
+        decoder.to_empty(device="cpu")
+        decoder.initialize(torch.Generator().manual_seed(seed))
+        decoder.to(device, dtype)
+    return NativeModel(decoder, hf_config=folder.hf_config, source=folder.path)
+
+
+def resolve_folder(path: str, *, key: str = KEY) -> Path:
+    """The local folder of a model, fetched from the hub if it is not there yet.
+
+    Raises:
+        UserError: neither a folder nor a hub model that can be had.
+    """
+    folder = Path(path).expanduser()
+    if path and folder.is_dir():
+        return folder
+    try:
+        validate_repo_id(path)
+    except HFValidationError as error:
+        raise UserError(f"{key}={path!r}: no such folder. Check the path.") from error
+    return _cached(path) or _fetch(path, key)
+
+
+def _cached(path: str) -> Path | None:
+    """The hub cache's snapshot, if it has the weights and not just the tokenizer."""
+    try:
+        folder = Path(snapshot_download(path, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    has_weights = any(folder.glob("*.safetensors")) or _has_any(folder, _OTHER_WEIGHTS)
+    return folder if has_weights else None
+
+
+def _fetch(path: str, key: str) -> Path:
+    try:
+        # Asking first is quick; a download from a hub out of reach retries for half a minute.
+        model_info(path, timeout=10)
+        return Path(snapshot_download(path, allow_patterns=list(_DOWNLOADED)))
+    except (OSError, ValueError, HTTPError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(
+            f"{key}={path!r}: neither a local folder, nor in the Hugging Face cache, nor to be had "
+            f"from the hub ({reason}). Give a folder, or fetch it where there is a network: "
+            f"hf download {path}"
+        ) from error
+
+
+def _check_family(
+    folder: Path, hf_config: dict[str, Any], *, trust_remote_code: bool, key: str
+) -> None:
+    family = hf_config["model_type"]
+    if is_known_family(family) or (trust_remote_code and "auto_map" in hf_config):
+        return
+    remedy = (
+        "Set actor_rollout_ref.model.trust_remote_code=True if you trust the code it comes with"
+        if "auto_map" in hf_config
+        else f"Use one of {', '.join(FAMILIES)} or a family that transformers knows"
+    )
+    raise UserError(f"{key}={str(folder)!r}: model_type {family!r} is unknown. {remedy}.")
+
+
+def _has_any(folder: Path, names: tuple[str, ...]) -> bool:
+    return any((folder / name).is_file() for name in names)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families that our decoder does not compute, through transformers' own code, for training.
+
+A packed batch is unpacked into right-padded rows, one for each sequence (a shared prompt is computed
+again for every response), and hidden states are gathered back into packed order. Dropout is off. A
+model whose logits are not linear in its last hidden states is refused, never approximated.
+
+Shapes: T packed tokens, B rows, M padded tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from tandem.errors import UserError
+from tandem.models.language_model import count_parameters
+from tandem.models.weights import KEY, copy_companions
+from tandem.types import PackedBatch, Segments
+
+_PROBE_IDS = (1, 2, 0, 3)
+
+
+def is_known_family(model_type: str) -> bool:
+    """Whether transformers has a config class for this ``model_type``."""
+    return model_type in transformers.CONFIG_MAPPING
+
+
+class TransformersModel:
+    """A ``LanguageModel`` of transformers' modelling code."""
+
+    decoder = None
+
+    def __init__(self, model: transformers.PreTrainedModel, source: Path) -> None:
+        """Raises UserError if the logits are not linear in the last hidden states."""
+        self._model: Any = model  # which attributes it has depends on the family
+        self._source = source
+        self._scale = _logit_scale(model.config)
+        self._head: nn.Linear = self._model.get_output_embeddings()
+        self._check_head()
+
+    @property
+    def module(self) -> nn.Module:
+        """transformers' model."""
+        return self._model
+
+    @property
+    def family(self) -> str:
+        """``model_type`` of config.json."""
+        return self._model.config.model_type
+
+    @property
+    def num_parameters(self) -> int:
+        """Tied weights count once."""
+        return count_parameters(self._model)
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """(V, D); with a head bias (V, D + 1), for hidden states that end in a one."""
+        weight_VD, bias_V = self._head.weight, self._head.bias
+        return weight_VD if bias_V is None else torch.cat((weight_VD, bias_V[:, None]), 1)
+
+    def hidden(self, packed: PackedBatch) -> Tensor:
+        """Final hidden states (T, D), scaled as the model scales its logits."""
+        device = self._head.weight.device
+        rows = _unpack(packed.segments)
+        ids_BM = packed.token_ids_T[rows.token_BM].to(device)
+        h_BMD = self._backbone(ids_BM, rows.valid_BM.to(device))
+        return self._finish(h_BMD.flatten(0, 1).index_select(0, rows.place_T.to(device)))
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        """Recompute layers in the backward pass."""
+        if not enabled:
+            self._model.gradient_checkpointing_disable()
+            return
+        self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers recomputes in training mode only; without dropout the modes do not differ.
+        self._model.train()
+
+    def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Write a complete Hugging Face folder into an existing folder."""
+        state = self._model.state_dict()
+        if dtype is not None:
+            state = {name: tensor.to(dtype) for name, tensor in state.items()}
+        self._model.save_pretrained(folder, state_dict=state)
+        copy_companions(self._source, folder)
+
+    def _backbone(self, ids_BM: Tensor, valid_BM: Tensor) -> Tensor:
+        output = self._model.base_model(
+            input_ids=ids_BM, attention_mask=valid_BM.long(), use_cache=False
+        )
+        return output.last_hidden_state
+
+    def _finish(self, h_TD: Tensor) -> Tensor:
+        if self._scale != 1.0:
+            h_TD = h_TD * self._scale
+        return h_TD if self._head.bias is None else F.pad(h_TD, (0, 1), value=1.0)
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Compare our logits with the model's own on a few tokens."""
+        ids_1M = torch.tensor([_PROBE_IDS], device=self._head.weight.device)
+        valid_1M = torch.ones_like(ids_1M, dtype=torch.bool)
+        output = self._model(input_ids=ids_1M, attention_mask=valid_1M.long(), use_cache=False)
+        theirs_MV = output.logits[0].float()
+        ours_MV = (
+            self._finish(self._backbone(ids_1M, valid_1M)[0]) @ self.lm_head_weight.T
+        ).float()
+        tolerance = 1e-4 if self._head.weight.dtype == torch.float32 else 5e-2
+        limit = tolerance * float(theirs_MV.abs().max())
+        if ours_MV.shape != theirs_MV.shape or (ours_MV - theirs_MV).abs().max() > limit:
+            reason = "its logits are not linear in its last hidden states"
+            raise _unsupported(self._source, self.family, reason=reason)
+
+
+def open_transformers_model(
+    folder: Path, *, dtype: torch.dtype, trust_remote_code: bool, random_seed: int | None
+) -> TransformersModel:
+    """Load a folder's weights, or draw them with ``random_seed``; on the CPU.
+
+    Raises:
+        UserError: transformers cannot build a causal language model from it, tensors are missing,
+            or logits are not linear in hidden states.
+    """
+    trust = {"trust_remote_code": trust_remote_code}
+    try:
+        hf_config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **trust)
+        _refuse_softcapping(folder, hf_config)
+        _switch_off_dropout(hf_config)
+        if random_seed is None:
+            model = _load(folder, hf_config, dtype=dtype, **trust)
+        else:
+            model = _draw(hf_config, random_seed, dtype=dtype, **trust)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise UserError(
+            f"{KEY}={str(folder)!r}: transformers cannot load it "
+            f"({' '.join(str(error).split())[:200]}). Use a causal language model that it supports."
+        ) from error
+    return TransformersModel(model, folder)
+
+
+def _load(folder: Path, hf_config: Any, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=hf_config,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    model, report = loaded
+    # transformers would leave these at random values with no more than a warning.
+    if report["missing_keys"]:
+        raise UserError(
+            f"{KEY}={str(folder)!r}: tensor {min(report['missing_keys'])!r} is missing from the "
+            "weights. Use a complete Hugging Face folder."
+        )
+    return model
+
+
+def _draw(hf_config: Any, seed: int, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return transformers.AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+
+
+def _switch_off_dropout(hf_config: transformers.PretrainedConfig) -> None:
+    for name, value in hf_config.to_dict().items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(hf_config, name, 0.0)
+
+
+def _refuse_softcapping(folder: Path, hf_config: transformers.PretrainedConfig) -> None:
+    if hf_config.to_dict().get("final_logit_softcapping") is not None:
+        raise _unsupported(folder, hf_config.model_type, reason="it soft-caps its logits")
+
+
+def _unsupported(folder: Path, family: str, *, reason: str) -> UserError:
+    return UserError(
+        f"{KEY}={str(folder)!r}: a model of type {family!r} cannot be trained here: {reason}. "
+        "Use a model of another family, such as qwen3."
+    )
+
+
+def _logit_scale(hf_config: transformers.PretrainedConfig) -> float:
+    """Cohere multiplies its logits, Granite divides them."""
+    values: dict[str, Any] = hf_config.to_dict()
+    return float(values.get("logit_scale") or 1.0) / float(values.get("logits_scaling") or 1.0)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """B right-padded rows of up to M tokens: which packed token stands where, and the way back."""
+
+    token_BM: Tensor
+    valid_BM: Tensor
+    place_T: Tensor
+
+
+def _unpack(segments: Segments) -> _Rows:
+    """One row for each segment that is no other's prefix, with its own prefix before it."""
+    has_prefix_S = segments.prefix_length_S > 0
+    is_prefix_S = torch.isin(segments.start_S, segments.prefix_start_S[has_prefix_S])
+    leaves = (~is_prefix_S).nonzero()[:, 0]
+    start = segments.start_S[leaves, None]
+    prefix_start = segments.prefix_start_S[leaves, None]
+    prefix_length = segments.prefix_length_S[leaves, None]
+    length = prefix_length + segments.length_S[leaves, None]
+    column = torch.arange(int(length.max()))
+    valid_BM = column < length
+    in_prefix_BM = column < prefix_length
+    token_BM = torch.where(in_prefix_BM, prefix_start, start - prefix_length) + column
+    token_BM = token_BM.where(valid_BM, start)
+    place = valid_BM.flatten().nonzero()[:, 0]
+    place_T = torch.empty(int(segments.length_S.sum()), dtype=torch.int64)
+    # A shared prompt stands in several rows, with equal hidden states; any of them will do.
+    place_T[token_BM.flatten()[place]] = place
+    return _Rows(token_BM, valid_BM, place_T)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs of given tokens, and entropies, straight from hidden states.
+
+The (R, V) logits exist only a chunk of rows at a time; the backward pass recomputes each chunk,
+unless all rows fit one chunk, whose log-softmax is then kept. Both results are differentiable,
+once. Reductions are fp32 whatever the dtype of the hidden states (fp64 for fp64).
+
+Shapes: R response tokens, C rows of a chunk, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F  # noqa: N812
+
+CHUNK_BYTES = 256 * 2**20
+"""Largest size of the fp32 logits of one chunk."""
+
+
+@dataclass(frozen=True)
+class TokenLogProbs:
+    """fp32 (R,) each; ``entropy_R`` is None unless asked for."""
+
+    logp_R: Tensor
+    entropy_R: Tensor | None
+
+
+def token_log_probs(
+    h_RD: Tensor,
+    weight_VD: Tensor,
+    *,
+    target_R: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> TokenLogProbs:
+    """Log-probs of ``target_R`` under softmax(h W^T / temperature), and that softmax's entropies.
+
+    ``temperature`` is bounded from below by 1e-8 as in verl; greedy callers pass 1.
+    """
+    settings = _Settings(
+        temperature=max(temperature, 1e-8),
+        with_entropy=with_entropy,
+        chunk_rows=max(1, chunk_bytes // (4 * weight_VD.shape[0])),
+        differentiable=torch.is_grad_enabled(),
+    )
+    logp_R, entropy_R = _TokenLogProbs.apply(h_RD, weight_VD, target_R, settings)
+    return TokenLogProbs(logp_R, entropy_R if with_entropy else None)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    temperature: float
+    with_entropy: bool
+    chunk_rows: int
+    differentiable: bool
+
+    def chunks(self, tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+        """The tensors' rows, ``chunk_rows`` at a time."""
+        return zip(*(tensor.split(self.chunk_rows) for tensor in tensors), strict=True)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """With l the log-softmax, p = exp(l), H = -sum p l: dlogp = onehot - p and dH = -p (l + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h_RD: Tensor, weight_VD: Tensor, target_R: Tensor, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
+        logp, entropy, log_softmax_CV = [], [], None
+        for h_CD, target_C in settings.chunks((h_RD, target_R)):
+            log_softmax_CV = _log_softmax(h_CD, weight_VD, temperature=settings.temperature)
+            logp.append(log_softmax_CV.gather(1, target_C[:, None])[:, 0])
+            if settings.with_entropy:
+                entropy.append(-torch.linalg.vecdot(log_softmax_CV.exp(), log_softmax_CV))
+        logp_R = torch.cat(logp)
+        entropy_R = torch.cat(entropy) if settings.with_entropy else torch.zeros_like(logp_R)
+        kept_RV = log_softmax_CV if settings.differentiable and len(logp) == 1 else None
+        ctx.settings = settings
+        ctx.save_for_backward(h_RD, weight_VD, target_R, entropy_R, kept_RV)
+        return logp_R, entropy_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logp_R: Tensor, grad_entropy_R: Tensor) -> Any:
+        settings: _Settings = ctx.settings
+        h_RD, weight_VD, target_R, entropy_R, kept_RV = ctx.saved_tensors
+        grad_h, grad_weight_VD = [], None
+        for h_CD, target_C, entropy_C, grad_logp_C, grad_entropy_C in settings.chunks(
+            (h_RD, target_R, entropy_R, grad_logp_R, grad_entropy_R)
+        ):
+            log_softmax_CV = kept_RV
+            if log_softmax_CV is None:
+                log_softmax_CV = _log_softmax(h_CD, weight_VD, temperature=settings.temperature)
+            grad_CV = log_softmax_CV.exp()
+            if settings.with_entropy:
+                slope_C1 = (grad_logp_C + grad_entropy_C * entropy_C)[:, None]
+                grad_CV.mul_(torch.addcmul(slope_C1, log_softmax_CV, grad_entropy_C[:, None]))
+            else:
+                grad_CV.mul_(grad_logp_C[:, None])
+            grad_CV.neg_().scatter_add_(1, target_C[:, None], grad_logp_C[:, None])
+            grad_CV = grad_CV.div_(settings.temperature).to(weight_VD.dtype)
+            grad_h.append(grad_CV @ weight_VD)
+            if ctx.needs_input_grad[1]:
+                grad_weight_VD = _accumulate(grad_weight_VD, grad_CV.T @ h_CD)
+        if grad_weight_VD is not None:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        return torch.cat(grad_h), grad_weight_VD, None, None
+
+
+def _log_softmax(h_CD: Tensor, weight_VD: Tensor, *, temperature: float) -> Tensor:
+    logits_CV = F.linear(h_CD, weight_VD)
+    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    return torch.log_softmax(logits_CV.div_(temperature), -1)
+
+
+def _accumulate(total: Tensor | None, part: Tensor) -> Tensor:
+    """Sum over chunks in at least fp32; a single chunk is not converted."""
+    if total is None:
+        return part
+    return total.to(torch.promote_types(part.dtype, torch.float32)).add_(part)

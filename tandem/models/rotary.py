@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding and its scaling variants, equal to transformers'.
+
+Angles are computed from the positions once a forward pass; there is no table, so nothing limits or
+stores a longest position. Two variants (dynamic, longrope) change their frequencies with the
+longest sequence of a batch; here they are defined up to the length where that begins, and refuse
+beyond it, because a result must not depend on what else is in the batch.
+
+Shapes: T tokens, M heads, E head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.errors import UserError
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by ``factor``."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """NTK-aware base change beyond ``max_position_embeddings``; plain rotary up to there."""
+
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1: low frequencies divided by ``factor``, high ones kept, a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071). ``attention_factor`` multiplies cos and sin."""
+
+    factor: float
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+    truncate: bool
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv:2402.13753) up to ``original_max_position_embeddings``: short factors."""
+
+    short_factor: tuple[float, ...]
+    attention_factor: float
+    original_max_position_embeddings: int
+
+
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Base ``theta`` and an optional scaling."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+class Rotary:
+    """Cosines and sines of a batch of positions, in the form that ``rotate`` takes."""
+
+    def __init__(self, config: RopeConfig, head_dim: int) -> None:
+        frequencies = _inverse_frequencies(config, head_dim)
+        # cos(-a) = cos(a) and sin(-a) = -sin(a): the sines get the sign of rotate_half for nothing.
+        self._signed_frequencies_E = torch.cat((-frequencies, frequencies))
+        self._scale = _attention_factor(config.scaling)
+        self._max_positions = _max_positions(config.scaling)
+
+    def angles(self, position_ids_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines (T, 1, E), computed in fp32 and returned in ``dtype``.
+
+        Raises:
+            UserError: a position beyond what a length-dependent scaling defines.
+        """
+        if self._max_positions is not None:
+            _check_positions(position_ids_T, self._max_positions)
+        if self._signed_frequencies_E.device != position_ids_T.device:
+            self._signed_frequencies_E = self._signed_frequencies_E.to(position_ids_T.device)
+        angles_T1E = position_ids_T[:, None, None] * self._signed_frequencies_E
+        cos_T1E, sin_T1E = angles_T1E.cos(), angles_T1E.sin()
+        if self._scale != 1.0:
+            cos_T1E, sin_T1E = cos_T1E * self._scale, sin_T1E * self._scale
+        return cos_T1E.to(dtype), sin_T1E.to(dtype)
+
+
+def rotate(x_TME: Tensor, *, cos_T1E: Tensor, sin_T1E: Tensor) -> Tensor:
+    """Rotate M heads at once. ``sin_T1E`` carries the sign of its first half."""
+    rolled_TME = x_TME.roll(x_TME.shape[-1] // 2, -1)
+    return torch.addcmul(x_TME * cos_T1E, rolled_TME, sin_T1E)
+
+
+def _check_positions(position_ids_T: Tensor, max_positions: int) -> None:
+    longest = int(position_ids_T.max()) + 1
+    if longest > max_positions:
+        raise UserError(
+            f"sequence length={longest}: this model's rotary scaling is defined up to "
+            f"{max_positions} tokens. Lower data.max_prompt_length or data.max_response_length."
+        )
+
+
+def _inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """fp32 (E / 2,) on the CPU, also under a meta-device context."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    frequencies = 1.0 / (config.theta**exponents)
+    match config.scaling:
+        case LinearScaling(factor):
+            return frequencies / factor
+        case Llama3Scaling() as scaling:
+            return _llama3(frequencies, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(config.theta**exponents, scaling, theta=config.theta)
+        case LongRopeScaling(short_factor):
+            factors = torch.tensor(short_factor, dtype=torch.float32, device="cpu")
+            return 1.0 / (factors * config.theta**exponents)
+        case _:
+            return frequencies
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    length = scaling.original_max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    ramp = (length / wavelengths - low) / (high - low)
+    blended = (1 - ramp) * frequencies / scaling.factor + ramp * frequencies
+    scaled = torch.where(wavelengths > length / low, frequencies / scaling.factor, blended)
+    return torch.where(wavelengths < length / high, frequencies, scaled)
+
+
+def _yarn(periods: Tensor, scaling: YarnScaling, *, theta: float) -> Tensor:
+    dim = 2 * periods.numel()
+
+    def dimension_of(rotations: float) -> float:
+        length = scaling.original_max_position_embeddings
+        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    steps = torch.arange(dim // 2, dtype=torch.float32, device="cpu")
+    kept = 1 - ((steps - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (scaling.factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+def _attention_factor(scaling: RopeScaling | None) -> float:
+    match scaling:
+        case YarnScaling() | LongRopeScaling():
+            return scaling.attention_factor
+        case _:
+            return 1.0
+
+
+def _max_positions(scaling: RopeScaling | None) -> int | None:
+    match scaling:
+        case DynamicScaling():
+            return scaling.max_position_embeddings
+        case LongRopeScaling():
+            return scaling.original_max_position_embeddings
+        case _:
+            return None

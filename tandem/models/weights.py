@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face safetensors folders to and from the decoder's state, one tensor at a time.
+
+A fused tensor of ours is the concatenation of one or more of theirs along the rows;
+``file_tensors`` lists them, and both directions follow that list, so that a round trip is bitwise.
+Names and shapes are checked before anything is written into the decoder. Atomicity is the caller's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tandem.errors import UserError
+from tandem.models.decoder import Decoder, DecoderConfig
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+KEY = "actor_rollout_ref.model.path"
+"""The configuration key a folder usually comes from, for messages."""
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+COMPANION_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files of a model folder that training does not change; they are copied where they exist."""
+
+_DERIVED_SUFFIX = "rotary_emb.inv_freq"
+"""Old files carry these; they follow from config.json."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor of a Hugging Face file: rows ``start .. start + rows`` of our tensor ``ours``."""
+
+    name: str
+    ours: str
+    start: int
+    rows: int
+
+
+def weight_files(folder: Path, *, key: str = KEY) -> list[Path]:
+    """The safetensors files of a folder, by its index if it has one.
+
+    Raises:
+        UserError: no safetensors weights, an index that cannot be read, or a shard that is missing.
+    """
+    if (folder / INDEX_FILE).is_file():
+        try:
+            names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise _error(folder, f"{INDEX_FILE} cannot be read ({error!r})", key=key) from error
+    else:
+        names = {WEIGHTS_FILE}
+    files = [folder / name for name in sorted(names)]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise _error(folder, f"the folder has no {missing[0]}", key=key)
+    return files
+
+
+def file_tensors(config: DecoderConfig) -> Iterator[FileTensor]:
+    """Every tensor of the file in the order of the decoder, without a tied language-model head."""
+    yield FileTensor("model.embed_tokens.weight", "embedding.weight", 0, config.vocab_size)
+    for index in range(config.num_layers):
+        yield from _layer_tensors(config, index)
+    yield FileTensor("model.norm.weight", "final_norm.weight", 0, config.hidden_size)
+    if not config.tie_embeddings:
+        yield FileTensor("lm_head.weight", "lm_head.weight", 0, config.vocab_size)
+
+
+def load_weights(decoder: Decoder, folder: Path) -> None:
+    """Copy a folder's weights into ``decoder``, cast to its dtype and moved to its device.
+
+    Raises:
+        UserError: a tensor is missing, unexpected or has another shape; the tensor is named.
+    """
+    parameters = dict(decoder.named_parameters())
+    targets = {x.name: _slice(parameters, x) for x in file_tensors(decoder.config)}
+    files = weight_files(folder)
+    _check_tensors(folder, files, expected=targets)
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in targets.keys() & tensors.keys():
+                targets[name].copy_(tensors.get_tensor(name))
+
+
+def save_hf_folder(
+    decoder: Decoder,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write the weights as one safetensors file, above ``max_shard_bytes`` as shards with an index.
+
+    Args:
+        folder: exists; config.json and tokenizer files are the caller's.
+        dtype: of the file; None keeps the decoder's.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    parameters = dict(decoder.named_parameters())
+    shards = _plan_shards(decoder, dtype, max_shard_bytes=max_shard_bytes)
+    weight_map, total_bytes = {}, 0
+    for number, shard in enumerate(shards, 1):
+        name = WEIGHTS_FILE
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {x.name: _file_copy(_slice(parameters, x), dtype) for x in shard}
+        _write_tensors(tensors, folder / name)
+        weight_map.update(dict.fromkeys(tensors, name))
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        _write_json(index, folder / INDEX_FILE)
+
+
+def convert_folder(source: Path, folder: Path, *, dtype: str | None = None) -> None:
+    """Copy a model folder with its weights in another precision, file by file.
+
+    Args:
+        folder: made if it does not exist.
+        dtype: torch's name of it, such as ``bfloat16``; None keeps every tensor's own.
+
+    Raises:
+        UserError: ``source`` is not a complete model folder.
+        OSError: the disk is full or not writable.
+    """
+    files = weight_files(source)
+    hf_config = read_config(source)
+    folder.mkdir(parents=True, exist_ok=True)
+    target = None if dtype is None else getattr(torch, dtype)
+    total_bytes = 0
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            copies = {x: _file_copy(tensors.get_tensor(x), target) for x in tensors.keys()}  # noqa: SIM118
+        _write_tensors(copies, folder / file.name)
+        total_bytes += sum(tensor.nbytes for tensor in copies.values())
+    if (source / INDEX_FILE).is_file():
+        index = json.loads((source / INDEX_FILE).read_text(encoding="utf-8"))
+        _write_json({**index, "metadata": {"total_size": total_bytes}}, folder / INDEX_FILE)
+    write_config(hf_config, folder, dtype=target)
+    copy_companions(source, folder)
+
+
+def read_config(folder: Path, *, key: str = KEY) -> dict[str, Any]:
+    """The content of config.json. Raises UserError if it is missing or names no model_type."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise _error(folder, "the folder has no config.json", key=key)
+    try:
+        hf_config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _error(folder, f"config.json is not valid JSON ({error})", key=key) from error
+    if not isinstance(hf_config, dict) or not isinstance(hf_config.get("model_type"), str):
+        raise _error(folder, "config.json must name a model_type", key=key)
+    return hf_config
+
+
+def write_config(hf_config: Mapping[str, Any], folder: Path, *, dtype: torch.dtype | None) -> None:
+    """Write config.json with the dtype its weights now have, under the key it had."""
+    content = dict(hf_config)
+    if dtype is not None:
+        key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
+        content[key] = str(dtype).removeprefix("torch.")
+    _write_json(content, folder / "config.json")
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy what belongs to a model besides config and weights."""
+    for name in COMPANION_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _layer_tensors(config: DecoderConfig, index: int) -> Iterator[FileTensor]:
+    heads, kv_heads = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    hidden, inner = config.hidden_size, config.intermediate_size
+    qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}
+    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    linears = (
+        ("qkv", qkv, config.qkv_bias),
+        ("o", {"self_attn.o_proj": hidden}, config.o_bias),
+        ("gate_up", gate_up, config.mlp_bias),
+        ("down", {"mlp.down_proj": hidden}, config.mlp_bias),
+    )
+    theirs, ours = f"model.layers.{index}", f"layers.{index}"
+    for our_norm, their_norm in norms.items():
+        yield FileTensor(f"{theirs}.{their_norm}.weight", f"{ours}.{our_norm}.weight", 0, hidden)
+    for name in ("q_norm", "k_norm") if config.qk_norm else ():
+        their_name = f"{theirs}.self_attn.{name}.weight"
+        yield FileTensor(their_name, f"{ours}.{name}.weight", 0, config.head_dim)
+    for our_linear, parts, has_bias in linears:
+        for kind in ("weight", "bias") if has_bias else ("weight",):
+            start = 0
+            for part, rows in parts.items():
+                yield FileTensor(
+                    f"{theirs}.{part}.{kind}", f"{ours}.{our_linear}.{kind}", start, rows
+                )
+                start += rows
+
+
+def _slice(parameters: dict[str, torch.nn.Parameter], tensor: FileTensor) -> Tensor:
+    return parameters[tensor.ours].detach()[tensor.start : tensor.start + tensor.rows]
+
+
+def _check_tensors(folder: Path, files: list[Path], *, expected: dict[str, Tensor]) -> None:
+    shapes: dict[str, list[int]] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise _error(folder, f"{file.name} cannot be read ({error})") from error
+    for name, tensor in expected.items():
+        if name not in shapes:
+            raise _error(folder, f"tensor {name!r} is missing from the weights")
+        if list(tensor.shape) != shapes[name]:
+            wanted = list(tensor.shape)
+            raise _error(folder, f"tensor {name!r} has shape {shapes[name]}, not {wanted}")
+    for name in shapes:
+        tied_head = name == "lm_head.weight"
+        if name not in expected and not tied_head and not name.endswith(_DERIVED_SUFFIX):
+            raise _error(folder, f"unexpected tensor {name!r} in the weights")
+
+
+def _plan_shards(
+    decoder: Decoder, dtype: torch.dtype | None, *, max_shard_bytes: int
+) -> list[list[FileTensor]]:
+    """Tensors in order, a new shard where the limit would be passed."""
+    parameters = dict(decoder.named_parameters())
+    shards: list[list[FileTensor]] = [[]]
+    room = max_shard_bytes
+    for tensor in file_tensors(decoder.config):
+        values = _slice(parameters, tensor)
+        size = values.numel() * (dtype or values.dtype).itemsize
+        if shards[-1] and size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(tensor)
+        room -= size
+    return shards
+
+
+def _file_copy(values: Tensor, dtype: torch.dtype | None) -> Tensor:
+    # A slice of a fused tensor shares its storage, which safetensors refuses to write.
+    return values.to("cpu", dtype or values.dtype, copy=True).contiguous()
+
+
+def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path}: cannot write weights: {error}") from error
+
+
+def _write_json(content: Mapping[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _error(folder: Path, rule: str, *, key: str = KEY) -> UserError:
+    return UserError(
+        f"{key}={str(folder)!r}: {rule}. "
+        "Use a complete Hugging Face folder with safetensors weights that fit its config.json."
+    )

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission slots: the one home of backpressure and of the bound on staleness.
+
+A slot is charged when a prompt is admitted to generation and given back when the weights trained on
+it are in use by the rollout (or when its group was dropped). With ``(ahead + 1) *
+prompts_per_step`` slots no sample can be more than ``ahead`` versions old when it is trained on.
+This class knows nothing of prompts or versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class AdmissionGate:
+    """Counts slots.
+
+    Waits for: a free slot while prompts are still wanted. Unblocked by: ``release_*``.
+
+    Args:
+        num_slots: how many prompts may be between admission and release.
+        num_wanted: how many prompts are to be trained on in the whole run.
+
+    Example:
+        With num_slots=4, num_wanted=8: admit() -> 4; release_dropped(1): admit() -> 1;
+        release_trained(4): admit() -> 4; release_trained(4): admit() -> 0, the end.
+    """
+
+    def __init__(self, num_slots: int, num_wanted: int) -> None:
+        self._num_slots = num_slots
+        self._num_wanted = num_wanted
+        self._num_open = 0
+        self._num_trained = 0
+        self._changed = asyncio.Condition()
+
+    @property
+    def num_open(self) -> int:
+        """Slots charged and not yet released."""
+        return self._num_open
+
+    def _num_admissible(self) -> int:
+        remaining = self._num_wanted - self._num_trained - self._num_open
+        return min(self._num_slots - self._num_open, remaining)
+
+    async def admit(self) -> int:
+        """Charge every slot that can be charged, at least one; 0 once everything wanted has been
+        trained.
+        """
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._num_admissible() > 0 or self._num_trained >= self._num_wanted
+            )
+            count = max(self._num_admissible(), 0)
+            self._num_open += count
+            return count
+
+    async def release_trained(self, count: int) -> None:
+        """The weights trained on ``count`` admitted prompts are in use."""
+        self._num_trained += count
+        await self._release(count)
+
+    async def release_dropped(self, count: int) -> None:
+        """``count`` admitted prompts will not be trained on."""
+        await self._release(count)
+
+    async def _release(self, count: int) -> None:
+        if count > self._num_open:
+            raise RuntimeError(f"released {count} slots, only {self._num_open} were charged")
+        async with self._changed:
+            self._num_open -= count
+            self._changed.notify_all()

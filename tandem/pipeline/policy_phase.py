@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training half of a step: score the batch with frozen weights, then the optimizer steps.
+
+Mini-batches are cut from the batch in order (verl's meaning: ``ppo_mini_batch_size`` prompts each,
+``ppo_epochs`` times over). Micro-batches only bound memory; loss, gradient and metrics do not
+depend on them. A sequence that cannot move the loss (no reward, or advantage 0 while there is
+neither entropy nor KL term) is not computed, but still counts in the denominators, so that the
+gradient is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.algorithms.policy_loss import PolicyLoss
+from tandem.api import ReferencePolicy, TrainEngine
+from tandem.config.run import RunConfig
+from tandem.data.packing import (
+    Plan,
+    TrainSequence,
+    in_sequence_order,
+    pack_microbatches,
+    plan_microbatches,
+)
+from tandem.pipeline.experience import (
+    Experience,
+    ScoredBatch,
+    needs_old_log_probs,
+    needs_reference,
+)
+from tandem.pipeline.parts import PipelineParts
+from tandem.types import LossScale, PackedBatch, UpdateReport
+
+MEANS_OVER_COMPUTED_TOKENS = ("actor/entropy", "actor/ppo_kl")
+"""Metrics that skipped sequences would have contributed to: they are means over computed tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchLimits:
+    """How large a micro-batch may be: by count, or by the tokens that ``key`` allows."""
+
+    key: str
+    max_sequences: int | None
+    max_tokens: int | None
+
+    def plan(self, sequences: Sequence[TrainSequence]) -> Plan:
+        """Micro-batches within the limit. Raises UserError if one sequence alone is too long."""
+        return plan_microbatches(
+            sequences, max_sequences=self.max_sequences, max_tokens=self.max_tokens, key=self.key
+        )
+
+
+async def score_with_policy(parts: PipelineParts, batch: ScoredBatch) -> Tensor | None:
+    """``old_log_probs``: from the current weights, from the rollout (bypass), or None when not
+    needed.
+    """
+    config = parts.config
+    if config.algorithm.rollout_correction.bypass_mode:
+        return batch.rollout_logp_R
+    if not needs_old_log_probs(config):
+        return None
+    return await _log_probs(parts, parts.engines.train, batch.sequences, _scoring_limits(config, "rollout"))
+
+
+async def score_with_reference(parts: PipelineParts, batch: ScoredBatch) -> Tensor | None:
+    """``ref_log_prob``, or None when nothing reads it."""
+    reference = parts.engines.reference
+    if reference is None or not needs_reference(parts.config):
+        return None
+    return await _log_probs(parts, reference, batch.sequences, _scoring_limits(parts.config, "ref"))
+
+
+async def update_policy(parts: PipelineParts, experience: Experience) -> list[UpdateReport]:
+    """All optimizer steps on one batch, in order."""
+    config = parts.config
+    actor = config.actor_rollout_ref.actor
+    loss = policy_loss(config)
+    computed_N = _computed(config, experience)
+    size = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    num_sequences = len(experience.batch.sequences)
+    reports: list[UpdateReport] = []
+    for epoch in range(actor.ppo_epochs):
+        order = _sequence_order(config, num_sequences, epoch)
+        for start in range(0, num_sequences, size):
+            chosen = order[start : start + size]
+            reports.append(
+                await _optimizer_step(parts, experience, chosen=chosen, computed_N=computed_N, loss=loss)
+            )
+    await parts.runtime.call(parts.engines.train.advance_schedule)
+    return reports
+
+
+def policy_loss(config: RunConfig) -> PolicyLoss:
+    """The actor's loss as the config describes it."""
+    actor = config.actor_rollout_ref.actor
+    return PolicyLoss(
+        loss_mode=actor.policy_loss.loss_mode,
+        clip_ratio_low=actor.clip_low,
+        clip_ratio_high=actor.clip_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        loss_agg_mode=actor.loss_agg_mode,
+        loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
+        entropy_coeff=actor.entropy_coeff,
+        calculate_entropy=True,
+        use_kl_loss=actor.use_kl_loss,
+        kl_loss_coef=actor.kl_loss_coef,
+        kl_loss_type=actor.kl_loss_type,
+    )
+
+
+async def _optimizer_step(
+    parts: PipelineParts,
+    experience: Experience,
+    *,
+    chosen: Sequence[int],
+    computed_N: Tensor,
+    loss: PolicyLoss,
+) -> UpdateReport:
+    sequences = experience.batch.sequences
+    valid = [i for i in chosen if experience.batch.valid_N[i]]
+    computed = [i for i in chosen if computed_N[i]]
+    num_tokens = sum(sequences[i].num_loss_tokens for i in valid)
+    scale = LossScale(num_tokens=max(num_tokens, 1), num_sequences=max(len(valid), 1))
+    batches = _pack_microbatches(experience, computed, _update_limits(parts.config))
+    temperature = parts.config.actor_rollout_ref.rollout.temperature
+    report = await parts.runtime.call(parts.engines.train.update, batches, loss, scale, temperature)
+    num_computed = sum(sequences[i].num_loss_tokens for i in computed)
+    return _rescale(report, scale.num_tokens / max(num_computed, 1))
+
+
+def _rescale(report: UpdateReport, factor: float) -> UpdateReport:
+    metrics = {
+        name: value * factor if name in MEANS_OVER_COMPUTED_TOKENS else value
+        for name, value in report.metrics.items()
+    }
+    return UpdateReport(metrics, report.grad_norm, report.learning_rate, report.skipped)
+
+
+def _computed(config: RunConfig, experience: Experience) -> Tensor:
+    """Which sequences go through the model."""
+    actor = config.actor_rollout_ref.actor
+    has_other_terms = actor.entropy_coeff != 0 or actor.use_kl_loss
+    return experience.batch.valid_N if has_other_terms else experience.active_N
+
+
+def _sequence_order(config: RunConfig, num_sequences: int, epoch: int) -> list[int]:
+    """The order mini-batches are cut in: that of the batch, or with ``actor.shuffle`` a seeded one
+    a epoch.
+    """
+    if not config.actor_rollout_ref.actor.shuffle:
+        return list(range(num_sequences))
+    generator = torch.Generator().manual_seed(config.actor_rollout_ref.actor.data_loader_seed + epoch)
+    return [int(i) for i in torch.randperm(num_sequences, generator=generator)]
+
+
+def _pack_microbatches(
+    experience: Experience, indices: Sequence[int], limits: MicrobatchLimits
+) -> list[PackedBatch]:
+    sequences = experience.batch.sequences
+    plan = limits.plan([sequences[i] for i in indices])
+    chosen = [[indices[i] for i in members] for members in plan]
+    return pack_microbatches(sequences, chosen, columns=experience.columns)
+
+
+async def _log_probs(
+    parts: PipelineParts,
+    engine: TrainEngine | ReferencePolicy,
+    sequences: Sequence[TrainSequence],
+    limits: MicrobatchLimits,
+) -> Tensor:
+    """Log-probs of all response tokens in the order of the sequences, fp32 (R,)."""
+    plan = limits.plan(sequences)
+    batches = pack_microbatches(sequences, plan)
+    temperature = parts.config.actor_rollout_ref.rollout.temperature
+    columns = await parts.runtime.call(engine.log_probs, batches, temperature)
+    return in_sequence_order(columns, sequences=sequences, plan=plan)
+
+
+def _update_limits(config: RunConfig) -> MicrobatchLimits:
+    actor = config.actor_rollout_ref.actor
+    key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    if actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is None:
+        return MicrobatchLimits(key, None, actor.ppo_max_token_len_per_gpu)
+    return MicrobatchLimits(key, actor.ppo_micro_batch_size_per_gpu, None)
+
+
+def _scoring_limits(config: RunConfig, role: str) -> MicrobatchLimits:
+    """Limits of a forward pass: ``rollout`` for old log-probs, ``ref`` for the reference."""
+    roles = config.actor_rollout_ref
+    part = roles.rollout if role == "rollout" else roles.ref
+    key = f"actor_rollout_ref.{role}.log_prob_max_token_len_per_gpu"
+    if part.log_prob_use_dynamic_bsz or part.log_prob_micro_batch_size_per_gpu is None:
+        return MicrobatchLimits(key, None, part.log_prob_max_token_len_per_gpu)
+    return MicrobatchLimits(key, part.log_prob_micro_batch_size_per_gpu, None)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of one training step under verl's names, from what the step produced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from tandem.metrics.rollouts import (
+    advantage_metrics,
+    length_metrics,
+    reward_metrics,
+    score_metrics,
+)
+from tandem.metrics.throughput import (
+    StepTime,
+    actor_utilisation_metrics,
+    memory_metrics,
+    throughput_metrics,
+    timing_metrics,
+)
+from tandem.pipeline.experience import Experience, as_floats
+from tandem.pipeline.parts import PipelineParts
+
+
+def collect_metrics(
+    parts: PipelineParts, experience: Experience, *, seconds: Mapping[str, float], wall_s: float
+) -> dict[str, float]:
+    """Everything but the optimizer's and the validation's metrics.
+
+    Args:
+        seconds: sections of the step as the timers took them.
+        wall_s: since the end of the step before, nothing left out.
+    """
+    groups = experience.batch.groups
+    data = parts.config.data
+    num_prompt_tokens = sum(len(group.prompt.token_ids) * len(group.samples) for group in groups)
+    sequences = experience.batch.sequences
+    num_response_tokens = sum(len(sequence.response_ids) for sequence in sequences)
+    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
+    return {
+        **score_metrics(groups, rewards=as_floats(experience.rewards_N)),
+        **reward_metrics(groups),
+        **advantage_metrics(experience.columns.advantages_R, returns_R=experience.returns_R),
+        **length_metrics(
+            groups,
+            max_prompt_length=data.max_prompt_length,
+            max_response_length=data.max_response_length,
+        ),
+        **rollout_difference(experience),
+        **timing_metrics(
+            seconds, num_prompt_tokens=num_prompt_tokens, num_response_tokens=num_response_tokens
+        ),
+        **throughput_metrics(
+            sum(lengths),
+            time=StepTime(step_s=seconds["step"], wall_s=wall_s),
+            num_devices=parts.facts.num_devices,
+        ),
+        **actor_utilisation_metrics(
+            lengths,
+            seconds=seconds.get("update_actor", 0.0),
+            num_epochs=parts.config.actor_rollout_ref.actor.ppo_epochs,
+            facts=parts.facts,
+        ),
+        **memory_metrics(parts.allocated_bytes(), reserved_bytes=parts.reserved_bytes()),
+    }
+
+
+def rollout_difference(experience: Experience) -> dict[str, float]:
+    """How far the trainer's probabilities of the sampled tokens are from the rollout's (verl's
+    names).
+
+    Empty unless the trainer scored the batch itself.
+    """
+    old_logp_R, rollout_logp_R = experience.columns.old_logp_R, experience.batch.rollout_logp_R
+    if old_logp_R is None or old_logp_R is rollout_logp_R or len(rollout_logp_R) == 0:
+        return {}
+    difference_R = (old_logp_R.exp() - rollout_logp_R.exp()).abs()
+    return {
+        "training/rollout_probs_diff_max": difference_R.max().item(),
+        "training/rollout_probs_diff_mean": difference_R.mean().item(),
+        "training/rollout_probs_diff_std": _std(difference_R),
+        "training/rollout_logp_diff_mean": (old_logp_R - rollout_logp_R).abs().mean().item(),
+    }
+
+
+def _std(values: Tensor) -> float:
+    return values.std().item() if len(values) > 1 else 0.0

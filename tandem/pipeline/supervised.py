@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning: one optimizer step a batch with the same engine, packing and checkpoints
+as RL.
+
+There is no rollout, hence no admission and no lag: a loop. Stopping takes effect at a step
+boundary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tandem.algorithms.sft import SftLoss
+from tandem.api import MetricSink, Runtime, TrainEngine
+from tandem.checkpoint.store import Checkpoint, CheckpointStore
+from tandem.config.schedule import Schedule
+from tandem.config.sft import SftConfig
+from tandem.data.packing import TrainSequence, pack_microbatches
+from tandem.data.sft import SftSource
+from tandem.metrics.throughput import StepTime, throughput_metrics
+from tandem.metrics.timers import Timers
+from tandem.pipeline.loop import RunSummary
+from tandem.pipeline.policy_phase import MicrobatchLimits
+from tandem.types import LossScale, StepReport, UpdateReport
+
+logger = logging.getLogger(__name__)
+
+_TEMPERATURE = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedParts:
+    """Everything a supervised run is made of. ``clock`` gives seconds."""
+
+    config: SftConfig
+    schedule: Schedule
+    runtime: Runtime
+    engine: TrainEngine
+    source: SftSource
+    validation: Sequence[TrainSequence]
+    store: CheckpointStore
+    sinks: Sequence[MetricSink]
+    clock: Callable[[], float]
+
+
+class SupervisedLoop:
+    """One fine-tuning run over ``parts``."""
+
+    def __init__(self, parts: SupervisedParts) -> None:
+        self._parts = parts
+        self._limits = microbatch_limits(parts.config)
+        self._timers = Timers(parts.clock)
+        self._step = 0
+        self._saved_step = -1
+        self._stopping = False
+        self._validation: Mapping[str, float] = {}
+
+    async def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue after ``checkpoint``."""
+        state = checkpoint.read_state()
+        await self._parts.runtime.call(self._parts.engine.load, checkpoint.folder / "actor")
+        self._parts.source.restore(state["data"])
+        self._step = self._saved_step = checkpoint.step
+        logger.info("resumed from %s", checkpoint.folder)
+
+    async def stop(self) -> None:
+        """Ask the run to end at the next step boundary and to save there."""
+        self._stopping = True
+
+    async def run(self) -> RunSummary:
+        """Train to the end of the schedule or until ``stop``."""
+        schedule = self._parts.schedule
+        if self._step == 0 and schedule.validates_before_training:
+            self._log(await self._validate())
+        while self._step < schedule.total_training_steps and not self._stopping:
+            with self._timers.section("step"):
+                sequences = self._parts.source.draw(self._parts.config.data.train_batch_size)
+                report = await self._update(sequences)
+                self._step += 1
+                self._parts.source.mark_trained([s.prompt_key for s in sequences])
+                if schedule.is_save_step(self._step):
+                    await self._save()
+            metrics = self._metrics(sequences, report)
+            if schedule.is_test_step(self._step):
+                metrics.update(await self._validate())
+            self._log(metrics)
+        if self._stopping and self._saved_step != self._step:
+            await self._save()
+        return RunSummary(self._step, self._stopping, self._validation)
+
+    async def _update(self, sequences: Sequence[TrainSequence]) -> UpdateReport:
+        batches = pack_microbatches(sequences, self._limits.plan(sequences))
+        scale = LossScale(sum(s.num_loss_tokens for s in sequences), len(sequences))
+        engine, runtime = self._parts.engine, self._parts.runtime
+        report = await runtime.call(engine.update, batches, SftLoss(), scale, _TEMPERATURE)
+        await runtime.call(engine.advance_schedule)
+        if report.skipped:
+            logger.warning("step %d: loss or gradient was not finite, no update", self._step + 1)
+        return report
+
+    def _metrics(self, sequences: Sequence[TrainSequence], report: UpdateReport) -> dict[str, float]:
+        num_tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
+        seconds = self._timers.take()
+        time = StepTime(step_s=seconds["step"], wall_s=seconds["step"])
+        return {
+            **report.metrics,
+            "train/lr": report.learning_rate,
+            "train/grad_norm": report.grad_norm,
+            "train/global_tokens": float(num_tokens),
+            "training/global_step": float(self._step),
+            "training/epoch": float(self._parts.source.epoch),
+            **throughput_metrics(num_tokens, time=time, num_devices=1),
+            **{f"timing_s/{name}": value for name, value in seconds.items()},
+        }
+
+    async def _validate(self) -> dict[str, float]:
+        """Token-mean loss over the validation rows; none without rows."""
+        sequences = self._parts.validation
+        if not sequences:
+            return {}
+        batches = pack_microbatches(sequences, self._limits.plan(sequences))
+        columns = await self._parts.runtime.call(
+            self._parts.engine.log_probs, batches, _TEMPERATURE
+        )
+        total = sum(float(column_R.double().sum()) for column_R in columns)
+        num_tokens = sum(s.num_loss_tokens for s in sequences)
+        self._validation = {"val/loss": -total / num_tokens}
+        return dict(self._validation)
+
+    async def _save(self) -> None:
+        state = {"step": self._step, "data": self._parts.source.state()}
+        with self._parts.store.writing(self._step, state) as folder:
+            (folder / "actor").mkdir()
+            await self._parts.runtime.call(self._parts.engine.save, folder / "actor")
+        self._saved_step = self._step
+
+    def _log(self, metrics: Mapping[str, float]) -> None:
+        report = StepReport(self._step, metrics)
+        for sink in self._parts.sinks:
+            sink.write(report)
+
+
+def microbatch_limits(config: SftConfig) -> MicrobatchLimits:
+    """How supervised micro-batches are bounded."""
+    data = config.data
+    key = "data.max_token_len_per_gpu"
+    if data.use_dynamic_bsz or data.micro_batch_size_per_gpu is None:
+        return MicrobatchLimits(key, None, data.max_token_len_per_gpu)
+    return MicrobatchLimits(key, data.micro_batch_size_per_gpu, None)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of an accelerator family, as a frozen record of facts and a few callables.
+
+Code branches on these facts, never on a vendor's name. More families are added as records, not as
+code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """One accelerator family.
+
+    Attributes:
+        name: the public name (``trainer.device``).
+        device_type: what torch calls its devices.
+        compute_dtype: the precision ``dtype=auto`` means here.
+        is_available: whether this process can use it.
+        device_name: the chip's name, for reports and peak rates.
+        memory_allocated_bytes, memory_reserved_bytes: the peaks since the start of the process.
+    """
+
+    name: str
+    device_type: str
+    compute_dtype: torch.dtype
+    is_available: Callable[[], bool]
+    device_name: Callable[[], str]
+    memory_allocated_bytes: Callable[[], int]
+    memory_reserved_bytes: Callable[[], int]
+
+
+CPU = Platform(
+    name="cpu",
+    device_type="cpu",
+    compute_dtype=torch.float32,
+    is_available=lambda: True,
+    device_name=lambda: "cpu",
+    memory_allocated_bytes=lambda: 0,
+    memory_reserved_bytes=lambda: 0,
+)
+
+CUDA = Platform(
+    name="cuda",
+    device_type="cuda",
+    compute_dtype=torch.bfloat16,
+    is_available=torch.cuda.is_available,
+    device_name=torch.cuda.get_device_name,
+    memory_allocated_bytes=torch.cuda.max_memory_allocated,
+    memory_reserved_bytes=torch.cuda.max_memory_reserved,
+)
+
+PLATFORMS = {platform.name: platform for platform in (CUDA, CPU)}
+"""In order of preference when none is asked for."""

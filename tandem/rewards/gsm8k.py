@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GSM8K: exact match of the final number, by verl's definitions of strict and flexible.
+
+Only the last 300 characters are searched. Strict takes the last ``#### number``, flexible the last
+number anywhere. Numbers are compared as text (``12.`` is not ``12``); no arithmetic, no LaTeX.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_TAIL_CHARACTERS = 300
+_STRICT = re.compile(r"#### (-?[0-9.,]+)")
+_NUMBER = re.compile(r"-?[0-9.,]+")
+
+
+def extract_answer(solution_str: str, method: str) -> str | None:
+    """The answer as text, or None if there is none; ``method`` is ``strict`` or ``flexible``.
+
+    Strict drops thousands separators, flexible returns what it finds; both as in verl.
+
+    Raises:
+        ValueError: another method.
+    """
+    tail = solution_str[-_TAIL_CHARACTERS:]
+    if method == "strict":
+        answers = _STRICT.findall(tail)
+        return answers[-1].replace(",", "") if answers else None
+    if method == "flexible":
+        numbers = _NUMBER.findall(tail)
+        meaningful = [number for number in numbers if number != "."]
+        # Nothing but dots: verl ends on the first of them.
+        return meaningful[-1] if meaningful else next(iter(numbers), None)
+    raise ValueError(f"method={method!r}: must be strict or flexible.")
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    *,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any],
+    method: str = "strict",
+    format_score: float = 0.0,
+) -> float:
+    """1 for the right answer, ``format_score`` for a wrong one, 0 for none."""
+    answer = extract_answer(solution_str, method)
+    if answer is None:
+        return 0.0
+    return 1.0 if answer == str(ground_truth) else format_score

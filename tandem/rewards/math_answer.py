@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mathematical answers, compared with the ground truth as mathematics, by math-verify.
+
+The answer is the last ``\\boxed{...}`` or the last ``Answer: ...`` line; a response without it
+scores like a wrong one. (verl compares normalised text instead; equal text is equal here too.) The
+only file that imports math-verify, and only when texts differ. math-verify's own alarms are off:
+the deadline is the pool's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_TAIL_CHARACTERS = 300
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_BOX = "\\boxed{"
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last ``\\boxed{...}``, or None if there is none that closes."""
+    start = text.rfind(_BOX)
+    if start < 0:
+        return None
+    depth = 0
+    for position in range(start + len(_BOX) - 1, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start + len(_BOX) : position]
+    return None
+
+
+def last_answer_line(text: str) -> str | None:
+    """What follows the last ``Answer:`` of the last 300 characters, without box and dollars."""
+    lines = _ANSWER_LINE.findall(text[-_TAIL_CHARACTERS:])
+    if not lines:
+        return None
+    answer = last_boxed(lines[-1]) or lines[-1]
+    return answer.strip().rstrip(".").strip("$").strip()
+
+
+def is_equivalent(answer: str, ground_truth: str) -> bool:
+    """Whether two LaTeX expressions mean the same.
+
+    Raises:
+        ValueError: the ground truth is not mathematics.
+    """
+    if _squeezed(answer) == _squeezed(ground_truth):
+        return True
+    return _math_verify()(answer, ground_truth)
+
+
+def compute_boxed_score(
+    data_source: str, solution_str: str, *, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> float:
+    """1 if the last box holds the answer, else 0 (MATH)."""
+    answer = last_boxed(solution_str)
+    return float(answer is not None and is_equivalent(answer, str(ground_truth)))
+
+
+def compute_answer_line_score(
+    data_source: str, solution_str: str, *, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> Mapping[str, float]:
+    """1 if the ``Answer:`` line holds the answer, else -1 (DAPO's scale); ``acc`` is 1 or 0."""
+    answer = last_answer_line(solution_str)
+    correct = answer is not None and is_equivalent(answer, str(ground_truth))
+    return {"score": 1.0 if correct else -1.0, "acc": float(correct)}
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"\s|\\[,!;]|\$", "", text)
+
+
+@functools.cache
+def _math_verify() -> Callable[[str, str], bool]:
+    """Import math-verify, which takes about half a second, on first use."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    # Without its alarms it warns that somebody has to watch the time; the pool does.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def read(expression: str) -> list[Any]:
+        return parse(f"{_BOX}{expression}}}", [LatexExtractionConfig()], parsing_timeout=0)
+
+    def equivalent(answer: str, ground_truth: str) -> bool:
+        wanted = read(ground_truth)
+        if not wanted:
+            raise ValueError(f"ground truth {ground_truth!r} is not a mathematical expression")
+        return verify(wanted, read(answer), timeout_seconds=0)
+
+    return equivalent

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs rewards in limited child processes; what goes wrong is a typed outcome, never a 0.
+
+A process that hangs or dies is killed and replaced. The sample it was working on becomes TIMEOUT
+or ERROR, the others it had been given are run again. No process outlives ``close`` or this
+process. Not a sandbox: a reward function has the rights of its user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from tandem.errors import UserError
+from tandem.rewards.batch import Batch, Job, make_jobs
+from tandem.rewards.process import RewardProcess
+from tandem.rewards.scoring import RewardSpec
+from tandem.rewards.worker import WorkerSetup
+from tandem.types import RewardOutcome, RewardRequest
+
+_MAX_WINDOW = 64
+_REAP_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RewardLimits:
+    """Processes, seconds a sample may take, memory a process may allocate (None: any).
+
+    Raises:
+        UserError: nothing could run under such limits.
+    """
+
+    num_processes: int
+    deadline_s: float
+    memory_limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_processes < 1:
+            raise UserError(f"reward.num_workers={self.num_processes}: must be at least 1. Set 1.")
+        if self.deadline_s <= 0:
+            raise UserError(f"reward.timeout_s={self.deadline_s}: must be positive. Set 30.")
+
+
+class RewardPool:
+    """Scores requests of any number of concurrent callers on one event loop.
+
+    Processes start when there is work for them. Each is given a window of requests at a time, so
+    that small rewards do not pay for a round trip each; windows shrink as work runs out.
+
+    Example:
+        >>> async with RewardPool(RewardSpec(), RewardLimits(4, deadline_s=10)) as pool:
+        ...     outcomes = await pool.score(requests)
+    """
+
+    def __init__(self, spec: RewardSpec, limits: RewardLimits) -> None:
+        self._limits = limits
+        self._setup = WorkerSetup(spec, limits.deadline_s, limits.memory_limit_bytes)
+        self._pending: deque[Job] = deque()
+        self._processes: list[RewardProcess] = []
+        self._dying: list[RewardProcess] = []
+        self._batches: set[Batch] = set()
+        self._starts: set[asyncio.Future[None]] = set()
+        self._error: Exception | None = None
+
+    async def __aenter__(self) -> RewardPool:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Start one process and wait until the reward function is loaded in it.
+
+        Raises:
+            UserError: the function cannot be loaded.
+        """
+        self._check_usable()
+        if any(process.is_ready for process in self._processes):
+            return
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._starts.add(started)
+        if not self._processes:
+            self._processes.append(RewardProcess(self._setup, self))
+        await started
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
+        """An outcome a request, in their order.
+
+        Raises:
+            UserError: the reward function cannot be loaded.
+            RuntimeError: no process can be started, or the pool is closed.
+        """
+        self._check_usable()
+        if not requests:
+            return []
+        batch = Batch(len(requests))
+        self._pending.extend(make_jobs(batch, requests))
+        self._batches.add(batch)
+        try:
+            self._dispatch()
+            return await batch.outcomes
+        finally:
+            self._batches.discard(batch)
+            if batch.outcomes.cancelled():
+                self._pending = deque(job for job in self._pending if job.batch is not batch)
+
+    async def close(self) -> None:
+        """Kill all processes and wait until they are gone; idempotent. Calls still waiting fail."""
+        self._fail(RuntimeError("the reward pool is closed"))
+        dying, self._dying = self._dying, []
+        for process in dying:
+            await asyncio.to_thread(process.reap, _REAP_WAIT_S)
+
+    def on_ready(self, process: RewardProcess) -> None:
+        """See ``ProcessOwner``."""
+        for started in self._starts:
+            if not started.done():
+                started.set_result(None)
+        self._starts.clear()
+
+    def on_idle(self, process: RewardProcess) -> None:
+        """See ``ProcessOwner``."""
+        self._dispatch()
+
+    def on_start_failed(self, process: RewardProcess, error: Exception) -> None:
+        """See ``ProcessOwner``. What one process cannot load no other can: the pool is done."""
+        self._fail(error)
+
+    def on_failed(self, process: RewardProcess, outcome: RewardOutcome) -> None:
+        """See ``ProcessOwner``. In order, the first unanswered did it; else all are suspects."""
+        self._processes.remove(process)
+        self._dying = [dead for dead in self._dying if not dead.reap(0)] + [process]
+        jobs = list(process.in_flight.values())
+        if jobs and (len(jobs) == 1 or not process.is_concurrent):
+            jobs.pop(0).finish(outcome)
+        for job in jobs:
+            job.is_suspect = process.is_concurrent
+        self._pending.extendleft(reversed(jobs))
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Give pending work to idle processes, starting some while there are fewer than allowed."""
+        while self._pending:
+            process = next((p for p in self._processes if not p.in_flight), None)
+            if process is None:
+                if len(self._processes) == self._limits.num_processes:
+                    return
+                process = RewardProcess(self._setup, self)
+                self._processes.append(process)
+            process.submit(self._take_window(is_concurrent=process.is_concurrent))
+
+    def _take_window(self, *, is_concurrent: bool) -> list[Job]:
+        """The next jobs for one process. A suspect goes alone, to harm only itself."""
+        share = -(-len(self._pending) // self._limits.num_processes)
+        size = share if is_concurrent else min(-(-share // 2), _MAX_WINDOW)
+        window = [self._pending.popleft()]
+        while len(window) < size and not (window[0].is_suspect or self._pending[0].is_suspect):
+            window.append(self._pending.popleft())
+        return window
+
+    def _check_usable(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _fail(self, error: Exception) -> None:
+        """Nothing can be scored any more: everybody who waits gets ``error``."""
+        self._error = self._error or error
+        for process in self._processes:
+            process.kill()
+        self._dying += self._processes
+        self._processes, self._pending = [], deque()
+        for started in self._starts:
+            if not started.done():
+                started.set_exception(self._error)
+        self._starts.clear()
+        for batch in self._batches:
+            batch.fail(self._error)
+
+
+def check_reward(spec: RewardSpec, limits: RewardLimits) -> None:
+    """Load the reward function in a child process, which is then ended; blocks for about 0.1 s.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+
+    async def load() -> None:
+        async with RewardPool(spec, limits) as pool:
+            await pool.start()
+
+    asyncio.run(load())

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One reward process as its parent sees it: requests go in, outcomes or a failure come back.
+
+A small state machine on the event loop: starting, serving, dead. It never answers for the
+function: the outcome of the request at fault is decided by ``pool``. A fresh interpreter is
+started (no fork of a process that holds a device, no re-import of the main program), which takes
+some 60 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from tandem.errors import UserError
+from tandem.rewards.batch import Job
+from tandem.rewards.scoring import failure, timeout
+from tandem.rewards.worker import LENGTH_BYTES, WorkerSetup
+from tandem.types import RewardOutcome, RewardStatus
+
+# One thread: there are several processes, and each thread of a math library allocates tens of MiB.
+_BOOTSTRAP = (
+    "import json, os, sys; os.environ.setdefault('OMP_NUM_THREADS', '1'); "
+    "sys.path[:] = json.loads(sys.argv[1]); "
+    "from tandem.rewards.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+_READ_BYTES = 1 << 16
+_START_DEADLINE_S = 60.0
+_CONCURRENT_GRACE_S = 1.0
+_EXIT_WAIT_S = 1.0
+
+
+class ProcessOwner(Protocol):
+    """Who hears about what happens to a process."""
+
+    def on_ready(self, process: RewardProcess) -> None:
+        """The function is loaded."""
+        ...
+
+    def on_idle(self, process: RewardProcess) -> None:
+        """Every request was answered."""
+        ...
+
+    def on_start_failed(self, process: RewardProcess, error: Exception) -> None:
+        """The function could not be loaded; the process is dead."""
+        ...
+
+    def on_failed(self, process: RewardProcess, outcome: RewardOutcome) -> None:
+        """The process hung or died and is killed; ``outcome`` is due to whoever did it."""
+        ...
+
+
+class RewardProcess:
+    """Made on a running event loop. ``submit`` need not wait until the function is loaded."""
+
+    def __init__(self, setup: WorkerSetup, owner: ProcessOwner) -> None:
+        self.in_flight: dict[int, Job] = {}
+        self.is_ready = False
+        self.is_concurrent = False
+        self._deadline_s = setup.deadline_s
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._num_submitted = 0
+        self._incoming, self._outgoing = b"", bytearray()
+        self._timer: asyncio.TimerHandle | None = None
+        self._silent_since_s = self._loop.time()
+        self._lifeline_fd: int | None
+        self._socket, self._lifeline_fd, self._process = _start_interpreter()
+        self._loop.add_reader(self._socket, self._receive)
+        self._send(pickle.dumps(setup))
+        self._watch()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue jobs in the process; outcomes arrive in order unless ``is_concurrent``."""
+        for job in jobs:
+            self.in_flight[self._num_submitted] = job
+            self._num_submitted += 1
+            self._outgoing += len(job.payload).to_bytes(LENGTH_BYTES, "big") + job.payload
+        self._silent_since_s = self._loop.time()
+        self._flush()
+        self._watch()
+
+    def kill(self) -> None:
+        """End the process and all it started, without waiting; idempotent."""
+        if self._lifeline_fd is None:
+            return
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        if self._timer is not None:
+            self._timer.cancel()
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._socket.close()
+        os.close(self._lifeline_fd)
+        self._lifeline_fd = None
+
+    def reap(self, wait_s: float) -> bool:
+        """Whether the killed process is gone, waiting for that at most ``wait_s``."""
+        try:
+            self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _send(self, message: bytes) -> None:
+        self._outgoing += len(message).to_bytes(LENGTH_BYTES, "big") + message
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._outgoing:
+                del self._outgoing[: self._socket.send(self._outgoing)]
+        except BlockingIOError:
+            self._loop.add_writer(self._socket, self._flush)
+            return
+        except ConnectionError:
+            self._outgoing.clear()  # it died; the reader finds out and says so
+        self._loop.remove_writer(self._socket)
+
+    def _receive(self) -> None:
+        try:
+            received = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            received = b""
+        if not received:
+            self._end(self._died())
+            return
+        self._silent_since_s = self._loop.time()
+        *lines, self._incoming = (self._incoming + received).split(b"\n")
+        for line in lines:
+            if self._lifeline_fd is not None:
+                self._take(json.loads(line))
+        if lines and self._lifeline_fd is not None and not self.in_flight:
+            self._owner.on_idle(self)
+
+    def _take(self, message: Any) -> None:
+        if self.is_ready:
+            number, status, score, extra, detail = message
+            score = math.nan if score is None else score
+            outcome = RewardOutcome(RewardStatus(status), score, extra, detail)
+            self.in_flight.pop(number).finish(outcome)
+        elif "error" in message:
+            self.kill()
+            self._owner.on_start_failed(self, UserError(message["error"]))
+        else:
+            self.is_ready = True
+            self.is_concurrent = message["is_concurrent"]
+            self._owner.on_ready(self)
+
+    def _limit_s(self) -> float:
+        if not self.is_ready:
+            return _START_DEADLINE_S
+        return self._deadline_s + (_CONCURRENT_GRACE_S if self.is_concurrent else 0.0)
+
+    def _watch(self) -> None:
+        """See to it that the silence of a process that has something to do is noticed."""
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._limit_s(), self._check_silence)
+
+    def _check_silence(self) -> None:
+        self._timer = None
+        if self.is_ready and not self.in_flight:
+            return
+        left_s = self._silent_since_s + self._limit_s() - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._check_silence)
+        else:
+            self._end(timeout(self._deadline_s))
+
+    def _end(self, outcome: RewardOutcome) -> None:
+        self.kill()
+        if self.is_ready:
+            self._owner.on_failed(self, outcome)
+        else:
+            text = f"a reward process did not start: {outcome.detail}"
+            self._owner.on_start_failed(self, RuntimeError(text))
+
+    def _died(self) -> RewardOutcome:
+        self.kill()
+        self.reap(_EXIT_WAIT_S)
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return failure(RewardStatus.ERROR, f"process killed by {signal.Signals(-code).name}")
+        return failure(RewardStatus.ERROR, f"process ended with exit code {code}")
+
+
+def _start_interpreter() -> tuple[socket.socket, int, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair()
+    their_lifeline_fd, lifeline_fd = os.pipe()
+    descriptors = (theirs.fileno(), their_lifeline_fd)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *map(str, descriptors)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            start_new_session=True,
+        )
+    finally:
+        theirs.close()
+        os.close(their_lifeline_fd)
+    ours.setblocking(False)
+    return ours, lifeline_fd, process

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of a reward process: reads requests from a socket, writes outcomes to it.
+
+In: length-prefixed pickles, first a ``WorkerSetup``, then ``RewardRequest``s. Out: JSON lines,
+first a greeting, then ``[number of the request, status, score, extra, detail]``. Never imports
+torch. Ends with its parent, whatever it is doing: the parent holds the other end of a pipe, and
+the kernel signals this process group when that closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import pickle
+import resource
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.errors import UserError
+from tandem.rewards.scoring import (
+    RewardSpec,
+    Scorer,
+    load_scorer,
+    score_request,
+    score_request_concurrently,
+)
+from tandem.types import RewardOutcome, RewardStatus
+
+LENGTH_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """The first message: what to load, and under which limits."""
+
+    spec: RewardSpec
+    deadline_s: float
+    memory_limit_bytes: int | None
+
+
+def main(channel_fd: int, lifeline_fd: int) -> None:
+    """Serve until the other end of the channel closes."""
+    for descriptor in (channel_fd, lifeline_fd):
+        os.set_inheritable(descriptor, False)
+    _end_with_parent(lifeline_fd)
+    os.dup2(2, 1)  # what a reward prints must not mix with the results a command prints
+    channel = socket.socket(fileno=channel_fd)
+    setup: WorkerSetup = pickle.loads(_receive_message(channel))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if setup.memory_limit_bytes is not None:
+        limit = (setup.memory_limit_bytes, setup.memory_limit_bytes)
+        # Not RLIMIT_AS: libraries map and reserve far more address space than they ever use.
+        resource.setrlimit(resource.RLIMIT_DATA, limit)
+    try:
+        scorer = load_scorer(setup.spec)
+    except UserError as error:
+        channel.sendall(_line({"error": str(error)}))
+        return
+    channel.sendall(_line({"is_concurrent": scorer.is_concurrent}))
+    if scorer.is_concurrent:
+        asyncio.run(_serve_concurrently(channel, scorer, deadline_s=setup.deadline_s))
+    else:
+        _serve(channel, scorer)
+
+
+def _end_with_parent(lifeline_fd: int) -> None:
+    """Have the kernel send SIGIO, whose default is the end, to this group when the pipe closes.
+
+    A thread waiting on the pipe would need the interpreter lock, which a hanging C call may never
+    give back.
+    """
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
+    flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
+
+
+def _serve(channel: socket.socket, scorer: Scorer) -> None:
+    for number, message in enumerate(_messages(channel)):
+        outcome = score_request(scorer, pickle.loads(message))
+        channel.sendall(_outcome_line(number, outcome))
+
+
+def _messages(channel: socket.socket) -> Iterator[bytes]:
+    stream = channel.makefile("rb")
+    while header := stream.read(LENGTH_BYTES):
+        yield stream.read(int.from_bytes(header, "big"))
+
+
+async def _serve_concurrently(channel: socket.socket, scorer: Scorer, *, deadline_s: float) -> None:
+    reader, writer = await asyncio.open_connection(sock=channel)
+
+    async def answer(number: int, message: bytes) -> None:
+        request = pickle.loads(message)
+        outcome = await score_request_concurrently(scorer, request, deadline_s=deadline_s)
+        writer.write(_outcome_line(number, outcome))
+
+    number = 0
+    async with asyncio.TaskGroup() as tasks:
+        while header := await reader.read(LENGTH_BYTES):
+            header += await reader.readexactly(LENGTH_BYTES - len(header))
+            message = await reader.readexactly(int.from_bytes(header, "big"))
+            tasks.create_task(answer(number, message))
+            number += 1
+
+
+def _receive_message(channel: socket.socket) -> bytes:
+    """One message and not a byte more, because what follows is read in another way."""
+    length = int.from_bytes(channel.recv(LENGTH_BYTES, socket.MSG_WAITALL), "big")
+    return channel.recv(length, socket.MSG_WAITALL)
+
+
+def _outcome_line(number: int, outcome: RewardOutcome) -> bytes:
+    score = outcome.score if outcome.status is RewardStatus.VALUE else None
+    return _line([number, outcome.status.value, score, dict(outcome.extra), outcome.detail])
+
+
+def _line(message: Any) -> bytes:
+    return json.dumps(message).encode() + b"\n"

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uniform numbers that are a pure function of (seed, sample id, position).
+
+There is no generator state: a sample draws the same numbers whatever else is in its batch, in
+whatever order and on whatever device. The hash is the finaliser of splitmix64 (Steele, Lea and
+Flood, OOPSLA 2014) in wrapping int64 arithmetic. Not for cryptography.
+
+Shapes: B samples, J positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MANTISSA_BITS = 24
+_INCREMENT = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def stream_keys(seed: int, sample_ids: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """One key a sample, int64 (B,), to be passed to ``uniforms``."""
+    seed_tensor = torch.tensor(_signed(seed), dtype=torch.int64, device=device)
+    ids_B = torch.tensor([_signed(sample_id) for sample_id in sample_ids], device=device)
+    return splitmix64(splitmix64(seed_tensor) + ids_B * _signed(_INCREMENT))
+
+
+def uniforms(keys_B: Tensor, positions_BJ: Tensor) -> Tensor:
+    """Numbers in [0, 1) with 24 bits, fp32 (B, J), for int64 positions within the streams of
+    ``keys_B``.
+    """
+    bits_BJ = splitmix64(keys_B[:, None] + positions_BJ * _signed(_INCREMENT))
+    return _shift_right(bits_BJ, 64 - _MANTISSA_BITS).float() * 2.0**-_MANTISSA_BITS
+
+
+def splitmix64(state: Tensor) -> Tensor:
+    """One output of splitmix64 for each int64 state: the increment, then the finaliser."""
+    state = state + _signed(_INCREMENT)
+    state = (state ^ _shift_right(state, 30)) * _signed(_MULTIPLIERS[0])
+    state = (state ^ _shift_right(state, 27)) * _signed(_MULTIPLIERS[1])
+    return state ^ _shift_right(state, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift; int64 shifts of torch keep the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The two's complement int64 with the same low 64 bits."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

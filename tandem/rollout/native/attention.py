@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two attention callables of native rollout: prefill, which also keeps keys and values, and
+decode.
+
+Decode writes one key and value a row into the cache and attends to all columns of that row. The
+query heads that share a key/value head are the rows of one matrix product, so keys and values are
+never repeated. Plain torch, any device; an accelerator replaces both by kernels.
+
+Shapes: B rows, W visible columns, P prompts, T packed tokens, H query heads, K key/value heads, G =
+H / K, E head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.models.attention import PackedAttention
+from tandem.rollout.native.cache import PromptStates, RowCache
+from tandem.types import Segments
+
+
+class PrefillAttention:
+    """Attention over packed prompts that keeps every layer's keys and values."""
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        length_P = torch.tensor(lengths)
+        start_P = length_P.cumsum(0) - length_P
+        none_P = torch.zeros_like(length_P)
+        self._attention = PackedAttention(Segments(start_P, length_P, none_P, none_P), device)
+        self._lengths = tuple(lengths)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        position_T = torch.arange(sum(lengths)) - start_P.repeat_interleave(length_P)
+        self.position_ids_T = position_T.to(device)
+        self.last_P = (start_P + length_P - 1).to(device)
+
+    def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+        """Attend causally within each prompt. Layers must come in order."""
+        self._keys.append(k_TKE.permute(1, 2, 0).contiguous())
+        self._values.append(v_TKE.transpose(0, 1).contiguous())
+        return self._attention(layer, q_THE, k_TKE, v_TKE)
+
+    def states(self) -> PromptStates:
+        """What has been kept."""
+        return PromptStates(tuple(self._keys), tuple(self._values), self._lengths)
+
+
+class DecodeAttention:
+    """Attention of one new token a row, over columns ``first_column .. column`` of a cache.
+
+    Valid until rows enter, leave or move, or the cache is resized. ``column`` is to be set before
+    each step.
+    """
+
+    def __init__(self, cache: RowCache, num_rows: int, *, first_column: int, masked: bool) -> None:
+        self.column = first_column
+        self._offset = cache.first_column
+        self._start = first_column - cache.first_column
+        self._keys = [key[:num_rows] for key in cache.keys]
+        self._values = [value[:num_rows] for value in cache.values]
+        self._scale = cache.keys[0].shape[2] ** -0.5
+        self._bias_B1C = self._make_bias(cache, num_rows) if masked else None
+
+    def __call__(self, layer: int, q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor) -> Tensor:
+        """Store the new key and value, then attend."""
+        now = self.column - self._offset
+        keys_BKEC, values_BKCE = self._keys[layer], self._values[layer]
+        keys_BKEC[..., now] = k_BKE
+        values_BKCE[:, :, now] = v_BKE
+        num_rows, num_heads, head_dim = q_BHE.shape
+        visible = slice(self._start, now + 1)
+        keys = keys_BKEC.flatten(0, 1)[..., visible]
+        values = values_BKCE.flatten(0, 1)[:, visible]
+        queries = (q_BHE * self._scale).view(keys.shape[0], -1, head_dim)
+        scores = torch.bmm(queries, keys)
+        if self._bias_B1C is not None:
+            scores.view(num_rows, num_heads, -1).add_(self._bias_B1C[..., visible])
+        weights = torch.softmax(scores, -1)
+        return torch.bmm(weights, values).view(num_rows, num_heads, head_dim)
+
+    def _make_bias(self, cache: RowCache, num_rows: int) -> Tensor:
+        columns_C = torch.arange(
+            cache.first_column, cache.stop_column, device=cache.facts_3R.device
+        )
+        hidden_BC = columns_C < cache.facts_3R[0, :num_rows, None]
+        bias_BC = torch.zeros(hidden_BC.shape, dtype=cache.keys[0].dtype, device=hidden_BC.device)
+        return bias_BC.masked_fill_(hidden_BC, float("-inf"))[:, None]

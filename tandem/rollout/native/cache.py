@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage of running sequences, addressed by (row, column): keys, values, tokens, log-probs,
+uniform numbers.
+
+Columns are absolute and grow for ever; the cache holds a window of them, which it shifts or
+enlarges on demand, so that memory follows the longest running sequence and not the longest
+permitted one. Closing a gap copies only the rows that fill it. Dense, not paged: on CPUs a gather
+costs what it would save.
+
+Shapes: R rows allocated, C columns allocated, T packed prompt tokens, K key/value heads, E head
+dimension, J random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+NUM_UNIFORMS = 32
+"""Random numbers computed ahead a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What a cache holds of one token, and where."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """2 (key and value) x layers x heads x head dimension x bytes per number."""
+        numbers = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return numbers * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStates:
+    """Keys (K, E, T) and values (K, T, E) a layer of packed prompts of the given lengths."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    lengths: tuple[int, ...]
+
+    def last(self) -> PromptStates:
+        """The last prompt alone, without holding on to the others."""
+        length = self.lengths[-1]
+        keys = tuple(key[..., -length:].clone() for key in self.keys)
+        return PromptStates(keys, tuple(v[:, -length:].clone() for v in self.values), (length,))
+
+
+class RowCache:
+    """Buffers that grow, shift and compact together.
+
+    Attributes:
+        first_column: the column that stands at index 0.
+        keys: a layer (R, K, E, C); transposed, which makes the product with a query faster.
+        values: a layer (R, K, C, E).
+        tokens_RC: int64, the generated tokens.
+        logp_RC: fp32, their log-probs.
+        facts_3R: int64, of a row: its start column, its first generated column, the key of its
+            random stream.
+        uniform_RJ: fp32, the next numbers of that stream.
+    """
+
+    def __init__(self, shape: CacheShape) -> None:
+        self._shape = shape
+        self.release()
+
+    def release(self) -> None:
+        """Free all memory."""
+        shape, heads, width = self._shape, self._shape.num_kv_heads, self._shape.head_dim
+        empty = torch.empty(0, device=shape.device)
+        self.first_column = 0
+        self.keys = [
+            empty.new_empty((0, heads, width, 0), dtype=shape.dtype)
+            for _ in range(shape.num_layers)
+        ]
+        self.values = [key.transpose(2, 3) for key in self.keys]
+        self.tokens_RC = empty.new_empty((0, 0), dtype=torch.int64)
+        self.logp_RC = empty.new_empty((0, 0))
+        self.facts_3R = empty.new_empty((3, 0), dtype=torch.int64)
+        self.uniform_RJ = empty.new_empty((0, NUM_UNIFORMS))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys and values."""
+        return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
+
+    @property
+    def stop_column(self) -> int:
+        """One past the last column there is room for."""
+        return self.first_column + self.tokens_RC.shape[1]
+
+    def index(self, columns: range) -> slice:
+        """Where ``columns`` stand in the buffers."""
+        return slice(columns.start - self.first_column, columns.stop - self.first_column)
+
+    def reserve(self, num_rows: int, columns: range, *, live_rows: int) -> None:
+        """Make room for rows 0..``num_rows``-1 and for ``columns``.
+
+        Keeps what rows 0..``live_rows``-1 hold in ``columns``; everything else may be lost.
+        """
+        start = max(columns.start, self.first_column)
+        kept = range(start, min(columns.stop, self.stop_column))
+        if num_rows <= self.tokens_RC.shape[0] and len(kept) == len(columns):
+            return
+        if live_rows == 0:
+            self.first_column, kept = columns.start, range(columns.start, columns.start)
+        size = (max(num_rows, len(self.tokens_RC)), max(len(columns), self.tokens_RC.shape[1]))
+        source = self.index(kept)
+        self.first_column = columns.start
+        block = _Block(size, live_rows, source=source, target=self.index(kept))
+        for layer in range(self._shape.num_layers):
+            self.keys[layer] = block.regrid(self.keys[layer], 3)
+            self.values[layer] = block.regrid(self.values[layer], 2)
+        self.tokens_RC = block.regrid(self.tokens_RC, 1)
+        self.logp_RC = block.regrid(self.logp_RC, 1)
+        new_rows = size[0] - len(self.uniform_RJ)
+        self.facts_3R = F.pad(self.facts_3R, (0, new_rows))
+        self.uniform_RJ = F.pad(self.uniform_RJ, (0, 0, 0, new_rows))
+
+    def write_prompts(
+        self, first_row: int, states: PromptStates, *, num_rows: Sequence[int], column: int
+    ) -> None:
+        """Give each prompt's states to its ``num_rows`` rows, from ``first_row`` on, ending before
+        ``column``.
+        """
+        stop, token = column - self.first_column, 0
+        for length, count in zip(states.lengths, num_rows, strict=True):
+            rows, tokens = slice(first_row, first_row + count), slice(token, token + length)
+            columns = slice(stop - length, stop)
+            for layer in range(self._shape.num_layers):
+                self.keys[layer][rows, :, :, columns] = states.keys[layer][..., tokens]
+                self.values[layer][rows, :, columns] = states.values[layer][:, tokens]
+            first_row, token = first_row + count, token + length
+
+    def move_rows(self, sources: Sequence[int], targets: Sequence[int], *, columns: range) -> None:
+        """Copy rows ``sources`` over rows ``targets`` within ``columns``."""
+        if not sources:
+            return
+        source, target = torch.tensor((sources, targets), device=self._shape.device)
+        where = self.index(columns)
+        windows = [key[..., where] for key in self.keys]
+        windows += [value[:, :, where] for value in self.values]
+        windows += [self.tokens_RC[:, where], self.logp_RC[:, where]]
+        for window in (*windows, self.facts_3R.T, self.uniform_RJ):
+            window.index_copy_(0, target, window.index_select(0, source))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What ``reserve`` keeps: ``rows`` x column indices ``source`` of the old buffer, at ``target``
+    in the new.
+    """
+
+    size: tuple[int, int]
+    rows: int
+    source: slice
+    target: slice
+
+    def regrid(self, buffer: Tensor, column_dim: int) -> Tensor:
+        """``buffer`` with its columns shifted, in place if it is large enough."""
+        kept = _columns(buffer[: self.rows], column_dim, self.source)
+        if (buffer.shape[0], buffer.shape[column_dim]) == self.size:
+            kept = kept.clone()
+        else:
+            shape = list(buffer.shape)
+            shape[0], shape[column_dim] = self.size
+            buffer = buffer.new_zeros(shape)
+        _columns(buffer[: self.rows], column_dim, self.target).copy_(kept)
+        return buffer
+
+
+def _columns(buffer: Tensor, column_dim: int, where: slice) -> Tensor:
+    return buffer.narrow(column_dim, where.start, where.stop - where.start)

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native rollout engine: continuous batching over the decoder that the trainer trains, in the
+same storage.
+
+Each prompt is prefilled once for all its samples, finished sequences leave the batch, waiting ones
+enter. Tokens depend on the weights, the prompt, the sampling parameters and (seed, sample id)
+alone, up to the rounding of logits; not on what else is in the batch. One process, one device,
+plain torch operations: no graphs, no paging, no preemption.
+
+Shapes: B running rows, n rows entering, P prompts, T packed tokens, D hidden, V vocabulary, J
+columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from tandem.models.decoder import Decoder
+from tandem.rollout.keyed_random import stream_keys, uniforms
+from tandem.rollout.native.attention import DecodeAttention, PrefillAttention
+from tandem.rollout.native.cache import NUM_UNIFORMS, CacheShape, PromptStates, RowCache
+from tandem.rollout.native.scheduler import Admission, Limits, Row, Scheduler
+from tandem.rollout.sampler import Draw, draw_tokens
+from tandem.types import Completion, FinishReason, GenerationRequest, TokenIds
+
+_MIN_SPARE_COLUMNS = 64
+_KEPT_CACHE_BYTES = 64 * 2**20
+"""An idle engine gives back a larger cache; a smaller one is dearer to allocate than to keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeRolloutConfig:
+    """How to run the engine.
+
+    Attributes:
+        seed: with a sample id it determines every random number.
+        eos_ids: tokens that end a response.
+        max_num_seqs: sequences that run together.
+        max_num_batched_tokens: prompt tokens of one prefill pass.
+        max_cache_bytes: bound on keys and values, rows x greatest possible length.
+    """
+
+    seed: int
+    eos_ids: tuple[int, ...]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_cache_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """States of P prompts and the logits that follow them."""
+
+    states: PromptStates
+    logits_PV: Tensor
+
+
+class NativeRolloutEngine:
+    """``api.RolloutEngine`` on one device. The decoder is read, never copied."""
+
+    def __init__(self, decoder: Decoder, config: NativeRolloutConfig) -> None:
+        weight = decoder.lm_head_weight
+        shape = CacheShape(
+            num_layers=decoder.config.num_layers,
+            num_kv_heads=decoder.config.num_kv_heads,
+            head_dim=decoder.config.head_dim,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        self._decoder = decoder
+        self._config = config
+        self._device = weight.device
+        self._cache = RowCache(shape)
+        self._scheduler = Scheduler(
+            Limits(
+                max_sequences=config.max_num_seqs,
+                max_prefill_tokens=config.max_num_batched_tokens,
+                max_cache_tokens=config.max_cache_bytes // shape.bytes_per_token,
+            )
+        )
+        self._eos = torch.tensor(config.eos_ids, device=self._device)
+        self._attention: DecodeAttention | None = None
+        self._carried: _Prefill | None = None
+        self._uniform_start = 0
+        self.num_prefilled_tokens = 0
+        self.num_decoded_tokens = 0
+
+    @property
+    def num_cached_rows(self) -> int:
+        """Rows the cache has memory for."""
+        return len(self._cache.tokens_RC)
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests; nothing is computed."""
+        self._scheduler.add(requests)
+
+    def set_weights_version(self, version: int) -> None:
+        """Tag sequences that enter from now on.
+
+        Those under way keep the version they began with, as they keep the cache entries computed
+        under it, so that a lag computed from the tag is never too small.
+        """
+        self._scheduler.set_weights_version(version)
+        if not self._scheduler.head_is_prefilled:
+            self._carried = None
+
+    @torch.inference_mode()
+    def advance(self) -> list[Completion]:
+        """Decode until at least one sequence finishes; [] only if there is no work."""
+        completions: list[Completion] = []
+        while not completions and self._scheduler.has_work:
+            completions = self._admit() or self._decode()
+        if not self._scheduler.has_work and self._cache.num_bytes > _KEPT_CACHE_BYTES:
+            self._cache.release()
+        return completions
+
+    def _admit(self) -> list[Completion]:
+        completions: list[Completion] = []
+        while (admission := self._scheduler.admit()) is not None:
+            completions += self._enter(admission)
+        return completions
+
+    def _enter(self, admission: Admission) -> list[Completion]:
+        """Fill the new rows, sample their first tokens."""
+        prefill = self._prefill(admission.prompts) if admission.prompts else self._carried
+        assert prefill is not None, "an admission without prompts follows one with prompts"
+        scheduler, cache = self._scheduler, self._cache
+        first_row = len(scheduler.rows) - len(admission.rows)
+        self._reserve(live_rows=first_row)
+        cache.write_prompts(
+            first_row, prefill.states, num_rows=admission.num_rows, column=scheduler.column
+        )
+        self._write_facts(first_row, admission.rows)
+        self._draw_uniforms()
+        self._carry(prefill, admission)
+        num_rows_P = torch.tensor(admission.num_rows, device=self._device)
+        return self._sample(prefill.logits_PV.repeat_interleave(num_rows_P, 0), first_row)
+
+    def _prefill(self, prompts: Sequence[TokenIds]) -> _Prefill:
+        lengths = [len(prompt) for prompt in prompts]
+        attention = PrefillAttention(lengths, self._device)
+        token_T = torch.tensor([token for prompt in prompts for token in prompt]).to(self._device)
+        h_TD = self._decoder(token_T, attention.position_ids_T, attention)
+        logits_PV = F.linear(h_TD[attention.last_P], self._decoder.lm_head_weight)
+        self.num_prefilled_tokens += len(token_T)
+        return _Prefill(attention.states(), logits_PV)
+
+    def _carry(self, prefill: _Prefill, admission: Admission) -> None:
+        """Keep the last prompt while samples of it wait for rows."""
+        if not self._scheduler.head_is_prefilled:
+            self._carried = None
+        elif admission.prompts:
+            self._carried = _Prefill(prefill.states.last(), prefill.logits_PV[-1:].clone())
+
+    def _reserve(self, *, live_rows: int) -> None:
+        """Room for the rows, and for half as many columns again as are in use."""
+        scheduler = self._scheduler
+        start, column = scheduler.oldest_column, scheduler.column
+        spare = max(_MIN_SPARE_COLUMNS, (column - start) // 2)
+        stop = min(scheduler.last_column, column + spare) + 1
+        self._cache.reserve(scheduler.wanted_rows, range(start, stop), live_rows=live_rows)
+        self._attention = None
+
+    def _write_facts(self, first_row: int, rows: Sequence[Row]) -> None:
+        columns = torch.tensor([[row.start for row in rows], [row.first for row in rows]])
+        keys_n = stream_keys(self._config.seed, [row.sample_id for row in rows], self._device)
+        facts_3n = self._cache.facts_3R[:, first_row : first_row + len(rows)]
+        facts_3n[:2] = columns.to(self._device)
+        facts_3n[2] = keys_n
+
+    def _draw_uniforms(self) -> None:
+        """The random numbers of all rows for the current column and those after it."""
+        num_rows, column = len(self._scheduler.rows), self._scheduler.column
+        facts_3B = self._cache.facts_3R[:, :num_rows]
+        columns_J = torch.arange(column, column + NUM_UNIFORMS, device=self._device)
+        self._cache.uniform_RJ[:num_rows] = uniforms(facts_3B[2], columns_J - facts_3B[1, :, None])
+        self._uniform_start = column
+
+    def _decode(self) -> list[Completion]:
+        """One token for every running row."""
+        scheduler, cache = self._scheduler, self._cache
+        num_rows, column = len(scheduler.rows), scheduler.column
+        if column + 1 >= cache.stop_column:
+            self._reserve(live_rows=num_rows)
+        attention = self._attention = self._attention or self._new_attention()
+        attention.column = column
+        token_B = cache.tokens_RC[:num_rows, column - cache.first_column]
+        position_B = column - cache.facts_3R[0, :num_rows]
+        h_BD = self._decoder(token_B, position_B, attention)
+        logits_BV = F.linear(h_BD, self._decoder.lm_head_weight)
+        scheduler.tick()
+        if scheduler.column >= self._uniform_start + NUM_UNIFORMS:
+            self._draw_uniforms()
+        self.num_decoded_tokens += num_rows
+        return self._sample(logits_BV, 0)
+
+    def _new_attention(self) -> DecodeAttention:
+        rows, first_column = self._scheduler.rows, self._scheduler.oldest_column
+        masked = any([row.start != first_column for row in rows])
+        return DecodeAttention(self._cache, len(rows), first_column=first_column, masked=masked)
+
+    def _sample(self, logits_BV: Tensor, first_row: int) -> list[Completion]:
+        """Draw the tokens of the current column, and collect the sequences they end."""
+        scheduler, cache = self._scheduler, self._cache
+        rows, column = slice(first_row, first_row + len(logits_BV)), scheduler.column
+        uniform_B = cache.uniform_RJ[rows, column - self._uniform_start]
+        draw = self._draw(logits_BV, uniform_B, first_row)
+        index = column - cache.first_column
+        cache.tokens_RC[rows, index] = draw.token_B
+        cache.logp_RC[rows, index] = draw.logp_B
+        stopped = torch.isin(draw.token_B, self._eos).nonzero()[:, 0] + first_row
+        ended = scheduler.ended(stopped.tolist())
+        return self._collect(ended) if ended else []
+
+    def _draw(self, logits_BV: Tensor, uniform_B: Tensor, first_row: int) -> Draw:
+        """Draw under each row's rule; nearly always there is only one."""
+        rules = self._scheduler.rules
+        if len(rules) == 1:
+            return draw_tokens(logits_BV, uniform_B, rules[0])
+        rows = self._scheduler.rows[first_row:]
+        token_B = torch.empty_like(uniform_B, dtype=torch.int64)
+        logp_B = torch.empty_like(uniform_B)
+        for rule in rules:
+            chosen = [i for i, row in enumerate(rows) if row.rule == rule]
+            index = torch.tensor(chosen, dtype=torch.int64, device=self._device)
+            part = draw_tokens(logits_BV[index], uniform_B[index], rule)
+            token_B[index], logp_B[index] = part.token_B, part.logp_B
+        return Draw(token_B, logp_B)
+
+    def _collect(self, ended: list[int]) -> list[Completion]:
+        """Take the rows ``ended`` out of the batch."""
+        cache, columns = (
+            self._cache,
+            range(self._scheduler.oldest_column, self._scheduler.column + 1),
+        )
+        removal = self._scheduler.remove(ended)
+        first = min([row.first for row in removal.rows])
+        index = torch.tensor(ended, device=self._device)
+        window = cache.index(range(first, columns.stop))
+        token_ids = cache.tokens_RC[:, window].index_select(0, index).tolist()
+        log_probs = cache.logp_RC[:, window].index_select(0, index).tolist()
+        cache.move_rows(removal.sources, removal.targets, columns=columns)
+        self._attention = None
+        return [
+            self._completion(row, tuple(ids[row.first - first :]), tuple(logp[row.first - first :]))
+            for row, ids, logp in zip(removal.rows, token_ids, log_probs, strict=True)
+        ]
+
+    def _completion(
+        self, row: Row, token_ids: TokenIds, log_probs: tuple[float, ...]
+    ) -> Completion:
+        stopped = not row.ignore_eos and token_ids[-1] in self._config.eos_ids
+        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        return Completion(row.sample_id, token_ids, log_probs, reason, row.weights_version)

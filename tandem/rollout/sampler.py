@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drawing one token a row from logits and one uniform number a row, by inversion of the
+distribution function.
+
+The log-prob is that of the temperature-scaled distribution before top-k and top-p (greedy: of the
+unscaled one), because that is what training differentiates. A row's token depends on its own logits
+and its own uniform number alone. No generator, no state.
+
+Shapes: B rows, V vocabulary, C candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.types import SamplingParams
+
+_FIRST_CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRule:
+    """The part of SamplingParams that a draw depends on. ``temperature == 0`` is greedy."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+
+    @classmethod
+    def of(cls, sampling: SamplingParams) -> DrawRule:
+        """The rule of a request."""
+        return cls(sampling.temperature, sampling.top_k, sampling.top_p)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """int64 (B,) token ids and their fp32 (B,) log-probs."""
+
+    token_B: Tensor
+    logp_B: Tensor
+
+
+def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, rule: DrawRule) -> Draw:
+    """Draw one token a row. ``uniform_B`` is fp32 in [0, 1); greedy does not look at it."""
+    logits_BV = logits_BV.float()
+    if rule.temperature == 0:
+        token_B1 = logits_BV.argmax(-1, keepdim=True)
+        prob_BV = torch.softmax(logits_BV, -1)
+    else:
+        scaled_BV = logits_BV if rule.temperature == 1 else logits_BV / rule.temperature
+        prob_BV = torch.softmax(scaled_BV, -1)
+        token_B1 = _invert(_filter(prob_BV, rule), uniform_B)
+    return Draw(token_B1[:, 0], prob_BV.gather(1, token_B1).log_()[:, 0])
+
+
+def _invert(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """The first token whose cumulated weight exceeds ``uniform`` of the total, (B, 1).
+
+    Rounding cannot select a token of weight 0: a 24-bit uniform number below 1 times the total
+    stays below the total, and a cumulated sum only rises where there is weight.
+    """
+    cumulated_BV = weight_BV.cumsum(-1)
+    threshold_B1 = uniform_B[:, None] * cumulated_BV[:, -1:]
+    # The clamp matters for NaN logits only: they must surface as a NaN log-prob, not as an index
+    # error.
+    return torch.searchsorted(cumulated_BV, threshold_B1, right=True).clamp_max_(
+        weight_BV.shape[1] - 1
+    )
+
+
+def _filter(prob_BV: Tensor, rule: DrawRule) -> Tensor:
+    """Zero what top-k, then top-p (of the mass top-k left), exclude; at least the likeliest token
+    stays.
+
+    Top-p keeps the shortest prefix, likeliest first, whose mass reaches ``top_p`` (Holtzman et al.,
+    2020).
+    """
+    limits_k, limits_p = 0 < rule.top_k < prob_BV.shape[1], rule.top_p < 1
+    if not limits_k and not limits_p:
+        return prob_BV
+    if limits_k:
+        kept_BC, index_BC = prob_BV.topk(rule.top_k, dim=-1)
+    else:
+        kept_BC, index_BC = _nucleus_candidates(prob_BV, rule.top_p)
+    if limits_p:
+        mass_B1 = kept_BC.sum(-1, keepdim=True) if limits_k else 1.0
+        outside_BC = kept_BC.cumsum(-1) - kept_BC >= rule.top_p * mass_B1
+        outside_BC[:, 0] = False
+        kept_BC = kept_BC.masked_fill(outside_BC, 0.0)
+    return torch.zeros_like(prob_BV).scatter_(1, index_BC, kept_BC)
+
+
+def _nucleus_candidates(prob_BV: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens in descending order, enough to hold ``top_p`` of every row's mass.
+
+    Sorting a whole vocabulary costs more than a decode step of a small model; its head nearly
+    always suffices.
+    """
+    vocabulary = prob_BV.shape[1]
+    kept_BC, index_BC = prob_BV.topk(min(_FIRST_CANDIDATES, vocabulary), dim=-1)
+    if kept_BC.shape[1] < vocabulary and not bool((kept_BC.sum(-1) >= top_p).all()):
+        kept_BC, index_BC = prob_BV.topk(vocabulary, dim=-1)
+    return kept_BC, index_BC

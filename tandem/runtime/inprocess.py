@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runtime for one process: engine calls run one at a time on one worker thread.
+
+The event loop stays free for signals, rewards and the progress display while an engine computes.
+There is no
+parallelism between engines here by design: they share the device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class InProcessRuntime:
+    """Implements ``tandem.api.Runtime``."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+
+    async def call(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run ``function`` on the engine thread. Calls are executed in the order they were made."""
+        bound = functools.partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, bound)
+
+    async def close(self) -> None:
+        """Wait for the call in progress, drop those that have not begun, end the thread."""
+        await asyncio.to_thread(self._executor.shutdown, wait=True, cancel_futures=True)

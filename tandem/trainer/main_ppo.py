@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m tandem.trainer.main_ppo``: verl's name of ``tandem train``."""
+
+from __future__ import annotations
+
+import sys
+
+from tandem.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))

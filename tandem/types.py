@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frozen values that travel between rooms. No behaviour beyond derived sizes; no torch at run time.
+
+Shape letters: N sequences, S segments, T packed tokens, R response tokens (those that carry loss), n samples
+of one prompt. Identities: ``Prompt.uid`` is the number of the draw within the run (monotone from 0 and never
+reused); ``sample_id = uid * n + k``; ``weights_version`` counts optimizer phases (0 = the initial weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TokenIds = tuple[int, ...]
+VALIDATION_SAMPLE_ID_BASE = 1 << 60
+"""Sample ids from here on belong to validation, so that their random streams never meet those of training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One drawn prompt.
+
+    Attributes:
+        uid: number of the draw within the run.
+        row: row of the data set it came from.
+        token_ids: the rendered chat template, generation prompt included.
+        text: the rendered chat template before tokenisation (for dumps and the report).
+        data_source: routes the reward and groups validation metrics.
+        ground_truth: what the reward compares with.
+        extra_info: passed to the reward as it is.
+
+    Example:
+        >>> Prompt(uid=0, row=17, token_ids=(1, 2), text="hi", data_source="openai/gsm8k", ground_truth="72")
+    """
+
+    uid: int
+    row: int
+    token_ids: TokenIds
+    text: str
+    data_source: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. ``temperature == 0`` is greedy; ``top_k <= 0`` and ``top_p == 1`` switch those off.
+
+    Log-probs are always those of the temperature-scaled distribution before top-k and top-p (for greedy: of the
+    unscaled one), because that is what training differentiates.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """All samples of one prompt, which share its prefill. ``sample_ids`` has one entry a sample."""
+
+    sample_ids: tuple[int, ...]
+    prompt_ids: TokenIds
+    sampling: SamplingParams
+
+
+class FinishReason(Enum):
+    """Why generation of a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished response. ``token_ids`` includes the end-of-sequence token when there is one.
+
+    ``log_probs`` holds one float a token; ``weights_version`` is the version that produced all of them.
+    """
+
+    sample_id: int
+    token_ids: TokenIds
+    log_probs: tuple[float, ...]
+    finish_reason: FinishReason
+    weights_version: int
+
+
+class RewardStatus(Enum):
+    """What became of a reward computation."""
+
+    VALUE = "value"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardOutcome:
+    """A typed outcome: ``score`` is a number only if ``status`` is VALUE, and NaN otherwise (never a silent 0).
+
+    ``extra`` holds further numbers a reward returned beside ``score`` (verl: the other keys of its dict);
+    ``detail`` is the one-line cause of a failure.
+    """
+
+    status: RewardStatus
+    score: float
+    extra: Mapping[str, float] = field(default_factory=dict[str, float])
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRequest:
+    """What a reward sees of a sample: plain values that cross a process boundary cheaply.
+
+    ``num_tokens`` is the response length, ``finish_reason`` why it ended (for length shaping).
+    """
+
+    data_source: str
+    solution: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A completion with its decoded text and its reward."""
+
+    completion: Completion
+    text: str
+    reward: RewardOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The n samples of one prompt, in order of their sample ids."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """How T packed tokens attend, as S segments; int64 tensors of shape (S,) on the CPU.
+
+    Token i of segment s attends to the whole of its prefix (``prefix_start .. + prefix_length``, another
+    segment of the same batch, length 0 if it has none) and to tokens 0..i of s. Segments tile 0..T in order.
+    A prompt shared by its samples is one segment and each response is another one that names it as prefix.
+
+    Example:
+        prompt of 3 tokens with responses of 2 and 4: start [0, 3, 5], length [3, 2, 4],
+        prefix_start [0, 0, 0], prefix_length [0, 3, 3].
+    """
+
+    start_S: Tensor
+    length_S: Tensor
+    prefix_start_S: Tensor
+    prefix_length_S: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LossColumns:
+    """Per response token, fp32 (R,). Absent columns are None: no old log-probs when strictly on-policy (the
+    loss then uses the current ones, detached), no reference without KL."""
+
+    advantages_R: Tensor
+    old_logp_R: Tensor | None = None
+    ref_logp_R: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One micro-batch: N sequences packed into T tokens without padding, R of them carrying loss.
+
+    Attributes:
+        token_ids_T, position_ids_T: int64 (T,); positions restart in each sequence (a response continues its
+            prompt's).
+        segments: the attention structure.
+        source_R: index into T of the token whose hidden state predicts response token r.
+        target_R: id of response token r.
+        sequence_R: which of the N sequences it belongs to, ascending.
+        num_sequences: N.
+        columns: what the loss needs beside log-probs, None for a forward pass only.
+    """
+
+    token_ids_T: Tensor
+    position_ids_T: Tensor
+    segments: Segments
+    source_R: Tensor
+    target_R: Tensor
+    sequence_R: Tensor
+    num_sequences: int
+    columns: LossColumns | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """Global denominators of one optimizer step, over all micro-batches and ranks, so that the gradient does
+    not depend on how the mini-batch was cut."""
+
+    num_tokens: int
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """What a loss sees of one micro-batch. ``entropy_R`` is None unless the loss asked for it."""
+
+    logp_R: Tensor
+    entropy_R: Tensor | None
+    sequence_R: Tensor
+    num_sequences: int
+    columns: LossColumns | None
+    scale: LossScale
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutputs:
+    """``loss`` is a scalar; every metric is a detached scalar already divided by its global denominator, so
+    that loss and metrics of the micro-batches of one optimizer step simply add up."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """One optimizer step. ``skipped`` is set when loss or gradient was not finite and no step was taken."""
+
+    metrics: Mapping[str, float]
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Everything logged for one training step (step 0: validation before training)."""
+
+    step: int
+    metrics: Mapping[str, float]

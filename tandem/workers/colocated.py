@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All roles of a policy in one process on one device: trainer and rollout share the same weights.
+
+Sharing is by storage: the rollout generates with the very module the trainer updates, so that an
+update is in use as soon as it is made, and nothing is copied. The reference is a frozen copy, and
+only exists if something reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.api import ReferencePolicy, RolloutEngine, TrainEngine
+from tandem.config.layout import FsdpConfig
+from tandem.config.model import ModelConfig
+from tandem.config.optim import OptimConfig
+from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+from tandem.engines.single import ReferenceModel, SingleDeviceEngine
+from tandem.errors import UserError
+from tandem.metrics.throughput import ModelShape
+from tandem.models.decoder import DecoderConfig
+from tandem.models.folder import open_model
+from tandem.models.language_model import LanguageModel
+from tandem.platforms.record import Platform
+from tandem.platforms.select import resolve_dtype
+from tandem.rollout.factory import make_rollout
+from tandem.types import TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class ColocatedEngines:
+    """The engines of a run, and the model's sizes if its flops are known."""
+
+    train: TrainEngine
+    rollout: RolloutEngine
+    reference: ReferencePolicy | None
+    shape: ModelShape | None
+
+
+def build_colocated(
+    config: RunConfig, *, platform: Platform, eos_ids: TokenIds, total_steps: int
+) -> ColocatedEngines:
+    """Load the model and put the engines together.
+
+    Raises:
+        UserError: the model cannot be loaded or not be used in the precision asked for.
+    """
+    roles = config.actor_rollout_ref
+    model = _open(roles.model, roles.actor.fsdp_config, roles.actor.load_weight, platform=platform)
+    needs_reference = roles.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return ColocatedEngines(
+        train=_trainer(model, roles.model, roles.actor.optim, total_steps=total_steps),
+        rollout=make_rollout(model, roles.rollout, eos_ids=eos_ids),
+        reference=_reference(config, platform) if needs_reference else None,
+        shape=None if model.decoder is None else _shape(model.decoder.config),
+    )
+
+
+def build_trainer(config: SftConfig, *, platform: Platform, total_steps: int) -> TrainEngine:
+    """Load the model for supervised fine-tuning. Errors as ``build_colocated``."""
+    model = _open(config.model, config.engine, load_weight=True, platform=platform)
+    return _trainer(model, config.model, config.optim, total_steps=total_steps)
+
+
+def _open(
+    model: ModelConfig, layout: FsdpConfig, load_weight: bool, *, platform: Platform
+) -> LanguageModel:
+    """The model in the one precision it is stored, trained and generated with."""
+    stored = resolve_dtype(layout.model_dtype, platform)
+    computed = resolve_dtype(layout.dtype, platform)
+    if stored != computed and platform.device_type == "cpu":
+        raise UserError(
+            f"fsdp_config.dtype={layout.dtype!r}: must equal fsdp_config.model_dtype="
+            f"{layout.model_dtype!r} on the CPU. Set both to float32."
+        )
+    return open_model(
+        model.path,
+        dtype=stored,
+        device=platform.device_type,
+        trust_remote_code=model.trust_remote_code,
+        load_weight=load_weight,
+    )
+
+
+def _trainer(
+    model: LanguageModel, config: ModelConfig, optim: OptimConfig, *, total_steps: int
+) -> SingleDeviceEngine:
+    model.set_gradient_checkpointing(config.enable_gradient_checkpointing)
+    return SingleDeviceEngine(model, optim, total_training_steps=total_steps)
+
+
+def _reference(config: RunConfig, platform: Platform) -> ReferenceModel:
+    """The initial weights, always read anew: a resumed run has the same reference."""
+    roles = config.actor_rollout_ref
+    layout, load_weight = roles.actor.fsdp_config, roles.actor.load_weight
+    return ReferenceModel(_open(roles.model, layout, load_weight, platform=platform))
+
+
+def _shape(config: DecoderConfig) -> ModelShape:
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+    )

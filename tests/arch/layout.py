@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may import whom: the table of docs/layout.md as one literal.
+
+A room is a folder or a root file of the package. ``errors`` is open to every room (docs/adr/0001).
+"""
+
+from __future__ import annotations
+
+ROOMS = (
+    "types",
+    "errors",
+    "api",
+    "config",
+    "platforms",
+    "comm",
+    "metrics",
+    "data",
+    "rewards",
+    "algorithms",
+    "models",
+    "engines",
+    "sync",
+    "rollout",
+    "checkpoint",
+    "pipeline",
+    "runtime",
+    "workers",
+    "cli",
+    "trainer",
+)
+
+OPEN_TO_ALL = frozenset({"errors"})
+
+ALLOWED: dict[str, frozenset[str]] = {
+    "types": frozenset(),
+    "errors": frozenset(),
+    "api": frozenset({"types"}),
+    "config": frozenset(),
+    "platforms": frozenset({"api"}),
+    "comm": frozenset({"api", "platforms"}),
+    "metrics": frozenset({"types", "config"}),
+    "data": frozenset({"types", "config"}),
+    "rewards": frozenset({"types", "config"}),
+    "algorithms": frozenset({"types", "config"}),
+    "models": frozenset({"config", "platforms"}),
+    "engines": frozenset({"types", "api", "config", "platforms", "comm", "models"}),
+    "sync": frozenset({"types", "api", "config", "platforms", "comm"}),
+    "rollout": frozenset({"types", "api", "config", "platforms", "comm", "models", "sync"}),
+    "checkpoint": frozenset({"types", "api", "config"}),
+    "pipeline": frozenset(
+        {"types", "api", "config", "data", "rewards", "algorithms", "metrics", "checkpoint"}
+    ),
+    "runtime": frozenset({"types", "api", "config", "platforms"}),
+    "workers": frozenset(ROOMS) - {"pipeline", "runtime", "workers", "cli", "trainer"},
+    "cli": frozenset(ROOMS) - {"cli"},
+    "trainer": frozenset(ROOMS) - {"trainer"},
+}
+
+OWNERS: dict[str, frozenset[str]] = {
+    "ray": frozenset({"runtime"}),
+    "vllm": frozenset({"rollout"}),
+    "sglang": frozenset({"rollout"}),
+    "megatron": frozenset({"engines"}),
+    "wandb": frozenset({"metrics"}),
+    "tensorboard": frozenset({"metrics"}),
+    "torch_npu": frozenset({"platforms", "comm"}),
+    "torch_musa": frozenset({"platforms", "comm"}),
+    "flagcx": frozenset({"platforms", "comm"}),
+}
+"""Third-party packages that only some rooms may import. These rooms may import them lazily."""
+
+OPTIONAL_PACKAGES = frozenset(
+    {
+        "datasets",
+        "math_verify",
+        "matplotlib",
+        "megatron",
+        "peft",
+        "pyarrow",
+        "ray",
+        "sglang",
+        "tensorboard",
+        "vllm",
+        "wandb",
+    }
+)
+"""Packages that a host may lack: their one adapter file may import them inside a function."""

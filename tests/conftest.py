@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For all tests: one thread a process, fixed seeds, and a tiny tokenizer and model to share."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+# Set before torch is imported: more threads than cores make small tensors many times slower.
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """The same random numbers in every test, whatever ran before it."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face tokenizer with a ChatML template. Do not write into it."""
+    from tests.fakes.tiny_policy import write_tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tiny_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizer and a random Qwen2 model of some 30,000 parameters. Do not write into it."""
+    from tests.fakes.tiny_policy import write_tiny_policy
+
+    return write_tiny_policy(tmp_path_factory.mktemp("policy"))

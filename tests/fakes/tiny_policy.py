@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tokenizer with a chat template and a random Qwen2 model as one small Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from tandem.cli.quickstart.model import ModelSize, write_model
+from tandem.cli.quickstart.task import correct, draw_problems
+from tandem.cli.quickstart.tokenizer import END_ID, PAD_ID, save_tokenizer, train_tokenizer
+
+TINY = ModelSize(hidden=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate=64)
+
+
+def write_tiny_tokenizer(folder: Path) -> Tokenizer:
+    """Byte-level BPE of some 400 entries with a ChatML template, saved into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    problems = draw_problems(200, seed=1)
+    texts = [f"{problem.question}\n{correct(problem)}" for problem in problems]
+    tokenizer = train_tokenizer(texts)
+    save_tokenizer(tokenizer, folder)
+    return tokenizer
+
+
+def write_tiny_policy(folder: Path, *, seed: int = 0, size: ModelSize = TINY) -> Path:
+    """Tokenizer and model together; returns the folder."""
+    tokenizer = write_tiny_tokenizer(folder)
+    write_model(
+        folder,
+        num_tokens=tokenizer.get_vocab_size(),
+        eos_id=END_ID,
+        pad_id=PAD_ID,
+        seed=seed,
+        size=size,
+    )
+    return folder

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints appear whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+from tandem.checkpoint.store import CheckpointStore, open_checkpoint
+from tandem.errors import UserError
+
+
+def write(store: CheckpointStore, step: int, text: str = "weights") -> None:
+    with store.writing(step, {"step": step}) as folder:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "w").write_text(text)
+
+
+def test_latest_is_the_last_written(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    assert store.latest() is None
+    write(store, 2)
+    write(store, 4)
+    latest = store.latest()
+    assert latest is not None
+    assert (latest.step, latest.read_state()) == (4, {"step": 4})
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
+def test_retention_keeps_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, max_to_keep=2)
+    for step in (1, 2, 3):
+        write(store, step)
+    assert sorted(p.name for p in tmp_path.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+
+
+def test_a_failure_while_writing_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    with (
+        pytest.raises(UserError, match="step 2 could not be written .No space left"),
+        store.writing(2, {}) as folder,
+    ):
+        (folder / "half").write_text("x")
+        raise OSError("No space left on device")
+    latest = store.latest()
+    assert latest is not None and latest.step == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "global_step_1",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def test_a_step_written_again_replaces_the_first(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 1, "old")
+    write(store, 1, "new")
+    assert (tmp_path / "global_step_1" / "actor" / "w").read_text() == "new"
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["global_step_3", "elsewhere"])
+def test_opening_what_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=r"trainer.resume_from_path=.*not a checkpoint"):
+        open_checkpoint(tmp_path / name)
+
+
+def test_a_damaged_state_names_the_remedy(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    (tmp_path / "global_step_1" / "pipeline.json").write_text("{")
+    latest = store.latest()
+    assert latest is not None
+    with pytest.raises(UserError, match="resume_mode=disable"):
+        latest.read_state()

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor tells what is there, what is missing and what for, and agrees with pyproject.toml."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tandem.cli import doctor
+
+PYPROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
+MISSING_CORE = doctor.Dependency("no-such-package", "1.0", "showing what happens")
+MISSING_EXTRA = doctor.Dependency("no-such-extra", "1.0", "one sink", is_core=False)
+TOO_OLD = doctor.Dependency("pytest", "9999.1", "a version from the future")
+
+
+def test_healthy_installation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run([]) == 0
+    output = capsys.readouterr().out
+    assert "The core can run" in output
+    assert "problem:" not in output
+
+
+def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run(["--json"]) == 0
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert diagnosis["problems"] == []
+    assert diagnosis["torch"]["version"]
+    assert diagnosis["cpu_cores"] >= 1
+    assert {"name", "version", "purpose"} <= diagnosis["dependencies"][0].keys()
+
+
+def test_missing_core_package_is_a_problem_with_its_purpose() -> None:
+    diagnosis = doctor.diagnose([MISSING_CORE, MISSING_EXTRA])
+    assert diagnosis.problems == ("no-such-package is missing: showing what happens",)
+
+
+def test_old_version_is_a_problem() -> None:
+    (problem,) = doctor.diagnose([TOO_OLD]).problems
+    assert "too old, at least 9999.1" in problem
+
+
+def test_a_problem_gives_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "DEPENDENCIES", (MISSING_CORE,))
+    assert doctor.run([]) == 2
+    output = capsys.readouterr().out
+    assert "problem: no-such-package is missing" in output
+    assert "pip install" in output
+
+
+def test_versions_compare_by_number() -> None:
+    diagnosis = doctor.diagnose([doctor.Dependency("pytest", "8.3.0rc1", "tests")])
+    assert diagnosis.problems == ()
+
+
+def test_lowest_versions_are_those_of_pyproject() -> None:
+    project = tomllib.loads(PYPROJECT.read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    stated = project["dependencies"] + extras["wandb"] + extras["plot"]
+    versions = {name: version for name, _, version in (line.partition(">=") for line in stated)}
+    # Hydra reads YAML by PyYAML, so it is there whenever Hydra is.
+    versions.pop("pyyaml", None)
+    assert versions == {d.name: d.min_version for d in doctor.DEPENDENCIES}

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published shell commands of verl on Ascend and of dots.rl, run through bash unchanged but for the module."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ASCEND_COMMAND = r"""
+set -x
+
+export VLLM_ATTENTION_BACKEND=XFORMERS
+
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    data.train_files=$HOME/data/gsm8k/train.parquet \
+    data.val_files=$HOME/data/gsm8k/test.parquet \
+    data.train_batch_size=128 \
+    data.max_prompt_length=512 \
+    data.max_response_length=128 \
+    data.filter_overlong_prompts=True \
+    data.truncation='error' \
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \
+    actor_rollout_ref.actor.optim.lr=5e-7 \
+    actor_rollout_ref.model.use_remove_padding=False \
+    actor_rollout_ref.actor.entropy_coeff=0.001 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=20 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    actor_rollout_ref.actor.fsdp_config.param_offload=False \
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=False \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40 \
+    actor_rollout_ref.rollout.enable_chunked_prefill=False \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    actor_rollout_ref.rollout.n=5 \
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40 \
+    actor_rollout_ref.ref.fsdp_config.param_offload=True \
+    algorithm.kl_ctrl.kl_coef=0.001 \
+    trainer.critic_warmup=0 \
+    trainer.logger=console \
+    trainer.project_name='verl_grpo_example_gsm8k' \
+    trainer.experiment_name='qwen2_7b_function_rm' \
+    trainer.n_gpus_per_node=8 \
+    trainer.nnodes=1 \
+    trainer.save_freq=-1 \
+    trainer.test_freq=5 \
+    trainer.total_epochs=1 \
+    trainer.device=npu $@
+"""
+
+RED_MOE_COMMAND = r"""
+  python3 -m verl.trainer.main_ppo --config-path=$ROOT_PATH/run_verl --config-name='redmoe_megatron' \
+	++hydra.run.dir=outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}-${env:RANK,0} \
+	algorithm.adv_estimator=grpo \
+	data.train_files="$TRAIN_DATA_PATH" \
+	data.val_files="$TEST_DATA_PATH" \
+	data.train_batch_size=128 \
+	data.max_prompt_length=$max_prompt_length \
+	data.max_response_length=$max_response_length \
+	data.filter_overlong_prompts=True \
+	data.filter_overlong_prompts_workers=32 \
+	data.truncation='error' \
+	actor_rollout_ref.hybrid_engine=False \
+	actor_rollout_ref.model.path=$MODEL_PATH \
+	actor_rollout_ref.model.trust_remote_code=True \
+	actor_rollout_ref.actor.optim.lr=1e-6 \
+	actor_rollout_ref.actor.load_weight=True \
+	actor_rollout_ref.actor.ppo_mini_batch_size=128 \
+	actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \
+	actor_rollout_ref.actor.megatron.param_offload=False \
+	actor_rollout_ref.actor.megatron.grad_offload=False \
+	actor_rollout_ref.actor.megatron.optimizer_offload=False \
+	actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1 \
+	actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1 \
+	actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 \
+  actor_rollout_ref.ref.megatron.param_offload=False \
+  actor_rollout_ref.ref.megatron.grad_offload=False \
+  actor_rollout_ref.ref.megatron.optimizer_offload=False \
+  actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1 \
+  actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=1 \
+  actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1 \
+  actor_rollout_ref.ref.megatron.expert_model_parallel_size=1 \
+	actor_rollout_ref.actor.use_kl_loss=True \
+  actor_rollout_ref.rollout.n=16 \
+  +actor_rollout_ref.rollout.enable_dual_buffer=True \
+  +actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb=256 \
+  +actor_rollout_ref.rollout.param_update_consume_bucket_size_mb=128 \
+	actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+	actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1 \
+	actor_rollout_ref.rollout.name=sglang \
+	actor_rollout_ref.rollout.gpu_memory_utilization=0.7 \
+	actor_rollout_ref.rollout.free_cache_engine=False \
+	actor_rollout_ref.rollout.max_num_batched_tokens=$((max_prompt_length + max_response_length)) \
+	algorithm.use_kl_in_reward=False \
+  +trainer.async_pipeline=True \
+  +trainer.sperated_node_tasks=[[logp,actor-train],ref_logp,generate] \
+  +trainer.sperated_node_ratios=[0.5,0.25,0.25] \
+  +trainer.generate_ahead_steps=1 \
+	trainer.val_only=False \
+	trainer.critic_warmup=0 \
+  trainer.resume_mode=disable \
+	trainer.logger=['console','tensorboard'] \
+	trainer.project_name="verl_async_rl_redmoe16b" \
+	trainer.experiment_name=$EXP_NAME \
+	trainer.n_gpus_per_node=8 \
+	trainer.nnodes=${WORLD_SIZE} \
+	trainer.save_freq=200 \
+	trainer.test_freq=64 \
+	trainer.total_epochs=100 2>&1 | tee log_async_rl_n16_${RANK}.txt $@
+"""
+
+RED_MOE_SNIPPET = r"""
+python3 -m verl.trainer.main_ppo \
++actor_rollout_ref.async_pipeline=True \
++trainer.sperated_node_ratios=[0.5,0.5] \
++trainer.sperated_node_tasks=[[logp,actor-train,ref_logp],generate] \
++actor_rollout_ref.rollout.enable_dual_buffer=True \
++actor_rollout_ref.rollout.enable_param_async=False \
++actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb=512 \
++actor_rollout_ref.rollout.param_update_consume_bucket_size_mb=128 \
++trainer.generate_ahead_steps=2 \
+trainer.n_gpus_per_node=8
+"""
+
+ASYNCHRONOUS_KEYS = (
+    "actor_rollout_ref.hybrid_engine",
+    "actor_rollout_ref.rollout.enable_dual_buffer",
+    "actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb",
+    "actor_rollout_ref.rollout.param_update_consume_bucket_size_mb",
+    "trainer.async_pipeline",
+    "trainer.sperated_node_tasks",
+    "trainer.sperated_node_ratios",
+    "trainer.generate_ahead_steps",
+)
+
+
+def run_plan(command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a published command as ``tandem plan --json``, in bash, with these variables."""
+    plan = f"{sys.executable} -m tandem.cli.main plan --json"
+    assert command.count("python3 -m verl.trainer.main_ppo") == 1
+    root = Path(__file__).parents[3]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(root), **variables}
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command.replace("python3 -m verl.trainer.main_ppo", plan)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def planned(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_ascend_command_plans_as_verl_would_run_it(gsm8k_home: Path) -> None:
+    plan = planned(run_plan(ASCEND_COMMAND, gsm8k_home, HOME=str(gsm8k_home)))
+    assert plan["steps_per_epoch"] == plan["total_training_steps"] == 58
+    assert plan["sequences_per_step"] == 640
+    assert plan["optimizer_steps_per_step"] == 2
+    assert plan["validation_steps"] == [*range(0, 56, 5), 58]
+    assert plan["unknown_keys"] == []
+    assert [pool["devices"] for pool in plan["pools"]] == [8]
+    assert plan["config"]["actor_rollout_ref"]["actor"]["optim"]["lr"] == 5e-7
+    assert plan["config"]["trainer"]["logger"] == ["console"]
+
+
+def test_the_ascend_command_names_its_keys_without_effect(gsm8k_home: Path) -> None:
+    plan = planned(run_plan(ASCEND_COMMAND, gsm8k_home, HOME=str(gsm8k_home)))
+    assert set(plan["keys_without_effect"]) == {
+        "data.truncation",
+        "actor_rollout_ref.model.use_remove_padding",
+        "actor_rollout_ref.actor.fsdp_config.param_offload",
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+        "actor_rollout_ref.rollout.enable_chunked_prefill",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        "actor_rollout_ref.rollout.name",
+        "actor_rollout_ref.rollout.gpu_memory_utilization",
+        "actor_rollout_ref.ref.fsdp_config.param_offload",
+        "algorithm.kl_ctrl.kl_coef",
+    }
+
+
+def test_missing_data_is_a_warning_and_a_null_field(tmp_path: Path) -> None:
+    plan = planned(run_plan(ASCEND_COMMAND, tmp_path, HOME=str(tmp_path)))
+    assert plan["total_training_steps"] is plan["steps_per_epoch"] is None
+    assert plan["validation_steps"] is None
+    assert plan["sequences_per_step"] == 640
+    assert any("train.parquet" in warning for warning in plan["warnings"])
+
+
+RED_MOE_VARIABLES = {
+    "ROOT_PATH": "/somewhere",
+    "TRAIN_DATA_PATH": "train.parquet",
+    "TEST_DATA_PATH": "test.parquet",
+    "MODEL_PATH": "red-moe",
+    "EXP_NAME": "run_1",
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "max_prompt_length": "1024",
+    "max_response_length": "2048",
+}
+
+
+def test_the_red_moe_command_is_accepted(tmp_path: Path) -> None:
+    plan = planned(run_plan(RED_MOE_COMMAND, tmp_path, **RED_MOE_VARIABLES))
+    assert plan["sequences_per_step"] == 2048
+    assert plan["optimizer_steps_per_step"] == 1
+    assert plan["unknown_keys"] == []
+    assert plan["pools"] == [
+        {"tasks": ["logp", "actor-train"], "devices": 4},
+        {"tasks": ["ref_logp"], "devices": 2},
+        {"tasks": ["generate"], "devices": 2},
+    ]
+    for key in ASYNCHRONOUS_KEYS:
+        assert plan["keys_without_effect"][key].startswith("not built yet"), key
+    assert plan["config"]["actor_rollout_ref"]["actor"]["strategy"] == "megatron"
+    assert plan["config"]["actor_rollout_ref"]["rollout"]["max_num_batched_tokens"] == 3072
+    told = "\n".join(plan["warnings"])
+    assert "redmoe_megatron.yaml does not exist" in told
+    assert "expert_model_parallel_size=8: exceeds" in told
+
+
+def test_the_red_moe_command_on_two_nodes_gives_experts_enough_devices(tmp_path: Path) -> None:
+    variables = {**RED_MOE_VARIABLES, "WORLD_SIZE": "2"}
+    plan = planned(run_plan(RED_MOE_COMMAND, tmp_path, **variables))
+    assert [pool["devices"] for pool in plan["pools"]] == [8, 4, 4]
+    assert not any("expert_model_parallel_size" in warning for warning in plan["warnings"])
+
+
+def test_an_unset_world_size_is_one_line_with_its_cause(tmp_path: Path) -> None:
+    variables = {**RED_MOE_VARIABLES, "WORLD_SIZE": ""}
+    result = run_plan(RED_MOE_COMMAND, tmp_path, **variables)
+    assert result.returncode == 2
+    assert result.stdout == (
+        "error: trainer.nnodes='': value is empty: is $WORLD_SIZE set? "
+        "Set trainer.nnodes=1 (the default).\n"
+    )
+
+
+def test_the_options_of_the_pull_request_are_accepted(tmp_path: Path) -> None:
+    plan = planned(run_plan(RED_MOE_SNIPPET, tmp_path))
+    assert [pool["devices"] for pool in plan["pools"]] == [4, 4]
+    assert plan["unknown_keys"] == []
+    for key in ("actor_rollout_ref.async_pipeline", "trainer.generate_ahead_steps"):
+        assert plan["keys_without_effect"][key].startswith("not built yet")

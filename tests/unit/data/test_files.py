@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counting and reading of data files, and what a user sees when one is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.data.files import RowSource, count_rows, read_rows
+from tandem.errors import UserError
+
+Rows = list[dict[str, Any]]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.json"])
+def test_every_format_gives_the_same_rows(name: str, rows: Rows, write: Callable[..., str]) -> None:
+    path = write(rows, name)
+    assert count_rows([path]) == 7
+    assert read_rows([path]) == rows
+
+
+def test_files_are_concatenated_in_order(rows: Rows, write: Callable[..., str]) -> None:
+    files = [write(rows[:2], "a.jsonl"), write(rows[2:6], "b.parquet"), write(rows[6:], "c.json")]
+    assert read_rows(files) == rows
+    assert count_rows(files) == len(rows)
+
+
+def test_json_lines_may_have_the_suffix_json(tmp_path: Path) -> None:
+    path = tmp_path / "lines.json"
+    path.write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert read_rows([str(path)]) == [{"a": 1}, {"a": 2}]
+    assert count_rows([str(path)]) == 2
+
+
+def test_home_is_expanded(
+    rows: Rows, write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(rows)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert count_rows(["~/train.parquet"]) == 7
+
+
+def test_a_missing_gsm8k_file_names_the_command_that_makes_it() -> None:
+    with pytest.raises(UserError) as error:
+        count_rows(["/nowhere/gsm8k/train.parquet"])
+    assert str(error.value) == (
+        "data.train_files='/nowhere/gsm8k/train.parquet': no such file. Make it with: "
+        "python3 examples/data_preprocess/gsm8k.py --local_dir /nowhere/gsm8k"
+    )
+
+
+def test_a_missing_file_is_reported_under_its_key() -> None:
+    with pytest.raises(UserError, match=r"^data\.val_files='/nowhere/x\.parquet': no such file\. "):
+        read_rows(["/nowhere/x.parquet"], key="data.val_files")
+
+
+def test_no_file_at_all_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"^data\.train_files=\[\]"):
+        count_rows([])
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.json"])
+def test_an_empty_file_is_an_error(name: str, write: Callable[..., str]) -> None:
+    path = write([], name)
+    for read in (count_rows, read_rows):
+        with pytest.raises(UserError, match="the file holds no rows"):
+            read([path])
+
+
+def test_a_file_of_no_bytes_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    path.touch()
+    with pytest.raises(UserError, match="not a readable parquet file") as error:
+        count_rows([str(path)])
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_parquet_file_is_one_line(rows: Rows, write: Callable[..., str]) -> None:
+    path = Path(write(rows * 100))
+    content = bytearray(path.read_bytes())
+    content[4:200] = bytes(196)
+    path.write_bytes(content)
+    assert count_rows([str(path)]) == 700  # the metadata stand at the end
+    with pytest.raises(UserError, match="not a readable parquet file") as error:
+        read_rows([str(path)])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("line", "rule"), [("{oops", "not valid JSON"), ("[1]", "not a JSON obj")])
+def test_a_bad_line_is_named(line: str, rule: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"a": 1}}\n{line}\n')
+    with pytest.raises(UserError, match=f"line 2 is {rule}"):
+        read_rows([str(path)])
+
+
+def test_a_fault_names_the_file_and_the_row_within_it(
+    rows: Rows, write: Callable[..., str]
+) -> None:
+    files = [write(rows[:3], "a.jsonl"), write(rows[3:], "b.parquet")]
+    source = RowSource(files, "data.train_files")
+    assert str(source.fault(2, "x.")) == f"data.train_files='{files[0]}': row 2 x."
+    assert str(source.fault(4, "x.")) == f"data.train_files='{files[1]}': row 1 x."
+
+
+def test_the_planner_can_count_without_heavy_imports(rows: Rows, write: Callable[..., str]) -> None:
+    code = (
+        "import sys; from tandem.data.files import count_rows; "
+        f"assert count_rows([{write(rows, 'a.jsonl')!r}]) == 7; "
+        "assert not {'torch', 'transformers', 'pyarrow'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

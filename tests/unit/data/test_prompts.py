@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From rows of verl's schema to prompts, and the errors of rows that are wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tandem.config.data import DataConfig
+from tandem.data.prompts import load_prompts, open_source, validation_prompts
+from tandem.data.tokenizer import TextCodec
+from tandem.errors import UserError
+
+Rows = list[dict[str, Any]]
+Write = Callable[..., str]
+
+
+def settings(path: str, **values: Any) -> DataConfig:
+    return DataConfig.model_validate({"train_files": path, "val_files": path, **values})
+
+
+def test_a_row_becomes_a_prompt(rows: Rows, write: Write, codec: TextCodec) -> None:
+    entries = load_prompts(settings(write(rows)), codec)
+    prompt = entries[1].as_draw(17)
+    chat = f"<|im_start|>user\n{rows[1]['prompt'][0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.text == chat
+    assert list(prompt.token_ids) == codec.encode([chat])[0]
+    assert (prompt.uid, prompt.row) == (17, 1)
+    assert (prompt.data_source, prompt.ground_truth) == ("openai/gsm8k", "10")
+    assert prompt.extra_info == rows[1]["extra_info"]
+
+
+def test_validation_prompts_are_in_row_order_with_their_row_as_uid(
+    rows: Rows, write: Write, codec: TextCodec
+) -> None:
+    config = settings(write(rows), val_max_samples=4)
+    prompts = validation_prompts(load_prompts(config, codec, validation=True))
+    numbers = [prompt.row for prompt in prompts]
+    assert numbers == sorted(numbers) == [prompt.uid for prompt in prompts]
+    assert len(numbers) == 4
+    assert [p.ground_truth for p in prompts] == [
+        rows[number]["reward_model"]["ground_truth"] for number in numbers
+    ]
+
+
+def test_a_plain_string_is_taken_as_it_is(rows: Rows, write: Write, codec: TextCodec) -> None:
+    rows[3] |= {"prompt": "2 + 2 ="}
+    rows[5] |= {"prompt": "1 + 1 ="}
+    entries = load_prompts(settings(write(rows, "mixed.jsonl")), codec)
+    assert [entries[i].text for i in (3, 5)] == ["2 + 2 =", "1 + 1 ="]
+    assert entries[3].token_ids.tolist() == codec.encode(["2 + 2 ="], plain=[True])[0]
+    assert entries[4].text.startswith("<|im_start|>user\nWeng")
+
+
+def test_columns_can_have_other_names(rows: Rows, write: Write, codec: TextCodec) -> None:
+    renamed = [{"q": row.pop("prompt"), "src": row.pop("data_source"), **row} for row in rows]
+    config = settings(write(renamed), prompt_key="q", reward_fn_key="src")
+    assert load_prompts(config, codec)[0].data_source == "openai/gsm8k"
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"prompt": None}, "has no prompt under data.prompt_key='prompt'"),
+        ({"prompt": []}, "has no prompt under data.prompt_key='prompt'"),
+        ({"prompt": ""}, "has no prompt under data.prompt_key='prompt'"),
+        ({"prompt": [{"content": "x"}]}, "neither text nor a list of {role, content}"),
+        ({"reward_model": None}, "has no reward_model.ground_truth"),
+        ({"reward_model": {"style": "rule"}}, "has no reward_model.ground_truth"),
+        ({"data_source": None}, "has no data source under data.reward_fn_key='data_source'"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_file(
+    broken: dict[str, Any], message: str, rows: Rows, write: Write, codec: TextCodec
+) -> None:
+    good = write(rows, "good.parquet")
+    bad = write([rows[0], rows[1], {**rows[2], **broken}], "bad.jsonl")
+    with pytest.raises(UserError) as error:
+        load_prompts(settings("", train_files=(good, bad)), codec)
+    assert str(error.value).startswith(f"data.train_files='{bad}': row 2 ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_row_that_the_template_refuses_is_named(
+    rows: Rows, write: Write, codec: TextCodec
+) -> None:
+    rows[4]["prompt"] = [{"role": "user", "content": 5}]
+    path = write(rows, "rows.jsonl")
+    with pytest.raises(UserError, match="row 4 is refused by the chat template"):
+        load_prompts(settings(path), codec)
+
+
+def test_overlong_prompts_are_dropped_and_counted(
+    rows: Rows, write: Write, codec: TextCodec, caplog: pytest.LogCaptureFixture
+) -> None:
+    everything = load_prompts(settings(write(rows)), codec)
+    limit = len(everything[1].token_ids)
+    config = settings(write(rows), filter_overlong_prompts=True, max_prompt_length=limit)
+    with caplog.at_level(logging.INFO):
+        kept = load_prompts(config, codec)
+    assert [entry.row for entry in kept] == [
+        entry.row for entry in everything if len(entry.token_ids) <= limit
+    ]
+    assert 0 < len(kept) < len(rows)
+    assert f"kept {len(kept)} of 7 prompts, dropped {7 - len(kept)} longer" in caplog.text
+
+
+def test_dropping_every_prompt_is_an_error(rows: Rows, write: Write, codec: TextCodec) -> None:
+    config = settings(write(rows), filter_overlong_prompts=True, max_prompt_length=3)
+    with pytest.raises(UserError, match=r"^data\.max_prompt_length=3: every prompt"):
+        load_prompts(config, codec)
+
+
+def test_an_overlong_prompt_is_an_error_with_row_and_length(
+    rows: Rows, write: Write, codec: TextCodec
+) -> None:
+    lengths = [len(entry.token_ids) for entry in load_prompts(settings(write(rows)), codec)]
+    longest = max(lengths)
+    config = settings(write(rows), max_prompt_length=longest - 1)
+    with pytest.raises(UserError) as error:
+        load_prompts(config, codec)
+    assert f"row {lengths.index(longest)} has a prompt of {longest} tokens" in str(error.value)
+    assert "Set data.filter_overlong_prompts=True" in str(error.value)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_truncation_cuts_prompts_to_the_limit(
+    side: str, rows: Rows, write: Write, codec: TextCodec
+) -> None:
+    full = load_prompts(settings(write(rows)), codec)[0].token_ids.tolist()
+    config = settings(write(rows), max_prompt_length=7, truncation=side)
+    cut = load_prompts(config, codec)[0].token_ids.tolist()
+    expected = {"left": full[-7:], "right": full[:7], "middle": full[:3] + full[-4:]}
+    assert cut == expected[side]
+
+
+def test_the_source_draws_resumes_and_ends(rows: Rows, write: Write, codec: TextCodec) -> None:
+    config = settings(write(rows), train_batch_size=3)
+    entries = load_prompts(config, codec)
+    source = open_source(entries, config, total_epochs=1)
+    first = source.draw(3)
+    source.mark_trained([first[0].uid])
+    source.mark_dropped([first[2].uid])
+    state = json.loads(json.dumps(source.state()))
+    rest = source.draw(3)
+    assert source.draw(1) == []
+    again = open_source(load_prompts(config, codec), config, total_epochs=1)
+    again.restore(state)
+    assert again.draw(4) == [first[1], *rest]
+    assert sorted(prompt.uid for prompt in (*first, *rest)) == list(range(6))
+
+
+def test_a_source_of_changed_rows_refuses_the_old_state(
+    rows: Rows, write: Write, codec: TextCodec
+) -> None:
+    config = settings(write(rows), train_batch_size=3)
+    state = open_source(load_prompts(config, codec), config, total_epochs=1).state()
+    rows[6]["reward_model"]["ground_truth"] = "11"
+    changed = settings(write(rows, "changed.parquet"), train_batch_size=3)
+    source = open_source(load_prompts(changed, codec), changed, total_epochs=1)
+    with pytest.raises(UserError, match=r"^data\.train_files: fingerprint is"):
+        source.restore(state)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded rollouts: which ones, what of them, and verl's dumps."""
+
+import json
+import math
+
+import pytest
+
+from tandem.metrics.jsonl import BEFORE_FIRST_STEP, read_records
+from tandem.metrics.records import ROLLOUTS_FILE, RolloutRecorder, dump_samples, spread
+from tandem.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Prompt,
+    RewardOutcome,
+    RewardStatus,
+    Sample,
+)
+
+
+def _groups(num_groups, num_samples):
+    return [
+        Group(
+            prompt=Prompt(
+                uid=uid,
+                row=uid,
+                token_ids=(1, 2),
+                text=f"question {uid}",
+                data_source="gsm8k",
+                ground_truth=str(uid),
+            ),
+            samples=tuple(_sample(uid * num_samples + k) for k in range(num_samples)),
+        )
+        for uid in range(num_groups)
+    ]
+
+
+def _sample(sample_id):
+    failed = sample_id == 1
+    return Sample(
+        completion=Completion(
+            sample_id=sample_id,
+            token_ids=(10, 11),
+            log_probs=(-0.123456789, -2.0),
+            finish_reason=FinishReason.LENGTH,
+            weights_version=4,
+        ),
+        text=f"answer {sample_id}",
+        reward=RewardOutcome(
+            status=RewardStatus.TIMEOUT if failed else RewardStatus.VALUE,
+            score=math.nan if failed else 1.0,
+            extra={} if failed else {"acc": 1.0},
+            detail="no result within 5 s" if failed else "",
+        ),
+    )
+
+
+def _recorder(folder, max_per_step, *, keep_through_step=BEFORE_FIRST_STEP):
+    return RolloutRecorder(
+        folder,
+        max_per_step=max_per_step,
+        token_text=lambda token: f"<{token}>",
+        keep_through_step=keep_through_step,
+    )
+
+
+def test_a_record_has_what_the_report_shows(tmp_path):
+    recorder = _recorder(tmp_path, 10)
+    recorder.write(3, _groups(1, 2), advantages=[0.7, 0.0])
+    recorder.close()
+
+    first, failed = read_records(tmp_path / ROLLOUTS_FILE)
+    assert first == {
+        "step": 3,
+        "sample_id": 0,
+        "weights_version": 4,
+        "data_source": "gsm8k",
+        "prompt": "question 0",
+        "response": "answer 0",
+        "ground_truth": "0",
+        "score": 1.0,
+        "status": "value",
+        "detail": "",
+        "extra": {"acc": 1.0},
+        "advantage": 0.7,
+        "finish_reason": "length",
+        "tokens": ["<10>", "<11>"],
+        "log_probs": [-0.12346, -2.0],
+    }
+    assert (failed["score"], failed["status"]) == (None, "timeout")
+
+
+def test_a_bounded_number_is_recorded_and_resume_repeats_it(tmp_path):
+    groups = _groups(8, 4)
+    for folder, runs in (("whole", [(1, 2, 3)]), ("resumed", [(1, 2, 3), (2, 3)])):
+        for run in runs:
+            recorder = _recorder(tmp_path / folder, 5, keep_through_step=run[0] - 1)
+            for step in run:
+                recorder.write(step, groups, advantages=[0.0] * 32)
+            recorder.close()
+
+    whole = tmp_path / "whole" / ROLLOUTS_FILE
+    assert whole.read_bytes() == (tmp_path / "resumed" / ROLLOUTS_FILE).read_bytes()
+    assert [record["step"] for record in read_records(whole)] == [1] * 5 + [2] * 5 + [3] * 5
+
+
+def test_advantages_must_match(tmp_path):
+    recorder = _recorder(tmp_path, 5)
+    with pytest.raises(ValueError, match="2 samples"):
+        recorder.write(1, _groups(1, 2), advantages=[0.0])
+    recorder.close()
+
+
+@pytest.mark.parametrize(
+    ("count", "limit", "offset", "expected"),
+    [
+        (3, 5, 1, [0, 1, 2]),
+        (8, 2, 0, [0, 4]),
+        (8, 2, 3, [3, 7]),
+        (8, 2, 4, [0, 4]),
+        (10, 4, 1, [1, 3, 6, 8]),
+        (10, 0, 0, []),
+        (0, 4, 0, []),
+    ],
+)
+def test_spread(count, limit, offset, expected):
+    assert spread(count, limit, offset=offset) == expected
+
+
+def test_spread_stays_inside_and_never_repeats():
+    for count in range(1, 40):
+        for limit in range(1, 12):
+            for offset in range(7):
+                chosen = spread(count, limit, offset=offset)
+                assert len(set(chosen)) == len(chosen) == min(count, limit)
+                assert 0 <= min(chosen) <= max(chosen) < count
+
+
+def test_dump_has_verls_fields(tmp_path):
+    path = dump_samples(tmp_path / "dumps", 7, groups=_groups(1, 2))
+
+    assert path.name == "7.jsonl"
+    first, failed = [json.loads(line) for line in path.read_text().splitlines()]
+    assert first == {
+        "input": "question 0",
+        "output": "answer 0",
+        "gts": "0",
+        "score": 1.0,
+        "step": 7,
+        "acc": 1.0,
+    }
+    assert failed["score"] is None

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sinks a run gets, and that none of them can stop it."""
+
+import io
+import json
+import logging
+import sys
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tandem.api import MetricSink
+from tandem.config.trainer import TrainerConfig
+from tandem.errors import UserError
+from tandem.metrics.console_sink import ConsoleSink
+from tandem.metrics.sinks import GuardedSink, open_sinks, require_loggers
+from tandem.types import StepReport
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def _run(folder, loggers, steps, *, resume_step=None, stream=None, environment=None):
+    trainer = TrainerConfig(logger=loggers, project_name="p", experiment_name="e")
+    sinks = open_sinks(
+        trainer,
+        folder,
+        total_steps=4,
+        resume_step=resume_step,
+        environment=environment or {},
+        stream=stream or io.StringIO(),
+    )
+    for step in steps:
+        for sink in sinks:
+            sink.write(StepReport(step, {"critic/score/mean": step / 3}))
+    for sink in sinks:
+        sink.close()
+    return sinks
+
+
+def _steps(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.mark.parametrize("loggers", [["console"], ["file"], ["file", "console", "file"]])
+def test_metrics_are_always_on_disk_once(tmp_path, loggers):
+    _run(tmp_path, loggers, range(3))
+
+    assert _steps(tmp_path) == [0, 1, 2]
+
+
+def test_a_resumed_run_continues_the_file(tmp_path):
+    _run(tmp_path / "whole", ["console"], range(4))
+    _run(tmp_path / "resumed", ["console"], range(3))
+    _run(tmp_path / "resumed", ["console"], range(2, 4), resume_step=1)
+
+    whole = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    assert (tmp_path / "resumed" / "metrics.jsonl").read_bytes() == whole
+
+
+def test_a_new_run_does_not_continue_an_old_one(tmp_path):
+    _run(tmp_path, ["console"], range(4))
+    _run(tmp_path, ["console"], range(1))
+
+    assert _steps(tmp_path) == [0]
+
+
+def test_the_console_is_a_line_in_a_log_and_a_bar_at_a_terminal(tmp_path):
+    log, terminal = io.StringIO(), _Terminal()
+    _run(tmp_path, ["console"], [1], stream=log)
+    _run(tmp_path, ["console"], [1], stream=terminal)
+
+    assert log.getvalue().startswith("step:1 - critic/score/mean:0.333")
+    assert "1/4" in terminal.getvalue()
+
+
+def test_tensorboard_goes_where_the_environment_says(tmp_path):
+    folder = tmp_path / "events"
+    _run(tmp_path, ["tensorboard"], [1], environment={"TENSORBOARD_DIR": str(folder)})
+
+    assert len(list(folder.glob("events.out.tfevents.*"))) == 1
+
+
+def test_a_resumed_run_keeps_the_earlier_events(tmp_path):
+    environment = {"TENSORBOARD_DIR": str(tmp_path / "events")}
+    _run(tmp_path, ["tensorboard"], range(4), environment=environment)
+    _run(tmp_path, ["tensorboard"], [2], resume_step=1, environment=environment)
+
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("critic/score/mean")] == [0, 1, 2]
+
+
+def test_a_missing_package_is_said_before_anything_is_opened(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+
+    with pytest.raises(UserError, match="trainer.logger='wandb'.*pip install wandb"):
+        _run(tmp_path / "run", ["console", "wandb"], [])
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_logger():
+    with pytest.raises(UserError, match="trainer.logger='swanlab'.*console, file, tensorboard"):
+        require_loggers(["console", "swanlab"])
+
+
+def test_a_display_that_fails_is_logged_once_and_the_run_goes_on(caplog):
+    stream = io.StringIO()
+    sink = GuardedSink(ConsoleSink(stream))
+    stream.close()
+
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            sink.write(StepReport(step, {}))
+        sink.close()
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "ConsoleSink fails, the run goes on without it: I/O operation on closed file"
+    ]
+
+
+def test_a_defect_is_not_hidden():
+    sink: MetricSink = GuardedSink(ConsoleSink(io.StringIO()))
+
+    with pytest.raises(AttributeError):
+        sink.write(None)  # type: ignore[arg-type]

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Typed outcomes from whatever a reward function returns or raises."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tandem.rewards.custom import CustomReward
+from tandem.rewards.scoring import RewardSpec, judge, load_scorer, score_request
+from tandem.rewards.shaping import OverlongBuffer
+from tandem.types import RewardRequest, RewardStatus
+
+
+def request(solution: str = "#### 12", source: str = "openai/gsm8k") -> RewardRequest:
+    return RewardRequest(source, solution, "12", {"index": 3}, num_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("returned", "score", "extra"),
+    [
+        (1, 1.0, {"acc": 1.0}),
+        (True, 1.0, {"acc": 1.0}),
+        (np.float32(0.5), 0.5, {"acc": 0.5}),
+        ({"score": -1, "acc": False, "pred": "12", "len": 3}, -1.0, {"acc": 0.0, "len": 3.0}),
+        ({"score": 1.0, "bad": math.nan, "none": None}, 1.0, {}),
+    ],
+)
+def test_values(returned: object, score: float, extra: dict[str, float]):
+    outcome = judge(returned)
+    assert (outcome.status, outcome.score, outcome.extra) == (RewardStatus.VALUE, score, extra)
+
+
+@pytest.mark.parametrize(
+    ("returned", "detail"),
+    [
+        (math.nan, "returned nan (float)"),
+        (math.inf, "returned inf (float)"),
+        (None, "returned None (NoneType)"),
+        ("1.0", "returned '1.0' (str)"),
+        ((1.0, "x"), "returned (1.0, 'x') (tuple)"),
+        ({"score": None}, "returned None (NoneType)"),
+        ({"acc": 1.0}, "returned a mapping without 'score' (keys: acc)"),
+    ],
+)
+def test_anything_else_is_an_error(returned: object, detail: str):
+    outcome = judge(returned)
+    assert outcome.status is RewardStatus.ERROR
+    assert math.isnan(outcome.score)
+    assert outcome.detail.startswith(detail)
+
+
+def test_built_in_rule_with_shaping():
+    scorer = load_scorer(RewardSpec(overlong=OverlongBuffer(10, 2, 1.0)))
+    outcome = score_request(scorer, request())
+    assert outcome.score == 0.5
+    assert outcome.extra["acc"] == outcome.extra["score"] == 1.0
+
+
+def test_source_without_rule_is_an_error():
+    outcome = score_request(load_scorer(RewardSpec()), request(source="my/task"))
+    assert outcome.status is RewardStatus.ERROR
+    assert "my/task" in outcome.detail
+
+
+def test_module_of_ours_as_custom_function_with_options():
+    custom = CustomReward("pkg://tandem.rewards.gsm8k", "compute_score", {"method": "flexible"})
+    scorer = load_scorer(RewardSpec(custom=custom))
+    assert score_request(scorer, request("it is 12")).score == 1.0
