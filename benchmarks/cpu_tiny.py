@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two small GRPO jobs on one CPU thread, tandem beside TRL in one run, whole processes in turn.
 
-(a) ``quickstart``: the quickstart's GRPO job (32 prompts x 8 samples, 2 optimizer steps) from its warm start.
-(b) ``fixed``: 2 layers x 64, vocabulary 512, 8 prompts x 8 samples, prompt 16, response 32 fixed, 20 steps.
+(a) ``quickstart``: the quickstart's GRPO job (32 prompts x 8 samples, 2 optimizer steps) from its
+warm start. (b) ``fixed``: 2 layers x 64, vocabulary 512, 8 prompts x 8 samples, prompt 16, response
+32 fixed, 20 steps.
 
-    python benchmarks/cpu_tiny.py --peer-python PATH [--job quickstart fixed] [--repeats 3] [--output FILE]
+    python benchmarks/cpu_tiny.py --peer-python PATH [--job quickstart fixed] [--repeats 3]
+    [--output FILE]
 
-``--peer-python`` is a Python with trl, datasets and the same torch. Prints a table and one JSON object. Steps are
-wall-clock from the end of one to the end of the next; the first two of each run are warm-up and not counted.
+``--peer-python`` is a Python with trl, datasets and the same torch. Prints a table and one JSON
+object. Steps are wall-clock from the end of one to the end of the next; the first two of each run
+are warm-up and not counted.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from datetime import date
 from pathlib import Path
 
 from fixed_task import write_task
+
 from tandem.cli.quickstart.command import warm_start
 from tandem.cli.quickstart.materials import prepare
 
@@ -126,7 +130,7 @@ def run_tandem(job: Job, folder: Path) -> Timing:
     return Timing(tokens[NUM_WARMUP:], process_s)
 
 
-def run_trl(job: Job, python: str, folder: Path) -> Timing:
+def run_trl(job: Job, folder: Path, *, python: str) -> Timing:
     """The same job in TRL."""
     output = folder / "trl.json"
     command = [
@@ -163,13 +167,13 @@ def summarise(timings: list[Timing]) -> dict[str, float]:
     }
 
 
-def compare(name: str, options: argparse.Namespace, folder: Path) -> dict[str, object]:
+def compare(name: str, options: argparse.Namespace, *, folder: Path) -> dict[str, object]:
     job = JOBS[name](folder)
     ours: list[Timing] = []
     theirs: list[Timing] = []
     for repeat in range(options.repeats):
         ours.append(run_tandem(job, folder / f"run_{repeat}"))
-        theirs.append(run_trl(job, options.peer_python, folder))
+        theirs.append(run_trl(job, folder, python=options.peer_python))
     tandem, trl = summarise(ours), summarise(theirs)
     ratios = {key: round(trl[key] / tandem[key], 2) for key in tandem}
     return {"tandem": tandem, "trl": trl, "trl_over_tandem": ratios}
@@ -187,7 +191,7 @@ def main() -> None:
         for name in options.job:
             folder = Path(temporary) / name
             folder.mkdir()
-            jobs[name] = compare(name, options, folder)
+            jobs[name] = compare(name, options, folder=folder)
     result = {
         "date": date.today().isoformat(),
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workload of fixed lengths for ``cpu_tiny.py``: prompts of 16 digits (a token each), any reward that varies."""
+"""The workload of fixed lengths for ``cpu_tiny.py``: prompts of 16 digits (a token each), any
+reward that varies.
+"""
 
 import random
 from pathlib import Path

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Protocols of the plug-in points. Engines are plain synchronous objects that live inside one process; the
-``Runtime`` turns a call on one of them into an awaitable, so that the pipeline is the same program whether its
-engines are in this process, behind Ray, or fakes under a virtual clock.
+"""The Protocols of the plug-in points. Engines are plain synchronous objects that live inside one
+process; the ``Runtime`` turns a call on one of them into an awaitable, so that the pipeline is the
+same program whether its engines are in this process, behind Ray, or fakes under a virtual clock.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ class TrainEngine(Protocol):
     """Holds a policy (and its optimizer) in one process or spread over several."""
 
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """Log-probs of the response tokens under the current weights, fp32 (R,) a batch, on the CPU."""
+        """Log-probs of the response tokens under the current weights, fp32 (R,) a batch, on the
+        CPU.
+        """
         ...
 
     def update(
-        self, batches: Sequence[PackedBatch], loss: Loss, scale: LossScale, temperature: float
+        self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
     ) -> UpdateReport:
-        """One optimizer step over all micro-batches, without advancing the learning-rate schedule."""
+        """One optimizer step over all micro-batches; the learning-rate schedule stays."""
         ...
 
     def advance_schedule(self) -> None:
@@ -78,14 +80,18 @@ class ReferencePolicy(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """A generation engine as a state machine driven from outside: add work, advance, collect what finished."""
+    """A generation engine as a state machine driven from outside: add work, advance, collect what
+    finished.
+    """
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests. Cheap; nothing is computed yet."""
         ...
 
     def advance(self) -> list[Completion]:
-        """Generate until at least one sequence finishes, return all that did; [] only if there is no work."""
+        """Generate until at least one sequence finishes, return all that did; [] only if there is
+        no work.
+        """
         ...
 
     def set_weights_version(self, version: int) -> None:
@@ -97,7 +103,9 @@ class Runtime(Protocol):
     """Turns synchronous calls on engines into awaitables."""
 
     async def call(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run one method of an engine where that engine lives. Exceptions come back as they were raised."""
+        """Run one method of an engine where that engine lives. Exceptions come back as they were
+        raised.
+        """
         ...
 
     async def close(self) -> None:
@@ -106,7 +114,7 @@ class Runtime(Protocol):
 
 
 class Reward(Protocol):
-    """verl's reward signature. Returns a number, or a mapping with ``score`` and further numbers."""
+    """verl's reward signature. Returns a number, or a mapping with ``score`` and more numbers."""
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
@@ -114,7 +122,7 @@ class Reward(Protocol):
 
 
 class MetricSink(Protocol):
-    """Receives the metrics of each step. A sink must never stop a run because its display failed."""
+    """Receives the metrics of each step. A sink never stops a run because its display failed."""
 
     def write(self, report: StepReport) -> None: ...
 

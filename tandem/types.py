@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen values that travel between rooms. No behaviour beyond derived sizes; no torch at run time.
+"""The frozen values that travel between rooms. No behaviour beyond derived sizes; no torch at run
+time.
 
-Shape letters: N sequences, S segments, T packed tokens, R response tokens (those that carry loss), n samples
-of one prompt. Identities: ``Prompt.uid`` is the number of the draw within the run (monotone from 0 and never
-reused); ``sample_id = uid * n + k``; ``weights_version`` counts optimizer phases (0 = the initial weights).
+Shape letters: N sequences, S segments, T packed tokens, R response tokens (those that carry loss),
+n samples of one prompt. Identities: ``Prompt.uid`` is the number of the draw within the run
+(monotone from 0 and never reused); ``sample_id = uid * n + k``; ``weights_version`` counts
+optimizer phases (0 = the initial weights).
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 
 TokenIds = tuple[int, ...]
 VALIDATION_SAMPLE_ID_BASE = 1 << 60
-"""Sample ids from here on belong to validation, so that their random streams never meet those of training."""
+"""Sample ids from here on belong to validation, so that their random streams never meet those of
+training.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class Prompt:
         extra_info: passed to the reward as it is.
 
     Example:
-        >>> Prompt(uid=0, row=17, token_ids=(1, 2), text="hi", data_source="openai/gsm8k", ground_truth="72")
+        >>> Prompt(uid=0, row=17, token_ids=(1, 2), text="hi", data_source="openai/gsm8k",
+        ground_truth="72")
     """
 
     uid: int
@@ -49,10 +54,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. ``temperature == 0`` is greedy; ``top_k <= 0`` and ``top_p == 1`` switch those off.
+    """How tokens are drawn. ``temperature == 0`` is greedy; ``top_k <= 0`` and ``top_p == 1``
+    switch those off.
 
-    Log-probs are always those of the temperature-scaled distribution before top-k and top-p (for greedy: of the
-    unscaled one), because that is what training differentiates.
+    Log-probs are always those of the temperature-scaled distribution before top-k and top-p (for
+    greedy: of the unscaled one), because that is what training differentiates.
     """
 
     temperature: float
@@ -82,7 +88,8 @@ class FinishReason(Enum):
 class Completion:
     """One finished response. ``token_ids`` includes the end-of-sequence token when there is one.
 
-    ``log_probs`` holds one float a token; ``weights_version`` is the version that produced all of them.
+    ``log_probs`` holds one float a token; ``weights_version`` is the version that produced all of
+    them.
     """
 
     sample_id: int
@@ -102,10 +109,11 @@ class RewardStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RewardOutcome:
-    """A typed outcome: ``score`` is a number only if ``status`` is VALUE, and NaN otherwise (never a silent 0).
+    """A typed outcome: ``score`` is a number only if ``status`` is VALUE, and NaN otherwise (never
+    a silent 0).
 
-    ``extra`` holds further numbers a reward returned beside ``score`` (verl: the other keys of its dict);
-    ``detail`` is the one-line cause of a failure.
+    ``extra`` holds further numbers a reward returned beside ``score`` (verl: the other keys of its
+    dict); ``detail`` is the one-line cause of a failure.
     """
 
     status: RewardStatus
@@ -149,9 +157,10 @@ class Group:
 class Segments:
     """How T packed tokens attend, as S segments; int64 tensors of shape (S,) on the CPU.
 
-    Token i of segment s attends to the whole of its prefix (``prefix_start .. + prefix_length``, another
-    segment of the same batch, length 0 if it has none) and to tokens 0..i of s. Segments tile 0..T in order.
-    A prompt shared by its samples is one segment and each response is another one that names it as prefix.
+    Token i of segment s attends to the whole of its prefix (``prefix_start .. + prefix_length``,
+    another segment of the same batch, length 0 if it has none) and to tokens 0..i of s. Segments
+    tile 0..T in order. A prompt shared by its samples is one segment and each response is another
+    one that names it as prefix.
 
     Example:
         prompt of 3 tokens with responses of 2 and 4: start [0, 3, 5], length [3, 2, 4],
@@ -166,8 +175,8 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class LossColumns:
-    """Per response token, fp32 (R,). Absent columns are None: no old log-probs when strictly on-policy (the
-    loss then uses the current ones, detached), no reference without KL."""
+    """Per response token, fp32 (R,). Absent columns are None: no old log-probs when strictly
+    on-policy (the loss then uses the current ones, detached), no reference without KL."""
 
     advantages_R: Tensor
     old_logp_R: Tensor | None = None
@@ -179,8 +188,8 @@ class PackedBatch:
     """One micro-batch: N sequences packed into T tokens without padding, R of them carrying loss.
 
     Attributes:
-        token_ids_T, position_ids_T: int64 (T,); positions restart in each sequence (a response continues its
-            prompt's).
+        token_ids_T, position_ids_T: int64 (T,); positions restart in each sequence (a response
+        continues its prompt's).
         segments: the attention structure.
         source_R: index into T of the token whose hidden state predicts response token r.
         target_R: id of response token r.
@@ -201,8 +210,8 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """Global denominators of one optimizer step, over all micro-batches and ranks, so that the gradient does
-    not depend on how the mini-batch was cut."""
+    """Global denominators of one optimizer step, over all micro-batches and ranks, so that the
+    gradient does not depend on how the mini-batch was cut."""
 
     num_tokens: int
     num_sequences: int
@@ -222,8 +231,9 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """``loss`` is a scalar; every metric is a detached scalar already divided by its global denominator, so
-    that loss and metrics of the micro-batches of one optimizer step simply add up."""
+    """``loss`` is a scalar; every metric is a detached scalar already divided by its global
+    denominator, so that loss and metrics of the micro-batches of one optimizer step simply add
+    up."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
@@ -231,7 +241,9 @@ class LossOutputs:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """One optimizer step. ``skipped`` is set when loss or gradient was not finite and no step was taken."""
+    """One optimizer step. ``skipped`` is set when loss or gradient was not finite and no step was
+    taken.
+    """
 
     metrics: Mapping[str, float]
     grad_norm: float

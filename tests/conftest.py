@@ -7,8 +7,12 @@ import os
 import random
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.fakes.tiny_run import Material
 
 # Set before torch is imported: more threads than cores make small tensors many times slower.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -43,3 +47,11 @@ def tiny_policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.fakes.tiny_policy import write_tiny_policy
 
     return write_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    """Policy, prompts and demonstrations of test runs. Do not write into them."""
+    from tests.fakes.tiny_run import write_material
+
+    return write_material(tmp_path_factory.mktemp("material"))

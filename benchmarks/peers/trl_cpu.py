@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One GRPO job in TRL on the CPU, with settings that match the recipe of ``cpu_tiny.py``. Needs trl and datasets.
+"""One GRPO job in TRL on the CPU, with settings that match the recipe of ``cpu_tiny.py``. Needs trl
+and datasets.
 
-Prints one JSON object: seconds of each rollout step (all optimizer steps on its samples included), rewards, and
-the settings. ``python trl_cpu.py --help`` lists the arguments; ``cpu_tiny.py`` passes them.
+Prints one JSON object: seconds of each rollout step (all optimizer steps on its samples included),
+rewards, and the settings. ``python trl_cpu.py --help`` lists the arguments; ``cpu_tiny.py`` passes
+them.
 """
 
 import argparse
@@ -128,7 +130,7 @@ def main() -> None:
     ends = clock.times[:: options.minibatches]
     seconds = [end - begin for begin, end in zip(ends[:-1], ends[1:], strict=True)]
     result = {
-        "system": f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}",
+        "system": {lib.__name__: lib.__version__ for lib in (trl, transformers, torch)},
         "step_s": seconds,
         "rewards": clock.rewards,
         "settings": vars(options),

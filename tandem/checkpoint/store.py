@@ -45,8 +45,8 @@ class Checkpoint:
             return json.loads(path.read_text())
         except (OSError, json.JSONDecodeError) as error:
             raise UserError(
-                f"trainer.resume_from_path={str(self.folder)!r}: {STATE_NAME} cannot be read ({error}). "
-                "Name a folder global_step_N that tandem wrote, or set trainer.resume_mode=disable."
+                f"trainer.resume_from_path={str(self.folder)!r}: {STATE_NAME} cannot be read "
+                f"({error}). Name a folder global_step_N that tandem wrote, or set trainer.resume_mode=disable."
             ) from error
 
 
@@ -101,8 +101,8 @@ class CheckpointStore:
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
-                f"trainer.default_local_dir={str(self.folder)!r}: the checkpoint of step {step} could not be "
-                f"written ({_first_line(error)}); earlier checkpoints are kept. "
+                f"trainer.default_local_dir={str(self.folder)!r}: the checkpoint of step {step} could "
+                f"not be written ({_first_line(error)}); earlier checkpoints are kept. "
                 "Free some space and run the same command again to resume."
             ) from error
         self._retire(step)

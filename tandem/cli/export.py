@@ -20,7 +20,8 @@ def run(arguments: Sequence[str]) -> int:
     checkpoint = _find(options.run, options.step)
     if options.output.exists() and any(options.output.iterdir()):
         raise UserError(
-            f"--output={str(options.output)!r}: must be a new or an empty folder. Give another name."
+            f"--output={str(options.output)!r}: must be a new or an empty folder. "
+            "Give another name."
         )
     dtype = None if options.dtype == "keep" else options.dtype
     convert_folder(checkpoint.folder / "actor", options.output, dtype=dtype)

@@ -7,6 +7,7 @@ of the user ends in one line on stderr and exit code 2; anything else keeps its 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from tandem.errors import UserError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "tandem":
+            raise
+        print(
+            f"error: import {error.name}: the package is missing. Install tandem's requirements "
+            "(pip install tandem); tandem doctor lists what is missing and what it is for.",
+            file=sys.stderr,
+        )
+        return EXIT_USER_ERROR
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -66,6 +80,7 @@ def help_text() -> str:
         "",
         "Keys are verl's: tandem train data.train_files=FILE actor_rollout_ref.model.path=M ...",
         "tandem plan with the same arguments tells what a run would do.",
+        "tandem plan --help lists all keys.",
     ]
     return "\n".join(lines)
 

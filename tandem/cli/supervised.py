@@ -74,13 +74,14 @@ def prepare_sft(config: SftConfig) -> PreparedSft:
 
 async def _train(prepared: PreparedSft, switch: StopSwitch) -> RunSummary:
     config = prepared.config
-    runtime = InProcessRuntime()
+    platform = select_platform(config.trainer.device)
+    runtime = InProcessRuntime(platform.prepare_thread)
     checkpoint = prepared.checkpoint
     try:
         engine = await runtime.call(
             build_trainer,
             config,
-            platform=select_platform(config.trainer.device),
+            platform=platform,
             total_steps=prepared.schedule.total_training_steps,
         )
         sinks = open_sinks(

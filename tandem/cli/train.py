@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem train [RECIPE] key=value ...``: reinforcement learning as verl's ``main_ppo`` does it.
-"""
+"""``tandem train [RECIPE] key=value ...``: reinforcement learning as verl's ``main_ppo``."""
 
 from __future__ import annotations
 

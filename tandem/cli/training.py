@@ -84,9 +84,7 @@ def prepare(config: RunConfig) -> Prepared:
     _check_reward(config, [*train_entries, *validation_entries])
     store = CheckpointStore(config.trainer.run_folder, config.trainer.max_actor_ckpt_to_keep)
     checkpoint = find_checkpoint(config.trainer, store)
-    return Prepared(
-        config, codec, train_entries, validation_entries, schedule, store, checkpoint
-    )
+    return Prepared(config, codec, train_entries, validation_entries, schedule, store, checkpoint)
 
 
 def _check_reward(config: RunConfig, entries: list[PromptEntry]) -> None:
@@ -110,6 +108,7 @@ def reward_spec(config: RunConfig) -> RewardSpec:
             max_tokens=manager.max_resp_len or config.data.max_response_length,
             buffer_tokens=manager.overlong_buffer_cfg.len,
             penalty_factor=manager.overlong_buffer_cfg.penalty_factor,
+            log=manager.overlong_buffer_cfg.log,
         )
     return RewardSpec(custom=custom, overlong=overlong)
 
@@ -127,38 +126,37 @@ def reward_limits(config: RunConfig) -> RewardLimits:
 async def _train(prepared: Prepared, switch: StopSwitch) -> RunSummary:
     config = prepared.config
     platform = select_platform(config.trainer.device)
-    runtime = InProcessRuntime()
+    runtime = InProcessRuntime(platform.prepare_thread)
     try:
-        total_steps = prepared.schedule.total_training_steps
         engines = await runtime.call(
             build_colocated,
             config,
             platform=platform,
             eos_ids=prepared.codec.eos_ids,
-            total_steps=total_steps,
+            total_steps=prepared.schedule.total_training_steps,
         )
         async with RewardPool(reward_spec(config), reward_limits(config)) as rewards:
             parts = _assemble(
                 prepared, runtime=runtime, platform=platform, engines=engines, rewards=rewards
             )
-            try:
-                return await _run(parts, prepared.checkpoint, switch)
-            finally:
-                parts.recorder.close()
-                for sink in parts.sinks:
-                    sink.close()
+            return await _run(parts, prepared.checkpoint, switch=switch)
     finally:
         await runtime.close()
 
 
 async def _run(
-    parts: PipelineParts, checkpoint: Checkpoint | None, switch: StopSwitch
+    parts: PipelineParts, checkpoint: Checkpoint | None, *, switch: StopSwitch
 ) -> RunSummary:
     pipeline = Pipeline(parts)
-    if checkpoint is not None:
-        await pipeline.restore(checkpoint)
-    switch.on_stop(pipeline.stop)
-    return await pipeline.run()
+    try:
+        if checkpoint is not None:
+            await pipeline.restore(checkpoint)
+        switch.on_stop(pipeline.stop)
+        return await pipeline.run()
+    finally:
+        parts.recorder.close()
+        for sink in parts.sinks:
+            sink.close()
 
 
 def _assemble(

@@ -12,7 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from tandem.config.actor import ActorConfig
 from tandem.config.keys import find_key
+from tandem.config.optim import OptimConfig
 from tandem.config.overrides import LoadedConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
@@ -41,6 +43,17 @@ def _packs_by_tokens(section: Any) -> bool:
 def _packs_by_count(section: Any) -> bool:
     is_counted = section.log_prob_micro_batch_size_per_gpu is not None
     return is_counted and not section.log_prob_use_dynamic_bsz
+
+
+def _aggregates_by_sequence(actor: ActorConfig) -> bool:
+    """Sequence losses choose their aggregation themselves; entropy and KL follow the config."""
+    has_other_terms = actor.entropy_coeff != 0 or actor.use_kl_loss
+    return actor.policy_loss.loss_mode in ("gspo", "geo_mean") and not has_other_terms
+
+
+def _has_no_length(optim: OptimConfig) -> bool:
+    uses_ratio = optim.lr_warmup_steps <= 0 and optim.lr_warmup_steps_ratio > 0
+    return optim.lr_scheduler_type == "constant" and not uses_ratio
 
 
 def _has_no_overlong_penalty(config: RunConfig) -> bool:
@@ -100,8 +113,8 @@ RUN_CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition(
         (f"{_ACTOR}.loss_agg_mode",),
-        lambda c: c.actor_rollout_ref.actor.policy_loss.loss_mode in ("gspo", "geo_mean"),
-        "this loss_mode is always aggregated by seq-mean-token-mean; only entropy and KL follow it",
+        lambda c: _aggregates_by_sequence(c.actor_rollout_ref.actor),
+        "this loss_mode is always aggregated by seq-mean-token-mean",
     ),
     Condition(
         (f"{_ACTOR}.loss_scale_factor",),
@@ -217,13 +230,13 @@ def _optimizer_conditions(prefix: str, optim: Callable[[Any], Any]) -> tuple[Con
         ),
         Condition(
             (f"{prefix}.lr_warmup_steps_ratio",),
-            lambda c: optim(c).lr_warmup_steps >= 0,
+            lambda c: optim(c).lr_warmup_steps > 0,
             "lr_warmup_steps is set and replaces it",
         ),
         Condition(
             (f"{prefix}.total_training_steps",),
-            lambda c: optim(c).lr_scheduler_type == "constant" and optim(c).lr_warmup_steps >= 0,
-            "a constant rate with lr_warmup_steps has no length",
+            lambda c: _has_no_length(optim(c)),
+            "the rate is constant and lr_warmup_steps_ratio is not used",
         ),
         Condition(
             (f"{prefix}.muon_lr",),
@@ -291,12 +304,13 @@ def keys_without_effect(
         conditions = SFT_CONDITIONS + _optimizer_conditions("optim", lambda c: c.optim)
     active = [c for c in (*conditions, *SHARED_CONDITIONS) if c.holds(config)]
     found = {
-        spelling: _reason(type(config), name, active) for name, spelling in loaded.set_keys.items()
+        spelling: _reason(type(config), name, active=active)
+        for name, spelling in loaded.set_keys.items()
     }
     return {spelling: reason for spelling, reason in found.items() if reason}
 
 
-def _reason(schema: type[BaseModel], name: str, active: list[Condition]) -> str:
+def _reason(schema: type[BaseModel], name: str, *, active: list[Condition]) -> str:
     key = find_key(schema, name)
     if key is not None and key.no_effect:
         return key.no_effect

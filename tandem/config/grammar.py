@@ -66,7 +66,7 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
     options = {"path": "", "name": ""}
     recipes: list[str] = []
     overrides: list[Assignment] = []
-    pending = list(arguments)
+    pending = [argument for argument in arguments if argument.strip()]
     while pending:
         argument = pending.pop(0)
         name, equals, value = argument.partition("=")
@@ -78,6 +78,10 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
             recipes.append(argument)
         else:
             overrides.append(parse_override(argument))
+    if options["path"] and not options["name"]:
+        raise UserError(
+            f"--config-path={options['path']}: names a folder only. Add --config-name=FILE."
+        )
     return CommandLine(options["path"], options["name"], tuple(recipes), tuple(overrides))
 
 
@@ -92,7 +96,7 @@ def parse_override(argument: str) -> Assignment:
         Assignment(name='a.b', value=[['x-y', 'z'], 5e-07], mode=Mode.ADD, source='command line')
     """
     if argument.startswith("-"):
-        raise UserError(f"{argument!r}: no such option. See tandem --help.")
+        raise UserError(f"{argument!r}: no such option. tandem plan --help lists the keys.")
     if "=" not in argument and not argument.startswith("~"):
         raise UserError(
             f"{argument!r}: must be key=value or a recipe file (.yaml). Write {argument}=VALUE."

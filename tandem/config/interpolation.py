@@ -28,7 +28,7 @@ def resolve(schema: type[BaseModel], tree: Tree) -> Tree:
     OmegaConf.register_new_resolver("now", _now, replace=True)
     OmegaConf.register_new_resolver("env", oc.env, replace=True)
     full = OmegaConf.create(_merged(schema().model_dump(), tree))
-    return _resolved(tree, full, "")
+    return _resolved(tree, full, name="")
 
 
 def _now(form: str) -> str:
@@ -50,12 +50,12 @@ def _merged(defaults: Any, tree: Any) -> Any:
     return ours | {name: _merged(ours.get(name), value) for name, value in theirs.items()}
 
 
-def _resolved(value: Any, node: Any, name: str) -> Any:
+def _resolved(value: Any, node: Any, *, name: str) -> Any:
     """``value`` with each interpolated leaf replaced by what ``node`` resolves it to."""
     if isinstance(value, dict):
         entries = cast(Tree, value)
         return {
-            key: _resolved(entry, node, f"{name}.{key}" if name else key)
+            key: _resolved(entry, node, name=f"{name}.{key}" if name else key)
             for key, entry in entries.items()
         }
     if not _has_interpolation(value):

@@ -42,7 +42,7 @@ class Key:
 @cache
 def keys_of(schema: type[BaseModel]) -> Mapping[str, Key]:
     """All keys of a schema by name, in its order. A section is no key, its fields are."""
-    return {key.name: key for key in _walk(schema, "", "")}
+    return {key.name: key for key in _walk(schema, "", inherited="")}
 
 
 def find_key(schema: type[BaseModel], name: str) -> Key | None:
@@ -71,19 +71,19 @@ def nearest_key(schema: type[BaseModel], name: str) -> str:
     return max(keys_of(schema), key=likeness)
 
 
-def _walk(schema: type[BaseModel], prefix: str, inherited: str) -> Iterator[Key]:
+def _walk(schema: type[BaseModel], prefix: str, *, inherited: str) -> Iterator[Key]:
     if schema.model_config.get("extra") == "allow":
         yield Key(prefix.rstrip("."), {}, schema.__doc__ or "", inherited, True, ())
     for name, field in schema.model_fields.items():
         reason = no_effect_reason(field.json_schema_extra) or inherited
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
-            yield from _walk(section, f"{prefix}{name}.", reason)
+            yield from _walk(section, f"{prefix}{name}.", inherited=reason)
         else:
-            yield _key(f"{prefix}{name}", field, reason)
+            yield _key(f"{prefix}{name}", field, reason=reason)
 
 
-def _key(name: str, field: FieldInfo, reason: str) -> Key:
+def _key(name: str, field: FieldInfo, *, reason: str) -> Key:
     return Key(
         name=name,
         default=field.get_default(call_default_factory=True),

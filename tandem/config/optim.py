@@ -48,7 +48,7 @@ class OptimConfig(BaseModel):
     lr_warmup_steps: int = Field(
         default=-1,
         ge=-1,
-        description="Training steps of linear warm-up; -1 leaves it to the ratio.",
+        description="Training steps of linear warm-up; 0 or less leaves it to the ratio.",
     )
     lr_warmup_steps_ratio: float = Field(
         default=0.0, ge=0, le=1, description="Warm-up as a share of all training steps."

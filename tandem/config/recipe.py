@@ -7,7 +7,7 @@ the built-in defaults. ``hydra:`` and ``_target_`` are skipped. Interpolations a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -79,34 +79,50 @@ def load_named_config(config_path: str, config_name: str) -> Loaded:
     return Loaded(implied + loaded.assignments, warnings + loaded.warnings)
 
 
-def _load(path: Path, folder: Path, *, mode: Mode) -> Loaded:
+def _load(path: Path, folder: Path, *, mode: Mode, above: tuple[Path, ...] = ()) -> Loaded:
     """A file with its ``defaults:``, which come before its values unless ``_self_`` says else."""
+    if path in above:
+        raise UserError(f"{str(path)!r}: its defaults: lead back to itself. Take one of them out.")
     content = _read(path)
-    entries: list[Any] = list(content.get("defaults") or [])
-    if _SELF not in entries:
-        entries.append(_SELF)
-    own = Loaded(tuple(Assignment(k, v, mode, str(path)) for k, v in _cleaned(content).items()), ())
+    listed: object = content.get("defaults") or []
+    if not isinstance(listed, list):
+        raise UserError(f"{str(path)!r}: defaults: must be a list of names. Mend it.")
+    entries = cast(list[Any], listed)
+    names = [entry for entry in entries if entry != _SELF]
+    position = entries.index(_SELF) if _SELF in entries else len(names)
     parts = [
-        own if entry == _SELF else _load_default(entry, folder, mode=mode) for entry in entries
+        _load_default(name, folder, mode=mode, above=(*above, path)) for name in _pairs(names, path)
     ]
+    values = cast(dict[str, Any], _cleaned(content))
+    own = tuple(Assignment(name, value, mode, str(path)) for name, value in values.items())
+    parts.insert(position, Loaded(own, ()))
     return Loaded(
         tuple(assignment for part in parts for assignment in part.assignments),
         tuple(warning for part in parts for warning in part.warnings),
     )
 
 
-def _load_default(entry: Any, folder: Path, *, mode: Mode) -> Loaded:
+def _pairs(entries: list[Any], path: Path) -> Iterator[tuple[str, str]]:
+    """The entries of a ``defaults:`` list as (group, name); the group of a bare name is empty."""
+    for entry in entries:
+        pair = cast(dict[str, Any], entry) if isinstance(entry, dict) else {"": entry}
+        if len(pair) != 1 or not isinstance(next(iter(pair.values())), str | None):
+            raise UserError(f"{str(path)!r}: {entry!r} in defaults: must be group: name. Mend it.")
+        for group, name in pair.items():
+            yield str(group).removeprefix("override ").removeprefix("optional "), name or ""
+
+
+def _load_default(
+    entry: tuple[str, str], folder: Path, *, mode: Mode, above: tuple[Path, ...]
+) -> Loaded:
     """One entry of a ``defaults:`` list: ``name``, ``group: name`` or ``group@package: name``."""
-    if isinstance(entry, Mapping):
-        ((group, option),) = cast(Mapping[str, Any], entry).items()
-    else:
-        group, option = "", str(entry)
-    group = group.removeprefix("override ").removeprefix("optional ")
+    group, name = entry
     place, _, package = group.partition("@")
-    path = folder / place / f"{option}.yaml"
+    path = folder / place / f"{name}.yaml"
     if path.is_file():
-        return _below(_load(path, folder, mode=mode), package or place.replace("/", "."))
-    if option is None or option in BUILT_IN:
+        loaded = _load(path, folder, mode=mode, above=above)
+        return _below(loaded, package or place.replace("/", "."))
+    if not name or name in BUILT_IN or place.startswith("hydra"):
         return Loaded((), ())
     return Loaded((), (f"defaults: {path} does not exist; the built-in defaults are used",))
 

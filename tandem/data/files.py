@@ -8,6 +8,7 @@ a parquet file is met, so that the planner stays light. Local files only: no hdf
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,8 @@ def _existing(files: Sequence[str], key: str) -> Iterator[Path]:
         path = Path(name).expanduser()
         if not path.is_file():
             raise UserError(f"{key}={name!r}: no such file. {_remedy(path)}")
+        if not os.access(path, os.R_OK):
+            raise UserError(f"{key}={name!r}: may not be read. Change the file's permissions.")
         yield path
 
 

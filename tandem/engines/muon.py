@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon (Jordan et al., 2024): momentum, orthogonalised by Newton-Schulz iterations, for matrices
-only.
+"""Muon (Jordan et al., 2024): momentum, orthogonalised by Newton-Schulz iterations; matrices only.
 
-The same update as ``torch.optim.Muon`` with ``adjust_lr_fn="original"``, in two points different: a
+The update of ``torch.optim.Muon`` with ``adjust_lr_fn="original"``, in two points different: a
 parameter may hold several matrices on top of each other, each of which is orthogonalised for
 itself, and matrices of equal shape go through the iteration as one batch, which is several times as
 fast for small models.
 
-Shapes: A rows, B columns of a matrix, N matrices of one shape.
+Shapes: N matrices of one shape, A rows, B columns.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from tandem.engines.adamw import Moments, gradient_of
+
+_MOMENTUM = 0.95
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _EPSILON = 1e-7
@@ -38,48 +40,34 @@ class Matrix:
         return tensor[self.start : self.start + self.rows]
 
 
-class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, decoupled weight decay. The matrices of one owner must cover it."""
+class Muon:
+    """Nesterov momentum and decoupled weight decay. The matrices of one owner must cover it, and
+    every owner must have a gradient when a step is taken."""
 
-    def __init__(
-        self, matrices: Sequence[Matrix], *, lr: float, weight_decay: float, momentum: float = 0.95
-    ) -> None:
-        owners = list({id(matrix.owner): matrix.owner for matrix in matrices}.values())
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        super().__init__(owners, defaults)
-        by_shape: dict[tuple[int, int], list[Matrix]] = defaultdict(list)
+    def __init__(self, matrices: Sequence[Matrix], *, weight_decay: float) -> None:
+        self._owners = list({id(matrix.owner): matrix.owner for matrix in matrices}.values())
+        self._by_shape: dict[tuple[int, int], list[Matrix]] = defaultdict(list)
         for matrix in matrices:
-            by_shape[matrix.rows, matrix.owner.shape[1]].append(matrix)
-        self._by_shape = dict(by_shape)
+            self._by_shape[matrix.rows, matrix.owner.shape[1]].append(matrix)
+        self._weight_decay = weight_decay
+        self.moments: Moments = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Update every owner that has a gradient. ``closure`` is not supported."""
-        assert closure is None, "Muon.step takes no closure"
-        group = self.param_groups[0]
-        updates = {
-            id(owner): self._momentum(owner, group["momentum"])
-            for owner in group["params"]
-            if owner.grad is not None
-        }
+    def step(self, rate: float) -> None:
+        """Update the owners from their gradients."""
+        if not self.moments:
+            self.moments = {"momentum": [torch.zeros_like(owner) for owner in self._owners]}
+        updates: dict[int, Tensor] = {}
+        for owner, momentum in zip(self._owners, self.moments["momentum"], strict=True):
+            gradient = gradient_of(owner)
+            momentum.lerp_(gradient, 1 - _MOMENTUM)
+            updates[id(owner)] = gradient.lerp(momentum, _MOMENTUM)
         for (rows, columns), matrices in self._by_shape.items():
-            present = [matrix for matrix in matrices if id(matrix.owner) in updates]
-            if not present:
-                continue
-            stacked = torch.stack([matrix.of(updates[id(matrix.owner)]) for matrix in present])
-            rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
-            for matrix, update in zip(present, orthogonalise(stacked), strict=True):
-                weight = matrix.of(matrix.owner)
-                weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=rate)
-
-    def _momentum(self, owner: nn.Parameter, momentum: float) -> Tensor:
-        """The Nesterov update of the owner's gradient."""
-        gradient, state = owner.grad, self.state[owner]
-        assert gradient is not None, "only owners with a gradient are updated"
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        return gradient.lerp(state["momentum_buffer"], momentum)
+            stacked_NAB = torch.stack([matrix.of(updates[id(matrix.owner)]) for matrix in matrices])
+            adjusted = rate * math.sqrt(max(1.0, rows / columns))
+            for matrix, update_AB in zip(matrices, orthogonalise(stacked_NAB), strict=True):
+                weight_AB = matrix.of(matrix.owner)
+                weight_AB.mul_(1 - rate * self._weight_decay).sub_(update_AB, alpha=adjusted)
 
 
 def orthogonalise(matrices_NAB: Tensor) -> Tensor:

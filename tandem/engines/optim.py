@@ -9,12 +9,12 @@ gate and up are separate maps, which a common orthogonalisation would couple.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
-import torch
 from torch import nn
 
 from tandem.config.optim import OptimConfig
+from tandem.engines.adamw import AdamW, Moments
 from tandem.engines.muon import Matrix, Muon
 from tandem.engines.schedule import LearningRateSchedule, warmup_steps
 from tandem.errors import UserError
@@ -29,7 +29,9 @@ def make_schedule(config: OptimConfig, total_training_steps: int) -> LearningRat
     return LearningRateSchedule(
         kind=config.lr_scheduler_type,
         warmup_steps=warmup_steps(
-            config.lr_warmup_steps, config.lr_warmup_steps_ratio, total_training_steps
+            config.lr_warmup_steps,
+            config.lr_warmup_steps_ratio,
+            total_steps=total_training_steps,
         ),
         total_steps=total_training_steps,
         min_ratio=config.min_lr_ratio,
@@ -38,7 +40,7 @@ def make_schedule(config: OptimConfig, total_training_steps: int) -> LearningRat
 
 
 class PolicyOptimizer:
-    """One or two torch optimizers that step together."""
+    """One or two optimizers that step together, each at its own rate."""
 
     def __init__(self, model: LanguageModel, config: OptimConfig) -> None:
         matrices = _matrices(model) if config.optimizer == "Muon" else []
@@ -48,33 +50,29 @@ class PolicyOptimizer:
             for parameter in model.module.parameters()
             if parameter.requires_grad and id(parameter) not in owners
         ]
-        self._optimizers: dict[str, torch.optim.Optimizer] = {
-            "AdamW": torch.optim.AdamW(
-                rest, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-            )
+        decay = config.weight_decay
+        self._peak_rates = {"AdamW": config.lr}
+        self._optimizers: dict[str, AdamW | Muon] = {
+            "AdamW": AdamW(rest, betas=config.betas, weight_decay=decay)
         }
-        self._peak_rates = {"AdamW": config.lr, "Muon": config.muon_lr}
         if matrices:
-            self._optimizers["Muon"] = Muon(
-                matrices, lr=config.muon_lr, weight_decay=config.weight_decay
-            )
+            self._peak_rates["Muon"] = config.muon_lr
+            self._optimizers["Muon"] = Muon(matrices, weight_decay=decay)
 
     def step(self, rate_factor: float) -> None:
         """One step at ``rate_factor`` times the configured rates."""
         for name, optimizer in self._optimizers.items():
-            for group in optimizer.param_groups:
-                group["lr"] = self._peak_rates[name] * rate_factor
-            optimizer.step()
+            optimizer.step(self._peak_rates[name] * rate_factor)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of each optimizer by name."""
-        return {name: optimizer.state_dict() for name, optimizer in self._optimizers.items()}
+    def state_dict(self) -> dict[str, Moments]:
+        """The moments of each optimizer by its name."""
+        return {name: optimizer.moments for name, optimizer in self._optimizers.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore moments from ``state_dict``; hyperparameters stay the configured ones.
+    def load_state_dict(self, state: dict[str, Moments]) -> None:
+        """Take over moments that ``state_dict`` returned, which belong to the same parameters.
 
         Raises:
-            UserError: the state is that of another optimizer.
+            UserError: they are those of another optimizer.
         """
         if state.keys() != self._optimizers.keys():
             configured = "Muon" if "Muon" in self._optimizers else "AdamW"
@@ -83,8 +81,7 @@ class PolicyOptimizer:
                 f"the state of {', '.join(state)}. Resume with the optimizer it was saved with."
             )
         for name, optimizer in self._optimizers.items():
-            own = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": state[name]["state"], "param_groups": own})
+            optimizer.moments = state[name]
 
 
 def _matrices(model: LanguageModel) -> list[Matrix]:
@@ -92,7 +89,8 @@ def _matrices(model: LanguageModel) -> list[Matrix]:
     if model.decoder is None:
         head = model.lm_head_weight
         linears = [part for part in model.module.modules() if isinstance(part, nn.Linear)]
-        return [Matrix(x.weight, 0, x.out_features) for x in linears if x.weight is not head]
+        owners = [cast(nn.Parameter, part.weight) for part in linears if part.weight is not head]
+        return [Matrix(owner, 0, owner.shape[0]) for owner in owners]
     parameters = dict(model.decoder.named_parameters())
     return [
         Matrix(parameters[part.ours], part.start, part.rows)

@@ -39,6 +39,6 @@ class LearningRateSchedule:
         return max(self.min_ratio, cosine)
 
 
-def warmup_steps(steps: int, ratio: float, total_steps: int) -> int:
+def warmup_steps(steps: int, ratio: float, *, total_steps: int) -> int:
     """verl's rule: a positive ``steps`` wins, else ``ratio`` of all steps, rounded down."""
     return steps if steps > 0 else int(ratio * total_steps)

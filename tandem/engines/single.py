@@ -52,10 +52,10 @@ class SingleDeviceEngine:
 
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
         """Log-probs of the response tokens, fp32 (R,) a batch, on the CPU."""
-        return score(self._model, batches, temperature)
+        return score(self._model, batches, temperature=temperature)
 
     def update(
-        self, batches: Sequence[PackedBatch], loss: Loss, scale: LossScale, temperature: float
+        self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
     ) -> UpdateReport:
         """One optimizer step over all micro-batches. Without any, the gradient is zero."""
         total, metrics = self._accumulate(batches, loss, scale=scale, temperature=temperature)
@@ -114,8 +114,10 @@ class SingleDeviceEngine:
         total = self._parameters[0].new_zeros((), dtype=torch.float32)
         metrics: dict[str, Tensor] = {}
         for batch in batches:
-            scores = _forward(self._model, batch, temperature, with_entropy=loss.needs_entropy)
-            outputs = loss(_loss_inputs(batch, scores, scale))
+            scores = _forward(
+                self._model, batch, temperature=temperature, with_entropy=loss.needs_entropy
+            )
+            outputs = loss(_loss_inputs(batch, scores, scale=scale))
             outputs.loss.backward()
             total = total + outputs.loss.detach()
             for name, value in outputs.metrics.items():
@@ -135,7 +137,7 @@ class SingleDeviceEngine:
                 f"checkpoint={str(folder)!r}: it has no {OPTIMIZER_FILE}. "
                 "Resume from a complete checkpoint or set trainer.resume_mode=disable."
             )
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location=self._parameters[0].device, weights_only=True)
         if state["model"] != fingerprint(self._model):
             raise UserError(
                 f"checkpoint={str(folder)!r}: it belongs to another model. "
@@ -155,14 +157,18 @@ class ReferenceModel:
 
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
         """Log-probs of the response tokens, fp32 (R,) a batch, on the CPU."""
-        return score(self._model, batches, temperature)
+        return score(self._model, batches, temperature=temperature)
 
 
 @torch.no_grad()
-def score(model: LanguageModel, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+def score(
+    model: LanguageModel, batches: Sequence[PackedBatch], *, temperature: float
+) -> list[Tensor]:
     """Log-probs of the response tokens of each batch, fp32 (R,), on the CPU."""
-    scores = (_forward(model, batch, temperature, with_entropy=False) for batch in batches)
-    return [score.logp_R.cpu() for score in scores]
+    return [
+        _forward(model, batch, temperature=temperature, with_entropy=False).logp_R.cpu()
+        for batch in batches
+    ]
 
 
 def fingerprint(model: LanguageModel) -> str:
@@ -176,7 +182,7 @@ def fingerprint(model: LanguageModel) -> str:
 
 
 def _forward(
-    model: LanguageModel, batch: PackedBatch, temperature: float, *, with_entropy: bool
+    model: LanguageModel, batch: PackedBatch, *, temperature: float, with_entropy: bool
 ) -> TokenLogProbs:
     h_TD = model.hidden(batch)
     return token_log_probs(
@@ -188,7 +194,7 @@ def _forward(
     )
 
 
-def _loss_inputs(batch: PackedBatch, scores: TokenLogProbs, scale: LossScale) -> LossInputs:
+def _loss_inputs(batch: PackedBatch, scores: TokenLogProbs, *, scale: LossScale) -> LossInputs:
     device = scores.logp_R.device
     return LossInputs(
         logp_R=scores.logp_R,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families that our decoder does not compute, through transformers' own code, for training.
 
-A packed batch is unpacked into right-padded rows, one for each sequence (a shared prompt is computed
+A packed batch is unpacked into right-padded rows, one a sequence (a shared prompt is computed
 again for every response), and hidden states are gathered back into packed order. Dropout is off. A
 model whose logits are not linear in its last hidden states is refused, never approximated.
 

@@ -67,7 +67,7 @@ def weight_files(folder: Path, *, key: str = KEY) -> list[Path]:
     if (folder / INDEX_FILE).is_file():
         try:
             names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _error(folder, f"{INDEX_FILE} cannot be read ({error!r})", key=key) from error
     else:
         names = {WEIGHTS_FILE}

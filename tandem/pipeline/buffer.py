@@ -31,8 +31,7 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def take(self, count: int) -> list[Group]:
-        """The ``count`` groups drawn first, in the order of their draw; fewer only after ``close``.
-        """
+        """The ``count`` groups drawn first, in order of their draw; fewer only after ``close``."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._closed or len(self._groups) >= count)
             self._groups.sort(key=lambda group: group.prompt.uid)

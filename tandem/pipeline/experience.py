@@ -139,9 +139,7 @@ def assign_credit(
     mean_kl = 0.0
     if algorithm.use_kl_in_reward:
         assert scores.ref_logp_R is not None and scores.old_logp_R is not None, "KL needs log-probs"
-        kl_R = estimate_kl(
-            scores.old_logp_R, scores.ref_logp_R, kind=algorithm.kl_penalty
-        )
+        kl_R = estimate_kl(scores.old_logp_R, scores.ref_logp_R, kind=algorithm.kl_penalty)
         mean_kl = float(mean_sequence_kl(kl_R, batch.sequence_R, num_sequences=num_sequences))
         token_rewards_R = penalise_rewards(
             token_rewards_R, kl_R, coefficient=controller.coefficient

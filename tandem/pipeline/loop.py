@@ -66,7 +66,7 @@ class Pipeline:
         self._stopping = False
         self._timers = Timers(parts.clock)
         self._step_ended_s = parts.clock()
-        self._router = RolloutRouter(parts.engines.rollout, parts.runtime, parts.clock)
+        self._router = RolloutRouter(parts.engines.rollout, parts.runtime, clock=parts.clock)
         self._buffer = GroupBuffer()
 
     async def restore(self, checkpoint: Checkpoint) -> None:
@@ -93,9 +93,7 @@ class Pipeline:
         num_wanted = max(total_steps - self._step, 0) * batch_size
         ahead = 0
         gate = AdmissionGate((ahead + 1) * batch_size, num_wanted)
-        producer = GroupProducer(
-            self._parts, gate=gate, router=self._router, buffer=self._buffer
-        )
+        producer = GroupProducer(self._parts, gate=gate, router=self._router, buffer=self._buffer)
         async with asyncio.TaskGroup() as tasks:
             router_task = tasks.create_task(self._router.run())
             await self._parts.runtime.call(
@@ -175,8 +173,8 @@ class Pipeline:
         logger.warning("step %d: loss or gradient was not finite, no update", self._step + 1)
         if self._steps_without_update >= MAX_STEPS_WITHOUT_UPDATE:
             raise FloatingPointError(
-                f"step {self._step + 1}: loss or gradient was not finite in {MAX_STEPS_WITHOUT_UPDATE} "
-                "training steps in a row; nothing can be learned any more"
+                f"step {self._step + 1}: loss or gradient was not finite in "
+                f"{MAX_STEPS_WITHOUT_UPDATE} training steps in a row; nothing can be learned any more"
             )
 
     async def _sync_weights(self) -> None:
@@ -245,7 +243,9 @@ class Pipeline:
         trainer = self._config.trainer
         for group in groups[: trainer.log_val_generations]:
             sample = group.samples[0]
-            logger.info("validation %r -> %r: %g", group.prompt.text, sample.text, sample.reward.score)
+            logger.info(
+                "validation %r -> %r: %g", group.prompt.text, sample.text, sample.reward.score
+            )
         if trainer.validation_data_dir is None:
             return
         try:
@@ -269,7 +269,7 @@ class Pipeline:
         """Save what a stop or an early end of the data has left unsaved."""
         early = self._step < self._parts.schedule.total_training_steps
         wants_save = self._stopping or (early and self._config.trainer.save_freq > 0)
-        if wants_save and self._saved_step != self._step:
+        if wants_save and self._step > 0 and self._saved_step != self._step:
             await self._save()
 
 

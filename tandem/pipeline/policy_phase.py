@@ -63,7 +63,12 @@ async def score_with_policy(parts: PipelineParts, batch: ScoredBatch) -> Tensor 
         return batch.rollout_logp_R
     if not needs_old_log_probs(config):
         return None
-    return await _log_probs(parts, parts.engines.train, batch.sequences, _scoring_limits(config, "rollout"))
+    return await _log_probs(
+        parts,
+        parts.engines.train,
+        sequences=batch.sequences,
+        limits=_scoring_limits(config, "rollout"),
+    )
 
 
 async def score_with_reference(parts: PipelineParts, batch: ScoredBatch) -> Tensor | None:
@@ -71,7 +76,9 @@ async def score_with_reference(parts: PipelineParts, batch: ScoredBatch) -> Tens
     reference = parts.engines.reference
     if reference is None or not needs_reference(parts.config):
         return None
-    return await _log_probs(parts, reference, batch.sequences, _scoring_limits(parts.config, "ref"))
+    return await _log_probs(
+        parts, reference, sequences=batch.sequences, limits=_scoring_limits(parts.config, "ref")
+    )
 
 
 async def update_policy(parts: PipelineParts, experience: Experience) -> list[UpdateReport]:
@@ -84,11 +91,13 @@ async def update_policy(parts: PipelineParts, experience: Experience) -> list[Up
     num_sequences = len(experience.batch.sequences)
     reports: list[UpdateReport] = []
     for epoch in range(actor.ppo_epochs):
-        order = _sequence_order(config, num_sequences, epoch)
+        order = _sequence_order(config, num_sequences, epoch=epoch)
         for start in range(0, num_sequences, size):
             chosen = order[start : start + size]
             reports.append(
-                await _optimizer_step(parts, experience, chosen=chosen, computed_N=computed_N, loss=loss)
+                await _optimizer_step(
+                    parts, experience, chosen=chosen, computed_N=computed_N, loss=loss
+                )
             )
     await parts.runtime.call(parts.engines.train.advance_schedule)
     return reports
@@ -125,9 +134,11 @@ async def _optimizer_step(
     computed = [i for i in chosen if computed_N[i]]
     num_tokens = sum(sequences[i].num_loss_tokens for i in valid)
     scale = LossScale(num_tokens=max(num_tokens, 1), num_sequences=max(len(valid), 1))
-    batches = _pack_microbatches(experience, computed, _update_limits(parts.config))
+    batches = _pack_microbatches(experience, computed, limits=_update_limits(parts.config))
     temperature = parts.config.actor_rollout_ref.rollout.temperature
-    report = await parts.runtime.call(parts.engines.train.update, batches, loss, scale, temperature)
+    report = await parts.runtime.call(
+        parts.engines.train.update, batches, loss, scale=scale, temperature=temperature
+    )
     num_computed = sum(sequences[i].num_loss_tokens for i in computed)
     return _rescale(report, scale.num_tokens / max(num_computed, 1))
 
@@ -147,18 +158,20 @@ def _computed(config: RunConfig, experience: Experience) -> Tensor:
     return experience.batch.valid_N if has_other_terms else experience.active_N
 
 
-def _sequence_order(config: RunConfig, num_sequences: int, epoch: int) -> list[int]:
+def _sequence_order(config: RunConfig, num_sequences: int, *, epoch: int) -> list[int]:
     """The order mini-batches are cut in: that of the batch, or with ``actor.shuffle`` a seeded one
     a epoch.
     """
     if not config.actor_rollout_ref.actor.shuffle:
         return list(range(num_sequences))
-    generator = torch.Generator().manual_seed(config.actor_rollout_ref.actor.data_loader_seed + epoch)
+    generator = torch.Generator().manual_seed(
+        config.actor_rollout_ref.actor.data_loader_seed + epoch
+    )
     return [int(i) for i in torch.randperm(num_sequences, generator=generator)]
 
 
 def _pack_microbatches(
-    experience: Experience, indices: Sequence[int], limits: MicrobatchLimits
+    experience: Experience, indices: Sequence[int], *, limits: MicrobatchLimits
 ) -> list[PackedBatch]:
     sequences = experience.batch.sequences
     plan = limits.plan([sequences[i] for i in indices])
@@ -169,6 +182,7 @@ def _pack_microbatches(
 async def _log_probs(
     parts: PipelineParts,
     engine: TrainEngine | ReferencePolicy,
+    *,
     sequences: Sequence[TrainSequence],
     limits: MicrobatchLimits,
 ) -> Tensor:

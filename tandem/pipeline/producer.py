@@ -34,7 +34,12 @@ class GroupProducer:
     """
 
     def __init__(
-        self, parts: PipelineParts, *, gate: AdmissionGate, router: RolloutRouter, buffer: GroupBuffer
+        self,
+        parts: PipelineParts,
+        *,
+        gate: AdmissionGate,
+        router: RolloutRouter,
+        buffer: GroupBuffer,
     ) -> None:
         self._parts = parts
         self._gate = gate
@@ -67,7 +72,9 @@ class GroupProducer:
     async def _produce_round(self, prompts: Sequence[Prompt]) -> None:
         requests = [
             GenerationRequest(
-                sample_ids=tuple(prompt.uid * self._num_samples + k for k in range(self._num_samples)),
+                sample_ids=tuple(
+                    prompt.uid * self._num_samples + k for k in range(self._num_samples)
+                ),
                 prompt_ids=prompt.token_ids,
                 sampling=self._sampling,
             )
@@ -85,9 +92,11 @@ class GroupProducer:
             self._check_dropped()
             await self._gate.release_dropped(len(dropped))
 
-    async def _finish_group(self, prompt: Prompt, future: asyncio.Future[tuple[Completion, ...]]) -> bool:
+    async def _finish_group(
+        self, prompt: Prompt, future: asyncio.Future[tuple[Completion, ...]]
+    ) -> bool:
         """Score a generated group and pass it on; False if dynamic sampling drops it."""
-        group = Group(prompt, await score_samples(self._parts, prompt, await future))
+        group = Group(prompt, await score_samples(self._parts, prompt, completions=await future))
         filter_groups = self._parts.config.algorithm.filter_groups
         if filter_groups.enable and not is_informative(group, filter_groups.metric):
             return False
@@ -100,9 +109,9 @@ class GroupProducer:
         num_dropped = len(self._dropped_uids)
         if 0 < limit * config.data.train_batch_size <= num_dropped:
             raise UserError(
-                f"algorithm.filter_groups.max_num_gen_batches={limit}: {num_dropped} groups of this step "
-                "had equal rewards and were dropped. Take easier or harder prompts, raise the limit, or set "
-                "algorithm.filter_groups.enable=False."
+                f"algorithm.filter_groups.max_num_gen_batches={limit}: {num_dropped} groups of "
+                "this step had equal rewards and were dropped. Take easier or harder prompts, raise "
+                "the limit, or set algorithm.filter_groups.enable=False."
             )
 
 
@@ -119,7 +128,7 @@ def training_sampling(parts: PipelineParts) -> SamplingParams:
 
 
 async def score_samples(
-    parts: PipelineParts, prompt: Prompt, completions: Sequence[Completion]
+    parts: PipelineParts, prompt: Prompt, *, completions: Sequence[Completion]
 ) -> tuple[Sample, ...]:
     """Decode and score the completions of one prompt."""
     texts = parts.codec.decode([completion.token_ids for completion in completions])

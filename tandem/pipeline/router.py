@@ -29,7 +29,9 @@ class RolloutRouter:
     groups.
     """
 
-    def __init__(self, engine: RolloutEngine, runtime: Runtime, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: RolloutEngine, runtime: Runtime, *, clock: Callable[[], float]
+    ) -> None:
         self._engine = engine
         self._runtime = runtime
         self._clock = clock
@@ -39,7 +41,9 @@ class RolloutRouter:
         self.last_finish_s = clock()
         """When the latest completion arrived."""
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[asyncio.Future[tuple[Completion, ...]]]:
+    def submit(
+        self, requests: Sequence[GenerationRequest]
+    ) -> list[asyncio.Future[tuple[Completion, ...]]]:
         """Queue requests, together; each future yields the completions in the order of
         ``sample_ids``.
         """

@@ -86,7 +86,7 @@ class SupervisedLoop:
             if schedule.is_test_step(self._step):
                 metrics.update(await self._validate())
             self._log(metrics)
-        if self._stopping and self._saved_step != self._step:
+        if self._stopping and self._step > 0 and self._saved_step != self._step:
             await self._save()
         return RunSummary(self._step, self._stopping, self._validation)
 
@@ -94,13 +94,17 @@ class SupervisedLoop:
         batches = pack_microbatches(sequences, self._limits.plan(sequences))
         scale = LossScale(sum(s.num_loss_tokens for s in sequences), len(sequences))
         engine, runtime = self._parts.engine, self._parts.runtime
-        report = await runtime.call(engine.update, batches, SftLoss(), scale, _TEMPERATURE)
+        report = await runtime.call(
+            engine.update, batches, SftLoss(), scale=scale, temperature=_TEMPERATURE
+        )
         await runtime.call(engine.advance_schedule)
         if report.skipped:
             logger.warning("step %d: loss or gradient was not finite, no update", self._step + 1)
         return report
 
-    def _metrics(self, sequences: Sequence[TrainSequence], report: UpdateReport) -> dict[str, float]:
+    def _metrics(
+        self, sequences: Sequence[TrainSequence], report: UpdateReport
+    ) -> dict[str, float]:
         num_tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
         seconds = self._timers.take()
         time = StepTime(step_s=seconds["step"], wall_s=seconds["step"])

@@ -26,14 +26,15 @@ from tandem.types import (
 
 
 async def validate(parts: PipelineParts, router: RolloutRouter) -> tuple[Group, ...]:
-    """Generate and score ``val_kwargs.n`` samples of every validation prompt, in order of the rows.
-    """
+    """Generate and score ``val_kwargs.n`` samples of every validation prompt, in row order."""
     kwargs = parts.config.actor_rollout_ref.rollout.val_kwargs
-    requests = validation_requests(parts.validation_prompts, kwargs.n, validation_sampling(parts))
+    requests = validation_requests(
+        parts.validation_prompts, kwargs.n, sampling=validation_sampling(parts)
+    )
     futures = router.submit(requests)
     async with asyncio.TaskGroup() as tasks:
         scoring = [
-            tasks.create_task(_score(parts, prompt, future))
+            tasks.create_task(_score(parts, prompt, future=future))
             for prompt, future in zip(parts.validation_prompts, futures, strict=True)
         ]
     return tuple(task.result() for task in scoring)
@@ -58,7 +59,7 @@ def validation_sampling(parts: PipelineParts) -> SamplingParams:
 
 
 def validation_requests(
-    prompts: Sequence[Prompt], num_samples: int, sampling: SamplingParams
+    prompts: Sequence[Prompt], num_samples: int, *, sampling: SamplingParams
 ) -> list[GenerationRequest]:
     """One request a prompt, with ids that depend on the prompt's row only."""
     return [
@@ -74,6 +75,6 @@ def validation_requests(
 
 
 async def _score(
-    parts: PipelineParts, prompt: Prompt, future: asyncio.Future[tuple[Completion, ...]]
+    parts: PipelineParts, prompt: Prompt, *, future: asyncio.Future[tuple[Completion, ...]]
 ) -> Group:
-    return Group(prompt, await score_samples(parts, prompt, await future))
+    return Group(prompt, await score_samples(parts, prompt, completions=await future))

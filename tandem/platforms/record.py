@@ -24,6 +24,7 @@ class Platform:
         is_available: whether this process can use it.
         device_name: the chip's name, for reports and peak rates.
         memory_allocated_bytes, memory_reserved_bytes: the peaks since the start of the process.
+        prepare_thread: what a thread that computes must do first.
     """
 
     name: str
@@ -33,6 +34,16 @@ class Platform:
     device_name: Callable[[], str]
     memory_allocated_bytes: Callable[[], int]
     memory_reserved_bytes: Callable[[], int]
+    prepare_thread: Callable[[], object]
+
+
+def _flush_denormals() -> bool:
+    """Products of small probabilities are often denormal, and those cost a CPU 100 cycles each."""
+    return torch.set_flush_denormal(True)
+
+
+def _nothing() -> None:
+    return None
 
 
 CPU = Platform(
@@ -43,6 +54,7 @@ CPU = Platform(
     device_name=lambda: "cpu",
     memory_allocated_bytes=lambda: 0,
     memory_reserved_bytes=lambda: 0,
+    prepare_thread=_flush_denormals,
 )
 
 CUDA = Platform(
@@ -53,6 +65,7 @@ CUDA = Platform(
     device_name=torch.cuda.get_device_name,
     memory_allocated_bytes=torch.cuda.max_memory_allocated,
     memory_reserved_bytes=torch.cuda.max_memory_reserved,
+    prepare_thread=_nothing,
 )
 
 PLATFORMS = {platform.name: platform for platform in (CUDA, CPU)}

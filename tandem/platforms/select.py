@@ -20,8 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def select_platform(requested: str) -> Platform:
-    """The platform named by ``trainer.device``, or the detected one (``auto``, or with a warning).
-    """
+    """The platform named by ``trainer.device``, or the detected one (for ``auto``, or warning)."""
     detected = next(platform for platform in PLATFORMS.values() if platform.is_available())
     if requested == "auto":
         return detected

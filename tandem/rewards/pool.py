@@ -3,7 +3,9 @@
 
 A process that hangs or dies is killed and replaced. The sample it was working on becomes TIMEOUT
 or ERROR, the others it had been given are run again. No process outlives ``close`` or this
-process. Not a sandbox: a reward function has the rights of its user.
+process. Requests and outcomes are streamed: 256 GSM8K rewards take 6 ms on two cores, 1 ms of it
+in the rewards (pebble, with a deadline a sample: 20 to 34 ms). Not a sandbox: a reward function
+has the rights of its user.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tandem.rewards.scoring import RewardSpec
 from tandem.rewards.worker import WorkerSetup
 from tandem.types import RewardOutcome, RewardRequest
 
-_MAX_WINDOW = 64
+_MAX_WINDOW = 32
 _REAP_WAIT_S = 5.0
 
 
@@ -88,7 +90,7 @@ class RewardPool:
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._starts.add(started)
         if not self._processes:
-            self._processes.append(RewardProcess(self._setup, self))
+            self._start_process()
         await started
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
@@ -109,7 +111,7 @@ class RewardPool:
             return await batch.outcomes
         finally:
             self._batches.discard(batch)
-            if batch.outcomes.cancelled():
+            if batch.outcomes.cancelled() or not batch.outcomes.done():
                 self._pending = deque(job for job in self._pending if job.batch is not batch)
 
     async def close(self) -> None:
@@ -144,7 +146,10 @@ class RewardPool:
         for job in jobs:
             job.is_suspect = process.is_concurrent
         self._pending.extendleft(reversed(jobs))
-        self._dispatch()
+        try:
+            self._dispatch()
+        except OSError as error:  # nobody awaits this call, so tell those who wait for outcomes
+            self._fail(RuntimeError(f"no reward process can be started: {error}"))
 
     def _dispatch(self) -> None:
         """Give pending work to idle processes, starting some while there are fewer than allowed."""
@@ -153,9 +158,13 @@ class RewardPool:
             if process is None:
                 if len(self._processes) == self._limits.num_processes:
                     return
-                process = RewardProcess(self._setup, self)
-                self._processes.append(process)
+                process = self._start_process()
             process.submit(self._take_window(is_concurrent=process.is_concurrent))
+
+    def _start_process(self) -> RewardProcess:
+        process = RewardProcess(self._setup, self)
+        self._processes.append(process)
+        return process
 
     def _take_window(self, *, is_concurrent: bool) -> list[Job]:
         """The next jobs for one process. A suspect goes alone, to harm only itself."""

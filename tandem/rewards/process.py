@@ -35,7 +35,7 @@ _BOOTSTRAP = (
 )
 _READ_BYTES = 1 << 16
 _START_DEADLINE_S = 60.0
-_CONCURRENT_GRACE_S = 1.0
+_CONCURRENT_GRACE_S = 0.5
 _EXIT_WAIT_S = 1.0
 
 
@@ -155,6 +155,7 @@ class RewardProcess:
         else:
             self.is_ready = True
             self.is_concurrent = message["is_concurrent"]
+            self._watch()
             self._owner.on_ready(self)
 
     def _limit_s(self) -> float:
@@ -163,9 +164,10 @@ class RewardProcess:
         return self._deadline_s + (_CONCURRENT_GRACE_S if self.is_concurrent else 0.0)
 
     def _watch(self) -> None:
-        """See to it that the silence of a process that has something to do is noticed."""
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._limit_s(), self._check_silence)
+        """Have the silence of a process checked when the limit that now holds is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(self._limit_s(), self._check_silence)
 
     def _check_silence(self) -> None:
         self._timer = None

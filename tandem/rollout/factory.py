@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 
 import psutil
-from transformers import PreTrainedModel
 
 from tandem.api import RolloutEngine
 from tandem.config.rollout import RolloutConfig
@@ -40,8 +39,6 @@ def make_rollout(
                 max_cache_bytes=psutil.virtual_memory().available // 2,
             ),
         )
-    module = model.module
-    assert isinstance(module, PreTrainedModel), f"family {model.family}: no decoder, no generate"
     logger.info("rollout by transformers' generate: family %s has no decoder here", model.family)
     settings = HfRolloutConfig(config.seed, eos_ids, max_num_seqs=config.max_num_seqs)
-    return HfRolloutEngine(module, settings)
+    return HfRolloutEngine(model.module, settings)

@@ -5,7 +5,7 @@ Requests are generated in batches, left-padded, without continuous batching and 
 prefill. Tokens are drawn by a logits processor with the same keyed sampler as the native engine's,
 and generate's own processors are kept out, so that log-probs are those of the model.
 
-Shapes: B rows, M prompt columns, V vocabulary.
+Shapes: B rows, J new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+import transformers
+from torch import Tensor, nn
 
 from tandem.rollout.keyed_random import stream_keys, uniforms
-from tandem.rollout.sampler import DrawRule, draw_tokens
+from tandem.rollout.sampler import Draw, DrawRule, draw_tokens
 from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams, TokenIds
 
 
@@ -43,8 +43,9 @@ class _Sample:
 class HfRolloutEngine:
     """``api.RolloutEngine`` over a transformers model, which is read, never copied."""
 
-    def __init__(self, module: PreTrainedModel, config: HfRolloutConfig) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, config: HfRolloutConfig) -> None:
+        """``module`` is a ``PreTrainedModel`` with a language-model head."""
+        self._module: Any = module
         self._config = config
         self._waiting: deque[GenerationRequest] = deque()
         self._weights_version = 0
@@ -57,16 +58,21 @@ class HfRolloutEngine:
         """Batches generated from now on carry ``version``."""
         self._weights_version = version
 
+    @torch.no_grad()
     def advance(self) -> list[Completion]:
         """Generate the next batch to its end; [] only if there is no work."""
         if not self._waiting:
             return []
         sampling = self._waiting[0].sampling
         samples = self._next_samples(sampling)
-        draws = _KeyedDraws(self._config.seed, samples, sampling, device=self._module.device)
-        self._generate(samples, sampling, draws)
-        pairs = zip(samples, draws.token_ids(), draws.log_probs(), strict=True)
-        return [self._completion(*pair, sampling=sampling) for pair in pairs]
+        draws = self._generate(samples, sampling)
+        token_ids = torch.stack([draw.token_B for draw in draws], 1).tolist()
+        log_probs = torch.stack([draw.logp_B for draw in draws], 1).tolist()
+        eos_ids = () if sampling.ignore_eos else self._config.eos_ids
+        return [
+            self._completion(sample, ids, log_probs=logps, eos_ids=eos_ids)
+            for sample, ids, logps in zip(samples, token_ids, log_probs, strict=True)
+        ]
 
     def _next_samples(self, sampling: SamplingParams) -> list[_Sample]:
         """Whole requests of one sampling rule, as many as fit; at least one."""
@@ -79,87 +85,78 @@ class HfRolloutEngine:
             self._waiting.popleft()
         return samples
 
-    @torch.inference_mode()
-    def _generate(
-        self, samples: list[_Sample], sampling: SamplingParams, draws: _KeyedDraws
-    ) -> None:
+    def _generate(self, samples: list[_Sample], sampling: SamplingParams) -> list[Draw]:
+        """One draw a step until every row has ended."""
+        device = self._module.device
         width = max(len(sample.prompt_ids) for sample in samples)
         padding = [width - len(sample.prompt_ids) for sample in samples]
         rows = [[0] * p + list(s.prompt_ids) for s, p in zip(samples, padding, strict=True)]
-        input_BM = torch.tensor(rows, device=self._module.device)
-        padding_B1 = torch.tensor(padding, device=input_BM.device)[:, None]
-        mask_BM = torch.arange(width, device=input_BM.device) >= padding_B1
-        config = GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens,
-            do_sample=False,
-            eos_token_id=None if sampling.ignore_eos else list(self._config.eos_ids),
-            pad_token_id=0,
-        )
-        generate: Any = self._module.generate
-        with _bare(self._module):
-            generate(
-                input_BM,
-                attention_mask=mask_BM.long(),
-                generation_config=config,
-                logits_processor=LogitsProcessorList([draws]),
+        mask = [[0] * p + [1] * (width - p) for p in padding]
+        draws = _KeyedDraws(self._config.seed, samples, sampling=sampling, device=device)
+        with _undisturbed(self._module):
+            self._module.generate(
+                torch.tensor(rows, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                generation_config=transformers.GenerationConfig(
+                    max_new_tokens=sampling.max_new_tokens,
+                    do_sample=False,
+                    eos_token_id=None if sampling.ignore_eos else list(self._config.eos_ids),
+                    pad_token_id=0,
+                ),
+                logits_processor=transformers.LogitsProcessorList([draws]),
             )
+        return draws.done
 
     def _completion(
         self,
         sample: _Sample,
         token_ids: list[int],
-        log_probs: list[float],
         *,
-        sampling: SamplingParams,
+        log_probs: list[float],
+        eos_ids: tuple[int, ...],
     ) -> Completion:
-        """Cut at the first end token: generate goes on until all rows of the batch have ended."""
-        eos_ids = () if sampling.ignore_eos else self._config.eos_ids
-        ends = [i for i, token in enumerate(token_ids) if token in eos_ids]
-        length = ends[0] + 1 if ends else len(token_ids)
+        """Up to and with the first end token: a row goes on until its whole batch has ended."""
+        ends = (i + 1 for i, token in enumerate(token_ids) if token in eos_ids)
+        length = next(ends, len(token_ids))
+        stopped = token_ids[length - 1] in eos_ids
         return Completion(
             sample_id=sample.sample_id,
             token_ids=tuple(token_ids[:length]),
             log_probs=tuple(log_probs[:length]),
-            finish_reason=FinishReason.STOP if ends else FinishReason.LENGTH,
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             weights_version=self._weights_version,
         )
 
 
-class _KeyedDraws(LogitsProcessor):
-    """Draws one token a row and step, keeps it with its log-prob, and lets greedy search take it."""
+class _KeyedDraws:
+    """A logits processor that draws and keeps one token a row and lets greedy search take it."""
 
     def __init__(
-        self, seed: int, samples: list[_Sample], sampling: SamplingParams, *, device: torch.device
+        self,
+        seed: int,
+        samples: list[_Sample],
+        *,
+        sampling: SamplingParams,
+        device: torch.device,
     ) -> None:
-        keys_B = stream_keys(seed, [sample.sample_id for sample in samples], device)
+        keys_B = stream_keys(seed, [sample.sample_id for sample in samples], device=device)
         positions_J = torch.arange(sampling.max_new_tokens, device=device)
         self._uniform_BJ = uniforms(keys_B, positions_J.expand(len(samples), -1))
         self._rule = DrawRule.of(sampling)
-        self._tokens: list[Tensor] = []
-        self._logps: list[Tensor] = []
+        self.done: list[Draw] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Minus infinity everywhere but at the drawn token."""
-        draw = draw_tokens(scores, self._uniform_BJ[:, len(self._tokens)], self._rule)
-        self._tokens.append(draw.token_B)
-        self._logps.append(draw.logp_B)
-        chosen_B1 = draw.token_B[:, None]
-        return torch.full_like(scores, float("-inf")).scatter_(1, chosen_B1, 0.0)
-
-    def token_ids(self) -> list[list[int]]:
-        """Tokens of each row, also beyond its end."""
-        return torch.stack(self._tokens, 1).tolist()
-
-    def log_probs(self) -> list[list[float]]:
-        """Their log-probs."""
-        return torch.stack(self._logps, 1).tolist()
+        """Minus infinity everywhere but at the drawn token, (B, V)."""
+        draw = draw_tokens(scores, self._uniform_BJ[:, len(self.done)], rule=self._rule)
+        self.done.append(draw)
+        return torch.full_like(scores, float("-inf")).scatter_(1, draw.token_B[:, None], 0.0)
 
 
 @contextmanager
-def _bare(module: PreTrainedModel) -> Iterator[None]:
+def _undisturbed(module: Any) -> Iterator[None]:
     """Without the model's generation defaults, which change scores, and in evaluation mode."""
     defaults, training = module.generation_config, module.training
-    module.generation_config = GenerationConfig()
+    module.generation_config = transformers.GenerationConfig()
     module.eval()
     try:
         yield

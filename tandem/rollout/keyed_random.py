@@ -20,7 +20,9 @@ _INCREMENT = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-def stream_keys(seed: int, sample_ids: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+def stream_keys(
+    seed: int, sample_ids: Sequence[int], *, device: torch.device | str = "cpu"
+) -> Tensor:
     """One key a sample, int64 (B,), to be passed to ``uniforms``."""
     seed_tensor = torch.tensor(_signed(seed), dtype=torch.int64, device=device)
     ids_B = torch.tensor([_signed(sample_id) for sample_id in sample_ids], device=device)

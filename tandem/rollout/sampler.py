@@ -43,7 +43,7 @@ class Draw:
     logp_B: Tensor
 
 
-def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, rule: DrawRule) -> Draw:
+def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, *, rule: DrawRule) -> Draw:
     """Draw one token a row. ``uniform_B`` is fp32 in [0, 1); greedy does not look at it."""
     logits_BV = logits_BV.float()
     if rule.temperature == 0:

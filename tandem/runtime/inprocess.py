@@ -21,8 +21,11 @@ R = TypeVar("R")
 class InProcessRuntime:
     """Implements ``tandem.api.Runtime``."""
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+    def __init__(self, prepare_thread: Callable[[], object] | None = None) -> None:
+        """``prepare_thread`` runs first on the engine thread (``Platform.prepare_thread``)."""
+        self._executor = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="engine", initializer=prepare_thread
+        )
 
     async def call(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``function`` on the engine thread. Calls are executed in the order they were made."""

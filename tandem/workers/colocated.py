@@ -47,10 +47,15 @@ def build_colocated(
         UserError: the model cannot be loaded or not be used in the precision asked for.
     """
     roles = config.actor_rollout_ref
-    model = _open(roles.model, roles.actor.fsdp_config, roles.actor.load_weight, platform=platform)
+    model = _open(
+        roles.model,
+        roles.actor.fsdp_config,
+        load_weight=roles.actor.load_weight,
+        platform=platform,
+    )
     needs_reference = roles.actor.use_kl_loss or config.algorithm.use_kl_in_reward
     return ColocatedEngines(
-        train=_trainer(model, roles.model, roles.actor.optim, total_steps=total_steps),
+        train=_trainer(model, roles.model, optim=roles.actor.optim, total_steps=total_steps),
         rollout=make_rollout(model, roles.rollout, eos_ids=eos_ids),
         reference=_reference(config, platform) if needs_reference else None,
         shape=None if model.decoder is None else _shape(model.decoder.config),
@@ -60,11 +65,11 @@ def build_colocated(
 def build_trainer(config: SftConfig, *, platform: Platform, total_steps: int) -> TrainEngine:
     """Load the model for supervised fine-tuning. Errors as ``build_colocated``."""
     model = _open(config.model, config.engine, load_weight=True, platform=platform)
-    return _trainer(model, config.model, config.optim, total_steps=total_steps)
+    return _trainer(model, config.model, optim=config.optim, total_steps=total_steps)
 
 
 def _open(
-    model: ModelConfig, layout: FsdpConfig, load_weight: bool, *, platform: Platform
+    model: ModelConfig, layout: FsdpConfig, *, load_weight: bool, platform: Platform
 ) -> LanguageModel:
     """The model in the one precision it is stored, trained and generated with."""
     stored = resolve_dtype(layout.model_dtype, platform)
@@ -84,7 +89,7 @@ def _open(
 
 
 def _trainer(
-    model: LanguageModel, config: ModelConfig, optim: OptimConfig, *, total_steps: int
+    model: LanguageModel, config: ModelConfig, *, optim: OptimConfig, total_steps: int
 ) -> SingleDeviceEngine:
     model.set_gradient_checkpointing(config.enable_gradient_checkpointing)
     return SingleDeviceEngine(model, optim, total_training_steps=total_steps)
@@ -94,7 +99,7 @@ def _reference(config: RunConfig, platform: Platform) -> ReferenceModel:
     """The initial weights, always read anew: a resumed run has the same reference."""
     roles = config.actor_rollout_ref
     layout, load_weight = roles.actor.fsdp_config, roles.actor.load_weight
-    return ReferenceModel(_open(roles.model, layout, load_weight, platform=platform))
+    return ReferenceModel(_open(roles.model, layout, load_weight=load_weight, platform=platform))
 
 
 def _shape(config: DecoderConfig) -> ModelShape:

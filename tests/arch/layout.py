@@ -42,7 +42,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "data": frozenset({"types", "config"}),
     "rewards": frozenset({"types", "config"}),
     "algorithms": frozenset({"types", "config"}),
-    "models": frozenset({"config", "platforms"}),
+    "models": frozenset({"types", "config", "platforms"}),
     "engines": frozenset({"types", "api", "config", "platforms", "comm", "models"}),
     "sync": frozenset({"types", "api", "config", "platforms", "comm"}),
     "rollout": frozenset({"types", "api", "config", "platforms", "comm", "models", "sync"}),

@@ -20,15 +20,15 @@ HEAVY_PACKAGES = ("torch", "transformers", "pyarrow", "matplotlib", "tensorboard
 IMPORT_ALL = """
 import importlib, json, logging, os, signal, sys, threading
 third_party, ours = json.load(sys.stdin)
-for name in third_party:
+for statement in third_party:
     try:
-        importlib.import_module(name)
+        exec(statement)
     except ImportError:
         pass
 def state():
     root = logging.getLogger()
     return {
-        "environment": dict(os.environ),
+        **{"environment " + name: value for name, value in os.environ.items()},
         "threads": threading.active_count(),
         "sys.path": list(sys.path),
         "working folder": os.getcwd(),
@@ -41,7 +41,8 @@ before = state()
 for name in ours:
     importlib.import_module(name)
 after = state()
-print(json.dumps({key: [before[key], after[key]] for key in before if before[key] != after[key]}))
+keys = sorted(before.keys() | after.keys())
+print(json.dumps({k: [before.get(k), after.get(k)] for k in keys if before.get(k) != after.get(k)}))
 """
 
 
@@ -56,16 +57,25 @@ def run_python(code: str, stdin: str = "") -> str:
 
 
 def third_party_imports() -> list[str]:
-    """The modules that the package's files import at their top from outside it."""
-    names: set[str] = set()
-    for module in in_folders(project_modules(), "tandem"):
-        for statement in top_level_statements(module.tree.body):
-            if isinstance(statement, ast.Import):
-                names |= {alias.name for alias in statement.names}
-            elif isinstance(statement, ast.ImportFrom) and statement.module:
-                names.add(statement.module)
+    """The statements by which the package's files import, at their top, what is not the package's.
+
+    They run first: what other software does when it is imported is not ours to change.
+    """
     ours = sys.stdlib_module_names | {"tandem"}
-    return sorted(name for name in names if name.partition(".")[0] not in ours)
+    return sorted(
+        {
+            ast.unparse(statement)
+            for module in in_folders(project_modules(), "tandem")
+            for statement in top_level_statements(module.tree.body)
+            if isinstance(statement, ast.Import | ast.ImportFrom)
+            if imported_module(statement).partition(".")[0] not in ours
+        }
+    )
+
+
+def imported_module(statement: ast.Import | ast.ImportFrom) -> str:
+    """The module an import statement names first."""
+    return statement.names[0].name if isinstance(statement, ast.Import) else statement.module or ""
 
 
 def test_importing_every_module_changes_nothing() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tandem.cli.quickstart.model import ModelSize, write_model
 from tandem.cli.quickstart.task import correct, draw_problems
@@ -35,4 +37,22 @@ def write_tiny_policy(folder: Path, *, seed: int = 0, size: ModelSize = TINY) ->
         seed=seed,
         size=size,
     )
+    return folder
+
+
+def write_tiny_gpt2(folder: Path) -> Path:
+    """The same tokenizer with a random GPT-2, a family that our decoder does not compute."""
+    tokenizer = write_tiny_tokenizer(folder)
+    config = GPT2Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        n_positions=256,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        eos_token_id=END_ID,
+        bos_token_id=END_ID,
+        pad_token_id=PAD_ID,
+    )
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
     return folder

@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from tandem.cli.execution import Ended
 from tandem.cli.notices import configure_logging
 from tandem.cli.quickstart.materials import DATA_SOURCE, Materials, prepare
@@ -45,6 +47,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run everything; the exit code is 0, or 128 plus the signal that stopped it."""
     options = _parser().parse_args(arguments)
     configure_logging()
+    # Two threads on a contended core make a model of this size many times slower than one.
+    torch.set_num_threads(1)
     begin_s = time.perf_counter()
     folder: Path = options.folder
     try:
@@ -68,8 +72,10 @@ def _run(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, floa
     grpo = _grpo_config(materials, warm, folder=folder / "grpo", seed=seed, overrides=overrides)
     _finished(run_training(grpo))
     _say("4/4 judging on unseen combinations of numbers")
-    before = _accuracy_on_unseen(materials, warm, folder / "unseen_before")
-    after = _accuracy_on_unseen(materials, _trained_model(folder / "grpo"), folder / "unseen_after")
+    before = _accuracy_on_unseen(materials, warm, folder=folder / "unseen_before")
+    after = _accuracy_on_unseen(
+        materials, _trained_model(folder / "grpo"), folder=folder / "unseen_after"
+    )
     accuracies = [value for _, value in read_run(folder / "grpo").columns[_ACCURACY]]
     return {
         "accuracy_before": accuracies[0],
@@ -83,11 +89,11 @@ def _run(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, floa
 
 def warm_start(materials: Materials, folder: Path, *, seed: int) -> Path:
     """Fine-tune the random model into ``folder``; returns the model folder."""
-    _finished(run_supervised(_sft_config(materials, folder, seed)))
+    _finished(run_supervised(_sft_config(materials, folder, seed=seed)))
     return _trained_model(folder)
 
 
-def _sft_config(materials: Materials, folder: Path, seed: int) -> SftConfig:
+def _sft_config(materials: Materials, folder: Path, *, seed: int) -> SftConfig:
     return load_config(
         SftConfig,
         [
@@ -120,7 +126,7 @@ def _grpo_config(
     ).config
 
 
-def _accuracy_on_unseen(materials: Materials, model: Path, folder: Path) -> float:
+def _accuracy_on_unseen(materials: Materials, model: Path, *, folder: Path) -> float:
     config = load_config(
         RunConfig,
         [

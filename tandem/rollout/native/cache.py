@@ -168,16 +168,16 @@ class _Block:
 
     def regrid(self, buffer: Tensor, column_dim: int) -> Tensor:
         """``buffer`` with its columns shifted, in place if it is large enough."""
-        kept = _columns(buffer[: self.rows], column_dim, self.source)
+        kept = _columns(buffer[: self.rows], column_dim, where=self.source)
         if (buffer.shape[0], buffer.shape[column_dim]) == self.size:
             kept = kept.clone()
         else:
             shape = list(buffer.shape)
             shape[0], shape[column_dim] = self.size
             buffer = buffer.new_zeros(shape)
-        _columns(buffer[: self.rows], column_dim, self.target).copy_(kept)
+        _columns(buffer[: self.rows], column_dim, where=self.target).copy_(kept)
         return buffer
 
 
-def _columns(buffer: Tensor, column_dim: int, where: slice) -> Tensor:
+def _columns(buffer: Tensor, column_dim: int, *, where: slice) -> Tensor:
     return buffer.narrow(column_dim, where.start, where.stop - where.start)

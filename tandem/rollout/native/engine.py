@@ -168,7 +168,9 @@ class NativeRolloutEngine:
 
     def _write_facts(self, first_row: int, rows: Sequence[Row]) -> None:
         columns = torch.tensor([[row.start for row in rows], [row.first for row in rows]])
-        keys_n = stream_keys(self._config.seed, [row.sample_id for row in rows], self._device)
+        keys_n = stream_keys(
+            self._config.seed, [row.sample_id for row in rows], device=self._device
+        )
         facts_3n = self._cache.facts_3R[:, first_row : first_row + len(rows)]
         facts_3n[:2] = columns.to(self._device)
         facts_3n[2] = keys_n
@@ -209,7 +211,7 @@ class NativeRolloutEngine:
         scheduler, cache = self._scheduler, self._cache
         rows, column = slice(first_row, first_row + len(logits_BV)), scheduler.column
         uniform_B = cache.uniform_RJ[rows, column - self._uniform_start]
-        draw = self._draw(logits_BV, uniform_B, first_row)
+        draw = self._draw(logits_BV, uniform_B, first_row=first_row)
         index = column - cache.first_column
         cache.tokens_RC[rows, index] = draw.token_B
         cache.logp_RC[rows, index] = draw.logp_B
@@ -217,18 +219,18 @@ class NativeRolloutEngine:
         ended = scheduler.ended(stopped.tolist())
         return self._collect(ended) if ended else []
 
-    def _draw(self, logits_BV: Tensor, uniform_B: Tensor, first_row: int) -> Draw:
+    def _draw(self, logits_BV: Tensor, uniform_B: Tensor, *, first_row: int) -> Draw:
         """Draw under each row's rule; nearly always there is only one."""
         rules = self._scheduler.rules
         if len(rules) == 1:
-            return draw_tokens(logits_BV, uniform_B, rules[0])
+            return draw_tokens(logits_BV, uniform_B, rule=rules[0])
         rows = self._scheduler.rows[first_row:]
         token_B = torch.empty_like(uniform_B, dtype=torch.int64)
         logp_B = torch.empty_like(uniform_B)
         for rule in rules:
             chosen = [i for i, row in enumerate(rows) if row.rule == rule]
             index = torch.tensor(chosen, dtype=torch.int64, device=self._device)
-            part = draw_tokens(logits_BV[index], uniform_B[index], rule)
+            part = draw_tokens(logits_BV[index], uniform_B[index], rule=rule)
             token_B[index], logp_B[index] = part.token_B, part.logp_B
         return Draw(token_B, logp_B)
 
@@ -247,13 +249,16 @@ class NativeRolloutEngine:
         cache.move_rows(removal.sources, removal.targets, columns=columns)
         self._attention = None
         return [
-            self._completion(row, tuple(ids[row.first - first :]), tuple(logp[row.first - first :]))
+            self._completion(row, ids[row.first - first :], log_probs=logp[row.first - first :])
             for row, ids, logp in zip(removal.rows, token_ids, log_probs, strict=True)
         ]
 
-    def _completion(
-        self, row: Row, token_ids: TokenIds, log_probs: tuple[float, ...]
-    ) -> Completion:
+    def _completion(self, row: Row, token_ids: list[int], *, log_probs: list[float]) -> Completion:
         stopped = not row.ignore_eos and token_ids[-1] in self._config.eos_ids
-        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        return Completion(row.sample_id, token_ids, log_probs, reason, row.weights_version)
+        return Completion(
+            sample_id=row.sample_id,
+            token_ids=tuple(token_ids),
+            log_probs=tuple(log_probs),
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            weights_version=row.weights_version,
+        )

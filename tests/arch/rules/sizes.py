@@ -125,11 +125,13 @@ def named_parameters(node: Function, is_method: bool) -> tuple[list[str], list[s
 
 
 def is_foreign_signature(node: Function, positional: list[str]) -> bool:
-    """Signatures that others decree: autograd, dunder methods, verl's rewards, Triton kernels."""
+    """Signatures that others decree: autograd, modules, dunder methods, callables that a Protocol
+    describes, verl's rewards, Triton kernels."""
     decorators = {ast.unparse(decorator).split("(")[0] for decorator in node.decorator_list}
     return (
         positional[:1] == ["ctx"]
-        or (node.name.startswith("__") and node.name not in ("__init__", "__call__"))
+        or (node.name.startswith("__") and node.name != "__init__")
+        or node.name == "forward"
         or tuple(positional) == REWARD_SIGNATURE
         or bool(decorators & {"triton.jit", "triton.autotune"})
     )

@@ -4,6 +4,7 @@
 from pathlib import Path
 
 import pytest
+
 from tandem.checkpoint.store import CheckpointStore, open_checkpoint
 from tandem.errors import UserError
 
@@ -29,7 +30,10 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, max_to_keep=2)
     for step in (1, 2, 3):
         write(store, step)
-    assert sorted(p.name for p in tmp_path.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+    assert sorted(p.name for p in tmp_path.glob("global_step_*")) == [
+        "global_step_2",
+        "global_step_3",
+    ]
 
 
 def test_a_failure_while_writing_leaves_the_old_checkpoint(tmp_path: Path) -> None:

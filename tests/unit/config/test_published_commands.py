@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published shell commands of verl on Ascend and of dots.rl, run through bash unchanged but for the module."""
+"""Published commands of verl on Ascend and of dots.rl: expanded by bash, then planned."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from tandem.cli.plan import plan_arguments
+from tandem.errors import UserError
 
 ASCEND_COMMAND = r"""
 set -x
@@ -116,7 +120,7 @@ RED_MOE_COMMAND = r"""
 	trainer.save_freq=200 \
 	trainer.test_freq=64 \
 	trainer.total_epochs=100 2>&1 | tee log_async_rl_n16_${RANK}.txt $@
-"""
+"""  # noqa: E501
 
 RED_MOE_SNIPPET = r"""
 python3 -m verl.trainer.main_ppo \
@@ -143,29 +147,28 @@ ASYNCHRONOUS_KEYS = (
 )
 
 
-def run_plan(command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a published command as ``tandem plan --json``, in bash, with these variables."""
-    plan = f"{sys.executable} -m tandem.cli.main plan --json"
-    assert command.count("python3 -m verl.trainer.main_ppo") == 1
-    root = Path(__file__).parents[3]
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(root), **variables}
-    return subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command.replace("python3 -m verl.trainer.main_ppo", plan)],
+def words_of(command: str, folder: Path, **variables: str) -> list[str]:
+    """The arguments that bash makes of a published command in which these variables are set."""
+    program = "python3 -m verl.trainer.main_ppo"
+    assert command.count(program) == 1
+    result = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command.replace(program, "printf '%s\\0'")],
         cwd=folder,
-        env=environment,
+        env={"PATH": os.environ["PATH"], **variables},
         capture_output=True,
         text=True,
-        check=False,
+        check=True,
     )
+    return result.stdout.rstrip("\0").split("\0")
 
 
-def planned(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+def planned(command: str, folder: Path, **variables: str) -> dict[str, Any]:
+    plan = plan_arguments(words_of(command, folder, **variables)).to_dict()
+    return json.loads(json.dumps(plan))
 
 
 def test_the_ascend_command_plans_as_verl_would_run_it(gsm8k_home: Path) -> None:
-    plan = planned(run_plan(ASCEND_COMMAND, gsm8k_home, HOME=str(gsm8k_home)))
+    plan = planned(ASCEND_COMMAND, gsm8k_home, HOME=str(gsm8k_home))
     assert plan["steps_per_epoch"] == plan["total_training_steps"] == 58
     assert plan["sequences_per_step"] == 640
     assert plan["optimizer_steps_per_step"] == 2
@@ -177,7 +180,7 @@ def test_the_ascend_command_plans_as_verl_would_run_it(gsm8k_home: Path) -> None
 
 
 def test_the_ascend_command_names_its_keys_without_effect(gsm8k_home: Path) -> None:
-    plan = planned(run_plan(ASCEND_COMMAND, gsm8k_home, HOME=str(gsm8k_home)))
+    plan = planned(ASCEND_COMMAND, gsm8k_home, HOME=str(gsm8k_home))
     assert set(plan["keys_without_effect"]) == {
         "data.truncation",
         "actor_rollout_ref.model.use_remove_padding",
@@ -193,7 +196,7 @@ def test_the_ascend_command_names_its_keys_without_effect(gsm8k_home: Path) -> N
 
 
 def test_missing_data_is_a_warning_and_a_null_field(tmp_path: Path) -> None:
-    plan = planned(run_plan(ASCEND_COMMAND, tmp_path, HOME=str(tmp_path)))
+    plan = planned(ASCEND_COMMAND, tmp_path, HOME=str(tmp_path))
     assert plan["total_training_steps"] is plan["steps_per_epoch"] is None
     assert plan["validation_steps"] is None
     assert plan["sequences_per_step"] == 640
@@ -214,7 +217,7 @@ RED_MOE_VARIABLES = {
 
 
 def test_the_red_moe_command_is_accepted(tmp_path: Path) -> None:
-    plan = planned(run_plan(RED_MOE_COMMAND, tmp_path, **RED_MOE_VARIABLES))
+    plan = planned(RED_MOE_COMMAND, tmp_path, **RED_MOE_VARIABLES)
     assert plan["sequences_per_step"] == 2048
     assert plan["optimizer_steps_per_step"] == 1
     assert plan["unknown_keys"] == []
@@ -234,23 +237,22 @@ def test_the_red_moe_command_is_accepted(tmp_path: Path) -> None:
 
 def test_the_red_moe_command_on_two_nodes_gives_experts_enough_devices(tmp_path: Path) -> None:
     variables = {**RED_MOE_VARIABLES, "WORLD_SIZE": "2"}
-    plan = planned(run_plan(RED_MOE_COMMAND, tmp_path, **variables))
+    plan = planned(RED_MOE_COMMAND, tmp_path, **variables)
     assert [pool["devices"] for pool in plan["pools"]] == [8, 4, 4]
     assert not any("expert_model_parallel_size" in warning for warning in plan["warnings"])
 
 
 def test_an_unset_world_size_is_one_line_with_its_cause(tmp_path: Path) -> None:
     variables = {**RED_MOE_VARIABLES, "WORLD_SIZE": ""}
-    result = run_plan(RED_MOE_COMMAND, tmp_path, **variables)
-    assert result.returncode == 2
-    assert result.stdout == (
-        "error: trainer.nnodes='': value is empty: is $WORLD_SIZE set? "
-        "Set trainer.nnodes=1 (the default).\n"
+    with pytest.raises(UserError) as caught:
+        planned(RED_MOE_COMMAND, tmp_path, **variables)
+    assert str(caught.value) == (
+        "trainer.nnodes='': value is empty: is $WORLD_SIZE set? Set trainer.nnodes=1 (the default)."
     )
 
 
 def test_the_options_of_the_pull_request_are_accepted(tmp_path: Path) -> None:
-    plan = planned(run_plan(RED_MOE_SNIPPET, tmp_path))
+    plan = planned(RED_MOE_SNIPPET, tmp_path)
     assert [pool["devices"] for pool in plan["pools"]] == [4, 4]
     assert plan["unknown_keys"] == []
     for key in ("actor_rollout_ref.async_pipeline", "trainer.generate_ahead_steps"):

@@ -4,6 +4,7 @@
 import asyncio
 
 import pytest
+
 from tandem.pipeline.admission import AdmissionGate
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router: groups complete whatever the order, training and validation share batches, nothing gets lost."""
+"""The router: groups complete whatever the order of their samples, and nothing gets lost."""
 
 import asyncio
 from collections.abc import Sequence
 
 import pytest
+
 from tandem.pipeline.router import RolloutRouter
 from tandem.runtime.inprocess import InProcessRuntime
 from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams
@@ -47,7 +48,7 @@ def request(*sample_ids: int) -> GenerationRequest:
 
 async def generate(engine: ReversingEngine, requests: list[GenerationRequest]) -> list[list[int]]:
     runtime = InProcessRuntime()
-    router = RolloutRouter(engine, runtime, lambda: 0.0)
+    router = RolloutRouter(engine, runtime, clock=lambda: 0.0)
     results: list[list[int]] = []
     try:
         async with asyncio.TaskGroup() as tasks:

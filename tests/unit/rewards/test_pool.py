@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward pool against rewards that hang, crash, raise, lie, eat memory, and a parent that is killed."""
+"""The reward pool against rewards that hang, crash, raise, lie and eat memory."""
 
 import asyncio
 import os
@@ -42,6 +42,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         return len(bytearray(1 << 30))
     if word == "sleep":
         time.sleep(float(rest))
+    if word == "note":
+        with open(rest, "a") as file:
+            file.write("x")
+        time.sleep(0.01)
     if word == "child":
         return subprocess.Popen(["sleep", "100"]).pid
     if word == "modules":
@@ -188,32 +192,31 @@ def test_a_slow_reward_within_the_deadline_of_a_busy_loop(spec: RewardSpec):
 
     async def work(pool: RewardPool) -> list[RewardOutcome]:
         await pool.start()
-        scoring = asyncio.create_task(pool.score([request("sleep 0.1")] * 8))
+        scoring = asyncio.create_task(pool.score([request("sleep 0.1")] * 6))
         await asyncio.sleep(0.05)
-        time.sleep(0.7)  # noqa: ASYNC251
+        time.sleep(0.55)  # noqa: ASYNC251
         return await scoring
 
     outcomes = in_pool(spec, limits(1, deadline_s=0.5), work)
-    assert [outcome.status for outcome in outcomes] == [RewardStatus.VALUE] * 8
+    assert [outcome.status for outcome in outcomes] == [RewardStatus.VALUE] * 6
 
 
 def test_the_deadline_starts_anew_for_each_call(spec: RewardSpec):
     async def work(pool: RewardPool) -> list[RewardOutcome]:
         outcomes = []
-        for _ in range(4):
-            outcomes += await pool.score([request("sleep 0.2")])
-            await asyncio.sleep(0.1)
+        for _ in range(3):
+            outcomes += await pool.score([request("sleep 0.25")])
         return outcomes
 
     outcomes = in_pool(spec, limits(1, deadline_s=0.5), work)
-    assert [outcome.status for outcome in outcomes] == [RewardStatus.VALUE] * 4
+    assert [outcome.status for outcome in outcomes] == [RewardStatus.VALUE] * 3
 
 
 def test_coroutine_functions_wait_together(concurrent_spec: RewardSpec):
     started_s = time.monotonic()
-    outcomes = score_all(concurrent_spec, ["wait 0.3"] * 40, limits(1))
+    outcomes = score_all(concurrent_spec, ["wait 0.2"] * 40, limits(1))
     assert [outcome.score for outcome in outcomes] == [1.0] * 40
-    assert time.monotonic() - started_s < 6  # 12 s one after the other
+    assert time.monotonic() - started_s < 4  # 8 s one after the other
 
 
 def test_coroutine_that_waits_too_long_times_out_alone(concurrent_spec: RewardSpec):
@@ -225,27 +228,28 @@ def test_coroutine_that_waits_too_long_times_out_alone(concurrent_spec: RewardSp
 
 @pytest.mark.parametrize("word", ["exit", "hang", "raise"])
 def test_offender_among_coroutines_is_found(concurrent_spec: RewardSpec, word: str):
-    solutions = ["wait 0.1"] * 3 + [word] + ["wait 0.1"] * 2
-    outcomes = score_all(concurrent_spec, solutions, limits(1, deadline_s=0.5))
-    offender = outcomes.pop(3)
+    solutions = ["wait 0.05"] * 2 + [word] + ["wait 0.05"]
+    outcomes = score_all(concurrent_spec, solutions, limits(1, deadline_s=0.2))
+    offender = outcomes.pop(2)
     assert offender.status is DETAILS[word][0]
-    assert [outcome.score for outcome in outcomes] == [1.0] * 5
+    assert [outcome.score for outcome in outcomes] == [1.0] * 3
 
 
-def test_cancelled_call_leaves_the_pool_usable(spec: RewardSpec):
+def test_cancelled_call_is_dropped_and_leaves_the_pool_usable(tmp_path: Path, spec: RewardSpec):
+    notes = tmp_path / "notes"
+
     async def work(pool: RewardPool) -> list[RewardOutcome]:
         await pool.start()
-        doomed = asyncio.create_task(pool.score([request("sleep 0.3")] * 200))
+        doomed = asyncio.create_task(pool.score([request(f"note {notes}")] * 200))
         await asyncio.sleep(0.05)
         doomed.cancel()
         with pytest.raises(asyncio.CancelledError):
             await doomed
         return await pool.score([request("xyz")] * 3)
 
-    started_s = time.monotonic()
-    outcomes = in_pool(spec, limits(2), work)
+    outcomes = in_pool(spec, limits(1), work)
     assert [outcome.score for outcome in outcomes] == [3.0] * 3
-    assert time.monotonic() - started_s < 25  # not the 30 s of the cancelled ones
+    assert 0 < notes.stat().st_size < 200
 
 
 def test_closing_ends_grandchildren_and_waiting_calls(spec: RewardSpec):
@@ -262,7 +266,8 @@ def test_closing_ends_grandchildren_and_waiting_calls(spec: RewardSpec):
             await pool.score([request("x")])
         return int(child.score)
 
-    assert eventually(lambda pid=asyncio.run(main()): is_gone(pid))
+    grandchild = asyncio.run(main())
+    assert eventually(lambda: is_gone(grandchild))
     assert psutil.Process().children() == []
 
 
@@ -306,7 +311,10 @@ def test_killed_parent_takes_hanging_children_along(tmp_path: Path, spec: Reward
 def test_what_a_reward_prints_stays_out_of_standard_output(spec: RewardSpec):
     assert spec.custom is not None
     done = subprocess.run(
-        [sys.executable, "-c", PARENT, spec.custom.path, "end"], capture_output=True, text=True
+        [sys.executable, "-c", PARENT, spec.custom.path, "end"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().isdigit()

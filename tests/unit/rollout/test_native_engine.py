@@ -108,7 +108,7 @@ def _one_by_one(decoder: Decoder, request: GenerationRequest, sample_id: int) ->
     for position in range(request.sampling.max_new_tokens):
         logits = F.linear(_hidden(decoder, ids)[-1:], decoder.lm_head_weight)
         uniform = uniforms(key, torch.tensor([[position]]))[0]
-        draw = draw_tokens(logits, uniform, DrawRule.of(request.sampling))
+        draw = draw_tokens(logits, uniform, rule=DrawRule.of(request.sampling))
         ids, logps = (*ids, int(draw.token_B)), [*logps, float(draw.logp_B)]
         if ids[-1] in EOS and not request.sampling.ignore_eos:
             break

@@ -15,7 +15,7 @@ PLAIN = DrawRule(temperature=1.0, top_k=-1, top_p=1.0)
 def _draws(logits_V: torch.Tensor, rule: DrawRule, count: int = 20_000) -> torch.Tensor:
     """Counts (V,) of ``count`` keyed draws."""
     uniform_B = uniforms(stream_keys(3, [0]), torch.arange(count)[None])[0]
-    draw = draw_tokens(logits_V.expand(count, -1), uniform_B, rule)
+    draw = draw_tokens(logits_V.expand(count, -1), uniform_B, rule=rule)
     return torch.bincount(draw.token_B, minlength=len(logits_V))
 
 
@@ -58,14 +58,14 @@ def test_top_p_of_a_flat_large_vocabulary_needs_more_than_the_first_candidates()
 def test_filters_renormalise_but_log_probs_do_not() -> None:
     logits_BV = torch.randn(1, 30).expand(5000, 30)
     uniform_B = uniforms(stream_keys(0, [1]), torch.arange(5000)[None])[0]
-    draw = draw_tokens(logits_BV, uniform_B, DrawRule(0.8, 5, 0.9))
+    draw = draw_tokens(logits_BV, uniform_B, rule=DrawRule(0.8, 5, 0.9))
     expected = torch.log_softmax(logits_BV / 0.8, -1).gather(1, draw.token_B[:, None])[:, 0]
     torch.testing.assert_close(draw.logp_B, expected, rtol=0, atol=1e-6)
 
 
 def test_greedy_takes_the_maximum_at_temperature_one() -> None:
     logits_BV = torch.randn(8, 100) * 5
-    draw = draw_tokens(logits_BV, torch.zeros(8), DrawRule(0.0, 3, 0.5))
+    draw = draw_tokens(logits_BV, torch.zeros(8), rule=DrawRule(0.0, 3, 0.5))
     assert torch.equal(draw.token_B, logits_BV.argmax(-1))
     expected = torch.log_softmax(logits_BV, -1).max(-1).values
     torch.testing.assert_close(draw.logp_B, expected, rtol=0, atol=1e-6)
@@ -75,23 +75,23 @@ def test_a_token_of_weight_zero_is_never_drawn() -> None:
     logits_V = torch.full((40,), float("-inf"))
     logits_V[[3, 17, 39]] = 0.0
     edges_B = torch.tensor([0.0, 1 / 3, 2 / 3, 1 - 2**-24])
-    draw = draw_tokens(logits_V.expand(4, -1), edges_B, PLAIN)
+    draw = draw_tokens(logits_V.expand(4, -1), edges_B, rule=PLAIN)
     assert set(draw.token_B.tolist()) <= {3, 17, 39}
     last_masked = logits_V.clone()
     last_masked[39] = float("-inf")
-    draw = draw_tokens(last_masked.expand(4, -1), edges_B, PLAIN)
+    draw = draw_tokens(last_masked.expand(4, -1), edges_B, rule=PLAIN)
     assert set(draw.token_B.tolist()) <= {3, 17}
 
 
 def test_rows_do_not_see_each_other() -> None:
     logits_BV, uniform_B = torch.randn(64, 200), torch.rand(64)
     rule = DrawRule(0.9, 20, 0.95)
-    together = draw_tokens(logits_BV, uniform_B, rule)
+    together = draw_tokens(logits_BV, uniform_B, rule=rule)
     order = torch.randperm(64)
-    shuffled = draw_tokens(logits_BV[order], uniform_B[order], rule)
+    shuffled = draw_tokens(logits_BV[order], uniform_B[order], rule=rule)
     assert torch.equal(together.token_B[order], shuffled.token_B)
 
 
 def test_nan_logits_give_a_nan_log_prob_and_no_index_error() -> None:
-    draw = draw_tokens(torch.full((2, 10), float("nan")), torch.tensor([0.0, 0.9]), PLAIN)
+    draw = draw_tokens(torch.full((2, 10), float("nan")), torch.tensor([0.0, 0.9]), rule=PLAIN)
     assert draw.logp_B.isnan().all()

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tandem train`` from command to files: what a GRPO run leaves behind, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tandem.config.run import RunConfig
+from transformers import AutoModelForCausalLM
+
+from tests.fakes.commands import Ended, run_command
+from tests.fakes.tiny_run import (
+    Material,
+    metrics_of,
+    read_lines,
+    repeatable,
+    train_arguments,
+)
+
+METRICS_OF_VERL = (
+    "actor/entropy",
+    "actor/grad_norm",
+    "actor/lr",
+    "actor/pg_clipfrac",
+    "actor/pg_loss",
+    "actor/ppo_kl",
+    "critic/advantages/mean",
+    "critic/rewards/mean",
+    "critic/score/max",
+    "perf/throughput",
+    "perf/time_per_step",
+    "perf/total_num_tokens",
+    "prompt_length/mean",
+    "response_length/clip_ratio",
+    "response_length/mean",
+    "timing_per_token_ms/gen",
+    "timing_s/adv",
+    "timing_s/gen",
+    "timing_s/step",
+    "timing_s/update_actor",
+    "training/epoch",
+    "training/global_step",
+)
+VALIDATION_METRIC = "val-core/openai/gsm8k/acc/mean@1"
+ROLLOUT_FIELDS = {"step", "prompt", "response", "score", "advantage", "tokens", "log_probs"}
+
+
+@dataclass(frozen=True)
+class GrpoRun:
+    """A finished run: its folder, its arguments, and how it ended."""
+
+    folder: Path
+    arguments: list[str]
+    ended: Ended
+
+
+@pytest.fixture(scope="module")
+def grpo(material: Material, tmp_path_factory: pytest.TempPathFactory) -> GrpoRun:
+    folder = tmp_path_factory.mktemp("grpo")
+    schedule = (
+        "trainer.save_freq=2",
+        "trainer.test_freq=3",
+        "trainer.logger=[console,tensorboard]",
+    )
+    names = ("trainer.project_name=apples", "trainer.experiment_name=first")
+    arguments = train_arguments(material, folder / "run", *schedule, *names)
+    return GrpoRun(folder / "run", arguments, run_command(arguments, folder=folder))
+
+
+def test_run_ends_well_and_logs_verls_metrics_each_step(grpo: GrpoRun) -> None:
+    assert grpo.ended.code == 0, grpo.ended.stderr
+    metrics = metrics_of(grpo.folder)
+    assert list(metrics) == [0, 1, 2, 3, 4]
+    for step in range(1, 5):
+        assert not set(METRICS_OF_VERL) - metrics[step].keys()
+        assert all(math.isfinite(value) for value in metrics[step].values())
+    assert metrics[4]["critic/score/mean"] == metrics[4]["reward/acc/mean"]
+    assert metrics[4]["training/global_step"] == 4
+
+
+def test_console_has_one_line_a_step_in_verls_form(grpo: GrpoRun) -> None:
+    lines = [line for line in grpo.ended.stdout.splitlines() if line.startswith("step:")]
+    assert [line.split(" - ")[0] for line in lines] == [f"step:{step}" for step in range(5)]
+    assert re.search(r" - perf/throughput:\d", lines[4])
+
+
+def test_validation_happens_when_the_plan_says(grpo: GrpoRun) -> None:
+    planned = run_command(["plan", "--json", *grpo.arguments[1:]], folder=grpo.folder / "plan")
+    plan = json.loads(planned.stdout)
+    validated = [s for s, row in metrics_of(grpo.folder).items() if VALIDATION_METRIC in row]
+    assert validated == plan["validation_steps"] == [0, 3, 4]
+    assert plan["total_training_steps"] == 4
+
+
+def test_rollouts_are_recorded_with_log_probs(grpo: GrpoRun) -> None:
+    rollouts = read_lines(grpo.folder / "rollouts.jsonl")
+    assert {rollout["step"] for rollout in rollouts} == {1, 2, 3, 4}
+    for rollout in rollouts:
+        assert rollout.keys() >= ROLLOUT_FIELDS
+        assert 0 < len(rollout["tokens"]) == len(rollout["log_probs"]) <= 12
+        assert all(log_prob < 0 for log_prob in rollout["log_probs"])
+
+
+def test_resolved_config_is_written(grpo: GrpoRun) -> None:
+    written = (grpo.folder / "config.json").read_text()
+    config = RunConfig.model_validate_json(written)
+    assert config.actor_rollout_ref.rollout.n == 4
+    assert config.trainer.experiment_name == "first"
+
+
+def test_checkpoints_lie_where_verl_puts_them(grpo: GrpoRun) -> None:
+    steps = sorted(path.name for path in grpo.folder.glob("global_step_*"))
+    assert steps == ["global_step_2", "global_step_4"]
+    assert (grpo.folder / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert not [path for path in grpo.folder.iterdir() if path.name.startswith(".")]
+
+
+def test_export_is_a_folder_that_transformers_loads(grpo: GrpoRun, tmp_path: Path) -> None:
+    ended = run_command(["export", str(grpo.folder), "--output", "model"], folder=tmp_path)
+    assert ended.code == 0, ended.stderr
+    ids = torch.arange(3, 40)[None]
+    exported, trained = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+        for folder in (tmp_path / "model", grpo.folder / "global_step_4/actor")
+    )
+    assert torch.equal(exported, trained)
+    ours = load_file(tmp_path / "model/model.safetensors")
+    theirs = load_file(grpo.folder / "global_step_4/actor/model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_training_has_changed_the_weights(grpo: GrpoRun, material: Material) -> None:
+    before = load_file(material.policy / "model.safetensors")
+    after = load_file(grpo.folder / "global_step_4/actor/model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_report_is_one_html_file(grpo: GrpoRun, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    ended = run_command(["report", str(grpo.folder), "--output", str(file)], folder=tmp_path)
+    assert ended.code == 0, ended.stderr
+    html = file.read_text()
+    assert "critic/score/mean" in html
+    assert not re.search(r"""(src|href)=["']https?:""", html)
+
+
+def test_tensorboard_events_lie_in_verls_folder(grpo: GrpoRun) -> None:
+    folder = grpo.folder.parent / "tensorboard_log/apples/first"
+    assert [path.name for path in folder.iterdir() if "events.out.tfevents" in path.name]
+
+
+def test_same_command_twice_gives_the_same_run(
+    grpo: GrpoRun, material: Material, tmp_path: Path
+) -> None:
+    again = train_arguments(
+        material, tmp_path / "run", "trainer.save_freq=4", "trainer.test_freq=3"
+    )
+    assert run_command(again, folder=tmp_path).code == 0
+    assert repeatable(metrics_of(tmp_path / "run")) == repeatable(metrics_of(grpo.folder))
+    weights = "global_step_4/actor/model.safetensors"
+    assert (tmp_path / "run" / weights).read_bytes() == (grpo.folder / weights).read_bytes()
+
+
+def test_val_only_validates_once_and_stops(material: Material, tmp_path: Path) -> None:
+    arguments = train_arguments(
+        material, tmp_path / "run", "trainer.val_only=True", "trainer.save_freq=1"
+    )
+    assert run_command(arguments, folder=tmp_path).code == 0
+    metrics = metrics_of(tmp_path / "run")
+    assert list(metrics) == [0]
+    assert VALIDATION_METRIC in metrics[0]
+    assert not list((tmp_path / "run").glob("global_step_*"))
+
+
+def test_epochs_end_a_run_that_wants_more_steps(material: Material, tmp_path: Path) -> None:
+    limits = ("data.train_max_samples=10", "trainer.total_epochs=2", "trainer.save_freq=100")
+    steps = ("trainer.total_training_steps=100", "trainer.test_freq=100")
+    ended = run_command(
+        train_arguments(material, tmp_path / "run", *limits, *steps), folder=tmp_path
+    )
+    assert ended.code == 0
+    metrics = metrics_of(tmp_path / "run")
+    assert list(metrics) == [0, 1, 2, 3, 4]
+    assert [metrics[step]["training/epoch"] for step in (2, 3)] == [0, 1]
+    assert VALIDATION_METRIC in metrics[4]
+    assert (tmp_path / "run/global_step_4").is_dir()
+
+
+def test_old_checkpoints_retire(material: Material, tmp_path: Path) -> None:
+    keep = ("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2")
+    assert (
+        run_command(train_arguments(material, tmp_path / "run", *keep), folder=tmp_path).code == 0
+    )
+    steps = sorted(path.name for path in (tmp_path / "run").glob("global_step_*"))
+    assert steps == ["global_step_3", "global_step_4"]
+
+
+def test_dumps_hold_all_samples(material: Material, tmp_path: Path) -> None:
+    folders = ("trainer.rollout_data_dir=rollouts", "trainer.validation_data_dir=validation")
+    arguments = train_arguments(
+        material, tmp_path / "run", *folders, "trainer.total_training_steps=2"
+    )
+    assert run_command(arguments, folder=tmp_path).code == 0
+    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["1.jsonl", "2.jsonl"]
+    assert len(read_lines(tmp_path / "rollouts/2.jsonl")) == 16
+    assert len(read_lines(tmp_path / "validation/0.jsonl")) == 6
+
+
+ASCEND_COMMAND = """
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    data.train_files=$HOME/data/gsm8k/train.parquet \
+    data.val_files=$HOME/data/gsm8k/test.parquet \
+    data.train_batch_size=128 \
+    data.max_prompt_length=512 \
+    data.max_response_length=128 \
+    data.filter_overlong_prompts=True \
+    data.truncation='error' \
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \
+    actor_rollout_ref.actor.optim.lr=5e-7 \
+    actor_rollout_ref.model.use_remove_padding=False \
+    actor_rollout_ref.actor.entropy_coeff=0.001 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=20 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    actor_rollout_ref.actor.fsdp_config.param_offload=False \
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=False \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40 \
+    actor_rollout_ref.rollout.enable_chunked_prefill=False \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    actor_rollout_ref.rollout.n=5 \
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40 \
+    actor_rollout_ref.ref.fsdp_config.param_offload=True \
+    algorithm.kl_ctrl.kl_coef=0.001 \
+    trainer.critic_warmup=0 \
+    trainer.logger=console \
+    trainer.project_name='verl_grpo_example_gsm8k' \
+    trainer.experiment_name='qwen2_7b_function_rm' \
+    trainer.n_gpus_per_node=8 \
+    trainer.nnodes=1 \
+    trainer.save_freq=-1 \
+    trainer.test_freq=5 \
+    trainer.total_epochs=1 \
+    trainer.device=npu $@
+"""
+"""As Ascend's documentation of verl prints it."""
+
+
+def test_the_published_ascend_command_runs_on_this_machine(
+    material: Material, tmp_path: Path
+) -> None:
+    small = {
+        "python3 -m verl.trainer": f"{sys.executable} -m tandem.trainer",
+        "$HOME/data/gsm8k": str(material.train.parent),
+        "Qwen/Qwen2.5-0.5B-Instruct": str(material.policy),
+        "n_gpus_per_node=8": "n_gpus_per_node=1",
+        "tensor_model_parallel_size=2": "tensor_model_parallel_size=1",
+        "$@": "trainer.total_training_steps=2",
+        "train_batch_size=128": "train_batch_size=16",
+        "ppo_mini_batch_size=64": "ppo_mini_batch_size=8",
+    }
+    command = ASCEND_COMMAND
+    for printed, changed in small.items():
+        assert printed in command
+        command = command.replace(printed, changed)
+    ended = subprocess.run(
+        shlex.split(command),
+        cwd=tmp_path,
+        env={**os.environ, "VLLM_ATTENTION_BACKEND": "XFORMERS"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    metrics = metrics_of(tmp_path / "checkpoints/verl_grpo_example_gsm8k/qwen2_7b_function_rm")
+    assert list(metrics) == [0, 1, 2]
+    assert metrics[2]["perf/throughput"] > 0
+    assert [step for step, row in metrics.items() if VALIDATION_METRIC in row] == [0, 2]
+    assert "trainer.device=npu" in ended.stderr

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tandem`` commands as real processes, for tests that stop them, starve them or read their output.
+
+Each process is forked from one that has imported torch already, so that it starts in a few
+hundredths of a second; what it runs is ``tandem.cli.main`` and nothing else.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from tandem.cli.main import main
+
+PRELOADED = ("tandem.cli.train", "tandem.cli.sft", "tandem.cli.export", "tandem.cli.report")
+TIMEOUT_S = 120
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_NAMES_CHANGED = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a command finds itself in.
+
+    Attributes:
+        environment: variables besides those of the tests.
+        max_file_bytes: no file can grow beyond it, as on a full disk; None: any.
+        die_at: the command kills itself (SIGKILL) before this file operation, counted from 1.
+    """
+
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    max_file_bytes: int | None = None
+    die_at: int | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """``code`` is negative for the signal that killed the command."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines on stderr that say an error."""
+        return [line for line in self.stderr.splitlines() if line.startswith("error:")]
+
+
+class Command:
+    """A running command. ``folder`` becomes its working directory and holds its output."""
+
+    def __init__(
+        self, arguments: Sequence[str], *, folder: Path, conditions: Conditions | None = None
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._outputs = (folder / "stdout.txt", folder / "stderr.txt")
+        self._process: ForkServerProcess = _server().Process(
+            target=_run, args=(list(arguments), str(folder), conditions or Conditions())
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self._process.pid is not None, "it was started"
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.is_alive()
+
+    def signal(self, number: int) -> None:
+        """Send a signal, if it is still there."""
+        if self._process.is_alive():
+            os.kill(self.pid, number)
+
+    def wait(self) -> Ended:
+        """Wait for the end; a command that hangs is killed and fails the test."""
+        self._process.join(TIMEOUT_S)
+        if self._process.exitcode is None:
+            self._process.kill()
+            raise AssertionError(f"still running after {TIMEOUT_S} s:\n{self.output()}")
+        stdout, stderr = (path.read_text() for path in self._outputs)
+        return Ended(self._process.exitcode, stdout, stderr)
+
+    def wait_for(self, path: Path, *, text: str = "") -> None:
+        """Wait until a file exists and holds ``text``, or the command has ended."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.is_running and not (path.exists() and text in path.read_text()):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no {text!r} in {path} after {TIMEOUT_S} s:\n{self.output()}")
+            time.sleep(0.005)
+
+    def output(self) -> str:
+        """What it has written so far."""
+        return "".join(path.read_text() for path in self._outputs if path.exists())
+
+
+def run_command(
+    arguments: Sequence[str], *, folder: Path, conditions: Conditions | None = None
+) -> Ended:
+    """Run ``tandem`` with ``arguments`` to its end."""
+    return Command(arguments, folder=folder, conditions=conditions).wait()
+
+
+@cache
+def _server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
+def _run(arguments: list[str], folder: str, conditions: Conditions) -> None:
+    """The child's whole life."""
+    os.chdir(folder)
+    os.environ.update(conditions.environment)
+    for descriptor, name in ((1, "stdout.txt"), (2, "stderr.txt")):
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+        os.close(file)
+    if conditions.max_file_bytes is not None:
+        limit = conditions.max_file_bytes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    if conditions.die_at is not None:
+        _die_at(conditions.die_at)
+    sys.exit(main(arguments))
+
+
+def _die_at(operation: int) -> None:
+    numbers = count(1)
+
+    def watch(event: str, values: tuple[Any, ...]) -> None:
+        writes = event == "open" and isinstance(values[2], int) and values[2] & _WRITING
+        if (writes or event in _NAMES_CHANGED) and next(numbers) == operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)

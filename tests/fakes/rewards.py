@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions with verl's signature for test runs, named by ``custom_reward_function.name``.
+
+All are pure functions of the response, so that a run and its resumed twin see the same scores.
+"""
+
+import time
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+HANG_S = 60.0
+
+
+def _checksum(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def graded(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> float:
+    """0, 0.25, 0.5, 0.75 or 1 by a checksum of the response."""
+    return _checksum(solution_str) % 5 / 4
+
+
+def rarely_right(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> dict[str, Any]:
+    """1 for one response in six, so that many small groups fare alike."""
+    right = _checksum(solution_str) % 6 == 0
+    return {"score": float(right), "acc": right}
+
+
+def constant(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> float:
+    """The same for everybody."""
+    return 1.0
+
+
+def unreliable(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> float:
+    """1, but a sixteenth hangs, an eighth raises and an eighth is not a number."""
+    kind = _checksum(solution_str) % 16
+    if kind == 0:
+        time.sleep(HANG_S)
+    if kind in (1, 2):
+        raise RuntimeError("this reward is out of order")
+    return float("nan") if kind in (3, 4) else 1.0
+
+
+def slow(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> float:
+    """Never done in time."""
+    time.sleep(HANG_S)
+    return 1.0

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry: help without torch, one-line errors, exit codes, verl's module names."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tandem.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[3]
+MAX_HELP_SECONDS = 0.5
+WITHOUT_TORCH = """
+import sys
+from tandem.cli.main import main
+code = main(sys.argv[1:])
+assert not {"torch", "transformers", "hydra"} & set(sys.modules) - set(%r), "heavy import"
+sys.exit(code)
+"""
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    seconds: list[float] = []
+    for _ in range(3):
+        begin_s = time.perf_counter()
+        result = run_python("-c", WITHOUT_TORCH % [()], "--help")
+        seconds.append(time.perf_counter() - begin_s)
+        assert result.returncode == 0, result.stderr
+        assert all(f"  {name} " in result.stdout for name in COMMANDS)
+    assert min(seconds) < MAX_HELP_SECONDS
+
+
+def test_the_plan_imports_no_torch() -> None:
+    result = run_python("-c", WITHOUT_TORCH % ["hydra"], "plan", "--json", "data.train_files=none")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "key"),
+    [("main_ppo", "data.filter_overlong_prompt"), ("fsdp_sft_trainer", "enginee")],
+)
+def test_verls_module_names_are_train_and_sft(
+    module: str, key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module, f"{key}=1"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module(f"tandem.trainer.{module}", run_name="__main__")
+    assert exit_.value.code == 2
+    assert f"error: {key}=1: no such key" in capsys.readouterr().err
+
+
+def test_every_command_has_its_module() -> None:
+    assert [name for name, command in COMMANDS.items() if find_spec(command.module) is None] == []
+
+
+def test_a_mistake_is_one_line_on_stderr_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "trainer.nnodes=two"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "error: trainer.nnodes='two': must be an integer. Set trainer.nnodes=1 (the default).\n"
+    )
+
+
+def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "'trian': no such command. Choose among quickstart, train" in capsys.readouterr().err
+
+
+def test_no_command_prints_the_help_and_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert capsys.readouterr().out.startswith("usage: tandem COMMAND")
+
+
+def test_a_reader_that_leaves_early_is_no_mistake() -> None:
+    command = f"{sys.executable} -m tandem.cli.main plan --help | head -n 1"
+    result = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.startswith("usage: tandem plan")
+    assert result.stderr == ""

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tandem plan``: counts rows, prints JSON or tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.cli.plan import count, run
+
+KEYS = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n" * 5)
+    return str(path)
+
+
+def test_json_counts_the_rows_of_the_files(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run(["--json", *KEYS, f"data.train_files=[{rows},{rows}]", f"data.val_files={rows}"]) == 0
+    )
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["num_train_rows"], plan["num_val_rows"]) == (10, 5)
+    assert plan["steps_per_epoch"] == 5
+
+
+def test_the_table_names_steps_pools_and_keys_in_vain(
+    rows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [f"data.train_files={rows}", f"data.val_files={rows}"]
+    assert run([*KEYS, *files, "data.use_shm=True", "trainer.test_freq=1"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("training steps", "60", "0, 1, 2, 3, ..., 59, 60", "data.use_shm", "warning: "):
+        assert text in printed
+
+
+def test_files_that_cannot_be_counted_give_the_reason() -> None:
+    found = count("data.train_files", ["/nowhere/x.parquet"])
+    assert found.rows is None
+    assert "data.train_files='/nowhere/x.parquet': no such file" in found.problem
+
+
+def test_help_lists_the_keys_with_defaults_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    printed = capsys.readouterr().out
+    for text in (
+        "usage: tandem plan",
+        "data.train_batch_size=1024",
+        "Prompts per training step",
+    ):
+        assert text in printed

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No key is silently without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from tandem.config.effects import RUN_CONDITIONS, SFT_CONDITIONS, SHARED_CONDITIONS
+from tandem.config.effects import keys_without_effect as reasons_of
+from tandem.config.keys import find_key, is_section, keys_of
+from tandem.config.mistakes import in_override_grammar
+from tandem.config.overrides import load_config
+from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+REF = "actor_rollout_ref.ref"
+
+
+def reasons(*arguments: str) -> Mapping[str, str]:
+    return reasons_of(load_config(RunConfig, arguments))
+
+
+def test_keys_that_nobody_set_are_not_named() -> None:
+    assert reasons() == {}
+    assert reasons("data.train_batch_size=512", f"{ACTOR}.optim.lr=1e-5") == {}
+
+
+def test_every_key_that_nothing_reads_is_named_when_it_is_set() -> None:
+    for name, key in keys_of(RunConfig).items():
+        if key.no_effect and key.default not in ({}, ""):
+            found = reasons(f"{name}={in_override_grammar(key.default)}")
+            assert found == {name: key.no_effect}
+
+
+def test_keys_are_named_as_they_were_spelt() -> None:
+    found = reasons("+trainer.sperated_node_tasks=[actor-train]")
+    assert list(found) == ["trainer.sperated_node_tasks"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason", "switch"),
+    [
+        (
+            "algorithm.kl_ctrl.kl_coef=0.1",
+            "use_kl_in_reward=False",
+            "algorithm.use_kl_in_reward=True",
+        ),
+        (
+            "algorithm.filter_groups.metric=acc",
+            "filter_groups.enable=False",
+            "algorithm.filter_groups.enable=True",
+        ),
+        (
+            "algorithm.norm_adv_by_std_in_grpo=False",
+            "grpo and grpo_passk",
+            "algorithm.adv_estimator=grpo",
+        ),
+        (
+            "algorithm.gamma=0.9",
+            "only the estimators",
+            "algorithm.adv_estimator=reinforce_plus_plus",
+        ),
+        ("algorithm.lam=0.9", "only the estimator gae", "algorithm.adv_estimator=gae"),
+        (f"{ACTOR}.kl_loss_coef=0.1", "use_kl_loss=False", f"{ACTOR}.use_kl_loss=True"),
+        (
+            f"{ACTOR}.clip_ratio_c=4",
+            "only loss_mode=vanilla",
+            f"{ACTOR}.policy_loss.loss_mode=vanilla",
+        ),
+        (
+            f"{ACTOR}.loss_scale_factor=5",
+            "sum-norm reads it",
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+        ),
+        (
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=5",
+            "use_dynamic_bsz=True",
+            f"{ACTOR}.use_dynamic_bsz=False",
+        ),
+        (f"{ACTOR}.data_loader_seed=5", "shuffle=False", f"{ACTOR}.shuffle=True"),
+        (
+            f"{ACTOR}.optim.min_lr_ratio=0.1",
+            "type=constant",
+            f"{ACTOR}.optim.lr_scheduler_type=cosine",
+        ),
+        (
+            f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1",
+            "is set and replaces",
+            f"{ACTOR}.optim.lr_warmup_steps=-1",
+        ),
+        (f"{ACTOR}.optim.muon_lr=0.1", "only optimizer=Muon", f"{ACTOR}.optim.optimizer=Muon"),
+        (
+            f"{REF}.log_prob_micro_batch_size_per_gpu=4",
+            "there is no reference",
+            f"{ACTOR}.use_kl_loss=True",
+        ),
+        (
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
+            "strictly on-policy",
+            f"{ACTOR}.ppo_mini_batch_size=512",
+        ),
+        (f"{ROLLOUT}.val_kwargs.top_p=0.9", "is greedy", f"{ROLLOUT}.val_kwargs.do_sample=True"),
+        (f"{ROLLOUT}.top_p=0.9", "is greedy", f"{ROLLOUT}.do_sample=True"),
+        ("data.truncation=left", "drops longer prompts", "data.filter_overlong_prompts=False"),
+        ("data.seed=4", "data.shuffle=False", "data.shuffle=True"),
+        ("custom_reward_function.name=f", "path is not set", "custom_reward_function.path=r.py"),
+        (
+            "reward_model.overlong_buffer.len=4",
+            "reward_manager=dapo",
+            "reward_model.reward_manager=dapo",
+        ),
+        ("trainer.resume_from_path=x", "not resume_path", "trainer.resume_mode=resume_path"),
+        ("trainer.max_actor_ckpt_to_keep=3", "nothing is saved", "trainer.save_freq=1"),
+        ("trainer.test_freq=3", "val_files is empty", "data.val_files=[v.parquet]"),
+    ],
+)
+def test_what_switches_a_key_off_is_the_reason_until_it_is_switched_on(
+    argument: str, reason: str, switch: str
+) -> None:
+    key, switched = argument.partition("=")[0], switch.partition("=")[0]
+    off = {
+        f"{ACTOR}.use_dynamic_bsz": "True",
+        f"{ACTOR}.ppo_mini_batch_size": "1024",
+        f"{ACTOR}.optim.lr_warmup_steps": "5",
+        f"{ACTOR}.policy_loss.loss_mode": "gspo",
+        f"{ROLLOUT}.do_sample": "False",
+        "algorithm.adv_estimator": "rloo",
+        "data.filter_overlong_prompts": "True",
+        "data.shuffle": "False",
+        "data.val_files": "[]",
+    }
+    setting_off = [f"{switched}={off[switched]}"] if switched in off else []
+    enable = ["reward_model.overlong_buffer.enable=True"] if "overlong" in argument else []
+    assert reason in reasons(argument, *setting_off, *enable)[key]
+    assert key not in reasons(argument, switch, *enable)
+
+
+def test_clip_ratio_loses_its_effect_only_to_both_sides() -> None:
+    one = (f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_low=0.2")
+    assert reasons(*one) == {}
+    assert list(reasons(*one, f"{ACTOR}.clip_ratio_high=0.2")) == [f"{ACTOR}.clip_ratio"]
+
+
+def test_an_engine_that_is_not_built_is_named() -> None:
+    reason = "engine not built yet: the native engine is used"
+    assert reasons(f"{ROLLOUT}.name=sglang") == {f"{ROLLOUT}.name": reason}
+    assert reasons(f"{ROLLOUT}.name=hf") == {}
+
+
+def test_sft_names_keys_of_reinforcement_learning() -> None:
+    loaded = load_config(SftConfig, ["trainer.critic_warmup=3", "data.max_token_len_per_gpu=4096"])
+    found = reasons_of(loaded)
+    assert found["trainer.critic_warmup"] == "it belongs to reinforcement learning"
+    assert "bounds micro-batches by count" in found["data.max_token_len_per_gpu"]
+
+
+def test_conditions_speak_of_keys_that_exist() -> None:
+    for schema, conditions in (
+        (RunConfig, RUN_CONDITIONS + SHARED_CONDITIONS),
+        (SftConfig, SFT_CONDITIONS + SHARED_CONDITIONS),
+    ):
+        names = [name for condition in conditions for name in condition.keys]
+        assert not [n for n in names if find_key(schema, n) is None and not is_section(schema, n)]
+
+
+def test_the_aggregation_of_sequence_losses_is_their_own_unless_other_terms_follow_it() -> None:
+    gspo = (f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=token-mean")
+    assert list(reasons(*gspo)) == [f"{ACTOR}.loss_agg_mode"]
+    assert reasons(*gspo, f"{ACTOR}.entropy_coeff=0.01") == {}
+
+
+def test_the_length_of_a_schedule_without_slope_has_no_effect() -> None:
+    length = f"{ACTOR}.optim.total_training_steps=9"
+    assert list(reasons(length)) == [f"{ACTOR}.optim.total_training_steps"]
+    assert reasons(length, f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1") == {}
+    assert reasons(length, f"{ACTOR}.optim.lr_scheduler_type=cosine") == {}

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From arguments to a configuration: precedence, aliases, unknown keys, wrong values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tandem.config.overrides import LoadedConfig, load_config
+from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+from tandem.errors import UserError
+
+
+def load(*arguments: str) -> LoadedConfig[RunConfig]:
+    return load_config(RunConfig, arguments)
+
+
+def error_of(*arguments: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_defaults_are_verls_where_nothing_else_is_said() -> None:
+    config = load().config
+    assert config == RunConfig()
+    assert config.data.train_batch_size == 1024
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 256
+    assert config.actor_rollout_ref.rollout.name == "native"
+
+
+def test_later_wins_defaults_then_recipe_then_command_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "data: {train_batch_size: 8, max_prompt_length: 9}\n"
+        "actor_rollout_ref: {actor: {optim: {lr: 5e-7}}}\n"
+        "trainer.nnodes: 1\n"
+    )
+    loaded = load("data.train_batch_size=4", str(recipe))
+    assert loaded.config.data.train_batch_size == 4
+    assert loaded.config.data.max_prompt_length == 9
+    assert loaded.config.data.max_response_length == 512
+    assert loaded.config.actor_rollout_ref.actor.optim.lr == 5e-7
+    assert "trainer.nnodes" in loaded.set_keys
+
+
+def test_plus_on_a_known_key_sets_it_and_tilde_takes_it_back() -> None:
+    assert load("+trainer.test_freq=3").config.trainer.test_freq == 3
+    assert load("++trainer.test_freq=3").config.trainer.test_freq == 3
+    loaded = load("trainer.test_freq=3", "~trainer.test_freq", "trainer.save_freq=2", "~trainer")
+    assert loaded.config == RunConfig()
+    assert loaded.set_keys == {}
+
+
+def test_one_string_stands_for_a_list() -> None:
+    config = load("trainer.logger=console", "data.train_files=a", "data.val_files=null").config
+    assert config.trainer.logger == ("console",)
+    assert config.data.train_files == ("a",)
+    assert config.data.val_files == ()
+    assert load("trainer.logger=[]").config.trainer.logger == ()
+
+
+def test_numbers_become_text_where_text_is_wanted() -> None:
+    assert load("trainer.experiment_name=2024").config.trainer.experiment_name == "2024"
+    assert load("data.train_batch_size='64'").config.data.train_batch_size == 64
+
+
+def test_free_form_sections_take_any_key() -> None:
+    loaded = load(
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn=True",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
+        "critic.optim.lr=1e-5",
+    )
+    actor = loaded.config.actor_rollout_ref.actor
+    assert actor.megatron.override_transformer_config == {"use_flash_attn": True}
+    assert loaded.config.actor_rollout_ref.rollout.engine_kwargs == {"vllm": {"swap_space": 4}}
+    assert loaded.unknown_keys == ()
+
+
+def test_a_mapping_sets_the_keys_of_a_section() -> None:
+    config = load("algorithm.kl_ctrl={type:adaptive,horizon:5}").config
+    assert (config.algorithm.kl_ctrl.type, config.algorithm.kl_ctrl.horizon) == ("adaptive", 5)
+    assert config.algorithm.kl_ctrl.kl_coef == 0.001
+
+
+def test_other_spellings_mean_one_key_with_one_notice() -> None:
+    loaded = load(
+        "reward.custom_reward_function.path=r.py",
+        "reward_model.overlong_buffer.len=4",
+        "actor_rollout_ref.actor.grad_clip=0.5",
+        "+trainer.sperated_node_ratios=[1.0]",
+        "+actor_rollout_ref.async_pipeline=True",
+    )
+    config = loaded.config
+    assert config.custom_reward_function.path == "r.py"
+    assert config.reward_model.reward_kwargs.overlong_buffer_cfg.len == 4
+    assert config.actor_rollout_ref.actor.optim.clip_grad == 0.5
+    assert config.trainer.separated_node_ratios == (1.0,)
+    assert config.trainer.async_pipeline
+    assert len(loaded.warnings) == 5
+    assert "actor_rollout_ref.async_pipeline is read as trainer.async_pipeline" in loaded.warnings
+
+
+def test_old_and_new_keys_of_sft_mean_the_same() -> None:
+    old = load_config(
+        SftConfig,
+        [
+            "model.partial_pretrain=m",
+            "model.fsdp_config.cpu_offload=True",
+            "optim.lr_scheduler=cosine",
+        ],
+    )
+    new = load_config(
+        SftConfig, ["model.path=m", "engine.param_offload=True", "optim.lr_scheduler_type=cosine"]
+    )
+    assert old.config == new.config
+    assert old.config.optim.betas == (0.9, 0.95)
+
+
+def test_rollout_and_reference_follow_the_actors_token_limits() -> None:
+    roles = load(
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=8192",
+    ).config.actor_rollout_ref
+    assert roles.rollout.log_prob_use_dynamic_bsz and roles.ref.log_prob_use_dynamic_bsz
+    assert roles.rollout.microbatch_tokens == 4096
+    assert roles.ref.microbatch_tokens == 8192
+
+
+def test_clip_ratio_is_effective_until_both_sides_replace_it() -> None:
+    actor = load(
+        "actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_high=0.3"
+    ).config.actor_rollout_ref.actor
+    assert (actor.clip_low, actor.clip_high) == (0.1, 0.3)
+
+
+def test_interpolations_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_TEST_NAME", "seven")
+    config = load(
+        "trainer.experiment_name=${trainer.project_name}_${oc.env:TANDEM_TEST_NAME}",
+        "trainer.default_local_dir=runs/${env:TANDEM_TEST_MISSING,0}",
+        "data.max_response_length=${data.max_prompt_length}",
+        "trainer.logger=[console,'${env:TANDEM_TEST_MISSING,file}']",
+    ).config
+    assert config.trainer.experiment_name == "verl_examples_seven"
+    assert config.trainer.default_local_dir == "runs/0"
+    assert config.data.max_response_length == 512
+    assert config.trainer.logger == ("console", "file")
+    assert len(load("trainer.experiment_name=${now:%Y}").config.trainer.experiment_name) == 4
+
+
+def test_hydras_own_keys_are_accepted_and_ignored() -> None:
+    loaded = load("++hydra.run.dir=outputs/${now:%Y}/${env:RANK,0}", "hydra.job.chdir=${nothing}")
+    assert loaded.config == RunConfig()
+    assert loaded.unknown_keys == loaded.warnings == ()
+
+
+def test_an_unknown_plus_key_is_a_warning_that_names_the_nearest() -> None:
+    loaded = load("+trainer.test_frequency=5")
+    assert loaded.unknown_keys == ("trainer.test_frequency",)
+    assert loaded.warnings == (
+        "trainer.test_frequency: unknown, has no effect; nearest key: trainer.test_freq",
+    )
+
+
+def test_a_configuration_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load().config.data.train_batch_size = 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data.train_batchsize=8"], "=8: no such key. Did you mean data.train_batch_size?"),
+        (["trainer.train_batch_size=8"], "Did you mean data.train_batch_size?"),
+        (["~trainer.nothing"], "no such key"),
+        (["trainer.nnodes.x=1"], "no such key"),
+        (["trainer.nnodes="], "trainer.nnodes='': value is empty: is $WORLD_SIZE set? Set"),
+        (["actor_rollout_ref.model.path="], "value is empty: is the shell variable behind it set?"),
+        (["trainer.nnodes=two"], "='two': must be an integer. Set trainer.nnodes=1 (the default)."),
+        (["trainer.nnodes=1.5"], "trainer.nnodes=1.5: must be an integer."),
+        (["trainer.nnodes=0"], "trainer.nnodes=0: must be at least 1."),
+        (["trainer.nnodes=null"], "trainer.nnodes=None: must be an integer."),
+        (["actor_rollout_ref.actor.optim.lr=fast"], "optim.lr='fast': must be a number."),
+        (["actor_rollout_ref.actor.optim.lr=inf"], "must be a finite number"),
+        (["actor_rollout_ref.actor.optim.betas=[0.9]"], "actor_rollout_ref.actor.optim.betas"),
+        (["actor_rollout_ref.actor.clip_ratio_c=1"], "must be greater than 1"),
+        (["actor_rollout_ref.rollout.top_p=1.5"], "must be at most 1"),
+        (["trainer.val_only=perhaps"], "trainer.val_only='perhaps': must be True or False."),
+        (["trainer.logger=5"], "must be a list like [a,b]. Set trainer.logger=[console] (the def"),
+        (["trainer.logger=[5,[x]]"], "trainer.logger.1=['x']: must be text."),
+        (["data.apply_chat_template_kwargs=yes"], "must be a mapping like {key:value}"),
+        (["algorithm.adv_estimator=grbo"], "='grbo': must be one of gae, grpo,"),
+        (["trainer.resume_mode=no"], "auto, disable, resume_path. Set trainer.resume_mode=auto"),
+        (["trainer=5"], "trainer=5: is a section, not a key. Set one of its keys, e.g. trainer."),
+        (["trainer.experiment_name=${trainer.nothing}"], "cannot be resolved"),
+        (["nowhere.yaml"], "'nowhere.yaml': no such recipe file."),
+    ],
+)
+def test_a_mistake_is_one_line_with_key_value_rule_and_remedy(
+    arguments: list[str], message: str
+) -> None:
+    assert message in error_of(*arguments)

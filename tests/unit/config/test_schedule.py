@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps, saves and validations as verl counts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.config.run import RunConfig
+from tandem.config.schedule import Schedule, schedule_run, schedule_sft
+from tandem.config.sft import SftConfig
+from tandem.errors import UserError
+
+
+def schedule(num_rows: int, batch_size: int = 128, **trainer: Any) -> Schedule:
+    tree = {
+        "data": {"train_batch_size": batch_size},
+        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 64}},
+        "trainer": {"total_epochs": 1, **trainer},
+    }
+    return schedule_run(RunConfig.model_validate(tree), num_rows)
+
+
+def test_gsm8k_with_batches_of_128_has_58_steps() -> None:
+    plan = schedule(7473, test_freq=5)
+    assert (plan.steps_per_epoch, plan.total_training_steps) == (58, 58)
+    assert plan.optimizer_steps_per_step == 2
+    assert plan.validation_steps == (*range(0, 56, 5), 58)
+
+
+def test_total_training_steps_shortens_but_never_extends() -> None:
+    assert schedule(7473, total_epochs=2).total_training_steps == 116
+    assert schedule(7473, total_epochs=2, total_training_steps=7).total_training_steps == 7
+    assert schedule(7473, total_epochs=2, total_training_steps=999).total_training_steps == 116
+
+
+@pytest.mark.parametrize("frequency", [-1, 0])
+def test_without_a_positive_frequency_nothing_is_due_not_even_at_the_end(frequency: int) -> None:
+    plan = schedule(1280, save_freq=frequency, test_freq=frequency)
+    assert not any(plan.is_save_step(step) for step in range(11))
+    assert plan.validation_steps == (0,)
+
+
+def test_the_last_step_is_always_due() -> None:
+    plan = schedule(1280, save_freq=4, test_freq=100, val_before_train=False)
+    assert [step for step in range(11) if plan.is_save_step(step)] == [4, 8, 10]
+    assert plan.validation_steps == (10,)
+
+
+def test_val_only_validates_once_and_trains_no_step() -> None:
+    plan = schedule(1280, val_only=True, test_freq=5)
+    assert (plan.total_training_steps, plan.validation_steps) == (0, (0,))
+
+
+def test_without_validation_files_there_is_no_validation() -> None:
+    tree = {"data": {"train_batch_size": 256, "val_files": []}, "trainer": {"test_freq": 1}}
+    assert schedule_run(RunConfig.model_validate(tree), 512).validation_steps == ()
+
+
+def test_ppo_epochs_multiply_optimizer_steps() -> None:
+    tree = {"actor_rollout_ref": {"actor": {"ppo_epochs": 3}}}
+    config = RunConfig.model_validate(tree)
+    assert schedule_run(config, 1024).optimizer_steps_per_step == 1024 // 256 * 3
+
+
+def test_rows_that_do_not_fill_a_batch_are_an_error_with_the_remedy() -> None:
+    with pytest.raises(UserError) as caught:
+        schedule(100)
+    assert str(caught.value) == (
+        "data.train_batch_size=128: must not exceed the number of training rows (100). "
+        "Set data.train_batch_size=100 or lower, or add data."
+    )
+
+
+def test_sft_makes_one_optimizer_step_per_step_and_does_not_validate_first() -> None:
+    tree = {"data": {"val_files": "v.parquet"}, "trainer": {"test_freq": 3, "total_epochs": 2}}
+    plan = schedule_sft(SftConfig.model_validate(tree), 1024)
+    assert (plan.total_training_steps, plan.optimizer_steps_per_step) == (8, 1)
+    assert plan.validation_steps == (3, 6, 8)

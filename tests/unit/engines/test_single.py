@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The single-device engine: invariance, optimizer steps, skipped steps, checkpoints."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tandem.algorithms.policy_loss import PolicyLoss
+from tandem.algorithms.sft import SftLoss
+from tandem.config.optim import OptimConfig
+from tandem.data.packing import (
+    TrainSequence,
+    in_sequence_order,
+    pack_microbatches,
+    plan_microbatches,
+)
+from tandem.engines.single import OPTIMIZER_FILE, ReferenceModel, SingleDeviceEngine
+from tandem.errors import UserError
+from tandem.models.folder import open_model
+from tandem.models.language_model import LanguageModel
+from tandem.types import LossColumns, LossInputs, LossOutputs, LossScale, PackedBatch
+
+LOSS = PolicyLoss(
+    loss_mode="vanilla",
+    clip_ratio_low=0.2,
+    clip_ratio_high=0.28,
+    clip_ratio_c=3.0,
+    loss_agg_mode="seq-mean-token-mean",
+    loss_scale_factor=None,
+    entropy_coeff=0.01,
+    calculate_entropy=True,
+    use_kl_loss=True,
+    kl_loss_coef=0.05,
+    kl_loss_type="low_var_kl",
+)
+OPTIM = OptimConfig(lr=1e-3, lr_warmup_steps=2)
+
+
+@dataclass(frozen=True)
+class PoisonedLoss:
+    """An SFT loss that becomes ``value`` in the last micro-batch."""
+
+    value: float
+    num_tokens: int
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        outputs = SftLoss()(inputs)
+        if len(inputs.logp_R) != self.num_tokens:
+            return outputs
+        return LossOutputs(loss=outputs.loss * self.value, metrics=outputs.metrics)
+
+
+def _sequences() -> list[TrainSequence]:
+    """Five prompts with three responses each, of different lengths."""
+    rng = random.Random(2)
+
+    def draw(shortest: int, longest: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(3, 60) for _ in range(rng.randint(shortest, longest)))
+
+    prompts = [draw(2, 12) for _ in range(5)]
+    return [TrainSequence(i // 3, prompts[i // 3], draw(1, 9)) for i in range(15)]
+
+
+SEQUENCES = _sequences()
+NUM_TOKENS = sum(sequence.num_loss_tokens for sequence in SEQUENCES)
+SCALE = LossScale(num_tokens=NUM_TOKENS, num_sequences=len(SEQUENCES))
+
+
+def _batches(max_sequences: int | None = None, max_tokens: int | None = None) -> list[PackedBatch]:
+    generator = torch.Generator().manual_seed(1)
+    columns = LossColumns(
+        advantages_R=torch.randn(NUM_TOKENS, generator=generator),
+        old_logp_R=-4 + 0.1 * torch.randn(NUM_TOKENS, generator=generator),
+        ref_logp_R=-4 + 0.1 * torch.randn(NUM_TOKENS, generator=generator),
+    )
+    plan = plan_microbatches(SEQUENCES, max_sequences=max_sequences, max_tokens=max_tokens)
+    return pack_microbatches(SEQUENCES, plan, columns=columns)
+
+
+def _model(folder: Path) -> LanguageModel:
+    return open_model(str(folder), dtype=torch.float32, device="cpu")
+
+
+def _engine(folder: Path, optim: OptimConfig = OPTIM) -> SingleDeviceEngine:
+    return SingleDeviceEngine(_model(folder), optim, total_training_steps=10)
+
+
+def _weights(model: LanguageModel) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.module.named_parameters()}
+
+
+def _assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+def _watch_gradients(model: LanguageModel) -> dict[str, torch.Tensor]:
+    """A dict that always holds what has been accumulated last."""
+    gradients: dict[str, torch.Tensor] = {}
+    for name, parameter in model.module.named_parameters():
+
+        def keep(parameter: torch.Tensor, name: str = name) -> None:
+            assert parameter.grad is not None
+            gradients[name] = parameter.grad.clone()
+
+        parameter.register_post_accumulate_grad_hook(keep)
+    return gradients
+
+
+def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(tiny_policy_folder: Path) -> None:
+    expected = None
+    for cut in ({}, {"max_sequences": 4}, {"max_sequences": 1}, {"max_tokens": 40}):
+        model = _model(tiny_policy_folder)
+        gradients = _watch_gradients(model)
+        engine = SingleDeviceEngine(model, OPTIM, total_training_steps=10)
+        report = engine.update(_batches(**cut), LOSS, scale=SCALE, temperature=0.9)
+        if expected is None:
+            expected = (report, gradients)
+            continue
+        assert report.metrics == pytest.approx(expected[0].metrics, abs=1e-6)
+        assert report.grad_norm == pytest.approx(expected[0].grad_norm, rel=1e-5)
+        for name, gradient in expected[1].items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-6)
+
+
+def test_gradient_checkpointing_changes_nothing(tiny_policy_folder: Path) -> None:
+    found = []
+    for enabled in (False, True):
+        model = _model(tiny_policy_folder)
+        model.set_gradient_checkpointing(enabled)
+        gradients = _watch_gradients(model)
+        engine = SingleDeviceEngine(model, OPTIM, total_training_steps=10)
+        engine.update(_batches(max_sequences=4), LOSS, scale=SCALE, temperature=0.9)
+        found.append(gradients)
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=0, atol=1e-6)
+
+
+def test_an_update_is_a_clipped_adamw_step(tiny_policy_folder: Path) -> None:
+    model = _model(tiny_policy_folder)
+    gradients = _watch_gradients(model)
+    optim = OptimConfig(lr=1e-3, clip_grad=0.05, weight_decay=0.3, betas=(0.8, 0.9))
+    expected = [torch.nn.Parameter(p.detach().clone()) for p in model.module.parameters()]
+    engine = SingleDeviceEngine(model, optim, total_training_steps=10)
+    reference = torch.optim.AdamW(expected, lr=1e-3, weight_decay=0.3, betas=(0.8, 0.9))
+    for _ in range(3):
+        report = engine.update(_batches(), LOSS, scale=SCALE, temperature=1.0)
+        norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+        assert report.grad_norm == pytest.approx(float(norm), rel=1e-5) and report.grad_norm > 0.05
+        for parameter, name in zip(expected, _weights(model), strict=True):
+            parameter.grad = gradients[name] * 0.05 / (norm + 1e-6)
+        reference.step()
+        for actual, wanted in zip(model.module.parameters(), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-6)
+        assert all(parameter.grad is None for parameter in model.module.parameters())
+
+
+def test_the_rate_follows_the_schedule_and_not_the_updates(tiny_policy_folder: Path) -> None:
+    model = _model(tiny_policy_folder)
+    engine = SingleDeviceEngine(model, OPTIM, total_training_steps=10)
+    before, rates = _weights(model), []
+    for step in range(4):
+        rates += [
+            engine.update(_batches(), LOSS, scale=SCALE, temperature=1.0).learning_rate
+            for _ in range(2)
+        ]
+        if step == 0:
+            _assert_equal(_weights(model), before)
+        engine.advance_schedule()
+    assert rates == pytest.approx([0, 0, 5e-4, 5e-4, 1e-3, 1e-3, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_is_not_taken(tiny_policy_folder: Path, value: float) -> None:
+    model, twin = _model(tiny_policy_folder), _model(tiny_policy_folder)
+    optim = OptimConfig(lr=1e-3)
+    engine = SingleDeviceEngine(model, optim, total_training_steps=10)
+    undisturbed = SingleDeviceEngine(twin, optim, total_training_steps=10)
+    batches = _batches(max_sequences=4)
+    poison = PoisonedLoss(value, num_tokens=len(batches[-1].target_R))
+    before = _weights(model)
+    report = engine.update(batches, poison, scale=SCALE, temperature=1.0)
+    assert report.skipped
+    _assert_equal(_weights(model), before)
+    for one in (engine, undisturbed):
+        assert not one.update(batches, SftLoss(), scale=SCALE, temperature=1.0).skipped
+    _assert_equal(_weights(model), _weights(twin))
+
+
+def test_no_micro_batch_means_a_zero_gradient(tiny_policy_folder: Path) -> None:
+    model = _model(tiny_policy_folder)
+    engine = SingleDeviceEngine(model, OptimConfig(lr=1e-3), total_training_steps=10)
+    engine.update(_batches(), LOSS, scale=SCALE, temperature=1.0)
+    before = _weights(model)
+    report = engine.update([], LOSS, scale=SCALE, temperature=1.0)
+    assert (report.metrics, report.grad_norm, report.skipped) == ({}, 0.0, False)
+    moved = [not torch.equal(p, before[name]) for name, p in model.module.named_parameters()]
+    assert all(moved)  # by the moments of the step before
+
+
+def test_supervised_learning_lowers_the_loss(tiny_policy_folder: Path) -> None:
+    for optimizer in ("AdamW", "Muon"):
+        optim = OptimConfig(optimizer=optimizer, lr=1e-2, muon_lr=0.02)
+        engine = _engine(tiny_policy_folder, optim)
+        losses = [
+            engine.update(_batches(), SftLoss(), scale=SCALE, temperature=1.0).metrics["train/loss"]
+            for _ in range(12)
+        ]
+        assert losses[-1] < 0.8 * losses[0]
+
+
+def test_log_probs_are_those_of_the_full_softmax(tiny_policy_folder: Path) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tiny_policy_folder)
+    plan = plan_microbatches(SEQUENCES, max_sequences=4)
+    batches = pack_microbatches(SEQUENCES, plan)
+    expected: list[torch.Tensor] = []
+    for sequence in SEQUENCES:
+        ids = torch.tensor(sequence.prompt_ids + sequence.response_ids)
+        with torch.no_grad():
+            logits = theirs(input_ids=ids[None]).logits[0, len(sequence.prompt_ids) - 1 : -1]
+        target = ids[len(sequence.prompt_ids) :, None]
+        expected.append(torch.log_softmax(logits / 0.7, -1).gather(1, target)[:, 0])
+    reference = ReferenceModel(_model(tiny_policy_folder))
+    for scorer in (_engine(tiny_policy_folder), reference):
+        parts = scorer.log_probs(batches, 0.7)
+        assert all(part.dtype == torch.float32 and not part.requires_grad for part in parts)
+        actual = in_sequence_order(parts, sequences=SEQUENCES, plan=plan)
+        torch.testing.assert_close(actual, torch.cat(expected), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_a_restored_engine_continues_bit_by_bit(
+    tiny_policy_folder: Path, tmp_path: Path, optimizer: str
+) -> None:
+    optim = OptimConfig(
+        optimizer=optimizer,
+        lr=1e-3,
+        lr_scheduler_type="cosine",
+        lr_warmup_steps=2,
+        min_lr_ratio=0.1,
+    )
+
+    def step(engine: SingleDeviceEngine) -> None:
+        engine.update(_batches(max_sequences=6), LOSS, scale=SCALE, temperature=1.0)
+        engine.advance_schedule()
+
+    first, second = _model(tiny_policy_folder), _model(tiny_policy_folder)
+    engine = SingleDeviceEngine(first, optim, total_training_steps=10)
+    for _ in range(4):
+        step(engine)
+    engine.save(tmp_path)
+    restored = SingleDeviceEngine(second, optim, total_training_steps=10)
+    step(restored)
+    pointers = [parameter.data_ptr() for parameter in second.module.parameters()]
+    restored.load(tmp_path)
+    _assert_equal(_weights(second), _weights(first))
+    assert [parameter.data_ptr() for parameter in second.module.parameters()] == pointers
+    for _ in range(3):
+        step(engine)
+        step(restored)
+    _assert_equal(_weights(second), _weights(first))
+
+
+def test_a_checkpoint_is_a_model_folder(tiny_policy_folder: Path, tmp_path: Path) -> None:
+    model = _model(tiny_policy_folder)
+    engine = SingleDeviceEngine(model, OptimConfig(lr=1e-2), total_training_steps=10)
+    engine.update(_batches(), LOSS, scale=SCALE, temperature=1.0)
+    for name, write in (("saved", engine.save), ("exported", engine.export)):
+        folder = tmp_path / name
+        folder.mkdir()
+        write(folder)
+        _assert_equal(_weights(_model(folder)), _weights(model))
+        assert transformers.AutoTokenizer.from_pretrained(folder).eos_token_id is not None
+        assert (folder / OPTIMIZER_FILE).exists() == (name == "saved")
+
+
+def test_a_foreign_or_incomplete_checkpoint_is_refused(
+    tiny_policy_folder: Path, tmp_path: Path
+) -> None:
+    other = transformers.Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    saved.mkdir()
+    transformers.Qwen2ForCausalLM(other).save_pretrained(source)
+    _engine(source).save(saved)
+    engine = _engine(tiny_policy_folder)
+    with pytest.raises(UserError, match="another model"):
+        engine.load(saved)
+    (saved / OPTIMIZER_FILE).unlink()
+    with pytest.raises(UserError, match="no optimizer.pt"):
+        _engine(source).load(saved)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(
+    tiny_policy_folder: Path, tmp_path: Path
+) -> None:
+    _engine(tiny_policy_folder).save(tmp_path)
+    with pytest.raises(UserError, match="optim.optimizer='Muon'"):
+        _engine(tiny_policy_folder, OptimConfig(optimizer="Muon")).load(tmp_path)
+
+
+def test_other_families_train_and_resume_too(tmp_path: Path) -> None:
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    saved.mkdir()
+    config = transformers.GPTNeoXConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(source)
+    first, second = _model(source), _model(source)
+    optim = OptimConfig(optimizer="Muon", lr=1e-2, muon_lr=0.02)
+    engine = SingleDeviceEngine(first, optim, total_training_steps=10)
+    engine.update(_batches(max_sequences=6), LOSS, scale=SCALE, temperature=1.0)
+    engine.save(saved)
+    restored = SingleDeviceEngine(second, optim, total_training_steps=10)
+    restored.load(saved)
+    for one in (engine, restored):
+        one.update(_batches(max_sequences=6), LOSS, scale=SCALE, temperature=1.0)
+    _assert_equal(_weights(second), _weights(first))

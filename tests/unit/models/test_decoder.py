@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder equals transformers: logits and gradients, packed and alone."""
+
+import pytest
+import torch
+
+from tandem.models.attention import PackedAttention
+from tandem.models.weights import file_tensors
+from tandem.types import PackedBatch, Segments
+from tests.unit.models.tiny_models import (
+    NATIVE,
+    VOCAB,
+    hf_logits,
+    open_fp32,
+    pack_separate,
+    pack_shared,
+    sample_sequences,
+    write_hf,
+)
+
+
+def logits_of(model, packed: PackedBatch):
+    return model.hidden(packed) @ model.lm_head_weight.T
+
+
+def weighted_sum(logits_TV):
+    """A scalar in which every logit has a weight of its own."""
+    generator = torch.Generator().manual_seed(1)
+    return (logits_TV * torch.randn(logits_TV.shape, generator=generator)).sum()
+
+
+def gradients(model, packed: PackedBatch) -> dict:
+    model.module.zero_grad()
+    weighted_sum(logits_of(model, packed)).backward()
+    return {name: x.grad.clone() for name, x in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("case", NATIVE)
+def test_packed_logits_equal_transformers(case, tmp_path):
+    theirs = write_hf(NATIVE[case](), tmp_path)
+    ours = open_fp32(tmp_path)
+    assert ours.decoder is not None
+    sequences = sample_sequences()
+    with torch.no_grad():
+        for packed in (pack_shared(*sequences), pack_separate(*sequences)):
+            difference = logits_of(ours, packed) - hf_logits(theirs, packed)
+            assert difference.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("case", NATIVE)
+def test_single_sequence_equals_transformers(case, tmp_path):
+    theirs = write_hf(NATIVE[case](), tmp_path)
+    decoder = open_fp32(tmp_path).decoder
+    ids_T = torch.arange(40) % VOCAB
+    zero, length = torch.tensor([0]), torch.tensor([40])
+    attention = PackedAttention(Segments(zero, length, zero, zero))
+    with torch.no_grad():
+        ours_TV = decoder(ids_T, torch.arange(40), attention) @ decoder.lm_head_weight.T
+        theirs_TV = theirs(input_ids=ids_T[None]).logits[0]
+    assert (ours_TV - theirs_TV).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("case", NATIVE)
+def test_gradients_equal_transformers(case, tmp_path):
+    theirs = write_hf(NATIVE[case](), tmp_path)
+    ours = open_fp32(tmp_path)
+    packed = pack_shared(*sample_sequences())
+    our_grads = gradients(ours, packed)
+    weighted_sum(hf_logits(theirs, packed)).backward()
+    their_grads = {name: x.grad for name, x in theirs.named_parameters()}
+    pieces = list(file_tensors(ours.decoder.config))
+    assert {x.name for x in pieces} == set(their_grads)
+    for x in pieces:
+        ours_part = our_grads[x.ours][x.start : x.start + x.rows]
+        scale = their_grads[x.name].abs().max()
+        torch.testing.assert_close(ours_part, their_grads[x.name], rtol=0, atol=1e-5 * scale)
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path):
+    write_hf(NATIVE["qwen3_biases"](), tmp_path)
+    model = open_fp32(tmp_path)
+    packed = pack_shared(*sample_sequences())
+    kept = gradients(model, packed)
+    model.set_gradient_checkpointing(True)
+    recomputed = gradients(model, packed)
+    assert kept.keys() == recomputed.keys()
+    assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
+
+
+def test_gradient_checkpointing_recomputes_layers(tmp_path):
+    write_hf(NATIVE["llama"](), tmp_path)
+    model = open_fp32(tmp_path)
+    calls = []
+    model.decoder.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    packed = pack_shared(*sample_sequences())
+    gradients(model, packed)
+    assert len(calls) == 1
+    model.set_gradient_checkpointing(True)
+    gradients(model, packed)
+    assert len(calls) == 3
+
+
+def test_tied_head_is_the_embedding(tmp_path):
+    write_hf(NATIVE["qwen2_tied"](), tmp_path / "tied")
+    write_hf(NATIVE["qwen2_untied"](), tmp_path / "untied")
+    tied, untied = open_fp32(tmp_path / "tied"), open_fp32(tmp_path / "untied")
+    assert tied.lm_head_weight is tied.decoder.embedding.weight
+    assert untied.num_parameters - tied.num_parameters == untied.lm_head_weight.numel()

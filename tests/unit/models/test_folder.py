@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model paths: what opens, and one line for each mistake."""
+
+import json
+
+import huggingface_hub.constants
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tandem.errors import UserError
+from tandem.models.folder import check_folder, open_model
+from tests.unit.models.tiny_models import NATIVE, SIZES, open_fp32, write_hf
+
+
+def refused(path, message: str, **options) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        check_folder(str(path), **options)
+    assert str(caught.value).startswith(f"actor_rollout_ref.model.path='{path}': ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_good_folder(tmp_path):
+    write_hf(NATIVE["qwen2_tied"](), tmp_path)
+    folder = check_folder(str(tmp_path))
+    assert folder.path == tmp_path
+    assert folder.decoder_config.family == folder.hf_config["model_type"] == "qwen2"
+
+
+def test_mistakes_are_named(tmp_path):
+    refused(tmp_path / "nothing/here", "no such folder")
+    refused(tmp_path, "the folder has no config.json")
+    config = tmp_path / "config.json"
+    config.write_text("{")
+    refused(tmp_path, "config.json is not valid JSON")
+    config.write_text("{}")
+    refused(tmp_path, "config.json must name a model_type")
+    config.write_text('{"model_type": "marvellous"}')
+    refused(tmp_path, "model_type 'marvellous' is unknown. Use one of qwen2, qwen3, llama or")
+    config.write_text('{"model_type": "marvellous", "auto_map": {}}')
+    refused(tmp_path, "Set actor_rollout_ref.model.trust_remote_code=True")
+    refused(tmp_path, "the folder has no model.safetensors", trust_remote_code=True)
+    config.write_text(json.dumps({"model_type": "qwen2", **SIZES}))
+    refused(tmp_path, "the folder has no model.safetensors")
+    assert check_folder(str(tmp_path), load_weight=False).decoder_config is not None
+
+
+def test_the_key_of_the_message_can_be_another(tmp_path):
+    with pytest.raises(UserError, match=r"^model\.partial_pretrain="):
+        check_folder(str(tmp_path), key="model.partial_pretrain")
+
+
+def test_an_unreachable_hub_is_said_at_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="neither a local folder, nor in the Hugging Face cache"):
+        check_folder("nobody/no-such-model")
+    with pytest.raises(UserError, match="path='': no such folder"):
+        check_folder("")
+
+
+def test_random_weights_depend_on_the_seed_only(tmp_path):
+    NATIVE["qwen3_biases"]().save_pretrained(tmp_path)
+
+    def draw(seed: int, dtype: torch.dtype = torch.float32) -> dict:
+        model = open_model(str(tmp_path), dtype=dtype, device="cpu", load_weight=False, seed=seed)
+        return model.module.state_dict()
+
+    one, same, other = draw(0), draw(0), draw(1)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["embedding.weight"], other["embedding.weight"])
+    half = draw(0, torch.bfloat16)
+    assert all(torch.equal(one[name].bfloat16(), half[name]) for name in one)
+    assert one["layers.0.gate_up.weight"].std() == pytest.approx(0.02, rel=0.1)
+    assert one["layers.0.qkv.bias"].abs().max() == 0
+    assert one["layers.0.q_norm.weight"].min() == 1 == one["final_norm.weight"].max()
+
+
+def test_a_saved_model_is_a_complete_folder(tmp_path):
+    theirs = write_hf(NATIVE["llama_biases_tied"](), tmp_path / "a")
+    (tmp_path / "a" / "tokenizer.json").write_text("{}")
+    model = open_fp32(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    model.save(tmp_path / "b", torch.bfloat16)
+    assert (tmp_path / "b" / "tokenizer.json").exists()
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype="auto")
+    assert reloaded.dtype == torch.bfloat16
+    state = reloaded.state_dict()
+    assert all(torch.equal(x.bfloat16(), state[name]) for name, x in theirs.state_dict().items())
+
+
+def test_facts(tmp_path):
+    theirs = write_hf(NATIVE["qwen2_tied"](), tmp_path)
+    model = open_fp32(tmp_path)
+    assert model.family == "qwen2"
+    assert model.num_parameters == theirs.num_parameters()

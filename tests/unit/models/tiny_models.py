@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random models of every family, as transformers builds them, and packed batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tandem.models.folder import open_model
+from tandem.models.language_model import LanguageModel
+from tandem.types import PackedBatch, Segments
+
+VOCAB = 67
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+NATIVE = {
+    "qwen2_tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2_untied": lambda: Qwen2Config(**SIZES),
+    "qwen3_tied": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "qwen3_biases": lambda: Qwen3Config(**SIZES, head_dim=16, attention_bias=True),
+    "llama": lambda: LlamaConfig(**SIZES),
+    "llama_biases_tied": lambda: LlamaConfig(
+        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+}
+
+
+def hf_model(hf_config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model whose every weight is random: norms near 1, all else normal(0, 0.2)."""
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+    return model
+
+
+def write_hf(hf_config: PretrainedConfig, folder: Path) -> PreTrainedModel:
+    """``hf_model`` written into ``folder``."""
+    model = hf_model(hf_config)
+    model.save_pretrained(folder)
+    return model
+
+
+def open_fp32(folder: Path) -> LanguageModel:
+    """``open_model`` in fp32 on the CPU."""
+    return open_model(str(folder), dtype=torch.float32, device="cpu")
+
+
+def pack_shared(prompts: list[list[int]], responses: list[list[list[int]]]) -> PackedBatch:
+    """Prompts, each followed by its responses as segments that name it as prefix."""
+    token_ids, positions, segments, sources, targets = [], [], [], [], []
+    for prompt, group in zip(prompts, responses, strict=True):
+        prompt_start = len(token_ids)
+        token_ids += prompt
+        positions += range(len(prompt))
+        segments.append((prompt_start, len(prompt), 0, 0))
+        for response in group:
+            start = len(token_ids)
+            token_ids += response
+            positions += range(len(prompt), len(prompt) + len(response))
+            segments.append((start, len(response), prompt_start, len(prompt)))
+            sources += [prompt_start + len(prompt) - 1, *range(start, start + len(response) - 1)]
+            targets += response
+    return _batch(token_ids, positions, segments=segments, sources=sources, targets=targets)
+
+
+def pack_separate(prompts: list[list[int]], responses: list[list[list[int]]]) -> PackedBatch:
+    """The same sequences, each one segment with a prompt of its own."""
+    token_ids, positions, segments, sources, targets = [], [], [], [], []
+    for prompt, group in zip(prompts, responses, strict=True):
+        for response in group:
+            start, length = len(token_ids), len(prompt) + len(response)
+            token_ids += prompt + response
+            positions += range(length)
+            segments.append((start, length, 0, 0))
+            sources += range(start + len(prompt) - 1, start + length - 1)
+            targets += response
+    return _batch(token_ids, positions, segments=segments, sources=sources, targets=targets)
+
+
+def _batch(
+    token_ids: list[int],
+    positions: list[int],
+    *,
+    segments: list[tuple[int, int, int, int]],
+    sources: list[int],
+    targets: list[int],
+) -> PackedBatch:
+    return PackedBatch(
+        token_ids_T=torch.tensor(token_ids),
+        position_ids_T=torch.tensor(positions),
+        segments=Segments(*torch.tensor(segments).T),
+        source_R=torch.tensor(sources),
+        target_R=torch.tensor(targets),
+        sequence_R=torch.zeros(len(targets), dtype=torch.int64),
+        num_sequences=1,
+    )
+
+
+def sample_sequences(seed: int = 0) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Three prompts with 3, 1 and 2 responses, of lengths from 1 to 30."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+    prompts = [draw(5), draw(1), draw(17)]
+    responses = [[draw(7), draw(1), draw(12)], [draw(30)], [draw(3), draw(2)]]
+    return prompts, responses
+
+
+def hf_logits(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
+    """Logits (T, V) by transformers, one segment with its prefix at a time."""
+    logits = []
+    segments = packed.segments
+    for start, length, prefix_start, prefix_length in torch.stack(
+        (segments.start_S, segments.length_S, segments.prefix_start_S, segments.prefix_length_S), 1
+    ).tolist():
+        prefix = packed.token_ids_T[prefix_start : prefix_start + prefix_length]
+        ids = torch.cat((prefix, packed.token_ids_T[start : start + length]))
+        logits.append(model(input_ids=ids[None], use_cache=False).logits[0, prefix_length:])
+    return torch.cat(logits)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engine serves which model, and the native engine against transformers on a real folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tandem.config.rollout import RolloutConfig
+from tandem.models.folder import open_model
+from tandem.rollout.factory import make_rollout
+from tandem.rollout.hf import HfRolloutEngine
+from tandem.rollout.native.engine import NativeRolloutEngine
+from tandem.types import GenerationRequest, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=12)
+PROMPTS = ((5, 6, 7, 8), (11, 12), (20, 21, 22, 23, 24, 25, 26))
+
+
+@pytest.fixture(scope="module")
+def qwen2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2 whose greedy continuations vary."""
+    config = transformers.Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("qwen2")
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_our_families_run_natively_whatever_the_name(qwen2_folder: Path) -> None:
+    model = open_model(str(qwen2_folder), dtype=torch.float32, device="cpu")
+    for name in ("native", "vllm", "hf"):
+        engine = make_rollout(model, RolloutConfig(name=name), eos_ids=(0,))
+        assert isinstance(engine, NativeRolloutEngine)
+
+
+def test_other_families_run_by_transformers(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=24, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model = open_model(str(tmp_path), dtype=torch.float32, device="cpu")
+    engine = make_rollout(model, RolloutConfig(), eos_ids=(0,))
+    assert isinstance(engine, HfRolloutEngine)
+    engine.add([GenerationRequest((0,), (5, 6), GREEDY)])
+    assert [completion.sample_id for completion in engine.advance()] == [0]
+
+
+def test_greedy_equals_transformers_generate(qwen2_folder: Path) -> None:
+    model = open_model(str(qwen2_folder), dtype=torch.float32, device="cpu")
+    theirs = transformers.Qwen2ForCausalLM.from_pretrained(qwen2_folder)
+    settings = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    expected = [
+        theirs.generate(torch.tensor([prompt]), generation_config=settings)[0, len(prompt) :]
+        for prompt in PROMPTS
+    ]
+    assert len({tuple(row.tolist()) for row in expected}) == len(PROMPTS)
+    for eos_ids in ((63,), (int(expected[0][4]), 63)):
+        engine = make_rollout(model, RolloutConfig(), eos_ids=eos_ids)
+        engine.add([GenerationRequest((i,), p, GREEDY) for i, p in enumerate(PROMPTS)])
+        finished = {}
+        while completions := engine.advance():
+            finished |= {completion.sample_id: completion for completion in completions}
+        for i, row in enumerate(expected):
+            ends = [j for j, token in enumerate(row.tolist()) if token in eos_ids]
+            length = ends[0] + 1 if ends else 12
+            assert finished[i].token_ids == tuple(row[:length].tolist())
+
+
+def test_sampling_settings_reach_the_engine(qwen2_folder: Path) -> None:
+    model = open_model(str(qwen2_folder), dtype=torch.float32, device="cpu")
+    sampling = replace(GREEDY, temperature=1.0)
+    tokens = []
+    for seed in (1, 1, 2):
+        engine = make_rollout(model, RolloutConfig(seed=seed, max_num_seqs=1), eos_ids=(0,))
+        engine.add([GenerationRequest((0, 1), PROMPTS[0], sampling)])
+        assert len(first := engine.advance()) == 1
+        tokens.append(first[0].token_ids)
+    assert tokens[0] == tokens[1] != tokens[2]
