@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from tandem.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +44,8 @@ class Checkpoint:
         except (OSError, json.JSONDecodeError) as error:
             raise UserError(
                 f"trainer.resume_from_path={str(self.folder)!r}: {STATE_NAME} cannot be read "
-                f"({error}). Name a folder global_step_N that tandem wrote, or set trainer.resume_mode=disable."
+                f"({error}). Name a folder global_step_N that tandem wrote, or set "
+                "trainer.resume_mode=disable."
             ) from error
 
 
@@ -98,11 +97,11 @@ class CheckpointStore:
             partial.rename(target)
             _replace_text(self.folder / TRACKER_NAME, str(step))
             shutil.rmtree(replaced, ignore_errors=True)
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
-                f"trainer.default_local_dir={str(self.folder)!r}: the checkpoint of step {step} could "
-                f"not be written ({_first_line(error)}); earlier checkpoints are kept. "
+                f"trainer.default_local_dir={str(self.folder)!r}: the checkpoint of step "
+                f"{step} could not be written ({_first_line(error)}); earlier checkpoints are kept. "
                 "Free some space and run the same command again to resume."
             ) from error
         self._retire(step)

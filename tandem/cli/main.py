@@ -44,6 +44,10 @@ COMMANDS = MappingProxyType(
 )
 
 
+COMMANDS_WITH_KEYS = ("train", "sft", "plan")
+"""Their help lists keys, and needs nothing that they need."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, by default with the arguments of the process; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -51,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(help_text())
         return 0 if words else EXIT_USER_ERROR
     try:
+        if words[0] in COMMANDS_WITH_KEYS and {"-h", "--help"} & set(words[1:]):
+            import_module("tandem.cli.keys").print_help(words[0])
+            return 0
         return _load(words[0])(words[1:])
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

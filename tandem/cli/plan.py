@@ -7,7 +7,6 @@ Needs no model and no torch. Data files that cannot be counted become a warning 
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,16 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.config.keys import keys_of
-from tandem.config.mistakes import in_override_grammar
 from tandem.config.overrides import load_config
 from tandem.config.plan import Plan, make_plan
 from tandem.config.run import RunConfig
 from tandem.data.files import count_rows
 from tandem.errors import UserError
 
-WIDTH = 92
-USAGE = "usage: tandem plan [--json] [RECIPE.yaml] key=value ...   (the arguments of tandem train)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +32,6 @@ class RowCount:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the plan of ``tandem train`` with these arguments."""
-    if "--help" in arguments or "-h" in arguments:
-        print(USAGE)
-        print_keys()
-        return 0
     plan = plan_arguments([argument for argument in arguments if argument != "--json"])
     if "--json" in arguments:
         print(json.dumps(plan.to_dict(), indent=2))
@@ -101,14 +92,6 @@ def plan_tables(plan: Plan) -> tuple[tuple[str, list[tuple[str, str]]], ...]:
         ("Pools", pools),
         ("Keys without effect", [*plan.keys_without_effect.items(), *unknown]),
     )
-
-
-def print_keys() -> None:
-    """All keys of ``tandem train`` that have an effect: name, default, description."""
-    for key in keys_of(RunConfig).values():
-        if not key.no_effect:
-            print(f"{key.name}={in_override_grammar(key.default)}")
-            print(textwrap.indent(textwrap.fill(key.description, WIDTH), "    "))
 
 
 def _shown(number: int | None) -> str:

@@ -90,7 +90,10 @@ class SingleDeviceEngine:
             "optimizer": self._optimizer.state_dict(),
             "schedule_step": self._schedule_step,
         }
-        torch.save(state, folder / OPTIMIZER_FILE)
+        try:
+            torch.save(state, folder / OPTIMIZER_FILE)
+        except RuntimeError as error:  # how torch reports a disk that is full
+            raise OSError(f"{OPTIMIZER_FILE}: {error}") from error
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote, bit by bit.

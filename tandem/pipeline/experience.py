@@ -3,8 +3,7 @@
 loss columns.
 
 Everything is flat: N sequences in the order of their groups, R response tokens in the order of
-their sequences. Only the forward passes that something reads are run (see ``needs_old_log_probs``
-and ``needs_reference``).
+their sequences.
 """
 
 from __future__ import annotations
@@ -58,29 +57,6 @@ class Experience:
     rewards_N: Tensor
     returns_R: Tensor
     mean_kl: float
-
-
-def num_policy_updates(config: RunConfig) -> int:
-    """Optimizer steps on one batch: mini-batches times epochs."""
-    actor = config.actor_rollout_ref.actor
-    return config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
-
-
-def needs_reference(config: RunConfig) -> bool:
-    """Whether anything reads reference log-probs."""
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-
-
-def needs_old_log_probs(config: RunConfig) -> bool:
-    """Whether the policy must score the batch before it is updated.
-
-    Not when the update is strictly on-policy (one optimizer step: the ratio is 1 by definition),
-    and not when the rollout's own log-probs are to be used
-    (``algorithm.rollout_correction.bypass_mode``).
-    """
-    if config.algorithm.rollout_correction.bypass_mode:
-        return False
-    return num_policy_updates(config) > 1 or config.algorithm.use_kl_in_reward
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ class Pipeline:
         if self._steps_without_update >= MAX_STEPS_WITHOUT_UPDATE:
             raise FloatingPointError(
                 f"step {self._step + 1}: loss or gradient was not finite in "
-                f"{MAX_STEPS_WITHOUT_UPDATE} training steps in a row; nothing can be learned any more"
+                f"{MAX_STEPS_WITHOUT_UPDATE} training steps in a row; nothing more can be learned"
             )
 
     async def _sync_weights(self) -> None:

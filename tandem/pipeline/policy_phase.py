@@ -29,8 +29,6 @@ from tandem.data.packing import (
 from tandem.pipeline.experience import (
     Experience,
     ScoredBatch,
-    needs_old_log_probs,
-    needs_reference,
 )
 from tandem.pipeline.parts import PipelineParts
 from tandem.types import LossScale, PackedBatch, UpdateReport
@@ -41,7 +39,7 @@ MEANS_OVER_COMPUTED_TOKENS = ("actor/entropy", "actor/ppo_kl")
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchLimits:
-    """How large a micro-batch may be: by count, or by the tokens that ``key`` allows."""
+    """How large a micro-batch may be: by the tokens ``key`` allows, if given, else by count."""
 
     key: str
     max_sequences: int | None
@@ -49,9 +47,9 @@ class MicrobatchLimits:
 
     def plan(self, sequences: Sequence[TrainSequence]) -> Plan:
         """Micro-batches within the limit. Raises UserError if one sequence alone is too long."""
-        return plan_microbatches(
-            sequences, max_sequences=self.max_sequences, max_tokens=self.max_tokens, key=self.key
-        )
+        if self.max_tokens is not None:
+            return plan_microbatches(sequences, max_tokens=self.max_tokens, key=self.key)
+        return plan_microbatches(sequences, max_sequences=self.max_sequences)
 
 
 async def score_with_policy(parts: PipelineParts, batch: ScoredBatch) -> Tensor | None:
@@ -61,7 +59,7 @@ async def score_with_policy(parts: PipelineParts, batch: ScoredBatch) -> Tensor 
     config = parts.config
     if config.algorithm.rollout_correction.bypass_mode:
         return batch.rollout_logp_R
-    if not needs_old_log_probs(config):
+    if not config.needs_old_log_probs:
         return None
     return await _log_probs(
         parts,
@@ -74,7 +72,7 @@ async def score_with_policy(parts: PipelineParts, batch: ScoredBatch) -> Tensor 
 async def score_with_reference(parts: PipelineParts, batch: ScoredBatch) -> Tensor | None:
     """``ref_log_prob``, or None when nothing reads it."""
     reference = parts.engines.reference
-    if reference is None or not needs_reference(parts.config):
+    if reference is None or not parts.config.needs_reference:
         return None
     return await _log_probs(
         parts, reference, sequences=batch.sequences, limits=_scoring_limits(parts.config, "ref")
@@ -197,9 +195,7 @@ async def _log_probs(
 def _update_limits(config: RunConfig) -> MicrobatchLimits:
     actor = config.actor_rollout_ref.actor
     key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    if actor.use_dynamic_bsz or actor.ppo_micro_batch_size_per_gpu is None:
-        return MicrobatchLimits(key, None, actor.ppo_max_token_len_per_gpu)
-    return MicrobatchLimits(key, actor.ppo_micro_batch_size_per_gpu, None)
+    return MicrobatchLimits(key, actor.ppo_micro_batch_size_per_gpu, actor.microbatch_tokens)
 
 
 def _scoring_limits(config: RunConfig, role: str) -> MicrobatchLimits:
@@ -207,6 +203,4 @@ def _scoring_limits(config: RunConfig, role: str) -> MicrobatchLimits:
     roles = config.actor_rollout_ref
     part = roles.rollout if role == "rollout" else roles.ref
     key = f"actor_rollout_ref.{role}.log_prob_max_token_len_per_gpu"
-    if part.log_prob_use_dynamic_bsz or part.log_prob_micro_batch_size_per_gpu is None:
-        return MicrobatchLimits(key, None, part.log_prob_max_token_len_per_gpu)
-    return MicrobatchLimits(key, part.log_prob_micro_batch_size_per_gpu, None)
+    return MicrobatchLimits(key, part.log_prob_micro_batch_size_per_gpu, part.microbatch_tokens)

@@ -110,8 +110,8 @@ class GroupProducer:
         if 0 < limit * config.data.train_batch_size <= num_dropped:
             raise UserError(
                 f"algorithm.filter_groups.max_num_gen_batches={limit}: {num_dropped} groups of "
-                "this step had equal rewards and were dropped. Take easier or harder prompts, raise "
-                "the limit, or set algorithm.filter_groups.enable=False."
+                "this step had equal rewards and were dropped. Take easier or harder prompts, "
+                "raise the limit, or set algorithm.filter_groups.enable=False."
             )
 
 

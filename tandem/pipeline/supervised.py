@@ -150,6 +150,6 @@ def microbatch_limits(config: SftConfig) -> MicrobatchLimits:
     """How supervised micro-batches are bounded."""
     data = config.data
     key = "data.max_token_len_per_gpu"
-    if data.use_dynamic_bsz or data.micro_batch_size_per_gpu is None:
-        return MicrobatchLimits(key, None, data.max_token_len_per_gpu)
-    return MicrobatchLimits(key, data.micro_batch_size_per_gpu, None)
+    by_tokens = data.use_dynamic_bsz or data.micro_batch_size_per_gpu is None
+    max_tokens = data.max_token_len_per_gpu if by_tokens else None
+    return MicrobatchLimits(key, data.micro_batch_size_per_gpu, max_tokens)

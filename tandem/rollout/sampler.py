@@ -47,7 +47,7 @@ def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, *, rule: DrawRule) -> Draw
     """Draw one token a row. ``uniform_B`` is fp32 in [0, 1); greedy does not look at it."""
     logits_BV = logits_BV.float()
     if rule.temperature == 0:
-        token_B1 = logits_BV.argmax(-1, keepdim=True)
+        token_B1 = logits_BV.max(-1, keepdim=True).indices  # on CPUs faster than argmax
         prob_BV = torch.softmax(logits_BV, -1)
     else:
         scaled_BV = logits_BV if rule.temperature == 1 else logits_BV / rule.temperature

@@ -53,11 +53,10 @@ def build_colocated(
         load_weight=roles.actor.load_weight,
         platform=platform,
     )
-    needs_reference = roles.actor.use_kl_loss or config.algorithm.use_kl_in_reward
     return ColocatedEngines(
         train=_trainer(model, roles.model, optim=roles.actor.optim, total_steps=total_steps),
         rollout=make_rollout(model, roles.rollout, eos_ids=eos_ids),
-        reference=_reference(config, platform) if needs_reference else None,
+        reference=_reference(config, platform) if config.needs_reference else None,
         shape=None if model.decoder is None else _shape(model.decoder.config),
     )
 

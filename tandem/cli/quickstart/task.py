@@ -127,11 +127,6 @@ def _more_than_then_together(rng: random.Random) -> Draw:
     return Draw((a, b), (Step(a, "+", b), Step(a, "+", a + b)))
 
 
-def _add_twice(rng: random.Random) -> Draw:
-    a, b, c = rng.randint(3, MAX_TERM), rng.randint(3, MAX_TERM), rng.randint(3, MAX_TERM)
-    return Draw((a, b, c), (Step(a, "+", b), Step(a + b, "+", c)))
-
-
 def _multiply_then_take_from(rng: random.Random) -> Draw:
     a, b = rng.randint(2, MAX_FACTOR), rng.randint(2, MAX_FACTOR)
     total = a * b + rng.randint(1, MAX_TERM)
@@ -171,9 +166,9 @@ TEMPLATES = (
         _more_than_then_together,
     ),
     Template(
-        "{name} finds {0} {thing} on Monday, {1} on Tuesday and {2} on Friday. "
-        "How many {thing} does {name} find in all?",
-        _add_twice,
+        "{name} finds {0} {thing} on Monday and {1} on Tuesday. On Friday {name} loses {2}. "
+        "How many {thing} are left?",
+        _add_then_subtract,
     ),
     Template(
         "{name} has {0} {thing}. {They} fills {1} {container} with {2} {thing} in each. "

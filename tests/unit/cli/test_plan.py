@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.cli.main import main
 from tandem.cli.plan import count, run
 
 KEYS = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
@@ -46,7 +47,7 @@ def test_files_that_cannot_be_counted_give_the_reason() -> None:
 
 
 def test_help_lists_the_keys_with_defaults_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--help"]) == 0
+    assert main(["plan", "--help"]) == 0
     printed = capsys.readouterr().out
     for text in (
         "usage: tandem plan",

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``--help`` of a command that takes keys prints: every key that has an effect.
+
+Knows the schemas only, so that help appears at once and needs no torch.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+from pydantic import BaseModel
+
+from tandem.config.keys import keys_of
+from tandem.config.mistakes import in_override_grammar
+from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+
+WIDTH = 92
+SCHEMAS: dict[str, type[BaseModel]] = {"train": RunConfig, "plan": RunConfig, "sft": SftConfig}
+"""The commands that take keys."""
+
+
+def print_help(command: str) -> None:
+    """Usage and keys of one of ``SCHEMAS``: name, default, description."""
+    options = "[--json] " if command == "plan" else ""
+    print(f"usage: tandem {command} {options}[RECIPE.yaml] key=value ...")
+    for key in keys_of(SCHEMAS[command]).values():
+        if not key.no_effect:
+            print(f"{key.name}={in_override_grammar(key.default)}")
+            print(textwrap.indent(textwrap.fill(key.description, WIDTH), "    "))

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes a user makes: one line with key, value and remedy, exit code 2, nothing damaged, and no
+model loaded for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tandem.cli.quickstart.task import draw_problems
+
+from tests.fakes.commands import Ended, run_command
+from tests.fakes.tiny_run import Material, prompt_row, sft_arguments, train_arguments
+
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model.path"
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def check_refusal(ended: Ended, *parts: str) -> None:
+    """Exit code 2 and exactly one line of error, which has all the parts."""
+    assert ended.code == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    (error,) = ended.errors
+    assert ended.stderr.splitlines()[-1] == error
+    for part in parts:
+        assert part in error
+
+
+@pytest.fixture
+def refusing(material: Material, tmp_path: Path) -> Callable[..., None]:
+    """Run ``tandem train`` with overrides and check the error and that no run was begun."""
+
+    def refuse(*overrides: str, says: tuple[str, ...]) -> None:
+        ended = run_command(train_arguments(material, tmp_path / "run", *overrides), folder=tmp_path)
+        check_refusal(ended, *says)
+        assert not (tmp_path / "run").exists()
+
+    return refuse
+
+
+@pytest.fixture(scope="module")
+def finished(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with a checkpoint of each. Copy it before writing into it."""
+    folder = tmp_path_factory.mktemp("finished")
+    keys = ("trainer.total_training_steps=2", "trainer.save_freq=1")
+    ended = run_command(train_arguments(material, folder / "run", *keys), folder=folder)
+    assert ended.code == 0, ended.stderr
+    return folder / "run"
+
+
+def write_rows(path: Path, *, spoilt: int, change: dict[str, object]) -> Path:
+    """Eight rows, of which one is changed."""
+    rows = [prompt_row(problem, index) for index, problem in enumerate(draw_problems(8, seed=1))]
+    rows[spoilt] |= change
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_missing_data_file(refusing: Callable[..., None], tmp_path: Path) -> None:
+    file = tmp_path / "gsm8k/train.parquet"
+    remedy = f"examples/data_preprocess/gsm8k.py --local_dir {file.parent}"
+    refusing(f"data.train_files={file}", says=(f"data.train_files='{file}'", remedy))
+
+
+def test_missing_validation_file(refusing: Callable[..., None]) -> None:
+    refusing("data.val_files=/no/such.parquet", says=("data.val_files='/no/such.parquet'", "Check"))
+
+
+def test_empty_data_files(refusing: Callable[..., None], tmp_path: Path) -> None:
+    rowless, hollow = tmp_path / "rowless.parquet", tmp_path / "hollow.parquet"
+    pq.write_table(pa.Table.from_pylist([prompt_row(draw_problems(1, seed=1)[0], 0)])[:0], rowless)
+    hollow.touch()
+    refusing(f"data.train_files={rowless}", says=(f"data.train_files='{rowless}'", "no rows"))
+    refusing(f"data.train_files={hollow}", says=(f"data.train_files='{hollow}'", "not a readable"))
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"prompt": []}, "has no prompt"),
+        ({"prompt": [{"content": "Who speaks?"}]}, "{role, content}"),
+        ({"reward_model": {"style": "rule"}}, "has no reward_model.ground_truth"),
+        ({"reward_model": None}, "has no reward_model.ground_truth"),
+        ({"data_source": None}, "has no data source"),
+    ],
+    ids=["no prompt", "no role", "no ground truth", "no reward model", "no source"],
+)
+def test_row_that_lacks_something_is_named(
+    change: dict[str, object], rule: str, refusing: Callable[..., None], tmp_path: Path
+) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", spoilt=5, change=change)
+    refusing(f"data.train_files={file}", says=(f"data.train_files='{file}'", "row 5 ", rule, "Mend"))
+
+
+def test_unreadable_line_is_named(refusing: Callable[..., None], tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", spoilt=0, change={})
+    file.write_text(file.read_text() + "{broken\n")
+    refusing(f"data.train_files={file}", says=(f"data.train_files='{file}'", "line 9", "not valid"))
+
+
+def test_source_without_a_reward(refusing: Callable[..., None], tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", spoilt=2, change={"data_source": "mine/own"})
+    refusing(
+        f"data.train_files={file}",
+        "~custom_reward_function.path",
+        says=("mine/own", "custom_reward_function.path"),
+    )
+
+
+def test_prompt_longer_than_the_limit(refusing: Callable[..., None]) -> None:
+    refusing("data.max_prompt_length=20", says=("row 0 ", "data.max_prompt_length=20", "Set data."))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("data.train_batchsize=4", ("data.train_batchsize=4", "data.train_batch_size")),
+        ("data.train_batch_size=four", ("data.train_batch_size='four'", "integer")),
+        (f"{ACTOR}.optim.lr=fast", (f"{ACTOR}.optim.lr='fast'", "number")),
+        ("trainer.val_only=maybe", ("trainer.val_only='maybe'", "True or False")),
+        ("algorithm.adv_estimator=grp", ("algorithm.adv_estimator='grp'", "grpo", "rloo")),
+        ("trainer.nnodes=", ("trainer.nnodes=''", "WORLD_SIZE", "Set trainer.nnodes=1")),
+        ("trainer.nnodes=2", ("trainer.nnodes=2", "Set trainer.nnodes=1")),
+        ("trainer.n_gpus_per_node=8", ("trainer.n_gpus_per_node=8", "=1")),
+        (f"{ACTOR}.ppo_mini_batch_size=8", ("ppo_mini_batch_size=8", "train_batch_size=4", "Set")),
+        (f"{ACTOR}.ppo_mini_batch_size=3", ("ppo_mini_batch_size=3", "divide", "Set")),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu=50", ("ppo_max_token_len_per_gpu=50", "108", "Set")),
+        ("data.train_batch_size=64", ("data.train_batch_size=64", "40", "Set")),
+        ("algorithm.adv_estimator=gae", ("algorithm.adv_estimator='gae'", "critic", "grpo")),
+        ("trainer.resume_mode=resume_path", ("trainer.resume_from_path=None", "Set")),
+        ("trainer.logger=[console,wandb]", ("trainer.logger='wandb'", "pip install wandb")),
+        ("trainer.logger=carrier_pigeon", ("trainer.logger='carrier_pigeon'", "console")),
+    ],
+)
+def test_settings_that_cannot_be(
+    override: str, says: tuple[str, ...], refusing: Callable[..., None]
+) -> None:
+    refusing(override, says=says)
+
+
+def test_missing_model(refusing: Callable[..., None], tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere/model"
+    refusing(f"{MODEL}={missing}", says=(f"{MODEL}='{missing}'", "no such folder", "Check"))
+    refusing(f"{MODEL}=", says=(f"{MODEL}=''", "empty"))
+
+
+def test_model_without_weights(
+    refusing: Callable[..., None], material: Material, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(material.policy, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    refusing(f"{MODEL}={folder}", says=(f"{MODEL}='{folder}'", "model.safetensors", "Use"))
+
+
+def test_model_of_an_unknown_family(
+    refusing: Callable[..., None], material: Material, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(material.policy, folder)
+    (folder / "config.json").write_text('{"model_type": "perceptron"}')
+    refusing(f"{MODEL}={folder}", says=(f"{MODEL}='{folder}'", "'perceptron'", "qwen2"))
+
+
+def test_model_whose_weights_do_not_fit(
+    refusing: Callable[..., None], material: Material, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(material.policy, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    refusing(f"{MODEL}={folder}", says=(f"{MODEL}='{folder}'", "shape", "Use"))
+
+
+def test_model_without_a_tokenizer(
+    refusing: Callable[..., None], material: Material, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(material.policy, folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    refusing(f"{MODEL}={folder}", says=(f"{MODEL}='{folder}'", "tokenizer"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import no_such_package\n", ("does not import", "no_such_package", "Mend")),
+        ("def compute_score(:\n", ("does not import", "SyntaxError", "Mend")),
+        ("def other(a):\n    return 0\n", ("'compute_score'", "no such function", "other")),
+        ("def compute_score(text):\n    return 0\n", ("'compute_score'", "cannot be called", "text")),
+    ],
+    ids=["import", "syntax", "no function", "signature"],
+)
+def test_custom_reward_that_does_not_load(
+    text: str, says: tuple[str, ...], refusing: Callable[..., None], tmp_path: Path
+) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(text)
+    keys = (f"custom_reward_function.path={file}", "custom_reward_function.name=compute_score")
+    refusing(*keys, says=("custom_reward_function.", *says))
+
+
+def test_custom_reward_file_that_is_not_there(refusing: Callable[..., None]) -> None:
+    refusing("custom_reward_function.path=/no/reward.py", says=("'/no/reward.py'", "no such file"))
+
+
+def test_checkpoint_of_another_model_harms_nothing(
+    finished: Path, material: Material, tmp_path: Path
+) -> None:
+    from tandem.cli.quickstart.model import ModelSize
+
+    from tests.fakes.tiny_policy import write_tiny_policy
+
+    run = shutil.copytree(finished, tmp_path / "run")
+    before = snapshot(run)
+    other = write_tiny_policy(tmp_path / "other", size=ModelSize(hidden=16, intermediate=32))
+    keys = (f"{MODEL}={other}", "trainer.save_freq=1")
+    ended = run_command(train_arguments(material, run, *keys), folder=tmp_path / "cwd")
+    check_refusal(ended, "another model", MODEL, "trainer.resume_mode=disable")
+    assert snapshot(run) == before
+
+
+def test_checkpoint_of_other_data_harms_nothing(
+    finished: Path, material: Material, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    before = snapshot(run)
+    ended = run_command(train_arguments(material, run, "data.seed=7"), folder=tmp_path / "cwd")
+    check_refusal(ended, "data.seed", "trainer.resume_mode=disable")
+    assert snapshot(run) == before
+
+
+@pytest.mark.parametrize("name", ["pipeline.json", "actor/optimizer.pt", "actor/model.safetensors"])
+def test_damaged_checkpoint_harms_nothing(
+    name: str, finished: Path, material: Material, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    damaged = run / "global_step_2" / name
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    before = snapshot(run)
+    ended = run_command(train_arguments(material, run), folder=tmp_path / "cwd")
+    check_refusal(ended, "global_step_2", "trainer.resume_mode=disable")
+    assert snapshot(run) == before
+
+
+def test_checkpoint_that_is_not_there(refusing: Callable[..., None], tmp_path: Path) -> None:
+    path = tmp_path / "global_step_7"
+    keys = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
+    refusing(*keys, says=(f"trainer.resume_from_path='{path}'", "not a checkpoint", "Name"))
+
+
+def test_run_folder_that_cannot_be_written(material: Material, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    run = tmp_path / "file/run"
+    ended = run_command(train_arguments(material, run), folder=tmp_path)
+    check_refusal(ended, f"trainer.default_local_dir='{run}'")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("data.train_files=/no/rows.parquet",), ("data.train_files='/no/rows.parquet'",)),
+        (("data.prompt_key=riddle",), ("row 0 ", "'riddle'")),
+        (("data.max_length=30",), ("row 0 ", "data.max_length=30", "data.truncation")),
+        (("model.partial_pretrain=/no/model",), ("model.partial_pretrain='/no/model'", "Check")),
+        (("optim.rl=1",), ("optim.rl=1", "optim.lr")),
+        (("data.train_batch_size=0",), ("data.train_batch_size=0", "at least 1")),
+    ],
+    ids=["file", "column", "length", "model", "key", "batch"],
+)
+def test_sft_refuses_in_the_same_way(
+    overrides: tuple[str, ...], says: tuple[str, ...], material: Material, tmp_path: Path
+) -> None:
+    ended = run_command(sft_arguments(material, tmp_path / "run", *overrides), folder=tmp_path)
+    check_refusal(ended, *says)
+    assert not (tmp_path / "run").exists()
+
+
+def test_export_and_report_of_nothing(tmp_path: Path, finished: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    ended = run_command(["export", nowhere, "--output", "model"], folder=tmp_path)
+    check_refusal(ended, f"RUN='{nowhere}'", "trainer.save_freq")
+    check_refusal(run_command(["report", nowhere], folder=tmp_path), f"RUN='{nowhere}'")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    ended = run_command(["export", str(finished), "--output", "full"], folder=tmp_path)
+    check_refusal(ended, "--output='full'", "empty")
+
+
+@pytest.mark.parametrize("package", ["hydra", "pydantic", "pyarrow", "torch"])
+def test_host_without_a_package(package: str, material: Material, tmp_path: Path) -> None:
+    """Python imports ``sitecustomize`` first; this one pretends the package is not there."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.split('.')[0] == {package!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    arguments = train_arguments(material, tmp_path / "run")
+    ended = subprocess.run(
+        [sys.executable, "-m", "tandem.trainer.main_ppo", *arguments[1:]],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    check_refusal(Ended(ended.returncode, ended.stdout, ended.stderr), package, "nstall")
