@@ -8,9 +8,8 @@
 #   make clean        remove .venv and caches, never runs or checkpoints
 #
 # Settings: PYTHON=/path/to/python     the interpreter to make .venv from
-#           TORCH_ARGS="..."           more arguments for installing torch. Where pip would fetch a CUDA build
-#                                      that you have no use for, this keeps the gigabytes away:
-#                                      TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+#           TORCH_ARGS="..."           more arguments for installing torch, such as the index of its CPU
+#                                      builds where pip would fetch a CUDA build that you have no use for
 #           PYTEST_ARGS="..."          more arguments for pytest
 
 PYTHON ?=

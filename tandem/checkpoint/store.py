@@ -65,7 +65,7 @@ class CheckpointStore:
         """What the tracker names, None if the run has no checkpoint yet."""
         try:
             step = int((self.folder / TRACKER_NAME).read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as error:
             raise UserError(

@@ -21,7 +21,6 @@ from tandem.data.files import count_rows
 from tandem.errors import UserError
 
 
-
 @dataclass(frozen=True, slots=True)
 class RowCount:
     """Rows of some files; None and the reason where they could not be counted."""

@@ -11,9 +11,16 @@ from dataclasses import dataclass
 from tandem.checkpoint.resume import find_checkpoint
 from tandem.checkpoint.store import Checkpoint, CheckpointStore
 from tandem.cli.execution import Ended, StopSwitch, execute
+from tandem.cli.run_folder import is_logged, require_fitting, require_writable, write_config
 from tandem.config.schedule import Schedule, schedule_sft
 from tandem.config.sft import SftConfig
-from tandem.data.sft import SftExample, load_sft_examples, open_sft_source, validation_sequences
+from tandem.data.sft import (
+    SftExample,
+    SftSource,
+    load_sft_examples,
+    open_sft_source,
+    validation_sequences,
+)
 from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.metrics.sinks import open_sinks, require_loggers
 from tandem.models.folder import check_folder
@@ -23,6 +30,8 @@ from tandem.platforms.select import select_platform
 from tandem.runtime.inprocess import InProcessRuntime
 from tandem.workers.colocated import build_trainer
 
+MODEL_KEY = "model.path"
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedSft:
@@ -30,7 +39,7 @@ class PreparedSft:
 
     config: SftConfig
     codec: TextCodec
-    examples: list[SftExample]
+    source: SftSource
     validation: list[SftExample]
     schedule: Schedule
     store: CheckpointStore
@@ -50,25 +59,32 @@ def run_supervised(config: SftConfig) -> Ended[RunSummary]:
 def prepare_sft(config: SftConfig) -> PreparedSft:
     """Check and read everything but the model's weights."""
     require_loggers(config.trainer.logger)
-    check_folder(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    model = check_folder(
+        config.model.path, trust_remote_code=config.model.trust_remote_code, key=MODEL_KEY
+    )
     codec = load_codec(
         config.model.path,
         template_settings=config.data.apply_chat_template_kwargs,
         trust_remote_code=config.model.trust_remote_code,
-        key="model.partial_pretrain",
+        key=MODEL_KEY,
     )
     examples = load_sft_examples(config.data, codec)
     schedule = schedule_sft(config, len(examples))
     validates = bool(schedule.validation_steps)
     store = CheckpointStore(config.trainer.run_folder, config.trainer.max_actor_ckpt_to_keep)
+    checkpoint = find_checkpoint(config.trainer, store)
+    source = open_sft_source(examples, config.data, total_epochs=config.trainer.total_epochs)
+    if checkpoint is not None:
+        require_fitting(checkpoint, source, model=model, key=MODEL_KEY)
+    require_writable(store.folder)
     return PreparedSft(
         config=config,
         codec=codec,
-        examples=examples,
+        source=source,
         validation=load_sft_examples(config.data, codec, validation=True) if validates else [],
         schedule=schedule,
         store=store,
-        checkpoint=find_checkpoint(config.trainer, store),
+        checkpoint=checkpoint,
     )
 
 
@@ -84,6 +100,9 @@ async def _train(prepared: PreparedSft, switch: StopSwitch) -> RunSummary:
             platform=platform,
             total_steps=prepared.schedule.total_training_steps,
         )
+        if checkpoint is not None:
+            await runtime.call(engine.load, checkpoint.folder / "actor")
+        write_config(config.trainer.run_folder, config)
         sinks = open_sinks(
             config.trainer,
             config.trainer.run_folder,
@@ -92,7 +111,6 @@ async def _train(prepared: PreparedSft, switch: StopSwitch) -> RunSummary:
             environment=os.environ,
             stream=sys.stdout,
         )
-        (config.trainer.run_folder / "config.json").write_text(config.model_dump_json(indent=2))
         try:
             loop = SupervisedLoop(
                 SupervisedParts(
@@ -100,9 +118,7 @@ async def _train(prepared: PreparedSft, switch: StopSwitch) -> RunSummary:
                     schedule=prepared.schedule,
                     runtime=runtime,
                     engine=engine,
-                    source=open_sft_source(
-                        prepared.examples, config.data, total_epochs=config.trainer.total_epochs
-                    ),
+                    source=prepared.source,
                     validation=validation_sequences(prepared.validation),
                     store=prepared.store,
                     sinks=sinks,
@@ -110,7 +126,9 @@ async def _train(prepared: PreparedSft, switch: StopSwitch) -> RunSummary:
                 )
             )
             if checkpoint is not None:
-                await loop.restore(checkpoint)
+                await loop.restore(
+                    checkpoint, is_logged=is_logged(checkpoint, config.trainer.run_folder)
+                )
             switch.on_stop(loop.stop)
             return await loop.run()
         finally:

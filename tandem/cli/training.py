@@ -17,15 +17,23 @@ from dataclasses import dataclass
 from tandem.checkpoint.resume import find_checkpoint
 from tandem.checkpoint.store import Checkpoint, CheckpointStore
 from tandem.cli.execution import Ended, StopSwitch, execute
+from tandem.cli.run_folder import is_logged, require_fitting, require_writable, write_config
 from tandem.config.run import RunConfig
 from tandem.config.schedule import Schedule, schedule_run
-from tandem.data.prompts import PromptEntry, load_prompts, open_source, validation_prompts
+from tandem.data.prompts import (
+    PromptEntry,
+    PromptSource,
+    load_prompts,
+    open_source,
+    validation_prompts,
+)
 from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.metrics.jsonl import BEFORE_FIRST_STEP
 from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import open_sinks, require_loggers
 from tandem.metrics.throughput import ComputeFacts
 from tandem.models.folder import check_folder
+from tandem.models.weights import KEY
 from tandem.pipeline.loop import Pipeline, RunSummary
 from tandem.pipeline.parts import Engines, PipelineParts
 from tandem.platforms.record import Platform
@@ -50,7 +58,7 @@ class Prepared:
 
     config: RunConfig
     codec: TextCodec
-    train_entries: list[PromptEntry]
+    source: PromptSource
     validation_entries: list[PromptEntry]
     schedule: Schedule
     store: CheckpointStore
@@ -71,7 +79,7 @@ def prepare(config: RunConfig) -> Prepared:
     """Check and read everything but the model's weights."""
     require_loggers(config.trainer.logger)
     model = config.actor_rollout_ref.model
-    check_folder(model.path, trust_remote_code=model.trust_remote_code)
+    folder = check_folder(model.path, trust_remote_code=model.trust_remote_code)
     codec = load_codec(
         model.path,
         template_settings=config.data.apply_chat_template_kwargs,
@@ -84,7 +92,11 @@ def prepare(config: RunConfig) -> Prepared:
     _check_reward(config, [*train_entries, *validation_entries])
     store = CheckpointStore(config.trainer.run_folder, config.trainer.max_actor_ckpt_to_keep)
     checkpoint = find_checkpoint(config.trainer, store)
-    return Prepared(config, codec, train_entries, validation_entries, schedule, store, checkpoint)
+    source = open_source(train_entries, config.data, total_epochs=config.trainer.total_epochs)
+    if checkpoint is not None:
+        require_fitting(checkpoint, source, model=folder, key=KEY)
+    require_writable(store.folder)
+    return Prepared(config, codec, source, validation_entries, schedule, store, checkpoint)
 
 
 def _check_reward(config: RunConfig, entries: list[PromptEntry]) -> None:
@@ -135,6 +147,8 @@ async def _train(prepared: Prepared, switch: StopSwitch) -> RunSummary:
             eos_ids=prepared.codec.eos_ids,
             total_steps=prepared.schedule.total_training_steps,
         )
+        if prepared.checkpoint is not None:
+            await runtime.call(engines.train.load, prepared.checkpoint.folder / "actor")
         async with RewardPool(reward_spec(config), reward_limits(config)) as rewards:
             parts = _assemble(
                 prepared, runtime=runtime, platform=platform, engines=engines, rewards=rewards
@@ -150,7 +164,8 @@ async def _run(
     pipeline = Pipeline(parts)
     try:
         if checkpoint is not None:
-            await pipeline.restore(checkpoint)
+            run_folder = parts.config.trainer.run_folder
+            await pipeline.restore(checkpoint, is_logged=is_logged(checkpoint, run_folder))
         switch.on_stop(pipeline.stop)
         return await pipeline.run()
     finally:
@@ -170,6 +185,7 @@ def _assemble(
     config, codec = prepared.config, prepared.codec
     run_folder = config.trainer.run_folder
     resume_step = None if prepared.checkpoint is None else prepared.checkpoint.step
+    write_config(run_folder, config)
     sinks = open_sinks(
         config.trainer,
         run_folder,
@@ -186,15 +202,12 @@ def _assemble(
         ),
         keep_through_step=BEFORE_FIRST_STEP if resume_step is None else resume_step,
     )
-    (run_folder / "config.json").write_text(config.model_dump_json(indent=2))
     return PipelineParts(
         config=config,
         schedule=prepared.schedule,
         runtime=runtime,
         engines=Engines(engines.train, engines.rollout, engines.reference),
-        source=open_source(
-            prepared.train_entries, config.data, total_epochs=config.trainer.total_epochs
-        ),
+        source=prepared.source,
         validation_prompts=validation_prompts(prepared.validation_entries),
         codec=codec,
         rewards=rewards,

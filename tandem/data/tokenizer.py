@@ -13,17 +13,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import transformers
 from httpx import HTTPError
 from huggingface_hub import model_info
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from tandem.errors import UserError
 from tandem.types import TokenIds
 
 logger = logging.getLogger(__name__)
+
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 Message = Mapping[str, Any]
 Chat = Sequence[Message]
@@ -47,7 +49,7 @@ class TextCodec:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: transformers.PreTrainedTokenizerBase,
         *,
         eos_ids: TokenIds,
         template_settings: Mapping[str, Any] | None = None,
@@ -162,7 +164,7 @@ def load_codec(
         _require_on_hub(path, key)
     source = str(folder) if folder.is_dir() else path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = _loader(source, local=local).from_pretrained(
             source, trust_remote_code=trust_remote_code, local_files_only=local
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -176,6 +178,16 @@ def load_codec(
     eos_ids = _eos_ids(tokenizer, generation_config, key=key)
     logger.debug("tokenizer %s: %d tokens, eos ids %s", source, len(tokenizer), eos_ids)
     return TextCodec(tokenizer, eos_ids=eos_ids, template_settings=template_settings, key=key)
+
+
+def _loader(source: str, *, local: bool) -> Any:
+    """The class that loads the tokenizer of ``source``: for one that says it is generic the generic
+    class, without the second that looking through all families takes."""
+    settings = _find_file(source, "tokenizer_config.json", local=local)
+    named = "" if settings is None else json.loads(settings.read_text()).get("tokenizer_class")
+    has_tokens = _find_file(source, "tokenizer.json", local=local) is not None
+    is_generic = has_tokens and named in _GENERIC_CLASSES
+    return transformers.PreTrainedTokenizerFast if is_generic else transformers.AutoTokenizer
 
 
 def _find_file(source: str, name: str, *, local: bool) -> Path | None:
@@ -215,7 +227,9 @@ def _first_words(error: Exception) -> str:
     return " ".join(str(error).split())[:160]
 
 
-def _eos_ids(tokenizer: PreTrainedTokenizerBase, config: Path | None, *, key: str) -> TokenIds:
+def _eos_ids(
+    tokenizer: transformers.PreTrainedTokenizerBase, config: Path | None, *, key: str
+) -> TokenIds:
     """Ascending. Chat models often list more than one: the end of a turn and the end of text."""
     ids = [] if config is None else _listed_eos_ids(config, key)
     if isinstance(tokenizer.eos_token_id, int):

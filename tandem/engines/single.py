@@ -17,7 +17,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -135,12 +137,13 @@ class SingleDeviceEngine:
 
     def _read_state(self, folder: Path) -> Mapping[str, Any]:
         path = folder / OPTIMIZER_FILE
-        if not path.is_file():
-            raise UserError(
-                f"checkpoint={str(folder)!r}: it has no {OPTIMIZER_FILE}. "
-                "Resume from a complete checkpoint or set trainer.resume_mode=disable."
-            )
-        state = torch.load(path, map_location=self._parameters[0].device, weights_only=True)
+        if not is_zipfile(path):  # what torch writes, and what a file cut short no longer is
+            raise _incomplete(folder, f"it has no complete {OPTIMIZER_FILE}")
+        try:
+            state = torch.load(path, map_location=self._parameters[0].device, weights_only=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            cause = " ".join(str(error).split())[:120]
+            raise _incomplete(folder, f"{OPTIMIZER_FILE} cannot be read ({cause})") from error
         if state["model"] != fingerprint(self._model):
             raise UserError(
                 f"checkpoint={str(folder)!r}: it belongs to another model. "
@@ -221,11 +224,18 @@ def _columns_on(columns: LossColumns | None, device: torch.device) -> LossColumn
     )
 
 
+def _incomplete(folder: Path, reason: str) -> UserError:
+    return UserError(
+        f"checkpoint={str(folder)!r}: {reason}. "
+        "Resume from a complete checkpoint or set trainer.resume_mode=disable."
+    )
+
+
 @torch.no_grad()
 def _load_weights(model: LanguageModel, folder: Path) -> None:
     """Into the parameters in place, so that whoever shares their storage sees them."""
     if model.decoder is not None:
-        load_weights(model.decoder, folder)
+        load_weights(model.decoder, folder, key="checkpoint")
         return
     module: Any = model.module
     parameters = dict(module.named_parameters())

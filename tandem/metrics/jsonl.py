@@ -66,6 +66,12 @@ def truncate_after(path: Path, step: int) -> None:
             stream.truncate(size)
 
 
+def last_step(path: Path) -> int:
+    """The step of the last record, ``BEFORE_FIRST_STEP`` if there is none. Errors as below."""
+    records = read_records(path)
+    return int(records[-1]["step"]) if records else BEFORE_FIRST_STEP
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """All records of a file, also of one still being written; [] if there is no file.
 

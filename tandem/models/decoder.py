@@ -95,7 +95,12 @@ class Decoder(nn.Module):
         self.config = config
         self.gradient_checkpointing = False
         self.rotary = Rotary(config.rope, config.head_dim)
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Given weights are not drawn at random first, which on the meta device takes a second.
+        self.embedding = nn.Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            _weight=torch.empty(config.vocab_size, config.hidden_size),
+        )
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.final_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = (

@@ -88,7 +88,7 @@ def file_tensors(config: DecoderConfig) -> Iterator[FileTensor]:
         yield FileTensor("lm_head.weight", "lm_head.weight", 0, config.vocab_size)
 
 
-def load_weights(decoder: Decoder, folder: Path) -> None:
+def load_weights(decoder: Decoder, folder: Path, *, key: str = KEY) -> None:
     """Copy a folder's weights into ``decoder``, cast to its dtype and moved to its device.
 
     Raises:
@@ -96,8 +96,8 @@ def load_weights(decoder: Decoder, folder: Path) -> None:
     """
     parameters = dict(decoder.named_parameters())
     targets = {x.name: _slice(parameters, x) for x in file_tensors(decoder.config)}
-    files = weight_files(folder)
-    _check_tensors(folder, files, expected=targets)
+    files = weight_files(folder, key=key)
+    _check_tensors(folder, files, expected=targets, key=key)
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in targets.keys() & tensors.keys():
@@ -226,24 +226,27 @@ def _slice(parameters: dict[str, torch.nn.Parameter], tensor: FileTensor) -> Ten
     return parameters[tensor.ours].detach()[tensor.start : tensor.start + tensor.rows]
 
 
-def _check_tensors(folder: Path, files: list[Path], *, expected: dict[str, Tensor]) -> None:
+def _check_tensors(
+    folder: Path, files: list[Path], *, expected: dict[str, Tensor], key: str
+) -> None:
     shapes: dict[str, list[int]] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
                 shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise _error(folder, f"{file.name} cannot be read ({error})") from error
+            raise _error(folder, f"{file.name} cannot be read ({error})", key=key) from error
     for name, tensor in expected.items():
         if name not in shapes:
-            raise _error(folder, f"tensor {name!r} is missing from the weights")
+            raise _error(folder, f"tensor {name!r} is missing from the weights", key=key)
         if list(tensor.shape) != shapes[name]:
             wanted = list(tensor.shape)
-            raise _error(folder, f"tensor {name!r} has shape {shapes[name]}, not {wanted}")
+            rule = f"tensor {name!r} has shape {shapes[name]}, not {wanted}"
+            raise _error(folder, rule, key=key)
     for name in shapes:
         tied_head = name == "lm_head.weight"
         if name not in expected and not tied_head and not name.endswith(_DERIVED_SUFFIX):
-            raise _error(folder, f"unexpected tensor {name!r} in the weights")
+            raise _error(folder, f"unexpected tensor {name!r} in the weights", key=key)
 
 
 def _plan_shards(
@@ -280,7 +283,7 @@ def _write_json(content: Mapping[str, Any], path: Path) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _error(folder: Path, rule: str, *, key: str = KEY) -> UserError:
+def _error(folder: Path, rule: str, *, key: str) -> UserError:
     return UserError(
         f"{key}={str(folder)!r}: {rule}. "
         "Use a complete Hugging Face folder with safetensors weights that fit its config.json."

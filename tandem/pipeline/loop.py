@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.algorithms.kl import AdaptiveKl, FixedKl, KlController, next_kl_controller
 from tandem.checkpoint.store import Checkpoint
@@ -33,7 +33,7 @@ from tandem.pipeline.parts import PipelineParts
 from tandem.pipeline.policy_phase import score_with_policy, score_with_reference, update_policy
 from tandem.pipeline.producer import GroupProducer
 from tandem.pipeline.router import RolloutRouter
-from tandem.pipeline.step_metrics import collect_metrics
+from tandem.pipeline.step_metrics import batch_metrics, speed_metrics
 from tandem.pipeline.validation import summarize, validate
 from tandem.types import Group, StepReport, UpdateReport
 
@@ -63,22 +63,28 @@ class Pipeline:
         self._controller = initial_kl_controller(parts.config)
         self._steps_without_update = 0
         self._validation: Mapping[str, float] = {}
+        self._metrics: dict[str, float] = {}
+        self._must_log_again = False
         self._stopping = False
         self._timers = Timers(parts.clock)
         self._step_ended_s = parts.clock()
         self._router = RolloutRouter(parts.engines.rollout, parts.runtime, clock=parts.clock)
         self._buffer = GroupBuffer()
 
-    async def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue after ``checkpoint``: weights, optimizer, data, version."""
+    async def restore(self, checkpoint: Checkpoint, *, is_logged: bool) -> None:
+        """Continue after ``checkpoint``: data, version, KL coefficient. Weights and optimizer have
+        been loaded into the engines already.
+
+        Args:
+            is_logged: whether the metrics of that step are on record. A run that was killed after
+                saving and before logging has left them to us.
+        """
         state = checkpoint.read_state()
-        await self._parts.runtime.call(self._parts.engines.train.load, checkpoint.folder / "actor")
         self._parts.source.restore(state["data"])
         self._step = self._saved_step = checkpoint.step
+        self._metrics, self._must_log_again = state["metrics"], not is_logged
         if isinstance(self._controller, AdaptiveKl):
-            self._controller = AdaptiveKl(
-                state["kl_coefficient"], self._controller.target, self._controller.horizon
-            )
+            self._controller = replace(self._controller, coefficient=state["kl_coefficient"])
         logger.info("resumed from %s", checkpoint.folder)
 
     async def stop(self) -> None:
@@ -101,6 +107,8 @@ class Pipeline:
             )
             if self._step == 0 and self._parts.schedule.validates_before_training:
                 await self._validate_and_log()
+            if self._must_log_again:
+                await self._log_again()
             producer_task = tasks.create_task(producer.run())
             await self._train(gate, producer)
             router_task.cancel()
@@ -117,17 +125,12 @@ class Pipeline:
                 if len(groups) < batch_size:
                     break
                 self._time_rollouts(begin_s)
-                experience = await self._score(groups)
-                reports = await self._update(experience)
-                self._step += 1
-                self._parts.source.mark_trained([group.prompt.uid for group in groups])
-                dropped = producer.take_dropped()
-                self._parts.source.mark_dropped(dropped)
-                await self._sync_weights()
-                if schedule.is_save_step(self._step):
+                experience = await self._learn(groups, producer.take_dropped())
+            self._record(experience)
+            if schedule.is_save_step(self._step):
+                with self._timers.section("step"):
                     await self._save()
-            metrics = await self._finish_step(experience, reports, num_dropped=len(dropped))
-            self._log(metrics)
+            await self._finish_step(experience)
             await gate.release_trained(batch_size)
         await self._finish()
 
@@ -136,6 +139,24 @@ class Pipeline:
         generated_s = max(self._router.last_finish_s, begin_s)
         self._timers.add("gen", generated_s - begin_s)
         self._timers.add("reward", self._parts.clock() - generated_s)
+
+    async def _learn(self, groups: Sequence[Group], dropped: Sequence[int]) -> Experience:
+        """One training step on ``groups``; ``dropped`` draws are given up with it."""
+        experience = await self._score(groups)
+        coefficient = self._controller.coefficient
+        reports = await self._update(experience)
+        self._step += 1
+        self._parts.source.mark_trained([group.prompt.uid for group in groups])
+        self._parts.source.mark_dropped(dropped)
+        await self._sync_weights()
+        self._metrics = {
+            **batch_metrics(self._parts, experience, kl_coefficient=coefficient),
+            **update_metrics(reports),
+            "training/global_step": float(self._step),
+            "training/epoch": float(self._parts.source.epoch),
+            "training/dropped_groups": float(len(dropped)),
+        }
+        return experience
 
     async def _score(self, groups: Sequence[Group]) -> Experience:
         batch = lay_out(groups)
@@ -189,6 +210,7 @@ class Pipeline:
             "weights_version": self._step,
             "data": self._parts.source.state(),
             "kl_coefficient": self._controller.coefficient,
+            "metrics": self._metrics,
         }
         with (
             self._timers.section("save_checkpoint"),
@@ -198,28 +220,16 @@ class Pipeline:
             await self._parts.runtime.call(self._parts.engines.train.save, folder / "actor")
         self._saved_step = self._step
 
-    async def _finish_step(
-        self, experience: Experience, reports: Sequence[UpdateReport], *, num_dropped: int
-    ) -> dict[str, float]:
-        """Validation if due, records, and the metrics of the step."""
-        validation: Mapping[str, float] = {}
+    async def _finish_step(self, experience: Experience) -> None:
+        """Validate if it is due, and log the step."""
+        metrics = dict(self._metrics)
         if self._parts.schedule.is_test_step(self._step):
-            validation = await self._validate()
-        self._record(experience)
+            metrics.update(await self._validate())
         now_s = self._parts.clock()
         wall_s, self._step_ended_s = now_s - self._step_ended_s, now_s
-        metrics = collect_metrics(
-            self._parts, experience, seconds=self._timers.take(), wall_s=wall_s
-        )
-        metrics.update(update_metrics(reports))
-        metrics.update(validation)
-        metrics["training/global_step"] = float(self._step)
-        metrics["training/epoch"] = float(self._parts.source.epoch)
-        metrics["training/dropped_groups"] = float(num_dropped)
-        if self._config.algorithm.use_kl_in_reward:
-            metrics["actor/reward_kl_penalty"] = experience.mean_kl
-            metrics["actor/reward_kl_penalty_coeff"] = self._controller.coefficient
-        return metrics
+        seconds = self._timers.take()
+        metrics.update(speed_metrics(self._parts, experience, seconds=seconds, wall_s=wall_s))
+        self._log(metrics)
 
     def _record(self, experience: Experience) -> None:
         """Keep some rollouts for the report; a record that cannot be written stops nothing."""
@@ -254,9 +264,17 @@ class Pipeline:
             logger.warning("validation of step %d is not dumped: %s", self._step, error)
 
     async def _validate_and_log(self) -> None:
-        metrics = dict(await self._validate())
+        metrics = {**await self._validate(), "training/global_step": float(self._step)}
         metrics.update({f"timing_s/{name}": value for name, value in self._timers.take().items()})
-        metrics["training/global_step"] = float(self._step)
+        self._log(metrics)
+        self._step_ended_s = self._parts.clock()
+
+    async def _log_again(self) -> None:
+        """The step we resumed from, all but its times, which are lost."""
+        metrics = dict(self._metrics)
+        if self._parts.schedule.is_test_step(self._step):
+            metrics.update(await self._validate())
+        self._timers.take()
         self._log(metrics)
         self._step_ended_s = self._parts.clock()
 

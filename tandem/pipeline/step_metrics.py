@@ -24,22 +24,19 @@ from tandem.pipeline.experience import Experience, as_floats
 from tandem.pipeline.parts import PipelineParts
 
 
-def collect_metrics(
-    parts: PipelineParts, experience: Experience, *, seconds: Mapping[str, float], wall_s: float
+def batch_metrics(
+    parts: PipelineParts, experience: Experience, *, kl_coefficient: float
 ) -> dict[str, float]:
-    """Everything but the optimizer's and the validation's metrics.
+    """What the batch was like: scores, advantages, lengths, agreement of rollout and trainer.
+
+    Depends on nothing but data and weights.
 
     Args:
-        seconds: sections of the step as the timers took them.
-        wall_s: since the end of the step before, nothing left out.
+        kl_coefficient: of the KL that was subtracted from the rewards, if any was.
     """
     groups = experience.batch.groups
-    data = parts.config.data
-    num_prompt_tokens = sum(len(group.prompt.token_ids) * len(group.samples) for group in groups)
-    sequences = experience.batch.sequences
-    num_response_tokens = sum(len(sequence.response_ids) for sequence in sequences)
-    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
-    return {
+    data, algorithm = parts.config.data, parts.config.algorithm
+    metrics = {
         **score_metrics(groups, rewards=as_floats(experience.rewards_N)),
         **reward_metrics(groups),
         **advantage_metrics(experience.columns.advantages_R, returns_R=experience.returns_R),
@@ -49,6 +46,29 @@ def collect_metrics(
             max_response_length=data.max_response_length,
         ),
         **rollout_difference(experience),
+    }
+    if algorithm.use_kl_in_reward:
+        metrics["actor/reward_kl_penalty"] = experience.mean_kl
+        metrics["actor/reward_kl_penalty_coeff"] = kl_coefficient
+    if parts.config.actor_rollout_ref.actor.use_kl_loss:
+        metrics["actor/kl_coef"] = parts.config.actor_rollout_ref.actor.kl_loss_coef
+    return metrics
+
+
+def speed_metrics(
+    parts: PipelineParts, experience: Experience, *, seconds: Mapping[str, float], wall_s: float
+) -> dict[str, float]:
+    """How long the step took and what it used.
+
+    Args:
+        seconds: sections of the step as the timers took them.
+        wall_s: since the end of the step before, nothing left out.
+    """
+    groups, sequences = experience.batch.groups, experience.batch.sequences
+    num_prompt_tokens = sum(len(group.prompt.token_ids) * len(group.samples) for group in groups)
+    num_response_tokens = sum(len(sequence.response_ids) for sequence in sequences)
+    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
+    return {
         **timing_metrics(
             seconds, num_prompt_tokens=num_prompt_tokens, num_response_tokens=num_response_tokens
         ),

@@ -56,13 +56,15 @@ class SupervisedLoop:
         self._saved_step = -1
         self._stopping = False
         self._validation: Mapping[str, float] = {}
+        self._metrics: dict[str, float] = {}
+        self._must_log_again = False
 
-    async def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue after ``checkpoint``."""
+    async def restore(self, checkpoint: Checkpoint, *, is_logged: bool) -> None:
+        """Continue after ``checkpoint``; see ``Pipeline.restore``."""
         state = checkpoint.read_state()
-        await self._parts.runtime.call(self._parts.engine.load, checkpoint.folder / "actor")
         self._parts.source.restore(state["data"])
         self._step = self._saved_step = checkpoint.step
+        self._metrics, self._must_log_again = state["metrics"], not is_logged
         logger.info("resumed from %s", checkpoint.folder)
 
     async def stop(self) -> None:
@@ -74,21 +76,32 @@ class SupervisedLoop:
         schedule = self._parts.schedule
         if self._step == 0 and schedule.validates_before_training:
             self._log(await self._validate())
+        if self._must_log_again:
+            await self._log_step()
         while self._step < schedule.total_training_steps and not self._stopping:
             with self._timers.section("step"):
                 sequences = self._parts.source.draw(self._parts.config.data.train_batch_size)
-                report = await self._update(sequences)
-                self._step += 1
-                self._parts.source.mark_trained([s.prompt_key for s in sequences])
+                await self._learn(sequences)
                 if schedule.is_save_step(self._step):
                     await self._save()
-            metrics = self._metrics(sequences, report)
-            if schedule.is_test_step(self._step):
-                metrics.update(await self._validate())
-            self._log(metrics)
+            await self._log_step(self._speed(sequences))
         if self._stopping and self._step > 0 and self._saved_step != self._step:
             await self._save()
         return RunSummary(self._step, self._stopping, self._validation)
+
+    async def _learn(self, sequences: Sequence[TrainSequence]) -> None:
+        """One training step."""
+        report = await self._update(sequences)
+        self._step += 1
+        self._parts.source.mark_trained([s.prompt_key for s in sequences])
+        self._metrics = {
+            **report.metrics,
+            "train/lr": report.learning_rate,
+            "train/grad_norm": report.grad_norm,
+            "train/global_tokens": float(_num_tokens(sequences)),
+            "training/global_step": float(self._step),
+            "training/epoch": float(self._parts.source.epoch),
+        }
 
     async def _update(self, sequences: Sequence[TrainSequence]) -> UpdateReport:
         batches = pack_microbatches(sequences, self._limits.plan(sequences))
@@ -102,22 +115,20 @@ class SupervisedLoop:
             logger.warning("step %d: loss or gradient was not finite, no update", self._step + 1)
         return report
 
-    def _metrics(
-        self, sequences: Sequence[TrainSequence], report: UpdateReport
-    ) -> dict[str, float]:
-        num_tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
+    def _speed(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         seconds = self._timers.take()
         time = StepTime(step_s=seconds["step"], wall_s=seconds["step"])
         return {
-            **report.metrics,
-            "train/lr": report.learning_rate,
-            "train/grad_norm": report.grad_norm,
-            "train/global_tokens": float(num_tokens),
-            "training/global_step": float(self._step),
-            "training/epoch": float(self._parts.source.epoch),
-            **throughput_metrics(num_tokens, time=time, num_devices=1),
+            **throughput_metrics(_num_tokens(sequences), time=time, num_devices=1),
             **{f"timing_s/{name}": value for name, value in seconds.items()},
         }
+
+    async def _log_step(self, speed: Mapping[str, float] | None = None) -> None:
+        """Validate if it is due, and log the step; ``speed`` is lost for one logged by a resume."""
+        metrics = {**self._metrics, **(speed or {})}
+        if self._parts.schedule.is_test_step(self._step):
+            metrics.update(await self._validate())
+        self._log(metrics)
 
     async def _validate(self) -> dict[str, float]:
         """Token-mean loss over the validation rows; none without rows."""
@@ -134,7 +145,8 @@ class SupervisedLoop:
         return dict(self._validation)
 
     async def _save(self) -> None:
-        state = {"step": self._step, "data": self._parts.source.state()}
+        data = self._parts.source.state()
+        state = {"step": self._step, "data": data, "metrics": self._metrics}
         with self._parts.store.writing(self._step, state) as folder:
             (folder / "actor").mkdir()
             await self._parts.runtime.call(self._parts.engine.save, folder / "actor")
@@ -144,6 +156,10 @@ class SupervisedLoop:
         report = StepReport(self._step, metrics)
         for sink in self._parts.sinks:
             sink.write(report)
+
+
+def _num_tokens(sequences: Sequence[TrainSequence]) -> int:
+    return sum(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
 
 
 def microbatch_limits(config: SftConfig) -> MicrobatchLimits:

@@ -149,7 +149,10 @@ def test_results_do_not_depend_on_micro_batches(material: Material, tmp_path: Pa
         ("algorithm.adv_estimator=rloo",),
         ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.99"),
         ("algorithm.adv_estimator=reinforce_plus_plus_baseline",),
-        ("algorithm.norm_adv_by_std_in_grpo=False", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"),
+        (
+            "algorithm.norm_adv_by_std_in_grpo=False",
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+        ),
         (f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.entropy_coeff=0.01"),
         (f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.shuffle=True"),
     ],

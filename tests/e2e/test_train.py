@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tandem.config.run import RunConfig
 from transformers import AutoModelForCausalLM
 
+from tandem.config.run import RunConfig
 from tests.fakes.commands import Ended, run_command
 from tests.fakes.tiny_run import (
     Material,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem`` commands as real processes, for tests that stop them, starve them or read their output.
+"""``tandem`` commands as real processes, for tests that stop, starve or read them.
 
 Each process is forked from one that has imported torch already, so that it starts in a few
 hundredths of a second; what it runs is ``tandem.cli.main`` and nothing else.

@@ -260,9 +260,9 @@ def takes_wrong_sign(problem: Problem) -> str:
 
 
 WRITERS: tuple[tuple[Callable[[Problem], str], float], ...] = (
-    (correct, 0.3),
-    (stops_early, 0.4),
-    (takes_wrong_sign, 0.3),
+    (correct, 0.28),
+    (stops_early, 0.55),
+    (takes_wrong_sign, 0.17),
 )
 """Who writes the demonstrations, with weights. The commonest habit is a bad one, so that greedy
 decoding starts low and reinforcement has something to mend; the arithmetic is right in all."""

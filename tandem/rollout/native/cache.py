@@ -60,6 +60,7 @@ class RowCache:
     """Buffers that grow, shift and compact together.
 
     Attributes:
+        shape: what it holds of one token.
         first_column: the column that stands at index 0.
         keys: a layer (R, K, E, C); transposed, which makes the product with a query faster.
         values: a layer (R, K, C, E).
@@ -71,12 +72,12 @@ class RowCache:
     """
 
     def __init__(self, shape: CacheShape) -> None:
-        self._shape = shape
+        self.shape = shape
         self.release()
 
     def release(self) -> None:
         """Free all memory."""
-        shape, heads, width = self._shape, self._shape.num_kv_heads, self._shape.head_dim
+        shape, heads, width = self.shape, self.shape.num_kv_heads, self.shape.head_dim
         empty = torch.empty(0, device=shape.device)
         self.first_column = 0
         self.keys = [
@@ -103,6 +104,11 @@ class RowCache:
         """Where ``columns`` stand in the buffers."""
         return slice(columns.start - self.first_column, columns.stop - self.first_column)
 
+    def has_room(self, num_rows: int, columns: range) -> bool:
+        """Whether rows 0..``num_rows``-1 have a place for ``columns``."""
+        has_columns = self.first_column <= columns.start and columns.stop <= self.stop_column
+        return num_rows <= len(self.tokens_RC) and has_columns
+
     def reserve(self, num_rows: int, columns: range, *, live_rows: int) -> None:
         """Make room for rows 0..``num_rows``-1 and for ``columns``.
 
@@ -110,15 +116,13 @@ class RowCache:
         """
         start = max(columns.start, self.first_column)
         kept = range(start, min(columns.stop, self.stop_column))
-        if num_rows <= self.tokens_RC.shape[0] and len(kept) == len(columns):
-            return
         if live_rows == 0:
             self.first_column, kept = columns.start, range(columns.start, columns.start)
         size = (max(num_rows, len(self.tokens_RC)), max(len(columns), self.tokens_RC.shape[1]))
         source = self.index(kept)
         self.first_column = columns.start
         block = _Block(size, live_rows, source=source, target=self.index(kept))
-        for layer in range(self._shape.num_layers):
+        for layer in range(self.shape.num_layers):
             self.keys[layer] = block.regrid(self.keys[layer], 3)
             self.values[layer] = block.regrid(self.values[layer], 2)
         self.tokens_RC = block.regrid(self.tokens_RC, 1)
@@ -137,7 +141,7 @@ class RowCache:
         for length, count in zip(states.lengths, num_rows, strict=True):
             rows, tokens = slice(first_row, first_row + count), slice(token, token + length)
             columns = slice(stop - length, stop)
-            for layer in range(self._shape.num_layers):
+            for layer in range(self.shape.num_layers):
                 self.keys[layer][rows, :, :, columns] = states.keys[layer][..., tokens]
                 self.values[layer][rows, :, columns] = states.values[layer][:, tokens]
             first_row, token = first_row + count, token + length
@@ -146,7 +150,7 @@ class RowCache:
         """Copy rows ``sources`` over rows ``targets`` within ``columns``."""
         if not sources:
             return
-        source, target = torch.tensor((sources, targets), device=self._shape.device)
+        source, target = torch.tensor((sources, targets), device=self.shape.device)
         where = self.index(columns)
         windows = [key[..., where] for key in self.keys]
         windows += [value[:, :, where] for value in self.values]

@@ -28,9 +28,8 @@ from tandem.rollout.native.scheduler import Admission, Limits, Row, Scheduler
 from tandem.rollout.sampler import Draw, draw_tokens
 from tandem.types import Completion, FinishReason, GenerationRequest, TokenIds
 
-_MIN_SPARE_COLUMNS = 64
-_KEPT_CACHE_BYTES = 64 * 2**20
-"""An idle engine gives back a larger cache; a smaller one is dearer to allocate than to keep."""
+_SMALL_CACHE_BYTES = 64 * 2**20
+"""A cache of this size is allocated at once and kept when idle; a larger one grows and is freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ class NativeRolloutEngine:
         completions: list[Completion] = []
         while not completions and self._scheduler.has_work:
             completions = self._admit() or self._decode()
-        if not self._scheduler.has_work and self._cache.num_bytes > _KEPT_CACHE_BYTES:
+        if not self._scheduler.has_work and self._cache.num_bytes > _SMALL_CACHE_BYTES:
             self._cache.release()
         return completions
 
@@ -131,12 +130,13 @@ class NativeRolloutEngine:
         assert prefill is not None, "an admission without prompts follows one with prompts"
         scheduler, cache = self._scheduler, self._cache
         first_row = len(scheduler.rows) - len(admission.rows)
-        self._reserve(live_rows=first_row)
+        self._make_room(live_rows=first_row)
         cache.write_prompts(
             first_row, prefill.states, num_rows=admission.num_rows, column=scheduler.column
         )
         self._write_facts(first_row, admission.rows)
         self._draw_uniforms()
+        self._attention = None
         self._carry(prefill, admission)
         num_rows_P = torch.tensor(admission.num_rows, device=self._device)
         return self._sample(prefill.logits_PV.repeat_interleave(num_rows_P, 0), first_row)
@@ -157,13 +157,17 @@ class NativeRolloutEngine:
         elif admission.prompts:
             self._carried = _Prefill(prefill.states.last(), prefill.logits_PV[-1:].clone())
 
-    def _reserve(self, *, live_rows: int) -> None:
-        """Room for the rows, and for half as many columns again as are in use."""
+    def _make_room(self, *, live_rows: int) -> None:
+        """Room for the rows and their next column; where it lacks, for twice the columns in use."""
         scheduler = self._scheduler
-        start, column = scheduler.oldest_column, scheduler.column
-        spare = max(_MIN_SPARE_COLUMNS, (column - start) // 2)
-        stop = min(scheduler.last_column, column + spare) + 1
-        self._cache.reserve(scheduler.wanted_rows, range(start, stop), live_rows=live_rows)
+        start, column, num_rows = scheduler.oldest_column, scheduler.column, scheduler.wanted_rows
+        # Without live rows there is nothing to move, and the window can start anew.
+        if live_rows and self._cache.has_room(len(scheduler.rows), range(start, column + 2)):
+            return
+        small = _SMALL_CACHE_BYTES // (num_rows * self._cache.shape.bytes_per_token)
+        spare = max(column - start, small)
+        stop = max(column + 1, min(scheduler.last_column, column + spare)) + 1
+        self._cache.reserve(num_rows, range(start, stop), live_rows=live_rows)
         self._attention = None
 
     def _write_facts(self, first_row: int, rows: Sequence[Row]) -> None:
@@ -188,7 +192,7 @@ class NativeRolloutEngine:
         scheduler, cache = self._scheduler, self._cache
         num_rows, column = len(scheduler.rows), scheduler.column
         if column + 1 >= cache.stop_column:
-            self._reserve(live_rows=num_rows)
+            self._make_room(live_rows=num_rows)
         attention = self._attention = self._attention or self._new_attention()
         attention.column = column
         token_B = cache.tokens_RC[:num_rows, column - cache.first_column]

@@ -139,9 +139,9 @@ class Scheduler:
     def admit(self) -> Admission | None:
         """Let waiting samples enter as far as the limits allow; None if nothing enters now.
 
-        Rows are given out in lots of an eighth of all, because entering has a fixed cost.
+        Rows are given out in lots of a quarter of all, because entering has a fixed cost.
         """
-        lot = min(self._num_waiting, max(1, self._limits.max_sequences // 8))
+        lot = min(self._num_waiting, max(1, self._limits.max_sequences // 4))
         if lot == 0 or (self.rows and self._limits.max_sequences - len(self.rows) < lot):
             return None
         num_before = len(self.rows)

@@ -183,7 +183,10 @@ def test_other_sampling_rules_in_the_batch_do_not_matter(
     _assert_same(finished, expected)
 
 
-def test_long_responses_shift_and_grow_the_cache(decoder: Decoder) -> None:
+def test_long_responses_shift_and_grow_the_cache(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.rollout.native.engine._SMALL_CACHE_BYTES", 0)
     endless = replace(SAMPLED, ignore_eos=True, max_new_tokens=150)
     brief = replace(endless, max_new_tokens=90)
     requests = [
@@ -283,7 +286,7 @@ def test_a_large_cache_is_given_back_when_idle(
     decoder: Decoder, expected: dict[int, Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kept_bytes, rows_kept in ((1 << 26, 30), (0, 0)):
-        monkeypatch.setattr("tandem.rollout.native.engine._KEPT_CACHE_BYTES", kept_bytes)
+        monkeypatch.setattr("tandem.rollout.native.engine._SMALL_CACHE_BYTES", kept_bytes)
         engine = NativeRolloutEngine(decoder, CONFIG)
         for _ in range(2):
             engine.add(_requests(10))

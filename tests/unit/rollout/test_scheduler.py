@@ -75,14 +75,16 @@ def test_a_new_weights_version_forgets_the_prefill_and_tags_later_rows() -> None
 
 def test_rows_are_given_out_in_lots_unless_fewer_wait() -> None:
     scheduler = Scheduler(_limits(sequences=16))
-    scheduler.add([_request(0, n=16), _request(100, n=3)])
+    scheduler.add([_request(0, n=16), _request(100, n=6)])
     _admit_all(scheduler)
-    scheduler.remove([5])
+    scheduler.remove([3, 5, 7])
     assert scheduler.admit() is None
     scheduler.remove([6])
     assert scheduler.admit() is not None
     scheduler.remove([0])
-    assert scheduler.admit() is not None  # the last one that waits
+    assert scheduler.admit() is None
+    scheduler.remove([0])
+    assert scheduler.admit() is not None  # the last two that wait
 
 
 def test_the_cache_bound_counts_rows_times_the_longest_sequence() -> None:

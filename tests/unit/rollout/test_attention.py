@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention over the cache against plain attention over each row's own tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from tandem.rollout.native.attention import DecodeAttention, PrefillAttention
+from tandem.rollout.native.cache import CacheShape, RowCache
+
+HEADS, KV_HEADS, WIDTH = 6, 2, 8
+SHAPE = CacheShape(
+    num_layers=1,
+    num_kv_heads=KV_HEADS,
+    head_dim=WIDTH,
+    dtype=torch.float32,
+    device=torch.device("cpu"),
+)
+
+
+def _full(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attention of one query (H, E) to keys and values (T, K, E)."""
+    q, k, v = query[:, None], keys.transpose(0, 1), values.transpose(0, 1)
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], enable_gqa=True)[0, :, 0]
+
+
+@pytest.mark.parametrize("lengths", [[4, 4], [2, 5, 1]])
+def test_each_row_attends_to_its_own_tokens(lengths: list[int]) -> None:
+    num_tokens, num_rows = sum(lengths), len(lengths)
+    keys, values = torch.randn(2, num_tokens, KV_HEADS, WIDTH).unbind()
+    prefill = PrefillAttention(lengths, torch.device("cpu"))
+    assert prefill(0, torch.randn(num_tokens, HEADS, WIDTH), keys, values).shape[0] == num_tokens
+    cache = RowCache(SHAPE)
+    cache.reserve(num_rows, range(-max(lengths), 4), live_rows=0)
+    cache.write_prompts(0, prefill.states(), num_rows=[1] * num_rows, column=0)
+    cache.facts_3R[0, :num_rows] = -torch.tensor(lengths)
+    masked = len(set(lengths)) > 1
+    attention = DecodeAttention(cache, num_rows, first_column=-max(lengths), masked=masked)
+    own = list(zip(keys.split(lengths), values.split(lengths), strict=True))
+    for column in range(3):
+        query = torch.randn(num_rows, HEADS, WIDTH)
+        key, value = torch.randn(2, num_rows, KV_HEADS, WIDTH).unbind()
+        attention.column = column
+        actual = attention(0, query, key, value)
+        own = [
+            (torch.cat((k, key[i : i + 1])), torch.cat((v, value[i : i + 1])))
+            for i, (k, v) in enumerate(own)
+        ]
+        expected = torch.stack([_full(query[i], *own[i]) for i in range(num_rows)])
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+
+
+def test_prefill_positions_and_last_tokens() -> None:
+    prefill = PrefillAttention([3, 1, 2], torch.device("cpu"))
+    assert prefill.position_ids_T.tolist() == [0, 1, 2, 0, 0, 1]
+    assert prefill.last_P.tolist() == [2, 3, 5]
