@@ -8,7 +8,7 @@ from tandem.config.trainer import TrainerConfig
 
 
 def find_checkpoint(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:
-    """The checkpoint to continue from, None to start anew.
+    """The checkpoint to continue from, None to start anew; clears away what a killed save has left.
 
     ``auto``: the latest of the run folder, if there is one; ``disable``: none; ``resume_path``: the
     folder named by ``resume_from_path``.
@@ -16,6 +16,7 @@ def find_checkpoint(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoin
     Raises:
         UserError: the checkpoint that was asked for is not there.
     """
+    store.mend()
     if trainer.resume_mode == "disable":
         return None
     if trainer.resume_mode == "resume_path":

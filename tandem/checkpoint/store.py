@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 STATE_NAME = "pipeline.json"
+_PARTIAL = ".partial_step_"
+_REPLACED = ".replaced_step_"
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 
 
@@ -74,6 +76,19 @@ class CheckpointStore:
             ) from error
         return open_checkpoint(self.folder / f"global_step_{step}")
 
+    def mend(self) -> None:
+        """Clear away what a killed save has left behind; only the run that saves here may do so.
+
+        If it was killed while it replaced an older checkpoint of the same step, that one returns.
+        """
+        for replaced in self.folder.glob(f"{_REPLACED}*"):
+            target = self.folder / replaced.name.replace(_REPLACED, "global_step_")
+            if not target.exists():
+                replaced.rename(target)
+        for pattern in (f"{_REPLACED}*", f"{_PARTIAL}*"):
+            for folder in self.folder.glob(pattern):
+                shutil.rmtree(folder)
+
     @contextmanager
     def writing(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
         """Yield a fresh folder to fill; on leaving it becomes ``global_step_{step}`` and the latest
@@ -84,14 +99,14 @@ class CheckpointStore:
             touched.
         """
         target = self.folder / f"global_step_{step}"
-        partial = self.folder / f".partial_step_{step}"
+        partial = self.folder / f"{_PARTIAL}{step}"
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             yield partial
             (partial / STATE_NAME).write_text(json.dumps(state))
             _flush_tree(partial)
-            replaced = self.folder / f".replaced_step_{step}"
+            replaced = self.folder / f"{_REPLACED}{step}"
             if target.exists():
                 target.rename(replaced)
             partial.rename(target)
@@ -101,7 +116,7 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
                 f"trainer.default_local_dir={str(self.folder)!r}: the checkpoint of step "
-                f"{step} could not be written ({_first_line(error)}); earlier checkpoints are kept. "
+                f"{step} could not be written ({_first_line(error)}); earlier ones are kept. "
                 "Free some space and run the same command again to resume."
             ) from error
         self._retire(step)

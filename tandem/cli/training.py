@@ -79,7 +79,11 @@ def prepare(config: RunConfig) -> Prepared:
     """Check and read everything but the model's weights."""
     require_loggers(config.trainer.logger)
     model = config.actor_rollout_ref.model
-    folder = check_folder(model.path, trust_remote_code=model.trust_remote_code)
+    folder = check_folder(
+        model.path,
+        trust_remote_code=model.trust_remote_code,
+        load_weight=config.actor_rollout_ref.actor.load_weight,
+    )
     codec = load_codec(
         model.path,
         template_settings=config.data.apply_chat_template_kwargs,

@@ -83,14 +83,20 @@ class _TokenLogProbs(torch.autograd.Function):
         entropy_R = torch.cat(entropy) if settings.with_entropy else torch.zeros_like(logp_R)
         kept_RV = log_softmax_CV if settings.differentiable and len(logp) == 1 else None
         ctx.settings = settings
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(h_RD, weight_VD, target_R, entropy_R, kept_RV)
         return logp_R, entropy_R
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logp_R: Tensor, grad_entropy_R: Tensor) -> Any:
+    def backward(ctx: Any, grad_logp_R: Tensor | None, grad_entropy_R: Tensor | None) -> Any:
         settings: _Settings = ctx.settings
         h_RD, weight_VD, target_R, entropy_R, kept_RV = ctx.saved_tensors
+        through_entropy = grad_entropy_R is not None  # not if it is only reported
+        grad_logp_R, grad_entropy_R = (
+            torch.zeros_like(entropy_R) if grad_R is None else grad_R / settings.temperature
+            for grad_R in (grad_logp_R, grad_entropy_R)
+        )
         grad_h, grad_weight_VD = [], None
         for h_CD, target_C, entropy_C, grad_logp_C, grad_entropy_C in settings.chunks(
             (h_RD, target_R, entropy_R, grad_logp_R, grad_entropy_R)
@@ -99,13 +105,13 @@ class _TokenLogProbs(torch.autograd.Function):
             if log_softmax_CV is None:
                 log_softmax_CV = _log_softmax(h_CD, weight_VD, temperature=settings.temperature)
             grad_CV = log_softmax_CV.exp()
-            if settings.with_entropy:
+            if through_entropy:
                 slope_C1 = (grad_logp_C + grad_entropy_C * entropy_C)[:, None]
                 grad_CV.mul_(torch.addcmul(slope_C1, log_softmax_CV, grad_entropy_C[:, None]))
             else:
                 grad_CV.mul_(grad_logp_C[:, None])
             grad_CV.neg_().scatter_add_(1, target_C[:, None], grad_logp_C[:, None])
-            grad_CV = grad_CV.div_(settings.temperature).to(weight_VD.dtype)
+            grad_CV = grad_CV.to(weight_VD.dtype)
             grad_h.append(grad_CV @ weight_VD)
             if ctx.needs_input_grad[1]:
                 grad_weight_VD = _accumulate(grad_weight_VD, grad_CV.T @ h_CD)

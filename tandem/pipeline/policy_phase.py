@@ -150,10 +150,13 @@ def _rescale(report: UpdateReport, factor: float) -> UpdateReport:
 
 
 def _computed(config: RunConfig, experience: Experience) -> Tensor:
-    """Which sequences go through the model."""
+    """Which sequences go through the model; all, if else there were none to measure the policy by
+    (and to find out that it has diverged).
+    """
     actor = config.actor_rollout_ref.actor
     has_other_terms = actor.entropy_coeff != 0 or actor.use_kl_loss
-    return experience.batch.valid_N if has_other_terms else experience.active_N
+    needs_all = has_other_terms or not experience.active_N.any()
+    return experience.batch.valid_N if needs_all else experience.active_N
 
 
 def _sequence_order(config: RunConfig, num_sequences: int, *, epoch: int) -> list[int]:

@@ -8,6 +8,7 @@ only exists if something reads it.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from tandem.api import ReferencePolicy, RolloutEngine, TrainEngine
@@ -26,6 +27,8 @@ from tandem.platforms.record import Platform
 from tandem.platforms.select import resolve_dtype
 from tandem.rollout.factory import make_rollout
 from tandem.types import TokenIds
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +75,13 @@ def _open(
 ) -> LanguageModel:
     """The model in the one precision it is stored, trained and generated with."""
     stored = resolve_dtype(layout.model_dtype, platform)
-    computed = resolve_dtype(layout.dtype, platform)
-    if stored != computed and platform.device_type == "cpu":
-        raise UserError(
-            f"fsdp_config.dtype={layout.dtype!r}: must equal fsdp_config.model_dtype="
-            f"{layout.model_dtype!r} on the CPU. Set both to float32."
-        )
+    if resolve_dtype(layout.dtype, platform) != stored:
+        if layout.dtype != "auto":
+            raise UserError(
+                f"fsdp_config.dtype={layout.dtype!r}: mixed precision is not built yet, it must "
+                f"equal fsdp_config.model_dtype={layout.model_dtype!r}. Set both alike."
+            )
+        logger.warning("mixed precision is not built yet: computing in %s", layout.model_dtype)
     return open_model(
         model.path,
         dtype=stored,

@@ -264,8 +264,12 @@ WRITERS: tuple[tuple[Callable[[Problem], str], float], ...] = (
     (stops_early, 0.55),
     (takes_wrong_sign, 0.17),
 )
-"""Who writes the demonstrations, with weights. The commonest habit is a bad one, so that greedy
-decoding starts low and reinforcement has something to mend; the arithmetic is right in all."""
+"""Who writes the demonstrations, with weights; the arithmetic is right in all of them.
+
+Most writers stop early, so greedy decoding starts low and reinforcement has something to mend. Of
+those who go on, more take the right sign than the wrong one: where both were as likely, it could
+settle for long on the wrong sign for a template that resembles others of the opposite sign.
+"""
 
 
 def demonstrations(problems: Sequence[Problem], *, seed: int) -> Iterator[tuple[str, str]]:

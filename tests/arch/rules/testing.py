@@ -6,7 +6,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from tests.arch.source import Module, Violation, imports, in_folders
+from tests.arch.source import Function, Module, Violation, dotted, imports, in_folders
+from tests.arch.source import functions as all_functions
 
 
 def no_test_classes(modules: Sequence[Module]) -> Iterator[Violation]:
@@ -33,16 +34,26 @@ def no_test_packages(modules: Sequence[Module]) -> Iterator[Violation]:
 
 
 def asserting_tests(modules: Sequence[Module]) -> Iterator[Violation]:
-    """Each test can fail: it asserts, expects a raise, or calls a check function."""
-    for module in in_folders(modules, "tests"):
-        for node in ast.walk(module.tree):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            if node.name.startswith("test_") and not can_fail(node):
-                yield Violation(f"{module.path}::{node.name}", "asserts nothing")
+    """Each test can fail: it asserts, checks, expects a raise, or calls a helper that does."""
+    tests = list(in_folders(modules, "tests"))
+    functions = [(module, node) for module in tests for _, node, _ in all_functions(module)]
+    strict = {node.name for _, node in functions if states_expectation(node)}
+    for module, node in functions:
+        can_fail = states_expectation(node) or called(node) & strict
+        if node.name.startswith("test_") and not can_fail:
+            yield Violation(f"{module.path}::{node.name}", "asserts nothing")
 
 
-def can_fail(test: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether something in the test states an expectation."""
-    text = ast.unparse(test)
-    return any(word in text for word in ("assert", "pytest.raises", "pytest.warns", "check_"))
+def states_expectation(function: Function) -> bool:
+    """Whether the function itself asserts, expects a raise, or calls what asserts or checks."""
+    text = ast.unparse(function)
+    return any(word in text for word in ("assert", "check", "pytest.raises", "pytest.warns"))
+
+
+def called(function: Function) -> set[str]:
+    """Plain names of what the function calls."""
+    return {
+        dotted(node.func).rpartition(".")[2]
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+    }

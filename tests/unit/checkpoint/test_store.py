@@ -76,3 +76,24 @@ def test_a_damaged_state_names_the_remedy(tmp_path: Path) -> None:
     assert latest is not None
     with pytest.raises(UserError, match="resume_mode=disable"):
         latest.read_state()
+
+
+def test_what_a_killed_save_left_behind_is_cleared_away(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    for name in (".partial_step_2", ".replaced_step_1"):
+        (tmp_path / name).mkdir()
+    store.mend()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "global_step_1",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def test_a_checkpoint_that_was_being_replaced_returns(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    (tmp_path / "global_step_1").rename(tmp_path / ".replaced_step_1")
+    store.mend()
+    latest = store.latest()
+    assert latest is not None and (latest.folder / "actor" / "w").read_text() == "weights"
