@@ -74,7 +74,14 @@ class CheckpointStore:
                 f"trainer.resume_mode='auto': {self.folder / TRACKER_NAME} holds no step number. "
                 "Write the step into it, or set trainer.resume_mode=disable."
             ) from error
-        return open_checkpoint(self.folder / f"global_step_{step}")
+        checkpoint = _find(self.folder / f"global_step_{step}")
+        if checkpoint is None:
+            raise UserError(
+                f"trainer.resume_mode='auto': {self.folder / TRACKER_NAME} names step {step}, of "
+                "which there is no checkpoint. Write the step of another one into it, or set "
+                "trainer.resume_mode=disable."
+            )
+        return checkpoint
 
     def mend(self) -> None:
         """Clear away what a killed save has left behind; only the run that saves here may do so.
@@ -132,12 +139,19 @@ class CheckpointStore:
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in ``folder``. Raises UserError if there is none."""
-    match = _STEP_FOLDER.fullmatch(folder.name)
-    if match is None or not (folder / STATE_NAME).is_file():
+    checkpoint = _find(folder)
+    if checkpoint is None:
         raise UserError(
             f"trainer.resume_from_path={str(folder)!r}: not a checkpoint. Name an existing folder "
             "<default_local_dir>/global_step_N."
         )
+    return checkpoint
+
+
+def _find(folder: Path) -> Checkpoint | None:
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    if match is None or not (folder / STATE_NAME).is_file():
+        return None
     return Checkpoint(folder, int(match[1]))
 
 

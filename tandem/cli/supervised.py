@@ -122,6 +122,7 @@ async def _train(prepared: PreparedSft, switch: StopSwitch) -> RunSummary:
                     validation=validation_sequences(prepared.validation),
                     store=prepared.store,
                     sinks=sinks,
+                    preferred_tokens=platform.microbatch_tokens,
                     clock=time.perf_counter,
                 )
             )

@@ -219,6 +219,7 @@ def _assemble(
         sinks=sinks,
         recorder=recorder,
         facts=ComputeFacts(engines.shape, platform.device_name(), num_devices=1),
+        preferred_tokens=platform.microbatch_tokens,
         clock=time.perf_counter,
         allocated_bytes=platform.memory_allocated_bytes,
         reserved_bytes=platform.memory_reserved_bytes,

@@ -22,6 +22,7 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from tandem.api import Loss
@@ -240,6 +241,9 @@ def _load_weights(model: LanguageModel, folder: Path) -> None:
     module: Any = model.module
     parameters = dict(module.named_parameters())
     dtype = next(iter(parameters.values())).dtype
-    restored = type(module).from_pretrained(folder, dtype=dtype, local_files_only=True)
+    try:
+        restored = type(module).from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _incomplete(folder, f"its weights cannot be read ({error})") from error
     for name, parameter in restored.named_parameters():
         parameters[name].copy_(parameter)

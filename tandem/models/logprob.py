@@ -107,10 +107,11 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_CV = log_softmax_CV.exp()
             if through_entropy:
                 slope_C1 = (grad_logp_C + grad_entropy_C * entropy_C)[:, None]
-                grad_CV.mul_(torch.addcmul(slope_C1, log_softmax_CV, grad_entropy_C[:, None]))
+                slope_CV = torch.addcmul(slope_C1, log_softmax_CV, grad_entropy_C[:, None])
+                grad_CV.mul_(slope_CV.neg_())
             else:
-                grad_CV.mul_(grad_logp_C[:, None])
-            grad_CV.neg_().scatter_add_(1, target_C[:, None], grad_logp_C[:, None])
+                grad_CV.mul_(-grad_logp_C[:, None])
+            grad_CV.scatter_add_(1, target_C[:, None], grad_logp_C[:, None])
             grad_CV = grad_CV.to(weight_VD.dtype)
             grad_h.append(grad_CV @ weight_VD)
             if ctx.needs_input_grad[1]:
@@ -123,7 +124,9 @@ class _TokenLogProbs(torch.autograd.Function):
 def _log_softmax(h_CD: Tensor, weight_VD: Tensor, *, temperature: float) -> Tensor:
     logits_CV = F.linear(h_CD, weight_VD)
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-    return torch.log_softmax(logits_CV.div_(temperature), -1)
+    if temperature != 1:
+        logits_CV = logits_CV.div_(temperature)
+    return torch.log_softmax(logits_CV, -1)
 
 
 def _accumulate(total: Tensor | None, part: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from tandem.pipeline.experience import (
     assign_credit,
     lay_out,
 )
+from tandem.pipeline.failures import warn_of_failed_rewards
 from tandem.pipeline.parts import PipelineParts
 from tandem.pipeline.policy_phase import score_with_policy, score_with_reference, update_policy
 from tandem.pipeline.producer import GroupProducer
@@ -146,6 +147,7 @@ class Pipeline:
         coefficient = self._controller.coefficient
         reports = await self._update(experience)
         self._step += 1
+        warn_of_failed_rewards(groups, f"step {self._step}")
         self._parts.source.mark_trained([group.prompt.uid for group in groups])
         self._parts.source.mark_dropped(dropped)
         await self._sync_weights()
@@ -245,6 +247,7 @@ class Pipeline:
     async def _validate(self) -> Mapping[str, float]:
         with self._timers.section("testing"):
             groups = await validate(self._parts, self._router)
+        warn_of_failed_rewards(groups, f"validation of step {self._step}")
         self._dump_validation(groups)
         self._validation = summarize(groups)
         return self._validation

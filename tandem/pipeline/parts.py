@@ -37,6 +37,7 @@ class Engines:
 class PipelineParts:
     """Everything a run is made of.
 
+    ``preferred_tokens`` is the micro-batch size the platform computes fastest, if it has one.
     ``clock`` gives seconds, of which only differences are used; ``allocated_bytes`` and
     ``reserved_bytes`` are the device allocator's peaks.
     """
@@ -53,6 +54,7 @@ class PipelineParts:
     sinks: Sequence[MetricSink]
     recorder: RolloutRecorder
     facts: ComputeFacts
+    preferred_tokens: int | None
     clock: Callable[[], float]
     allocated_bytes: Callable[[], int]
     reserved_bytes: Callable[[], int]

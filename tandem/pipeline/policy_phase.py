@@ -39,17 +39,26 @@ MEANS_OVER_COMPUTED_TOKENS = ("actor/entropy", "actor/ppo_kl")
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchLimits:
-    """How large a micro-batch may be: by the tokens ``key`` allows, if given, else by count."""
+    """How large a micro-batch may be: by the tokens ``key`` allows, if given, else by count.
+
+    ``preferred_tokens`` is what the platform computes fastest; it counts where the user left the
+    choice, and gives way to a sequence that is longer.
+    """
 
     key: str
     max_sequences: int | None
     max_tokens: int | None
+    preferred_tokens: int | None
 
     def plan(self, sequences: Sequence[TrainSequence]) -> Plan:
         """Micro-batches within the limit. Raises UserError if one sequence alone is too long."""
-        if self.max_tokens is not None:
-            return plan_microbatches(sequences, max_tokens=self.max_tokens, key=self.key)
-        return plan_microbatches(sequences, max_sequences=self.max_sequences)
+        if self.max_tokens is None:
+            return plan_microbatches(sequences, max_sequences=self.max_sequences)
+        max_tokens = self.max_tokens
+        if self.preferred_tokens is not None:
+            longest = max((len(s.prompt_ids) + len(s.response_ids) for s in sequences), default=0)
+            max_tokens = min(max_tokens, max(self.preferred_tokens, longest))
+        return plan_microbatches(sequences, max_tokens=max_tokens, key=self.key)
 
 
 async def score_with_policy(parts: PipelineParts, batch: ScoredBatch) -> Tensor | None:
@@ -65,7 +74,7 @@ async def score_with_policy(parts: PipelineParts, batch: ScoredBatch) -> Tensor 
         parts,
         parts.engines.train,
         sequences=batch.sequences,
-        limits=_scoring_limits(config, "rollout"),
+        limits=_scoring_limits(parts, "rollout"),
     )
 
 
@@ -75,7 +84,7 @@ async def score_with_reference(parts: PipelineParts, batch: ScoredBatch) -> Tens
     if reference is None or not parts.config.needs_reference:
         return None
     return await _log_probs(
-        parts, reference, sequences=batch.sequences, limits=_scoring_limits(parts.config, "ref")
+        parts, reference, sequences=batch.sequences, limits=_scoring_limits(parts, "ref")
     )
 
 
@@ -132,7 +141,7 @@ async def _optimizer_step(
     computed = [i for i in chosen if computed_N[i]]
     num_tokens = sum(sequences[i].num_loss_tokens for i in valid)
     scale = LossScale(num_tokens=max(num_tokens, 1), num_sequences=max(len(valid), 1))
-    batches = _pack_microbatches(experience, computed, limits=_update_limits(parts.config))
+    batches = _pack_microbatches(experience, computed, limits=_update_limits(parts))
     temperature = parts.config.actor_rollout_ref.rollout.temperature
     report = await parts.runtime.call(
         parts.engines.train.update, batches, loss, scale=scale, temperature=temperature
@@ -195,15 +204,23 @@ async def _log_probs(
     return in_sequence_order(columns, sequences=sequences, plan=plan)
 
 
-def _update_limits(config: RunConfig) -> MicrobatchLimits:
-    actor = config.actor_rollout_ref.actor
-    key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    return MicrobatchLimits(key, actor.ppo_micro_batch_size_per_gpu, actor.microbatch_tokens)
+def _update_limits(parts: PipelineParts) -> MicrobatchLimits:
+    actor = parts.config.actor_rollout_ref.actor
+    return MicrobatchLimits(
+        key="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        max_sequences=actor.ppo_micro_batch_size_per_gpu,
+        max_tokens=actor.microbatch_tokens,
+        preferred_tokens=None if actor.use_dynamic_bsz else parts.preferred_tokens,
+    )
 
 
-def _scoring_limits(config: RunConfig, role: str) -> MicrobatchLimits:
+def _scoring_limits(parts: PipelineParts, role: str) -> MicrobatchLimits:
     """Limits of a forward pass: ``rollout`` for old log-probs, ``ref`` for the reference."""
-    roles = config.actor_rollout_ref
+    roles = parts.config.actor_rollout_ref
     part = roles.rollout if role == "rollout" else roles.ref
-    key = f"actor_rollout_ref.{role}.log_prob_max_token_len_per_gpu"
-    return MicrobatchLimits(key, part.log_prob_micro_batch_size_per_gpu, part.microbatch_tokens)
+    return MicrobatchLimits(
+        key=f"actor_rollout_ref.{role}.log_prob_max_token_len_per_gpu",
+        max_sequences=part.log_prob_micro_batch_size_per_gpu,
+        max_tokens=part.microbatch_tokens,
+        preferred_tokens=None if part.log_prob_use_dynamic_bsz else parts.preferred_tokens,
+    )

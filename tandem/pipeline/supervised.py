@@ -32,7 +32,7 @@ _TEMPERATURE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SupervisedParts:
-    """Everything a supervised run is made of. ``clock`` gives seconds."""
+    """Everything a supervised run is made of; fields as in ``PipelineParts``."""
 
     config: SftConfig
     schedule: Schedule
@@ -42,6 +42,7 @@ class SupervisedParts:
     validation: Sequence[TrainSequence]
     store: CheckpointStore
     sinks: Sequence[MetricSink]
+    preferred_tokens: int | None
     clock: Callable[[], float]
 
 
@@ -50,7 +51,7 @@ class SupervisedLoop:
 
     def __init__(self, parts: SupervisedParts) -> None:
         self._parts = parts
-        self._limits = microbatch_limits(parts.config)
+        self._limits = microbatch_limits(parts.config, parts.preferred_tokens)
         self._timers = Timers(parts.clock)
         self._step = 0
         self._saved_step = -1
@@ -162,10 +163,13 @@ def _num_tokens(sequences: Sequence[TrainSequence]) -> int:
     return sum(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
 
 
-def microbatch_limits(config: SftConfig) -> MicrobatchLimits:
+def microbatch_limits(config: SftConfig, preferred_tokens: int | None) -> MicrobatchLimits:
     """How supervised micro-batches are bounded."""
     data = config.data
-    key = "data.max_token_len_per_gpu"
     by_tokens = data.use_dynamic_bsz or data.micro_batch_size_per_gpu is None
-    max_tokens = data.max_token_len_per_gpu if by_tokens else None
-    return MicrobatchLimits(key, data.micro_batch_size_per_gpu, max_tokens)
+    return MicrobatchLimits(
+        key="data.max_token_len_per_gpu",
+        max_sequences=data.micro_batch_size_per_gpu,
+        max_tokens=data.max_token_len_per_gpu if by_tokens else None,
+        preferred_tokens=None if data.use_dynamic_bsz else preferred_tokens,
+    )

@@ -24,6 +24,8 @@ class Platform:
         is_available: whether this process can use it.
         device_name: the chip's name, for reports and peak rates.
         memory_allocated_bytes, memory_reserved_bytes: the peaks since the start of the process.
+        microbatch_tokens: the size of a micro-batch that computes fastest, None for the largest
+            that fits memory. On a CPU activations should stay in the caches.
         prepare_thread: what a thread that computes must do first.
     """
 
@@ -34,6 +36,7 @@ class Platform:
     device_name: Callable[[], str]
     memory_allocated_bytes: Callable[[], int]
     memory_reserved_bytes: Callable[[], int]
+    microbatch_tokens: int | None
     prepare_thread: Callable[[], object]
 
 
@@ -54,6 +57,7 @@ CPU = Platform(
     device_name=lambda: "cpu",
     memory_allocated_bytes=lambda: 0,
     memory_reserved_bytes=lambda: 0,
+    microbatch_tokens=1024,
     prepare_thread=_flush_denormals,
 )
 
@@ -65,6 +69,7 @@ CUDA = Platform(
     device_name=torch.cuda.get_device_name,
     memory_allocated_bytes=torch.cuda.max_memory_allocated,
     memory_reserved_bytes=torch.cuda.max_memory_reserved,
+    microbatch_tokens=None,
     prepare_thread=_nothing,
 )
 

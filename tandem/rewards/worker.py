@@ -48,7 +48,13 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
         os.set_inheritable(descriptor, False)
     _end_with_parent(lifeline_fd)
     os.dup2(2, 1)  # what a reward prints must not mix with the results a command prints
-    channel = socket.socket(fileno=channel_fd)
+    try:
+        _work(socket.socket(fileno=channel_fd))
+    except ConnectionError:
+        return  # the parent has gone, and needs no answer
+
+
+def _work(channel: socket.socket) -> None:
     setup: WorkerSetup = pickle.loads(_receive_message(channel))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if setup.memory_limit_bytes is not None:
@@ -108,9 +114,16 @@ async def _serve_concurrently(channel: socket.socket, scorer: Scorer, *, deadlin
 
 
 def _receive_message(channel: socket.socket) -> bytes:
-    """One message and not a byte more, because what follows is read in another way."""
+    """One message and not a byte more, because what follows is read in another way.
+
+    Raises:
+        ConnectionError: the parent has closed the channel.
+    """
     length = int.from_bytes(channel.recv(LENGTH_BYTES, socket.MSG_WAITALL), "big")
-    return channel.recv(length, socket.MSG_WAITALL)
+    message = channel.recv(length, socket.MSG_WAITALL)
+    if not message:
+        raise ConnectionResetError("the channel was closed before the first message")
+    return message
 
 
 def _outcome_line(number: int, outcome: RewardOutcome) -> bytes:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 from pathlib import Path
 
@@ -172,7 +173,7 @@ def test_a_reward_that_fails_is_counted_and_never_a_zero(
 ) -> None:
     keys = (
         "custom_reward_function.name=unreliable",
-        "reward.timeout_s=0.5",
+        "reward.timeout_s=0.3",
         "trainer.rollout_data_dir=rollouts",
         "trainer.total_training_steps=3",
         "data.val_files=[]",
@@ -185,6 +186,41 @@ def test_a_reward_that_fails_is_counted_and_never_a_zero(
         scores = [sample["score"] for sample in read_lines(tmp_path / f"rollouts/{step}.jsonl")]
         assert scores.count(None) == row["reward/failures"]
         assert row["critic/score/mean"] == statistics.fmean(s for s in scores if s is not None) == 1
+
+
+def test_a_reward_that_always_fails_is_said_aloud(material: Material, tmp_path: Path) -> None:
+    keys = ("custom_reward_function.name=broken", *TWO_STEPS)
+    ended = run_train(material, tmp_path, *keys)
+    assert ended.code == 0
+    assert "step 1: 16 of 16 rewards failed" in ended.stderr
+    assert "out of order" in ended.stderr
+    metrics = metrics_of(tmp_path / "run")
+    assert "critic/score/mean" not in metrics[2]
+    assert metrics[2]["actor/grad_norm"] == 0
+
+
+def test_equal_rewards_leave_no_holes_in_the_metrics(material: Material, tmp_path: Path) -> None:
+    metrics = metrics_after(material, tmp_path, "custom_reward_function.name=constant", *TWO_STEPS)
+    assert metrics[1]["actor/pg_loss"] == metrics[1]["actor/grad_norm"] == 0
+    assert metrics[1]["actor/entropy"] > 0
+
+
+def test_a_policy_that_diverges_ends_the_run(material: Material, tmp_path: Path) -> None:
+    keys = (f"{ACTOR}.optim.lr=1e30", "trainer.total_training_steps=20", "data.val_files=[]")
+    ended = run_train(material, tmp_path, *keys)
+    assert ended.code == 1
+    assert "FloatingPointError: step 6: loss or gradient was not finite" in ended.stderr
+    metrics = metrics_of(tmp_path / "run")
+    assert max(metrics) == 5
+    assert metrics[5]["actor/skipped_updates"] == 1
+
+
+def test_a_model_starts_from_random_weights_on_request(material: Material, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(material.policy, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    model = (f"actor_rollout_ref.model.path={folder}", f"{ACTOR}.load_weight=False")
+    metrics = metrics_after(material, tmp_path, *model, *TWO_STEPS)
+    assert metrics[2]["actor/grad_norm"] > 0
 
 
 def test_other_families_train_through_transformers(material: Material, tmp_path: Path) -> None:

@@ -262,6 +262,17 @@ def test_damaged_checkpoint_harms_nothing(
     assert snapshot(run) == before
 
 
+def test_tracker_that_names_no_checkpoint(
+    finished: Path, material: Material, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(run / "global_step_2")
+    before = snapshot(run)
+    ended = run_command(train_arguments(material, run), folder=tmp_path / "cwd")
+    check_refusal(ended, "latest_checkpointed_iteration.txt", "step 2", "Write the step")
+    assert snapshot(run) == before
+
+
 def test_checkpoint_that_is_not_there(refusing: Callable[..., None], tmp_path: Path) -> None:
     path = tmp_path / "global_step_7"
     keys = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")

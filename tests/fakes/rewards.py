@@ -41,13 +41,20 @@ def constant(
 def unreliable(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> float:
-    """1, but a sixteenth hangs, an eighth raises and an eighth is not a number."""
-    kind = _checksum(solution_str) % 16
+    """1, but an eighth hangs, an eighth raises and an eighth is not a number."""
+    kind = _checksum(solution_str) % 8
     if kind == 0:
         time.sleep(HANG_S)
-    if kind in (1, 2):
+    if kind == 1:
         raise RuntimeError("this reward is out of order")
-    return float("nan") if kind in (3, 4) else 1.0
+    return float("nan") if kind == 2 else 1.0
+
+
+def broken(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> float:
+    """Always raises."""
+    raise RuntimeError("this reward is out of order")
 
 
 def slow(
