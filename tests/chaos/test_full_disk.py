@@ -60,12 +60,15 @@ def test_checkpoint_survives_a_full_disk_and_the_run_goes_on_with_room(
     assert repeatable(metrics_of(run)) == repeatable(metrics_of(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("command", [train_arguments, sft_arguments], ids=["train", "sft"])
-@pytest.mark.parametrize("limit", [20 * KIBIBYTE, 200 * KIBIBYTE])
+@pytest.mark.parametrize(
+    ("command", "limit"),
+    [(train_arguments, 200 * KIBIBYTE), (sft_arguments, 20 * KIBIBYTE)],
+    ids=["train", "sft"],
+)
 def test_file_that_cannot_grow(
     command: Callable[..., list[str]], limit: int, material: Material, tmp_path: Path
 ) -> None:
-    """Below the weights' size, and between that and the optimizer's."""
+    """Between the sizes of weights and optimizer, and below both."""
     run = tmp_path / "run"
     arguments = command(material, run, "trainer.save_freq=1", "trainer.total_training_steps=2")
     ended = run_command(arguments, folder=tmp_path)

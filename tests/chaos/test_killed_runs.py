@@ -109,7 +109,7 @@ def test_killed_before_random_file_operations(
     run, draw = tmp_path / "run", random.Random(seed)
     codes: list[int] = []
     while 0 not in codes and len(codes) < MAX_ATTEMPTS:
-        conditions = Conditions(die_at=draw.randint(5, 75))
+        conditions = Conditions(die_at=draw.randint(15, 90))
         arguments = RECIPES[recipe](material, run)
         codes.append(run_command(arguments, folder=tmp_path, conditions=conditions).code)
     assert codes == [-signal.SIGKILL] * (len(codes) - 1) + [0]

@@ -12,6 +12,7 @@ from tandem.errors import UserError
 from tandem.metrics.jsonl import (
     BEFORE_FIRST_STEP,
     JsonLinesFile,
+    last_step,
     read_records,
     truncate_after,
 )
@@ -56,6 +57,13 @@ def test_nothing_to_truncate(tmp_path):
     truncate_after(tmp_path / "none.jsonl", 3)
 
     assert read_records(tmp_path / "none.jsonl") == []
+
+
+def test_last_step_is_that_of_the_last_whole_line(tmp_path):
+    path = tmp_path / "m.jsonl"
+    assert last_step(path) == BEFORE_FIRST_STEP
+    path.write_text('{"step": 0}\n{"step": 4}\n{"step": 5')
+    assert last_step(path) == 4
 
 
 def test_lines_are_strict_json(tmp_path):

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failed rewards are said aloud, with the cause of the first."""
+
+import math
+
+import pytest
+
+from tandem.pipeline.failures import warn_of_failed_rewards
+from tandem.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Prompt,
+    RewardOutcome,
+    RewardStatus,
+    Sample,
+)
+
+GOOD = RewardOutcome(RewardStatus.VALUE, 1.0)
+LATE = RewardOutcome(RewardStatus.TIMEOUT, math.nan, {}, "no result within 3 s")
+
+
+def group(*outcomes: RewardOutcome) -> Group:
+    completion = Completion(0, (1,), (-0.5,), FinishReason.STOP, 0)
+    prompt = Prompt(0, 0, (1,), "", "source", "")
+    return Group(prompt, tuple(Sample(completion, "", outcome) for outcome in outcomes))
+
+
+def test_one_line_counts_failures_and_names_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_failed_rewards([group(GOOD, LATE), group(LATE, GOOD)], "step 3")
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "step 3: 2 of 4 rewards failed and do not count; the first: no result within 3 s"
+    )
+
+
+def test_nothing_is_said_without_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_failed_rewards([group(GOOD, GOOD)], "step 3")
+    assert not caplog.records
