@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from tandem.algorithms.kl import AdaptiveKl, FixedKl, KlController, next_kl_controller
 from tandem.checkpoint.store import Checkpoint
 from tandem.config.run import RunConfig
+from tandem.errors import UserError
 from tandem.metrics.records import dump_samples
 from tandem.metrics.reduction import update_metrics
 from tandem.metrics.timers import Timers
@@ -195,9 +196,11 @@ class Pipeline:
         self._steps_without_update += 1
         logger.warning("step %d: loss or gradient was not finite, no update", self._step + 1)
         if self._steps_without_update >= MAX_STEPS_WITHOUT_UPDATE:
-            raise FloatingPointError(
-                f"step {self._step + 1}: loss or gradient was not finite in "
-                f"{MAX_STEPS_WITHOUT_UPDATE} training steps in a row; nothing more can be learned"
+            learning_rate = self._config.actor_rollout_ref.actor.optim.lr
+            raise UserError(
+                f"actor_rollout_ref.actor.optim.lr={learning_rate:g}: loss or gradient was not "
+                f"finite in {MAX_STEPS_WITHOUT_UPDATE} training steps in a row, up to step "
+                f"{self._step + 1}. Lower it, or look for what else makes the policy diverge."
             )
 
     async def _sync_weights(self) -> None:
