@@ -81,8 +81,8 @@ class PolicyLoss:
         if inputs.entropy_R is not None:
             entropy = self._aggregate(inputs.entropy_R, inputs)
             metrics["actor/entropy"] = token_mean(inputs.entropy_R, inputs)
-            metrics["actor/entropy_loss"] = entropy.detach()
             if self.entropy_coeff != 0:
+                metrics["actor/entropy_loss"] = entropy.detach()
                 loss = loss - self.entropy_coeff * entropy
         if self.use_kl_loss:
             kl = self._kl_term(inputs)

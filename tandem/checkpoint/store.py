@@ -131,10 +131,16 @@ class CheckpointStore:
     def _retire(self, newest: int) -> None:
         if self._max_to_keep is None:
             return
-        steps = sorted(_steps(self.folder), reverse=True)
-        for step in [s for s in steps if s != newest][max(self._max_to_keep - 1, 0) :]:
-            shutil.rmtree(self.folder / f"global_step_{step}")
-            logger.info("removed checkpoint global_step_%d (max_actor_ckpt_to_keep)", step)
+        written = {folder: folder.stat().st_mtime_ns for folder in _step_folders(self.folder)}
+        oldest_last = sorted(written, key=lambda folder: written[folder], reverse=True)
+        older = [folder for folder in oldest_last if folder.name != f"global_step_{newest}"]
+        for folder in older[max(self._max_to_keep - 1, 0) :]:
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                logger.warning("the old checkpoint %s could not be removed: %s", folder, error)
+            else:
+                logger.info("removed checkpoint %s (max_actor_ckpt_to_keep)", folder.name)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -155,24 +161,29 @@ def _find(folder: Path) -> Checkpoint | None:
     return Checkpoint(folder, int(match[1]))
 
 
-def _steps(folder: Path) -> list[int]:
-    matches = (_STEP_FOLDER.fullmatch(path.name) for path in folder.iterdir())
-    return [int(match[1]) for match in matches if match]
+def _step_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name)]
 
 
 def _flush_tree(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _flush(path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _replace_text(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(text)
+    _flush(partial)
     os.replace(partial, path)
+    _flush(path.parent)
 
 
 def _first_line(error: BaseException) -> str:

@@ -54,7 +54,7 @@ class FilterGroupsConfig(BaseModel):
     max_num_gen_batches: int = Field(
         default=0,
         ge=0,
-        description="Give up after dropping this many batches in one step; 0: never.",
+        description="Give up if so many batches do not fill one step; 0: never.",
     )
 
 

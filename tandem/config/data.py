@@ -80,10 +80,8 @@ class DataConfig(BaseModel):
     gen_batch_size: int | None = Field(
         default=None,
         ge=1,
-        description="Prompts per generation round with dynamic sampling.",
-        json_schema_extra=no_effect(
-            "dynamic sampling draws exactly as many new prompts as were dropped"
-        ),
+        description="Prompts of one of the batches that filter_groups.max_num_gen_batches counts; "
+        "null takes train_batch_size. (Only as many are drawn as were dropped.)",
     )
     val_batch_size: int | None = Field(
         default=None,

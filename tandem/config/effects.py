@@ -72,7 +72,11 @@ RUN_CONDITIONS: tuple[Condition, ...] = (
         "algorithm.kl_ctrl.type=fixed",
     ),
     Condition(
-        ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
+        (
+            "algorithm.filter_groups.metric",
+            "algorithm.filter_groups.max_num_gen_batches",
+            "data.gen_batch_size",
+        ),
         lambda c: not c.algorithm.filter_groups.enable,
         "algorithm.filter_groups.enable=False",
     ),

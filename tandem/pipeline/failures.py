@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says on the console that rewards failed, and why; what they are counted as is ``metrics``'s."""
+"""What goes wrong without ending a run at once: rewards that fail, updates that are not finite.
+
+Failed rewards are said on the console; what they are counted as is ``metrics``'s business.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 
-from tandem.types import Group, RewardStatus
+from tandem.errors import UserError
+from tandem.types import Group, RewardStatus, UpdateReport
 
 logger = logging.getLogger(__name__)
+
+MAX_STEPS_WITHOUT_UPDATE = 5
+"""So many training steps in a row with every optimizer step skipped end the run."""
 
 
 def warn_of_failed_rewards(groups: Sequence[Group], what: str) -> None:
@@ -27,3 +34,31 @@ def warn_of_failed_rewards(groups: Sequence[Group], what: str) -> None:
             len(outcomes),
             failed[0].detail,
         )
+
+
+class DivergenceGuard:
+    """Ends a run in which no optimizer step has been possible for a while.
+
+    Args:
+        key: the configuration key of the learning rate, for the message.
+        learning_rate: its value.
+    """
+
+    def __init__(self, key: str, learning_rate: float) -> None:
+        self._key = key
+        self._learning_rate = learning_rate
+        self._num_steps = 0
+
+    def check(self, step: int, reports: Sequence[UpdateReport]) -> None:
+        """Raises UserError if all updates of ``step`` and of the steps before it were skipped."""
+        if not all(report.skipped for report in reports):
+            self._num_steps = 0
+            return
+        self._num_steps += 1
+        logger.warning("step %d: loss or gradient was not finite, no update", step)
+        if self._num_steps >= MAX_STEPS_WITHOUT_UPDATE:
+            raise UserError(
+                f"{self._key}={self._learning_rate:g}: loss or gradient was not finite in "
+                f"{MAX_STEPS_WITHOUT_UPDATE} training steps in a row, up to step {step}. "
+                "Lower it, or look for what else makes the policy diverge."
+            )

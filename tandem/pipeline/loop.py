@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from tandem.algorithms.kl import AdaptiveKl, FixedKl, KlController, next_kl_controller
 from tandem.checkpoint.store import Checkpoint
 from tandem.config.run import RunConfig
-from tandem.errors import UserError
 from tandem.metrics.records import dump_samples
 from tandem.metrics.reduction import update_metrics
 from tandem.metrics.timers import Timers
@@ -30,7 +29,7 @@ from tandem.pipeline.experience import (
     assign_credit,
     lay_out,
 )
-from tandem.pipeline.failures import warn_of_failed_rewards
+from tandem.pipeline.failures import DivergenceGuard, warn_of_failed_rewards
 from tandem.pipeline.parts import PipelineParts
 from tandem.pipeline.policy_phase import score_with_policy, score_with_reference, update_policy
 from tandem.pipeline.producer import GroupProducer
@@ -40,9 +39,6 @@ from tandem.pipeline.validation import summarize, validate
 from tandem.types import Group, StepReport, UpdateReport
 
 logger = logging.getLogger(__name__)
-
-MAX_STEPS_WITHOUT_UPDATE = 5
-"""So many training steps in a row in which every optimizer step was skipped end the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,8 @@ class Pipeline:
         self._step = 0
         self._saved_step = -1
         self._controller = initial_kl_controller(parts.config)
-        self._steps_without_update = 0
+        learning_rate = parts.config.actor_rollout_ref.actor.optim.lr
+        self._divergence = DivergenceGuard("actor_rollout_ref.actor.optim.lr", learning_rate)
         self._validation: Mapping[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._must_log_again = False
@@ -177,31 +174,17 @@ class Pipeline:
 
     async def _update(self, experience: Experience) -> list[UpdateReport]:
         """Optimizer steps, unless the critic is still warming up (verl: the actor waits)."""
-        if self._step + 1 < self._config.trainer.critic_warmup:
-            return []
-        with self._timers.section("update_actor"):
-            reports = await update_policy(self._parts, experience)
         self._controller = next_kl_controller(
             self._controller,
             mean_kl=experience.mean_kl,
             num_sequences=len(experience.batch.sequences),
         )
-        self._guard_skipped(reports)
+        if self._step + 1 < self._config.trainer.critic_warmup:
+            return []
+        with self._timers.section("update_actor"):
+            reports = await update_policy(self._parts, experience)
+        self._divergence.check(self._step + 1, reports)
         return reports
-
-    def _guard_skipped(self, reports: Sequence[UpdateReport]) -> None:
-        if not all(report.skipped for report in reports):
-            self._steps_without_update = 0
-            return
-        self._steps_without_update += 1
-        logger.warning("step %d: loss or gradient was not finite, no update", self._step + 1)
-        if self._steps_without_update >= MAX_STEPS_WITHOUT_UPDATE:
-            learning_rate = self._config.actor_rollout_ref.actor.optim.lr
-            raise UserError(
-                f"actor_rollout_ref.actor.optim.lr={learning_rate:g}: loss or gradient was not "
-                f"finite in {MAX_STEPS_WITHOUT_UPDATE} training steps in a row, up to step "
-                f"{self._step + 1}. Lower it, or look for what else makes the policy diverge."
-            )
 
     async def _sync_weights(self) -> None:
         with self._timers.section("update_weights"):
@@ -291,7 +274,15 @@ class Pipeline:
 
     async def _finish(self) -> None:
         """Save what a stop or an early end of the data has left unsaved."""
-        early = self._step < self._parts.schedule.total_training_steps
+        total_steps = self._parts.schedule.total_training_steps
+        early = self._step < total_steps
+        if early and not self._stopping:
+            logger.warning(
+                "the data ended at step %d of %d, because dropped groups used it up; raise "
+                "trainer.total_epochs",
+                self._step,
+                total_steps,
+            )
         wants_save = self._stopping or (early and self._config.trainer.save_freq > 0)
         if wants_save and self._step > 0 and self._saved_step != self._step:
             await self._save()

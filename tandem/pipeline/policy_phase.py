@@ -36,6 +36,9 @@ from tandem.types import LossScale, PackedBatch, UpdateReport
 MEANS_OVER_COMPUTED_TOKENS = ("actor/entropy", "actor/ppo_kl")
 """Metrics that skipped sequences would have contributed to: they are means over computed tokens."""
 
+ZERO_WITHOUT_SEQUENCES: tuple[str, ...] = ("actor/loss", "actor/pg_loss", "actor/pg_clipfrac")
+"""What a mini-batch contributes to means over mini-batches if all its sequences were skipped."""
+
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchLimits:
@@ -147,6 +150,9 @@ async def _optimizer_step(
         parts.engines.train.update, batches, loss, scale=scale, temperature=temperature
     )
     num_computed = sum(sequences[i].num_loss_tokens for i in computed)
+    if not computed:
+        metrics = dict.fromkeys(ZERO_WITHOUT_SEQUENCES, 0.0)
+        return UpdateReport(metrics, report.grad_norm, report.learning_rate, report.skipped)
     return _rescale(report, scale.num_tokens / max(num_computed, 1))
 
 

@@ -107,7 +107,8 @@ class GroupProducer:
         config = self._parts.config
         limit = config.algorithm.filter_groups.max_num_gen_batches
         num_dropped = len(self._dropped_uids)
-        if 0 < limit * config.data.train_batch_size <= num_dropped:
+        size = config.data.gen_batch_size or config.data.train_batch_size
+        if 0 < limit * size < num_dropped + config.data.train_batch_size:
             raise UserError(
                 f"algorithm.filter_groups.max_num_gen_batches={limit}: {num_dropped} groups of "
                 "this step had equal rewards and were dropped. Take easier or harder prompts, "

@@ -21,6 +21,7 @@ from tandem.data.packing import TrainSequence, pack_microbatches
 from tandem.data.sft import SftSource
 from tandem.metrics.throughput import StepTime, throughput_metrics
 from tandem.metrics.timers import Timers
+from tandem.pipeline.failures import DivergenceGuard
 from tandem.pipeline.loop import RunSummary
 from tandem.pipeline.policy_phase import MicrobatchLimits
 from tandem.types import LossScale, StepReport, UpdateReport
@@ -51,6 +52,7 @@ class SupervisedLoop:
 
     def __init__(self, parts: SupervisedParts) -> None:
         self._parts = parts
+        self._divergence = DivergenceGuard("optim.lr", parts.config.optim.lr)
         self._limits = microbatch_limits(parts.config, parts.preferred_tokens)
         self._timers = Timers(parts.clock)
         self._step = 0
@@ -112,8 +114,7 @@ class SupervisedLoop:
             engine.update, batches, SftLoss(), scale=scale, temperature=_TEMPERATURE
         )
         await runtime.call(engine.advance_schedule)
-        if report.skipped:
-            logger.warning("step %d: loss or gradient was not finite, no update", self._step + 1)
+        self._divergence.check(self._step + 1, [report])
         return report
 
     def _speed(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 
@@ -23,6 +24,7 @@ class Platform:
         compute_dtype: the precision ``dtype=auto`` means here.
         is_available: whether this process can use it.
         device_name: the chip's name, for reports and peak rates.
+        total_memory_bytes: of the device, whatever is in use now.
         memory_allocated_bytes, memory_reserved_bytes: the peaks since the start of the process.
         microbatch_tokens: the size of a micro-batch that computes fastest, None for the largest
             that fits memory. On a CPU activations should stay in the caches.
@@ -34,6 +36,7 @@ class Platform:
     compute_dtype: torch.dtype
     is_available: Callable[[], bool]
     device_name: Callable[[], str]
+    total_memory_bytes: Callable[[], int]
     memory_allocated_bytes: Callable[[], int]
     memory_reserved_bytes: Callable[[], int]
     microbatch_tokens: int | None
@@ -55,6 +58,7 @@ CPU = Platform(
     compute_dtype=torch.float32,
     is_available=lambda: True,
     device_name=lambda: "cpu",
+    total_memory_bytes=lambda: psutil.virtual_memory().total,
     memory_allocated_bytes=lambda: 0,
     memory_reserved_bytes=lambda: 0,
     microbatch_tokens=1024,
@@ -67,6 +71,7 @@ CUDA = Platform(
     compute_dtype=torch.bfloat16,
     is_available=torch.cuda.is_available,
     device_name=torch.cuda.get_device_name,
+    total_memory_bytes=lambda: torch.cuda.get_device_properties(None).total_memory,
     memory_allocated_bytes=torch.cuda.max_memory_allocated,
     memory_reserved_bytes=torch.cuda.max_memory_reserved,
     microbatch_tokens=None,

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import logging
 
-import psutil
-
 from tandem.api import RolloutEngine
 from tandem.config.rollout import RolloutConfig
 from tandem.models.language_model import LanguageModel
@@ -18,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_rollout(
-    model: LanguageModel, config: RolloutConfig, *, eos_ids: TokenIds
+    model: LanguageModel, config: RolloutConfig, *, eos_ids: TokenIds, memory_bytes: int
 ) -> RolloutEngine:
     """The native engine where our decoder computes the model, else transformers' generate.
 
@@ -27,6 +25,8 @@ def make_rollout(
 
     Args:
         eos_ids: tokens that end a response.
+        memory_bytes: all memory of the device; what is free now must not decide how large batches
+            are, because rounding depends on that, and a resumed run must repeat it.
     """
     if model.decoder is not None:
         return NativeRolloutEngine(
@@ -36,7 +36,7 @@ def make_rollout(
                 eos_ids=eos_ids,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
-                max_cache_bytes=psutil.virtual_memory().available // 2,
+                max_cache_bytes=memory_bytes // 4,
             ),
         )
     logger.info("rollout by transformers' generate: family %s has no decoder here", model.family)

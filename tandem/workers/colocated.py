@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import torch
+
 from tandem.api import ReferencePolicy, RolloutEngine, TrainEngine
 from tandem.config.layout import FsdpConfig
 from tandem.config.model import ModelConfig
@@ -58,7 +60,12 @@ def build_colocated(
     )
     return ColocatedEngines(
         train=_trainer(model, roles.model, optim=roles.actor.optim, total_steps=total_steps),
-        rollout=make_rollout(model, roles.rollout, eos_ids=eos_ids),
+        rollout=make_rollout(
+            model,
+            roles.rollout,
+            eos_ids=eos_ids,
+            memory_bytes=platform.total_memory_bytes(),
+        ),
         reference=_reference(config, platform) if config.needs_reference else None,
         shape=None if model.decoder is None else _shape(model.decoder.config),
     )
@@ -82,6 +89,12 @@ def _open(
                 f"equal fsdp_config.model_dtype={layout.model_dtype!r}. Set both alike."
             )
         logger.warning("mixed precision is not built yet: computing in %s", layout.model_dtype)
+    if stored != torch.float32:
+        logger.warning(
+            "fsdp_config.model_dtype=%s: weights, gradients and optimizer are kept in it alone, so "
+            "that small updates round to nothing. Prefer float32.",
+            layout.model_dtype,
+        )
     return open_model(
         model.path,
         dtype=stored,
