@@ -133,11 +133,19 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_many_requests_keep_their_order_and_no_process_is_left(spec: RewardSpec):
+@pytest.fixture
+def children_before() -> list[psutil.Process]:
+    """What this process has started before the test; other tests keep a fork server."""
+    return psutil.Process().children()
+
+
+def test_many_requests_keep_their_order_and_no_process_is_left(
+    spec: RewardSpec, children_before: list[psutil.Process]
+):
     outcomes = score_all(spec, ["x" * (i % 50) for i in range(300)], limits())
     assert [outcome.score for outcome in outcomes] == [i % 50 for i in range(300)]
     assert all(outcome.extra == {"acc": outcome.score} for outcome in outcomes)
-    assert psutil.Process().children() == []
+    assert psutil.Process().children() == children_before
 
 
 def test_built_in_rules_need_no_custom_function():
@@ -252,7 +260,9 @@ def test_cancelled_call_is_dropped_and_leaves_the_pool_usable(tmp_path: Path, sp
     assert 0 < notes.stat().st_size < 200
 
 
-def test_closing_ends_grandchildren_and_waiting_calls(spec: RewardSpec):
+def test_closing_ends_grandchildren_and_waiting_calls(
+    spec: RewardSpec, children_before: list[psutil.Process]
+):
     async def main() -> int:
         pool = RewardPool(spec, limits(1))
         (child,) = await pool.score([request("child")])
@@ -268,7 +278,7 @@ def test_closing_ends_grandchildren_and_waiting_calls(spec: RewardSpec):
 
     grandchild = asyncio.run(main())
     assert eventually(lambda: is_gone(grandchild))
-    assert psutil.Process().children() == []
+    assert psutil.Process().children() == children_before
 
 
 PARENT = """
@@ -321,12 +331,14 @@ def test_what_a_reward_prints_stays_out_of_standard_output(spec: RewardSpec):
     assert "from the reward" in done.stderr
 
 
-def test_check_finds_a_function_that_cannot_be_loaded(tmp_path: Path, spec: RewardSpec):
+def test_check_finds_a_function_that_cannot_be_loaded(
+    tmp_path: Path, spec: RewardSpec, children_before: list[psutil.Process]
+):
     check_reward(spec, limits())
     for path, message in [(tmp_path / "gone.py", "no such file"), (tmp_path, "no such file")]:
         with pytest.raises(UserError, match=rf"custom_reward_function\.path=.*{message}"):
             check_reward(RewardSpec(custom=CustomReward(str(path), "f")), limits())
-    assert psutil.Process().children() == []
+    assert psutil.Process().children() == children_before
 
 
 def test_score_reports_a_function_that_cannot_be_loaded(spec: RewardSpec):
