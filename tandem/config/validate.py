@@ -111,6 +111,13 @@ def _sampling_problems(config: RunConfig) -> Iterator[str]:
             f"{_ROLLOUT}.n={rollout.n}: must be at least 2 for {comparing}, which compares the "
             f"samples of a prompt. Set {_ROLLOUT}.n=8."
         )
+    is_greedy = not rollout.do_sample and rollout.temperature != 1
+    if is_greedy and config.algorithm.rollout_correction.bypass_mode:
+        yield (
+            f"{_ROLLOUT}.temperature={rollout.temperature}: must be 1 with {_ROLLOUT}.do_sample="
+            "False and bypass_mode=True, because greedy log-probs are those of temperature 1. "
+            f"Set {_ROLLOUT}.temperature=1.0 or algorithm.rollout_correction.bypass_mode=False."
+        )
     if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
         key = f"{_ROLLOUT}.val_kwargs"
         yield (

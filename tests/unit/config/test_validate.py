@@ -56,6 +56,14 @@ def test_defaults_and_dapo_fit() -> None:
         (["algorithm.adv_estimator=rloo"], f"{ROLLOUT}.n=1: must be at least 2 for algorithm.adv_"),
         (["algorithm.filter_groups.enable=True"], "for algorithm.filter_groups.enable=True"),
         ([f"{ROLLOUT}.val_kwargs.do_sample=True"], "temperature=0.0: must be positive with"),
+        (
+            [
+                f"{ROLLOUT}.do_sample=False",
+                f"{ROLLOUT}.temperature=0.7",
+                "algorithm.rollout_correction.bypass_mode=True",
+            ],
+            f"{ROLLOUT}.temperature=0.7: must be 1 with {ROLLOUT}.do_sample=False",
+        ),
         ([f"{ACTOR}.clip_ratio_low=1.5"], f"{ACTOR}.clip_ratio_low=1.5: must be less than 1"),
         (["data.max_response_length=20000"], f"{ACTOR}.ppo_max_token_len_per_gpu=16384: must hold"),
         (
