@@ -42,7 +42,7 @@ def check_refusal(ended: Ended, *parts: str) -> None:
 
 
 @pytest.fixture
-def refusing(material: Material, tmp_path: Path) -> Callable[..., None]:
+def expect_refusal(material: Material, tmp_path: Path) -> Callable[..., None]:
     """Run ``tandem train`` with overrides and check the error and that no run was begun."""
 
     def refuse(*overrides: str, says: tuple[str, ...]) -> None:
@@ -73,22 +73,26 @@ def write_rows(path: Path, *, spoilt: int, change: dict[str, object]) -> Path:
     return path
 
 
-def test_missing_data_file(refusing: Callable[..., None], tmp_path: Path) -> None:
+def test_missing_data_file(expect_refusal: Callable[..., None], tmp_path: Path) -> None:
     file = tmp_path / "gsm8k/train.parquet"
     remedy = f"examples/data_preprocess/gsm8k.py --local_dir {file.parent}"
-    refusing(f"data.train_files={file}", says=(f"data.train_files='{file}'", remedy))
+    expect_refusal(f"data.train_files={file}", says=(f"data.train_files='{file}'", remedy))
 
 
-def test_missing_validation_file(refusing: Callable[..., None]) -> None:
-    refusing("data.val_files=/no/such.parquet", says=("data.val_files='/no/such.parquet'", "Check"))
+def test_missing_validation_file(expect_refusal: Callable[..., None]) -> None:
+    expect_refusal(
+        "data.val_files=/no/such.parquet", says=("data.val_files='/no/such.parquet'", "Check")
+    )
 
 
-def test_empty_data_files(refusing: Callable[..., None], tmp_path: Path) -> None:
+def test_empty_data_files(expect_refusal: Callable[..., None], tmp_path: Path) -> None:
     rowless, hollow = tmp_path / "rowless.parquet", tmp_path / "hollow.parquet"
     pq.write_table(pa.Table.from_pylist([prompt_row(draw_problems(1, seed=1)[0], 0)])[:0], rowless)
     hollow.touch()
-    refusing(f"data.train_files={rowless}", says=(f"data.train_files='{rowless}'", "no rows"))
-    refusing(f"data.train_files={hollow}", says=(f"data.train_files='{hollow}'", "not a readable"))
+    expect_refusal(f"data.train_files={rowless}", says=(f"data.train_files='{rowless}'", "no rows"))
+    expect_refusal(
+        f"data.train_files={hollow}", says=(f"data.train_files='{hollow}'", "not a readable")
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,31 +107,35 @@ def test_empty_data_files(refusing: Callable[..., None], tmp_path: Path) -> None
     ids=["no prompt", "no role", "no ground truth", "no reward model", "no source"],
 )
 def test_row_that_lacks_something_is_named(
-    change: dict[str, object], rule: str, refusing: Callable[..., None], tmp_path: Path
+    change: dict[str, object], rule: str, expect_refusal: Callable[..., None], tmp_path: Path
 ) -> None:
     file = write_rows(tmp_path / "rows.jsonl", spoilt=5, change=change)
-    refusing(
+    expect_refusal(
         f"data.train_files={file}", says=(f"data.train_files='{file}'", "row 5 ", rule, "Mend")
     )
 
 
-def test_unreadable_line_is_named(refusing: Callable[..., None], tmp_path: Path) -> None:
+def test_unreadable_line_is_named(expect_refusal: Callable[..., None], tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", spoilt=0, change={})
     file.write_text(file.read_text() + "{broken\n")
-    refusing(f"data.train_files={file}", says=(f"data.train_files='{file}'", "line 9", "not valid"))
+    expect_refusal(
+        f"data.train_files={file}", says=(f"data.train_files='{file}'", "line 9", "not valid")
+    )
 
 
-def test_source_without_a_reward(refusing: Callable[..., None], tmp_path: Path) -> None:
+def test_source_without_a_reward(expect_refusal: Callable[..., None], tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", spoilt=2, change={"data_source": "mine/own"})
-    refusing(
+    expect_refusal(
         f"data.train_files={file}",
         "~custom_reward_function.path",
         says=("mine/own", "custom_reward_function.path"),
     )
 
 
-def test_prompt_longer_than_the_limit(refusing: Callable[..., None]) -> None:
-    refusing("data.max_prompt_length=20", says=("row 0 ", "data.max_prompt_length=20", "Set data."))
+def test_prompt_longer_than_the_limit(expect_refusal: Callable[..., None]) -> None:
+    expect_refusal(
+        "data.max_prompt_length=20", says=("row 0 ", "data.max_prompt_length=20", "Set data.")
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,50 +160,50 @@ def test_prompt_longer_than_the_limit(refusing: Callable[..., None]) -> None:
     ],
 )
 def test_settings_that_cannot_be(
-    override: str, says: tuple[str, ...], refusing: Callable[..., None]
+    override: str, says: tuple[str, ...], expect_refusal: Callable[..., None]
 ) -> None:
-    refusing(override, says=says)
+    expect_refusal(override, says=says)
 
 
-def test_missing_model(refusing: Callable[..., None], tmp_path: Path) -> None:
+def test_missing_model(expect_refusal: Callable[..., None], tmp_path: Path) -> None:
     missing = tmp_path / "nowhere/model"
-    refusing(f"{MODEL}={missing}", says=(f"{MODEL}='{missing}'", "no such folder", "Check"))
-    refusing(f"{MODEL}=", says=(f"{MODEL}=''", "empty"))
+    expect_refusal(f"{MODEL}={missing}", says=(f"{MODEL}='{missing}'", "no such folder", "Check"))
+    expect_refusal(f"{MODEL}=", says=(f"{MODEL}=''", "empty"))
 
 
 def test_model_without_weights(
-    refusing: Callable[..., None], material: Material, tmp_path: Path
+    expect_refusal: Callable[..., None], material: Material, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(material.policy, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    refusing(f"{MODEL}={folder}", says=(f"{MODEL}='{folder}'", "model.safetensors", "Use"))
+    expect_refusal(f"{MODEL}={folder}", says=(f"{MODEL}='{folder}'", "model.safetensors", "Use"))
 
 
 def test_model_of_an_unknown_family(
-    refusing: Callable[..., None], material: Material, tmp_path: Path
+    expect_refusal: Callable[..., None], material: Material, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(material.policy, folder)
     (folder / "config.json").write_text('{"model_type": "perceptron"}')
-    refusing(f"{MODEL}={folder}", says=(f"{MODEL}='{folder}'", "'perceptron'", "qwen2"))
+    expect_refusal(f"{MODEL}={folder}", says=(f"{MODEL}='{folder}'", "'perceptron'", "qwen2"))
 
 
 def test_model_whose_weights_do_not_fit(
-    refusing: Callable[..., None], material: Material, tmp_path: Path
+    expect_refusal: Callable[..., None], material: Material, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(material.policy, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
-    refusing(f"{MODEL}={folder}", says=(f"{MODEL}='{folder}'", "shape", "Use"))
+    expect_refusal(f"{MODEL}={folder}", says=(f"{MODEL}='{folder}'", "shape", "Use"))
 
 
 def test_model_without_a_tokenizer(
-    refusing: Callable[..., None], material: Material, tmp_path: Path
+    expect_refusal: Callable[..., None], material: Material, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(material.policy, folder, ignore=shutil.ignore_patterns("tokenizer*"))
-    refusing(f"{MODEL}={folder}", says=(f"{MODEL}='{folder}'", "tokenizer"))
+    expect_refusal(f"{MODEL}={folder}", says=(f"{MODEL}='{folder}'", "tokenizer"))
 
 
 @pytest.mark.parametrize(
@@ -212,16 +220,18 @@ def test_model_without_a_tokenizer(
     ids=["import", "syntax", "no function", "signature"],
 )
 def test_custom_reward_that_does_not_load(
-    text: str, says: tuple[str, ...], refusing: Callable[..., None], tmp_path: Path
+    text: str, says: tuple[str, ...], expect_refusal: Callable[..., None], tmp_path: Path
 ) -> None:
     file = tmp_path / "reward.py"
     file.write_text(text)
     keys = (f"custom_reward_function.path={file}", "custom_reward_function.name=compute_score")
-    refusing(*keys, says=("custom_reward_function.", *says))
+    expect_refusal(*keys, says=("custom_reward_function.", *says))
 
 
-def test_custom_reward_file_that_is_not_there(refusing: Callable[..., None]) -> None:
-    refusing("custom_reward_function.path=/no/reward.py", says=("'/no/reward.py'", "no such file"))
+def test_custom_reward_file_that_is_not_there(expect_refusal: Callable[..., None]) -> None:
+    expect_refusal(
+        "custom_reward_function.path=/no/reward.py", says=("'/no/reward.py'", "no such file")
+    )
 
 
 def test_checkpoint_of_another_model_harms_nothing(
@@ -273,10 +283,10 @@ def test_tracker_that_names_no_checkpoint(
     assert snapshot(run) == before
 
 
-def test_checkpoint_that_is_not_there(refusing: Callable[..., None], tmp_path: Path) -> None:
+def test_checkpoint_that_is_not_there(expect_refusal: Callable[..., None], tmp_path: Path) -> None:
     path = tmp_path / "global_step_7"
     keys = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
-    refusing(*keys, says=(f"trainer.resume_from_path='{path}'", "not a checkpoint", "Name"))
+    expect_refusal(*keys, says=(f"trainer.resume_from_path='{path}'", "not a checkpoint", "Name"))
 
 
 def test_run_folder_that_cannot_be_written(material: Material, tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.config.run import RunConfig
 from tests.fakes.commands import Ended, run_command
+from tests.fakes.published_commands import ASCEND_COMMAND
 from tests.fakes.tiny_run import (
     Material,
     metrics_of,
@@ -219,51 +218,6 @@ def test_dumps_hold_all_samples(material: Material, tmp_path: Path) -> None:
     assert len(read_lines(tmp_path / "validation/0.jsonl")) == 6
 
 
-ASCEND_COMMAND = """
-python3 -m verl.trainer.main_ppo \
-    algorithm.adv_estimator=grpo \
-    data.train_files=$HOME/data/gsm8k/train.parquet \
-    data.val_files=$HOME/data/gsm8k/test.parquet \
-    data.train_batch_size=128 \
-    data.max_prompt_length=512 \
-    data.max_response_length=128 \
-    data.filter_overlong_prompts=True \
-    data.truncation='error' \
-    actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \
-    actor_rollout_ref.actor.optim.lr=5e-7 \
-    actor_rollout_ref.model.use_remove_padding=False \
-    actor_rollout_ref.actor.entropy_coeff=0.001 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=64 \
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=20 \
-    actor_rollout_ref.actor.use_kl_loss=True \
-    actor_rollout_ref.actor.kl_loss_coef=0.001 \
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
-    actor_rollout_ref.model.enable_gradient_checkpointing=True \
-    actor_rollout_ref.actor.fsdp_config.param_offload=False \
-    actor_rollout_ref.actor.fsdp_config.optimizer_offload=False \
-    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40 \
-    actor_rollout_ref.rollout.enable_chunked_prefill=False \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
-    actor_rollout_ref.rollout.n=5 \
-    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40 \
-    actor_rollout_ref.ref.fsdp_config.param_offload=True \
-    algorithm.kl_ctrl.kl_coef=0.001 \
-    trainer.critic_warmup=0 \
-    trainer.logger=console \
-    trainer.project_name='verl_grpo_example_gsm8k' \
-    trainer.experiment_name='qwen2_7b_function_rm' \
-    trainer.n_gpus_per_node=8 \
-    trainer.nnodes=1 \
-    trainer.save_freq=-1 \
-    trainer.test_freq=5 \
-    trainer.total_epochs=1 \
-    trainer.device=npu $@
-"""
-"""As Ascend's documentation of verl prints it."""
-
-
 def test_the_published_ascend_command_runs_on_this_machine(
     material: Material, tmp_path: Path
 ) -> None:
@@ -282,9 +236,8 @@ def test_the_published_ascend_command_runs_on_this_machine(
         assert printed in command
         command = command.replace(printed, changed)
     ended = subprocess.run(
-        shlex.split(command),
+        ["bash", "-c", command],
         cwd=tmp_path,
-        env={**os.environ, "VLLM_ATTENTION_BACKEND": "XFORMERS"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -295,4 +248,4 @@ def test_the_published_ascend_command_runs_on_this_machine(
     assert list(metrics) == [0, 1, 2]
     assert metrics[2]["perf/throughput"] > 0
     assert [step for step, row in metrics.items() if VALIDATION_METRIC in row] == [0, 2]
-    assert "trainer.device=npu" in ended.stderr
+    assert "trainer.device=npu: this platform is not built yet here" in ended.stderr
