@@ -14,16 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from tandem.models.rotary import RopeConfig, Rotary, rotate
+from tandem.models.operators import TORCH, Operators
+from tandem.models.rotary import RopeConfig, Rotary
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attention(layer, q_THE, k_TKE, v_TKE) -> o_THE``, called after the rotary embedding."""
+
+Stream = tuple[Tensor, Tensor | None]
+"""The residual stream (T, D) and what is still to be added to it, None before the first layer."""
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and signed sines (T, 1, E) of ``rotary.Rotary.angles``."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class DecoderLayer(nn.Module):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
         self.index = index
+        self.eps = eps
         self.head_split = (heads + kv_heads, kv_heads)
         self.qk_split = (heads, kv_heads)
         self.head_shape = (heads + 2 * kv_heads, head_dim)
@@ -70,29 +78,32 @@ class DecoderLayer(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=config.mlp_bias)
 
     def forward(
-        self, x_TD: Tensor, attention: Attention, *, cos_T1E: Tensor, sin_T1E: Tensor
-    ) -> Tensor:
+        self, stream: Stream, attention: Attention, *, angles: Angles, operators: Operators
+    ) -> Stream:
         """One layer for T tokens."""
-        qkv_TME = self.qkv(self.attention_norm(x_TD)).unflatten(-1, self.head_shape)
-        qk_TME, v_TKE = qkv_TME.split(self.head_split, 1)
+        norm, mlp_norm, eps = self.attention_norm, self.mlp_norm, self.eps
+        h_TD, x_TD = operators.add_norm(*stream, norm.weight, eps)
+        qk_TME, v_TKE = self.qkv(h_TD).unflatten(-1, self.head_shape).split(self.head_split, 1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THE, k_TKE = qk_TME.split(self.qk_split, 1)
             qk_TME = torch.cat((self.q_norm(q_THE), self.k_norm(k_TKE)), 1)
-        q_THE, k_TKE = rotate(qk_TME, cos_T1E=cos_T1E, sin_T1E=sin_T1E).split(self.qk_split, 1)
-        x_TD = x_TD + self.o(attention(self.index, q_THE, k_TKE, v_TKE).flatten(1))
-        gate_TF, up_TF = self.gate_up(self.mlp_norm(x_TD)).chunk(2, -1)
-        return x_TD + self.down(F.silu(gate_TF) * up_TF)
+        q_THE, k_TKE = operators.rotate(qk_TME, *angles).split(self.qk_split, 1)
+        o_TD = self.o(attention(self.index, q_THE, k_TKE, v_TKE).flatten(1))
+        h_TD, x_TD = operators.add_norm(x_TD, o_TD, mlp_norm.weight, eps)
+        return x_TD, self.down(operators.gate(self.gate_up(h_TD)))
 
 
 class Decoder(nn.Module):
     """Embedding, layers, final norm.
 
-    ``gradient_checkpointing`` recomputes each layer in the backward pass, with the same results.
+    ``gradient_checkpointing`` recomputes each layer in the backward pass, with the same results;
+    ``operators`` may be replaced by those of an accelerator.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, operators: Operators = TORCH) -> None:
         super().__init__()
         self.config = config
+        self.operators = operators
         self.gradient_checkpointing = False
         self.rotary = Rotary(config.rope, config.head_dim)
         # Given weights are not drawn at random first, which on the meta device takes a second.
@@ -120,17 +131,18 @@ class Decoder(nn.Module):
         Raises:
             UserError: a position beyond what the rotary scaling of this model defines.
         """
-        x_TD = self.embedding(token_ids_T)
-        cos_T1E, sin_T1E = self.rotary.angles(position_ids_T, x_TD.dtype)
+        stream: Stream = (self.embedding(token_ids_T), None)
+        angles = self.rotary.angles(position_ids_T, stream[0].dtype)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
+            run = partial(layer, angles=angles, operators=self.operators)
             if recompute:
-                x_TD = checkpoint(
-                    layer, x_TD, attention, cos_T1E=cos_T1E, sin_T1E=sin_T1E, use_reentrant=False
-                )
+                stream = checkpoint(run, stream, attention, use_reentrant=False)
             else:
-                x_TD = layer(x_TD, attention, cos_T1E=cos_T1E, sin_T1E=sin_T1E)
-        return self.final_norm(x_TD)
+                stream = run(stream, attention)
+        x_TD, delta_TD = stream
+        eps = self.config.rms_norm_eps
+        return self.operators.add_norm(x_TD, delta_TD, self.final_norm.weight, eps)[0]
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator) -> None:

@@ -77,7 +77,7 @@ class RopeConfig:
 
 
 class Rotary:
-    """Cosines and sines of a batch of positions, in the form that ``rotate`` takes."""
+    """Cosines and sines of a batch of positions, in the form that ``operators.rotate`` takes."""
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
         frequencies = _inverse_frequencies(config, head_dim)
@@ -101,12 +101,6 @@ class Rotary:
         if self._scale != 1.0:
             cos_T1E, sin_T1E = cos_T1E * self._scale, sin_T1E * self._scale
         return cos_T1E.to(dtype), sin_T1E.to(dtype)
-
-
-def rotate(x_TME: Tensor, *, cos_T1E: Tensor, sin_T1E: Tensor) -> Tensor:
-    """Rotate M heads at once. ``sin_T1E`` carries the sign of its first half."""
-    rolled_TME = x_TME.roll(x_TME.shape[-1] // 2, -1)
-    return torch.addcmul(x_TME * cos_T1E, rolled_TME, sin_T1E)
 
 
 def _check_positions(position_ids_T: Tensor, max_positions: int) -> None:

@@ -8,7 +8,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from tandem.errors import UserError
 from tandem.models.families import decoder_config
-from tandem.models.rotary import Rotary, rotate
+from tandem.models.operators import rotate
+from tandem.models.rotary import Rotary
 from tests.unit.models.tiny_models import (
     NATIVE,
     SIZES,
@@ -85,7 +86,7 @@ def test_scaling_equals_transformers(case):
     q_BHTE = q_THE.transpose(0, 1)[None]
     expected, _ = apply_rotary_pos_emb(q_BHTE, q_BHTE, cos, sin)
     cos_T1E, sin_T1E = rotary_of(hf_config).angles(positions, torch.float32)
-    ours = rotate(q_THE, cos_T1E=cos_T1E, sin_T1E=sin_T1E)
+    ours = rotate(q_THE, cos_T1E, sin_T1E)
     torch.testing.assert_close(ours, expected[0].transpose(0, 1), rtol=0, atol=2e-6)
 
 
