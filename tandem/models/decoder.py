@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tandem.models.operators import TORCH, Operators
+from tandem.models.operators import TORCH, Angles, Operators
 from tandem.models.rotary import RopeConfig, Rotary
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -28,9 +28,6 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 Stream = tuple[Tensor, Tensor | None]
 """The residual stream (T, D) and what is still to be added to it, None before the first layer."""
-
-Angles = tuple[Tensor, Tensor]
-"""Cosines and signed sines (T, 1, E) of ``rotary.Rotary.angles``."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +78,15 @@ class DecoderLayer(nn.Module):
         self, stream: Stream, attention: Attention, *, angles: Angles, operators: Operators
     ) -> Stream:
         """One layer for T tokens."""
-        norm, mlp_norm, eps = self.attention_norm, self.mlp_norm, self.eps
-        h_TD, x_TD = operators.add_norm(*stream, norm.weight, eps)
+        add_norm = partial(operators.add_norm, eps=self.eps)
+        h_TD, x_TD = add_norm(*stream, weight_D=self.attention_norm.weight)
         qk_TME, v_TKE = self.qkv(h_TD).unflatten(-1, self.head_shape).split(self.head_split, 1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THE, k_TKE = qk_TME.split(self.qk_split, 1)
             qk_TME = torch.cat((self.q_norm(q_THE), self.k_norm(k_TKE)), 1)
-        q_THE, k_TKE = operators.rotate(qk_TME, *angles).split(self.qk_split, 1)
+        q_THE, k_TKE = operators.rotate(qk_TME, angles).split(self.qk_split, 1)
         o_TD = self.o(attention(self.index, q_THE, k_TKE, v_TKE).flatten(1))
-        h_TD, x_TD = operators.add_norm(x_TD, o_TD, mlp_norm.weight, eps)
+        h_TD, x_TD = add_norm(x_TD, o_TD, weight_D=self.mlp_norm.weight)
         return x_TD, self.down(operators.gate(self.gate_up(h_TD)))
 
 
@@ -141,8 +138,8 @@ class Decoder(nn.Module):
             else:
                 stream = run(stream, attention)
         x_TD, delta_TD = stream
-        eps = self.config.rms_norm_eps
-        return self.operators.add_norm(x_TD, delta_TD, self.final_norm.weight, eps)[0]
+        weight_D, eps = self.final_norm.weight, self.config.rms_norm_eps
+        return self.operators.add_norm(x_TD, delta_TD, weight_D=weight_D, eps=eps)[0]
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator) -> None:

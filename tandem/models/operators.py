@@ -12,14 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-AddNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
-Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
-Gate = Callable[[Tensor], Tensor]
+Angles = tuple[Tensor, Tensor]
+"""Cosines and signed sines (T, 1, E) of ``rotary.Rotary.angles``."""
+
+
+class AddNorm(Protocol):
+    """See ``Operators.add_norm``."""
+
+    def __call__(
+        self, x_TD: Tensor, delta_TD: Tensor | None, *, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -27,29 +35,29 @@ class Operators:
     """Differentiable functions of tensors.
 
     Attributes:
-        add_norm: ``(x_TD, delta_TD or None, weight_D, eps) -> (h_TD, sum_TD)``: the residual sum
+        add_norm: ``(x_TD, delta_TD or None, weight_D=, eps=) -> (h_TD, sum_TD)``: the residual sum
             x + delta and its root mean square norm times the weight.
-        rotate: ``(x_TME, cos_T1E, sin_T1E) -> y_TME``: the rotary embedding of M heads at once;
-            the sines carry the sign of their first half (``rotary.Rotary.angles``). ``x_TME`` may
-            be a slice of a larger tensor.
+        rotate: ``(x_TME, angles) -> y_TME``: the rotary embedding of M heads at once; the sines
+            carry the sign of their first half. ``x_TME`` may be a slice of a larger tensor.
         gate: ``gate_up_T2F -> y_TF``: silu of the first half times the second.
     """
 
     add_norm: AddNorm
-    rotate: Rotate
-    gate: Gate
+    rotate: Callable[[Tensor, Angles], Tensor]
+    gate: Callable[[Tensor], Tensor]
 
 
 def add_norm(
-    x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
+    x_TD: Tensor, delta_TD: Tensor | None, *, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """See ``Operators.add_norm``."""
     sum_TD = x_TD if delta_TD is None else x_TD + delta_TD
     return F.rms_norm(sum_TD, weight_D.shape, weight_D, eps), sum_TD
 
 
-def rotate(x_TME: Tensor, cos_T1E: Tensor, sin_T1E: Tensor) -> Tensor:
+def rotate(x_TME: Tensor, angles: Angles) -> Tensor:
     """See ``Operators.rotate``."""
+    cos_T1E, sin_T1E = angles
     rolled_TME = x_TME.roll(x_TME.shape[-1] // 2, -1)
     return torch.addcmul(x_TME * cos_T1E, rolled_TME, sin_T1E)
 

@@ -85,8 +85,8 @@ def test_scaling_equals_transformers(case):
     cos, sin = theirs(q_THE, positions[None])
     q_BHTE = q_THE.transpose(0, 1)[None]
     expected, _ = apply_rotary_pos_emb(q_BHTE, q_BHTE, cos, sin)
-    cos_T1E, sin_T1E = rotary_of(hf_config).angles(positions, torch.float32)
-    ours = rotate(q_THE, cos_T1E, sin_T1E)
+    angles = rotary_of(hf_config).angles(positions, torch.float32)
+    ours = rotate(q_THE, angles)
     torch.testing.assert_close(ours, expected[0].transpose(0, 1), rtol=0, atol=2e-6)
 
 
