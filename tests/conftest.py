@@ -21,6 +21,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_configure() -> None:
+    """Without an accelerator kernels are interpreted; triton reads this once, when imported."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
     """The same random numbers in every test, whatever ran before it."""

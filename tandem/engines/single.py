@@ -3,8 +3,9 @@
 
 An update is a sum over micro-batches with global denominators, so that loss, gradient and metrics
 do not depend on how the mini-batch was cut. A step whose loss or gradient is not finite is not
-taken. The model computes in the precision of its own parameters, which are also the master weights:
-no autocast, no loss scaling, no sharding.
+taken. Weights are kept in one precision and may be computed with in a lower one: gradients are then
+summed up and the optimizer steps in the precision they are kept in. No autocast, no loss scaling,
+no sharding.
 
 Shapes: T packed tokens, R response tokens, D hidden.
 """
@@ -30,7 +31,7 @@ from tandem.config.optim import OptimConfig
 from tandem.engines.optim import PolicyOptimizer, make_schedule
 from tandem.errors import UserError
 from tandem.models.language_model import LanguageModel
-from tandem.models.logprob import TokenLogProbs, token_log_probs
+from tandem.models.logprob import TokenLogProbs
 from tandem.models.weights import load_weights
 from tandem.types import LossColumns, LossInputs, LossScale, PackedBatch, UpdateReport
 
@@ -43,9 +44,17 @@ class SingleDeviceEngine:
     """``api.TrainEngine`` on the device of ``model``."""
 
     def __init__(
-        self, model: LanguageModel, config: OptimConfig, *, total_training_steps: int
+        self,
+        model: LanguageModel,
+        config: OptimConfig,
+        *,
+        total_training_steps: int,
+        compute: LanguageModel | None = None,
     ) -> None:
+        """``compute``: a copy of ``model`` in the precision to compute in, if another."""
         self._model = model
+        self._compute = model if compute is None else compute
+        self._computed = [p for p in self._compute.module.parameters() if p.requires_grad]
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._optimizer = PolicyOptimizer(model, config)
         self._schedule = make_schedule(config, total_training_steps)
@@ -55,7 +64,7 @@ class SingleDeviceEngine:
 
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
         """Log-probs of the response tokens, fp32 (R,) a batch, on the CPU."""
-        return score(self._model, batches, temperature=temperature)
+        return score(self._compute, batches, temperature=temperature)
 
     def update(
         self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
@@ -77,6 +86,7 @@ class SingleDeviceEngine:
         else:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
             self._optimizer.step(factor)
+            self._refresh()
         for parameter in self._parameters:
             parameter.grad = None
         return report
@@ -108,6 +118,7 @@ class SingleDeviceEngine:
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule_step = state["schedule_step"]
         _load_weights(self._model, folder)
+        self._refresh()
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face model folder."""
@@ -121,14 +132,32 @@ class SingleDeviceEngine:
         metrics: dict[str, Tensor] = {}
         for batch in batches:
             scores = _forward(
-                self._model, batch, temperature=temperature, with_entropy=loss.needs_entropy
+                self._compute, batch, temperature=temperature, with_entropy=loss.needs_entropy
             )
             outputs = loss(_loss_inputs(batch, scores, scale=scale))
             outputs.loss.backward()
+            self._collect_gradients()
             total = total + outputs.loss.detach()
             for name, value in outputs.metrics.items():
                 metrics[name] = metrics[name] + value if name in metrics else value
         return total, metrics
+
+    @torch.no_grad()
+    def _collect_gradients(self) -> None:
+        """Add what a micro-batch left in the lower precision to the gradients that are kept."""
+        if self._compute is self._model:
+            return
+        for kept, computed in zip(self._parameters, self._computed, strict=True):
+            if computed.grad is not None:
+                self._gradient(kept).add_(computed.grad)
+            computed.grad = None
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        """Round the weights into those that are computed with, in place."""
+        if self._compute is not self._model:
+            for kept, computed in zip(self._parameters, self._computed, strict=True):
+                computed.copy_(kept)
 
     def _gradient(self, parameter: torch.nn.Parameter) -> Tensor:
         """Its gradient, zero if absent: optimizers would skip a parameter without one."""
@@ -192,7 +221,7 @@ def _forward(
     model: LanguageModel, batch: PackedBatch, *, temperature: float, with_entropy: bool
 ) -> TokenLogProbs:
     h_TD = model.hidden(batch)
-    return token_log_probs(
+    return model.operators.token_log_probs(
         h_TD.index_select(0, batch.source_R.to(h_TD.device)),
         model.lm_head_weight,
         target_R=batch.target_R.to(h_TD.device),

@@ -12,7 +12,6 @@ E head dimension, F feed-forward, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,11 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tandem.models.operators import TORCH, Angles, Operators
+from tandem.models.operators import TORCH, Angles, Attention, Operators
 from tandem.models.rotary import RopeConfig, Rotary
-
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""``attention(layer, q_THE, k_TKE, v_TKE) -> o_THE``, called after the rotary embedding."""
 
 Stream = tuple[Tensor, Tensor | None]
 """The residual stream (T, D) and what is still to be added to it, None before the first layer."""

@@ -22,7 +22,8 @@ from tandem.models.decoder import Decoder, DecoderConfig
 from tandem.models.families import FAMILIES, decoder_config
 from tandem.models.hf import is_known_family, open_transformers_model
 from tandem.models.language_model import LanguageModel, NativeModel
-from tandem.models.weights import KEY, load_weights, read_config, weight_files
+from tandem.models.operators import TORCH, Operators
+from tandem.models.weights import KEY, allocate, load_weights, read_config, weight_files
 
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py")
 _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -65,35 +66,37 @@ def open_model(
     dtype: torch.dtype,
     device: torch.device | str,
     trust_remote_code: bool = False,
-    load_weight: bool = True,
-    seed: int = 0,
+    random_seed: int | None = None,
+    operators: Operators = TORCH,
 ) -> LanguageModel:
     """Load a model onto ``device`` in ``dtype``.
 
     Args:
-        load_weight: False draws random weights with ``seed``, the same on every device.
+        random_seed: draws random weights, the same on every device, instead of loading them.
+        operators: of the decoder, if our own computes the model.
 
     Raises:
         UserError: as ``check_folder``; or the weights do not fit config.json.
     """
-    folder = check_folder(path, trust_remote_code=trust_remote_code, load_weight=load_weight)
+    loads = random_seed is None
+    folder = check_folder(path, trust_remote_code=trust_remote_code, load_weight=loads)
     if folder.decoder_config is None:
         model = open_transformers_model(
             folder.path,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
-            random_seed=None if load_weight else seed,
+            random_seed=random_seed,
         )
         model.module.to(device)
         return model
     with torch.device("meta"):
-        decoder = Decoder(folder.decoder_config)
-    if load_weight:
-        decoder.to(dtype).to_empty(device=device)
+        decoder = Decoder(folder.decoder_config, operators)
+    if random_seed is None:
+        allocate(decoder, dtype=dtype, device=device)
         load_weights(decoder, folder.path)
     else:
-        decoder.to_empty(device="cpu")
-        decoder.initialize(torch.Generator().manual_seed(seed))
+        allocate(decoder, dtype=torch.float32, device="cpu")
+        decoder.initialize(torch.Generator().manual_seed(random_seed))
         decoder.to(device, dtype)
     return NativeModel(decoder, hf_config=folder.hf_config, source=folder.path)
 

@@ -10,6 +10,7 @@ Shapes: T packed tokens, B rows, M padded tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tandem.errors import UserError
 from tandem.models.language_model import count_parameters
+from tandem.models.operators import TORCH, Operators
 from tandem.models.weights import KEY, copy_companions
 from tandem.types import PackedBatch, Segments
 
@@ -59,6 +61,17 @@ class TransformersModel:
     def num_parameters(self) -> int:
         """Tied weights count once."""
         return count_parameters(self._model)
+
+    @property
+    def operators(self) -> Operators:
+        """torch's."""
+        return TORCH
+
+    def in_dtype(self, dtype: torch.dtype) -> TransformersModel:
+        """A copy on the same device in another precision, itself if it has that already."""
+        if self._head.weight.dtype == dtype:
+            return self
+        return TransformersModel(copy.deepcopy(self._model).to(dtype), self._source)
 
     @property
     def lm_head_weight(self) -> Tensor:

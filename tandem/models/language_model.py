@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tandem.models.attention import PackedAttention
 from tandem.models.decoder import Decoder
-from tandem.models.weights import copy_companions, save_hf_folder, write_config
+from tandem.models.operators import Operators
+from tandem.models.weights import allocate, copy_companions, save_hf_folder, write_config
 from tandem.types import PackedBatch
 
 
@@ -50,6 +50,15 @@ class LanguageModel(Protocol):
     @property
     def num_parameters(self) -> int:
         """Tied weights count once."""
+        ...
+
+    @property
+    def operators(self) -> Operators:
+        """What computes log-probs from hidden states."""
+        ...
+
+    def in_dtype(self, dtype: torch.dtype) -> LanguageModel:
+        """A copy on the same device in another precision, itself if it has that already."""
         ...
 
     def hidden(self, packed: PackedBatch) -> Tensor:
@@ -101,13 +110,29 @@ class NativeModel:
         """Tied weights count once."""
         return count_parameters(self.decoder)
 
+    @property
+    def operators(self) -> Operators:
+        """The decoder's."""
+        return self.decoder.operators
+
+    def in_dtype(self, dtype: torch.dtype) -> LanguageModel:
+        """A copy on the same device in another precision, itself if it has that already."""
+        weight = self.decoder.lm_head_weight
+        if weight.dtype == dtype:
+            return self
+        with torch.device("meta"):
+            decoder = Decoder(self.decoder.config, self.decoder.operators)
+        allocate(decoder, dtype=dtype, device=weight.device)
+        decoder.load_state_dict(self.decoder.state_dict())
+        return NativeModel(decoder, hf_config=self._hf_config, source=self._source)
+
     def hidden(self, packed: PackedBatch) -> Tensor:
         """Final hidden states (T, D)."""
         device = self.decoder.embedding.weight.device
         return self.decoder(
             packed.token_ids_T.to(device),
             packed.position_ids_T.to(device),
-            PackedAttention(packed.segments, device),
+            self.decoder.operators.packed_attention(packed.segments, device),
         )
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:

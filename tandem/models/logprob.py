@@ -67,66 +67,78 @@ class _Settings:
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """With l the log-softmax, p = exp(l), H = -sum p l: dlogp = onehot - p and dH = -p (l + H)."""
+    """With l the log-softmax, p = exp(l), H = -sum p l: dlogp = onehot - p and dH = -p (l + H).
+
+    What is kept of a single chunk is p - onehot: a gradient that comes through logp alone scales
+    its rows, which the smaller matrices beside it take over.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, h_RD: Tensor, weight_VD: Tensor, target_R: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        logp, entropy, log_softmax_CV = [], [], None
+        logp, entropy, excess_CV = [], [], None
         for h_CD, target_C in settings.chunks((h_RD, target_R)):
-            log_softmax_CV = _log_softmax(h_CD, weight_VD, temperature=settings.temperature)
-            logp.append(log_softmax_CV.gather(1, target_C[:, None])[:, 0])
+            shifted_CV, excess_CV = _softmax(h_CD, weight_VD, temperature=settings.temperature)
+            log_total_C = excess_CV.amax(-1).log_().neg_()  # the likeliest token has shifted 0
+            logp.append(shifted_CV.gather(1, target_C[:, None])[:, 0] - log_total_C)
             if settings.with_entropy:
-                entropy.append(-torch.linalg.vecdot(log_softmax_CV.exp(), log_softmax_CV))
+                entropy.append(log_total_C - shifted_CV.mul_(excess_CV).sum(-1))
+            _subtract_one_hot(excess_CV, target_C)
         logp_R = torch.cat(logp)
         entropy_R = torch.cat(entropy) if settings.with_entropy else torch.zeros_like(logp_R)
-        kept_RV = log_softmax_CV if settings.differentiable and len(logp) == 1 else None
+        kept_RV = excess_CV if settings.differentiable and len(logp) == 1 else None
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(h_RD, weight_VD, target_R, entropy_R, kept_RV)
+        ctx.save_for_backward(h_RD, weight_VD, target_R, logp_R, entropy_R, kept_RV)
         return logp_R, entropy_R
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logp_R: Tensor | None, grad_entropy_R: Tensor | None) -> Any:
         settings: _Settings = ctx.settings
-        h_RD, weight_VD, target_R, entropy_R, kept_RV = ctx.saved_tensors
+        h_RD, weight_VD, target_R, logp_R, entropy_R, kept_RV = ctx.saved_tensors
         through_entropy = grad_entropy_R is not None  # not if it is only reported
         grad_logp_R, grad_entropy_R = (
-            torch.zeros_like(entropy_R) if grad_R is None else grad_R / settings.temperature
+            torch.zeros_like(logp_R) if grad_R is None else grad_R / settings.temperature
             for grad_R in (grad_logp_R, grad_entropy_R)
         )
         grad_h, grad_weight_VD = [], None
-        for h_CD, target_C, entropy_C, grad_logp_C, grad_entropy_C in settings.chunks(
-            (h_RD, target_R, entropy_R, grad_logp_R, grad_entropy_R)
+        for h_CD, target_C, logp_C, entropy_C, grad_logp_C, grad_entropy_C in settings.chunks(
+            (h_RD, target_R, logp_R, entropy_R, grad_logp_R, grad_entropy_R)
         ):
-            log_softmax_CV = kept_RV
-            if log_softmax_CV is None:
-                log_softmax_CV = _log_softmax(h_CD, weight_VD, temperature=settings.temperature)
-            grad_CV = log_softmax_CV.exp()
+            grad_CV, scale_C1 = kept_RV, -grad_logp_C[:, None]
+            if grad_CV is None:
+                _, grad_CV = _softmax(h_CD, weight_VD, temperature=settings.temperature)
+                _subtract_one_hot(grad_CV, target_C)
             if through_entropy:
-                slope_C1 = (grad_logp_C + grad_entropy_C * entropy_C)[:, None]
-                slope_CV = torch.addcmul(slope_C1, log_softmax_CV, grad_entropy_C[:, None])
-                grad_CV.mul_(slope_CV.neg_())
-            else:
-                grad_CV.mul_(-grad_logp_C[:, None])
-            grad_CV.scatter_add_(1, target_C[:, None], grad_logp_C[:, None])
+                prob_CV = grad_CV.scatter(1, target_C[:, None], logp_C.exp()[:, None])
+                slope_CV = torch.addcmul(prob_CV.xlogy(prob_CV), prob_CV, entropy_C[:, None])
+                grad_CV = (grad_CV * scale_C1).addcmul_(slope_CV, -grad_entropy_C[:, None])
+                scale_C1 = torch.ones_like(scale_C1)
             grad_CV = grad_CV.to(weight_VD.dtype)
-            grad_h.append(grad_CV @ weight_VD)
+            grad_h.append(((grad_CV @ weight_VD) * scale_C1).to(h_CD.dtype))
             if ctx.needs_input_grad[1]:
-                grad_weight_VD = _accumulate(grad_weight_VD, grad_CV.T @ h_CD)
+                scaled_CD = (h_CD * scale_C1).to(h_CD.dtype)
+                grad_weight_VD = _accumulate(grad_weight_VD, grad_CV.T @ scaled_CD)
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return torch.cat(grad_h), grad_weight_VD, None, None
 
 
-def _log_softmax(h_CD: Tensor, weight_VD: Tensor, *, temperature: float) -> Tensor:
+def _softmax(h_CD: Tensor, weight_VD: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Logits less the greatest of their row, and their softmax; (C, V) each."""
     logits_CV = F.linear(h_CD, weight_VD)
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     if temperature != 1:
         logits_CV = logits_CV.div_(temperature)
-    return torch.log_softmax(logits_CV, -1)
+    logits_CV = logits_CV.sub_(logits_CV.amax(-1, keepdim=True))
+    return logits_CV, torch.softmax(logits_CV, -1)
+
+
+def _subtract_one_hot(prob_CV: Tensor, target_C: Tensor) -> None:
+    minus_one = torch.tensor(-1.0, dtype=prob_CV.dtype, device=prob_CV.device)
+    prob_CV.scatter_add_(1, target_C[:, None], minus_one.expand(len(target_C), 1))
 
 
 def _accumulate(total: Tensor | None, part: Tensor) -> Tensor:

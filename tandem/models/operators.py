@@ -1,23 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a decoder layer that are not matrix products, as one replaceable set.
+"""The parts of a decoder that accelerators compute in their own way, as one replaceable set.
 
 Trainer and rollout call the same set. ``TORCH`` runs on every device and defines the results; an
-accelerator brings fused kernels with the same signatures, forward and backward. Matrix products
-are not here: the vendors' libraries are the fastest there are.
+accelerator brings fused kernels with the same signatures, forward and backward. The matrix products
+of the layers are not here: the vendors' libraries are the fastest there are.
 
-Shapes: T tokens, D hidden, M heads, E head dimension, F feed-forward.
+Shapes: T tokens, D hidden, M heads, H query heads, K key/value heads, E head dimension, F
+feed-forward, R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
+from tandem.models.attention import PackedAttention
+from tandem.models.logprob import TokenLogProbs, token_log_probs
+from tandem.types import Segments
+
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""``attention(layer, q_THE, k_TKE, v_TKE) -> o_THE``, called after the rotary embedding."""
+
+MakeAttention = Callable[[Segments, torch.device], Attention]
 Angles = tuple[Tensor, Tensor]
 """Cosines and signed sines (T, 1, E) of ``rotary.Rotary.angles``."""
 
@@ -30,6 +40,20 @@ class AddNorm(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class ScoreTokens(Protocol):
+    """See ``Operators.token_log_probs``."""
+
+    def __call__(
+        self,
+        h_RD: Tensor,
+        weight_VD: Tensor,
+        *,
+        target_R: Tensor,
+        temperature: float,
+        with_entropy: bool,
+    ) -> TokenLogProbs: ...
+
+
 @dataclass(frozen=True)
 class Operators:
     """Differentiable functions of tensors.
@@ -40,19 +64,69 @@ class Operators:
         rotate: ``(x_TME, angles) -> y_TME``: the rotary embedding of M heads at once; the sines
             carry the sign of their first half. ``x_TME`` may be a slice of a larger tensor.
         gate: ``gate_up_T2F -> y_TF``: silu of the first half times the second.
+        packed_attention: ``(segments, device) -> attention`` of one packed batch.
+        token_log_probs: see ``logprob.token_log_probs``.
+        logits: ``(h_RD, weight_VD) -> logits_RV`` in at least fp32; no gradients.
     """
 
     add_norm: AddNorm
     rotate: Callable[[Tensor, Angles], Tensor]
     gate: Callable[[Tensor], Tensor]
+    packed_attention: MakeAttention
+    token_log_probs: ScoreTokens
+    logits: Callable[[Tensor, Tensor], Tensor]
 
 
 def add_norm(
     x_TD: Tensor, delta_TD: Tensor | None, *, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """See ``Operators.add_norm``."""
+    if torch.is_grad_enabled():
+        return _AddNorm.apply(x_TD, delta_TD, weight_D, eps)
     sum_TD = x_TD if delta_TD is None else x_TD + delta_TD
-    return F.rms_norm(sum_TD, weight_D.shape, weight_D, eps), sum_TD
+    return _normed(sum_TD, _inverse_rms(sum_TD, eps), weight_D=weight_D), sum_TD
+
+
+class _AddNorm(torch.autograd.Function):
+    """With n = s / rms(s) and g = dL/dh w: ds = (g - n mean(g n)) / rms(s), dw = sum of dL/dh n."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        sum_TD = x_TD if delta_TD is None else x_TD + delta_TD
+        inverse_T1 = _inverse_rms(sum_TD, eps)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(sum_TD, inverse_T1, weight_D)
+        return _normed(sum_TD, inverse_T1, weight_D=weight_D), sum_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_h_TD: Tensor | None, grad_sum_TD: Tensor | None) -> Any:
+        sum_TD, inverse_T1, weight_D = ctx.saved_tensors
+        has_delta = ctx.needs_input_grad[1]
+        if grad_h_TD is None:
+            return grad_sum_TD, grad_sum_TD if has_delta else None, None, None
+        grad_TD, weight_D = grad_h_TD.to(inverse_T1.dtype), weight_D.to(inverse_T1.dtype)
+        product_TD = grad_TD * sum_TD
+        grad_weight_D = torch.mv(product_TD.T, inverse_T1[:, 0])
+        mean_T1 = torch.mv(product_TD, weight_D)[:, None].mul_(inverse_T1.pow(3)).div_(len(weight_D))
+        grad_TD = (grad_TD * weight_D).mul_(inverse_T1).addcmul_(sum_TD, mean_T1, value=-1)
+        if grad_sum_TD is not None:
+            grad_TD += grad_sum_TD
+        grad_TD = grad_TD.to(sum_TD.dtype)
+        return grad_TD, grad_TD if has_delta else None, grad_weight_D.to(grad_h_TD.dtype), None
+
+
+def _inverse_rms(x_TD: Tensor, eps: float) -> Tensor:
+    """(T, 1) in at least fp32."""
+    dtype = torch.promote_types(x_TD.dtype, torch.float32)
+    norm_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=dtype)
+    return norm_T1.square_().div_(x_TD.shape[-1]).add_(eps).rsqrt_()
+
+
+def _normed(x_TD: Tensor, inverse_T1: Tensor, *, weight_D: Tensor) -> Tensor:
+    return (x_TD * inverse_T1).mul_(weight_D).to(x_TD.dtype)
 
 
 def rotate(x_TME: Tensor, angles: Angles) -> Tensor:
@@ -64,8 +138,41 @@ def rotate(x_TME: Tensor, angles: Angles) -> Tensor:
 
 def gate(gate_up_T2F: Tensor) -> Tensor:
     """See ``Operators.gate``."""
+    if torch.is_grad_enabled():
+        return _Gate.apply(gate_up_T2F)
     gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
-    return F.silu(gate_TF) * up_TF
+    return F.silu(gate_TF).mul_(up_TF)
 
 
-TORCH = Operators(add_norm, rotate, gate)
+class _Gate(torch.autograd.Function):
+    """The derivative of silu is sigmoid + silu (1 - sigmoid). Both halves of the gradient are
+    written where they belong."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:
+        gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
+        sigmoid_TF = gate_TF.sigmoid()
+        ctx.save_for_backward(gate_up_T2F, sigmoid_TF)
+        return (gate_TF * sigmoid_TF).mul_(up_TF)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TF: Tensor) -> Tensor:
+        gate_up_T2F, sigmoid_TF = ctx.saved_tensors
+        gate_TF, up_TF = gate_up_T2F.chunk(2, -1)
+        grad_gate_up_T2F = torch.empty_like(gate_up_T2F)
+        grad_gate_TF, grad_up_TF = grad_gate_up_T2F.chunk(2, -1)
+        silu_TF = gate_TF * sigmoid_TF
+        torch.mul(grad_TF, silu_TF, out=grad_up_TF)
+        torch.mul(grad_TF, up_TF, out=grad_gate_TF)
+        grad_gate_TF *= silu_TF.lerp_(silu_TF.new_ones(()), sigmoid_TF)
+        return grad_gate_up_T2F
+
+
+def logits(h_RD: Tensor, weight_VD: Tensor) -> Tensor:
+    """See ``Operators.logits``."""
+    logits_RV = F.linear(h_RD, weight_VD)
+    return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
+
+
+TORCH = Operators(add_norm, rotate, gate, PackedAttention, token_log_probs, logits)

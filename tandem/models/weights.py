@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder, DecoderConfig
@@ -86,6 +86,17 @@ def file_tensors(config: DecoderConfig) -> Iterator[FileTensor]:
     yield FileTensor("model.norm.weight", "final_norm.weight", 0, config.hidden_size)
     if not config.tie_embeddings:
         yield FileTensor("lm_head.weight", "lm_head.weight", 0, config.vocab_size)
+
+
+def allocate(decoder: Decoder, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Give a decoder on the meta device memory for its weights, with any content.
+
+    torch's own ``to_empty`` loads a symbolic algebra system for this, which takes half a second.
+    """
+    for module in decoder.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            empty = torch.empty(weight.shape, dtype=dtype, device=device)
+            module.register_parameter(name, nn.Parameter(empty))
 
 
 def load_weights(decoder: Decoder, folder: Path, *, key: str = KEY) -> None:

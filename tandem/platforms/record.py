@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import psutil
 import torch
+
+from tandem.platforms.capture import Capturer, cuda_graphs, eager
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,9 @@ class Platform:
         microbatch_tokens: the size of a micro-batch that computes fastest, None for the largest
             that fits memory. On a CPU activations should stay in the caches.
         prepare_thread: what a thread that computes must do first.
+        kernels: who computes what is not a matrix product: torch, or our Triton kernels.
+        make_capturer: how a sequence of operations is recorded and replayed.
+        num_multiprocessors: how many programs run at the same time.
     """
 
     name: str
@@ -41,6 +47,9 @@ class Platform:
     memory_reserved_bytes: Callable[[], int]
     microbatch_tokens: int | None
     prepare_thread: Callable[[], object]
+    kernels: Literal["torch", "triton"]
+    make_capturer: Callable[[], Capturer]
+    num_multiprocessors: Callable[[], int]
 
 
 def _flush_denormals() -> bool:
@@ -63,6 +72,9 @@ CPU = Platform(
     memory_reserved_bytes=lambda: 0,
     microbatch_tokens=1024,
     prepare_thread=_flush_denormals,
+    kernels="torch",
+    make_capturer=eager,
+    num_multiprocessors=lambda: 1,
 )
 
 CUDA = Platform(
@@ -76,6 +88,9 @@ CUDA = Platform(
     memory_reserved_bytes=torch.cuda.max_memory_reserved,
     microbatch_tokens=None,
     prepare_thread=_nothing,
+    kernels="triton",
+    make_capturer=cuda_graphs,
+    num_multiprocessors=lambda: torch.cuda.get_device_properties(None).multi_processor_count,
 )
 
 PLATFORMS = {platform.name: platform for platform in (CUDA, CPU)}

@@ -7,7 +7,9 @@ import logging
 
 from tandem.api import RolloutEngine
 from tandem.config.rollout import RolloutConfig
+from tandem.models.decoder import Decoder
 from tandem.models.language_model import LanguageModel
+from tandem.platforms.record import Platform
 from tandem.rollout.hf import HfRolloutConfig, HfRolloutEngine
 from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
 from tandem.types import TokenIds
@@ -16,29 +18,51 @@ logger = logging.getLogger(__name__)
 
 
 def make_rollout(
-    model: LanguageModel, config: RolloutConfig, *, eos_ids: TokenIds, memory_bytes: int
+    model: LanguageModel, config: RolloutConfig, *, eos_ids: TokenIds, platform: Platform
 ) -> RolloutEngine:
-    """The native engine where our decoder computes the model, else transformers' generate.
+    """A native engine where our decoder computes the model, else transformers' generate.
 
     ``config.name`` has no say: engines of other names are not built yet, and the family decides
-    between these two.
+    between these two. What is free of the device's memory now must not decide how large batches
+    are, because rounding depends on that, and a resumed run must repeat it.
 
     Args:
         eos_ids: tokens that end a response.
-        memory_bytes: all memory of the device; what is free now must not decide how large batches
-            are, because rounding depends on that, and a resumed run must repeat it.
     """
-    if model.decoder is not None:
-        return NativeRolloutEngine(
-            model.decoder,
-            NativeRolloutConfig(
-                seed=config.seed,
-                eos_ids=eos_ids,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_cache_bytes=memory_bytes // 4,
-            ),
-        )
-    logger.info("rollout by transformers' generate: family %s has no decoder here", model.family)
-    settings = HfRolloutConfig(config.seed, eos_ids, max_num_seqs=config.max_num_seqs)
-    return HfRolloutEngine(model.module, settings)
+    if model.decoder is None:
+        logger.info("rollout by transformers' generate: family %s has no decoder", model.family)
+        settings = HfRolloutConfig(config.seed, eos_ids, max_num_seqs=config.max_num_seqs)
+        return HfRolloutEngine(model.module, settings)
+    if platform.kernels == "triton":
+        return _paged(model.decoder, config, eos_ids=eos_ids, platform=platform)
+    return NativeRolloutEngine(
+        model.decoder,
+        NativeRolloutConfig(
+            seed=config.seed,
+            eos_ids=eos_ids,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_cache_bytes=platform.total_memory_bytes() // 4,
+        ),
+    )
+
+
+def _paged(
+    decoder: Decoder, config: RolloutConfig, *, eos_ids: TokenIds, platform: Platform
+) -> RolloutEngine:
+    from tandem.rollout.paged.engine import PagedRolloutConfig, PagedRolloutEngine
+
+    memory_bytes = int(platform.total_memory_bytes() * config.gpu_memory_utilization)
+    weights_bytes = sum(weight.nbytes for weight in decoder.parameters())
+    return PagedRolloutEngine(
+        decoder,
+        PagedRolloutConfig(
+            seed=config.seed,
+            eos_ids=eos_ids,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_cache_bytes=max(0, memory_bytes - weights_bytes),
+            busy_programs=2 * platform.num_multiprocessors(),
+        ),
+        platform.make_capturer(),
+    )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """All roles of a policy in one process on one device: trainer and rollout share the same weights.
 
-Sharing is by storage: the rollout generates with the very module the trainer updates, so that an
-update is in use as soon as it is made, and nothing is copied. The reference is a frozen copy, and
-only exists if something reads it.
+Sharing is by storage: the rollout generates with the very module the trainer computes with, so that
+an update is in use as soon as it is made, and nothing is copied. Where that module is of lower
+precision than the weights are kept in, the update itself ends by rounding into it. The reference is
+a frozen copy, and only exists if something reads it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from tandem.config.optim import OptimConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.engines.single import ReferenceModel, SingleDeviceEngine
-from tandem.errors import UserError
 from tandem.metrics.throughput import ModelShape
+from tandem.models.accelerate import operators_for
 from tandem.models.decoder import DecoderConfig
 from tandem.models.folder import open_model
 from tandem.models.language_model import LanguageModel
@@ -31,6 +32,9 @@ from tandem.rollout.factory import make_rollout
 from tandem.types import TokenIds
 
 logger = logging.getLogger(__name__)
+
+RANDOM_SEED = 0
+"""Of random weights (``actor.load_weight=False``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +53,16 @@ def build_colocated(
     """Load the model and put the engines together.
 
     Raises:
-        UserError: the model cannot be loaded or not be used in the precision asked for.
+        UserError: the model cannot be loaded or not be used on this platform.
     """
     roles = config.actor_rollout_ref
-    model = _open(
-        roles.model,
-        roles.actor.fsdp_config,
-        load_weight=roles.actor.load_weight,
-        platform=platform,
-    )
+    layout = roles.actor.fsdp_config
+    stored = _open(roles.model, layout, load_weight=roles.actor.load_weight, platform=platform)
+    model = stored.in_dtype(resolve_dtype(layout.dtype, platform))
+    optim = roles.actor.optim
     return ColocatedEngines(
-        train=_trainer(model, roles.model, optim=roles.actor.optim, total_steps=total_steps),
-        rollout=make_rollout(
-            model,
-            roles.rollout,
-            eos_ids=eos_ids,
-            memory_bytes=platform.total_memory_bytes(),
-        ),
+        train=_trainer(stored, model, config=roles.model, optim=optim, total_steps=total_steps),
+        rollout=make_rollout(model, roles.rollout, eos_ids=eos_ids, platform=platform),
         reference=_reference(config, platform) if config.needs_reference else None,
         shape=None if model.decoder is None else _shape(model.decoder.config),
     )
@@ -73,22 +70,16 @@ def build_colocated(
 
 def build_trainer(config: SftConfig, *, platform: Platform, total_steps: int) -> TrainEngine:
     """Load the model for supervised fine-tuning. Errors as ``build_colocated``."""
-    model = _open(config.model, config.engine, load_weight=True, platform=platform)
-    return _trainer(model, config.model, optim=config.optim, total_steps=total_steps)
+    stored = _open(config.model, config.engine, load_weight=True, platform=platform)
+    model = stored.in_dtype(resolve_dtype(config.engine.dtype, platform))
+    return _trainer(stored, model, config=config.model, optim=config.optim, total_steps=total_steps)
 
 
 def _open(
     model: ModelConfig, layout: FsdpConfig, *, load_weight: bool, platform: Platform
 ) -> LanguageModel:
-    """The model in the one precision it is stored, trained and generated with."""
+    """The model in the precision its weights are kept in."""
     stored = resolve_dtype(layout.model_dtype, platform)
-    if resolve_dtype(layout.dtype, platform) != stored:
-        if layout.dtype != "auto":
-            raise UserError(
-                f"fsdp_config.dtype={layout.dtype!r}: mixed precision is not built yet, it must "
-                f"equal fsdp_config.model_dtype={layout.model_dtype!r}. Set both alike."
-            )
-        logger.warning("mixed precision is not built yet: computing in %s", layout.model_dtype)
     if stored != torch.float32:
         logger.warning(
             "fsdp_config.model_dtype=%s: weights, gradients and optimizer are kept in it alone, so "
@@ -100,22 +91,29 @@ def _open(
         dtype=stored,
         device=platform.device_type,
         trust_remote_code=model.trust_remote_code,
-        load_weight=load_weight,
+        random_seed=None if load_weight else RANDOM_SEED,
+        operators=operators_for(platform),
     )
 
 
 def _trainer(
-    model: LanguageModel, config: ModelConfig, *, optim: OptimConfig, total_steps: int
+    stored: LanguageModel,
+    model: LanguageModel,
+    *,
+    config: ModelConfig,
+    optim: OptimConfig,
+    total_steps: int,
 ) -> SingleDeviceEngine:
     model.set_gradient_checkpointing(config.enable_gradient_checkpointing)
-    return SingleDeviceEngine(model, optim, total_training_steps=total_steps)
+    return SingleDeviceEngine(stored, optim, total_training_steps=total_steps, compute=model)
 
 
 def _reference(config: RunConfig, platform: Platform) -> ReferenceModel:
     """The initial weights, always read anew: a resumed run has the same reference."""
     roles = config.actor_rollout_ref
     layout, load_weight = roles.actor.fsdp_config, roles.actor.load_weight
-    return ReferenceModel(_open(roles.model, layout, load_weight=load_weight, platform=platform))
+    stored = _open(roles.model, layout, load_weight=load_weight, platform=platform)
+    return ReferenceModel(stored.in_dtype(resolve_dtype(layout.dtype, platform)))
 
 
 def _shape(config: DecoderConfig) -> ModelShape:

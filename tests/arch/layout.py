@@ -80,6 +80,7 @@ OPTIONAL_PACKAGES = frozenset(
         "ray",
         "sglang",
         "tensorboard",
+        "triton",
         "vllm",
         "wandb",
     }

@@ -63,7 +63,7 @@ def test_random_weights_depend_on_the_seed_only(tmp_path):
     NATIVE["qwen3_biases"]().save_pretrained(tmp_path)
 
     def draw(seed: int, dtype: torch.dtype = torch.float32) -> dict:
-        model = open_model(str(tmp_path), dtype=dtype, device="cpu", load_weight=False, seed=seed)
+        model = open_model(str(tmp_path), dtype=dtype, device="cpu", random_seed=seed)
         return model.module.state_dict()
 
     one, same, other = draw(0), draw(0), draw(1)

@@ -91,7 +91,7 @@ def test_random_weights(tmp_path):
     OTHERS["gpt2"]().save_pretrained(tmp_path)
     state = torch.get_rng_state()
     one, same = (
-        open_model(str(tmp_path), dtype=torch.float32, device="cpu", load_weight=False, seed=5)
+        open_model(str(tmp_path), dtype=torch.float32, device="cpu", random_seed=5)
         for _ in range(2)
     )
     assert torch.equal(one.lm_head_weight, same.lm_head_weight)
@@ -101,7 +101,7 @@ def test_random_weights(tmp_path):
 def test_soft_capped_logits_are_refused(tmp_path):
     Gemma2Config(**SIZES, head_dim=16, **TOKENS).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="'gemma2' cannot be trained here: it soft-caps"):
-        open_model(str(tmp_path), dtype=torch.float32, device="cpu", load_weight=False)
+        open_model(str(tmp_path), dtype=torch.float32, device="cpu", random_seed=0)
 
 
 def test_missing_tensor_is_named(tmp_path):
@@ -116,4 +116,4 @@ def test_missing_tensor_is_named(tmp_path):
 def test_not_a_causal_language_model(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(UserError, match="transformers cannot load it"):
-        open_model(str(tmp_path), dtype=torch.float32, device="cpu", load_weight=False)
+        open_model(str(tmp_path), dtype=torch.float32, device="cpu", random_seed=0)

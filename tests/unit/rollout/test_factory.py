@@ -12,6 +12,7 @@ import transformers
 
 from tandem.config.rollout import RolloutConfig
 from tandem.models.folder import open_model
+from tandem.platforms.record import CPU
 from tandem.rollout.factory import make_rollout
 from tandem.rollout.hf import HfRolloutEngine
 from tandem.rollout.native.engine import NativeRolloutEngine
@@ -43,7 +44,7 @@ def qwen2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_our_families_run_natively_whatever_the_name(qwen2_folder: Path) -> None:
     model = open_model(str(qwen2_folder), dtype=torch.float32, device="cpu")
     for name in ("native", "vllm", "hf"):
-        engine = make_rollout(model, RolloutConfig(name=name), eos_ids=(0,), memory_bytes=1 << 33)
+        engine = make_rollout(model, RolloutConfig(name=name), eos_ids=(0,), platform=CPU)
         assert isinstance(engine, NativeRolloutEngine)
 
 
@@ -51,7 +52,7 @@ def test_other_families_run_by_transformers(tmp_path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=24, n_positions=32, n_embd=16, n_layer=1, n_head=2)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     model = open_model(str(tmp_path), dtype=torch.float32, device="cpu")
-    engine = make_rollout(model, RolloutConfig(), eos_ids=(0,), memory_bytes=1 << 33)
+    engine = make_rollout(model, RolloutConfig(), eos_ids=(0,), platform=CPU)
     assert isinstance(engine, HfRolloutEngine)
     engine.add([GenerationRequest((0,), (5, 6), GREEDY)])
     assert [completion.sample_id for completion in engine.advance()] == [0]
@@ -67,7 +68,7 @@ def test_greedy_equals_transformers_generate(qwen2_folder: Path) -> None:
     ]
     assert len({tuple(row.tolist()) for row in expected}) == len(PROMPTS)
     for eos_ids in ((63,), (int(expected[0][4]), 63)):
-        engine = make_rollout(model, RolloutConfig(), eos_ids=eos_ids, memory_bytes=1 << 33)
+        engine = make_rollout(model, RolloutConfig(), eos_ids=eos_ids, platform=CPU)
         engine.add([GenerationRequest((i,), p, GREEDY) for i, p in enumerate(PROMPTS)])
         finished = {}
         while completions := engine.advance():
@@ -84,7 +85,7 @@ def test_sampling_settings_reach_the_engine(qwen2_folder: Path) -> None:
     tokens = []
     for seed in (1, 1, 2):
         engine = make_rollout(
-            model, RolloutConfig(seed=seed, max_num_seqs=1), eos_ids=(0,), memory_bytes=1 << 33
+            model, RolloutConfig(seed=seed, max_num_seqs=1), eos_ids=(0,), platform=CPU
         )
         engine.add([GenerationRequest((0, 1), PROMPTS[0], sampling)])
         assert len(first := engine.advance()) == 1

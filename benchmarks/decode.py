@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation by the native engine on one accelerator: prefill, admission, decode, ends.
+
+    python benchmarks/decode.py [--model qwen2.5-0.5b ...] [--workload S T] [--repeats 5]
+    [--output FILE]
+
+Prints one JSON object and a table. A repeat generates the whole workload; the first two are warm-up
+(compilation, graph capture) and not counted. The roofline of a decode step is the larger of matrix
+products at the measured rate and bytes (weights and cached keys and values) at the measured copy
+rate.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from measure import copy_rate, describe, matmul_rate, peak_gib, synchronize
+from shapes import EOS_ID, SHAPES, WORKLOADS, Shape, Workload, plant_end, random_decoder
+
+from tandem.models.accelerate import operators_for
+from tandem.platforms.select import select_platform
+from tandem.rollout.paged.engine import PagedRolloutConfig, PagedRolloutEngine
+from tandem.types import Completion, GenerationRequest, SamplingParams
+
+NUM_WARMUP = 2
+CACHE_BYTES = 64 << 30
+
+
+def requests_of(workload: Workload, seed: int) -> list[GenerationRequest]:
+    """Random prompts; every sample has an id of its own, so that repeats differ."""
+    rng = random.Random(seed)
+    sampling = SamplingParams(1.0, 1.0, -1, workload.response, workload.mean_response is None)
+    first = seed * workload.prompts * workload.samples
+    return [
+        GenerationRequest(
+            tuple(range(first + i * workload.samples, first + (i + 1) * workload.samples)),
+            tuple(rng.randrange(1000, 100_000) for _ in range(workload.prompt)),
+            sampling,
+        )
+        for i in range(workload.prompts)
+    ]
+
+
+def generate(engine: PagedRolloutEngine, requests: list[GenerationRequest]) -> list[Completion]:
+    """All completions."""
+    engine.add(requests)
+    completions: list[Completion] = []
+    while finished := engine.advance():
+        completions += finished
+    return completions
+
+
+def step_floor_s(shape: Shape, workload: Workload, *, flops: float, bandwidth: float) -> float:
+    """A decode step of all sequences, at their mean context."""
+    rows = workload.prompts * workload.samples
+    context = workload.prompt + workload.response / 2
+    matrices = shape.layer_parameters + shape.head_parameters
+    moved = 2 * matrices + rows * context * shape.kv_bytes_per_token()
+    return max(2 * matrices * rows / flops, moved / bandwidth)
+
+
+def run(name: str, workload_name: str, repeats: int) -> dict[str, object]:
+    """One row of the table."""
+    shape, workload = SHAPES[name], WORKLOADS[workload_name]
+    platform = select_platform("auto")
+    decoder = random_decoder(
+        shape,
+        device=platform.device_type,
+        dtype=torch.bfloat16,
+        operators=operators_for(platform),
+    )
+    if workload.mean_response is not None:
+        plant_end(decoder, workload.mean_response)
+    config = PagedRolloutConfig(
+        seed=0,
+        eos_ids=(EOS_ID,),
+        max_num_seqs=workload.prompts * workload.samples,
+        max_num_batched_tokens=8192,
+        max_cache_bytes=CACHE_BYTES,
+        busy_programs=2 * platform.num_multiprocessors(),
+    )
+    engine = PagedRolloutEngine(decoder, config, platform.make_capturer())
+    rates, seconds, counts = [], [], []
+    for repeat in range(NUM_WARMUP + repeats):
+        requests = requests_of(workload, repeat)
+        synchronize()
+        start = time.perf_counter()
+        completions = generate(engine, requests)
+        synchronize()
+        elapsed = time.perf_counter() - start
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
+        if repeat >= NUM_WARMUP:
+            rates.append(num_tokens / elapsed)
+            seconds.append(elapsed)
+            counts.append(num_tokens)
+        else:
+            print(f"warm-up {repeat}: {elapsed:.2f} s", flush=True)
+    step_s = statistics.median(seconds) / workload.response
+    flops, bandwidth = matmul_rate(), copy_rate()
+    floor_s = step_floor_s(shape, workload, flops=flops, bandwidth=bandwidth)
+    return {
+        "model": name,
+        "workload": workload_name,
+        "settings": asdict(workload),
+        "tokens_per_s": statistics.median(rates),
+        "all_tokens_per_s": rates,
+        "seconds": statistics.median(seconds),
+        "tokens": statistics.median(counts),
+        "seconds_per_position": step_s,
+        "step_floor_s": floor_s,
+        "ratio_to_floor": step_s / floor_s,
+        "matmul_tflops": flops / 1e12,
+        "copy_tb_per_s": bandwidth / 1e12,
+        "peak_gib": peak_gib(),
+    }
+
+
+def main() -> None:
+    """See the module docstring."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", nargs="+", default=["qwen2.5-0.5b"], choices=SHAPES)
+    parser.add_argument("--workload", nargs="+", default=["S"], choices=WORKLOADS)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for model in arguments.model:
+        for workload in arguments.workload:
+            row = run(model, workload, arguments.repeats)
+            rows.append(row)
+            print(
+                f"{model} {workload}: {row['tokens_per_s']:,.0f} tokens/s, {row['seconds']:.2f} s, "
+                f"{row['ratio_to_floor']:.2f} x floor, {row['peak_gib']:.1f} GiB",
+                flush=True,
+            )
+    report = {"benchmark": "decode", **describe(), "rows": rows}
+    text = json.dumps(report, indent=1)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer step of GRPO on one accelerator: forward, backward, clipping, AdamW.
+
+    python benchmarks/update.py [--model qwen2.5-1.5b ...] [--workload S A] [--budget 16384 ...]
+    [--checkpointing] [--repeats 5] [--output FILE]
+
+Weights and optimizer are fp32, computation is bf16; micro-batches are cut by ``--budget`` packed
+tokens. MFU counts the floating-point operations of the same sequences one by one, without sharing
+prompts and without recomputation, against 989 TFLOP/s.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from measure import describe, peak_gib, synchronize
+from shapes import SHAPES, WORKLOADS, Workload, random_decoder
+
+from tandem.algorithms.policy_loss import PolicyLoss
+from tandem.config.optim import OptimConfig
+from tandem.data.packing import TrainSequence, pack_microbatches, plan_microbatches
+from tandem.engines.single import SingleDeviceEngine
+from tandem.models.accelerate import operators_for
+from tandem.models.language_model import NativeModel
+from tandem.platforms.select import select_platform
+from tandem.types import LossColumns, LossScale
+
+NUM_WARMUP = 2
+PEAK_FLOPS = 989e12
+
+
+def sequences_of(workload: Workload) -> list[TrainSequence]:
+    """Random tokens, every response of the full length."""
+    rng = random.Random(0)
+    sequences = []
+    for key in range(workload.prompts):
+        prompt = tuple(rng.randrange(1000, 100_000) for _ in range(workload.prompt))
+        for _ in range(workload.samples):
+            response = tuple(rng.randrange(1000, 100_000) for _ in range(workload.response))
+            sequences.append(TrainSequence(key, prompt, response))
+    return sequences
+
+
+def run(name: str, workload_name: str, budget: int, *, checkpointing: bool, repeats: int) -> dict:
+    """One row of the table."""
+    shape, workload = SHAPES[name], WORKLOADS[workload_name]
+    platform = select_platform("auto")
+    decoder = random_decoder(
+        shape,
+        device=platform.device_type,
+        dtype=torch.float32,
+        operators=operators_for(platform),
+    )
+    stored = NativeModel(decoder, hf_config={}, source=Path())
+    model = stored.in_dtype(torch.bfloat16)
+    model.set_gradient_checkpointing(checkpointing)
+    engine = SingleDeviceEngine(
+        stored, OptimConfig(lr=1e-6), total_training_steps=100, compute=model
+    )
+    sequences = sequences_of(workload)
+    num_loss_tokens = sum(len(sequence.response_ids) for sequence in sequences)
+    generator = torch.Generator().manual_seed(0)
+    columns = LossColumns(torch.randn(num_loss_tokens, generator=generator))
+    loss = PolicyLoss(
+        loss_mode="vanilla",
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+        clip_ratio_c=3.0,
+        loss_agg_mode="token-mean",
+        loss_scale_factor=workload.response,
+        entropy_coeff=0.0,
+        calculate_entropy=True,
+        use_kl_loss=False,
+        kl_loss_coef=0.0,
+        kl_loss_type="low_var_kl",
+    )
+    scale = LossScale(num_loss_tokens, len(sequences))
+    torch.accelerator.reset_peak_memory_stats()
+    update_s, pack_s = [], []
+    for repeat in range(NUM_WARMUP + repeats):
+        synchronize()
+        start = time.perf_counter()
+        plan = plan_microbatches(sequences, max_tokens=budget)
+        batches = pack_microbatches(sequences, plan, columns=columns)
+        packed = time.perf_counter()
+        report = engine.update(batches, loss, scale=scale, temperature=1.0)
+        synchronize()
+        end = time.perf_counter()
+        if repeat >= NUM_WARMUP:
+            update_s.append(end - packed)
+            pack_s.append(packed - start)
+        else:
+            print(f"warm-up {repeat}: {end - start:.2f} s, norm {report.grad_norm}", flush=True)
+    length = workload.prompt + workload.response
+    num_tokens = len(sequences) * length
+    flops = shape.train_flops(num_tokens, num_loss_tokens, len(sequences) * length**2 // 2)
+    shared = (
+        num_loss_tokens + workload.prompts * workload.prompt,
+        num_loss_tokens,
+        len(sequences) * length**2 // 2,
+    )
+    seconds = statistics.median(update_s)
+    return {
+        "model": name,
+        "workload": workload_name,
+        "budget": budget,
+        "checkpointing": checkpointing,
+        "microbatches": len(plan),
+        "update_s": seconds,
+        "pack_s": statistics.median(pack_s),
+        "all_update_s": update_s,
+        "tokens_per_s": num_tokens / seconds,
+        "mfu_989": flops / seconds / PEAK_FLOPS,
+        "mfu_989_computed": shape.train_flops(*shared) / seconds / PEAK_FLOPS,
+        "peak_gib": peak_gib(),
+    }
+
+
+def main() -> None:
+    """See the module docstring."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", nargs="+", default=["qwen2.5-0.5b"], choices=SHAPES)
+    parser.add_argument("--workload", nargs="+", default=["S"], choices=WORKLOADS)
+    parser.add_argument("--budget", nargs="+", type=int, default=[16384])
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for model in arguments.model:
+        for workload in arguments.workload:
+            for budget in arguments.budget:
+                checkpointing = arguments.checkpointing
+                row = run(
+                    model, workload, budget, checkpointing=checkpointing, repeats=arguments.repeats
+                )
+                rows.append(row)
+                print(
+                    f"{model} {workload} budget {budget}: {row['update_s']:.3f} s, "
+                    f"{row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu_989']:.1%} "
+                    f"({row['mfu_989_computed']:.1%} computed), {row['peak_gib']:.1f} GiB",
+                    flush=True,
+                )
+                torch.accelerator.empty_cache()
+    report = {"benchmark": "update", **describe(), "rows": rows}
+    text = json.dumps(report, indent=1)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The set of operators with those fused in this folder, for devices that Triton compiles for.
+
+What has no kernel here is TORCH's, and so are the results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tandem.models.kernels.gate import gate
+from tandem.models.kernels.logprob import logits, token_log_probs
+from tandem.models.kernels.norm import add_norm
+from tandem.models.kernels.rotary import rotate
+from tandem.models.kernels.varlen import VarlenAttention
+from tandem.models.operators import TORCH
+
+TRITON = replace(
+    TORCH,
+    add_norm=add_norm,
+    rotate=rotate,
+    gate=gate,
+    packed_attention=VarlenAttention,
+    token_log_probs=token_log_probs,
+    logits=logits,
+)

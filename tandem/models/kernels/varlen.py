@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a packed batch through torch's variable-length flash attention (Dao, 2023).
+
+Nothing is padded. Keys and values of a shared prefix are repeated in front of each segment that
+names it, inside attention only, which costs little beside the layers' matrix products; the backward
+pass sums them up in a fixed order. Half precision only; others go the generic way.
+
+Shapes: T tokens, S segments, Y keys with prefixes repeated, H query heads, K key/value heads, E
+head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tandem.models.attention import PackedAttention
+from tandem.models.kernels.gather import Gather
+from tandem.types import Segments
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_HEAD_DIM = 256
+
+
+class VarlenAttention:
+    """``attention(layer, q_THE, k_TKE, v_TKE) -> o_THE`` for the segments of one packed batch."""
+
+    def __init__(self, segments: Segments, device: torch.device) -> None:
+        self._segments = segments
+        self._device = device
+        self._generic: PackedAttention | None = None
+        keys_S = segments.prefix_length_S + segments.length_S
+        self._starts = (_starts(segments.length_S, device), _starts(keys_S, device))
+        self._longest = (int(segments.length_S.max()), int(keys_S.max()))
+        self._gather: Gather | None = None
+        if bool((segments.prefix_length_S > 0).any()):
+            self._gather = Gather(_key_index(segments), int(segments.length_S.sum()), device=device)
+
+    def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+        """Attend within segments and to their prefixes; the same for every ``layer``."""
+        if q_THE.dtype not in _DTYPES or q_THE.shape[-1] > _MAX_HEAD_DIM:
+            self._generic = self._generic or PackedAttention(self._segments, self._device)
+            return self._generic(layer, q_THE, k_TKE, v_TKE)
+        if self._gather is not None:
+            k_TKE, v_TKE = self._gather(k_TKE), self._gather(v_TKE)
+        return _Flash.apply(q_THE, k_TKE, v_TKE, self._starts, self._longest)
+
+
+class _Flash(torch.autograd.Function):
+    """Causal, aligned at the end: query i of a segment sees its prefix and its keys 0..i."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THE: Tensor,
+        k_YKE: Tensor,
+        v_YKE: Tensor,
+        starts: tuple[Tensor, Tensor],
+        longest: tuple[int, int],
+    ) -> Tensor:
+        outputs = torch.ops.aten._flash_attention_forward(
+            q_THE, k_YKE, v_YKE, *starts, *longest, 0.0, True, False
+        )
+        o_THE, log_sum, seed, offset = outputs[:4]
+        ctx.save_for_backward(q_THE, k_YKE, v_YKE, o_THE, log_sum, seed, offset, *starts)
+        ctx.longest = longest
+        return o_THE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_THE: Tensor) -> Any:
+        q_THE, k_YKE, v_YKE, o_THE, log_sum, seed, offset, *starts = ctx.saved_tensors
+        gradients = torch.ops.aten._flash_attention_backward(
+            grad_THE.contiguous(),
+            q_THE,
+            k_YKE,
+            v_YKE,
+            o_THE,
+            log_sum,
+            *starts,
+            *ctx.longest,
+            0.0,
+            True,
+            seed,
+            offset,
+        )
+        return *gradients, None, None
+
+
+def _starts(lengths_S: Tensor, device: torch.device) -> Tensor:
+    """Cumulated lengths with a leading 0, int32 (S + 1,)."""
+    starts = torch.zeros(len(lengths_S) + 1, dtype=torch.int32)
+    starts[1:] = lengths_S.cumsum(0)
+    return starts.to(device)
+
+
+def _key_index(segments: Segments) -> np.ndarray:
+    """Tokens in the order of keys: of each segment its prefix, then itself; (Y,)."""
+    starts = torch.stack((segments.prefix_start_S, segments.start_S), 1).flatten().numpy()
+    lengths = torch.stack((segments.prefix_length_S, segments.length_S), 1).flatten().numpy()
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(lengths.sum())

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device memory of the paged engine: pages of keys and values, and the state of running rows.
+
+Everything is allocated once and changed in place, so that captured graphs stay valid. Which page
+belongs to whom is ``pages.py``'s.
+
+Shapes: R rows, L layers, P tokens of a page, N pages of a block table, K key/value heads, H query
+heads, E head dimension, S shares, W tokens of a window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+PAGE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """What a page holds of one token, and where."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_page(self) -> int:
+        """2 (key and value) x layers x heads x page tokens x head dimension x bytes a number."""
+        numbers = 2 * self.num_layers * self.num_kv_heads * PAGE_TOKENS * self.head_dim
+        return numbers * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Keys and values of one layer, (pages, K, P, E) each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class PageStore:
+    """The pages of all layers. ``layers[i]`` are layer i's."""
+
+    def __init__(self, shape: PageShape, num_pages: int) -> None:
+        self.num_pages = num_pages
+        size = (num_pages, shape.num_kv_heads, PAGE_TOKENS, shape.head_dim)
+        # Zeros, because a masked product of a NaN is a NaN.
+        self.layers = [
+            LayerCache(
+                torch.zeros(size, dtype=shape.dtype, device=shape.device),
+                torch.zeros(size, dtype=shape.dtype, device=shape.device),
+            )
+            for _ in range(shape.num_layers)
+        ]
+
+    @classmethod
+    def grown(cls, store: PageStore | None, shape: PageShape, num_pages: int) -> PageStore:
+        """A store of ``num_pages`` that begins with what ``store`` holds."""
+        larger = cls(shape, num_pages)
+        for old, new in zip(store.layers if store else [], larger.layers, strict=False):
+            new.keys[: len(old.keys)] = old.keys
+            new.values[: len(old.values)] = old.values
+        return larger
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """Copy whole pages in every layer."""
+        if not sources:
+            return
+        device = self.layers[0].keys.device
+        source, target = torch.tensor((sources, targets)).to(device, non_blocking=True)
+        for layer in self.layers:
+            layer.keys.index_copy_(0, target, layer.keys.index_select(0, source))
+            layer.values.index_copy_(0, target, layer.values.index_select(0, source))
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """What the device knows of each row; ``numbers`` is int64 (R, 9), ``settings`` fp32 (R, 2).
+
+    Fields of ``numbers``: the token to be fed next and its position, how many tokens may still be
+    drawn, whether the row runs, how many tokens this window has drawn, whether an end token ends
+    it, top-k, the key of its random stream, and how many numbers of that stream earlier windows
+    used. Fields of ``settings``: temperature (0 is greedy) and top-p.
+    """
+
+    numbers: Tensor
+    settings: Tensor
+
+    TOKEN: ClassVar[int] = 0
+    POSITION: ClassVar[int] = 1
+    REMAINING: ClassVar[int] = 2
+    ACTIVE: ClassVar[int] = 3
+    COUNT: ClassVar[int] = 4
+    IGNORE_EOS: ClassVar[int] = 5
+    TOP_K: ClassVar[int] = 6
+    STREAM_KEY: ClassVar[int] = 7
+    NUM_DRAWN: ClassVar[int] = 8
+    NUM_FIELDS: ClassVar[int] = 9
+
+    @classmethod
+    def allocate(cls, num_rows: int, device: torch.device) -> RowState:
+        """All rows inactive."""
+        numbers = torch.zeros((num_rows, cls.NUM_FIELDS), dtype=torch.int64, device=device)
+        return cls(numbers, torch.zeros((num_rows, 2), device=device))
+
+    def first(self, num_rows: int) -> RowState:
+        """Views of the first rows."""
+        return RowState(self.numbers[:num_rows], self.settings[:num_rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What the steps between two looks of the host consume and produce, (R, W) each.
+
+    ``eos_ids``: int64, tokens that end a response.
+    """
+
+    uniform_BW: Tensor
+    token_BW: Tensor
+    logp_BW: Tensor
+    eos_ids: Tensor
+
+    @classmethod
+    def allocate(
+        cls, num_rows: int, num_tokens: int, *, eos_ids: tuple[int, ...], device: torch.device
+    ) -> Window:
+        """Zeros."""
+        size = (num_rows, num_tokens)
+        return cls(
+            torch.zeros(size, device=device),
+            torch.zeros(size, dtype=torch.int64, device=device),
+            torch.zeros(size, device=device),
+            torch.tensor(eos_ids, dtype=torch.int64, device=device),
+        )
+
+    def first(self, num_rows: int) -> Window:
+        """Views of the first rows."""
+        return Window(
+            self.uniform_BW[:num_rows],
+            self.token_BW[:num_rows],
+            self.logp_BW[:num_rows],
+            self.eos_ids,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowTables:
+    """What a decode step's attention knows of its B rows.
+
+    Attributes:
+        table_BN: int32, the pages of each row in order.
+        position_B, active_B: int64 fields of ``RowState.numbers``.
+        num_shares: into how many parts the pages of a row are divided.
+        partial_BHSE, stats_BHS2: fp32 room for the parts' results; empty with one share.
+    """
+
+    table_BN: Tensor
+    position_B: Tensor
+    active_B: Tensor
+    num_shares: int
+    partial_BHSE: Tensor
+    stats_BHS2: Tensor

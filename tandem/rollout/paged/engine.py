@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native rollout engine for accelerators, over the decoder that the trainer trains, in the same
+storage.
+
+Prompts are prefilled once for all their samples. Decode steps run as captured graphs that sample
+and detect ends on the device; the host looks once a window of steps. Between windows it is the
+source of truth: it rewrites the state of all rows, so that sequences enter, leave and are preempted
+freely. Tokens depend on the weights, the prompt, the sampling parameters and (seed, sample id)
+alone, up to the rounding of logits. One process, one device.
+
+Shapes: B running rows, n rows entering, P prompts, T packed tokens, W tokens of a window, N pages
+of a block table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.models.decoder import Decoder
+from tandem.platforms.capture import Capturer
+from tandem.rollout.keyed_random import stream_keys, uniforms
+from tandem.rollout.paged.cache import PAGE_TOKENS, PageShape, PageStore, RowState, Window
+from tandem.rollout.paged.kernels.sampling import draw_next
+from tandem.rollout.paged.prefill import PrefillAttention, packed_positions
+from tandem.rollout.paged.scheduler import Entry, Limits, PagedScheduler, Running
+from tandem.rollout.paged.step import DecodeStep
+from tandem.types import Completion, FinishReason, GenerationRequest
+
+WINDOW_TOKENS = 16
+"""Steps between two looks of the host. Rows that finish in between wait for the look."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRolloutConfig:
+    """How to run the engine.
+
+    Attributes:
+        seed: with a sample id it determines every random number.
+        eos_ids: tokens that end a response.
+        max_num_seqs: sequences that run together.
+        max_num_batched_tokens: prompt tokens of one prefill pass.
+        max_cache_bytes: bound on keys and values.
+        busy_programs: attention programs that keep the device busy; fewer rows divide their pages.
+    """
+
+    seed: int
+    eos_ids: tuple[int, ...]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_cache_bytes: int
+    busy_programs: int
+
+
+class PagedRolloutEngine:
+    """``api.RolloutEngine`` on one accelerator. The decoder is read, never copied."""
+
+    def __init__(self, decoder: Decoder, config: PagedRolloutConfig, capturer: Capturer) -> None:
+        weight = decoder.lm_head_weight
+        self._decoder = decoder
+        self._config = config
+        self._capturer = capturer
+        self._device = weight.device
+        self._shape = PageShape(
+            num_layers=decoder.config.num_layers,
+            num_kv_heads=decoder.config.num_kv_heads,
+            head_dim=decoder.config.head_dim,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        max_pages = config.max_cache_bytes // self._shape.bytes_per_page
+        limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, WINDOW_TOKENS)
+        self._scheduler = PagedScheduler(limits, max_pages)
+        self._store: PageStore | None = None
+        self._step: DecodeStep | None = None
+        self._weights_version = 0
+        self.num_prefilled_tokens = 0
+        self.num_decoded_tokens = 0
+
+    @property
+    def num_preempted(self) -> int:
+        """Sequences that were put back because pages ran out, since the start."""
+        return self._scheduler.num_preempted
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests; nothing is computed. Raises UserError if one can never be held."""
+        self._scheduler.add(requests)
+
+    def set_weights_version(self, version: int) -> None:
+        """Tag sequences that enter from now on; those under way keep the version they began
+        with, so that a lag computed from the tag is never too small."""
+        self._weights_version = version
+
+    @torch.inference_mode()
+    def advance(self) -> list[Completion]:
+        """Decode until at least one sequence finishes; [] only if there is no work."""
+        completions: list[Completion] = []
+        while not completions and self._scheduler.has_work:
+            completions = self._run_window()
+        return completions
+
+    def _run_window(self) -> list[Completion]:
+        """Let sequences enter, run up to a window of steps, collect what ended."""
+        scheduler = self._scheduler
+        scheduler.reserve_window()
+        entries = scheduler.admit()
+        rows = scheduler.rows
+        entering = sum(len(entry.sequences) for entry in entries)
+        store, step = self._memory()
+        replay = step.prepare(len(rows), store, filtered=any(map(_is_filtered, rows)))
+        self._upload(step, rows)
+        if entries:
+            self._prefill(entries, step, store, first_row=len(rows) - entering)
+        old, new = rows[: len(rows) - entering], rows[len(rows) - entering :]
+        wanted = [row.num_remaining for row in old] + [row.num_remaining - 1 for row in new]
+        num_steps = min(WINDOW_TOKENS, max(wanted))
+        for _ in range(num_steps):
+            replay()
+        return self._collect(step, rows)
+
+    def _memory(self) -> tuple[PageStore, DecodeStep]:
+        """Pages and buffers for what runs and waits; what was captured over smaller ones goes."""
+        num_pages, table_pages = self._scheduler.wanted_pages, self._scheduler.longest_pages
+        store, step = self._store, self._step
+        if store is None or store.num_pages < num_pages:
+            self._step = step = None
+            store = self._store = PageStore.grown(store, self._shape, num_pages)
+        if step is None or step.table_RN.shape[1] < table_pages:
+            config = self._config
+            window = Window.allocate(
+                config.max_num_seqs,
+                WINDOW_TOKENS + 1,
+                eos_ids=config.eos_ids,
+                device=self._device,
+            )
+            size = (config.max_num_seqs, table_pages)
+            step = self._step = DecodeStep(
+                self._decoder,
+                self._capturer,
+                table_RN=torch.zeros(size, dtype=torch.int32, device=self._device),
+                window=window,
+                busy_programs=config.busy_programs,
+            )
+        return store, step
+
+    def _upload(self, step: DecodeStep, rows: Sequence[Running]) -> None:
+        """State, page tables and random numbers of all rows."""
+        num_rows = len(rows)
+        keys = stream_keys(self._config.seed, [row.sample_id for row in rows])
+        numbers = torch.tensor([_numbers(row) for row in rows])
+        numbers[:, RowState.STREAM_KEY] = keys
+        settings = torch.tensor([(row.sampling.temperature, row.sampling.top_p) for row in rows])
+        table = np.zeros((num_rows, step.table_RN.shape[1]), dtype=np.int32)
+        for line, row in zip(table, rows, strict=True):
+            line[: len(row.pages)] = row.pages
+        step.state.numbers[:num_rows] = self._to_device(numbers)
+        step.state.settings[:num_rows] = self._to_device(settings)
+        step.table_RN[:num_rows] = self._to_device(torch.from_numpy(table))
+        numbers = step.state.numbers[:num_rows]
+        window_W = torch.arange(WINDOW_TOKENS + 1, device=self._device)
+        positions_BW = numbers[:, RowState.NUM_DRAWN, None] + window_W
+        key_B = numbers[:, RowState.STREAM_KEY]
+        step.window.uniform_BW[:num_rows] = uniforms(key_B, positions_BW)
+
+    def _prefill(
+        self, entries: Sequence[Entry], step: DecodeStep, store: PageStore, *, first_row: int
+    ) -> None:
+        """Fill the pages of the entering rows and draw their first tokens."""
+        contexts = [entry.context_ids for entry in entries]
+        owners = [entry.sequences[0] for entry in entries]
+        attention = PrefillAttention(
+            [len(context) for context in contexts],
+            [owner.pages for owner in owners],
+            store=store,
+            packed=self._decoder.operators.packed_attention,
+        )
+        token_T = torch.tensor([token for context in contexts for token in context])
+        positions = packed_positions([len(context) for context in contexts])
+        h_TD = self._decoder(self._to_device(token_T), self._to_device(positions), attention)
+        store.copy_pages(*_tail_copies(entries))
+        logits_PV = step.logits(h_TD.index_select(0, attention.last_P))
+        counts = torch.tensor([len(entry.sequences) for entry in entries])
+        source_n = torch.arange(len(entries), dtype=torch.int32).repeat_interleave(counts)
+        rows = slice(first_row, first_row + len(source_n))
+        sequences = [sequence for entry in entries for sequence in entry.sequences]
+        for sequence in sequences:
+            if sequence.weights_version is None:
+                sequence.weights_version = self._weights_version
+        draw_next(
+            logits_PV,
+            RowState(step.state.numbers[rows], step.state.settings[rows]),
+            Window(
+                step.window.uniform_BW[rows],
+                step.window.token_BW[rows],
+                step.window.logp_BW[rows],
+                step.window.eos_ids,
+            ),
+            filtered=any(map(_is_filtered, sequences)),
+            logits_row_B=self._to_device(source_n),
+        )
+        self.num_prefilled_tokens += len(token_T)
+
+    def _collect(self, step: DecodeStep, rows: Sequence[Running]) -> list[Completion]:
+        """Read what the window drew; completions of the rows that ended."""
+        num_rows = len(rows)
+        numbers = step.state.numbers[:num_rows].cpu()
+        counts = numbers[:, RowState.COUNT].tolist()
+        active = numbers[:, RowState.ACTIVE].tolist()
+        tokens = step.window.token_BW[:num_rows].cpu().tolist()
+        log_probs = step.window.logp_BW[:num_rows].cpu().tolist()
+        finished: list[Running] = []
+        for index, row in enumerate(rows):
+            count = counts[index]
+            row.token_ids += tokens[index][:count]
+            row.log_probs += log_probs[index][:count]
+            if not active[index]:
+                finished.append(row)
+        self.num_decoded_tokens += sum(counts)
+        self._scheduler.remove(finished)
+        return [self._completion(row) for row in finished]
+
+    def _completion(self, row: Running) -> Completion:
+        assert row.weights_version is not None, f"sample {row.sample_id} was never prefilled"
+        stopped = not row.sampling.ignore_eos and row.token_ids[-1] in self._config.eos_ids
+        return Completion(
+            sample_id=row.sample_id,
+            token_ids=tuple(row.token_ids),
+            log_probs=tuple(row.log_probs),
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            weights_version=row.weights_version,
+        )
+
+    def _to_device(self, values: Tensor) -> Tensor:
+        return values.to(self._device, non_blocking=True)
+
+
+def _numbers(row: Running) -> tuple[int, ...]:
+    """The fields of ``RowState.numbers`` but for the stream's key.
+
+    A row that enters stands before its last context token: the draw moves it on.
+    """
+    newest = row.token_ids[-1] if row.token_ids else 0
+    ignore_eos, top_k = int(row.sampling.ignore_eos), max(0, row.sampling.top_k)
+    position, drawn = row.num_tokens - 1, len(row.token_ids)
+    return (newest, position, row.num_remaining, 1, 0, ignore_eos, top_k, 0, drawn)
+
+
+def _is_filtered(row: Running) -> bool:
+    return row.sampling.top_k > 0 or row.sampling.top_p < 1
+
+
+def _tail_copies(entries: Sequence[Entry]) -> tuple[list[int], list[int]]:
+    sources: list[int] = []
+    targets: list[int] = []
+    for entry in entries:
+        tail = entry.sequences[0].pages[len(entry.context_ids) // PAGE_TOKENS :][:1]
+        sources += tail * len(entry.tail_copies)
+        targets += entry.tail_copies
+    return sources, targets

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of the paged engine. Imported only where triton is installed."""

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportCallIssue=false
+"""Triton kernels: from logits to the next token of every row, its log-prob and its new state.
+
+Inversion of the distribution function in two passes. The first reduces the vocabulary a chunk at a
+time to the chunk's maximum and sums; the second picks a chunk with the row's uniform number, then
+the token within it. The log-prob is that of the temperature-scaled distribution before top-k and
+top-p (greedy: of the unscaled one). A row's token depends on its own logits and number alone. In
+top-k and top-p tokens that tie with the last one kept are kept too.
+
+Shapes: B rows, L rows of logits, V vocabulary, C chunks, W tokens of a window.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.rollout.paged.cache import RowState, Window
+
+CHUNK = 2048
+_FILTER_BLOCK = 8192
+_FILTER_ROUNDS = 32
+_LOWEST = -0x7F800001
+"""The ordered value of minus infinity."""
+
+
+def draw_next(
+    logits_LV: Tensor, state: RowState, window: Window, *, filtered: bool, logits_row_B: Tensor
+) -> None:
+    """Draw one token for each active row and advance its state, all in place.
+
+    Args:
+        filtered: whether a row may have top-k or top-p; without, both are ignored.
+        logits_row_B: int32, which row of logits a row draws from.
+    """
+    num_rows, vocabulary = len(logits_row_B), logits_LV.shape[1]
+    chunks = -(-vocabulary // CHUNK)
+    stats = torch.empty((num_rows, 4, chunks), dtype=torch.float32, device=logits_LV.device)
+    threshold_B = stats.new_full((num_rows,), float("-inf"))
+    if filtered:
+        _threshold[(num_rows,)](
+            logits_LV,
+            logits_row_B,
+            state.numbers,
+            state.settings,
+            threshold_B,
+            vocabulary,
+            BLOCK=_FILTER_BLOCK,
+            ROUNDS=_FILTER_ROUNDS,
+            FIELDS=state.numbers.shape[1],
+            SETTINGS=state.settings.shape[1],
+            TOP_K=RowState.TOP_K,
+            LOWEST=_LOWEST,
+            num_warps=8,
+        )
+    _reduce[(num_rows, chunks)](
+        logits_LV,
+        logits_row_B,
+        state.settings,
+        threshold_B,
+        stats,
+        vocabulary,
+        chunks,
+        CHUNK=CHUNK,
+        SETTINGS=state.settings.shape[1],
+        num_warps=4,
+    )
+    _draw[(num_rows,)](
+        logits_LV,
+        logits_row_B,
+        state.numbers,
+        state.settings,
+        threshold_B,
+        stats,
+        window.uniform_BW,
+        window.token_BW,
+        window.logp_BW,
+        window.eos_ids,
+        vocabulary,
+        chunks,
+        window.uniform_BW.stride(0),
+        CHUNK=CHUNK,
+        CHUNKS=triton.next_power_of_2(chunks),
+        FIELDS=state.numbers.shape[1],
+        SETTINGS=state.settings.shape[1],
+        NUM_EOS=len(window.eos_ids),
+        TOKEN=RowState.TOKEN,
+        POSITION=RowState.POSITION,
+        REMAINING=RowState.REMAINING,
+        ACTIVE=RowState.ACTIVE,
+        COUNT=RowState.COUNT,
+        IGNORE_EOS=RowState.IGNORE_EOS,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _scale_of(settings_ptr, row, SETTINGS: tl.constexpr):
+    """1 / temperature; greedy (0) looks at the logits as they are."""
+    temperature = tl.load(settings_ptr + row * SETTINGS)
+    return tl.where(temperature > 0, 1.0 / tl.where(temperature > 0, temperature, 1.0), 1.0)
+
+
+@triton.jit
+def _reduce(
+    logits_ptr,
+    logits_row_ptr,
+    settings_ptr,
+    threshold_ptr,
+    stats_ptr,
+    vocabulary,
+    chunks,
+    CHUNK: tl.constexpr,
+    SETTINGS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    source = tl.load(logits_row_ptr + row).to(tl.int64)
+    scale = _scale_of(settings_ptr, row, SETTINGS)
+    threshold = tl.load(threshold_ptr + row)
+    v = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits_ptr + source * vocabulary + v, mask=v < vocabulary, other=float("-inf"))
+    x = x.to(tl.float32) * scale
+    top = tl.max(x, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp(x - shift)
+    out = stats_ptr + row * 4 * chunks + chunk
+    tl.store(out, top)
+    tl.store(out + chunks, tl.sum(weight, 0))
+    tl.store(out + 2 * chunks, tl.sum(tl.where(x >= threshold, weight, 0.0), 0))
+    tl.store(out + 3 * chunks, (chunk * CHUNK + tl.argmax(x, 0)).to(tl.float32))
+
+
+@triton.jit
+def _draw(
+    logits_ptr,
+    logits_row_ptr,
+    numbers_ptr,
+    settings_ptr,
+    threshold_ptr,
+    stats_ptr,
+    uniform_ptr,
+    token_ptr,
+    logp_ptr,
+    eos_ptr,
+    vocabulary,
+    chunks,
+    window_stride,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    SETTINGS: tl.constexpr,
+    NUM_EOS: tl.constexpr,
+    TOKEN: tl.constexpr,
+    POSITION: tl.constexpr,
+    REMAINING: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    COUNT: tl.constexpr,
+    IGNORE_EOS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    numbers = numbers_ptr + row * FIELDS
+    if tl.load(numbers + ACTIVE) == 0:
+        return
+    count = tl.load(numbers + COUNT)
+    source = tl.load(logits_row_ptr + row).to(tl.int64)
+    scale = _scale_of(settings_ptr, row, SETTINGS)
+    greedy = tl.load(settings_ptr + row * SETTINGS) <= 0
+    threshold = tl.load(threshold_ptr + row)
+
+    c = tl.arange(0, CHUNKS)
+    valid = c < chunks
+    stats = stats_ptr + row * 4 * chunks + c
+    top_c = tl.load(stats, mask=valid, other=float("-inf"))
+    sum_c = tl.load(stats + chunks, mask=valid, other=0.0)
+    kept_c = tl.load(stats + 2 * chunks, mask=valid, other=0.0)
+    best_c = tl.load(stats + 3 * chunks, mask=valid, other=0.0)
+    top = tl.max(top_c, 0)
+    decay_c = tl.exp(top_c - top)
+    log_total = top + tl.log(tl.sum(sum_c * decay_c, 0))
+
+    weight_c = kept_c * decay_c
+    reached_c = tl.cumsum(weight_c, 0)
+    target = tl.load(uniform_ptr + row * window_stride + count) * tl.sum(weight_c, 0)
+    # Rounding must not select a chunk or a token of weight 0: the first beyond the target that has
+    # weight, or, if there is none, the last that has.
+    last_c = tl.max(tl.where(weight_c > 0, c, -1), 0)
+    beyond_c = tl.where((reached_c > target) & (weight_c > 0), c, CHUNKS)
+    chunk = tl.maximum(tl.minimum(tl.min(beyond_c, 0), last_c), 0)
+    before = tl.sum(tl.where(c < chunk, weight_c, 0.0), 0)
+
+    i = tl.arange(0, CHUNK)
+    v = chunk * CHUNK + i
+    x = tl.load(logits_ptr + source * vocabulary + v, mask=v < vocabulary, other=float("-inf"))
+    x = x.to(tl.float32) * scale
+    weight = tl.where(x >= threshold, tl.exp(x - top), 0.0)
+    reached = before + tl.cumsum(weight, 0)
+    last = tl.max(tl.where(weight > 0, i, -1), 0)
+    beyond = tl.where((reached > target) & (weight > 0), i, CHUNK)
+    drawn = chunk * CHUNK + tl.maximum(tl.minimum(tl.min(beyond, 0), last), 0)
+    best = tl.min(tl.where(top_c == top, best_c, vocabulary * 1.0), 0).to(tl.int32)
+    token = tl.where(greedy, best, drawn)
+    token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)
+    logit = tl.load(logits_ptr + source * vocabulary + token).to(tl.float32) * scale
+    logp = logit - log_total
+
+    stopped = False
+    for n in tl.static_range(NUM_EOS):
+        stopped = stopped | (token == tl.load(eos_ptr + n))
+    stopped = stopped & (tl.load(numbers + IGNORE_EOS) == 0)
+    failed = logp != logp  # noqa: PLR0124
+    remaining = tl.load(numbers + REMAINING) - 1
+    goes_on = (remaining > 0) & (stopped == 0) & (failed == 0)
+    tl.store(token_ptr + row * window_stride + count, token)
+    tl.store(logp_ptr + row * window_stride + count, logp)
+    tl.store(numbers + TOKEN, token.to(tl.int64))
+    tl.store(numbers + POSITION, tl.load(numbers + POSITION) + 1)
+    tl.store(numbers + REMAINING, remaining)
+    tl.store(numbers + COUNT, count + 1)
+    tl.store(numbers + ACTIVE, goes_on.to(tl.int64))
+
+
+@triton.jit
+def _ordered(x):
+    """fp32 to int32 with the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _tail(logits_ptr, bound, top, scale, vocabulary, BLOCK: tl.constexpr):
+    """How many scaled logits have an ordered value of ``bound`` or more, and their weight."""
+    count = tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32) * scale
+        kept = (_ordered(x) >= bound) & (v < vocabulary)
+        count += kept.to(tl.int32)
+        mass += tl.where(kept, tl.exp(x - top), 0.0)
+    return tl.sum(count, 0), tl.sum(mass, 0)
+
+
+@triton.jit
+def _threshold(
+    logits_ptr,
+    logits_row_ptr,
+    numbers_ptr,
+    settings_ptr,
+    threshold_ptr,
+    vocabulary,
+    BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    SETTINGS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    LOWEST: tl.constexpr,
+):
+    """The smallest scaled logit that top-k, then top-p of the mass it left, keep: by bisection."""
+    row = tl.program_id(0)
+    top_p = tl.load(settings_ptr + row * SETTINGS + 1)
+    top_k = tl.load(numbers_ptr + row * FIELDS + TOP_K)
+    limits_k = (top_k > 0) & (top_k < vocabulary)
+    if (top_p >= 1) & (limits_k == 0):
+        return
+    logits = logits_ptr + tl.load(logits_row_ptr + row).to(tl.int64) * vocabulary
+    scale = _scale_of(settings_ptr, row, SETTINGS)
+    top_block = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32) * scale
+        top_block = tl.maximum(top_block, x)
+    top = tl.max(top_block, 0)
+    highest = _ordered(top).to(tl.int64)
+    lowest = highest * 0 + LOWEST
+    if limits_k:
+        low, high = lowest, highest
+        for _ in range(ROUNDS):
+            middle = (low + high + 1) // 2
+            count, _mass = _tail(logits, middle.to(tl.int32), top, scale, vocabulary, BLOCK)
+            enough = count >= top_k
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle - 1)
+        lowest = low
+    if top_p < 1:
+        _count, total = _tail(logits, lowest.to(tl.int32), top, scale, vocabulary, BLOCK)
+        low, high = lowest, highest
+        for _ in range(ROUNDS):
+            middle = (low + high + 1) // 2
+            _count, mass = _tail(logits, middle.to(tl.int32), top, scale, vocabulary, BLOCK)
+            enough = mass >= top_p * total
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle - 1)
+        lowest = low
+    bits = lowest.to(tl.int32)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    tl.store(threshold_ptr + row, bits.to(tl.float32, bitcast=True))

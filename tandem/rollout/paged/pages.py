@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pages are free and how many sequences share each. Integers only; no device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PagePool:
+    """Pages 0..``num_pages`` - 1 with reference counts."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._owners = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody owns."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """``count`` free pages, each owned once; there must be as many."""
+        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._owners[page] = 1
+        return pages
+
+    def share(self, pages: Sequence[int], *, owners: int) -> None:
+        """Add ``owners`` owners to each page."""
+        for page in pages:
+            self._owners[page] += owners
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Remove one owner from each page; those without owners become free."""
+        for page in pages:
+            self._owners[page] -= 1
+            assert self._owners[page] >= 0, f"page {page} was released more often than taken"
+            if self._owners[page] == 0:
+                self._free.append(page)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decode step of the paged engine: the decoder, attention over pages, the draw of a token.
+
+The step works on fixed buffers in place and is captured once for each of a list of batch sizes, so
+that the host's part of a step is one launch. Rows beyond those in use are inactive: they compute,
+store nothing and draw nothing.
+
+Shapes: R rows, B rows of a captured size, H query heads, K key/value heads, E head dimension, N
+pages of a block table, S shares, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tandem.models.decoder import Decoder
+from tandem.platforms.capture import Capturer, Replay
+from tandem.rollout.paged.cache import PageStore, RowState, RowTables, Window
+from tandem.rollout.paged.kernels.attention import decode_attention
+from tandem.rollout.paged.kernels.sampling import draw_next
+
+_MAX_SHARES = 16
+
+
+def batch_sizes(max_rows: int) -> list[int]:
+    """Sizes a step is captured for: powers of two, then steps of a sixteenth to an eighth."""
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < max_rows:
+        size = sizes[-1]
+        sizes.append(size + max(8, 1 << max(0, size.bit_length() - 4)))
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+class DecodeStep:
+    """Captured steps over one set of buffers.
+
+    Attributes:
+        state, table_RN: of all rows, to be rewritten after ``prepare``; pages are int32.
+        window: what steps consume and produce.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        capturer: Capturer,
+        *,
+        table_RN: Tensor,
+        window: Window,
+        busy_programs: int,
+    ) -> None:
+        """``busy_programs``: how many attention programs keep the device busy."""
+        max_rows = len(table_RN)
+        device = decoder.lm_head_weight.device
+        self._decoder = decoder
+        self._capture = capturer
+        self._sizes = batch_sizes(max_rows)
+        self._replays: dict[tuple[int, bool], Replay] = {}
+        self._row_R = torch.arange(max_rows, dtype=torch.int32, device=device)
+        self.state = RowState.allocate(max_rows, device)
+        self.window = window
+        self.table_RN = table_RN
+        self._busy_programs = busy_programs
+
+    def prepare(self, num_rows: int, store: PageStore, *, filtered: bool) -> Replay:
+        """The step for at least ``num_rows`` rows. Deactivates all rows."""
+        size = next(size for size in self._sizes if size >= num_rows)
+        self.state.numbers.zero_()
+        replay = self._replays.get((size, filtered))
+        if replay is None:
+            tables = self._tables(size)
+            replay = self._capture(lambda: self._run(store, tables, filtered=filtered))
+            self._replays[size, filtered] = replay
+        return replay
+
+    def logits(self, h_BD: Tensor) -> Tensor:
+        """(B, V), fp32."""
+        return self._decoder.operators.logits(h_BD, self._decoder.lm_head_weight)
+
+    def _run(self, store: PageStore, rows: RowTables, *, filtered: bool) -> None:
+        size = len(rows.table_BN)
+
+        def attention(layer: int, q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor) -> Tensor:
+            return decode_attention(q_BHE, k_BKE, v_BKE, cache=store.layers[layer], rows=rows)
+
+        token_B = self.state.numbers[:size, RowState.TOKEN]
+        logits_BV = self.logits(self._decoder(token_B, rows.position_B, attention))
+        draw_next(
+            logits_BV,
+            self.state.first(size),
+            self.window.first(size),
+            filtered=filtered,
+            logits_row_B=self._row_R[:size],
+        )
+
+    def _tables(self, size: int) -> RowTables:
+        config, numbers = self._decoder.config, self.state.numbers[:size]
+        shares = max(1, min(_MAX_SHARES, self._busy_programs // (size * config.num_kv_heads)))
+        room = (size, config.num_heads, shares) if shares > 1 else (0, 0, 0)
+        device = numbers.device
+        return RowTables(
+            self.table_RN[:size],
+            numbers[:, RowState.POSITION],
+            numbers[:, RowState.ACTIVE],
+            shares,
+            torch.empty((*room, config.head_dim), device=device),
+            torch.empty((*room, 2), device=device),
+        )

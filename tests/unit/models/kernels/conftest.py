@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused operators, compiled where an accelerator is and interpreted elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.models.operators import Operators
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the kernels run."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def fused() -> Operators:
+    """The set under test."""
+    pytest.importorskip("triton", reason="the fused operators need triton")
+    from tandem.models.kernels.operators import TRITON
+
+    return TRITON
