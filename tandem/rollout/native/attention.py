@@ -59,30 +59,32 @@ class DecodeAttention:
         self._start = first_column - cache.first_column
         self._keys = [key[:num_rows] for key in cache.keys]
         self._values = [value[:num_rows] for value in cache.values]
+        # A product takes the heads of all rows as one batch.
+        self._key_heads = [key.flatten(0, 1) for key in self._keys]
+        self._value_heads = [value.flatten(0, 1) for value in self._values]
         self._scale = cache.keys[0].shape[2] ** -0.5
-        self._bias_B1C = self._make_bias(cache, num_rows) if masked else None
+        self._masked = masked
+        self._bias = self._make_bias(cache, num_rows) if masked else cache.keys[0].new_zeros(())
 
     def __call__(self, layer: int, q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor) -> Tensor:
         """Store the new key and value, then attend."""
         now = self.column - self._offset
-        keys_BKEC, values_BKCE = self._keys[layer], self._values[layer]
-        keys_BKEC[..., now] = k_BKE
-        values_BKCE[:, :, now] = v_BKE
-        num_rows, num_heads, head_dim = q_BHE.shape
-        visible = slice(self._start, now + 1)
-        keys = keys_BKEC.flatten(0, 1)[..., visible]
-        values = values_BKCE.flatten(0, 1)[:, visible]
-        queries = (q_BHE * self._scale).view(keys.shape[0], -1, head_dim)
-        scores = torch.bmm(queries, keys)
-        if self._bias_B1C is not None:
-            scores.view(num_rows, num_heads, -1).add_(self._bias_B1C[..., visible])
-        weights = torch.softmax(scores, -1)
-        return torch.bmm(weights, values).view(num_rows, num_heads, head_dim)
+        self._keys[layer].select(3, now).copy_(k_BKE)
+        self._values[layer].select(2, now).copy_(v_BKE)
+        num_visible = now + 1 - self._start
+        keys = self._key_heads[layer].narrow(2, self._start, num_visible)
+        values = self._value_heads[layer].narrow(1, self._start, num_visible)
+        bias = self._bias.narrow(2, self._start, num_visible) if self._masked else self._bias
+        queries = q_BHE.reshape(keys.shape[0], -1, keys.shape[1])
+        scores = torch.baddbmm(bias, queries, keys, beta=int(self._masked), alpha=self._scale)
+        return torch.bmm(torch.softmax(scores, -1), values).view(q_BHE.shape)
 
     def _make_bias(self, cache: RowCache, num_rows: int) -> Tensor:
+        """(B * K, 1, C), -inf where a row has nothing."""
         columns_C = torch.arange(
             cache.first_column, cache.stop_column, device=cache.facts_3R.device
         )
         hidden_BC = columns_C < cache.facts_3R[0, :num_rows, None]
         bias_BC = torch.zeros(hidden_BC.shape, dtype=cache.keys[0].dtype, device=hidden_BC.device)
-        return bias_BC.masked_fill_(hidden_BC, float("-inf"))[:, None]
+        bias_BC.masked_fill_(hidden_BC, float("-inf"))
+        return bias_BC.repeat_interleave(cache.shape.num_kv_heads, 0)[:, None]

@@ -219,8 +219,11 @@ class NativeRolloutEngine:
         index = column - cache.first_column
         cache.tokens_RC[rows, index] = draw.token_B
         cache.logp_RC[rows, index] = draw.logp_B
-        stopped = torch.isin(draw.token_B, self._eos).nonzero()[:, 0] + first_row
-        ended = scheduler.ended(stopped.tolist())
+        stopped: list[int] = []
+        if scheduler.stops_at_eos:
+            found = torch.isin(draw.token_B, self._eos).nonzero()
+            stopped = [first_row + row for row in found[:, 0].tolist()]
+        ended = scheduler.ended(stopped)
         return self._collect(ended) if ended else []
 
     def _draw(self, logits_BV: Tensor, uniform_B: Tensor, *, first_row: int) -> Draw:

@@ -85,6 +85,7 @@ class Scheduler:
         self._head_is_prefilled = False
         self._weights_version = 0
         self._rules: Counter[DrawRule] = Counter()
+        self._num_stopping = 0
         self._next_last = 0
         self._longest = 0
         self.rows: list[Row] = []
@@ -104,6 +105,11 @@ class Scheduler:
     def rules(self) -> tuple[DrawRule, ...]:
         """The distinct draw rules of the running rows."""
         return tuple(self._rules)
+
+    @property
+    def stops_at_eos(self) -> bool:
+        """Whether an end token ends any running row."""
+        return self._num_stopping > 0
 
     @property
     def oldest_column(self) -> int:
@@ -177,6 +183,7 @@ class Scheduler:
         for target, source in zip(targets, sources, strict=True):
             self.rows[target] = self.rows[source]
         del self.rows[num_kept:]
+        self._num_stopping -= sum([not row.ignore_eos for row in removed])
         self._rules.subtract([row.rule for row in removed])
         self._rules = +self._rules
         self._next_last = min([row.last for row in self.rows], default=0)
@@ -218,6 +225,7 @@ class Scheduler:
             for sample_id in request.sample_ids[:count]
         ]
         self._rules[rule] += count
+        self._num_stopping += 0 if ignore_eos else count
         self._num_waiting -= count
         self._head_is_prefilled = count < len(request.sample_ids)
         if self._head_is_prefilled:

@@ -3,10 +3,11 @@
 storage.
 
 Prompts are prefilled once for all their samples. Decode steps run as captured graphs that sample
-and detect ends on the device; the host looks once a window of steps. Between windows it is the
-source of truth: it rewrites the state of all rows, so that sequences enter, leave and are preempted
-freely. Tokens depend on the weights, the prompt, the sampling parameters and (seed, sample id)
-alone, up to the rounding of logits. One process, one device.
+and detect ends on the device. The host looks once a window of steps, and launches the next window
+before it reads the last, so that the device never waits for it; a sequence that has ended is
+therefore carried along for up to a window more. Tokens depend on the weights, the prompt, the
+sampling parameters and (seed, sample id) alone, up to the rounding of logits. One process, one
+device.
 
 Shapes: B running rows, n rows entering, P prompts, T packed tokens, W tokens of a window, N pages
 of a block table.
@@ -31,8 +32,21 @@ from tandem.rollout.paged.scheduler import Entry, Limits, PagedScheduler, Runnin
 from tandem.rollout.paged.step import DecodeStep
 from tandem.types import Completion, FinishReason, GenerationRequest
 
-WINDOW_TOKENS = 16
-"""Steps between two looks of the host. Rows that finish in between wait for the look."""
+WINDOW_TOKENS = 8
+"""Steps between two looks of the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A window under way: its rows in the order of the device, the most tokens each may draw in
+    it, and what will have been read of them when ``event`` has come."""
+
+    rows: tuple[Running, ...]
+    num_launched: tuple[int, ...]
+    numbers: Tensor
+    token_BW: Tensor
+    logp_BW: Tensor
+    event: torch.Event | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +91,9 @@ class PagedRolloutEngine:
         self._scheduler = PagedScheduler(limits, max_pages)
         self._store: PageStore | None = None
         self._step: DecodeStep | None = None
+        self._flight: _Flight | None = None
+        self._slots: dict[int, int] = {}
+        self._pins = self._device.type != "cpu"
         self._weights_version = 0
         self.num_prefilled_tokens = 0
         self.num_decoded_tokens = 0
@@ -100,27 +117,49 @@ class PagedRolloutEngine:
         """Decode until at least one sequence finishes; [] only if there is no work."""
         completions: list[Completion] = []
         while not completions and self._scheduler.has_work:
-            completions = self._run_window()
+            last, self._flight = self._flight, self._launch()
+            if last is not None:
+                completions = self._collect(last)
+        if not self._scheduler.has_work:
+            self._flight = None  # its rows have all ended
         return completions
 
-    def _run_window(self) -> list[Completion]:
-        """Let sequences enter, run up to a window of steps, collect what ended."""
-        scheduler = self._scheduler
+    def _launch(self) -> _Flight | None:
+        """Start the next window; None if nothing is left to run, or if what is under way must be
+        read first: to preempt, or to move to larger buffers."""
+        scheduler, last = self._scheduler, self._flight
+        if last is not None and not (scheduler.has_window() and self._fits()):
+            return None
         scheduler.reserve_window()
+        kept = list(scheduler.rows)
         entries = scheduler.admit()
         rows = scheduler.rows
-        entering = sum(len(entry.sequences) for entry in entries)
+        new = rows[len(kept) :]
+        wanted = [row.num_remaining for row in kept] + [row.num_remaining - 1 for row in new]
+        num_steps = min(WINDOW_TOKENS, max(wanted, default=0))
+        if num_steps <= 0 and not new:
+            return None
         store, step = self._memory()
+        self._arrange(step, rows, num_kept=len(kept) if last is not None else 0)
         replay = step.prepare(len(rows), store, filtered=any(map(_is_filtered, rows)))
-        self._upload(step, rows)
+        self._draw_uniforms(step, len(rows))
         if entries:
-            self._prefill(entries, step, store, first_row=len(rows) - entering)
-        old, new = rows[: len(rows) - entering], rows[len(rows) - entering :]
-        wanted = [row.num_remaining for row in old] + [row.num_remaining - 1 for row in new]
-        num_steps = min(WINDOW_TOKENS, max(wanted))
+            self._prefill(entries, step, store, first_row=len(kept))
         for _ in range(num_steps):
             replay()
-        return self._collect(step, rows)
+        launched = [min(num_steps, row.num_remaining) for row in kept]
+        launched += [min(num_steps + 1, row.num_remaining) for row in new]
+        return self._read(step, rows, launched)
+
+    def _fits(self) -> bool:
+        """Whether pages and buffers are large enough for what has been added since."""
+        scheduler, store, step = self._scheduler, self._store, self._step
+        return (
+            store is not None
+            and step is not None
+            and store.num_pages >= scheduler.wanted_pages
+            and step.table_RN.shape[1] >= scheduler.longest_pages
+        )
 
     def _memory(self) -> tuple[PageStore, DecodeStep]:
         """Pages and buffers for what runs and waits; what was captured over smaller ones goes."""
@@ -147,19 +186,34 @@ class PagedRolloutEngine:
             )
         return store, step
 
-    def _upload(self, step: DecodeStep, rows: Sequence[Running]) -> None:
-        """State, page tables and random numbers of all rows."""
-        num_rows = len(rows)
-        keys = stream_keys(self._config.seed, [row.sample_id for row in rows])
-        numbers = torch.tensor([_numbers(row) for row in rows])
-        numbers[:, RowState.STREAM_KEY] = keys
-        settings = torch.tensor([(row.sampling.temperature, row.sampling.top_p) for row in rows])
-        table = np.zeros((num_rows, step.table_RN.shape[1]), dtype=np.int32)
+    def _arrange(self, step: DecodeStep, rows: Sequence[Running], *, num_kept: int) -> None:
+        """State and page tables of all rows, in their order. The first ``num_kept`` were in the
+        last window, and only the device knows how far they are."""
+        state, kept = step.state, rows[:num_kept]
+        if kept:
+            slots = self._to_device(torch.tensor([self._slots[id(row)] for row in kept]))
+            numbers = state.numbers.index_select(0, slots)
+            numbers[:, RowState.NUM_DRAWN] += numbers[:, RowState.COUNT]
+            numbers[:, RowState.COUNT] = 0
+            state.numbers[:num_kept] = numbers
+            state.settings[:num_kept] = state.settings.index_select(0, slots)
+        new = rows[num_kept:]
+        if new:
+            numbers = torch.tensor([_numbers(row) for row in new])
+            numbers[:, RowState.STREAM_KEY] = stream_keys(
+                self._config.seed, [row.sample_id for row in new]
+            )
+            settings = torch.tensor([(row.sampling.temperature, row.sampling.top_p) for row in new])
+            state.numbers[num_kept : len(rows)] = self._to_device(numbers)
+            state.settings[num_kept : len(rows)] = self._to_device(settings)
+        self._slots = {id(row): slot for slot, row in enumerate(rows)}
+        table = np.zeros((len(rows), step.table_RN.shape[1]), dtype=np.int32)
         for line, row in zip(table, rows, strict=True):
             line[: len(row.pages)] = row.pages
-        step.state.numbers[:num_rows] = self._to_device(numbers)
-        step.state.settings[:num_rows] = self._to_device(settings)
-        step.table_RN[:num_rows] = self._to_device(torch.from_numpy(table))
+        step.table_RN[: len(rows)] = self._to_device(torch.from_numpy(table))
+
+    def _draw_uniforms(self, step: DecodeStep, num_rows: int) -> None:
+        """The random numbers of the next window."""
         numbers = step.state.numbers[:num_rows]
         window_W = torch.arange(WINDOW_TOKENS + 1, device=self._device)
         positions_BW = numbers[:, RowState.NUM_DRAWN, None] + window_W
@@ -204,16 +258,36 @@ class PagedRolloutEngine:
         )
         self.num_prefilled_tokens += len(token_T)
 
-    def _collect(self, step: DecodeStep, rows: Sequence[Running]) -> list[Completion]:
-        """Read what the window drew; completions of the rows that ended."""
+    def _read(self, step: DecodeStep, rows: Sequence[Running], launched: list[int]) -> _Flight:
+        """Queue the copies to the host behind the window."""
         num_rows = len(rows)
-        numbers = step.state.numbers[:num_rows].cpu()
-        counts = numbers[:, RowState.COUNT].tolist()
-        active = numbers[:, RowState.ACTIVE].tolist()
-        tokens = step.window.token_BW[:num_rows].cpu().tolist()
-        log_probs = step.window.logp_BW[:num_rows].cpu().tolist()
+        for row, count in zip(rows, launched, strict=True):
+            row.num_launched += count
+        sources = (step.state.numbers, step.window.token_BW, step.window.logp_BW)
+        copies = [
+            torch.empty_like(source[:num_rows], device="cpu", pin_memory=self._pins).copy_(
+                source[:num_rows], non_blocking=True
+            )
+            for source in sources
+        ]
+        event = None
+        if self._pins:
+            event = torch.Event(self._device)
+            event.record()
+        return _Flight(tuple(rows), tuple(launched), copies[0], copies[1], copies[2], event)
+
+    def _collect(self, flight: _Flight) -> list[Completion]:
+        """Read what a window drew; completions of the rows that ended in it."""
+        if flight.event is not None:
+            flight.event.synchronize()
+        counts = flight.numbers[:, RowState.COUNT].tolist()
+        active = flight.numbers[:, RowState.ACTIVE].tolist()
+        tokens, log_probs = flight.token_BW.tolist(), flight.logp_BW.tolist()
         finished: list[Running] = []
-        for index, row in enumerate(rows):
+        for index, row in enumerate(flight.rows):
+            row.num_launched -= flight.num_launched[index]
+            if not row.pages:
+                continue  # it had ended in the window before
             count = counts[index]
             row.token_ids += tokens[index][:count]
             row.log_probs += log_probs[index][:count]
@@ -235,7 +309,9 @@ class PagedRolloutEngine:
         )
 
     def _to_device(self, values: Tensor) -> Tensor:
-        return values.to(self._device, non_blocking=True)
+        """Without waiting for what the device is doing, which takes pinned memory."""
+        pinned = values.pin_memory() if self._pins else values
+        return pinned.to(self._device, non_blocking=True)
 
 
 def _numbers(row: Running) -> tuple[int, ...]:

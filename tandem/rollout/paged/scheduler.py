@@ -21,25 +21,33 @@ from tandem.types import GenerationRequest, SamplingParams, TokenIds
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One sample on its way. ``weights_version`` is that of its first token, None before."""
+    """One sample on its way.
+
+    Attributes:
+        token_ids, log_probs: as far as the host has read them.
+        num_launched: tokens beyond those that steps under way may have drawn.
+        pages: what it owns, in order.
+        weights_version: that of its first token, None before.
+    """
 
     sample_id: int
     prompt_ids: TokenIds
     sampling: SamplingParams
     token_ids: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
+    num_launched: int = 0
     pages: list[int] = field(default_factory=list[int])
     weights_version: int | None = None
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that may still be drawn."""
-        return self.sampling.max_new_tokens - len(self.token_ids)
+        """Tokens that may still be drawn after the steps under way."""
+        return self.sampling.max_new_tokens - len(self.token_ids) - self.num_launched
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response so far."""
-        return len(self.prompt_ids) + len(self.token_ids)
+        """Prompt and response after the steps under way."""
+        return len(self.prompt_ids) + len(self.token_ids) + self.num_launched
 
     @property
     def context_ids(self) -> TokenIds:
@@ -157,19 +165,17 @@ class PagedScheduler:
             budget -= len(context)
         return entries
 
+    def has_window(self) -> bool:
+        """Whether the pages that all rows' next window may fill can be had."""
+        return sum(map(self._missing, self.rows)) <= self._pool.num_free
+
     def reserve_window(self) -> None:
-        """Give each row the pages its next window may fill; the newest leave if there are none."""
-        index = 0
-        while index < len(self.rows):
-            sequence = self.rows[index]
-            missing = pages_for(self._window_end(sequence)) - len(sequence.pages)
-            while missing > self._pool.num_free and len(self.rows) > index + 1:
-                self._preempt_newest()
-            if missing > self._pool.num_free:
-                self._preempt_newest()
-                return
-            sequence.pages += self._pool.take(max(0, missing))
-            index += 1
+        """Give each row the pages its next window may fill; until there are enough, the newest row
+        leaves, which takes that nothing is under way."""
+        while not self.has_window():
+            self._preempt_newest()
+        for sequence in self.rows:
+            sequence.pages += self._pool.take(self._missing(sequence))
 
     def remove(self, finished: Sequence[Running]) -> None:
         """Take out finished rows and free what they alone own; the others keep their order."""
@@ -212,13 +218,14 @@ class PagedScheduler:
         steps = min(self._limits.window_tokens, sequence.num_remaining - 1)
         return sequence.num_tokens + steps
 
-    def _window_end(self, sequence: Running) -> int:
-        """Tokens whose keys are stored after the next window; the newest token's come with it."""
+    def _missing(self, sequence: Running) -> int:
+        """Pages it lacks for its next window, whose first step stores the newest token's key."""
         steps = min(self._limits.window_tokens, sequence.num_remaining)
-        return sequence.num_tokens - 1 + steps
+        return max(0, pages_for(sequence.num_tokens - 1 + steps) - len(sequence.pages))
 
     def _preempt_newest(self) -> None:
         sequence = self.rows.pop()
+        assert sequence.num_launched == 0, f"sample {sequence.sample_id} has steps under way"
         self._free(sequence)
         self._waiting.appendleft((sequence,))
         self.num_preempted += 1

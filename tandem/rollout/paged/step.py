@@ -36,7 +36,7 @@ class DecodeStep:
     """Captured steps over one set of buffers.
 
     Attributes:
-        state, table_RN: of all rows, to be rewritten after ``prepare``; pages are int32.
+        state, table_RN: of all rows; pages are int32.
         window: what steps consume and produce.
     """
 
@@ -63,14 +63,17 @@ class DecodeStep:
         self._busy_programs = busy_programs
 
     def prepare(self, num_rows: int, store: PageStore, *, filtered: bool) -> Replay:
-        """The step for at least ``num_rows`` rows. Deactivates all rows."""
+        """The step for at least ``num_rows`` rows; those beyond become inactive."""
         size = next(size for size in self._sizes if size >= num_rows)
-        self.state.numbers.zero_()
+        self.state.numbers[num_rows:size] = 0
         replay = self._replays.get((size, filtered))
         if replay is None:
             tables = self._tables(size)
+            numbers = self.state.numbers.clone()
+            self.state.numbers.zero_()  # what is captured may run, and must change nothing
             replay = self._capture(lambda: self._run(store, tables, filtered=filtered))
             self._replays[size, filtered] = replay
+            self.state.numbers.copy_(numbers)
         return replay
 
     def logits(self, h_BD: Tensor) -> Tensor:
