@@ -82,6 +82,8 @@ class FinishReason(Enum):
 
     STOP = "stop"
     LENGTH = "length"
+    FAILED = "failed"
+    """The model's logits were not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +115,15 @@ class RewardOutcome:
     a silent 0).
 
     ``extra`` holds further numbers a reward returned beside ``score`` (verl: the other keys of its
-    dict); ``detail`` is the one-line cause of a failure.
+    dict); ``detail`` is the one-line cause of a failure; ``prediction`` the answer that the reward
+    found in the response (verl's key ``pred``), for majority votes.
     """
 
     status: RewardStatus
     score: float
     extra: Mapping[str, float] = field(default_factory=dict[str, float])
     detail: str = ""
+    prediction: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

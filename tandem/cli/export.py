@@ -18,14 +18,14 @@ def run(arguments: Sequence[str]) -> int:
     """Write the folder and print where it is. Raises UserError if the run has no checkpoint."""
     options = _parser().parse_args(arguments)
     checkpoint = _find(options.run, options.step)
-    if options.output.exists() and any(options.output.iterdir()):
+    output: Path = options.output
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(
-            f"--output={str(options.output)!r}: must be a new or an empty folder. "
-            "Give another name."
+            f"--output={str(output)!r}: must be a new or an empty folder. Give another name."
         )
     dtype = None if options.dtype == "keep" else options.dtype
-    convert_folder(checkpoint.folder / "actor", options.output, dtype=dtype)
-    print(options.output)
+    convert_folder(checkpoint.folder / "actor", output, dtype=dtype)
+    print(output)
     return 0
 
 
@@ -33,13 +33,23 @@ def _find(run_folder: Path, step: int | None) -> Checkpoint:
     if run_folder.name.startswith("global_step_"):
         return open_checkpoint(run_folder)
     if step is not None:
-        return open_checkpoint(run_folder / f"global_step_{step}")
+        return _checkpoint_of(run_folder, step)
     latest = CheckpointStore(run_folder).latest()
     if latest is None:
         raise UserError(
             f"RUN={str(run_folder)!r}: has no checkpoint. Train with trainer.save_freq=1 or more."
         )
     return latest
+
+
+def _checkpoint_of(run_folder: Path, step: int) -> Checkpoint:
+    folder = run_folder / f"global_step_{step}"
+    if not folder.is_dir():
+        others = ", ".join(sorted(path.name for path in run_folder.glob("global_step_*")))
+        raise UserError(
+            f"--step={step}: {run_folder} has no {folder.name}. It has: {others or 'none'}."
+        )
+    return open_checkpoint(folder)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tandem``: names the commands and runs the one that is asked for.
 
-A command's module is loaded only when its command is chosen, so that help needs no torch. A mistake
-of the user ends in one line on stderr and exit code 2; anything else keeps its traceback.
+A command's module is loaded only when its command is chosen, and what trains only once its
+arguments have been checked, so that help and mistakes need no torch. A mistake of the user ends in
+one line on stderr and exit code 2; anything else keeps its traceback.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
+from typing import Any
 
 from tandem.errors import UserError
 
@@ -23,10 +26,16 @@ EXIT_BROKEN_PIPE = 141
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Where a command lives (``run(arguments) -> exit code``) and what it does."""
+    """Where a command lives and what it does.
+
+    Attributes:
+        module: has ``run(arguments) -> exit code``.
+        parser: a module with ``parse(arguments)``, if there is one; ``run`` takes what it returns.
+    """
 
     module: str
     summary: str
+    parser: str = ""
 
 
 COMMANDS = MappingProxyType(
@@ -34,8 +43,16 @@ COMMANDS = MappingProxyType(
         "quickstart": Command(
             "tandem.cli.quickstart.command", "train a small model on this machine"
         ),
-        "train": Command("tandem.cli.train", "reinforcement learning: [RECIPE.yaml] key=value ..."),
-        "sft": Command("tandem.cli.sft", "supervised fine-tuning: [RECIPE.yaml] key=value ..."),
+        "train": Command(
+            "tandem.cli.training",
+            "reinforcement learning: [RECIPE.yaml] key=value ...",
+            parser="tandem.cli.train",
+        ),
+        "sft": Command(
+            "tandem.cli.supervised",
+            "supervised fine-tuning: [RECIPE.yaml] key=value ...",
+            parser="tandem.cli.sft",
+        ),
         "plan": Command("tandem.cli.plan", "check train's arguments, start nothing: [--json] ..."),
         "report": Command("tandem.cli.report", "make the HTML report of a run: RUN_FOLDER"),
         "export": Command("tandem.cli.export", "write a checkpoint as a Hugging Face model folder"),
@@ -58,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[0] in COMMANDS_WITH_KEYS and {"-h", "--help"} & set(words[1:]):
             import_module("tandem.cli.keys").print_help(words[0])
             return 0
-        return _load(words[0])(words[1:])
+        return _run(words[0], words[1:])
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -92,12 +109,18 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def _load(name: str) -> Callable[[Sequence[str]], int]:
+def _run(name: str, arguments: Sequence[str]) -> int:
     command = COMMANDS.get(name)
     if command is None:
         raise UserError(f"{name!r}: no such command. Choose among {', '.join(COMMANDS)}.")
-    run: Callable[[Sequence[str]], int] = import_module(command.module).run
-    return run
+    gc.disable()  # imports leave no garbage, but a million objects to look through in vain
+    try:
+        parsed = import_module(command.parser).parse(arguments) if command.parser else arguments
+        run: Callable[[Any], int] = import_module(command.module).run
+    finally:
+        gc.freeze()
+        gc.enable()
+    return run(parsed)
 
 
 if __name__ == "__main__":

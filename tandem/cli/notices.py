@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from tandem.config.effects import keys_without_effect
@@ -18,9 +19,11 @@ def configure_logging() -> None:
     logging.getLogger("tandem").setLevel(logging.INFO)
 
 
-def print_notices(loaded: LoadedConfig[Any], stream: TextIO) -> None:
+def print_notices(
+    loaded: LoadedConfig[Any], stream: TextIO, *, cautions: Sequence[str] = ()
+) -> None:
     """One line a warning and a key without effect, so that nothing is silently ignored."""
-    for warning in loaded.warnings:
+    for warning in (*loaded.warnings, *cautions):
         stream.write(f"warning: {warning}\n")
     for key, reason in keys_without_effect(loaded).items():
         stream.write(f"without effect: {key}: {reason}\n")

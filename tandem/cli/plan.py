@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tandem.cli.model_fit import length_caution, read_local_config
 from tandem.config.overrides import load_config
 from tandem.config.plan import Plan, make_plan
 from tandem.config.run import RunConfig
@@ -45,11 +46,15 @@ def plan_arguments(arguments: Sequence[str]) -> Plan:
     data = loaded.config.data
     train = count("data.train_files", data.train_files)
     val = count("data.val_files", data.val_files) if data.val_files else RowCount(0, "")
+    hf_config = read_local_config(loaded.config.actor_rollout_ref.model.path)
     return make_plan(
         loaded,
         num_train_rows=train.rows,
         num_val_rows=val.rows,
-        warnings=[found.problem for found in (train, val) if found.problem],
+        warnings=[
+            *(found.problem for found in (train, val) if found.problem),
+            *length_caution(loaded.config, hf_config),
+        ],
     )
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run as a command finds it: whether it can be written, whether the checkpoint in
-it fits, and how far its records go.
+"""The folder of a run as a command finds it: whether it can be written, whether another run uses
+it, whether the checkpoint in it fits, and how far its records go.
 
 What cannot work is said before a model is loaded, and nothing of an existing run is touched until
 its checkpoint is known to be whole.
@@ -9,18 +9,54 @@ its checkpoint is known to be whole.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from tandem.checkpoint.store import Checkpoint
+from tandem.checkpoint.lock import exclusive
+from tandem.checkpoint.resume import find_checkpoint
+from tandem.checkpoint.store import Checkpoint, CheckpointStore
+from tandem.config.trainer import TrainerConfig
 from tandem.data.source import Source
 from tandem.errors import UserError
-from tandem.metrics.jsonl import last_step
+from tandem.metrics.jsonl import BEFORE_FIRST_STEP, last_step
 from tandem.metrics.jsonl_sink import METRICS_FILE
 from tandem.metrics.run_folder import CONFIG_FILE
 from tandem.models.folder import ModelFolder, check_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run saves, and the checkpoint it goes on from, None for a new one."""
+
+    store: CheckpointStore
+    checkpoint: Checkpoint | None
+
+
+@contextmanager
+def open_run_folder(
+    trainer: TrainerConfig, source: Source[Any], *, model: ModelFolder, key: str
+) -> Iterator[Start]:
+    """Keep the folder of a run to this process, and let ``source`` continue where it left off.
+
+    Args:
+        model: what is to be trained, and ``key`` the configuration key it came from.
+
+    Raises:
+        UserError: the folder cannot be written or another run uses it; or there is no such
+            checkpoint, or it does not fit.
+    """
+    store = CheckpointStore(trainer.run_folder, trainer.max_actor_ckpt_to_keep)
+    require_writable(store.folder)
+    with exclusive(store.folder):
+        checkpoint = find_checkpoint(trainer, store)
+        if checkpoint is not None:
+            require_fitting(checkpoint, source, model=model, key=key)
+        yield Start(store, checkpoint)
 
 
 def require_writable(folder: Path) -> None:
@@ -67,6 +103,14 @@ def require_fitting(
             f"{key}={str(model.path)!r}: the checkpoint {checkpoint.folder} belongs to another "
             f"model. Set {key} to the one it was trained from, or trainer.resume_mode=disable."
         )
+
+
+def last_step_to_keep(trainer: TrainerConfig, checkpoint: Checkpoint | None) -> int:
+    """Up to which step the records in the run folder stay: all of them if nothing is trained, none
+    for a new run, else those up to the checkpoint it goes on from."""
+    if trainer.val_only:
+        return last_step(trainer.run_folder / METRICS_FILE)
+    return BEFORE_FIRST_STEP if checkpoint is None else checkpoint.step
 
 
 def is_logged(checkpoint: Checkpoint, folder: Path) -> bool:

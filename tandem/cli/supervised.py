@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
 from dataclasses import dataclass
 
-from tandem.checkpoint.resume import find_checkpoint
-from tandem.checkpoint.store import Checkpoint, CheckpointStore
 from tandem.cli.execution import Ended, StopSwitch, execute
-from tandem.cli.run_folder import is_logged, require_fitting, require_writable, write_config
+from tandem.cli.model_fit import position_caution, require_known_tokens
+from tandem.cli.run_folder import (
+    Start,
+    is_logged,
+    last_step_to_keep,
+    open_run_folder,
+    write_config,
+)
 from tandem.config.schedule import Schedule, schedule_sft
 from tandem.config.sft import SftConfig
 from tandem.data.sft import (
@@ -23,27 +29,33 @@ from tandem.data.sft import (
 )
 from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.metrics.sinks import open_sinks, require_loggers
-from tandem.models.folder import check_folder
+from tandem.models.folder import ModelFolder, check_folder
 from tandem.pipeline.loop import RunSummary
 from tandem.pipeline.supervised import SupervisedLoop, SupervisedParts
 from tandem.platforms.select import select_platform
 from tandem.runtime.inprocess import InProcessRuntime
 from tandem.workers.colocated import build_trainer
 
+logger = logging.getLogger(__name__)
+
 MODEL_KEY = "model.path"
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedSft:
-    """What is known and checked before the model is loaded."""
+    """What is known and checked before the run folder is touched and the model is loaded."""
 
     config: SftConfig
+    model: ModelFolder
     codec: TextCodec
     source: SftSource
     validation: list[SftExample]
     schedule: Schedule
-    store: CheckpointStore
-    checkpoint: Checkpoint | None
+
+
+def run(config: SftConfig) -> int:
+    """Fine-tune; the exit code is 0, or 128 plus the signal that stopped the run."""
+    return run_supervised(config).exit_code
 
 
 def run_supervised(config: SftConfig) -> Ended[RunSummary]:
@@ -53,7 +65,9 @@ def run_supervised(config: SftConfig) -> Ended[RunSummary]:
         UserError: something in the config, the data or the model cannot work.
     """
     prepared = prepare_sft(config)
-    return execute(lambda switch: _train(prepared, switch))
+    folder = open_run_folder(config.trainer, prepared.source, model=prepared.model, key=MODEL_KEY)
+    with folder as start:
+        return execute(lambda switch: _train(prepared, start, switch=switch))
 
 
 def prepare_sft(config: SftConfig) -> PreparedSft:
@@ -65,34 +79,36 @@ def prepare_sft(config: SftConfig) -> PreparedSft:
     codec = load_codec(
         config.model.path,
         template_settings=config.data.apply_chat_template_kwargs,
+        chat_template=config.chat_template,
         trust_remote_code=config.model.trust_remote_code,
         key=MODEL_KEY,
     )
     examples = load_sft_examples(config.data, codec)
     schedule = schedule_sft(config, len(examples))
     validates = bool(schedule.validation_steps)
-    store = CheckpointStore(config.trainer.run_folder, config.trainer.max_actor_ckpt_to_keep)
-    checkpoint = find_checkpoint(config.trainer, store)
-    source = open_sft_source(examples, config.data, total_epochs=config.trainer.total_epochs)
-    if checkpoint is not None:
-        require_fitting(checkpoint, source, model=model, key=MODEL_KEY)
-    require_writable(store.folder)
-    return PreparedSft(
-        config=config,
-        codec=codec,
-        source=source,
-        validation=load_sft_examples(config.data, codec, validation=True) if validates else [],
-        schedule=schedule,
-        store=store,
-        checkpoint=checkpoint,
+    validation = load_sft_examples(config.data, codec, validation=True) if validates else []
+    require_known_tokens(
+        (example.token_ids for example in (*examples, *validation)),
+        model.hf_config,
+        path=config.model.path,
+        key=MODEL_KEY,
     )
+    for warning in position_caution(
+        model.hf_config,
+        config.data.max_length,
+        keys="data.max_length",
+        model=f"{MODEL_KEY}={config.model.path!r}",
+    ):
+        logger.warning("%s", warning)
+    source = open_sft_source(examples, config.data, total_epochs=config.trainer.total_epochs)
+    return PreparedSft(config, model, codec, source, validation, schedule)
 
 
-async def _train(prepared: PreparedSft, switch: StopSwitch) -> RunSummary:
+async def _train(prepared: PreparedSft, start: Start, *, switch: StopSwitch) -> RunSummary:
     config = prepared.config
     platform = select_platform(config.trainer.device)
     runtime = InProcessRuntime(platform.prepare_thread)
-    checkpoint = prepared.checkpoint
+    checkpoint = start.checkpoint
     try:
         engine = await runtime.call(
             build_trainer,
@@ -107,7 +123,7 @@ async def _train(prepared: PreparedSft, switch: StopSwitch) -> RunSummary:
             config.trainer,
             config.trainer.run_folder,
             total_steps=prepared.schedule.total_training_steps,
-            resume_step=None if checkpoint is None else checkpoint.step,
+            keep_through_step=last_step_to_keep(config.trainer, checkpoint),
             environment=os.environ,
             stream=sys.stdout,
         )
@@ -120,7 +136,8 @@ async def _train(prepared: PreparedSft, switch: StopSwitch) -> RunSummary:
                     engine=engine,
                     source=prepared.source,
                     validation=validation_sequences(prepared.validation),
-                    store=prepared.store,
+                    store=start.store,
+                    codec=prepared.codec,
                     sinks=sinks,
                     preferred_tokens=platform.microbatch_tokens,
                     clock=time.perf_counter,

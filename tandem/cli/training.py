@@ -2,7 +2,8 @@
 """Composition root of ``tandem train``: from a config to a finished run.
 
 Everything a user can have got wrong is checked before the model is loaded: loggers, data, model
-folder, reward function, checkpoint. Nothing here computes.
+folder, reward function, and (once nothing else is wrong) the run folder with its checkpoint.
+Nothing here computes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ import sys
 import time
 from dataclasses import dataclass
 
-from tandem.checkpoint.resume import find_checkpoint
-from tandem.checkpoint.store import Checkpoint, CheckpointStore
+from tandem.checkpoint.store import Checkpoint
 from tandem.cli.execution import Ended, StopSwitch, execute
-from tandem.cli.run_folder import is_logged, require_fitting, require_writable, write_config
+from tandem.cli.model_fit import length_caution, require_known_tokens
+from tandem.cli.run_folder import (
+    Start,
+    is_logged,
+    last_step_to_keep,
+    open_run_folder,
+    write_config,
+)
 from tandem.config.run import RunConfig
 from tandem.config.schedule import Schedule, schedule_run
 from tandem.data.prompts import (
@@ -28,11 +35,10 @@ from tandem.data.prompts import (
     validation_prompts,
 )
 from tandem.data.tokenizer import TextCodec, load_codec
-from tandem.metrics.jsonl import BEFORE_FIRST_STEP
 from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import open_sinks, require_loggers
 from tandem.metrics.throughput import ComputeFacts
-from tandem.models.folder import check_folder
+from tandem.models.folder import ModelFolder, check_folder
 from tandem.models.weights import KEY
 from tandem.pipeline.loop import Pipeline, RunSummary
 from tandem.pipeline.parts import Engines, PipelineParts
@@ -54,15 +60,19 @@ _MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What is known and checked before the model is loaded."""
+    """What is known and checked before the run folder is touched and the model is loaded."""
 
     config: RunConfig
+    model: ModelFolder
     codec: TextCodec
     source: PromptSource
     validation_entries: list[PromptEntry]
     schedule: Schedule
-    store: CheckpointStore
-    checkpoint: Checkpoint | None
+
+
+def run(config: RunConfig) -> int:
+    """Train; the exit code is 0, or 128 plus the signal that stopped the run."""
+    return run_training(config).exit_code
 
 
 def run_training(config: RunConfig) -> Ended[RunSummary]:
@@ -72,7 +82,9 @@ def run_training(config: RunConfig) -> Ended[RunSummary]:
         UserError: something in the config, the data or the model cannot work.
     """
     prepared = prepare(config)
-    return execute(lambda switch: _train(prepared, switch))
+    folder = open_run_folder(config.trainer, prepared.source, model=prepared.model, key=KEY)
+    with folder as start:
+        return execute(lambda switch: _train(prepared, start, switch=switch))
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -87,20 +99,22 @@ def prepare(config: RunConfig) -> Prepared:
     codec = load_codec(
         model.path,
         template_settings=config.data.apply_chat_template_kwargs,
+        chat_template=model.custom_chat_template,
         trust_remote_code=model.trust_remote_code,
     )
     train_entries = load_prompts(config.data, codec)
     schedule = schedule_run(config, len(train_entries))
     validates = bool(schedule.validation_steps)
     validation_entries = load_prompts(config.data, codec, validation=True) if validates else []
-    _check_reward(config, [*train_entries, *validation_entries])
-    store = CheckpointStore(config.trainer.run_folder, config.trainer.max_actor_ckpt_to_keep)
-    checkpoint = find_checkpoint(config.trainer, store)
+    entries = [*train_entries, *validation_entries]
+    require_known_tokens(
+        (entry.token_ids for entry in entries), folder.hf_config, path=model.path, key=KEY
+    )
+    for warning in length_caution(config, folder.hf_config):
+        logger.warning("%s", warning)
+    _check_reward(config, entries)
     source = open_source(train_entries, config.data, total_epochs=config.trainer.total_epochs)
-    if checkpoint is not None:
-        require_fitting(checkpoint, source, model=folder, key=KEY)
-    require_writable(store.folder)
-    return Prepared(config, codec, source, validation_entries, schedule, store, checkpoint)
+    return Prepared(config, folder, codec, source, validation_entries, schedule)
 
 
 def _check_reward(config: RunConfig, entries: list[PromptEntry]) -> None:
@@ -139,7 +153,7 @@ def reward_limits(config: RunConfig) -> RewardLimits:
     )
 
 
-async def _train(prepared: Prepared, switch: StopSwitch) -> RunSummary:
+async def _train(prepared: Prepared, start: Start, *, switch: StopSwitch) -> RunSummary:
     config = prepared.config
     platform = select_platform(config.trainer.device)
     runtime = InProcessRuntime(platform.prepare_thread)
@@ -151,13 +165,18 @@ async def _train(prepared: Prepared, switch: StopSwitch) -> RunSummary:
             eos_ids=prepared.codec.eos_ids,
             total_steps=prepared.schedule.total_training_steps,
         )
-        if prepared.checkpoint is not None:
-            await runtime.call(engines.train.load, prepared.checkpoint.folder / "actor")
+        if start.checkpoint is not None:
+            await runtime.call(engines.train.load, start.checkpoint.folder / "actor")
         async with RewardPool(reward_spec(config), reward_limits(config)) as rewards:
             parts = _assemble(
-                prepared, runtime=runtime, platform=platform, engines=engines, rewards=rewards
+                prepared,
+                start,
+                runtime=runtime,
+                platform=platform,
+                engines=engines,
+                rewards=rewards,
             )
-            return await _run(parts, prepared.checkpoint, switch=switch)
+            return await _run(parts, start.checkpoint, switch=switch)
     finally:
         await runtime.close()
 
@@ -180,6 +199,7 @@ async def _run(
 
 def _assemble(
     prepared: Prepared,
+    start: Start,
     *,
     runtime: InProcessRuntime,
     platform: Platform,
@@ -188,13 +208,13 @@ def _assemble(
 ) -> PipelineParts:
     config, codec = prepared.config, prepared.codec
     run_folder = config.trainer.run_folder
-    resume_step = None if prepared.checkpoint is None else prepared.checkpoint.step
+    keep_through_step = last_step_to_keep(config.trainer, start.checkpoint)
     write_config(run_folder, config)
     sinks = open_sinks(
         config.trainer,
         run_folder,
         total_steps=prepared.schedule.total_training_steps,
-        resume_step=resume_step,
+        keep_through_step=keep_through_step,
         environment=os.environ,
         stream=sys.stdout,
     )
@@ -204,7 +224,7 @@ def _assemble(
         token_text=functools.cache(
             lambda token: codec.decode([[token]], skip_special=False)[0],
         ),
-        keep_through_step=BEFORE_FIRST_STEP if resume_step is None else resume_step,
+        keep_through_step=keep_through_step,
     )
     return PipelineParts(
         config=config,
@@ -215,7 +235,7 @@ def _assemble(
         validation_prompts=validation_prompts(prepared.validation_entries),
         codec=codec,
         rewards=rewards,
-        store=prepared.store,
+        store=start.store,
         sinks=sinks,
         recorder=recorder,
         facts=ComputeFacts(engines.shape, platform.device_name(), num_devices=1),

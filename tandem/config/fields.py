@@ -7,7 +7,8 @@ read carries ``json_schema_extra=no_effect("why")``; a section so marked covers 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, ConfigDict
 from pydantic.config import JsonDict
@@ -54,6 +55,29 @@ def _dtype_name(value: Any) -> Any:
 
 def _seed(value: Any) -> Any:
     return _DEFAULT_SEED if value is None else value
+
+
+def follow_seed(values: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """What is set (by section), with ``trainer.seed``, if it is, for those of ``keys`` that are
+    not."""
+    trainer: Any = values.get("trainer", {})
+    if not isinstance(trainer, dict) or "seed" not in trainer:
+        return dict(values)
+    filled: Any = values
+    for key in keys:
+        filled = _with_default(filled, key.split("."), value=trainer["seed"])
+    return filled
+
+
+def _with_default(node: Any, path: Sequence[str], *, value: Any) -> Any:
+    """A copy of ``node`` with ``value`` at ``path``, unless something stands there already."""
+    if not isinstance(node, dict):
+        return node
+    name, *below = path
+    section = cast(dict[str, Any], node)
+    if not below:
+        return {name: value} | section
+    return section | {name: _with_default(section.get(name, {}), below, value=value)}
 
 
 Strings = Annotated[tuple[str, ...], BeforeValidator(_listed)]

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -29,6 +30,7 @@ class Key:
         no_effect: why it is accepted but not read, "" if it is read.
         is_open: any further key may stand below it (a free-form mapping).
         choices: the values it can take, if they are few.
+        is_number: whether it is a number, for which True and False must not pass.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Key:
     no_effect: str
     is_open: bool
     choices: tuple[str, ...]
+    is_number: bool
 
 
 @cache
@@ -73,7 +76,7 @@ def nearest_key(schema: type[BaseModel], name: str) -> str:
 
 def _walk(schema: type[BaseModel], prefix: str, *, inherited: str) -> Iterator[Key]:
     if schema.model_config.get("extra") == "allow":
-        yield Key(prefix.rstrip("."), {}, schema.__doc__ or "", inherited, True, ())
+        yield Key(prefix.rstrip("."), {}, schema.__doc__ or "", inherited, True, (), False)
     for name, field in schema.model_fields.items():
         reason = no_effect_reason(field.json_schema_extra) or inherited
         section = field.annotation
@@ -91,7 +94,15 @@ def _key(name: str, field: FieldInfo, *, reason: str) -> Key:
         no_effect=reason,
         is_open=get_origin(field.annotation) is dict,
         choices=_choices(field.annotation),
+        is_number=bool({int, float} & _alternatives(field.annotation)),
     )
+
+
+def _alternatives(annotation: Any) -> set[Any]:
+    """The types of a union; of anything else itself."""
+    if get_origin(annotation) in (UnionType, Union):
+        return set(get_args(annotation))
+    return {annotation}
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:

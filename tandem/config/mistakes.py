@@ -71,6 +71,11 @@ def empty_value(schema: type[BaseModel], name: str) -> UserError:
     )
 
 
+def not_a_number(key: Key, value: bool) -> UserError:
+    """The error about True or False where a number belongs, which would pass as 1 or 0."""
+    return UserError(f"{key.name}={value}: must be a number. {_remedy(key, key.name)}")
+
+
 def in_override_grammar(value: Any) -> str:
     """A value as it would be written in an override."""
     if value is None:

@@ -29,6 +29,10 @@ class ModelConfig(BaseModel):
         default=True,
         description="Recompute activations in the backward pass: less memory, more time.",
     )
+    custom_chat_template: str | None = Field(
+        default=None,
+        description="Chat template in place of the tokenizer's: Jinja text, or a file *.jinja.",
+    )
 
     use_remove_padding: bool = Field(
         default=True,
@@ -44,11 +48,6 @@ class ModelConfig(BaseModel):
         default=None,
         description="Model configuration of its own.",
         json_schema_extra=no_effect("not built yet: config.json is that of model.path"),
-    )
-    custom_chat_template: str | None = Field(
-        default=None,
-        description="Chat template in place of the tokenizer's.",
-        json_schema_extra=no_effect(NOT_BUILT),
     )
     override_config: dict[str, Any] = Field(
         default_factory=dict[str, Any],

@@ -18,7 +18,7 @@ from tandem.config.aliases import canonical_name
 from tandem.config.grammar import Assignment, Mode, parse_arguments
 from tandem.config.interpolation import resolve
 from tandem.config.keys import find_key, is_section, keys_of, nearest_key
-from tandem.config.mistakes import describe, empty_value, unknown_key
+from tandem.config.mistakes import describe, empty_value, not_a_number, unknown_key
 from tandem.config.recipe import Loaded, load_named_config, load_recipe
 from tandem.errors import UserError
 
@@ -128,6 +128,9 @@ class _Written:
     def _add_value(self, name: str, assignment: Assignment) -> None:
         if assignment.value == "":
             raise empty_value(self._schema, name)
+        key = find_key(self._schema, name)
+        if key is not None and key.is_number and isinstance(assignment.value, bool):
+            raise not_a_number(key, assignment.value)
         if name != assignment.name and name not in self.spellings:
             self.warnings.append(f"{assignment.name} is read as {name}")
         self.spellings[name] = assignment.name

@@ -100,7 +100,8 @@ def make_plan(
             *loaded.warnings,
             *(f"train would refuse: {line}" for line in unbuilt_run(config)),
             *_pool_warnings(config, pools),
-            *_cautions(config, schedule),
+            *_planners_cautions(config, schedule),
+            *cautions(config),
         ),
         config=config,
     )
@@ -133,10 +134,9 @@ def _pool_warnings(config: RunConfig, pools: Sequence[Pool]) -> Iterator[str]:
         )
 
 
-def _cautions(config: RunConfig, schedule: Schedule | None) -> Iterator[str]:
-    """What is legal and still deserves a look."""
+def _planners_cautions(config: RunConfig, schedule: Schedule | None) -> Iterator[str]:
+    """What the plan does not know and the run will."""
     data, trainer = config.data, config.trainer
-    val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
     if schedule is not None and data.filter_overlong_prompts:
         yield (
             "data.filter_overlong_prompts=True: steps are counted before overlong prompts are "
@@ -146,6 +146,17 @@ def _cautions(config: RunConfig, schedule: Schedule | None) -> Iterator[str]:
         yield (
             f"trainer.device={trainer.device}: not looked for by the plan; where it is not "
             "available, the run falls back to the detected platform"
+        )
+
+
+def cautions(config: RunConfig) -> Iterator[str]:
+    """What is legal and still deserves a look, one line each."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    val_kwargs = rollout.val_kwargs
+    if rollout.n == 1 and config.algorithm.adv_estimator in ("grpo", "grpo_vectorized"):
+        yield (
+            "actor_rollout_ref.rollout.n=1: with one sample a prompt grpo has no baseline and the "
+            "advantage is the reward itself; groups of 5 to 16 are usual"
         )
     if val_kwargs.n > 1 and not val_kwargs.do_sample:
         yield (

@@ -67,8 +67,8 @@ class RolloutConfig(BaseModel):
 
     name: Literal["native", "hf", "vllm", "sglang", "trtllm"] = Field(
         default="native",
-        description="Generation engine: native, or hf (transformers' generate) for families that "
-        "native does not know. For the others, which are not built yet, native is used.",
+        description="Generation engine. So far the model's family decides: native where our "
+        "decoder computes it, else hf (transformers' generate); the others are not built yet.",
     )
     n: int = Field(default=1, ge=1, description="Samples per prompt (the group of GRPO).")
     temperature: float = Field(

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, model_validator
 from tandem.config.actor import ActorConfig
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.data import DataConfig
-from tandem.config.fields import NOT_BUILT, OPEN_SECTION, SECTION, no_effect
+from tandem.config.fields import NOT_BUILT, OPEN_SECTION, SECTION, follow_seed, no_effect
 from tandem.config.model import ModelConfig
 from tandem.config.reference import RefConfig
 from tandem.config.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
@@ -22,6 +22,13 @@ _FOLLOWS_ACTOR = {
     "log_prob_max_token_len_per_gpu": "ppo_max_token_len_per_gpu",
 }
 """Keys of rollout and ref that take the actor's value if they are not set, as in verl."""
+
+SEEDED_KEYS = (
+    "data.seed",
+    "actor_rollout_ref.rollout.seed",
+    "actor_rollout_ref.actor.data_loader_seed",
+)
+"""Keys that take ``trainer.seed`` if they are not set."""
 
 
 class CriticConfig(BaseModel):
@@ -113,6 +120,11 @@ class RunConfig(BaseModel):
         description="verl's transfer queue.",
         json_schema_extra=no_effect("there is one process and nothing to queue between"),
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_seed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return follow_seed(values, SEEDED_KEYS)
 
     @property
     def sequences_per_step(self) -> int:

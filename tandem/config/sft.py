@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from tandem.config.actor import CheckpointConfig, FsdpConfig, OptimConfig
 from tandem.config.data import CustomClassConfig, Truncation
@@ -19,12 +19,16 @@ from tandem.config.fields import (
     SECTION,
     Seed,
     Strings,
+    follow_seed,
     no_effect,
 )
 from tandem.config.model import ModelConfig
 from tandem.config.trainer import TrainerConfig
 
 _RL_ONLY = "it belongs to reinforcement learning"
+
+SEEDED_KEYS = ("data.seed",)
+"""Keys that take ``trainer.seed`` if they are not set."""
 
 
 class MultiturnConfig(BaseModel):
@@ -98,6 +102,11 @@ class SftDataConfig(BaseModel):
     apply_chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict[str, Any], description="Passed to the chat template."
     )
+    chat_template: str | None = Field(
+        default=None,
+        description="Chat template in place of the tokenizer's, as model.custom_chat_template, "
+        "which it replaces.",
+    )
 
     micro_batch_size: int | None = Field(
         default=None,
@@ -111,11 +120,6 @@ class SftDataConfig(BaseModel):
     )
     pad_mode: str = Field(
         default="no_padding", description="Padding.", json_schema_extra=no_effect(ALWAYS_PACKED)
-    )
-    chat_template: str | None = Field(
-        default=None,
-        description="Chat template in place of the tokenizer's.",
-        json_schema_extra=no_effect(NOT_BUILT),
     )
     ignore_input_ids_mismatch: bool = Field(
         default=False,
@@ -209,3 +213,14 @@ class SftConfig(BaseModel):
         description="Train without padding.",
         json_schema_extra=no_effect(ALWAYS_PACKED),
     )
+
+    @property
+    def chat_template(self) -> str | None:
+        """``data.chat_template``, or ``model.custom_chat_template`` if that is null."""
+        own = self.data.chat_template
+        return self.model.custom_chat_template if own is None else own
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_seed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return follow_seed(values, SEEDED_KEYS)

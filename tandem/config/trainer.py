@@ -59,6 +59,11 @@ class TrainerConfig(BaseModel):
         "resume_path: go on from resume_from_path.",
     )
     resume_from_path: str | None = Field(default=None, description="A folder global_step_N.")
+    seed: Seed = Field(
+        default=1,
+        ge=0,
+        description="Seed of the run: other seeds take it if it is set and they are not.",
+    )
     max_actor_ckpt_to_keep: int | None = Field(
         default=None, ge=1, description="Checkpoints to keep; null keeps all."
     )
@@ -99,11 +104,6 @@ class TrainerConfig(BaseModel):
         default=(),
         description="Share of all devices for each of these groups.",
         json_schema_extra=no_effect(_SEPARATED),
-    )
-    seed: Seed = Field(
-        default=1,
-        description="Seed of everything.",
-        json_schema_extra=no_effect("data.seed orders the rows, rollout.seed draws the samples"),
     )
     balance_batch: bool = Field(
         default=True,

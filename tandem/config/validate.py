@@ -8,7 +8,8 @@ the override that mends it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from tandem.config.pools import group_problems
 from tandem.config.run import RunConfig
@@ -19,6 +20,7 @@ from tandem.errors import UserError
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
+_OWN_TEMPLATE_SETTINGS = ("tokenize", "add_generation_prompt")
 _NEEDS_GROUPS = ("rloo", "opo", "reinforce_plus_plus_baseline", "grpo_passk", "gpg")
 
 
@@ -59,10 +61,12 @@ def unbuilt_sft(config: SftConfig) -> tuple[str, ...]:
 
 
 def _run_problems(config: RunConfig) -> Iterator[str]:
+    yield from _template_problems(config.data.apply_chat_template_kwargs)
     yield from _batch_problems(config)
     yield from _token_problems(config)
     yield from _sampling_problems(config)
     yield from _reward_problems(config)
+    yield from _validation_problems(config)
 
 
 def _batch_problems(config: RunConfig) -> Iterator[str]:
@@ -146,8 +150,24 @@ def _reward_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _validation_problems(config: RunConfig) -> Iterator[str]:
+    if not config.trainer.val_only:
+        return
+    if not config.data.val_files:
+        yield (
+            "data.val_files=[]: must name a file with trainer.val_only=True. "
+            "Set data.val_files=FILE or trainer.val_only=False."
+        )
+    if not config.trainer.val_before_train:
+        yield (
+            "trainer.val_before_train=False: must be True with trainer.val_only=True. "
+            "Set trainer.val_before_train=True."
+        )
+
+
 def _sft_problems(config: SftConfig) -> Iterator[str]:
     data = config.data
+    yield from _template_problems(data.apply_chat_template_kwargs)
     by_tokens = data.use_dynamic_bsz or data.micro_batch_size_per_gpu is None
     if by_tokens and data.max_token_len_per_gpu < data.max_length:
         yield (
@@ -155,6 +175,16 @@ def _sft_problems(config: SftConfig) -> Iterator[str]:
             f"data.max_length={data.max_length} tokens. "
             f"Set data.max_token_len_per_gpu={data.max_length} or higher."
         )
+
+
+def _template_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What rendering decides itself would be overruled without a word."""
+    for name in _OWN_TEMPLATE_SETTINGS:
+        if name in settings:
+            yield (
+                f"data.apply_chat_template_kwargs.{name}={settings[name]!r}: is not for the "
+                "chat template, it is set where a prompt is rendered. Take it out."
+            )
 
 
 def _trainer_problems(trainer: TrainerConfig) -> Iterator[str]:
@@ -165,11 +195,6 @@ def _trainer_problems(trainer: TrainerConfig) -> Iterator[str]:
             f"trainer.resume_from_path={path!r}: must name a folder global_step_N with "
             "trainer.resume_mode=resume_path. Set trainer.resume_from_path=DIR/global_step_N "
             "or trainer.resume_mode=auto."
-        )
-    if trainer.val_only and not trainer.val_before_train:
-        yield (
-            "trainer.val_before_train=False: must be True with trainer.val_only=True. "
-            "Set trainer.val_before_train=True."
         )
 
 
@@ -183,11 +208,6 @@ def _unbuilt_run(config: RunConfig) -> Iterator[str]:
         yield (
             f"{key}: needs a critic, which is not built yet. "
             "Set algorithm.adv_estimator=grpo and critic.enable=False."
-        )
-    if config.algorithm.adv_estimator == "remax":
-        yield (
-            "algorithm.adv_estimator='remax': needs greedy baseline rollouts, which are not built "
-            "yet. Set algorithm.adv_estimator=rloo."
         )
     if config.reward_model.enable:
         yield (

@@ -138,10 +138,13 @@ def _check(row: Row, config: DataConfig) -> None:
     reward_model = row.get("reward_model")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
         raise RowFault("has no reward_model.ground_truth. Mend or remove it.")
-    if row.get(config.reward_fn_key) is None:
+    if not isinstance(row.get(config.reward_fn_key), str):
         raise RowFault(
-            f"has no data source under data.reward_fn_key={config.reward_fn_key!r}. Mend it."
+            f"has no data source under data.reward_fn_key={config.reward_fn_key!r}, which must be "
+            "text. Mend it."
         )
+    if not isinstance(row.get("extra_info"), dict | None):
+        raise RowFault("has an extra_info that is no mapping. Mend or remove it.")
 
 
 def _render(chats: Mapping[int, Chat | str], codec: TextCodec, *, source: RowSource) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import jinja2
 import transformers
 from httpx import HTTPError
 from huggingface_hub import model_info
@@ -25,6 +26,9 @@ from tandem.types import TokenIds
 
 logger = logging.getLogger(__name__)
 
+TEMPLATE_FILE = "chat_template.jinja"
+"""What takes the place of the template in tokenizer_config.json, for transformers too."""
+_TEMPLATE_SUFFIX = ".jinja"
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 Message = Mapping[str, Any]
@@ -53,13 +57,18 @@ class TextCodec:
         *,
         eos_ids: TokenIds,
         template_settings: Mapping[str, Any] | None = None,
+        own_template: str | None = None,
         key: str = "actor_rollout_ref.model.path",
     ) -> None:
-        """``template_settings`` goes to the chat template (``data.apply_chat_template_kwargs``)."""
+        """``template_settings`` goes to the chat template (``data.apply_chat_template_kwargs``).
+
+        ``own_template`` is the chat template if it is not the one that came with the tokenizer.
+        """
         self._key = key
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self._template_settings = dict(template_settings or {})
+        self._own_template = own_template
 
     @property
     def has_chat_template(self) -> bool:
@@ -93,6 +102,11 @@ class TextCodec:
             return []
         try:
             return self._apply_template(chats, generation_prompt)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(
+                f"{self._key}={self.tokenizer.name_or_path!r}: the chat template is not valid "
+                f"Jinja (line {error.lineno}: {error.message}). Mend it."
+            ) from error
         except Exception:  # a template is a program and can raise anything
             for position, chat in enumerate(chats):
                 self._apply_alone(chat, position, generation_prompt=generation_prompt)
@@ -131,6 +145,14 @@ class TextCodec:
         )
         return encoded["input_ids"]
 
+    def save_own_template(self, folder: Path) -> None:
+        """Leave the chat template that was trained with in a model folder, if it is not the one
+        that lies there already.
+        """
+        if self._own_template is not None:
+            path = folder / TEMPLATE_FILE
+            path.write_text(self._own_template, encoding="utf-8")
+
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
         """Text of each sequence of ids; rewards see it without special tokens, as in verl."""
         return self.tokenizer.batch_decode(
@@ -151,7 +173,7 @@ def load_codec(
     Args:
         path: a local folder (``~`` is expanded), or the id of a model in the hub's cache or on it.
         template_settings: passed to the chat template.
-        chat_template: replaces the tokenizer's own.
+        chat_template: replaces the tokenizer's own; the text itself, or a file ``*.jinja``.
         trust_remote_code: whether code that comes with the tokenizer may run.
         key: the configuration key ``path`` came from, for messages.
 
@@ -172,12 +194,32 @@ def load_codec(
             f"{key}={path!r}: no tokenizer could be loaded from there ({_first_words(error)}). "
             "A model folder needs tokenizer.json and tokenizer_config.json."
         ) from error
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
+    own_template = None if chat_template is None else _read_template(chat_template)
+    if own_template is not None:
+        tokenizer.chat_template = own_template
     generation_config = _find_file(source, "generation_config.json", local=local)
     eos_ids = _eos_ids(tokenizer, generation_config, key=key)
     logger.debug("tokenizer %s: %d tokens, eos ids %s", source, len(tokenizer), eos_ids)
-    return TextCodec(tokenizer, eos_ids=eos_ids, template_settings=template_settings, key=key)
+    return TextCodec(
+        tokenizer,
+        eos_ids=eos_ids,
+        template_settings=template_settings,
+        own_template=own_template,
+        key=key,
+    )
+
+
+def _read_template(value: str) -> str:
+    """The text of a template. Raises UserError if it names a file that cannot be read."""
+    if not value.endswith(_TEMPLATE_SUFFIX):
+        return value
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"custom_chat_template={value!r}: cannot be read ({_first_words(error)}). "
+            "Name a file that holds a chat template, or write the template itself."
+        ) from error
 
 
 def _loader(source: str, *, local: bool) -> Any:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON objects, one a line, each with a ``step``: appended, cut back on resume.
 
-Steps do not decrease along the file. A line has left the process when ``append`` returns (there is
-no fsync); what a power cut leaves of a last line is ignored by readers and removed by reopening.
-Numbers that are not finite are written as null, because JSON has no other word for them.
+Steps do not decrease along the file, but where an older checkpoint was validated alone. A line has
+left the process when ``append`` returns (there is no fsync); what a power cut leaves of a last line
+is ignored by readers and removed by reopening. Numbers that are not finite are written as null,
+because JSON has no other word for them.
 """
 
 from __future__ import annotations
@@ -67,9 +68,11 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def last_step(path: Path) -> int:
-    """The step of the last record, ``BEFORE_FIRST_STEP`` if there is none. Errors as below."""
-    records = read_records(path)
-    return int(records[-1]["step"]) if records else BEFORE_FIRST_STEP
+    """The last step on record, ``BEFORE_FIRST_STEP`` if there is none. Errors as below.
+
+    That is not always the last record's: an earlier checkpoint may have been validated since.
+    """
+    return max((int(record["step"]) for record in read_records(path)), default=BEFORE_FIRST_STEP)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -122,8 +122,10 @@ def _dump_record(prompt: Prompt, sample: Sample, *, step: int) -> Mapping[str, A
         "score": _score(sample),
         "step": step,
     }
-    extra = {name: value for name, value in sample.reward.extra.items() if name not in record}
-    return record | extra
+    extra: dict[str, Any] = dict(sample.reward.extra)
+    if sample.reward.prediction is not None:
+        extra["pred"] = sample.reward.prediction
+    return record | {name: value for name, value in extra.items() if name not in record}
 
 
 def _score(sample: Sample) -> float | None:

@@ -17,7 +17,6 @@ from typing import TextIO
 from tandem.config.trainer import TrainerConfig
 from tandem.errors import UserError
 from tandem.metrics.console_sink import ConsoleSink
-from tandem.metrics.jsonl import BEFORE_FIRST_STEP
 from tandem.metrics.jsonl_sink import JsonlSink
 from tandem.metrics.progress_sink import ProgressSink
 from tandem.metrics.tensorboard_sink import TensorBoardSink, tensorboard_folder
@@ -90,7 +89,7 @@ def open_sinks(
     run_folder: Path,
     *,
     total_steps: int,
-    resume_step: int | None,
+    keep_through_step: int,
     environment: Mapping[str, str],
     stream: TextIO,
 ) -> tuple[GuardedSink, ...]:
@@ -98,9 +97,8 @@ def open_sinks(
 
     Args:
         run_folder: where ``metrics.jsonl`` goes; made if it is missing.
-        resume_step: the step of the checkpoint that the run goes on from, whose later records are
-            removed; None for a new run, which replaces the records of an earlier one in this
-            folder.
+        keep_through_step: the last step of which records stay in this folder; -1 for a new run,
+            which replaces those of an earlier one.
         environment: read for TENSORBOARD_DIR.
         stream: the console.
 
@@ -109,7 +107,6 @@ def open_sinks(
     """
     names = tuple(dict.fromkeys(trainer.logger))
     require_loggers(names)
-    keep_through_step = BEFORE_FIRST_STEP if resume_step is None else resume_step
     sinks: list[Sink] = [JsonlSink(run_folder, keep_through_step=keep_through_step)]
     if "tensorboard" in names:
         folder = tensorboard_folder(
@@ -120,7 +117,9 @@ def open_sinks(
         project, experiment = trainer.project_name, trainer.experiment_name
         sinks.append(WandbSink(run_folder, project=project, experiment=experiment))
     if "console" in names:
-        sinks.append(_console(stream, total_steps=total_steps, first_step=resume_step or 0))
+        sinks.append(
+            _console(stream, total_steps=total_steps, first_step=max(keep_through_step, 0))
+        )
     return tuple(GuardedSink(sink) for sink in sinks)
 
 

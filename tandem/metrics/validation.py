@@ -45,13 +45,14 @@ class ValidationSample:
 
 
 def validation_samples(groups: Iterable[Group]) -> list[ValidationSample]:
-    """The samples of scored groups, without predictions."""
+    """The samples of scored groups."""
     return [
         ValidationSample(
             data_source=group.prompt.data_source,
             row=group.prompt.row,
             score=sample.reward.score if sample.reward.status is RewardStatus.VALUE else None,
             extra=sample.reward.extra,
+            prediction=sample.reward.prediction,
         )
         for group in groups
         for sample in group.samples

@@ -121,8 +121,8 @@ class Decoder(nn.Module):
     def forward(self, token_ids_T: Tensor, position_ids_T: Tensor, attention: Attention) -> Tensor:
         """Final-normed hidden states (T, D) of T packed tokens, int64 ids and positions.
 
-        Raises:
-            UserError: a position beyond what the rotary scaling of this model defines.
+        Lengths are the caller's to check (``rotary.require_length``): to look at positions would
+        make the host wait for the device.
         """
         stream: Stream = (self.embedding(token_ids_T), None)
         angles = self.rotary.angles(position_ids_T, stream[0].dtype)

@@ -127,7 +127,8 @@ class NativeModel:
         return NativeModel(decoder, hf_config=self._hf_config, source=self._source)
 
     def hidden(self, packed: PackedBatch) -> Tensor:
-        """Final hidden states (T, D)."""
+        """Final hidden states (T, D). Raises UserError if a sequence is too long for the model."""
+        self.decoder.rotary.require_length(int(packed.position_ids_T.max()) + 1)
         device = self.decoder.embedding.weight.device
         return self.decoder(
             packed.token_ids_T.to(device),

@@ -86,14 +86,17 @@ class Rotary:
         self._scale = _attention_factor(config.scaling)
         self._max_positions = _max_positions(config.scaling)
 
-    def angles(self, position_ids_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines (T, 1, E), computed in fp32 and returned in ``dtype``.
+    def require_length(self, num_tokens: int) -> None:
+        """Raise UserError if a sequence so long goes beyond what the scaling defines."""
+        if self._max_positions is not None and num_tokens > self._max_positions:
+            raise UserError(
+                f"sequence length={num_tokens}: this model's rotary scaling is defined up to "
+                f"{self._max_positions} tokens. Lower data.max_prompt_length or "
+                "data.max_response_length."
+            )
 
-        Raises:
-            UserError: a position beyond what a length-dependent scaling defines.
-        """
-        if self._max_positions is not None:
-            _check_positions(position_ids_T, self._max_positions)
+    def angles(self, position_ids_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines (T, 1, E), computed in fp32 and returned in ``dtype``."""
         if self._signed_frequencies_E.device != position_ids_T.device:
             self._signed_frequencies_E = self._signed_frequencies_E.to(position_ids_T.device)
         angles_T1E = position_ids_T[:, None, None] * self._signed_frequencies_E
@@ -101,15 +104,6 @@ class Rotary:
         if self._scale != 1.0:
             cos_T1E, sin_T1E = cos_T1E * self._scale, sin_T1E * self._scale
         return cos_T1E.to(dtype), sin_T1E.to(dtype)
-
-
-def _check_positions(position_ids_T: Tensor, max_positions: int) -> None:
-    longest = int(position_ids_T.max()) + 1
-    if longest > max_positions:
-        raise UserError(
-            f"sequence length={longest}: this model's rotary scaling is defined up to "
-            f"{max_positions} tokens. Lower data.max_prompt_length or data.max_response_length."
-        )
 
 
 def _inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

@@ -25,6 +25,7 @@ from tandem.algorithms.kl import (
 from tandem.algorithms.sequences import sum_by_sequence
 from tandem.config.run import RunConfig
 from tandem.data.packing import TrainSequence
+from tandem.pipeline.buffer import ScoredGroup
 from tandem.types import Group, LossColumns, RewardStatus
 
 
@@ -61,7 +62,11 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class ScoredBatch:
-    """Groups laid out flat, before credit is assigned."""
+    """Groups laid out flat, before credit is assigned.
+
+    A sequence is valid if its reward has a value, and with a greedy baseline (``remax``) that one
+    too; ``greedy_scores_N`` is None without.
+    """
 
     groups: Sequence[Group]
     sequences: Sequence[TrainSequence]
@@ -70,6 +75,7 @@ class ScoredBatch:
     scores_N: Tensor
     valid_N: Tensor
     rollout_logp_R: Tensor
+    greedy_scores_N: Tensor | None
 
     def sum_tokens(self, values_R: Tensor) -> Tensor:
         """Sum over the tokens of each sequence, (N,)."""
@@ -85,8 +91,9 @@ def as_floats(values: Tensor) -> list[float]:
     return values.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def lay_out(groups: Sequence[Group]) -> ScoredBatch:
+def lay_out(scored: Sequence[ScoredGroup]) -> ScoredBatch:
     """Flatten groups: sequences, scores and rollout log-probs in order."""
+    groups = [entry.group for entry in scored]
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
     sequences = [
         TrainSequence(prompt.uid, prompt.token_ids, sample.completion.token_ids)
@@ -94,15 +101,32 @@ def lay_out(groups: Sequence[Group]) -> ScoredBatch:
     ]
     lengths_N = torch.tensor([len(sample.completion.token_ids) for _, sample in samples])
     log_probs = [value for _, sample in samples for value in sample.completion.log_probs]
+    has_value = [sample.reward.status is RewardStatus.VALUE for _, sample in samples]
+    valid_N = torch.tensor(has_value)
+    greedy_scores_N = _greedy_scores(scored)
+    if greedy_scores_N is not None:
+        valid_N &= ~greedy_scores_N.isnan()
     return ScoredBatch(
         groups=groups,
         sequences=sequences,
         sequence_R=torch.repeat_interleave(lengths_N),
         group_N=torch.tensor([prompt.uid for prompt, _ in samples]),
         scores_N=torch.tensor([sample.reward.score for _, sample in samples]),
-        valid_N=torch.tensor([sample.reward.status is RewardStatus.VALUE for _, sample in samples]),
+        valid_N=valid_N,
         rollout_logp_R=torch.tensor(log_probs, dtype=torch.float32),
+        greedy_scores_N=greedy_scores_N,
     )
+
+
+def _greedy_scores(scored: Sequence[ScoredGroup]) -> Tensor | None:
+    """The score of the greedy answer for each sequence, NaN if it failed, (N,)."""
+    scores = [
+        entry.baseline.score
+        for entry in scored
+        if entry.baseline is not None
+        for _ in entry.group.samples
+    ]
+    return torch.tensor(scores) if scores else None
 
 
 def assign_credit(
@@ -127,6 +151,7 @@ def assign_credit(
             num_sequences=num_sequences,
             group_N=batch.group_N,
             valid_N=batch.valid_N,
+            greedy_scores_N=batch.greedy_scores_N,
         ),
         algorithm,
     )

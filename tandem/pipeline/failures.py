@@ -7,15 +7,18 @@ Failed rewards are said on the console; what they are counted as is ``metrics``'
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tandem.errors import UserError
-from tandem.types import Group, RewardStatus, UpdateReport
+from tandem.types import Group, RewardOutcome, RewardStatus, UpdateReport
 
 logger = logging.getLogger(__name__)
 
 MAX_STEPS_WITHOUT_UPDATE = 5
 """So many training steps in a row with every optimizer step skipped end the run."""
+
+MAX_STEPS_WITHOUT_REWARD = 5
+"""So many training steps' worth of rewards in a row that all failed end the run."""
 
 
 def warn_of_failed_rewards(groups: Sequence[Group], what: str) -> None:
@@ -34,6 +37,31 @@ def warn_of_failed_rewards(groups: Sequence[Group], what: str) -> None:
             len(outcomes),
             failed[0].detail,
         )
+
+
+class RewardGuard:
+    """Ends a run whose rewards do nothing but fail: it would use up the data and learn nothing.
+
+    Args:
+        limit: how many failures in a row are too many.
+        path: ``custom_reward_function.path``, for the message.
+    """
+
+    def __init__(self, limit: int, *, path: str | None) -> None:
+        self._limit = limit
+        self._path = path
+        self._num_failures = 0
+
+    def check(self, outcomes: Iterable[RewardOutcome]) -> None:
+        """Count outcomes. Raises UserError if the last ``limit`` of them have all failed."""
+        for outcome in outcomes:
+            failed = outcome.status is not RewardStatus.VALUE
+            self._num_failures = self._num_failures + 1 if failed else 0
+            if self._num_failures >= self._limit:
+                raise UserError(
+                    f"custom_reward_function.path={self._path!r}: the last {self._limit} rewards "
+                    f"all failed, the latest: {outcome.detail}. Mend the reward, or what it needs."
+                )
 
 
 class DivergenceGuard:

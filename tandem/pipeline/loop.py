@@ -21,7 +21,7 @@ from tandem.metrics.records import dump_samples
 from tandem.metrics.reduction import update_metrics
 from tandem.metrics.timers import Timers
 from tandem.pipeline.admission import AdmissionGate
-from tandem.pipeline.buffer import GroupBuffer
+from tandem.pipeline.buffer import GroupBuffer, ScoredGroup
 from tandem.pipeline.experience import (
     Experience,
     PolicyScores,
@@ -58,6 +58,7 @@ class Pipeline:
         self._config = parts.config
         self._step = 0
         self._saved_step = -1
+        self._validated_step = -1
         self._controller = initial_kl_controller(parts.config)
         learning_rate = parts.config.actor_rollout_ref.actor.optim.lr
         self._divergence = DivergenceGuard("actor_rollout_ref.actor.optim.lr", learning_rate)
@@ -104,8 +105,12 @@ class Pipeline:
             await self._parts.runtime.call(
                 self._parts.engines.rollout.set_weights_version, self._step
             )
-            if self._step == 0 and self._parts.schedule.validates_before_training:
+            if self._parts.schedule.validates_before_training and (
+                self._step == 0 or self._config.trainer.val_only
+            ):
                 await self._validate_and_log()
+            elif self._step >= total_steps:
+                logger.info("step %d of %d: nothing is left to train", self._step, total_steps)
             if self._must_log_again:
                 await self._log_again()
             producer_task = tasks.create_task(producer.run())
@@ -139,9 +144,10 @@ class Pipeline:
         self._timers.add("gen", generated_s - begin_s)
         self._timers.add("reward", self._parts.clock() - generated_s)
 
-    async def _learn(self, groups: Sequence[Group], dropped: Sequence[int]) -> Experience:
-        """One training step on ``groups``; ``dropped`` draws are given up with it."""
-        experience = await self._score(groups)
+    async def _learn(self, scored: Sequence[ScoredGroup], dropped: Sequence[int]) -> Experience:
+        """One training step on ``scored``; ``dropped`` draws are given up with it."""
+        experience = await self._score(scored)
+        groups = experience.batch.groups
         coefficient = self._controller.coefficient
         reports = await self._update(experience)
         self._step += 1
@@ -158,8 +164,8 @@ class Pipeline:
         }
         return experience
 
-    async def _score(self, groups: Sequence[Group]) -> Experience:
-        batch = lay_out(groups)
+    async def _score(self, scored: Sequence[ScoredGroup]) -> Experience:
+        batch = lay_out(scored)
         with self._timers.section("old_log_prob"):
             old_logp_R = await score_with_policy(self._parts, batch)
         with self._timers.section("ref"):
@@ -206,6 +212,7 @@ class Pipeline:
         ):
             (folder / "actor").mkdir()
             await self._parts.runtime.call(self._parts.engines.train.save, folder / "actor")
+            self._parts.codec.save_own_template(folder / "actor")
         self._saved_step = self._step
 
     async def _finish_step(self, experience: Experience) -> None:
@@ -236,6 +243,7 @@ class Pipeline:
         warn_of_failed_rewards(groups, f"validation of step {self._step}")
         self._dump_validation(groups)
         self._validation = summarize(groups)
+        self._validated_step = self._step
         return self._validation
 
     def _dump_validation(self, groups: Sequence[Group]) -> None:
@@ -273,7 +281,7 @@ class Pipeline:
             sink.write(report)
 
     async def _finish(self) -> None:
-        """Save what a stop or an early end of the data has left unsaved."""
+        """What the last step gets, if nobody knew that it was the last: validation and saving."""
         total_steps = self._parts.schedule.total_training_steps
         early = self._step < total_steps
         if early and not self._stopping:
@@ -283,6 +291,8 @@ class Pipeline:
                 self._step,
                 total_steps,
             )
+            if 0 < self._step != self._validated_step and self._parts.schedule.test_freq > 0:
+                await self._validate_and_log()
         wants_save = self._stopping or (early and self._config.trainer.save_freq > 0)
         if wants_save and self._step > 0 and self._saved_step != self._step:
             await self._save()

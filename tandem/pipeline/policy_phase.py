@@ -10,8 +10,8 @@ gradient is the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from tandem.types import LossScale, PackedBatch, UpdateReport
 
 MEANS_OVER_COMPUTED_TOKENS = ("actor/entropy", "actor/ppo_kl")
 """Metrics that skipped sequences would have contributed to: they are means over computed tokens."""
+
+COMPUTED_SHARE = "actor/computed_sequences/share"
+"""Of the sequences with a reward, those that went through the model: what those means cover."""
 
 ZERO_WITHOUT_SEQUENCES: tuple[str, ...] = ("actor/loss", "actor/pg_loss", "actor/pg_clipfrac")
 """What a mini-batch contributes to means over mini-batches if all its sequences were skipped."""
@@ -149,19 +152,19 @@ async def _optimizer_step(
     report = await parts.runtime.call(
         parts.engines.train.update, batches, loss, scale=scale, temperature=temperature
     )
-    num_computed = sum(sequences[i].num_loss_tokens for i in computed)
+    share = {COMPUTED_SHARE: len(computed) / max(len(valid), 1)}
     if not computed:
-        metrics = dict.fromkeys(ZERO_WITHOUT_SEQUENCES, 0.0)
-        return UpdateReport(metrics, report.grad_norm, report.learning_rate, report.skipped)
-    return _rescale(report, scale.num_tokens / max(num_computed, 1))
+        return replace(report, metrics=dict.fromkeys(ZERO_WITHOUT_SEQUENCES, 0.0) | share)
+    num_computed = sum(sequences[i].num_loss_tokens for i in computed)
+    factor = scale.num_tokens / max(num_computed, 1)
+    return replace(report, metrics=_rescaled(report.metrics, factor) | share)
 
 
-def _rescale(report: UpdateReport, factor: float) -> UpdateReport:
-    metrics = {
+def _rescaled(metrics: Mapping[str, float], factor: float) -> dict[str, float]:
+    return {
         name: value * factor if name in MEANS_OVER_COMPUTED_TOKENS else value
-        for name, value in report.metrics.items()
+        for name, value in metrics.items()
     }
-    return UpdateReport(metrics, report.grad_norm, report.learning_rate, report.skipped)
 
 
 def _computed(config: RunConfig, experience: Experience) -> Tensor:

@@ -3,29 +3,52 @@
 
 A round is what one admission lets in. Groups that dynamic sampling drops give their slots back at
 the end of their round, together, so that with a lag of 0 the composition of every batch is
-reproducible.
+reproducible. For ``remax`` each prompt is answered once more, greedily, and that answer's reward
+goes with the group.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tandem.algorithms.filtering import is_informative
 from tandem.errors import UserError
 from tandem.pipeline.admission import AdmissionGate
-from tandem.pipeline.buffer import GroupBuffer
+from tandem.pipeline.buffer import GroupBuffer, ScoredGroup
+from tandem.pipeline.failures import (
+    MAX_STEPS_WITHOUT_REWARD,
+    RewardGuard,
+    warn_of_failed_rewards,
+)
 from tandem.pipeline.parts import PipelineParts
 from tandem.pipeline.router import RolloutRouter
 from tandem.types import (
     Completion,
+    FinishReason,
     GenerationRequest,
     Group,
     Prompt,
+    RewardOutcome,
     RewardRequest,
+    RewardStatus,
     Sample,
     SamplingParams,
 )
+
+logger = logging.getLogger(__name__)
+
+_GENERATION_FAILED = RewardOutcome(
+    RewardStatus.ERROR, math.nan, detail="the generation failed: its logits are not finite"
+)
+
+BASELINE_SAMPLE_ID_BASE = 1 << 59
+"""Sample ids from here on, up to those of validation, belong to greedy baselines."""
+
+Answers = asyncio.Future[tuple[Completion, ...]]
 
 
 class GroupProducer:
@@ -48,6 +71,11 @@ class GroupProducer:
         rollout = parts.config.actor_rollout_ref.rollout
         self._num_samples = rollout.n
         self._sampling = training_sampling(parts)
+        self._has_baseline = parts.config.algorithm.adv_estimator == "remax"
+        self._rewards = RewardGuard(
+            MAX_STEPS_WITHOUT_REWARD * parts.config.sequences_per_step,
+            path=parts.config.custom_reward_function.path,
+        )
         self._dropped_uids: list[int] = []
 
     def take_dropped(self) -> list[int]:
@@ -70,38 +98,58 @@ class GroupProducer:
         await self._buffer.close()
 
     async def _produce_round(self, prompts: Sequence[Prompt]) -> None:
-        requests = [
-            GenerationRequest(
-                sample_ids=tuple(
-                    prompt.uid * self._num_samples + k for k in range(self._num_samples)
-                ),
-                prompt_ids=prompt.token_ids,
-                sampling=self._sampling,
-            )
-            for prompt in prompts
-        ]
-        futures = self._router.submit(requests)
+        futures = self._router.submit([self._request(prompt) for prompt in prompts])
+        baselines: Sequence[Answers | None] = [None] * len(prompts)
+        if self._has_baseline:
+            baselines = self._router.submit([self._baseline_request(prompt) for prompt in prompts])
         async with asyncio.TaskGroup() as groups:
             tasks = [
-                groups.create_task(self._finish_group(prompt, future))
-                for prompt, future in zip(prompts, futures, strict=True)
+                groups.create_task(self._finish_group(prompt, future, baseline=baseline))
+                for prompt, future, baseline in zip(prompts, futures, baselines, strict=True)
             ]
-        dropped = [p.uid for p, task in zip(prompts, tasks, strict=True) if not task.result()]
+        dropped = [group for task in tasks if (group := task.result()) is not None]
         if dropped:
-            self._dropped_uids.extend(dropped)
+            logger.info(
+                "dynamic sampling: %d of %d groups dropped, others are drawn for them",
+                len(dropped),
+                len(prompts),
+            )
+            warn_of_failed_rewards(dropped, "dropped groups")
+            self._dropped_uids.extend(group.prompt.uid for group in dropped)
             self._check_dropped()
             await self._gate.release_dropped(len(dropped))
 
+    def _request(self, prompt: Prompt) -> GenerationRequest:
+        first = prompt.uid * self._num_samples
+        ids = tuple(range(first, first + self._num_samples))
+        return GenerationRequest(ids, prompt.token_ids, self._sampling)
+
+    def _baseline_request(self, prompt: Prompt) -> GenerationRequest:
+        greedy = replace(self._sampling, temperature=0.0)
+        ids = (BASELINE_SAMPLE_ID_BASE + prompt.uid,)
+        return GenerationRequest(ids, prompt.token_ids, greedy)
+
     async def _finish_group(
-        self, prompt: Prompt, future: asyncio.Future[tuple[Completion, ...]]
-    ) -> bool:
-        """Score a generated group and pass it on; False if dynamic sampling drops it."""
-        group = Group(prompt, await score_samples(self._parts, prompt, completions=await future))
+        self, prompt: Prompt, future: Answers, *, baseline: Answers | None
+    ) -> Group | None:
+        """Score a generated group and pass it on, unless dynamic sampling drops it: then return
+        it.
+        """
+        completions = [*await future, *(() if baseline is None else await baseline)]
+        scored = await score_samples(self._parts, prompt, completions=completions)
+        self._rewards.check(sample.reward for sample in scored)
+        group = Group(prompt, scored[: self._num_samples])
         filter_groups = self._parts.config.algorithm.filter_groups
         if filter_groups.enable and not is_informative(group, filter_groups.metric):
-            return False
-        await self._buffer.put(group)
-        return True
+            return group
+        reference = None if baseline is None else scored[-1].reward
+        if reference is not None and reference.status is not RewardStatus.VALUE:
+            logger.warning(
+                "the greedy baseline of a prompt failed, so its samples do not count: %s",
+                reference.detail,
+            )
+        await self._buffer.put(ScoredGroup(group, reference))
+        return None
 
     def _check_dropped(self) -> None:
         config = self._parts.config
@@ -111,8 +159,8 @@ class GroupProducer:
         if 0 < limit * size < num_dropped + config.data.train_batch_size:
             raise UserError(
                 f"algorithm.filter_groups.max_num_gen_batches={limit}: {num_dropped} groups of "
-                "this step had equal rewards and were dropped. Take easier or harder prompts, "
-                "raise the limit, or set algorithm.filter_groups.enable=False."
+                "this step had equal or failed rewards and were dropped. Take easier or harder "
+                "prompts, raise the limit, or set algorithm.filter_groups.enable=False."
             )
 
 
@@ -131,7 +179,7 @@ def training_sampling(parts: PipelineParts) -> SamplingParams:
 async def score_samples(
     parts: PipelineParts, prompt: Prompt, *, completions: Sequence[Completion]
 ) -> tuple[Sample, ...]:
-    """Decode and score the completions of one prompt."""
+    """Decode and score the completions of one prompt. A generation that failed has no reward."""
     texts = parts.codec.decode([completion.token_ids for completion in completions])
     requests = [
         RewardRequest(
@@ -145,6 +193,11 @@ async def score_samples(
     ]
     outcomes = await parts.rewards.score(requests)
     return tuple(
-        Sample(completion, text, outcome)
+        Sample(completion, text, _GENERATION_FAILED if _has_failed(completion) else outcome)
         for completion, text, outcome in zip(completions, texts, outcomes, strict=True)
     )
+
+
+def _has_failed(completion: Completion) -> bool:
+    """Whether the model's logits were not finite."""
+    return completion.finish_reason is FinishReason.FAILED

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from tandem.metrics.rollouts import (
@@ -96,13 +98,24 @@ def rollout_difference(experience: Experience) -> dict[str, float]:
     old_logp_R, rollout_logp_R = experience.columns.old_logp_R, experience.batch.rollout_logp_R
     if old_logp_R is None or old_logp_R is rollout_logp_R or len(rollout_logp_R) == 0:
         return {}
-    difference_R = (old_logp_R.exp() - rollout_logp_R.exp()).abs()
+    trainer_R, rollout_R = old_logp_R.exp(), rollout_logp_R.exp()
+    difference_R = (trainer_R - rollout_R).abs()
     return {
+        "training/rollout_probs_diff_valid": 1.0,
         "training/rollout_probs_diff_max": difference_R.max().item(),
         "training/rollout_probs_diff_mean": difference_R.mean().item(),
         "training/rollout_probs_diff_std": _std(difference_R),
+        "training/rollout_actor_probs_pearson_corr": _correlation(trainer_R, rollout_R),
         "training/rollout_logp_diff_mean": (old_logp_R - rollout_logp_R).abs().mean().item(),
     }
+
+
+def _correlation(first: Tensor, second: Tensor) -> float:
+    """Pearson's coefficient; 1 for values that do not vary, which cannot be told apart."""
+    if len(first) < 2:
+        return 1.0
+    correlation = torch.corrcoef(torch.stack([first, second]).double())[0, 1].item()
+    return correlation if math.isfinite(correlation) else 1.0
 
 
 def _std(values: Tensor) -> float:

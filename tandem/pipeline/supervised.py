@@ -19,6 +19,7 @@ from tandem.config.schedule import Schedule
 from tandem.config.sft import SftConfig
 from tandem.data.packing import TrainSequence, pack_microbatches
 from tandem.data.sft import SftSource
+from tandem.data.tokenizer import TextCodec
 from tandem.metrics.throughput import StepTime, throughput_metrics
 from tandem.metrics.timers import Timers
 from tandem.pipeline.failures import DivergenceGuard
@@ -42,6 +43,7 @@ class SupervisedParts:
     source: SftSource
     validation: Sequence[TrainSequence]
     store: CheckpointStore
+    codec: TextCodec
     sinks: Sequence[MetricSink]
     preferred_tokens: int | None
     clock: Callable[[], float]
@@ -152,6 +154,7 @@ class SupervisedLoop:
         with self._parts.store.writing(self._step, state) as folder:
             (folder / "actor").mkdir()
             await self._parts.runtime.call(self._parts.engine.save, folder / "actor")
+            self._parts.codec.save_own_template(folder / "actor")
         self._saved_step = self._step
 
     def _log(self, metrics: Mapping[str, float]) -> None:

@@ -25,6 +25,7 @@ class Platform:
         name: the public name (``trainer.device``).
         device_type: what torch calls its devices.
         compute_dtype: the precision ``dtype=auto`` means here.
+        has_bfloat16: whether this process's device computes in it.
         is_available: whether this process can use it.
         device_name: the chip's name, for reports and peak rates.
         total_memory_bytes: of the device, whatever is in use now.
@@ -40,6 +41,7 @@ class Platform:
     name: str
     device_type: str
     compute_dtype: torch.dtype
+    has_bfloat16: Callable[[], bool]
     is_available: Callable[[], bool]
     device_name: Callable[[], str]
     total_memory_bytes: Callable[[], int]
@@ -65,6 +67,7 @@ CPU = Platform(
     name="cpu",
     device_type="cpu",
     compute_dtype=torch.float32,
+    has_bfloat16=lambda: True,
     is_available=lambda: True,
     device_name=lambda: "cpu",
     total_memory_bytes=lambda: psutil.virtual_memory().total,
@@ -81,6 +84,7 @@ CUDA = Platform(
     name="cuda",
     device_type="cuda",
     compute_dtype=torch.bfloat16,
+    has_bfloat16=lambda: torch.cuda.is_bf16_supported(including_emulation=False),
     is_available=torch.cuda.is_available,
     device_name=torch.cuda.get_device_name,
     total_memory_bytes=lambda: torch.cuda.get_device_properties(None).total_memory,

@@ -12,6 +12,7 @@ import logging
 
 import torch
 
+from tandem.errors import UserError
 from tandem.platforms.record import PLATFORMS, Platform
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,19 @@ def select_platform(requested: str) -> Platform:
     return detected
 
 
-def resolve_dtype(name: str, platform: Platform) -> torch.dtype:
-    """The torch dtype of a config value; ``auto`` is the platform's own compute precision."""
-    return platform.compute_dtype if name == "auto" else DTYPES[name]
+def resolve_dtype(name: str, platform: Platform, *, key: str) -> torch.dtype:
+    """The torch dtype of a config value; ``auto`` is the platform's own compute precision.
+
+    Args:
+        key: where the value stands in the configuration, for the message.
+
+    Raises:
+        UserError: the device cannot compute in it.
+    """
+    dtype = platform.compute_dtype if name == "auto" else DTYPES[name]
+    if dtype == torch.bfloat16 and not platform.has_bfloat16():
+        raise UserError(
+            f"{key}={name}: {platform.device_name()} does not compute in bfloat16. "
+            f"Set {key}=float32."
+        )
+    return dtype

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+NO_ANSWER = "[INVALID]"
+"""The prediction of a response without an answer (verl's word)."""
 _TAIL_CHARACTERS = 300
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
@@ -44,9 +46,11 @@ def compute_score(
     extra_info: Mapping[str, Any],
     method: str = "strict",
     format_score: float = 0.0,
-) -> float:
-    """1 for the right answer, ``format_score`` for a wrong one, 0 for none."""
+) -> Mapping[str, Any]:
+    """1 for the right answer, ``format_score`` for a wrong one, 0 for none; verl's ``acc`` is the
+    score. ``pred`` is the answer."""
     answer = extract_answer(solution_str, method)
-    if answer is None:
-        return 0.0
-    return 1.0 if answer == str(ground_truth) else format_score
+    score = 0.0
+    if answer is not None:
+        score = 1.0 if answer == str(ground_truth) else format_score
+    return {"score": score, "acc": score, "pred": NO_ANSWER if answer is None else answer}

@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tandem.rewards.gsm8k import NO_ANSWER
+
 _TAIL_CHARACTERS = 300
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _BOX = "\\boxed{"
@@ -55,19 +57,27 @@ def is_equivalent(answer: str, ground_truth: str) -> bool:
 
 def compute_boxed_score(
     data_source: str, solution_str: str, *, ground_truth: Any, extra_info: Mapping[str, Any]
-) -> float:
-    """1 if the last box holds the answer, else 0 (MATH)."""
+) -> Mapping[str, Any]:
+    """1 if the last box holds the answer, else 0 (MATH); ``pred`` is what it holds."""
     answer = last_boxed(solution_str)
-    return float(answer is not None and is_equivalent(answer, str(ground_truth)))
+    score = float(answer is not None and is_equivalent(answer, str(ground_truth)))
+    return {"score": score, "acc": score, "pred": _prediction(answer)}
 
 
 def compute_answer_line_score(
     data_source: str, solution_str: str, *, ground_truth: Any, extra_info: Mapping[str, Any]
-) -> Mapping[str, float]:
-    """1 if the ``Answer:`` line holds the answer, else -1 (DAPO's scale); ``acc`` is 1 or 0."""
+) -> Mapping[str, Any]:
+    """1 if the ``Answer:`` line holds the answer, else -1 (DAPO's scale); ``acc`` is 1 or 0 and
+    ``pred`` the answer."""
     answer = last_answer_line(solution_str)
     correct = answer is not None and is_equivalent(answer, str(ground_truth))
-    return {"score": 1.0 if correct else -1.0, "acc": float(correct)}
+    score = 1.0 if correct else -1.0
+    return {"score": score, "acc": float(correct), "pred": _prediction(answer)}
+
+
+def _prediction(answer: str | None) -> str:
+    """What a majority vote counts; spelling that means nothing is taken out."""
+    return NO_ANSWER if answer is None else _squeezed(answer)
 
 
 def _squeezed(text: str) -> str:

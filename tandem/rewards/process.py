@@ -145,9 +145,9 @@ class RewardProcess:
 
     def _take(self, message: Any) -> None:
         if self.is_ready:
-            number, status, score, extra, detail = message
+            number, status, score, extra, detail, prediction = message
             score = math.nan if score is None else score
-            outcome = RewardOutcome(RewardStatus(status), score, extra, detail)
+            outcome = RewardOutcome(RewardStatus(status), score, extra, detail, prediction)
             self.in_flight.pop(number).finish(outcome)
         elif "error" in message:
             self.kill()

@@ -19,6 +19,8 @@ from tandem.rewards.routing import find_rule
 from tandem.rewards.shaping import OverlongBuffer, shape_outcome
 from tandem.types import RewardOutcome, RewardRequest, RewardStatus
 
+_PRED = "pred"
+
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
@@ -82,8 +84,8 @@ async def score_request_concurrently(
 def judge(returned: Any) -> RewardOutcome:
     """What a reward function returned, as an outcome. A number is its own ``acc``, as in verl.
 
-    Of a mapping, ``score`` is the score; its other finite numbers (and booleans) are kept, the
-    rest is dropped.
+    Of a mapping, ``score`` is the score and ``pred`` the prediction; its other finite numbers (and
+    booleans) are kept, the rest is dropped.
     """
     if not isinstance(returned, Mapping):
         score = as_number(returned)
@@ -96,9 +98,16 @@ def judge(returned: Any) -> RewardOutcome:
     score = as_number(returned["score"])
     if score is None:
         return _not_a_number(returned["score"])
-    numbers = {str(key): as_number(value) for key, value in returned.items() if key != "score"}
+    others = {str(key): value for key, value in returned.items() if key not in ("score", _PRED)}
+    numbers = {key: as_number(value) for key, value in others.items()}
     extra = {key: number for key, number in numbers.items() if number is not None}
-    return RewardOutcome(RewardStatus.VALUE, score, extra)
+    prediction = returned.get(_PRED)
+    return RewardOutcome(
+        RewardStatus.VALUE,
+        score,
+        extra,
+        prediction=None if prediction is None else str(prediction),
+    )
 
 
 def as_number(value: Any) -> float | None:

@@ -2,7 +2,7 @@
 """The program of a reward process: reads requests from a socket, writes outcomes to it.
 
 In: length-prefixed pickles, first a ``WorkerSetup``, then ``RewardRequest``s. Out: JSON lines,
-first a greeting, then ``[number of the request, status, score, extra, detail]``. Never imports
+first a greeting, then the number of each request with the fields of its outcome. Never imports
 torch. Ends with its parent, whatever it is doing: the parent holds the other end of a pipe, and
 the kernel signals this process group when that closes.
 """
@@ -128,7 +128,8 @@ def _receive_message(channel: socket.socket) -> bytes:
 
 def _outcome_line(number: int, outcome: RewardOutcome) -> bytes:
     score = outcome.score if outcome.status is RewardStatus.VALUE else None
-    return _line([number, outcome.status.value, score, dict(outcome.extra), outcome.detail])
+    extra = dict(outcome.extra)
+    return _line([number, outcome.status.value, score, extra, outcome.detail, outcome.prediction])
 
 
 def _line(message: Any) -> bytes:

@@ -7,6 +7,7 @@ import logging
 
 from tandem.api import RolloutEngine
 from tandem.config.rollout import RolloutConfig
+from tandem.errors import UserError
 from tandem.models.decoder import Decoder
 from tandem.models.language_model import LanguageModel
 from tandem.platforms.record import Platform
@@ -28,6 +29,9 @@ def make_rollout(
 
     Args:
         eos_ids: tokens that end a response.
+
+    Raises:
+        UserError: there is no kernel for the model's head dimension.
     """
     if model.decoder is None:
         logger.info("rollout by transformers' generate: family %s has no decoder", model.family)
@@ -51,7 +55,14 @@ def _paged(
     decoder: Decoder, config: RolloutConfig, *, eos_ids: TokenIds, platform: Platform
 ) -> RolloutEngine:
     from tandem.rollout.paged.engine import PagedRolloutConfig, PagedRolloutEngine
+    from tandem.rollout.paged.kernels.attention import HEAD_DIMS
 
+    if decoder.config.head_dim not in HEAD_DIMS:
+        raise UserError(
+            f"actor_rollout_ref.model.path: its head dimension {decoder.config.head_dim} has no "
+            f"attention kernel (there are {', '.join(map(str, HEAD_DIMS))}). "
+            "Set trainer.device=cpu or use another model."
+        )
     memory_bytes = int(platform.total_memory_bytes() * config.gpu_memory_utilization)
     weights_bytes = sum(weight.nbytes for weight in decoder.parameters())
     return PagedRolloutEngine(

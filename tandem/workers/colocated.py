@@ -58,7 +58,7 @@ def build_colocated(
     roles = config.actor_rollout_ref
     layout = roles.actor.fsdp_config
     stored = _open(roles.model, layout, load_weight=roles.actor.load_weight, platform=platform)
-    model = stored.in_dtype(resolve_dtype(layout.dtype, platform))
+    model = stored.in_dtype(_compute_dtype(layout, platform))
     optim = roles.actor.optim
     return ColocatedEngines(
         train=_trainer(stored, model, config=roles.model, optim=optim, total_steps=total_steps),
@@ -71,7 +71,7 @@ def build_colocated(
 def build_trainer(config: SftConfig, *, platform: Platform, total_steps: int) -> TrainEngine:
     """Load the model for supervised fine-tuning. Errors as ``build_colocated``."""
     stored = _open(config.model, config.engine, load_weight=True, platform=platform)
-    model = stored.in_dtype(resolve_dtype(config.engine.dtype, platform))
+    model = stored.in_dtype(_compute_dtype(config.engine, platform))
     return _trainer(stored, model, config=config.model, optim=config.optim, total_steps=total_steps)
 
 
@@ -79,7 +79,8 @@ def _open(
     model: ModelConfig, layout: FsdpConfig, *, load_weight: bool, platform: Platform
 ) -> LanguageModel:
     """The model in the precision its weights are kept in."""
-    stored = resolve_dtype(layout.model_dtype, platform)
+    key = "actor_rollout_ref.actor.fsdp_config.model_dtype"
+    stored = resolve_dtype(layout.model_dtype, platform, key=key)
     if stored != torch.float32:
         logger.warning(
             "fsdp_config.model_dtype=%s: weights, gradients and optimizer are kept in it alone, so "
@@ -94,6 +95,11 @@ def _open(
         random_seed=None if load_weight else RANDOM_SEED,
         operators=operators_for(platform),
     )
+
+
+def _compute_dtype(layout: FsdpConfig, platform: Platform) -> torch.dtype:
+    key = "actor_rollout_ref.actor.fsdp_config.dtype"
+    return resolve_dtype(layout.dtype, platform, key=key)
 
 
 def _trainer(
@@ -113,7 +119,7 @@ def _reference(config: RunConfig, platform: Platform) -> ReferenceModel:
     roles = config.actor_rollout_ref
     layout, load_weight = roles.actor.fsdp_config, roles.actor.load_weight
     stored = _open(roles.model, layout, load_weight=load_weight, platform=platform)
-    return ReferenceModel(stored.in_dtype(resolve_dtype(layout.dtype, platform)))
+    return ReferenceModel(stored.in_dtype(_compute_dtype(layout, platform)))
 
 
 def _shape(config: DecoderConfig) -> ModelShape:

@@ -220,3 +220,24 @@ def wait_for_children(pid: int, *, count: int) -> list[psutil.Process]:
             return children
         time.sleep(0.02)
     raise AssertionError(f"process {pid} has not got {count} children")
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_harms_nothing(
+    material: Material, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    slow = "custom_reward_function.name=slow"
+    first = Command([*grpo(material, run), slow], folder=tmp_path / "first")
+    wait_for_children(first.pid, count=2)
+    for arguments in (grpo(material, run), sft(material, run)):
+        ended = run_command(arguments, folder=tmp_path / "second")
+        assert ended.code == 2
+        (error,) = ended.errors
+        assert f"trainer.default_local_dir='{run}'" in error
+        assert f"(process {first.pid})" in error
+    assert first.is_running
+    first.signal(signal.SIGKILL)
+    first.wait()
+    ended = run_command(grpo(material, run), folder=tmp_path / "third")
+    assert ended.code == 0, ended.stderr
+    assert not (run / "run.lock").exists()

@@ -86,6 +86,87 @@ def test_dapo_ends_when_the_data_are_used_up(material: Material, tmp_path: Path)
     assert "without effect" not in ended.stderr
 
 
+def test_an_early_end_of_the_data_is_validated_and_saved_like_any_last_step(
+    material: Material, tmp_path: Path
+) -> None:
+    keys = (*DAPO, "trainer.total_epochs=1", "trainer.total_training_steps=10")
+    ended = run_train(material, tmp_path, *keys, "trainer.test_freq=100", "trainer.save_freq=100")
+    assert ended.code == 0, ended.stderr
+    assert "dynamic sampling: " in ended.stderr
+    records = read_lines(tmp_path / "run/metrics.jsonl")
+    last = records[-1]["step"]
+    assert 1 <= last < 10
+    assert "the data ended at step" in ended.stderr
+    trained, validated = (record for record in records if record["step"] == last)
+    assert "actor/grad_norm" in trained
+    assert "val-core/openai/gsm8k/acc/mean@1" in validated
+    assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == [
+        f"global_step_{last}"
+    ]
+
+
+def test_dynamic_sampling_does_not_use_up_the_data_for_a_reward_that_always_fails(
+    material: Material, tmp_path: Path
+) -> None:
+    dynamic = "algorithm.filter_groups.enable=True"
+    broken = ("custom_reward_function.name=broken", "data.val_files=[]")
+    ended = run_train(material, tmp_path, dynamic, *broken)
+    assert ended.code == 2, ended.stderr
+    (error,) = ended.errors
+    assert "the last 80 rewards all failed" in error and "out of order" in error
+    assert "dropped groups: 16 of 16 rewards failed" in ended.stderr
+
+
+def test_remax_compares_each_sample_with_the_greedy_answer(
+    material: Material, tmp_path: Path
+) -> None:
+    """The greedy answers at step 0 are known from a validation of the same prompts."""
+    keys = (
+        "algorithm.adv_estimator=remax",
+        "actor_rollout_ref.rollout.n=2",
+        f"data.val_files={material.train}",
+        "trainer.validation_data_dir=validation",
+        "trainer.total_training_steps=2",
+    )
+    metrics = metrics_after(material, tmp_path, *keys)
+    assert all(metrics[step]["actor/grad_norm"] > 0 for step in (1, 2))
+    greedy = {row["input"]: row["score"] for row in read_lines(tmp_path / "validation/0.jsonl")}
+    first = [row for row in read_lines(tmp_path / "run/rollouts.jsonl") if row["step"] == 1]
+    assert len(first) == 8
+    for row in first:
+        assert row["advantage"] == pytest.approx(row["score"] - greedy[row["prompt"]])
+    assert len({row["advantage"] for row in first}) > 2
+
+
+def test_remax_of_greedy_samples_has_nothing_to_learn(material: Material, tmp_path: Path) -> None:
+    keys = (
+        "algorithm.adv_estimator=remax",
+        "actor_rollout_ref.rollout.do_sample=False",
+        *TWO_STEPS,
+    )
+    metrics = metrics_after(material, tmp_path, *keys)
+    for row in metrics.values():
+        assert row["critic/advantages/max"] == row["critic/advantages/min"] == 0
+
+
+def test_the_share_of_sequences_that_are_computed_is_logged(
+    material: Material, tmp_path: Path
+) -> None:
+    """With rewards of 0 and 1 a sample has no signal only if its group has none."""
+    share, entropy = "actor/computed_sequences/share", "actor/entropy"
+    keys = ("custom_reward_function.name=rarely_right", "data.val_files=[]")
+    skipping = metrics_after(material, tmp_path / "skipping", *keys)
+    for row in skipping.values():
+        assert row[share] == 1 - row["reward/zero_variance_group_ratio"]
+    assert 0 < min(row[share] for row in skipping.values()) < 1
+    whole = metrics_after(material, tmp_path / "all", *keys, f"{ACTOR}.entropy_coeff=0.001")
+    assert [row[share] for row in whole.values()] == [1, 1, 1, 1]
+    for step, row in skipping.items():
+        assert row[entropy] == pytest.approx(whole[step][entropy], rel=0.1), (
+            "a mean of the computed"
+        )
+
+
 def test_kl_in_the_loss_grows_from_zero(material: Material, tmp_path: Path) -> None:
     kl = (f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1")
     metrics = metrics_after(material, tmp_path, *kl, "data.val_files=[]")
@@ -203,6 +284,14 @@ def test_equal_rewards_leave_no_holes_in_the_metrics(material: Material, tmp_pat
     metrics = metrics_after(material, tmp_path, "custom_reward_function.name=constant", *TWO_STEPS)
     assert metrics[1]["actor/pg_loss"] == metrics[1]["actor/grad_norm"] == 0
     assert metrics[1]["actor/entropy"] > 0
+
+
+def test_the_actor_waits_until_the_step_of_critic_warmup(
+    material: Material, tmp_path: Path
+) -> None:
+    warmup = ("trainer.critic_warmup=3", "data.val_files=[]")
+    metrics = metrics_after(material, tmp_path, *warmup)
+    assert [step for step, row in metrics.items() if "actor/grad_norm" in row] == [3, 4]
 
 
 def test_a_policy_that_diverges_ends_the_run(material: Material, tmp_path: Path) -> None:

@@ -17,8 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tandem.cli.quickstart.model import write_model
 from tandem.cli.quickstart.task import draw_problems
+from tandem.cli.quickstart.tokenizer import END_ID, PAD_ID
 from tests.fakes.commands import Ended, run_command
+from tests.fakes.tiny_policy import TINY, write_tiny_tokenizer
 from tests.fakes.tiny_run import Material, prompt_row, sft_arguments, train_arguments
 
 ACTOR = "actor_rollout_ref.actor"
@@ -103,8 +106,18 @@ def test_empty_data_files(expect_refusal: Callable[..., None], tmp_path: Path) -
         ({"reward_model": {"style": "rule"}}, "has no reward_model.ground_truth"),
         ({"reward_model": None}, "has no reward_model.ground_truth"),
         ({"data_source": None}, "has no data source"),
+        ({"data_source": 5}, "has no data source"),
+        ({"extra_info": "easy"}, "extra_info that is no mapping"),
     ],
-    ids=["no prompt", "no role", "no ground truth", "no reward model", "no source"],
+    ids=[
+        "no prompt",
+        "no role",
+        "no ground truth",
+        "no reward model",
+        "no source",
+        "number as source",
+        "text as extra_info",
+    ],
 )
 def test_row_that_lacks_something_is_named(
     change: dict[str, object], rule: str, expect_refusal: Callable[..., None], tmp_path: Path
@@ -156,6 +169,16 @@ def test_prompt_longer_than_the_limit(expect_refusal: Callable[..., None]) -> No
         ("algorithm.adv_estimator=gae", ("algorithm.adv_estimator='gae'", "critic", "grpo")),
         ("trainer.resume_mode=resume_path", ("trainer.resume_from_path=None", "Set")),
         ("trainer.logger=[console,wandb]", ("trainer.logger='wandb'", "pip install wandb")),
+        ("trainer.save_freq=True", ("trainer.save_freq=True", "number", "Set")),
+        (
+            "data.apply_chat_template_kwargs={add_generation_prompt:False}",
+            ("data.apply_chat_template_kwargs.add_generation_prompt=False", "Take it out"),
+        ),
+        ("actor_rollout_ref.model.custom_chat_template=no.jinja", ("'no.jinja'", "cannot be read")),
+        (
+            "actor_rollout_ref.model.custom_chat_template='{% for m in messages %}'",
+            ("not valid Jinja", "Mend"),
+        ),
         ("trainer.logger=carrier_pigeon", ("trainer.logger='carrier_pigeon'", "console")),
     ],
 )
@@ -196,6 +219,16 @@ def test_model_whose_weights_do_not_fit(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
     expect_refusal(f"{MODEL}={folder}", says=(f"{MODEL}='{folder}'", "shape", "Use"))
+
+
+def test_model_with_the_tokenizer_of_a_larger_one(material: Material, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_tiny_tokenizer(folder)
+    write_model(folder, num_tokens=50, eos_id=END_ID, pad_id=PAD_ID, seed=0, size=TINY)
+    arguments = train_arguments(material, tmp_path / "run", f"{MODEL}={folder}")
+    check_refusal(run_command(arguments, folder=tmp_path), f"{MODEL}='{folder}'", "only 64 tokens")
+    arguments = sft_arguments(material, tmp_path / "run", f"model.path={folder}")
+    check_refusal(run_command(arguments, folder=tmp_path), f"model.path='{folder}'", "only 64")
 
 
 def test_model_without_a_tokenizer(
@@ -325,6 +358,19 @@ def test_export_and_report_of_nothing(tmp_path: Path, finished: Path) -> None:
     (tmp_path / "full/file").touch()
     ended = run_command(["export", str(finished), "--output", "full"], folder=tmp_path)
     check_refusal(ended, "--output='full'", "empty")
+    (tmp_path / "file").touch()
+    ended = run_command(["export", str(finished), "--output", "file"], folder=tmp_path)
+    check_refusal(ended, "--output='file'", "empty folder")
+    ended = run_command(["export", str(finished), "--step", "7", "--output", "x"], folder=tmp_path)
+    check_refusal(ended, "--step=7", "It has: global_step_1, global_step_2.")
+
+
+def test_validating_nothing(expect_refusal: Callable[..., None]) -> None:
+    expect_refusal(
+        "trainer.val_only=True",
+        "data.val_files=[]",
+        says=("data.val_files=[]", "trainer.val_only=True"),
+    )
 
 
 @pytest.mark.parametrize("package", ["hydra", "pydantic", "pyarrow", "torch"])

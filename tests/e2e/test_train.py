@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.run import RunConfig
 from tests.fakes.commands import Ended, run_command
@@ -50,6 +50,7 @@ METRICS_OF_VERL = (
     "timing_s/update_actor",
     "training/epoch",
     "training/global_step",
+    "actor/computed_sequences/share",
 )
 VALIDATION_METRIC = "val-core/openai/gsm8k/acc/mean@1"
 ROLLOUT_FIELDS = {"step", "prompt", "response", "score", "advantage", "tokens", "log_probs"}
@@ -182,6 +183,114 @@ def test_val_only_validates_once_and_stops(material: Material, tmp_path: Path) -
     assert list(metrics) == [0]
     assert VALIDATION_METRIC in metrics[0]
     assert not list((tmp_path / "run").glob("global_step_*"))
+
+
+def test_val_only_validates_the_checkpoint_and_keeps_the_records(
+    material: Material, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    trained = train_arguments(material, run, "trainer.save_freq=2", "data.val_files=[]")
+    assert run_command(trained, folder=tmp_path).code == 0
+    before = read_lines(run / "metrics.jsonl")
+    rollouts = (run / "rollouts.jsonl").read_bytes()
+    earlier = (
+        "trainer.val_only=True",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={run / 'global_step_2'}",
+    )
+    assert run_command(train_arguments(material, run, *earlier), folder=tmp_path).code == 0
+    *kept, validated = read_lines(run / "metrics.jsonl")
+    assert kept == before
+    assert (run / "rollouts.jsonl").read_bytes() == rollouts
+    assert validated["step"] == 2 and VALIDATION_METRIC in validated
+
+
+def test_a_run_that_is_over_says_so(material: Material, tmp_path: Path) -> None:
+    arguments = train_arguments(
+        material, tmp_path / "run", "trainer.save_freq=4", "data.val_files=[]"
+    )
+    assert run_command(arguments, folder=tmp_path).code == 0
+    before = read_lines(tmp_path / "run/metrics.jsonl")
+    ended = run_command(arguments, folder=tmp_path)
+    assert ended.code == 0
+    assert "step 4 of 4: nothing is left to train" in ended.stderr
+    assert read_lines(tmp_path / "run/metrics.jsonl") == before
+
+
+def test_majority_votes_of_built_in_rewards_are_validated(
+    material: Material, tmp_path: Path
+) -> None:
+    kwargs = [f"actor_rollout_ref.rollout.val_kwargs.{k}" for k in ("n=4", "do_sample=True")]
+    keys = (
+        *kwargs,
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        "trainer.val_only=True",
+        "~custom_reward_function.path",
+        "~custom_reward_function.name",
+        "trainer.validation_data_dir=validation",
+    )
+    arguments = train_arguments(material, tmp_path / "run", *keys)
+    assert run_command(arguments, folder=tmp_path).code == 0
+    metrics = metrics_of(tmp_path / "run")[0]
+    assert "val-core/openai/gsm8k/acc/maj@4/mean" in metrics
+    assert "val-aux/openai/gsm8k/acc/maj@2/mean" in metrics
+    assert all("pred" in row for row in read_lines(tmp_path / "validation/0.jsonl"))
+
+
+def test_a_chat_template_of_the_user_is_used_and_goes_with_the_model(
+    material: Material, tmp_path: Path
+) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for m in messages %}Q: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}"
+    )
+    keys = (
+        f"actor_rollout_ref.model.custom_chat_template={template}",
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=1",
+    )
+    ended = run_command(train_arguments(material, tmp_path / "run", *keys), folder=tmp_path)
+    assert ended.code == 0, ended.stderr
+    assert "without effect" not in ended.stderr
+    for rollout in read_lines(tmp_path / "run/rollouts.jsonl"):
+        assert rollout["prompt"].startswith("Q: ") and rollout["prompt"].endswith("\nA:")
+    assert run_command(["export", str(tmp_path / "run"), "--output", "model"], folder=tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.chat_template == template.read_text()
+
+
+def test_what_deserves_a_look_is_said_at_the_start_too(material: Material, tmp_path: Path) -> None:
+    keys = (
+        "data.max_prompt_length=250",
+        "actor_rollout_ref.rollout.n=1",
+        "trainer.total_training_steps=1",
+        "data.val_files=[]",
+    )
+    ended = run_command(train_arguments(material, tmp_path / "run", *keys), folder=tmp_path)
+    assert ended.code == 0
+    longest = "data.max_prompt_length + data.max_response_length = 262 tokens"
+    assert f"{longest}: actor_rollout_ref.model.path=" in ended.stderr
+    assert "is made for 256 positions" in ended.stderr
+    assert "warning: actor_rollout_ref.rollout.n=1: with one sample" in ended.stderr
+
+
+def test_the_runs_seed_stands_for_all_others(material: Material, tmp_path: Path) -> None:
+    shuffled = (
+        "actor_rollout_ref.actor.shuffle=True",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "trainer.total_training_steps=2",
+        "data.val_files=[]",
+    )
+    each = [f"{key}=9" for key in ("data.seed", "actor_rollout_ref.rollout.seed")]
+    loader = "actor_rollout_ref.actor.data_loader_seed=9"
+    runs = {"one": ("trainer.seed=9",), "each": (*each, loader), "none": ()}
+    metrics = {}
+    for name, keys in runs.items():
+        arguments = train_arguments(material, tmp_path / name, *shuffled, *keys)
+        assert run_command(arguments, folder=tmp_path).code == 0
+        metrics[name] = repeatable(metrics_of(tmp_path / name))
+    assert metrics["one"] == metrics["each"] != metrics["none"]
 
 
 def test_epochs_end_a_run_that_wants_more_steps(material: Material, tmp_path: Path) -> None:

@@ -23,7 +23,14 @@ from typing import Any
 
 from tandem.cli.main import main
 
-PRELOADED = ("tandem.cli.train", "tandem.cli.sft", "tandem.cli.export", "tandem.cli.report")
+PRELOADED = (
+    "tandem.cli.train",
+    "tandem.cli.training",
+    "tandem.cli.sft",
+    "tandem.cli.supervised",
+    "tandem.cli.export",
+    "tandem.cli.report",
+)
 TIMEOUT_S = 120
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _NAMES_CHANGED = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")

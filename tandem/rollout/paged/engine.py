@@ -24,13 +24,14 @@ from torch import Tensor
 
 from tandem.models.decoder import Decoder
 from tandem.platforms.capture import Capturer
+from tandem.rollout.ending import finish_reason
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.paged.cache import PAGE_TOKENS, PageShape, PageStore, RowState, Window
 from tandem.rollout.paged.kernels.sampling import draw_next
 from tandem.rollout.paged.prefill import PrefillAttention, packed_positions
 from tandem.rollout.paged.scheduler import Entry, Limits, PagedScheduler, Running
 from tandem.rollout.paged.step import DecodeStep
-from tandem.types import Completion, FinishReason, GenerationRequest
+from tandem.types import Completion, GenerationRequest
 
 WINDOW_TOKENS = 8
 """Steps between two looks of the host."""
@@ -105,6 +106,9 @@ class PagedRolloutEngine:
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; nothing is computed. Raises UserError if one can never be held."""
+        for request in requests:
+            longest = len(request.prompt_ids) + request.sampling.max_new_tokens
+            self._decoder.rotary.require_length(longest)
         self._scheduler.add(requests)
 
     def set_weights_version(self, version: int) -> None:
@@ -304,7 +308,7 @@ class PagedRolloutEngine:
             sample_id=row.sample_id,
             token_ids=tuple(row.token_ids),
             log_probs=tuple(row.log_probs),
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            finish_reason=finish_reason(row.log_probs[-1], stopped=stopped),
             weights_version=row.weights_version,
         )
 

@@ -47,6 +47,14 @@ def test_the_plan_imports_no_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_mistyped_key_is_found_before_torch_is_imported(command: str) -> None:
+    result = run_python("-c", WITHOUT_TORCH % ["hydra"], command, "data.train_batchsize=4")
+    assert result.returncode == 2
+    assert "data.train_batchsize=4: no such key" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("module", "key"),
     [("main_ppo", "data.filter_overlong_prompt"), ("fsdp_sft_trainer", "enginee")],
@@ -62,7 +70,9 @@ def test_verls_module_names_are_train_and_sft(
 
 
 def test_every_command_has_its_module() -> None:
-    assert [name for name, command in COMMANDS.items() if find_spec(command.module) is None] == []
+    for command in COMMANDS.values():
+        assert find_spec(command.module) is not None
+        assert not command.parser or find_spec(command.parser) is not None
 
 
 def test_a_mistake_is_one_line_on_stderr_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from tandem.config.effects import RUN_CONDITIONS, SFT_CONDITIONS, SHARED_CONDITIONS
 from tandem.config.effects import keys_without_effect as reasons_of
 from tandem.config.keys import find_key, is_section, keys_of
 from tandem.config.mistakes import in_override_grammar
 from tandem.config.overrides import load_config
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
+from tandem.config.switches import RUN_CONDITIONS, SFT_CONDITIONS, SHARED_CONDITIONS
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -116,6 +116,9 @@ def test_keys_are_named_as_they_were_spelt() -> None:
         ("trainer.resume_from_path=x", "not resume_path", "trainer.resume_mode=resume_path"),
         ("trainer.max_actor_ckpt_to_keep=3", "nothing is saved", "trainer.save_freq=1"),
         ("trainer.test_freq=3", "val_files is empty", "data.val_files=[v.parquet]"),
+        ("trainer.log_val_generations=3", "val_files is empty", "data.val_files=[v.parquet]"),
+        ("trainer.validation_data_dir=x", "val_files is empty", "data.val_files=[v.parquet]"),
+        ("trainer.val_before_train=False", "val_files is empty", "data.val_files=[v.parquet]"),
     ],
 )
 def test_what_switches_a_key_off_is_the_reason_until_it_is_switched_on(
@@ -139,6 +142,37 @@ def test_what_switches_a_key_off_is_the_reason_until_it_is_switched_on(
     assert key not in reasons(argument, switch, *enable)
 
 
+def test_gamma_is_not_read_by_remax() -> None:
+    assert "algorithm.gamma" in reasons("algorithm.gamma=0.9", "algorithm.adv_estimator=remax")
+
+
+def test_the_actors_token_limit_has_no_effect_if_no_pass_is_packed_by_tokens() -> None:
+    key = f"{ACTOR}.ppo_max_token_len_per_gpu"
+    by_count = (f"{key}=9000", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2")
+    assert reasons(*by_count) == {}, "old log-probs follow it, and are packed by tokens"
+    on_policy = f"{ACTOR}.ppo_mini_batch_size=1024"
+    assert "bounded by count" in reasons(*by_count, on_policy)[key]
+    assert key not in reasons(*by_count, on_policy, f"{ACTOR}.use_dynamic_bsz=True")
+    assert key not in reasons(*by_count, on_policy, f"{ACTOR}.use_kl_loss=True")
+
+
+def test_the_runs_seed_has_no_effect_once_every_other_is_set() -> None:
+    seeds = ("data.seed=2", f"{ROLLOUT}.seed=2")
+    assert reasons("trainer.seed=5", seeds[0]) == {}
+    assert list(reasons("trainer.seed=5", *seeds)) == ["trainer.seed"]
+    assert reasons("trainer.seed=5", *seeds, f"{ACTOR}.shuffle=True") == {}
+    loaded = load_config(SftConfig, ["trainer.seed=5", "data.seed=2"])
+    assert list(reasons_of(loaded)) == ["trainer.seed"]
+
+
+def test_a_chat_template_of_the_data_replaces_the_models() -> None:
+    both = ["data.chat_template=a", "model.custom_chat_template=b"]
+    assert list(reasons_of(load_config(SftConfig, both))) == ["model.custom_chat_template"]
+    assert reasons_of(load_config(SftConfig, both[1:])) == {}
+    assert load_config(SftConfig, both).config.chat_template == "a"
+    assert load_config(SftConfig, both[1:]).config.chat_template == "b"
+
+
 def test_clip_ratio_loses_its_effect_only_to_both_sides() -> None:
     one = (f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_low=0.2")
     assert reasons(*one) == {}
@@ -148,7 +182,26 @@ def test_clip_ratio_loses_its_effect_only_to_both_sides() -> None:
 def test_an_engine_that_is_not_built_is_named() -> None:
     reason = "engine not built yet: the native engine is used"
     assert reasons(f"{ROLLOUT}.name=sglang") == {f"{ROLLOUT}.name": reason}
-    assert reasons(f"{ROLLOUT}.name=hf") == {}
+    assert "family decides" in reasons(f"{ROLLOUT}.name=hf")[f"{ROLLOUT}.name"]
+    assert reasons(f"{ROLLOUT}.name=native") == {}
+
+
+def test_more_keys_that_others_switch_off() -> None:
+    dynamic = ("algorithm.filter_groups.enable=True", "data.gen_batch_size=9")
+    assert list(reasons(*dynamic)) == ["data.gen_batch_size"]
+    assert reasons(*dynamic, "algorithm.filter_groups.max_num_gen_batches=2") == {}
+
+    assert list(reasons(f"{ACTOR}.strategy=fsdp2")) == [f"{ACTOR}.strategy"]
+    assert reasons(f"{ACTOR}.strategy=fsdp") == {}
+
+    greedy = (f"{ROLLOUT}.seed=3", f"{ROLLOUT}.do_sample=False")
+    sampled = (f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=1")
+    assert list(reasons(*greedy)) == [f"{ROLLOUT}.seed"]
+    assert reasons(*greedy, *sampled) == {}
+
+    trained = ("trainer.save_freq=3", f"{ACTOR}.optim.lr=1e-5", "trainer.total_epochs=2")
+    assert reasons(*trained) == {}
+    assert len(reasons(*trained, "trainer.val_only=True")) == len(trained)
 
 
 def test_sft_names_keys_of_reinforcement_learning() -> None:

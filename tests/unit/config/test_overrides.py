@@ -132,6 +132,22 @@ def test_rollout_and_reference_follow_the_actors_token_limits() -> None:
     assert roles.ref.microbatch_tokens == 8192
 
 
+def test_other_seeds_follow_the_runs_unless_they_are_set() -> None:
+    def seeds(*arguments: str) -> tuple[int, int, int]:
+        config = load(*arguments).config
+        roles = config.actor_rollout_ref
+        return config.data.seed, roles.rollout.seed, roles.actor.data_loader_seed
+
+    assert seeds() == (1, 1, 42)
+    assert seeds("trainer.seed=7") == (7, 7, 7)
+    rollout = "actor_rollout_ref.rollout.seed=3"
+    assert seeds(rollout, "trainer.seed=7", "actor_rollout_ref.actor.shuffle=True") == (7, 3, 7)
+    assert seeds("trainer.seed=null", "data.seed=4") == (4, 1, 1)
+    assert load_config(SftConfig, ["trainer.seed=7"]).config.data.seed == 7
+    whole = RunConfig.model_validate({"data": RunConfig().data, "trainer": {"seed": 7}})
+    assert whole.data == RunConfig().data, "a section that is complete stays as it is"
+
+
 def test_clip_ratio_is_effective_until_both_sides_replace_it() -> None:
     actor = load(
         "actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_high=0.3"
@@ -186,6 +202,11 @@ def test_a_configuration_is_frozen() -> None:
         (["trainer.nnodes=1.5"], "trainer.nnodes=1.5: must be an integer."),
         (["trainer.nnodes=0"], "trainer.nnodes=0: must be at least 1."),
         (["trainer.nnodes=null"], "trainer.nnodes=None: must be an integer."),
+        (
+            ["trainer.save_freq=True"],
+            "trainer.save_freq=True: must be a number. Set trainer.save_f",
+        ),
+        (["actor_rollout_ref.actor.optim.lr=False"], "optim.lr=False: must be a number."),
         (["actor_rollout_ref.actor.optim.lr=fast"], "optim.lr='fast': must be a number."),
         (["actor_rollout_ref.actor.optim.lr=inf"], "must be a finite number"),
         (["actor_rollout_ref.actor.optim.betas=[0.9]"], "actor_rollout_ref.actor.optim.betas"),

@@ -53,6 +53,7 @@ def test_max_samples_count() -> None:
         (["data.filter_overlong_prompts=True"], "steps are counted before overlong prompts"),
         (["trainer.device=npu"], "trainer.device=npu: not looked for by the plan"),
         (["actor_rollout_ref.rollout.val_kwargs.n=4"], "all samples are the same"),
+        (["actor_rollout_ref.rollout.n=1"], "grpo has no baseline"),
         (["trainer.critic_warmup=5"], "there is no critic to warm up"),
         (["trainer.nnodes=2"], "train would refuse: trainer.nnodes=2: only one device"),
         (["actor_rollout_ref.hybrid_engine=False", "trainer.nnodes=2"], "half generate"),
@@ -69,10 +70,10 @@ def test_max_samples_count() -> None:
     ],
 )
 def test_what_deserves_a_look_is_a_warning(arguments: list[str], warning: str) -> None:
-    model = "actor_rollout_ref.model.path=m"
-    found = plan(model, *arguments).warnings
+    calm = ("actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.n=4")
+    found = plan(*calm, *arguments).warnings
     assert any(warning in line for line in found)
-    assert not plan(model).warnings
+    assert not plan(*calm).warnings
 
 
 def test_keys_that_do_not_fit_are_errors_of_the_plan_too() -> None:

@@ -80,6 +80,10 @@ def test_defaults_and_dapo_fit() -> None:
             "trainer.resume_from_path='checkpoints': must name a folder global_step_N",
         ),
         (
+            ["trainer.val_only=True", "data.val_files=[]"],
+            "data.val_files=[]: must name a file with trainer.val_only=True",
+        ),
+        (
             ["trainer.val_only=True", "trainer.val_before_train=False"],
             "must be True with trainer.v",
         ),
@@ -126,7 +130,6 @@ def test_token_limits_matter_only_for_passes_that_are_made() -> None:
         (f"{ACTOR}.strategy=megatron", f"is not built yet. Set {ACTOR}.strategy=fsdp."),
         ("algorithm.adv_estimator=gae", "algorithm.adv_estimator='gae': needs a critic, which is"),
         ("critic.enable=True", "critic.enable=True: needs a critic, which is not built yet"),
-        ("algorithm.adv_estimator=remax", "greedy baseline rollouts, which are not built yet"),
         ("reward_model.enable=True", "neural reward models are not built yet"),
         (f"{ROLLOUT}.multi_turn.enable=True", "multi-turn rollouts are not built yet"),
         ("actor_rollout_ref.model.lora_rank=8", "LoRA is not built yet"),
@@ -157,3 +160,13 @@ def test_sft_has_its_own_rules() -> None:
         check_built_sft(sft())
     with pytest.raises(UserError, match="trainer.n_gpus_per_node=2"):
         check_built_sft(sft("trainer.n_gpus_per_node=2"))
+
+
+@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt"])
+def test_what_rendering_decides_itself_is_refused_as_a_template_setting(name: str) -> None:
+    override = f"data.apply_chat_template_kwargs={{{name}:False,enable_thinking:False}}"
+    with pytest.raises(UserError, match=rf"apply_chat_template_kwargs\.{name}=False.*Take it out"):
+        check_run(config(override))
+    with pytest.raises(UserError, match=name):
+        check_sft(load_config(SftConfig, [override]).config)
+    check_run(config("data.apply_chat_template_kwargs={enable_thinking:False}"))

@@ -22,13 +22,13 @@ class _Terminal(io.StringIO):
         return True
 
 
-def _run(folder, loggers, steps, *, resume_step=None, stream=None, environment=None):
+def _run(folder, loggers, steps, *, keep_through_step=-1, stream=None, environment=None):
     trainer = TrainerConfig(logger=loggers, project_name="p", experiment_name="e")
     sinks = open_sinks(
         trainer,
         folder,
         total_steps=4,
-        resume_step=resume_step,
+        keep_through_step=keep_through_step,
         environment=environment or {},
         stream=stream or io.StringIO(),
     )
@@ -55,7 +55,7 @@ def test_metrics_are_always_on_disk_once(tmp_path, loggers):
 def test_a_resumed_run_continues_the_file(tmp_path):
     _run(tmp_path / "whole", ["console"], range(4))
     _run(tmp_path / "resumed", ["console"], range(3))
-    _run(tmp_path / "resumed", ["console"], range(2, 4), resume_step=1)
+    _run(tmp_path / "resumed", ["console"], range(2, 4), keep_through_step=1)
 
     whole = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
     assert (tmp_path / "resumed" / "metrics.jsonl").read_bytes() == whole
@@ -87,7 +87,7 @@ def test_tensorboard_goes_where_the_environment_says(tmp_path):
 def test_a_resumed_run_keeps_the_earlier_events(tmp_path):
     environment = {"TENSORBOARD_DIR": str(tmp_path / "events")}
     _run(tmp_path, ["tensorboard"], range(4), environment=environment)
-    _run(tmp_path, ["tensorboard"], [2], resume_step=1, environment=environment)
+    _run(tmp_path, ["tensorboard"], [2], keep_through_step=1, environment=environment)
 
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()

@@ -3,12 +3,12 @@
 
 import asyncio
 
-from tandem.pipeline.buffer import GroupBuffer
+from tandem.pipeline.buffer import GroupBuffer, ScoredGroup
 from tandem.types import Group, Prompt
 
 
-def group(uid: int) -> Group:
-    return Group(Prompt(uid, uid, (1,), "", "source", ""), ())
+def group(uid: int) -> ScoredGroup:
+    return ScoredGroup(Group(Prompt(uid, uid, (1,), "", "source", ""), ()))
 
 
 def test_groups_leave_in_the_order_of_their_draw() -> None:
@@ -17,7 +17,7 @@ def test_groups_leave_in_the_order_of_their_draw() -> None:
         for uid in (2, 0, 1):
             await buffer.put(group(uid))
         first = await buffer.take(2)
-        return [g.prompt.uid for g in first]
+        return [scored.group.prompt.uid for scored in first]
 
     assert asyncio.run(take()) == [0, 1]
 
@@ -29,6 +29,6 @@ def test_close_lets_take_return_what_there_is() -> None:
         waiting = asyncio.create_task(buffer.take(3))
         await asyncio.sleep(0)
         await buffer.close()
-        return [g.prompt.uid for g in await waiting]
+        return [scored.group.prompt.uid for scored in await waiting]
 
     assert asyncio.run(take()) == [5]

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from tandem.pipeline.failures import warn_of_failed_rewards
+from tandem.errors import UserError
+from tandem.pipeline.failures import RewardGuard, warn_of_failed_rewards
 from tandem.types import (
     Completion,
     FinishReason,
@@ -37,3 +38,14 @@ def test_one_line_counts_failures_and_names_the_first(caplog: pytest.LogCaptureF
 def test_nothing_is_said_without_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     warn_of_failed_rewards([group(GOOD, GOOD)], "step 3")
     assert not caplog.records
+
+
+def test_rewards_that_only_fail_end_the_run_with_the_cause() -> None:
+    guard = RewardGuard(4, path="r.py")
+    guard.check([LATE, LATE, LATE])
+    guard.check([GOOD, LATE])
+    guard.check([LATE, LATE])
+    with pytest.raises(
+        UserError, match="path='r.py': the last 4 rewards all failed.*no result within 3 s"
+    ):
+        guard.check([LATE, GOOD])

@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """GSM8K rewards: verl's definitions of strict and flexible."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
-from tandem.rewards.gsm8k import compute_score, extract_answer
+from tandem.rewards.gsm8k import NO_ANSWER, compute_score, extract_answer
 
 
 def score(solution: str, ground_truth: str, **options: object) -> float:
+    judged = judge(solution, ground_truth, **options)
+    assert judged["acc"] == judged["score"], "as verl's naive manager has it"
+    return judged["score"]
+
+
+def judge(solution: str, ground_truth: str, **options: object) -> Mapping[str, Any]:
     return compute_score(
         "openai/gsm8k",
         solution_str=solution,
@@ -57,3 +66,8 @@ def test_options():
     assert score("it is 12", "12", method="flexible") == 1.0
     with pytest.raises(ValueError, match="strict or flexible"):
         score("12", "12", method="loose")
+
+
+def test_the_prediction_is_what_was_compared():
+    assert judge("so #### 1,234", "7")["pred"] == "1234"
+    assert judge("so it is 1,234", "1234")["pred"] == NO_ANSWER

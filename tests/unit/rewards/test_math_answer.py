@@ -65,9 +65,11 @@ def test_unreadable_ground_truth_is_an_error_not_a_zero():
 
 def test_scores_of_both_kinds():
     row = {"ground_truth": "12", "extra_info": {}}
-    assert compute_boxed_score("lighteval/MATH", r"\boxed{12}", **row) == 1.0
-    assert compute_boxed_score("lighteval/MATH", "it is 12", **row) == 0.0
+    boxed = compute_boxed_score("lighteval/MATH", r"\boxed{1 2}", **row)
+    assert boxed == {"score": 1.0, "acc": 1.0, "pred": "12"}
+    unboxed = compute_boxed_score("lighteval/MATH", "it is 12", **row)
+    assert unboxed == {"score": 0.0, "acc": 0.0, "pred": "[INVALID]"}
     right = compute_answer_line_score("math_dapo", "Answer: 12", **row)
     wrong = compute_answer_line_score("math_dapo", "it is 12", **row)
-    assert right == {"score": 1.0, "acc": 1.0}
-    assert wrong == {"score": -1.0, "acc": 0.0}
+    assert right == {"score": 1.0, "acc": 1.0, "pred": "12"}
+    assert wrong == {"score": -1.0, "acc": 0.0, "pred": "[INVALID]"}

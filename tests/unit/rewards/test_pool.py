@@ -155,6 +155,7 @@ def test_built_in_rules_need_no_custom_function():
 
     outcomes = in_pool(RewardSpec(), limits(), work)
     assert [outcome.score for outcome in outcomes] == [0, 0, 0, 0, 0, 0, 0, 1, 0]
+    assert [outcome.prediction for outcome in outcomes] == list("012345678")
 
 
 def test_concurrent_callers_get_their_own_outcomes(spec: RewardSpec):

@@ -32,6 +32,21 @@ def test_values(returned: object, score: float, extra: dict[str, float]):
 
 
 @pytest.mark.parametrize(
+    ("returned", "prediction"),
+    [
+        (1.0, None),
+        ({"score": 1}, None),
+        ({"score": 1, "pred": "x"}, "x"),
+        ({"score": 1, "pred": 7}, "7"),
+    ],
+)
+def test_the_key_pred_is_the_prediction(returned: object, prediction: str | None):
+    outcome = judge(returned)
+    assert outcome.prediction == prediction
+    assert "pred" not in outcome.extra
+
+
+@pytest.mark.parametrize(
     ("returned", "detail"),
     [
         (math.nan, "returned nan (float)"),

@@ -38,7 +38,7 @@ def draw_next(
     """
     num_rows, vocabulary = len(logits_row_B), logits_LV.shape[1]
     chunks = -(-vocabulary // CHUNK)
-    stats = torch.empty((num_rows, 4, chunks), dtype=torch.float32, device=logits_LV.device)
+    stats = torch.empty((num_rows, 3, chunks), dtype=torch.float32, device=logits_LV.device)
     threshold_B = stats.new_full((num_rows,), float("-inf"))
     if filtered:
         _threshold[(num_rows,)](
@@ -127,11 +127,10 @@ def _reduce(
     top = tl.max(x, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp(x - shift)
-    out = stats_ptr + row * 4 * chunks + chunk
+    out = stats_ptr + row * 3 * chunks + chunk
     tl.store(out, top)
     tl.store(out + chunks, tl.sum(weight, 0))
     tl.store(out + 2 * chunks, tl.sum(tl.where(x >= threshold, weight, 0.0), 0))
-    tl.store(out + 3 * chunks, (chunk * CHUNK + tl.argmax(x, 0)).to(tl.float32))
 
 
 @triton.jit
@@ -173,11 +172,10 @@ def _draw(
 
     c = tl.arange(0, CHUNKS)
     valid = c < chunks
-    stats = stats_ptr + row * 4 * chunks + c
+    stats = stats_ptr + row * 3 * chunks + c
     top_c = tl.load(stats, mask=valid, other=float("-inf"))
     sum_c = tl.load(stats + chunks, mask=valid, other=0.0)
     kept_c = tl.load(stats + 2 * chunks, mask=valid, other=0.0)
-    best_c = tl.load(stats + 3 * chunks, mask=valid, other=0.0)
     top = tl.max(top_c, 0)
     decay_c = tl.exp(top_c - top)
     log_total = top + tl.log(tl.sum(sum_c * decay_c, 0))
@@ -190,6 +188,8 @@ def _draw(
     last_c = tl.max(tl.where(weight_c > 0, c, -1), 0)
     beyond_c = tl.where((reached_c > target) & (weight_c > 0), c, CHUNKS)
     chunk = tl.maximum(tl.minimum(tl.min(beyond_c, 0), last_c), 0)
+    first_top = tl.min(tl.where(top_c == top, c, CHUNKS), 0)
+    chunk = tl.where(greedy, tl.minimum(first_top, chunks - 1), chunk)
     before = tl.sum(tl.where(c < chunk, weight_c, 0.0), 0)
 
     i = tl.arange(0, CHUNK)
@@ -200,9 +200,9 @@ def _draw(
     reached = before + tl.cumsum(weight, 0)
     last = tl.max(tl.where(weight > 0, i, -1), 0)
     beyond = tl.where((reached > target) & (weight > 0), i, CHUNK)
-    drawn = chunk * CHUNK + tl.maximum(tl.minimum(tl.min(beyond, 0), last), 0)
-    best = tl.min(tl.where(top_c == top, best_c, vocabulary * 1.0), 0).to(tl.int32)
-    token = tl.where(greedy, best, drawn)
+    drawn = tl.maximum(tl.minimum(tl.min(beyond, 0), last), 0)
+    likeliest = tl.min(tl.where(x == top, i, CHUNK), 0)
+    token = chunk * CHUNK + tl.where(greedy, likeliest, drawn)
     token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)
     logit = tl.load(logits_ptr + source * vocabulary + token).to(tl.float32) * scale
     logp = logit - log_total

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer step is given: which sequences are computed, and by what sums are divided."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.config.overrides import load_config
+from tandem.config.run import RunConfig
+from tandem.pipeline.buffer import ScoredGroup
+from tandem.pipeline.experience import PolicyScores, assign_credit, lay_out
+from tandem.pipeline.loop import initial_kl_controller
+from tandem.pipeline.parts import Engines, PipelineParts
+from tandem.pipeline.policy_phase import COMPUTED_SHARE, score_with_policy, update_policy
+from tandem.types import (
+    Completion,
+    FinishReason,
+    Group,
+    LossScale,
+    PackedBatch,
+    Prompt,
+    RewardOutcome,
+    RewardStatus,
+    Sample,
+    UpdateReport,
+)
+
+FAILED = RewardOutcome(RewardStatus.ERROR, math.nan, {}, "out of order")
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+
+
+class RecordingEngine:
+    """A train engine that computes nothing and keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.scales: list[LossScale] = []
+        self.num_sequences: list[int] = []
+        self.targets: list[list[int]] = []
+        self.temperatures: list[float] = []
+        self.num_advances = 0
+
+    def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+        """Nothing is certain."""
+        self.temperatures.append(temperature)
+        return [torch.full((len(batch.target_R),), -0.5) for batch in batches]
+
+    def update(
+        self, batches: Sequence[PackedBatch], loss: Any, *, scale: LossScale, temperature: float
+    ) -> UpdateReport:
+        """One optimizer step, of which the metrics are 1."""
+        self.scales.append(scale)
+        self.num_sequences.append(sum(batch.num_sequences for batch in batches))
+        self.targets.append(sorted({t for batch in batches for t in batch.target_R.tolist()}))
+        self.temperatures.append(temperature)
+        metrics = {"actor/entropy": 1.0, "actor/pg_loss": 1.0}
+        return UpdateReport(metrics, grad_norm=1.0, learning_rate=0.1, skipped=False)
+
+    def advance_schedule(self) -> None:
+        """One training step is over."""
+        self.num_advances += 1
+
+
+class Runtime:
+    """Calls at once."""
+
+    async def call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        """As ``api.Runtime``."""
+        return function(*values, **named)
+
+
+def group(uid: int, *scores: float | None) -> ScoredGroup:
+    """Responses of 3 tokens, each of its own; None is a reward that failed."""
+    outcomes = [FAILED if s is None else RewardOutcome(RewardStatus.VALUE, s) for s in scores]
+    samples = tuple(
+        Sample(Completion(k, (10 * uid + k,) * 3, (-0.5,) * 3, FinishReason.STOP, 0), "", outcome)
+        for k, outcome in enumerate(outcomes)
+    )
+    return ScoredGroup(Group(Prompt(uid, uid, (4,), "", "source", ""), samples))
+
+
+def make_parts(engine: RecordingEngine, groups: Sequence[ScoredGroup], *arguments: str) -> Any:
+    """Only what the training half of a step reads."""
+    keys = [f"data.train_batch_size={len(groups)}", "actor_rollout_ref.rollout.n=2", MINI]
+    given: dict[str, Any] = {
+        "config": load_config(RunConfig, [*keys, *arguments]).config,
+        "runtime": Runtime(),
+        "engines": Engines(engine, engine, None),  # type: ignore[arg-type]
+        "preferred_tokens": None,
+    }
+    values: dict[str, Any] = {f.name: given.get(f.name) for f in fields(PipelineParts)}
+    return PipelineParts(**values)
+
+
+def update(
+    groups: Sequence[ScoredGroup], *arguments: str
+) -> tuple[RecordingEngine, list[UpdateReport]]:
+    """All optimizer steps on the groups, which make one batch."""
+    engine = RecordingEngine()
+    parts = make_parts(engine, groups, *arguments)
+    experience = assign_credit(
+        lay_out(groups),
+        PolicyScores(None, None),
+        config=parts.config,
+        controller=initial_kl_controller(parts.config),
+    )
+    return engine, asyncio.run(update_policy(parts, experience))
+
+
+def test_sequences_without_signal_are_not_computed_but_count_in_the_denominators() -> None:
+    engine, (report,) = update([group(0, 1.0, 0.0), group(1, 1.0, 1.0)])
+    assert engine.scales == [LossScale(num_tokens=12, num_sequences=4)]
+    assert engine.num_sequences == [2]
+    assert report.metrics[COMPUTED_SHARE] == 0.5
+    assert report.metrics["actor/pg_loss"] == 1.0
+    assert report.metrics["actor/entropy"] == 2.0, "a mean over the tokens that were computed"
+
+
+def test_all_are_computed_if_the_loss_has_other_terms() -> None:
+    entropy = "actor_rollout_ref.actor.entropy_coeff=0.01"
+    engine, (report,) = update([group(0, 1.0, 0.0), group(1, 1.0, 1.0)], entropy)
+    assert engine.num_sequences == [4]
+    assert report.metrics[COMPUTED_SHARE] == report.metrics["actor/entropy"] == 1.0
+
+
+def test_failed_rewards_count_in_no_denominator() -> None:
+    engine, (report,) = update([group(0, 1.0, 0.0), group(1, None, 0.0)])
+    assert engine.scales == [LossScale(num_tokens=9, num_sequences=3)]
+    assert engine.num_sequences == [2]
+    assert report.metrics[COMPUTED_SHARE] == pytest.approx(2 / 3)
+
+
+def test_each_mini_batch_has_its_own_denominators_and_the_schedule_advances_once() -> None:
+    groups = [group(0, 1.0, 0.0), group(1, None, 0.0), group(2, 1.0, 1.0), group(3, 0.0, 0.0)]
+    engine, reports = update(groups, "actor_rollout_ref.actor.ppo_epochs=2")
+    assert [scale.num_sequences for scale in engine.scales] == [3, 4, 3, 4]
+    assert engine.num_sequences == [2, 0, 2, 0]
+    assert [report.metrics[COMPUTED_SHARE] for report in reports[:2]] == [pytest.approx(2 / 3), 0]
+    assert reports[1].metrics["actor/pg_loss"] == 0
+    assert engine.num_advances == 1
+
+
+def test_shuffling_covers_a_batch_in_another_order_each_epoch() -> None:
+    groups = [group(uid, 1.0, 0.0) for uid in range(4)]
+    keys = ("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=True")
+    engine, _ = update(groups, *keys)
+    first, second = engine.targets[:2], engine.targets[2:]
+    everything = [0, 1, 10, 11, 20, 21, 30, 31]
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == everything
+    assert first != second
+    unshuffled, _ = update(groups, keys[0])
+    assert unshuffled.targets == [[0, 1, 10, 11], [20, 21, 30, 31]] * 2
+
+
+def test_log_probs_and_updates_are_those_of_the_sampling_temperature() -> None:
+    groups = [group(uid, 1.0, 0.0) for uid in range(4)]
+    temperature = "actor_rollout_ref.rollout.temperature=0.7"
+    engine = RecordingEngine()
+    parts = make_parts(engine, groups, temperature)
+    scores = asyncio.run(score_with_policy(parts, lay_out(groups)))
+    assert scores is not None and len(scores) == 24
+    assert engine.temperatures == [0.7]
+    assert update(groups, temperature)[0].temperatures == [0.7, 0.7]
