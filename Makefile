@@ -3,6 +3,7 @@
 #
 #   make quickstart   train a small language model by reinforcement and report on it (no GPU, no downloads)
 #   make test         the whole test suite
+#   make test-gpu     what needs a GPU, and the kernels' tests on it
 #   make check        ruff, pyright and the architecture tests
 #   make bench        the CPU benchmark
 #   make clean        remove .venv and caches, never runs or checkpoints
@@ -29,7 +30,7 @@ export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: quickstart test check bench clean
+.PHONY: quickstart test test-gpu check bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(RUN_STAMP)
@@ -37,6 +38,9 @@ quickstart: $(RUN_STAMP)
 
 test: $(DEV_STAMP)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-gpu: $(DEV_STAMP)
+	@$(BIN)/python -m pytest tests/gpu tests/unit/models/kernels tests/unit/rollout/paged $(PYTEST_ARGS)
 
 check: $(DEV_STAMP)
 	@$(BIN)/ruff check $(SOURCES)

@@ -64,7 +64,7 @@ def step_floor_s(shape: Shape, workload: Workload, *, flops: float, bandwidth: f
     return max(2 * matrices * rows / flops, moved / bandwidth)
 
 
-def run(name: str, workload_name: str, repeats: int) -> dict[str, object]:
+def run(name: str, workload_name: str, *, repeats: int) -> dict[str, object]:
     """One row of the table."""
     shape, workload = SHAPES[name], WORKLOADS[workload_name]
     platform = select_platform("auto")
@@ -84,7 +84,7 @@ def run(name: str, workload_name: str, repeats: int) -> dict[str, object]:
         max_cache_bytes=CACHE_BYTES,
         busy_programs=2 * platform.num_multiprocessors(),
     )
-    engine = PagedRolloutEngine(decoder, config, platform.make_capturer())
+    engine = PagedRolloutEngine(decoder, config, capturer=platform.make_capturer())
     rates, seconds, counts = [], [], []
     for repeat in range(NUM_WARMUP + repeats):
         requests = requests_of(workload, repeat)
@@ -131,7 +131,7 @@ def main() -> None:
     rows = []
     for model in arguments.model:
         for workload in arguments.workload:
-            row = run(model, workload, arguments.repeats)
+            row = run(model, workload, repeats=arguments.repeats)
             rows.append(row)
             print(
                 f"{model} {workload}: {row['tokens_per_s']:,.0f} tokens/s, {row['seconds']:.2f} s, "

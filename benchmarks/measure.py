@@ -10,6 +10,8 @@ from datetime import date
 
 import torch
 
+from tandem.platforms.select import select_platform
+
 _SIDE = 8192
 _COPY_BYTES = 1 << 32
 
@@ -55,7 +57,7 @@ def describe() -> dict[str, str]:
     """Date, machine, versions and command."""
     return {
         "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
+        "device": select_platform("auto").device_name(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "command": "python " + " ".join(sys.argv),

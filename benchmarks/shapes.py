@@ -18,7 +18,9 @@ from tandem.models.operators import Operators
 from tandem.models.rotary import RopeConfig
 from tandem.types import Segments
 
-EOS_ID = 257
+PAD_ID, EOS_ID = 256, 257
+ADAM_BYTES_PER_PARAMETER = 30
+"""fp32 weight, gradient and moments, and the bf16 copy of the weight: read or written once each."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,30 @@ class Shape:
             initializer_range=0.02,
         )
 
+    def hf_config(self, dtype: str) -> dict[str, object]:
+        """What ``config.json`` of a Hugging Face folder of this shape says."""
+        return {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": 32768,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": self.tied,
+            "use_sliding_window": False,
+            "initializer_range": 0.02,
+            "bos_token_id": PAD_ID,
+            "eos_token_id": EOS_ID,
+            "pad_token_id": PAD_ID,
+            "torch_dtype": dtype,
+        }
+
     @property
     def layer_parameters(self) -> int:
         """Parameters of the layers' matrices."""
@@ -72,7 +98,7 @@ class Shape:
         """Keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_number
 
-    def train_flops(self, num_tokens: int, num_loss_tokens: int, key_pairs: int) -> float:
+    def train_flops(self, num_tokens: int, num_loss_tokens: int, *, key_pairs: int) -> float:
         """Forward and backward: 6 per matrix parameter and token, 12 x width per attended pair.
 
         ``num_tokens`` are those a padded, unshared computation would need without its padding;
@@ -99,6 +125,16 @@ class Workload:
     response: int
     mean_response: int | None = None
 
+    @property
+    def sequences(self) -> int:
+        """Of one step."""
+        return self.prompts * self.samples
+
+    def going_on(self) -> list[float]:
+        """How many sequences are expected to have a token at each position of the response."""
+        goes_on = 1.0 if self.mean_response is None else 1 - 1 / self.mean_response
+        return [self.sequences * goes_on**position for position in range(self.response)]
+
 
 WORKLOADS = {
     "S": Workload(64, 8, 128, 512),
@@ -106,6 +142,44 @@ WORKLOADS = {
     "B": Workload(32, 16, 512, 2048),
     "T": Workload(64, 8, 128, 2048, mean_response=512),
 }
+
+
+def decode_steps(shape: Shape, workload: Workload) -> list[tuple[float, float]]:
+    """Of each position: operations of matrix products, and bytes of weights, keys and values."""
+    matrices = shape.layer_parameters + shape.head_parameters
+    kv_bytes = shape.kv_bytes_per_token()
+    return [
+        (2 * matrices * rows, 2 * matrices + rows * (workload.prompt + position) * kv_bytes)
+        for position, rows in enumerate(workload.going_on())
+    ]
+
+
+def generation_floor_s(
+    shape: Shape, workload: Workload, *, flops: float, bandwidth: float
+) -> float:
+    """Prompts once, then every position at the slower of computing and reading."""
+    prefill = 2 * shape.layer_parameters * workload.prompts * workload.prompt
+    steps = decode_steps(shape, workload)
+    return prefill / flops + sum(max(work / flops, moved / bandwidth) for work, moved in steps)
+
+
+def update_flops(shape: Shape, workload: Workload, *, shared: bool) -> float:
+    """Forward and backward of a whole batch; ``shared``: every prompt once, not once a sample."""
+    rows, prompt = workload.going_on(), workload.prompt
+    num_prompts = workload.prompts if shared else workload.sequences
+    pairs = sum(count * (prompt + position) for position, count in enumerate(rows))
+    return shape.train_flops(
+        round(sum(rows) + num_prompts * prompt),
+        round(sum(rows)),
+        key_pairs=round(pairs + num_prompts * prompt**2 / 2),
+    )
+
+
+def update_floor_s(shape: Shape, workload: Workload, *, flops: float, bandwidth: float) -> float:
+    """Forward and backward with shared prompts, then AdamW, which only moves bytes."""
+    parameters = shape.layer_parameters + shape.head_parameters * (1 if shape.tied else 2)
+    computing = update_flops(shape, workload, shared=True) / flops
+    return computing + ADAM_BYTES_PER_PARAMETER * parameters / bandwidth
 
 
 @torch.no_grad()
@@ -135,14 +209,14 @@ def plant_end(decoder: Decoder, mean_response: int) -> None:
     """
     embedding, head = decoder.embedding.weight, decoder.lm_head_weight
     embedding[:, 0] = 1.0
-    for layer in decoder.layers:
-        layer.o.weight[0] = 0.0
-        layer.down.weight[0] = 0.0
+    for name, weight in decoder.named_parameters():
+        if name.endswith((".o.weight", ".down.weight")):
+            weight[0] = 0.0
     if head is not embedding:
         head[:, 0] = 1.0
     head[EOS_ID] = 0.0
     generator = torch.Generator(head.device).manual_seed(1)
-    tokens = torch.randint(1000, 2000, (512,), device=head.device, generator=generator)
+    tokens = torch.randint(0, len(head), (512,), device=head.device, generator=generator)
     none = torch.zeros(1, dtype=torch.int64)
     one = Segments(none, torch.tensor([512]), none, none)
     positions = torch.arange(512, device=head.device)

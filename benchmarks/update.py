@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from measure import describe, peak_gib, synchronize
@@ -45,12 +46,11 @@ def sequences_of(workload: Workload) -> list[TrainSequence]:
     return sequences
 
 
-def run(name: str, workload_name: str, budget: int, *, checkpointing: bool, repeats: int) -> dict:
-    """One row of the table."""
-    shape, workload = SHAPES[name], WORKLOADS[workload_name]
+def make_engine(name: str, *, checkpointing: bool) -> SingleDeviceEngine:
+    """A trainer of random weights."""
     platform = select_platform("auto")
     decoder = random_decoder(
-        shape,
+        SHAPES[name],
         device=platform.device_type,
         dtype=torch.float32,
         operators=operators_for(platform),
@@ -58,14 +58,13 @@ def run(name: str, workload_name: str, budget: int, *, checkpointing: bool, repe
     stored = NativeModel(decoder, hf_config={}, source=Path())
     model = stored.in_dtype(torch.bfloat16)
     model.set_gradient_checkpointing(checkpointing)
-    engine = SingleDeviceEngine(
-        stored, OptimConfig(lr=1e-6), total_training_steps=100, compute=model
-    )
-    sequences = sequences_of(workload)
-    num_loss_tokens = sum(len(sequence.response_ids) for sequence in sequences)
-    generator = torch.Generator().manual_seed(0)
-    columns = LossColumns(torch.randn(num_loss_tokens, generator=generator))
-    loss = PolicyLoss(
+    optim = OptimConfig(lr=1e-6)
+    return SingleDeviceEngine(stored, optim, total_training_steps=100, compute=model)
+
+
+def grpo_loss(workload: Workload) -> PolicyLoss:
+    """The loss of GRPO without a KL term."""
+    return PolicyLoss(
         loss_mode="vanilla",
         clip_ratio_low=0.2,
         clip_ratio_high=0.2,
@@ -78,44 +77,54 @@ def run(name: str, workload_name: str, budget: int, *, checkpointing: bool, repe
         kl_loss_coef=0.0,
         kl_loss_type="low_var_kl",
     )
+
+
+def run(
+    name: str, workload_name: str, *, budget: int, checkpointing: bool, repeats: int
+) -> dict[str, Any]:
+    """One row of the table."""
+    shape, workload = SHAPES[name], WORKLOADS[workload_name]
+    engine, loss = make_engine(name, checkpointing=checkpointing), grpo_loss(workload)
+    sequences = sequences_of(workload)
+    num_loss_tokens = sum(len(sequence.response_ids) for sequence in sequences)
+    generator = torch.Generator().manual_seed(0)
+    columns = LossColumns(torch.randn(num_loss_tokens, generator=generator))
     scale = LossScale(num_loss_tokens, len(sequences))
     torch.accelerator.reset_peak_memory_stats()
-    update_s, pack_s = [], []
+    update_s: list[float] = []
+    pack_s: list[float] = []
     for repeat in range(NUM_WARMUP + repeats):
         synchronize()
         start = time.perf_counter()
         plan = plan_microbatches(sequences, max_tokens=budget)
         batches = pack_microbatches(sequences, plan, columns=columns)
         packed = time.perf_counter()
-        report = engine.update(batches, loss, scale=scale, temperature=1.0)
+        engine.update(batches, loss, scale=scale, temperature=1.0)
         synchronize()
         end = time.perf_counter()
         if repeat >= NUM_WARMUP:
             update_s.append(end - packed)
             pack_s.append(packed - start)
-        else:
-            print(f"warm-up {repeat}: {end - start:.2f} s, norm {report.grad_norm}", flush=True)
     length = workload.prompt + workload.response
+    pairs = len(sequences) * length**2 // 2
     num_tokens = len(sequences) * length
-    flops = shape.train_flops(num_tokens, num_loss_tokens, len(sequences) * length**2 // 2)
-    shared = (
-        num_loss_tokens + workload.prompts * workload.prompt,
-        num_loss_tokens,
-        len(sequences) * length**2 // 2,
-    )
+    num_computed = num_loss_tokens + workload.prompts * workload.prompt
     seconds = statistics.median(update_s)
+    flops, computed = (
+        shape.train_flops(count, num_loss_tokens, key_pairs=pairs)
+        for count in (num_tokens, num_computed)
+    )
     return {
         "model": name,
         "workload": workload_name,
         "budget": budget,
         "checkpointing": checkpointing,
-        "microbatches": len(plan),
         "update_s": seconds,
         "pack_s": statistics.median(pack_s),
         "all_update_s": update_s,
         "tokens_per_s": num_tokens / seconds,
         "mfu_989": flops / seconds / PEAK_FLOPS,
-        "mfu_989_computed": shape.train_flops(*shared) / seconds / PEAK_FLOPS,
+        "mfu_989_computed": computed / seconds / PEAK_FLOPS,
         "peak_gib": peak_gib(),
     }
 
@@ -136,7 +145,11 @@ def main() -> None:
             for budget in arguments.budget:
                 checkpointing = arguments.checkpointing
                 row = run(
-                    model, workload, budget, checkpointing=checkpointing, repeats=arguments.repeats
+                    model,
+                    workload,
+                    budget=budget,
+                    checkpointing=checkpointing,
+                    repeats=arguments.repeats,
                 )
                 rows.append(row)
                 print(

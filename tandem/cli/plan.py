@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.cli.model_fit import length_caution, read_local_config
+from tandem.config.memory import ModelSizes
 from tandem.config.overrides import load_config
 from tandem.config.plan import Plan, make_plan
 from tandem.config.run import RunConfig
@@ -51,6 +52,7 @@ def plan_arguments(arguments: Sequence[str]) -> Plan:
         loaded,
         num_train_rows=train.rows,
         num_val_rows=val.rows,
+        sizes=ModelSizes.of(hf_config),
         warnings=[
             *(found.problem for found in (train, val) if found.problem),
             *length_caution(loaded.config, hf_config),
@@ -90,10 +92,13 @@ def plan_tables(plan: Plan) -> tuple[tuple[str, list[tuple[str, str]]], ...]:
         ("validations at", _shown_steps(plan.validation_steps)),
     ]
     pools = [(", ".join(pool.tasks), f"{pool.devices} device(s)") for pool in plan.pools]
+    gib = {} if plan.memory is None else plan.memory.to_gib()
+    memory = [(name, f"{value:.2f}") for name, value in gib.items()]
     unknown = [(key, "unknown key") for key in plan.unknown_keys]
     return (
         ("Steps", steps),
         ("Pools", pools),
+        ("Memory of an accelerator, GiB", memory),
         ("Keys without effect", [*plan.keys_without_effect.items(), *unknown]),
     )
 

@@ -25,6 +25,7 @@ from tandem.cli.run_folder import (
     open_run_folder,
     write_config,
 )
+from tandem.config.memory import ModelSizes, require_memory
 from tandem.config.run import RunConfig
 from tandem.config.schedule import Schedule, schedule_run
 from tandem.data.prompts import (
@@ -156,6 +157,9 @@ def reward_limits(config: RunConfig) -> RewardLimits:
 async def _train(prepared: Prepared, start: Start, *, switch: StopSwitch) -> RunSummary:
     config = prepared.config
     platform = select_platform(config.trainer.device)
+    sizes = ModelSizes.of(prepared.model.hf_config)
+    if platform.has_own_memory and sizes is not None:
+        require_memory(config, sizes, available_bytes=platform.total_memory_bytes())
     runtime = InProcessRuntime(platform.prepare_thread)
     try:
         engines = await runtime.call(

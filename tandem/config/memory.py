@@ -108,18 +108,29 @@ class MemoryPlan:
         return {name: round(value / GIB, 2) for name, value in parts.items()}
 
 
-def plan_memory(config: RunConfig, sizes: ModelSizes) -> MemoryPlan:
-    """The parts, on an accelerator."""
+def plan_memory(
+    config: RunConfig, sizes: ModelSizes, *, available_bytes: int | None = None
+) -> MemoryPlan:
+    """The parts, on an accelerator.
+
+    Args:
+        available_bytes: the device's memory, of which ``rollout.gpu_memory_utilization`` bounds
+            weights and cache; None if no device is known.
+    """
     layout = config.actor_rollout_ref.actor.fsdp_config
     stored, computed = _BYTES[layout.model_dtype], _BYTES[layout.dtype]
     copies = stored if stored == computed else stored + computed
     weights = sizes.num_parameters
+    cache = computed * sizes.cache_numbers_per_token * _cached_tokens(config)
+    if available_bytes is not None:
+        share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+        cache = min(cache, max(0, int(share * available_bytes) - computed * weights))
     return MemoryPlan(
         weights=copies * weights,
         gradients=copies * weights,
         optimizer=2 * stored * weights,
         reference=computed * weights if config.needs_reference else 0,
-        cache=computed * sizes.cache_numbers_per_token * _cached_tokens(config),
+        cache=cache,
         activations=computed * _microbatch_tokens(config) * _kept_per_token(config, sizes),
         logits=LOGITS_BYTES,
     )
@@ -127,21 +138,23 @@ def plan_memory(config: RunConfig, sizes: ModelSizes) -> MemoryPlan:
 
 def require_memory(config: RunConfig, sizes: ModelSizes, *, available_bytes: int) -> None:
     """Raise UserError, with an override that fits, if the run cannot fit ``available_bytes``."""
-    plan = plan_memory(config, sizes)
+    plan = plan_memory(config, sizes, available_bytes=available_bytes)
     if plan.total <= available_bytes:
         return
+    remedy = _remedy(config, sizes, available_bytes=available_bytes)
     raise UserError(
         f"memory: this run needs about {plan.total / GIB:.0f} GiB (weights, gradients and "
         f"optimizer {(plan.weights + plan.gradients + plan.optimizer) / GIB:.0f}, cache "
         f"{plan.cache / GIB:.0f}, activations {plan.activations / GIB:.0f}) of "
-        f"{available_bytes / GIB:.0f} GiB. {_remedy(config, sizes, available_bytes)}"
+        f"{available_bytes / GIB:.0f} GiB. {remedy}"
     )
 
 
-def _remedy(config: RunConfig, sizes: ModelSizes, available_bytes: int) -> str:
+def _remedy(config: RunConfig, sizes: ModelSizes, *, available_bytes: int) -> str:
     """The first override that makes it fit."""
     for override, changed in _candidates(config):
-        if plan_memory(changed, sizes).total <= available_bytes:
+        plan = plan_memory(changed, sizes, available_bytes=available_bytes)
+        if plan.total <= available_bytes:
             return f"Set {override}."
     return "Use a smaller model or a device with more memory."
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.effects import keys_without_effect
+from tandem.config.memory import MemoryPlan, ModelSizes, plan_memory
 from tandem.config.overrides import LoadedConfig
 from tandem.config.pools import Pool, plan_pools
 from tandem.config.run import RunConfig
@@ -25,6 +26,7 @@ class Plan:
         sequences_per_step: generated and trained on in one training step.
         optimizer_steps_per_step: mini-batches times passes.
         pools: which tasks share how many devices.
+        memory: of an accelerator that holds everything, None if the model's sizes are not known.
         keys_without_effect: set in vain, as they were spelt -> why.
         unknown_keys: let pass because of their ``+``.
         warnings: one line each.
@@ -39,6 +41,7 @@ class Plan:
     sequences_per_step: int
     optimizer_steps_per_step: int
     pools: tuple[Pool, ...]
+    memory: MemoryPlan | None
     keys_without_effect: Mapping[str, str]
     unknown_keys: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -56,6 +59,7 @@ class Plan:
             "num_train_rows": self.num_train_rows,
             "num_val_rows": self.num_val_rows,
             "pools": [{"tasks": list(p.tasks), "devices": p.devices} for p in self.pools],
+            "memory_gib": None if self.memory is None else self.memory.to_gib(),
             "keys_without_effect": dict(self.keys_without_effect),
             "unknown_keys": list(self.unknown_keys),
             "warnings": list(self.warnings),
@@ -68,12 +72,14 @@ def make_plan(
     *,
     num_train_rows: int | None = None,
     num_val_rows: int | None = None,
+    sizes: ModelSizes | None = None,
     warnings: Sequence[str] = (),
 ) -> Plan:
     """Plan a run.
 
     Args:
         num_train_rows, num_val_rows: rows of the files, None where they could not be counted.
+        sizes: of the model, None if they could not be read.
         warnings: what the caller found out, put first.
 
     Raises:
@@ -93,6 +99,7 @@ def make_plan(
         sequences_per_step=config.sequences_per_step,
         optimizer_steps_per_step=config.optimizer_steps_per_step,
         pools=pools,
+        memory=None if sizes is None else plan_memory(config, sizes),
         keys_without_effect=keys_without_effect(loaded),
         unknown_keys=loaded.unknown_keys,
         warnings=(

@@ -134,8 +134,8 @@ class RolloutConfig(BaseModel):
         default=0.5,
         gt=0,
         le=1,
-        description="Share of device memory for weights and cache.",
-        json_schema_extra=no_effect("the native engine allocates what its batch needs"),
+        description="Share of an accelerator's memory for the rollout's weights and cache. No more "
+        "is taken than the sequences of a step need; without effect on CPUs.",
     )
     max_model_len: int | None = Field(
         default=None,

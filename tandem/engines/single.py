@@ -69,8 +69,15 @@ class SingleDeviceEngine:
     def update(
         self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
     ) -> UpdateReport:
-        """One optimizer step over all micro-batches. Without any, the gradient is zero."""
-        total, metrics = self._accumulate(batches, loss, scale=scale, temperature=temperature)
+        """One optimizer step over all micro-batches. Without any, the gradient is zero.
+
+        Running out of memory (torch.OutOfMemoryError) leaves everything as it was.
+        """
+        try:
+            total, metrics = self._accumulate(batches, loss, scale=scale, temperature=temperature)
+        except torch.OutOfMemoryError:
+            self._drop_gradients()
+            raise
         gradients = [self._gradient(parameter) for parameter in self._parameters]
         norm = torch.nn.utils.get_total_norm(gradients)
         numbers = torch.stack([total, norm, *metrics.values()]).tolist()
@@ -87,9 +94,12 @@ class SingleDeviceEngine:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
             self._optimizer.step(factor)
             self._refresh()
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._drop_gradients()
         return report
+
+    def _drop_gradients(self) -> None:
+        for parameter in (*self._parameters, *self._computed):
+            parameter.grad = None
 
     def advance_schedule(self) -> None:
         """Step the learning-rate schedule; called once a training step."""

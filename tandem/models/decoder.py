@@ -121,11 +121,15 @@ class Decoder(nn.Module):
     def forward(self, token_ids_T: Tensor, position_ids_T: Tensor, attention: Attention) -> Tensor:
         """Final-normed hidden states (T, D) of T packed tokens, int64 ids and positions.
 
+        The residual stream is at least fp32, because every layer rounds it: in half precision that
+        is most of the difference between two computations of the same log-prob.
+
         Lengths are the caller's to check (``rotary.require_length``): to look at positions would
         make the host wait for the device.
         """
-        stream: Stream = (self.embedding(token_ids_T), None)
-        angles = self.rotary.angles(position_ids_T, stream[0].dtype)
+        x_TD = self.embedding(token_ids_T)
+        angles = self.rotary.angles(position_ids_T, x_TD.dtype)
+        stream: Stream = (x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
             run = partial(layer, angles=angles, operators=self.operators)

@@ -8,7 +8,7 @@ the same program runs with real engines and with fakes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem.api import MetricSink, ReferencePolicy, RolloutEngine, Runtime, TrainEngine
 from tandem.checkpoint.store import CheckpointStore
@@ -18,6 +18,7 @@ from tandem.data.prompts import PromptSource
 from tandem.data.tokenizer import TextCodec
 from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.throughput import ComputeFacts
+from tandem.pipeline.microbatches import MemoryFit
 from tandem.rewards.pool import RewardPool
 from tandem.types import Prompt
 
@@ -38,6 +39,7 @@ class PipelineParts:
     """Everything a run is made of.
 
     ``preferred_tokens`` is the micro-batch size the platform computes fastest, if it has one.
+    ``memory`` remembers what micro-batches fit.
     ``clock`` gives seconds, of which only differences are used; ``allocated_bytes`` and
     ``reserved_bytes`` are the device allocator's peaks.
     """
@@ -58,3 +60,4 @@ class PipelineParts:
     clock: Callable[[], float]
     allocated_bytes: Callable[[], int]
     reserved_bytes: Callable[[], int]
+    memory: MemoryFit = field(default_factory=MemoryFit)

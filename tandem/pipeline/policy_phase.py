@@ -11,7 +11,7 @@ gradient is the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,19 +19,11 @@ from torch import Tensor
 from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.api import ReferencePolicy, TrainEngine
 from tandem.config.run import RunConfig
-from tandem.data.packing import (
-    Plan,
-    TrainSequence,
-    in_sequence_order,
-    pack_microbatches,
-    plan_microbatches,
-)
-from tandem.pipeline.experience import (
-    Experience,
-    ScoredBatch,
-)
+from tandem.data.packing import Plan, TrainSequence, in_sequence_order, pack_microbatches
+from tandem.pipeline.experience import Experience, ScoredBatch
+from tandem.pipeline.microbatches import MicrobatchLimits
 from tandem.pipeline.parts import PipelineParts
-from tandem.types import LossScale, PackedBatch, UpdateReport
+from tandem.types import LossScale, UpdateReport
 
 MEANS_OVER_COMPUTED_TOKENS = ("actor/entropy", "actor/ppo_kl")
 """Metrics that skipped sequences would have contributed to: they are means over computed tokens."""
@@ -41,30 +33,6 @@ COMPUTED_SHARE = "actor/computed_sequences/share"
 
 ZERO_WITHOUT_SEQUENCES: tuple[str, ...] = ("actor/loss", "actor/pg_loss", "actor/pg_clipfrac")
 """What a mini-batch contributes to means over mini-batches if all its sequences were skipped."""
-
-
-@dataclass(frozen=True, slots=True)
-class MicrobatchLimits:
-    """How large a micro-batch may be: by the tokens ``key`` allows, if given, else by count.
-
-    ``preferred_tokens`` is what the platform computes fastest; it counts where the user left the
-    choice, and gives way to a sequence that is longer.
-    """
-
-    key: str
-    max_sequences: int | None
-    max_tokens: int | None
-    preferred_tokens: int | None
-
-    def plan(self, sequences: Sequence[TrainSequence]) -> Plan:
-        """Micro-batches within the limit. Raises UserError if one sequence alone is too long."""
-        if self.max_tokens is None:
-            return plan_microbatches(sequences, max_sequences=self.max_sequences)
-        max_tokens = self.max_tokens
-        if self.preferred_tokens is not None:
-            longest = max((len(s.prompt_ids) + len(s.response_ids) for s in sequences), default=0)
-            max_tokens = min(max_tokens, max(self.preferred_tokens, longest))
-        return plan_microbatches(sequences, max_tokens=max_tokens, key=self.key)
 
 
 async def score_with_policy(parts: PipelineParts, batch: ScoredBatch) -> Tensor | None:
@@ -147,10 +115,17 @@ async def _optimizer_step(
     computed = [i for i in chosen if computed_N[i]]
     num_tokens = sum(sequences[i].num_loss_tokens for i in valid)
     scale = LossScale(num_tokens=max(num_tokens, 1), num_sequences=max(len(valid), 1))
-    batches = _pack_microbatches(experience, computed, limits=_update_limits(parts))
     temperature = parts.config.actor_rollout_ref.rollout.temperature
-    report = await parts.runtime.call(
-        parts.engines.train.update, batches, loss, scale=scale, temperature=temperature
+
+    async def update(plan: Plan) -> UpdateReport:
+        members = [[computed[i] for i in microbatch] for microbatch in plan]
+        batches = pack_microbatches(sequences, members, columns=experience.columns)
+        return await parts.runtime.call(
+            parts.engines.train.update, batches, loss, scale=scale, temperature=temperature
+        )
+
+    report = await parts.memory.run(
+        update, [sequences[i] for i in computed], limits=_update_limits(parts)
     )
     share = {COMPUTED_SHARE: len(computed) / max(len(valid), 1)}
     if not computed:
@@ -189,15 +164,6 @@ def _sequence_order(config: RunConfig, num_sequences: int, *, epoch: int) -> lis
     return [int(i) for i in torch.randperm(num_sequences, generator=generator)]
 
 
-def _pack_microbatches(
-    experience: Experience, indices: Sequence[int], *, limits: MicrobatchLimits
-) -> list[PackedBatch]:
-    sequences = experience.batch.sequences
-    plan = limits.plan([sequences[i] for i in indices])
-    chosen = [[indices[i] for i in members] for members in plan]
-    return pack_microbatches(sequences, chosen, columns=experience.columns)
-
-
 async def _log_probs(
     parts: PipelineParts,
     engine: TrainEngine | ReferencePolicy,
@@ -206,11 +172,14 @@ async def _log_probs(
     limits: MicrobatchLimits,
 ) -> Tensor:
     """Log-probs of all response tokens in the order of the sequences, fp32 (R,)."""
-    plan = limits.plan(sequences)
-    batches = pack_microbatches(sequences, plan)
     temperature = parts.config.actor_rollout_ref.rollout.temperature
-    columns = await parts.runtime.call(engine.log_probs, batches, temperature)
-    return in_sequence_order(columns, sequences=sequences, plan=plan)
+
+    async def score(plan: Plan) -> Tensor:
+        batches = pack_microbatches(sequences, plan)
+        columns = await parts.runtime.call(engine.log_probs, batches, temperature)
+        return in_sequence_order(columns, sequences=sequences, plan=plan)
+
+    return await parts.memory.run(score, sequences, limits=limits)
 
 
 def _update_limits(parts: PipelineParts) -> MicrobatchLimits:

@@ -100,13 +100,15 @@ def rollout_difference(experience: Experience) -> dict[str, float]:
         return {}
     trainer_R, rollout_R = old_logp_R.exp(), rollout_logp_R.exp()
     difference_R = (trainer_R - rollout_R).abs()
+    logp_difference_R = (old_logp_R - rollout_logp_R).abs()
     return {
         "training/rollout_probs_diff_valid": 1.0,
         "training/rollout_probs_diff_max": difference_R.max().item(),
         "training/rollout_probs_diff_mean": difference_R.mean().item(),
         "training/rollout_probs_diff_std": _std(difference_R),
         "training/rollout_actor_probs_pearson_corr": _correlation(trainer_R, rollout_R),
-        "training/rollout_logp_diff_mean": (old_logp_R - rollout_logp_R).abs().mean().item(),
+        "training/rollout_logp_diff_mean": logp_difference_R.mean().item(),
+        "training/rollout_logp_diff_max": logp_difference_R.max().item(),
     }
 
 

@@ -12,19 +12,21 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from tandem.algorithms.sft import SftLoss
 from tandem.api import MetricSink, Runtime, TrainEngine
 from tandem.checkpoint.store import Checkpoint, CheckpointStore
 from tandem.config.schedule import Schedule
 from tandem.config.sft import SftConfig
-from tandem.data.packing import TrainSequence, pack_microbatches
+from tandem.data.packing import Plan, TrainSequence, pack_microbatches
 from tandem.data.sft import SftSource
 from tandem.data.tokenizer import TextCodec
 from tandem.metrics.throughput import StepTime, throughput_metrics
 from tandem.metrics.timers import Timers
 from tandem.pipeline.failures import DivergenceGuard
 from tandem.pipeline.loop import RunSummary
-from tandem.pipeline.policy_phase import MicrobatchLimits
+from tandem.pipeline.microbatches import MemoryFit, MicrobatchLimits
 from tandem.types import LossScale, StepReport, UpdateReport
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class SupervisedLoop:
         self._parts = parts
         self._divergence = DivergenceGuard("optim.lr", parts.config.optim.lr)
         self._limits = microbatch_limits(parts.config, parts.preferred_tokens)
+        self._memory = MemoryFit()
         self._timers = Timers(parts.clock)
         self._step = 0
         self._saved_step = -1
@@ -109,12 +112,16 @@ class SupervisedLoop:
         }
 
     async def _update(self, sequences: Sequence[TrainSequence]) -> UpdateReport:
-        batches = pack_microbatches(sequences, self._limits.plan(sequences))
         scale = LossScale(sum(s.num_loss_tokens for s in sequences), len(sequences))
         engine, runtime = self._parts.engine, self._parts.runtime
-        report = await runtime.call(
-            engine.update, batches, SftLoss(), scale=scale, temperature=_TEMPERATURE
-        )
+
+        async def update(plan: Plan) -> UpdateReport:
+            batches = pack_microbatches(sequences, plan)
+            return await runtime.call(
+                engine.update, batches, SftLoss(), scale=scale, temperature=_TEMPERATURE
+            )
+
+        report = await self._memory.run(update, sequences, limits=self._limits)
         await runtime.call(engine.advance_schedule)
         self._divergence.check(self._step + 1, [report])
         return report
@@ -139,10 +146,14 @@ class SupervisedLoop:
         sequences = self._parts.validation
         if not sequences:
             return {}
-        batches = pack_microbatches(sequences, self._limits.plan(sequences))
-        columns = await self._parts.runtime.call(
-            self._parts.engine.log_probs, batches, _TEMPERATURE
-        )
+
+        async def score(plan: Plan) -> list[Tensor]:
+            batches = pack_microbatches(sequences, plan)
+            return await self._parts.runtime.call(
+                self._parts.engine.log_probs, batches, _TEMPERATURE
+            )
+
+        columns = await self._memory.run(score, sequences, limits=self._limits)
         total = sum(float(column_R.double().sum()) for column_R in columns)
         num_tokens = sum(s.num_loss_tokens for s in sequences)
         self._validation = {"val/loss": -total / num_tokens}

@@ -35,6 +35,7 @@ class Platform:
         prepare_thread: what a thread that computes must do first.
         kernels: who computes what is not a matrix product: torch, or our Triton kernels.
         make_capturer: how a sequence of operations is recorded and replayed.
+        has_own_memory: whether its memory is apart from the host's, and bounded.
         num_multiprocessors: how many programs run at the same time.
     """
 
@@ -51,6 +52,7 @@ class Platform:
     prepare_thread: Callable[[], object]
     kernels: Literal["torch", "triton"]
     make_capturer: Callable[[], Capturer]
+    has_own_memory: bool
     num_multiprocessors: Callable[[], int]
 
 
@@ -77,6 +79,7 @@ CPU = Platform(
     prepare_thread=_flush_denormals,
     kernels="torch",
     make_capturer=eager,
+    has_own_memory=False,
     num_multiprocessors=lambda: 1,
 )
 
@@ -94,6 +97,7 @@ CUDA = Platform(
     prepare_thread=_nothing,
     kernels="triton",
     make_capturer=cuda_graphs,
+    has_own_memory=True,
     num_multiprocessors=lambda: torch.cuda.get_device_properties(None).multi_processor_count,
 )
 

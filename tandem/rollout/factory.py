@@ -75,5 +75,5 @@ def _paged(
             max_cache_bytes=max(0, memory_bytes - weights_bytes),
             busy_programs=2 * platform.num_multiprocessors(),
         ),
-        platform.make_capturer(),
+        capturer=platform.make_capturer(),
     )

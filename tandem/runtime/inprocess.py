@@ -2,8 +2,7 @@
 """The runtime for one process: engine calls run one at a time on one worker thread.
 
 The event loop stays free for signals, rewards and the progress display while an engine computes.
-There is no
-parallelism between engines here by design: they share the device.
+There is no parallelism between engines here by design: they share the device.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from tandem.runtime.memory import keep_freed_memory
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -23,6 +24,7 @@ class InProcessRuntime:
 
     def __init__(self, prepare_thread: Callable[[], object] | None = None) -> None:
         """``prepare_thread`` runs first on the engine thread (``Platform.prepare_thread``)."""
+        keep_freed_memory()
         self._executor = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="engine", initializer=prepare_thread
         )

@@ -109,12 +109,12 @@ class _TokenLogProbs(torch.autograd.Function):
             )
             torch.mm(grad_CV, weight_VD, out=grad_h_RD[start : start + rows])
             if ctx.needs_input_grad[1]:
-                total_VD = _accumulate(total_VD, grad_CV, h_CD)
+                total_VD = _accumulate(total_VD, grad_CV, h_CD=h_CD)
         grad_weight_VD = None if total_VD is None else total_VD.to(weight_VD.dtype)
         return grad_h_RD, grad_weight_VD, None, None
 
 
-def _accumulate(total_VD: Tensor | None, grad_CV: Tensor, h_CD: Tensor) -> Tensor:
+def _accumulate(total_VD: Tensor | None, grad_CV: Tensor, *, h_CD: Tensor) -> Tensor:
     """Sums over chunks in fp32; a single chunk is not converted."""
     if total_VD is None:
         return torch.mm(grad_CV.T, h_CD)

@@ -2,7 +2,8 @@
 """Triton kernels: residual sum and root mean square norm in one pass, and their gradients.
 
 The sum is rounded to the dtype of the stream first and the norm is taken of the rounded sum, in
-fp32 with one rounding at the end. Gradients are the same in every run: each program sums the weight
+fp32 with one rounding, to the dtype of the weight. What is added and the norm may be of lower
+precision than the stream. Gradients are the same in every run: each program sums the weight
 gradient of its own rows, and torch adds the programs' sums. Not for fp64.
 
 Shapes: T tokens, D hidden, P programs of the backward pass.
@@ -41,17 +42,21 @@ class _AddNorm(torch.autograd.Function):
         inverse_T = torch.empty(x_TD.shape[0], dtype=torch.float32, device=x_TD.device)
         h_TD, sum_TD = _forward(x_TD, delta_TD, weight_D=weight_D, eps=eps, inverse_T=inverse_T)
         ctx.set_materialize_grads(False)
+        ctx.delta_dtype = x_TD.dtype if delta_TD is None else delta_TD.dtype
         ctx.save_for_backward(sum_TD, inverse_T, weight_D)
         return h_TD, sum_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_h_TD: Tensor | None, grad_sum_TD: Tensor | None) -> Any:
-        grad_x_TD, grad_weight_D = grad_sum_TD, None
-        if grad_h_TD is not None:
-            grad_x_TD, grad_weight_D = _backward(grad_h_TD, grad_sum_TD, saved=ctx.saved_tensors)
-        grad_delta_TD = grad_x_TD if ctx.needs_input_grad[1] else None
-        return grad_x_TD, grad_delta_TD, grad_weight_D, None
+        wanted = ctx.delta_dtype if ctx.needs_input_grad[1] else None
+        if grad_h_TD is None:
+            grad_delta_TD = None
+            if grad_sum_TD is not None and wanted is not None:
+                grad_delta_TD = grad_sum_TD.to(wanted)
+            return grad_sum_TD, grad_delta_TD, None, None
+        gradients = _backward(grad_h_TD, grad_sum_TD, saved=ctx.saved_tensors, delta_dtype=wanted)
+        return *gradients, None
 
 
 @cache
@@ -73,7 +78,7 @@ def _forward(
     num_rows, hidden = x_TD.shape
     block, num_warps = _block_and_warps(hidden)
     input_TD = x_TD.contiguous()
-    h_TD = torch.empty_like(input_TD)
+    h_TD = torch.empty_like(input_TD, dtype=weight_D.dtype)
     sum_TD = x_TD if delta_TD is None else torch.empty_like(input_TD)
     _add_norm.run(
         h_TD,
@@ -95,18 +100,27 @@ def _forward(
 
 
 def _backward(
-    grad_h_TD: Tensor, grad_sum_TD: Tensor | None, *, saved: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the sum and of the weight."""
+    grad_h_TD: Tensor,
+    grad_sum_TD: Tensor | None,
+    *,
+    saved: tuple[Tensor, ...],
+    delta_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of the stream, of what was added to it (None without a dtype), of the weight."""
     sum_TD, inverse_T, weight_D = saved
     num_rows, hidden = sum_TD.shape
     block, num_warps = _block_and_warps(hidden)
     programs = min(-(-num_rows // _MIN_ROWS_PER_PROGRAM), _MAX_PARTIAL_ELEMENTS // block)
     grad_h_TD, sum_TD = grad_h_TD.contiguous(), sum_TD.contiguous()
     grad_x_TD = torch.empty_like(sum_TD)
+    grad_delta_TD = None
+    if delta_dtype is not None:
+        same = delta_dtype == sum_TD.dtype
+        grad_delta_TD = grad_x_TD if same else torch.empty_like(sum_TD, dtype=delta_dtype)
     partial_PD = torch.empty((programs, hidden), dtype=torch.float32, device=sum_TD.device)
     _add_norm_backward.run(
         grad_x_TD,
+        grad_x_TD if grad_delta_TD is None else grad_delta_TD,
         partial_PD,
         grad_h_TD,
         grad_h_TD if grad_sum_TD is None else grad_sum_TD.contiguous(),
@@ -117,11 +131,12 @@ def _backward(
         D=hidden,
         BLOCK=block,
         ADDS=grad_sum_TD is not None,
+        SPLITS=grad_delta_TD is not None and grad_delta_TD is not grad_x_TD,
         grid=(programs,),
         warmup=False,
         num_warps=num_warps,
     )
-    return grad_x_TD, partial_PD.sum(0).to(weight_D.dtype)
+    return grad_x_TD, grad_delta_TD, partial_PD.sum(0).to(weight_D.dtype)
 
 
 @triton.jit
@@ -158,6 +173,7 @@ def _add_norm(
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_norm_backward(
     grad_x_ptr,
+    grad_delta_ptr,
     partial_ptr,
     grad_h_ptr,
     grad_sum_ptr,
@@ -168,6 +184,7 @@ def _add_norm_backward(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at_partial = row * D
@@ -186,5 +203,7 @@ def _add_norm_backward(
         if ADDS:
             grad += tl.load(grad_sum_ptr + at, inside, 0.0).to(tl.float32)
         tl.store(grad_x_ptr + at, grad.to(grad_x_ptr.dtype.element_ty), inside)
+        if SPLITS:
+            tl.store(grad_delta_ptr + at, grad.to(grad_delta_ptr.dtype.element_ty), inside)
         row += tl.num_programs(0)
     tl.store(partial_ptr + at_partial + d, partial, inside)

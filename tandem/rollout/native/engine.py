@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.models.decoder import Decoder
+from tandem.rollout.ending import finish_reason
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.native.attention import DecodeAttention, PrefillAttention
 from tandem.rollout.native.cache import NUM_UNIFORMS, CacheShape, PromptStates, RowCache
 from tandem.rollout.native.scheduler import Admission, Limits, Row, Scheduler
 from tandem.rollout.sampler import Draw, draw_tokens
-from tandem.types import Completion, FinishReason, GenerationRequest, TokenIds
+from tandem.types import Completion, GenerationRequest, TokenIds
 
 _SMALL_CACHE_BYTES = 64 * 2**20
 """A cache of this size is allocated at once and kept when idle; a larger one grows and is freed."""
@@ -96,6 +97,9 @@ class NativeRolloutEngine:
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; nothing is computed."""
+        for request in requests:
+            longest = len(request.prompt_ids) + request.sampling.max_new_tokens
+            self._decoder.rotary.require_length(longest)
         self._scheduler.add(requests)
 
     def set_weights_version(self, version: int) -> None:
@@ -266,6 +270,6 @@ class NativeRolloutEngine:
             sample_id=row.sample_id,
             token_ids=tuple(token_ids),
             log_probs=tuple(log_probs),
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            finish_reason=finish_reason(log_probs[-1], stopped=stopped),
             weights_version=row.weights_version,
         )

@@ -60,7 +60,7 @@ class PageStore:
         ]
 
     @classmethod
-    def grown(cls, store: PageStore | None, shape: PageShape, num_pages: int) -> PageStore:
+    def grown(cls, store: PageStore | None, shape: PageShape, *, num_pages: int) -> PageStore:
         """A store of ``num_pages`` that begins with what ``store`` holds."""
         larger = cls(shape, num_pages)
         for old, new in zip(store.layers if store else [], larger.layers, strict=False):
@@ -109,9 +109,9 @@ class RowState:
         numbers = torch.zeros((num_rows, cls.NUM_FIELDS), dtype=torch.int64, device=device)
         return cls(numbers, torch.zeros((num_rows, 2), device=device))
 
-    def first(self, num_rows: int) -> RowState:
-        """Views of the first rows."""
-        return RowState(self.numbers[:num_rows], self.settings[:num_rows])
+    def rows(self, rows: slice) -> RowState:
+        """Views of some rows."""
+        return RowState(self.numbers[rows], self.settings[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +139,9 @@ class Window:
             torch.tensor(eos_ids, dtype=torch.int64, device=device),
         )
 
-    def first(self, num_rows: int) -> Window:
-        """Views of the first rows."""
-        return Window(
-            self.uniform_BW[:num_rows],
-            self.token_BW[:num_rows],
-            self.logp_BW[:num_rows],
-            self.eos_ids,
-        )
+    def rows(self, rows: slice) -> Window:
+        """Views of some rows."""
+        return Window(self.uniform_BW[rows], self.token_BW[rows], self.logp_BW[rows], self.eos_ids)
 
 
 @dataclass(frozen=True, slots=True)

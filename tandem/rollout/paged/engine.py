@@ -2,12 +2,10 @@
 """The native rollout engine for accelerators, over the decoder that the trainer trains, in the same
 storage.
 
-Prompts are prefilled once for all their samples. Decode steps run as captured graphs that sample
-and detect ends on the device. The host looks once a window of steps, and launches the next window
-before it reads the last, so that the device never waits for it; a sequence that has ended is
-therefore carried along for up to a window more. Tokens depend on the weights, the prompt, the
-sampling parameters and (seed, sample id) alone, up to the rounding of logits. One process, one
-device.
+Prompts are prefilled once for all their samples; steps are captured, sample and find ends on the
+device. The host launches a window of steps before it reads the last one, so that the device never
+waits; a sequence that has ended is carried along for up to a window more. Tokens depend on weights,
+prompt, sampling parameters and (seed, sample id), up to rounding of logits; not on the batch.
 
 Shapes: B running rows, n rows entering, P prompts, T packed tokens, W tokens of a window, N pages
 of a block table.
@@ -74,7 +72,7 @@ class PagedRolloutConfig:
 class PagedRolloutEngine:
     """``api.RolloutEngine`` on one accelerator. The decoder is read, never copied."""
 
-    def __init__(self, decoder: Decoder, config: PagedRolloutConfig, capturer: Capturer) -> None:
+    def __init__(self, decoder: Decoder, config: PagedRolloutConfig, *, capturer: Capturer) -> None:
         weight = decoder.lm_head_weight
         self._decoder = decoder
         self._config = config
@@ -148,12 +146,12 @@ class PagedRolloutEngine:
         replay = step.prepare(len(rows), store, filtered=any(map(_is_filtered, rows)))
         self._draw_uniforms(step, len(rows))
         if entries:
-            self._prefill(entries, step, store, first_row=len(kept))
+            self._prefill(entries, step, store=store, first_row=len(kept))
         for _ in range(num_steps):
             replay()
         launched = [min(num_steps, row.num_remaining) for row in kept]
         launched += [min(num_steps + 1, row.num_remaining) for row in new]
-        return self._read(step, rows, launched)
+        return self._read(step, rows, launched=launched)
 
     def _fits(self) -> bool:
         """Whether pages and buffers are large enough for what has been added since."""
@@ -171,7 +169,7 @@ class PagedRolloutEngine:
         store, step = self._store, self._step
         if store is None or store.num_pages < num_pages:
             self._step = step = None
-            store = self._store = PageStore.grown(store, self._shape, num_pages)
+            store = self._store = PageStore.grown(store, self._shape, num_pages=num_pages)
         if step is None or step.table_RN.shape[1] < table_pages:
             config = self._config
             window = Window.allocate(
@@ -225,7 +223,7 @@ class PagedRolloutEngine:
         step.window.uniform_BW[:num_rows] = uniforms(key_B, positions_BW)
 
     def _prefill(
-        self, entries: Sequence[Entry], step: DecodeStep, store: PageStore, *, first_row: int
+        self, entries: Sequence[Entry], step: DecodeStep, *, store: PageStore, first_row: int
     ) -> None:
         """Fill the pages of the entering rows and draw their first tokens."""
         contexts = [entry.context_ids for entry in entries]
@@ -250,19 +248,14 @@ class PagedRolloutEngine:
                 sequence.weights_version = self._weights_version
         draw_next(
             logits_PV,
-            RowState(step.state.numbers[rows], step.state.settings[rows]),
-            Window(
-                step.window.uniform_BW[rows],
-                step.window.token_BW[rows],
-                step.window.logp_BW[rows],
-                step.window.eos_ids,
-            ),
+            step.state.rows(rows),
+            window=step.window.rows(rows),
             filtered=any(map(_is_filtered, sequences)),
             logits_row_B=self._to_device(source_n),
         )
         self.num_prefilled_tokens += len(token_T)
 
-    def _read(self, step: DecodeStep, rows: Sequence[Running], launched: list[int]) -> _Flight:
+    def _read(self, step: DecodeStep, rows: Sequence[Running], *, launched: list[int]) -> _Flight:
         """Queue the copies to the host behind the window."""
         num_rows = len(rows)
         for row, count in zip(rows, launched, strict=True):

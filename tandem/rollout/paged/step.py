@@ -11,6 +11,8 @@ pages of a block table, S shares, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,18 @@ def batch_sizes(max_rows: int) -> list[int]:
         size = sizes[-1]
         sizes.append(size + max(8, 1 << max(0, size.bit_length() - 4)))
     return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _PageAttention:
+    """The decoder's attention over the pages of its rows."""
+
+    store: PageStore
+    rows: RowTables
+
+    def __call__(self, layer: int, q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor) -> Tensor:
+        cache = self.store.layers[layer]
+        return decode_attention(q_BHE, k_BKE, v_BKE=v_BKE, cache=cache, rows=self.rows)
 
 
 class DecodeStep:
@@ -82,16 +96,14 @@ class DecodeStep:
 
     def _run(self, store: PageStore, rows: RowTables, *, filtered: bool) -> None:
         size = len(rows.table_BN)
-
-        def attention(layer: int, q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor) -> Tensor:
-            return decode_attention(q_BHE, k_BKE, v_BKE, cache=store.layers[layer], rows=rows)
-
         token_B = self.state.numbers[:size, RowState.TOKEN]
-        logits_BV = self.logits(self._decoder(token_B, rows.position_B, attention))
+        logits_BV = self.logits(
+            self._decoder(token_B, rows.position_B, _PageAttention(store, rows))
+        )
         draw_next(
             logits_BV,
-            self.state.first(size),
-            self.window.first(size),
+            self.state.rows(slice(size)),
+            window=self.window.rows(slice(size)),
             filtered=filtered,
             logits_row_B=self._row_R[:size],
         )

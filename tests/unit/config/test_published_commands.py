@@ -143,7 +143,6 @@ def test_the_ascend_command_names_its_keys_without_effect(gsm8k_home: Path) -> N
         "actor_rollout_ref.rollout.enable_chunked_prefill",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
         "actor_rollout_ref.rollout.name",
-        "actor_rollout_ref.rollout.gpu_memory_utilization",
         "actor_rollout_ref.ref.fsdp_config.param_offload",
         "algorithm.kl_ctrl.kl_coef",
     }

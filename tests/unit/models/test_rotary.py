@@ -107,9 +107,9 @@ def test_logits_with_scaling_equal_transformers(case, hf_class, tmp_path):
 @pytest.mark.parametrize(("case", "limit"), [("dynamic", 4096), ("longrope", 4000)])
 def test_length_dependent_scaling_refuses_longer_sequences(case, limit):
     rotary = rotary_of(LlamaConfig(**LONG, rope_parameters=dict(SCALINGS[case])))
-    rotary.angles(torch.tensor([0, limit - 1]), torch.float32)
+    rotary.require_length(limit)
     with pytest.raises(UserError, match=f"sequence length={limit + 1}.*up to {limit}"):
-        rotary.angles(torch.tensor([0, limit]), torch.float32)
+        rotary.require_length(limit + 1)
 
 
 def test_angles_are_computed_in_fp32_also_for_bfloat16():

@@ -18,6 +18,7 @@ from tandem.config.run import RunConfig
 from tandem.pipeline.buffer import ScoredGroup
 from tandem.pipeline.experience import PolicyScores, assign_credit, lay_out
 from tandem.pipeline.loop import initial_kl_controller
+from tandem.pipeline.microbatches import MemoryFit
 from tandem.pipeline.parts import Engines, PipelineParts
 from tandem.pipeline.policy_phase import COMPUTED_SHARE, score_with_policy, update_policy
 from tandem.types import (
@@ -94,6 +95,7 @@ def make_parts(engine: RecordingEngine, groups: Sequence[ScoredGroup], *argument
         "runtime": Runtime(),
         "engines": Engines(engine, engine, None),  # type: ignore[arg-type]
         "preferred_tokens": None,
+        "memory": MemoryFit(),
     }
     values: dict[str, Any] = {f.name: given.get(f.name) for f in fields(PipelineParts)}
     return PipelineParts(**values)

@@ -133,3 +133,20 @@ def test_distinct_rules_are_those_of_running_rows() -> None:
     assert len(scheduler.rules) == 1
     scheduler.remove([0, 1])
     assert (scheduler.rules, scheduler.has_work) == ((), False)
+
+
+def test_end_tokens_matter_while_a_row_that_heeds_them_runs() -> None:
+    scheduler = Scheduler(UNLIMITED)
+    endless = SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, ignore_eos=True
+    )
+    scheduler.add([GenerationRequest((0, 1), (5,), endless)])
+    _admit_all(scheduler)
+    assert not scheduler.stops_at_eos
+    scheduler.add([_request(10, n=1)])
+    _admit_all(scheduler)
+    assert scheduler.stops_at_eos
+    scheduler.remove([0])
+    assert scheduler.stops_at_eos
+    scheduler.remove([1 if _running(scheduler)[1] == 10 else 0])
+    assert not scheduler.stops_at_eos

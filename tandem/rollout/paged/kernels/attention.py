@@ -25,7 +25,7 @@ _MIN_DOT_ROWS = 16
 
 
 def decode_attention(
-    q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, *, cache: LayerCache, rows: RowTables
+    q_BHE: Tensor, k_BKE: Tensor, *, v_BKE: Tensor, cache: LayerCache, rows: RowTables
 ) -> Tensor:
     """Store k and v at each row's position, attend to everything up to there: o (B, H, E)."""
     num_rows, num_heads, head_dim = q_BHE.shape
@@ -108,9 +108,8 @@ def _attend(
     g = tl.arange(0, GROUP_ROWS)
     e = tl.arange(0, HEAD_DIM)
     t = tl.arange(0, PAGE)
-    position = tl.load(position_ptr + row * state_stride)
     active = tl.load(active_ptr + row * state_stride) != 0
-    position = tl.where(active, position, 0)
+    position = tl.where(active, tl.load(position_ptr + row * state_stride), 0)
     valid_g = g < GROUP
     q_offset = row * q_stride + (head * GROUP + g)[:, None] * HEAD_DIM + e[None, :]
     q = tl.load(q_ptr + q_offset, mask=valid_g[:, None], other=0.0)

@@ -28,7 +28,7 @@ _LOWEST = -0x7F800001
 
 
 def draw_next(
-    logits_LV: Tensor, state: RowState, window: Window, *, filtered: bool, logits_row_B: Tensor
+    logits_LV: Tensor, state: RowState, *, window: Window, filtered: bool, logits_row_B: Tensor
 ) -> None:
     """Draw one token for each active row and advance its state, all in place.
 
@@ -202,8 +202,7 @@ def _draw(
     beyond = tl.where((reached > target) & (weight > 0), i, CHUNK)
     drawn = tl.maximum(tl.minimum(tl.min(beyond, 0), last), 0)
     likeliest = tl.min(tl.where(x == top, i, CHUNK), 0)
-    token = chunk * CHUNK + tl.where(greedy, likeliest, drawn)
-    token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)
+    token = tl.minimum(chunk * CHUNK + tl.where(greedy, likeliest, drawn), vocabulary - 1)
     logit = tl.load(logits_ptr + source * vocabulary + token).to(tl.float32) * scale
     logp = logit - log_total
 

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paged engine, its kernels interpreted, against the dense engine of CPUs: the same tokens,
 whatever is shared, preempted, batched or filtered.
+
+An interpreted program takes milliseconds: rows are few, and filters have tests of their own.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -13,21 +16,19 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from tandem.errors import UserError
 from tandem.models.decoder import Decoder, DecoderConfig
 from tandem.models.rotary import RopeConfig
 from tandem.platforms.capture import eager
 from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
 from tandem.rollout.paged.cache import PAGE_TOKENS
 from tandem.rollout.paged.engine import PagedRolloutConfig, PagedRolloutEngine
-from tandem.types import Completion, GenerationRequest, SamplingParams
-from tests.fakes import interpreted_triton
+from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams
 
-interpreted_triton.install()
 VOCABULARY = 40
 EOS = (0, 1)
 SEED = 11
 SAMPLED = SamplingParams(temperature=0.9, top_p=1.0, top_k=-1, max_new_tokens=5)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE_BYTES = 2 * 2 * 2 * PAGE_TOKENS * 16 * 4
 CONFIG = PagedRolloutConfig(
     seed=SEED,
@@ -40,7 +41,7 @@ CONFIG = PagedRolloutConfig(
 
 
 @pytest.fixture(scope="module")
-def decoder() -> Decoder:
+def decoder(device: torch.device) -> Decoder:
     """Two layers, six heads over two key/value heads, weights large enough for variety."""
     config = DecoderConfig(
         family="qwen2",
@@ -54,7 +55,7 @@ def decoder() -> Decoder:
         rms_norm_eps=1e-6,
         rope=RopeConfig(10_000.0),
         max_position_embeddings=256,
-        tie_embeddings=True,
+        tie_embeddings=False,
         qkv_bias=True,
         o_bias=False,
         mlp_bias=False,
@@ -63,21 +64,15 @@ def decoder() -> Decoder:
     )
     decoder = Decoder(config)
     decoder.initialize(torch.Generator().manual_seed(0))
-    return decoder.to(DEVICE)
+    return decoder.to(device)
 
 
-def _requests(
-    count: int, *, lengths: tuple[int, int] = (1, 14), sampling: SamplingParams = SAMPLED
-) -> list[GenerationRequest]:
-    rng = random.Random(5)
-    return [
-        GenerationRequest(
-            tuple(range(3 * i, 3 * i + 3)),
-            tuple(rng.randrange(2, VOCABULARY) for _ in range(rng.randint(*lengths))),
-            sampling,
-        )
-        for i in range(count)
-    ]
+def _request(
+    first_id: int, *, n: int = 1, length: int = 6, sampling: SamplingParams = SAMPLED
+) -> GenerationRequest:
+    rng = random.Random(first_id)
+    prompt = tuple(rng.randrange(2, VOCABULARY - 1) for _ in range(length))
+    return GenerationRequest(tuple(range(first_id, first_id + n)), prompt, sampling)
 
 
 def _drain(engine: PagedRolloutEngine | NativeRolloutEngine) -> dict[int, Completion]:
@@ -85,6 +80,14 @@ def _drain(engine: PagedRolloutEngine | NativeRolloutEngine) -> dict[int, Comple
     while completions := engine.advance():
         finished.update({completion.sample_id: completion for completion in completions})
     return finished
+
+
+def _generate(
+    decoder: Decoder, requests: list[GenerationRequest], config: PagedRolloutConfig = CONFIG
+) -> dict[int, Completion]:
+    engine = PagedRolloutEngine(decoder, config, capturer=eager())
+    engine.add(requests)
+    return _drain(engine)
 
 
 def _expected(decoder: Decoder, requests: list[GenerationRequest]) -> dict[int, Completion]:
@@ -111,37 +114,109 @@ def _assert_same(actual: dict[int, Completion], expected: dict[int, Completion])
         )
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SAMPLED,
-        replace(SAMPLED, temperature=0.0),
-        replace(SAMPLED, top_k=5, max_new_tokens=2),
-        replace(SAMPLED, top_p=0.7, max_new_tokens=2),
-        replace(SAMPLED, top_k=8, top_p=0.8, max_new_tokens=2),
-    ],
-)
-def test_tokens_are_those_of_the_dense_engine(decoder, sampling):
-    requests = _requests(2, sampling=sampling)
-    engine = PagedRolloutEngine(decoder, CONFIG, eager())
+def test_tokens_are_those_of_the_dense_engine(decoder: Decoder) -> None:
+    greedy = replace(SAMPLED, temperature=0.0, ignore_eos=True)
+    requests = [_request(0, n=3), _request(10, n=2, sampling=greedy), _request(20, length=1)]
+    engine = PagedRolloutEngine(decoder, CONFIG, capturer=eager())
+    engine.add(requests)
+    assert engine.num_prefilled_tokens == 0
+    finished = _drain(engine)
+    _assert_same(finished, _expected(decoder, requests))
+    assert {c.finish_reason for c in finished.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+    assert engine.num_decoded_tokens == sum(len(c.token_ids) for c in finished.values())
+    assert engine.advance() == []
+
+
+def test_filters_reach_the_rows_that_have_them(decoder: Decoder) -> None:
+    filtered = replace(SAMPLED, temperature=3.0, top_k=3, max_new_tokens=2)
+    nucleus = replace(filtered, top_k=-1, top_p=0.3)
+    requests = [_request(0, sampling=filtered), _request(1, sampling=nucleus)]
+    _assert_same(_generate(decoder, requests), _expected(decoder, requests))
+
+
+def test_a_prompt_is_prefilled_once_for_all_its_samples(decoder: Decoder) -> None:
+    engine = PagedRolloutEngine(decoder, CONFIG, capturer=eager())
+    single = replace(SAMPLED, max_new_tokens=1)
+    requests = [_request(0, n=3, length=PAGE_TOKENS + 3, sampling=single)]
     engine.add(requests)
     _assert_same(_drain(engine), _expected(decoder, requests))
+    assert engine.num_prefilled_tokens == PAGE_TOKENS + 3
 
 
-def test_prompts_and_responses_across_page_borders(decoder):
-    lengths = (PAGE_TOKENS - 2, PAGE_TOKENS + 1)
-    requests = _requests(2, lengths=lengths, sampling=replace(SAMPLED, ignore_eos=True))
-    engine = PagedRolloutEngine(decoder, replace(CONFIG, busy_programs=16), eager())
-    engine.add(requests)
-    _assert_same(_drain(engine), _expected(decoder, requests))
+def test_prompts_and_responses_across_page_borders(decoder: Decoder) -> None:
+    sampling = replace(SAMPLED, ignore_eos=True, max_new_tokens=4)
+    requests = [
+        _request(0, n=2, length=PAGE_TOKENS - 2, sampling=sampling),
+        _request(10, length=PAGE_TOKENS, sampling=sampling),
+    ]
+    actual = _generate(decoder, requests, replace(CONFIG, busy_programs=16))
+    _assert_same(actual, _expected(decoder, requests))
 
 
-def test_preempted_sequences_continue_with_the_same_tokens(decoder):
-    sampling = replace(SAMPLED, max_new_tokens=22, ignore_eos=True)
-    requests = _requests(1, lengths=(PAGE_TOKENS - 17, PAGE_TOKENS - 17), sampling=sampling)
-    config = replace(CONFIG, max_cache_bytes=5 * PAGE_BYTES)
-    engine = PagedRolloutEngine(decoder, config, eager())
+def test_preempted_sequences_continue_with_the_same_tokens(decoder: Decoder) -> None:
+    sampling = replace(SAMPLED, max_new_tokens=13, ignore_eos=True)
+    requests = [_request(0, n=2, length=PAGE_TOKENS - 11, sampling=sampling)]
+    config = replace(CONFIG, max_cache_bytes=3 * PAGE_BYTES)
+    engine = PagedRolloutEngine(decoder, config, capturer=eager())
     engine.add(requests)
     completions = _drain(engine)
-    assert engine.num_preempted > 0
+    assert engine.num_preempted == 1
     _assert_same(completions, _expected(decoder, requests))
+
+
+def test_longer_requests_may_come_while_others_are_under_way(decoder: Decoder) -> None:
+    first = [
+        _request(0, sampling=replace(SAMPLED, max_new_tokens=1)),
+        _request(1, sampling=replace(SAMPLED, max_new_tokens=11, ignore_eos=True)),
+    ]
+    longer = _request(2, length=2 * PAGE_TOKENS)
+    engine = PagedRolloutEngine(decoder, CONFIG, capturer=eager())
+    engine.add(first)
+    finished = {completion.sample_id: completion for completion in engine.advance()}
+    assert set(finished) == {0}
+    engine.set_weights_version(4)
+    engine.add([longer])
+    finished |= _drain(engine)
+    _assert_same(finished, _expected(decoder, [*first, longer]))
+    assert [finished[i].weights_version for i in range(3)] == [0, 0, 4]
+
+
+def test_the_engine_reads_the_decoders_own_storage(decoder: Decoder) -> None:
+    engine = PagedRolloutEngine(decoder, CONFIG, capturer=eager())
+    greedy = replace(SAMPLED, temperature=0.0, max_new_tokens=3, ignore_eos=True)
+    engine.add([_request(0, sampling=greedy)])
+    before = _drain(engine)[0]
+    with torch.no_grad():
+        decoder.final_norm.weight.neg_()
+    expected = _expected(decoder, [_request(0, sampling=greedy)])
+    engine.add([_request(0, sampling=greedy)])
+    after = _drain(engine)
+    with torch.no_grad():
+        decoder.final_norm.weight.neg_()
+    assert after[0].token_ids != before.token_ids
+    _assert_same(after, expected)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_a_sample_whose_logits_are_not_numbers_ends_and_the_others_go_on(decoder: Decoder) -> None:
+    healthy = _request(0, sampling=replace(SAMPLED, max_new_tokens=3))
+    poisoned = GenerationRequest((1,), (VOCABULARY - 1, 5), SAMPLED)
+    expected = _expected(decoder, [healthy])
+    saved = decoder.embedding.weight.detach().clone()
+    with torch.no_grad():
+        decoder.embedding.weight[VOCABULARY - 1] = float("nan")
+    finished = _generate(decoder, [poisoned, healthy])
+    with torch.no_grad():
+        decoder.embedding.weight.copy_(saved)
+    failed = finished.pop(1)
+    assert len(failed.log_probs) == 1 and math.isnan(failed.log_probs[0])
+    assert failed.finish_reason is FinishReason.FAILED
+    _assert_same(finished, expected)
+
+
+def test_what_can_never_be_held_is_refused(decoder: Decoder) -> None:
+    config = replace(CONFIG, max_cache_bytes=PAGE_BYTES)
+    engine = PagedRolloutEngine(decoder, config, capturer=eager())
+    with pytest.raises(UserError, match=f"holds {PAGE_TOKENS} tokens.*gpu_memory_utilization"):
+        engine.add([_request(0, length=PAGE_TOKENS)])
+    assert engine.advance() == []

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole GRPO step on one accelerator through the product, as a user starts it.
+
+    python benchmarks/grpo_step.py [--model qwen2.5-0.5b] [--workload S] [--budget 24576]
+    [--folder FOLDER] [--output FILE] [key=value ...]
+
+Prints one JSON object and a line. Model (random weights), prompts and reward are made in
+``--folder`` and reused from there, also by ``peers/``; ``--prepare`` stops at that. Steps are
+wall-clock from the end of one to the end of the next, nothing left out; the first two are warm-up.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import copy_rate, describe, matmul_rate
+from shapes import (
+    EOS_ID,
+    PAD_ID,
+    SHAPES,
+    WORKLOADS,
+    Shape,
+    Workload,
+    decode_steps,
+    generation_floor_s,
+    plant_end,
+    random_decoder,
+    update_floor_s,
+    update_flops,
+)
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from update import PEAK_FLOPS
+
+from tandem.models.accelerate import operators_for
+from tandem.models.weights import save_hf_folder
+from tandem.platforms.select import select_platform
+
+MODELS = {**SHAPES, "tiny": Shape(64, 256, 2, 4, 2, 16, 512, True)}
+TASKS = {
+    **WORKLOADS,
+    "tiny": Workload(4, 4, 8, 8),
+    "tiny-T": Workload(4, 4, 8, 64, mean_response=16),
+}
+"""The tiny ones measure nothing: they try the script where there is no accelerator."""
+
+NUM_BATCHES = 16
+"""Of prompts in the file; longer runs draw them again."""
+
+PAD, END = "<pad>", "<end>"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
+REWARD = '''"""Cheap, and different for all samples of a prompt, so that no advantage is 0."""
+
+import zlib
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return zlib.crc32(solution_str.encode()) / 2**32
+'''
+
+
+def prepare(folder: Path, model_name: str, *, workload_name: str) -> Path:
+    """The folder of a task: ``prompts.jsonl``, ``reward.py``, and ``task.json``, which says what
+    the model's folder is called. What is complete already is left alone.
+    """
+    shape, workload = MODELS[model_name], TASKS[workload_name]
+    planted = f"-mean{workload.mean_response}" if workload.mean_response else ""
+    model = folder / f"{model_name}{planted}"
+    config = shape.hf_config("bfloat16")
+    if not holds(model / "config.json", config):
+        write_model(model, shape, mean_response=workload.mean_response)
+        write_json(model / "config.json", config)
+    task = folder / f"{model_name}-{workload_name}"
+    content = {"model": model.name, "end_id": EOS_ID, **asdict(workload)}
+    if not holds(task / "task.json", content):
+        task.mkdir(exist_ok=True)
+        write_prompts(task / "prompts.jsonl", workload, vocabulary=shape.vocabulary)
+        (task / "reward.py").write_text(REWARD)
+        write_json(task / "task.json", content)
+    return task
+
+
+def holds(path: Path, content: dict[str, object]) -> bool:
+    """Whether the file, which is written last, says the same."""
+    return path.is_file() and json.loads(path.read_text()) == content
+
+
+def write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_model(folder: Path, shape: Shape, *, mean_response: int | None) -> None:
+    """Weights and tokenizer, without config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    platform = select_platform("auto")
+    decoder = random_decoder(
+        shape,
+        device=platform.device_type,
+        dtype=torch.bfloat16,
+        operators=operators_for(platform),
+    )
+    if mean_response is not None:
+        plant_end(decoder, mean_response)
+    save_hf_folder(decoder, folder)
+    del decoder
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    write_tokenizer(folder, shape.vocabulary)
+    write_json(folder / "generation_config.json", {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID})
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """A word is the number of its token: as many tokens as words, and every token has a text."""
+    words = {PAD_ID: PAD, EOS_ID: END}
+    tokenizer = Tokenizer(WordLevel({words.get(i, str(i)): i for i in range(vocabulary)}, PAD))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in words.values()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def write_prompts(path: Path, workload: Workload, *, vocabulary: int) -> None:
+    """Random prompts of exactly the workload's length in verl's schema."""
+    rng = random.Random(0)
+    with path.open("w") as lines:
+        for index in range(NUM_BATCHES * workload.prompts):
+            tokens = rng.choices(range(EOS_ID + 1, vocabulary), k=workload.prompt)
+            row = {
+                "data_source": "random",
+                "prompt": [{"role": "user", "content": " ".join(map(str, tokens))}],
+                "reward_model": {"style": "rule", "ground_truth": ""},
+                "extra_info": {"index": index},
+            }
+            lines.write(json.dumps(row) + "\n")
+
+
+def command_line(options: argparse.Namespace, task: Path, *, run_folder: Path) -> list[str]:
+    """``python -m tandem.trainer.main_ppo`` with its keys: GRPO without KL, strictly on-policy."""
+    content = json.loads((task / "task.json").read_text())
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    return [
+        *(sys.executable, "-m", "tandem.trainer.main_ppo"),
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={task.parent / content['model']}",
+        f"actor_rollout_ref.model.enable_gradient_checkpointing={options.checkpointing}",
+        f"data.train_files={task / 'prompts.jsonl'}",
+        "data.val_files=[]",
+        f"data.train_batch_size={content['prompts']}",
+        f"data.max_prompt_length={content['prompt']}",
+        f"data.max_response_length={content['response']}",
+        f"custom_reward_function.path={task / 'reward.py'}",
+        f"{actor}.ppo_mini_batch_size={content['prompts']}",
+        f"{actor}.use_dynamic_bsz=True",
+        f"{actor}.ppo_max_token_len_per_gpu={options.budget}",
+        f"{actor}.optim.lr={options.lr}",
+        # A second pass over the batch makes the trainer score it before the first one.
+        f"{actor}.ppo_epochs={2 if options.mismatch else 1}",
+        f"{rollout}.n={content['samples']}",
+        f"{rollout}.temperature=1.0",
+        f"{rollout}.ignore_eos={content['mean_response'] is None}",
+        f"{rollout}.max_num_seqs={content['prompts'] * content['samples']}",
+        f"trainer.total_training_steps={options.warmup + options.steps}",
+        f"trainer.default_local_dir={run_folder}",
+        "trainer.logger=[console]",
+        "trainer.resume_mode=disable",
+        *options.keys,
+    ]
+
+
+def run(command: list[str], run_folder: Path) -> tuple[list[dict[str, float]], float]:
+    """The metrics of every step, and seconds from the command to those of the first step."""
+    log, metrics = run_folder.with_suffix(".log"), run_folder / "metrics.jsonl"
+    begin = time.perf_counter()
+    first_step_s = 0.0
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            time.sleep(0.01)
+            if not first_step_s and metrics.is_file() and metrics.stat().st_size:
+                first_step_s = time.perf_counter() - begin
+    if process.returncode != 0:
+        sys.exit(f"{' '.join(command)}\nfailed:\n{log.read_text()[-4000:]}")
+    return [json.loads(line) for line in metrics.read_text().splitlines()], first_step_s
+
+
+def summarize(records: list[dict[str, float]]) -> dict[str, Any]:
+    """Times, rates and memory of the counted steps."""
+    steps = [r["perf/total_num_tokens"] / r["perf/wall_throughput"] for r in records]
+    phases = {name: [r.get(f"timing_s/{name}", 0.0) for r in records] for name in PHASES}
+    spent = [sum(values) for values in zip(*phases.values(), strict=True)]
+    phases["other"] = [step - seconds for step, seconds in zip(steps, spent, strict=True)]
+    rates = [r["perf/wall_throughput"] for r in records]
+    return {
+        "step_s": statistics.median(steps),
+        "all_step_s": steps,
+        "phases_s": {name: statistics.median(values) for name, values in phases.items()},
+        "all_phases_s": phases,
+        "tokens_per_s": statistics.median(rates),
+        "mean_prompt": statistics.fmean(r["prompt_length/mean"] for r in records),
+        "mean_response": statistics.fmean(r["response_length/mean"] for r in records),
+        "computed_share": min(r["actor/computed_sequences/share"] for r in records),
+        "peak_gib": max(r["perf/max_memory_allocated_gb"] for r in records),
+        "peak_reserved_gib": max(r["perf/max_memory_reserved_gb"] for r in records),
+    }
+
+
+def rollout_difference(records: list[dict[str, float]]) -> dict[str, float]:
+    """Of log-probs and probabilities of rollout and trainer; empty without ``--mismatch``."""
+    names = [name for name in records[0] if name.startswith("training/rollout_")]
+    return {
+        name: (max if name.endswith("max") else statistics.median)(r[name] for r in records)
+        for name in names
+    }
+
+
+def compare_to_limits(
+    shape: Shape, workload: Workload, *, step_s: float, phases_s: dict[str, float]
+) -> dict[str, float]:
+    """The roofline of the step at the rates of this machine."""
+    flops, bandwidth = matmul_rate(), copy_rate()
+    generation_s = generation_floor_s(shape, workload, flops=flops, bandwidth=bandwidth)
+    update_s = update_floor_s(shape, workload, flops=flops, bandwidth=bandwidth)
+    update_rate = update_flops(shape, workload, shared=False) / phases_s["update_actor"]
+    moved = sum(num_bytes for _, num_bytes in decode_steps(shape, workload))
+    return {
+        "matmul_tflops": flops / 1e12,
+        "copy_tb_per_s": bandwidth / 1e12,
+        "generation_floor_s": generation_s,
+        "update_floor_s": update_s,
+        "floor_s": generation_s + update_s,
+        "ratio_to_floor": step_s / (generation_s + update_s),
+        "update_mfu_989": update_rate / PEAK_FLOPS,
+        "update_mfu_matmul": update_rate / flops,
+        "generation_bandwidth_share": moved / phases_s["gen"] / bandwidth,
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="qwen2.5-0.5b", choices=MODELS)
+    parser.add_argument("--workload", default="S", choices=TASKS)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--budget", type=int, default=24576, help="tokens of a micro-batch")
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument(
+        "--mismatch", action="store_true", help="score rollouts too; the update passes twice then"
+    )
+    parser.add_argument("--folder", type=Path, help="of models and prompts; else a temporary one")
+    parser.add_argument("--prepare", action="store_true", help="make the folder and stop")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("keys", nargs="*", help="further keys of tandem")
+    return parser.parse_intermixed_args()
+
+
+def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The JSON object."""
+    shape, workload = MODELS[options.model], TASKS[options.workload]
+    task = prepare(folder, options.model, workload_name=options.workload)
+    with tempfile.TemporaryDirectory() as temporary:
+        run_folder = Path(temporary) / "run"
+        command = command_line(options, task, run_folder=run_folder)
+        records, first_step_s = run(command, run_folder)
+    counted = records[options.warmup :]
+    summary = summarize(counted)
+    limits = {}
+    machine = {"device": "cpu"}
+    if torch.accelerator.is_available():
+        limits = compare_to_limits(
+            shape, workload, step_s=summary["step_s"], phases_s=summary["phases_s"]
+        )
+        machine = describe()
+    return {
+        "benchmark": "grpo_step",
+        "system": "tandem",
+        **machine,
+        "model": options.model,
+        "workload": options.workload,
+        "settings": asdict(workload),
+        "warmup": options.warmup,
+        "started": " ".join(command),
+        "first_step_s": first_step_s,
+        **summary,
+        **limits,
+        "rollout_difference": rollout_difference(counted),
+    }
+
+
+def main() -> None:
+    """See the module docstring."""
+    options = parse()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (options.folder or Path(temporary)).resolve()
+        if options.prepare:
+            print(prepare(folder, options.model, workload_name=options.workload))
+            return
+        report = benchmark(options, folder)
+    text = json.dumps(report, indent=1)
+    print(text)
+    if options.output:
+        options.output.write_text(text + "\n")
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report["phases_s"].items())
+    print(
+        f"{options.model} {options.workload}: step {report['step_s']:.2f} s ({phases}), "
+        f"{report['tokens_per_s']:,.0f} tokens/s, {report['peak_gib']:.1f} GiB, "
+        f"{report.get('ratio_to_floor', float('nan')):.2f} x floor, "
+        f"first step after {report['first_step_s']:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GRPO step of TRL with colocated vLLM on the model, prompts, lengths and reward of
+``grpo_step.py``. Needs trl, datasets and vllm, not tandem.
+
+    python benchmarks/grpo_step.py --model qwen2.5-0.5b --workload S --folder FOLDER --prepare
+    python benchmarks/peers/trl_step.py --model qwen2.5-0.5b --workload S --folder FOLDER
+
+The JSON object has the form of ``grpo_step.py``'s. Sections are TRL's own profiling contexts. TRL
+makes one optimizer step of a batch, as there; a micro-batch is as many sequences of the greatest
+length (it pads) as ``--budget`` tokens hold, unless ``--micro-batch`` says.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import runpy
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import datasets
+import psutil
+import torch
+import transformers
+import trl
+from trl.extras.profiling import ProfilingContext
+
+ON_GPU = torch.cuda.is_available()
+DIFFERENCE = "sampling/sampling_logp_difference/"
+PACKAGES = ("trl", "transformers", "torch", "vllm", "accelerate")
+
+
+class Clock(transformers.TrainerCallback):
+    """When optimizer steps ended, seconds of TRL's sections within each, and its logs."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self.sections: list[dict[str, float]] = []
+        self.logs: list[dict[str, float]] = []
+        self.first_step_s = 0.0
+        self._running: dict[str, float] = defaultdict(float)
+
+    def add(self, name: str, seconds: float) -> None:
+        """A section has ended."""
+        self._running[name.removeprefix("GRPOTrainer.")] += seconds
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        self.ends.append(time.perf_counter())
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        if ON_GPU:
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+        self.sections.append(dict(self._running))
+        self._running.clear()
+        if len(self.sections) == 1:
+            self.first_step_s = time.time() - psutil.Process().create_time()
+
+    def on_log(self, *_: object, logs: dict | None = None, **__: object) -> None:
+        if logs and "reward" in logs:
+            self.logs.append(logs)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="qwen2.5-0.5b")
+    parser.add_argument("--workload", default="S")
+    parser.add_argument("--folder", type=Path, required=True, help="made by grpo_step.py")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--budget", type=int, default=24576, help="tokens of a micro-batch")
+    parser.add_argument("--micro-batch", type=int, help="sequences of a micro-batch")
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--dtype", default="float32", help="of the weights; bf16 autocast anyway")
+    parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--gpu-memory", type=float, default=0.35, help="vLLM's share of the memory")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument(
+        "--correction",
+        action="store_true",
+        help="TRL's default: score rollouts too, report and correct the difference",
+    )
+    parser.add_argument("--no-vllm", action="store_true", help="generate by transformers")
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+def micro_batch(options: argparse.Namespace, task: dict[str, Any]) -> int:
+    """The largest divisor of the batch that the budget of tokens holds."""
+    if options.micro_batch:
+        return options.micro_batch
+    sequences = task["prompts"] * task["samples"]
+    most = max(options.budget // (task["prompt"] + task["response"]), 1)
+    return max(size for size in range(1, most + 1) if sequences % size == 0)
+
+
+def settings(options: argparse.Namespace, task: dict[str, Any]) -> dict[str, Any]:
+    """Of GRPOConfig: the recipe of ``grpo_step.py``, and what makes TRL fastest."""
+    size = micro_batch(options, task)
+    accumulated = task["prompts"] * task["samples"] // size
+    fixed_length = task["mean_response"] is None
+    forced = {"ignore_eos": True} if fixed_length else None
+    if options.no_vllm:
+        forced = {"min_new_tokens": task["response"]} if fixed_length else None
+    chosen = {
+        "use_cpu": not ON_GPU,
+        "bf16": ON_GPU,
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": accumulated,
+        "steps_per_generation": accumulated,
+        "num_iterations": 1,
+        "num_generations": task["samples"],
+        "max_completion_length": task["response"],
+        "generation_kwargs": forced,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "learning_rate": options.lr,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+        "optim": "adamw_torch_fused",
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "gradient_checkpointing": options.checkpointing,
+        "model_init_kwargs": {"dtype": options.dtype, "attn_implementation": options.attention},
+        "max_steps": options.warmup + options.steps,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 0,
+        "use_vllm": not options.no_vllm,
+    }
+    if not options.no_vllm:
+        chosen |= {
+            "vllm_mode": "colocate",
+            "vllm_gpu_memory_utilization": options.gpu_memory,
+            "vllm_enable_sleep_mode": False,
+            "vllm_max_model_length": task["prompt"] + task["response"],
+            "vllm_importance_sampling_correction": options.correction,
+        }
+    return chosen
+
+
+def train(options: argparse.Namespace, chosen: dict[str, Any], *, task: dict[str, Any]) -> Clock:
+    """The whole run."""
+    place = options.folder / f"{options.model}-{options.workload}"
+    score = runpy.run_path(str(place / "reward.py"))["compute_score"]
+    # AutoTokenizer would take the words of any qwen2 folder for Qwen's own byte pairs.
+    model = str(options.folder / task["model"])
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(model)
+    rows = [json.loads(line) for line in (place / "prompts.jsonl").read_text().splitlines()]
+    prompts = [row["prompt"][0]["content"] for row in rows]
+    lengths = {len(ids) for ids in tokenizer(prompts)["input_ids"]}
+    if lengths != {task["prompt"]}:
+        sys.exit(f"prompts have {sorted(lengths)} tokens, not {task['prompt']}")
+
+    def reward(completions: list[str], **_: object) -> list[float]:
+        return [score("random", completion, "", {}) for completion in completions]
+
+    clock = Clock()
+    # TRL hands these seconds to trackers on the network only.
+    ProfilingContext._log_metrics = lambda context, seconds: clock.add(context.name, seconds)
+    with tempfile.TemporaryDirectory() as output:
+        trainer = trl.GRPOTrainer(
+            model=model,
+            processing_class=tokenizer,
+            reward_funcs=reward,
+            args=trl.GRPOConfig(output_dir=output, **chosen),
+            train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+            callbacks=[clock],
+        )
+        trainer.train()
+    return clock
+
+
+def phases(step_s: float, sections: dict[str, float]) -> dict[str, float]:
+    """Under the names of ``grpo_step.py``."""
+    seconds = defaultdict(float, sections)
+    gen = sum(value for name, value in sections.items() if ".generate" in name)
+    reward, sync = seconds["_calculate_rewards"], seconds["sync_weights"]
+    prepared = seconds["_prepare_inputs"]
+    return {
+        "gen": gen,
+        "reward": reward,
+        "update_weights": sync,
+        "update_actor": step_s - prepared,
+        "other": prepared - gen - reward - sync,
+    }
+
+
+def summarize(
+    clock: Clock, options: argparse.Namespace, *, task: dict[str, Any]
+) -> dict[str, object]:
+    """Times, rates and memory of the counted steps."""
+    steps = [end - begin for begin, end in zip(clock.ends[:-1], clock.ends[1:], strict=True)]
+    steps, sections = steps[options.warmup :], clock.sections[options.warmup :]
+    logs = clock.logs[options.warmup :]
+    parts = [phases(step, spent) for step, spent in zip(steps, sections, strict=True)]
+    lengths = [log["completions/mean_length"] for log in logs]
+    sequences = task["prompts"] * task["samples"]
+    rates = [
+        sequences * (task["prompt"] + length) / step
+        for length, step in zip(lengths, steps, strict=True)
+    ]
+    differences = {
+        f"training/rollout_logp_diff_{kind}": [log[DIFFERENCE + kind] for log in logs]
+        for kind in ("mean", "max")
+        if DIFFERENCE + kind in logs[0]
+    }
+    return {
+        "first_step_s": clock.first_step_s,
+        "step_s": statistics.median(steps),
+        "all_step_s": steps,
+        "phases_s": {name: statistics.median(p[name] for p in parts) for name in parts[0]},
+        "all_phases_s": {name: [p[name] for p in parts] for name in parts[0]},
+        "sections_s": {
+            name: statistics.median(spent.get(name, 0.0) for spent in sections)
+            for name in sections[0]
+        },
+        "tokens_per_s": statistics.median(rates),
+        "mean_response": statistics.fmean(lengths),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0,
+        "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if ON_GPU else 0.0,
+        "rollout_difference": {
+            name: max(values) if name.endswith("max") else statistics.median(values)
+            for name, values in differences.items()
+        },
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    return {name: found[name] for name in PACKAGES if name in found}
+
+
+def main() -> None:
+    """See the module docstring."""
+    options = parse()
+    place = options.folder / f"{options.model}-{options.workload}"
+    task = json.loads((place / "task.json").read_text())
+    chosen = settings(options, task)
+    clock = train(options, chosen, task=task)
+    report = {
+        "benchmark": "grpo_step",
+        "system": "trl" if options.no_vllm else "trl + vllm",
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if ON_GPU else "cpu",
+        "versions": versions(),
+        "command": "python " + " ".join(sys.argv),
+        "model": options.model,
+        "workload": options.workload,
+        "settings": task,
+        "warmup": options.warmup,
+        "peer_settings": chosen,
+        **summarize(clock, options, task=task),
+    }
+    text = json.dumps(report, indent=1)
+    print(text)
+    if options.output:
+        options.output.write_text(text + "\n")
+    shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report["phases_s"].items())
+    print(
+        f"{options.model} {options.workload}: step {report['step_s']:.2f} s ({shown}), "
+        f"{report['tokens_per_s']:,.0f} tokens/s, {report['peak_gib']:.1f} GiB, "
+        f"first step after {report['first_step_s']:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

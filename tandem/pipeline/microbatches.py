@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How large micro-batches are, and what happens when the device has no memory for one.
+
+Micro-batches only bound memory: loss, gradient and metrics do not depend on them. So a pass that
+runs out of memory is repeated with micro-batches of half the size, which stay so for the rest of
+the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from tandem.data.packing import Plan, TrainSequence, plan_microbatches
+from tandem.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchLimits:
+    """How large a micro-batch may be: by the tokens ``key`` allows, if given, else by count.
+
+    ``preferred_tokens`` is what the platform computes fastest; it counts where the user left the
+    choice, and gives way to a sequence that is longer.
+    """
+
+    key: str
+    max_sequences: int | None
+    max_tokens: int | None
+    preferred_tokens: int | None
+
+    def plan(self, sequences: Sequence[TrainSequence]) -> Plan:
+        """Micro-batches within the limit. Raises UserError if one sequence alone is too long."""
+        if self.max_tokens is None:
+            return plan_microbatches(sequences, max_sequences=self.max_sequences)
+        max_tokens = self.max_tokens
+        if self.preferred_tokens is not None:
+            max_tokens = min(max_tokens, max(self.preferred_tokens, _longest(sequences)))
+        return plan_microbatches(sequences, max_tokens=max_tokens, key=self.key)
+
+
+class MemoryFit:
+    """The size that micro-batches have been found to need, None until memory ran out."""
+
+    def __init__(self) -> None:
+        self.max_tokens: int | None = None
+
+    async def run(
+        self,
+        compute: Callable[[Plan], Awaitable[R]],
+        sequences: Sequence[TrainSequence],
+        *,
+        limits: MicrobatchLimits,
+    ) -> R:
+        """``compute`` over a plan for ``sequences``, again over smaller ones while it runs out of
+        memory. A failed attempt must leave nothing behind.
+
+        Raises:
+            UserError: there is no memory for a single sequence.
+        """
+        while True:
+            plan = self._plan(sequences, limits)
+            try:
+                return await compute(plan)
+            except torch.OutOfMemoryError:
+                self._halve(sequences, plan, key=limits.key)
+
+    def _plan(self, sequences: Sequence[TrainSequence], limits: MicrobatchLimits) -> Plan:
+        plan = limits.plan(sequences)
+        if self.max_tokens is None:
+            return plan
+        max_tokens = max(self.max_tokens, _longest(sequences))
+        if max((_num_tokens(sequences, members) for members in plan), default=0) <= max_tokens:
+            return plan
+        smaller = replace(limits, max_sequences=None, max_tokens=max_tokens, preferred_tokens=None)
+        return smaller.plan(sequences)
+
+    def _halve(self, sequences: Sequence[TrainSequence], plan: Plan, *, key: str) -> None:
+        largest = max(plan, key=lambda members: _num_tokens(sequences, members))
+        size = _num_tokens(sequences, largest)
+        if len(largest) == 1:
+            raise UserError(
+                f"out of memory: a micro-batch of one sequence, {size} tokens, does not fit the "
+                "device. Set actor_rollout_ref.model.enable_gradient_checkpointing=True, lower "
+                "actor_rollout_ref.rollout.gpu_memory_utilization, or shorten the sequences."
+            ) from None
+        self.max_tokens = size // 2
+        logger.warning(
+            "out of memory with micro-batches of %d tokens: repeating with at most %d, from now on "
+            "(results do not depend on it; set %s to start there)",
+            size,
+            self.max_tokens,
+            key,
+        )
+
+
+def _longest(sequences: Sequence[TrainSequence]) -> int:
+    return max((len(s.prompt_ids) + len(s.response_ids) for s in sequences), default=0)
+
+
+def _num_tokens(sequences: Sequence[TrainSequence], members: Sequence[int]) -> int:
+    """Packed tokens: a prompt that neighbours share counts once."""
+    total, last = 0, None
+    for sequence in (sequences[i] for i in members):
+        shared = sequence.prompt_key == last
+        total += len(sequence.response_ids) + (0 if shared else len(sequence.prompt_ids))
+        last = sequence.prompt_key
+    return total

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one new token a row over pages, against the same in plain torch in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from tandem.rollout.paged.cache import PAGE_TOKENS, LayerCache, RowState, RowTables
+from tandem.rollout.paged.kernels.attention import decode_attention
+
+UNUSED = float("nan")
+"""What stands where nobody may read."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: what enters, what the pages hold, and what each row knows."""
+
+    q_BHE: Tensor
+    k_BKE: Tensor
+    v_BKE: Tensor
+    cache: LayerCache
+    rows: RowTables
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Heads of a case and into how many shares its pages are divided."""
+
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 16
+    shares: int = 1
+    dtype: torch.dtype = torch.float32
+
+
+def _case(positions: list[int], sizes: Sizes, *, device: torch.device) -> Case:
+    """Rows with pages in random order; a negative position is an inactive row."""
+    num_rows, heads, kv_heads = len(positions), sizes.kv_heads * sizes.group, sizes.kv_heads
+    table_pages = max(positions) // PAGE_TOKENS + 1
+    num_pages = num_rows * table_pages + 1
+    shape = (num_pages, kv_heads, PAGE_TOKENS, sizes.head_dim)
+    layer = LayerCache(torch.randn(shape), torch.randn(shape))
+    table = torch.randperm(num_pages)[:-1].view(num_rows, table_pages)
+    state = RowState.allocate(num_rows, torch.device("cpu"))
+    for row, position in enumerate(positions):
+        state.numbers[row, RowState.POSITION] = max(position, 0)
+        state.numbers[row, RowState.ACTIVE] = int(position >= 0)
+    # q, k and v are slices of one tensor, as in the decoder.
+    qkv = torch.randn(num_rows, heads + 2 * kv_heads, sizes.head_dim).to(device, sizes.dtype)
+    q_BHE, k_BKE, v_BKE = qkv.split((heads, kv_heads, kv_heads), 1)
+    numbers = state.numbers.to(device)
+    room = (num_rows, heads, sizes.shares)
+    rows = RowTables(
+        table.to(device, torch.int32),
+        numbers[:, RowState.POSITION],
+        numbers[:, RowState.ACTIVE],
+        sizes.shares,
+        torch.full((*room, sizes.head_dim), UNUSED, device=device),
+        torch.full((*room, 2), UNUSED, device=device),
+    )
+    cache = LayerCache(layer.keys.to(device, sizes.dtype), layer.values.to(device, sizes.dtype))
+    return Case(q_BHE, k_BKE, v_BKE, cache, rows)
+
+
+def _expected(case: Case, row: int) -> Tensor:
+    """(H, E) of one row, from the pages as they are after the step."""
+    length = int(case.rows.position_B[row]) + 1
+    group = case.q_BHE.shape[1] // case.k_BKE.shape[1]
+    pages = case.rows.table_BN[row].long()
+    keys, values = (
+        pool[pages].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(group, 1).double()
+        for pool in (case.cache.keys, case.cache.values)
+    )
+    q_HE = case.q_BHE[row].double()
+    scores_HT = torch.einsum("he,the->ht", q_HE, keys) * q_HE.shape[-1] ** -0.5
+    return torch.einsum("ht,the->he", scores_HT.softmax(-1), values)
+
+
+def _check(case: Case, *, atol: float = 1e-5) -> None:
+    """Results of active rows; every page as before but for the active rows' new entries."""
+    pools = (case.cache.keys, case.cache.values)
+    before = [pool.clone() for pool in pools]
+    o_BHE = decode_attention(
+        case.q_BHE, case.k_BKE, v_BKE=case.v_BKE, cache=case.cache, rows=case.rows
+    ).double()
+    for row in case.rows.active_B.nonzero()[:, 0].tolist():
+        position = int(case.rows.position_B[row])
+        page, slot = int(case.rows.table_BN[row, position // PAGE_TOKENS]), position % PAGE_TOKENS
+        for pool, new in zip(before, (case.k_BKE, case.v_BKE), strict=True):
+            pool[page, :, slot] = new[row]
+    for pool, wanted in zip(pools, before, strict=True):
+        assert torch.equal(pool, wanted)
+    for row in case.rows.active_B.nonzero()[:, 0].tolist():
+        torch.testing.assert_close(o_BHE[row], _expected(case, row), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+def test_any_number_of_query_heads_a_key_head(group: int, device: torch.device) -> None:
+    _check(_case([70], Sizes(kv_heads=2, group=group), device=device))
+
+
+@pytest.mark.parametrize("shares", [1, 2, 5, 16])
+def test_contexts_across_page_borders(shares: int, device: torch.device) -> None:
+    positions = [0, 1, PAGE_TOKENS - 1, PAGE_TOKENS, 2 * PAGE_TOKENS + 1]
+    if shares == 1:
+        positions += [PAGE_TOKENS + 1, 2 * PAGE_TOKENS - 1, 2 * PAGE_TOKENS]
+    _check(_case(positions, Sizes(kv_heads=1, shares=shares), device=device))
+
+
+@pytest.mark.parametrize("shares", [1, 3])
+def test_inactive_rows_store_nothing_and_read_no_page(shares: int, device: torch.device) -> None:
+    case = _case([-1, 66, -1], Sizes(kv_heads=1, shares=shares), device=device)
+    case.rows.position_B[0] = 5
+    case.rows.table_BN[0] = case.rows.table_BN[1]  # pages that are another's by now
+    owned = set(case.rows.table_BN.flatten().tolist())
+    case.rows.table_BN[2] = next(i for i in range(len(case.cache.keys)) if i not in owned)
+    _check(case)
+
+
+def test_what_is_beyond_the_context_is_not_looked_at(device: torch.device) -> None:
+    case = _case([PAGE_TOKENS + 3], Sizes(), device=device)
+    last = int(case.rows.table_BN[0, 1])
+    case.cache.keys[last, :, 4:] = 1e4
+    case.cache.values[last, :, 4:] = 1e4
+    _check(case)
+
+
+def test_large_scores_do_not_overflow(device: torch.device) -> None:
+    case = _case([80], Sizes(kv_heads=1, shares=2), device=device)
+    case.q_BHE.mul_(1000)
+    case.k_BKE.mul_(-1000)
+    _check(case, atol=1e-4)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_half_precision_and_larger_heads(head_dim: int, device: torch.device) -> None:
+    # The interpreter multiplies matrices of bf16 as if their bits were integers.
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    sizes = Sizes(kv_heads=1, group=7, head_dim=head_dim, shares=2, dtype=dtype)
+    _check(_case([90], sizes, device=device), atol=2e-2)

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paged scheduler as arithmetic: who enters when, who owns which page, who has to leave."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from tandem.errors import UserError
+from tandem.rollout.paged.cache import PAGE_TOKENS
+from tandem.rollout.paged.scheduler import Entry, Limits, PagedScheduler, Running
+from tandem.types import GenerationRequest, SamplingParams
+
+PAGE = 4
+"""Tokens of a page in the simulations: short sequences cross many borders."""
+PLENTY = Limits(max_rows=1000, max_prefill_tokens=10_000, window_tokens=8)
+
+
+def _request(
+    first_id: int, *, n: int = 2, prompt: int = 3, new: int = 4, first_token: int = 0
+) -> GenerationRequest:
+    sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=new)
+    prompt_ids = tuple(range(first_token, first_token + prompt))
+    return GenerationRequest(tuple(range(first_id, first_id + n)), prompt_ids, sampling)
+
+
+def _ids(rows: Sequence[Running]) -> list[int]:
+    return [row.sample_id for row in rows]
+
+
+def _entered(entries: Sequence[Entry]) -> list[list[int]]:
+    return [_ids(entry.sequences) for entry in entries]
+
+
+def test_prompts_enter_in_order_and_their_samples_together() -> None:
+    scheduler = PagedScheduler(PLENTY, 100)
+    scheduler.add([_request(0, n=3), _request(10, n=1), _request(20)])
+    assert _entered(scheduler.admit()) == [[0, 1, 2], [10], [20, 21]]
+    assert _ids(scheduler.rows) == [0, 1, 2, 10, 20, 21]
+    assert scheduler.admit() == []
+
+
+def test_samples_share_full_pages_and_own_the_one_filled_in_part() -> None:
+    scheduler = PagedScheduler(PLENTY, 100)
+    lengths = (2 * PAGE_TOKENS + 5, 2 * PAGE_TOKENS, 5)
+    scheduler.add([_request(10 * i, n=3, prompt=prompt) for i, prompt in enumerate(lengths)])
+    in_part, full, short = scheduler.admit()
+    for entry, num_shared in ((in_part, 2), (full, 2), (short, 0)):
+        pages = [sequence.pages for sequence in entry.sequences]
+        assert len({tuple(own[:num_shared]) for own in pages}) == 1
+        own_pages = [page for own in pages for page in own[num_shared:]]
+        assert len(own_pages) == len(set(own_pages)) == 3
+    first, *others = in_part.sequences
+    assert in_part.tail_copies == tuple(other.pages[2] for other in others)
+    assert first.pages[2] not in in_part.tail_copies
+    assert full.tail_copies == ()  # nothing is filled in part
+    assert len(short.tail_copies) == 2
+
+
+def test_the_prefill_budget_holds_but_a_long_prompt_passes_alone() -> None:
+    scheduler = PagedScheduler(Limits(1000, max_prefill_tokens=7, window_tokens=8), 100)
+    scheduler.add([_request(10 * i, n=1, prompt=p) for i, p in enumerate((3, 4, 9, 2))])
+    assert [_entered(scheduler.admit()) for _ in range(4)] == [[[0], [10]], [[20]], [[30]], []]
+
+
+def test_what_is_left_of_a_group_larger_than_the_room_enters_later() -> None:
+    scheduler = PagedScheduler(Limits(3, max_prefill_tokens=1000, window_tokens=8), 100)
+    scheduler.add([_request(0, n=5), _request(10, n=1)])
+    assert _entered(scheduler.admit()) == [[0, 1, 2]]
+    assert scheduler.admit() == []
+    scheduler.remove([scheduler.rows[0], scheduler.rows[2]])
+    assert _entered(scheduler.admit()) == [[3, 4]]
+    assert _ids(scheduler.rows) == [1, 3, 4]
+    scheduler.remove(scheduler.rows)
+    assert _entered(scheduler.admit()) == [[10]]
+
+
+def test_rows_are_given_out_in_lots_of_an_eighth() -> None:
+    scheduler = PagedScheduler(Limits(16, max_prefill_tokens=1000, window_tokens=8), 100)
+    scheduler.add([_request(0, n=16), _request(100, n=3)])
+    scheduler.admit()
+    scheduler.remove(scheduler.rows[:1])
+    assert scheduler.admit() == []
+    scheduler.remove(scheduler.rows[:1])
+    assert _entered(scheduler.admit()) == [[100, 101]]
+    scheduler.remove(scheduler.rows[:1])
+    assert _entered(scheduler.admit()) == [[102]]  # fewer wait than a lot has
+
+
+def test_without_pages_for_all_some_samples_wait() -> None:
+    scheduler = PagedScheduler(PLENTY, 5)
+    scheduler.add([_request(0, n=8, prompt=PAGE_TOKENS + 1, new=8)])
+    assert _entered(scheduler.admit()) == [[0, 1, 2, 3]]
+    assert scheduler.num_free_pages == 0
+    assert scheduler.admit() == []
+    scheduler.remove(scheduler.rows)
+    assert scheduler.num_free_pages == 5
+
+
+def test_a_page_stays_free_for_each_row_that_runs() -> None:
+    scheduler = PagedScheduler(PLENTY, 8)
+    scheduler.add([_request(0, n=3)])
+    scheduler.admit()
+    scheduler.add([_request(10, n=9)])
+    assert _entered(scheduler.admit()) == [[10, 11]]
+    assert scheduler.num_free_pages == 3
+
+
+def test_a_sequence_that_fills_the_cache_is_held_and_a_longer_one_refused() -> None:
+    scheduler = PagedScheduler(PLENTY, 3)
+    prompt, new = 3 * PAGE_TOKENS - 4, 4
+    with pytest.raises(UserError, match=rf"={prompt + new + 1}: .* holds {3 * PAGE_TOKENS} tokens"):
+        scheduler.add([_request(0, prompt=prompt, new=new + 1)])
+    assert not scheduler.has_work
+    scheduler.add([_request(0, n=2, prompt=prompt, new=new)])
+    assert scheduler.wanted_pages == scheduler.longest_pages == 3
+    assert _entered(scheduler.admit()) == [[0]]
+
+
+def test_the_newest_leaves_when_pages_run_out_and_comes_back_with_its_tokens() -> None:
+    scheduler = PagedScheduler(PLENTY, 5)
+    scheduler.add([_request(0, n=2, prompt=PAGE_TOKENS - 2, new=PAGE_TOKENS + 9)])
+    scheduler.admit()
+    older, newer = scheduler.rows
+    for row in (older, newer):
+        assert len(row.pages) == 2
+        row.token_ids += range(PAGE_TOKENS + 3)
+    assert not scheduler.has_window()
+    scheduler.reserve_window()
+    assert (_ids(scheduler.rows), scheduler.num_preempted) == ([0], 1)
+    assert (len(older.pages), newer.pages) == (3, [])
+    scheduler.add([_request(10, n=1)])
+    assert scheduler.admit() == []
+    scheduler.remove([older])
+    entry, later = scheduler.admit()
+    assert (entry.sequences, _ids(later.sequences)) == ((newer,), [10])
+    assert entry.context_ids == (*newer.prompt_ids, *newer.token_ids)
+
+
+def test_nothing_under_way_may_be_preempted() -> None:
+    scheduler = PagedScheduler(PLENTY, 2)
+    scheduler.add([_request(0, n=2, prompt=PAGE_TOKENS - 9, new=20)])
+    scheduler.admit()
+    for row in scheduler.rows:
+        row.num_launched = 9
+    assert not scheduler.has_window()
+    with pytest.raises(AssertionError, match="has steps under way"):
+        scheduler.reserve_window()
+
+
+def test_wanted_pages_suffice_when_a_group_enters_in_parts() -> None:
+    limits = Limits(2, max_prefill_tokens=1000, window_tokens=8)
+    scheduler = PagedScheduler(limits, 100)
+    scheduler.add([_request(0, n=1, prompt=3), _request(10, n=2, prompt=10 * PAGE_TOKENS)])
+    scheduler.admit()
+    scheduler.remove(scheduler.rows[:1])
+    scheduler.admit()
+    given = {page for row in scheduler.rows for page in row.pages}
+    assert max(given) < scheduler.wanted_pages
+
+
+@dataclass
+class Simulation:
+    """The engine's way with a scheduler, on a memory that knows who wrote what.
+
+    A window is launched before the last one is read. ``lengths``: after how many tokens a sample
+    really ends, which the scheduler learns a window late. ``memory``: (page, offset) to the prompt
+    or the sample that wrote it, and the position.
+    """
+
+    scheduler: PagedScheduler
+    limits: Limits
+    lengths: dict[int, int]
+    num_pages: int = 0
+    drawn: dict[int, int] = field(default_factory=dict[int, int])
+    finished: list[int] = field(default_factory=list[int])
+    memory: dict[tuple[int, int], tuple[object, int]] = field(
+        default_factory=dict[tuple[int, int], tuple[object, int]]
+    )
+
+    def run(self, arrivals: Iterator[GenerationRequest]) -> None:
+        """Until nothing is left to do; now and then new requests arrive."""
+        flight: list[tuple[Running, int, int]] | None = None
+        self.scheduler.add([next(arrivals)])
+        self.num_pages = self.scheduler.num_free_pages
+        while self.scheduler.has_work:
+            last = flight
+            flight = self._launch(under_way=last is not None)
+            if last is not None:
+                self._read(last)
+            assert flight or last, "neither a window nor anything to read: it would never end"
+            self._check_pages()
+            new = next(arrivals, None)
+            self.scheduler.add([] if new is None else [new])
+            self.num_pages = self.scheduler.num_free_pages + len(self._owned())
+
+    def _launch(self, *, under_way: bool) -> list[tuple[Running, int, int]] | None:
+        scheduler, window = self.scheduler, self.limits.window_tokens
+        if under_way and not scheduler.has_window():
+            return None
+        scheduler.reserve_window()
+        kept = len(scheduler.rows)
+        for entry in scheduler.admit():
+            self._prefill(entry)
+        flight: list[tuple[Running, int, int]] = []
+        wanted = [row.num_remaining - (i >= kept) for i, row in enumerate(scheduler.rows)]
+        num_steps = min(window, max(wanted, default=0))
+        if num_steps <= 0 and kept == len(scheduler.rows):
+            return None
+        for i, row in enumerate(scheduler.rows):
+            enters = i >= kept
+            launched = min(num_steps + enters, row.num_remaining)
+            left = self.lengths[row.sample_id] - self.drawn[row.sample_id]
+            count = max(0, min(launched, left))
+            self.drawn[row.sample_id] += enters
+            self._decode(row, count - enters)
+            self.drawn[row.sample_id] += count - enters
+            row.num_launched += launched
+            flight.append((row, launched, count))
+        return flight
+
+    def _prefill(self, entry: Entry) -> None:
+        first = entry.sequences[0]
+        for position in range(len(entry.context_ids)):
+            self._write(first, position)
+        num_full = len(entry.context_ids) // PAGE
+        for target in entry.tail_copies:
+            for offset in range(PAGE):
+                found = self.memory.get((first.pages[num_full], offset))
+                if found is not None:
+                    self.memory[target, offset] = found
+        for row in entry.sequences:
+            self.drawn.setdefault(row.sample_id, 0)
+            assert len(row.token_ids) == self.drawn[row.sample_id], "tokens were lost"
+            self._check_context(row, len(entry.context_ids))
+
+    def _decode(self, row: Running, num_steps: int) -> None:
+        """Each step stores the newest token's key and reads all before it."""
+        start = len(row.prompt_ids) + self.drawn[row.sample_id] - 1
+        for position in range(start, start + num_steps):
+            self._write(row, position)
+        if num_steps > 0:
+            self._check_context(row, start + num_steps)
+
+    def _write(self, row: Running, position: int) -> None:
+        place = (row.pages[position // PAGE], position % PAGE)
+        self.memory[place] = (self._author(row, position), position)
+
+    def _author(self, row: Running, position: int) -> object:
+        return row.prompt_ids if position < len(row.prompt_ids) else row.sample_id
+
+    def _check_context(self, row: Running, length: int) -> None:
+        for position in range(length):
+            found = self.memory[row.pages[position // PAGE], position % PAGE]
+            assert found == (self._author(row, position), position), "another's key is read"
+
+    def _read(self, flight: list[tuple[Running, int, int]]) -> None:
+        ended: list[Running] = []
+        for row, launched, count in flight:
+            row.num_launched -= launched
+            if row.pages:
+                row.token_ids += [0] * count
+                ended += [row] if len(row.token_ids) == self.lengths[row.sample_id] else []
+        self.finished += _ids(ended)
+        self.scheduler.remove(ended)
+
+    def _check_pages(self) -> None:
+        scheduler, owned = self.scheduler, self._owned()
+        assert scheduler.num_free_pages == self.num_pages - len(owned)
+        assert len(scheduler.rows) <= self.limits.max_rows
+        assert max(owned, default=-1) < scheduler.wanted_pages
+
+    def _owned(self) -> set[int]:
+        return {page for row in self.scheduler.rows for page in row.pages}
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "max_rows", "seed"), [(10, 6, 0), (14, 20, 1), (40, 6, 2), (200, 8, 3)]
+)
+def test_a_long_time_loses_nothing_and_mixes_nothing_up(
+    monkeypatch: pytest.MonkeyPatch, num_pages: int, max_rows: int, seed: int
+) -> None:
+    monkeypatch.setattr("tandem.rollout.paged.scheduler.PAGE_TOKENS", PAGE)
+    rng = random.Random(seed)
+    limits = Limits(max_rows, max_prefill_tokens=30, window_tokens=3)
+    requests = [
+        _request(
+            100 * i,
+            n=rng.randint(1, 9),
+            prompt=rng.randint(1, 17),
+            new=rng.randint(1, 20),
+            first_token=1000 * i,
+        )
+        for i in range(200)
+    ]
+    lengths = {
+        sample_id: rng.randint(1, request.sampling.max_new_tokens)
+        for request in requests
+        for sample_id in request.sample_ids
+    }
+    scheduler = PagedScheduler(limits, num_pages)
+    simulation = Simulation(scheduler, limits, lengths)
+    for start in range(0, len(requests), 40):
+        simulation.run(iter(requests[start : start + 40]))
+    assert sorted(simulation.finished) == sorted(lengths)
+    assert simulation.drawn == lengths
+    assert scheduler.num_free_pages == simulation.num_pages
+    assert scheduler.num_preempted > 0 or num_pages > 20
