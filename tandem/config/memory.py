@@ -67,12 +67,12 @@ class ModelSizes:
 
     @property
     def layer_numbers_per_token(self) -> int:
-        """What one layer keeps of a token for its backward pass: both sums and norms (4 D), query,
-        key and value before and after rotation, the attention's output, gate, up and their
-        product.
+        """What one layer keeps of a token for its backward pass: both sums in fp32 (4 D) and their
+        norms (2 D), query, key and value before and after rotation, the attention's output, gate,
+        up and their product.
         """
         heads = 3 * self.num_heads + 3 * self.num_kv_heads
-        return 4 * self.hidden + heads * self.head_dim + 3 * self.inner
+        return 6 * self.hidden + heads * self.head_dim + 3 * self.inner
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class RolloutConfig(BaseModel):
         ge=0,
         description="Seed of sampling; a sample depends on it, its id and position only.",
     )
-    max_num_seqs: int = Field(default=256, ge=1, description="Most sequences generated at once.")
+    max_num_seqs: int = Field(default=1024, ge=1, description="Most sequences generated at once.")
     max_num_batched_tokens: int = Field(
         default=8192, ge=1, description="Most prompt tokens of one prefill pass."
     )
@@ -176,7 +176,9 @@ class RolloutConfig(BaseModel):
         json_schema_extra=no_effect("the native engine keeps no cache between steps"),
     )
     enforce_eager: bool = Field(
-        default=False, description="No CUDA graphs.", json_schema_extra=no_effect(ENGINE_ONLY)
+        default=False,
+        description="Launch each operation of a decode step instead of replaying a captured step; "
+        "slower, without effect where there are no graphs.",
     )
     tensor_model_parallel_size: int = Field(
         default=1,

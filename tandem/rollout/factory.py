@@ -10,6 +10,7 @@ from tandem.config.rollout import RolloutConfig
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder
 from tandem.models.language_model import LanguageModel
+from tandem.platforms.capture import eager
 from tandem.platforms.record import Platform
 from tandem.rollout.hf import HfRolloutConfig, HfRolloutEngine
 from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
@@ -75,5 +76,5 @@ def _paged(
             max_cache_bytes=max(0, memory_bytes - weights_bytes),
             busy_programs=2 * platform.num_multiprocessors(),
         ),
-        capturer=platform.make_capturer(),
+        capturer=eager() if config.enforce_eager else platform.make_capturer(),
     )

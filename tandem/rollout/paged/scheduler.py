@@ -186,8 +186,11 @@ class PagedScheduler:
 
     def _most_pages(self) -> int:
         """A bound on the pages in use at any time from now on."""
-        of_rows = sum(_most_pages((row,)) for row in self.rows)
-        total = of_rows + sum(map(_most_pages, self._waiting))
+        groups = [*((row,) for row in self.rows), *self._waiting]
+        total, num_sequences = sum(map(_most_pages, groups)), sum(map(len, groups))
+        if num_sequences > self._limits.max_rows or total + num_sequences > self._num_pages:
+            # A group may then enter in parts, each with shared pages of its own.
+            total = sum(_most_pages((sequence,)) for group in groups for sequence in group)
         return min(total, self._limits.max_rows * self.longest_pages, self._num_pages)
 
     def _enter_head(self, context: TokenIds) -> Entry | None:
