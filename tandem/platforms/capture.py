@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +12,17 @@ Replay = Callable[[], None]
 Capturer = Callable[[Callable[[], None]], Replay]
 """Takes a function of no arguments that works on fixed tensors in place; it may be run at once.
 What it returns runs it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """A graph with the function it was captured from: what that refers to must live as long."""
+
+    graph: torch.cuda.CUDAGraph
+    function: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 def eager() -> Capturer:
@@ -31,6 +43,6 @@ def cuda_graphs() -> Capturer:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             function()
-        return graph.replay
+        return _Captured(graph, function)
 
     return capture

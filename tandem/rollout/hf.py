@@ -20,9 +20,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tandem.rollout.ending import finish_reason
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.sampler import Draw, DrawRule, draw_tokens
-from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams, TokenIds
+from tandem.types import Completion, GenerationRequest, SamplingParams, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class HfRolloutEngine:
             sample_id=sample.sample_id,
             token_ids=tuple(token_ids[:length]),
             log_probs=tuple(log_probs[:length]),
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            finish_reason=finish_reason(log_probs[length - 1], stopped=stopped),
             weights_version=self._weights_version,
         )
 

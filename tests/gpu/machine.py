@@ -46,7 +46,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model to be made. Where a family derives the head dimension, heads fill the hidden size."""
+    """A model to be made. But for qwen3, heads fill the hidden size, as families demand."""
 
     family: str
     head_dim: int
@@ -58,7 +58,7 @@ class Shape:
     def hf_config(self, *, trial: bool = False) -> PretrainedConfig:
         """As transformers describes it."""
         heads, head_dim = self.kv_heads * self.group, 16 if trial else self.head_dim
-        hidden = heads * head_dim if self.family == "qwen2" else (32 if trial else 256)
+        hidden = (32 if trial else 256) if self.family == "qwen3" else heads * head_dim
         sizes = {
             "vocab_size": min(self.vocabulary, 80) if trial else self.vocabulary,
             "hidden_size": hidden,
