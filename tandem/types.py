@@ -167,8 +167,8 @@ class Segments:
     one that names it as prefix.
 
     Example:
-        prompt of 3 tokens with responses of 2 and 4: start [0, 3, 5], length [3, 2, 4],
-        prefix_start [0, 0, 0], prefix_length [0, 3, 3].
+        prompt of 3 tokens with responses of 2 and 4, whose last tokens predict nothing and are left
+        out: start [0, 3, 4], length [3, 1, 3], prefix_start [0, 0, 0], prefix_length [0, 3, 3].
     """
 
     start_S: Tensor

@@ -54,6 +54,7 @@ def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None)
 
     A prompt followed by several responses becomes one segment with the responses' segments after
     it, each naming it as prefix; a prompt with a single response is one segment together with it.
+    The last token of a response predicts nothing and is left out.
 
     Args:
         columns: flat columns (R,) of exactly these sequences in this order.
@@ -66,7 +67,8 @@ def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None)
     prompt_N = _lengths([sequence.prompt_ids for sequence in sequences])
     response_N = _lengths([sequence.response_ids for sequence in sequences])
     # Two chunks per sequence, its prompt (only where a group starts) and its response.
-    chunk_lengths = np.stack([prompt_N * first_N, response_N], axis=1).ravel()
+    fed_N = np.maximum(response_N - 1, 0)
+    chunk_lengths = np.stack([prompt_N * first_N, fed_N], axis=1).ravel()
     chunk_starts = _exclusive_sum(chunk_lengths)
     response_start_N = chunk_starts[1::2]
     prompt_start_N = chunk_starts[::2][np.flatnonzero(first_N)][np.cumsum(first_N) - 1]
@@ -76,16 +78,17 @@ def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None)
     position_T = np.arange(num_tokens) - np.repeat(chunk_starts - chunk_positions, chunk_lengths)
     token_T = np.fromiter(_tokens(sequences, first_N), dtype=np.int64, count=num_tokens)
 
-    index_R = _ranges(response_start_N, response_N)
-    source_R = index_R - 1
+    source_R = _ranges(response_start_N - 1, response_N)
+    responses = chain.from_iterable(sequence.response_ids for sequence in sequences)
+    target_R = np.fromiter(responses, dtype=np.int64, count=int(response_N.sum()))
     responds_N = response_N > 0
     first_token_N = _exclusive_sum(response_N)[responds_N]
     source_R[first_token_N] = (prompt_start_N + prompt_N - 1)[responds_N]
     sequence_R = np.repeat(np.arange(len(sequences)), response_N)
     keep_R = _loss_mask(sequences)
     if keep_R is not None:
-        index_R, source_R, sequence_R = index_R[keep_R], source_R[keep_R], sequence_R[keep_R]
-    _check_columns(columns, len(index_R))
+        target_R, source_R, sequence_R = target_R[keep_R], source_R[keep_R], sequence_R[keep_R]
+    _check_columns(columns, len(target_R))
     return PackedBatch(
         token_ids_T=torch.from_numpy(token_T),
         position_ids_T=torch.from_numpy(position_T),
@@ -97,7 +100,7 @@ def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None)
             prompt_N=prompt_N,
         ),
         source_R=torch.from_numpy(source_R),
-        target_R=torch.from_numpy(token_T[index_R]),
+        target_R=torch.from_numpy(target_R),
         sequence_R=torch.from_numpy(sequence_R),
         num_sequences=len(sequences),
         columns=columns,
@@ -205,7 +208,7 @@ def _tokens(sequences: Sequence[TrainSequence], first_N: np.ndarray) -> chain[in
     for sequence, first in zip(sequences, first_N, strict=True):
         if first:
             chunks.append(sequence.prompt_ids)
-        chunks.append(sequence.response_ids)
+        chunks.append(sequence.response_ids[:-1])
     return chain.from_iterable(chunks)
 
 

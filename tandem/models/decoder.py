@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from tandem.models.operators import TORCH, Angles, Attention, Operators
@@ -49,6 +51,14 @@ class DecoderConfig:
     initializer_range: float
 
 
+class _Linear(nn.Linear):
+    """Without hooks: looking for them takes as long as a small product."""
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        parameters = self._parameters
+        return F.linear(x_TD, cast(Tensor, parameters["weight"]), parameters["bias"])
+
+
 class DecoderLayer(nn.Module):
     """Pre-norm attention and gated feed-forward, each with a residual connection."""
 
@@ -62,13 +72,13 @@ class DecoderLayer(nn.Module):
         self.qk_split = (heads, kv_heads)
         self.head_shape = (heads + 2 * kv_heads, head_dim)
         self.attention_norm = nn.RMSNorm(hidden, eps=eps)
-        self.qkv = nn.Linear(hidden, (heads + 2 * kv_heads) * head_dim, bias=config.qkv_bias)
+        self.qkv = _Linear(hidden, (heads + 2 * kv_heads) * head_dim, bias=config.qkv_bias)
         self.q_norm = nn.RMSNorm(head_dim, eps=eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=eps) if config.qk_norm else None
-        self.o = nn.Linear(heads * head_dim, hidden, bias=config.o_bias)
+        self.o = _Linear(heads * head_dim, hidden, bias=config.o_bias)
         self.mlp_norm = nn.RMSNorm(hidden, eps=eps)
-        self.gate_up = nn.Linear(hidden, 2 * inner, bias=config.mlp_bias)
-        self.down = nn.Linear(inner, hidden, bias=config.mlp_bias)
+        self.gate_up = _Linear(hidden, 2 * inner, bias=config.mlp_bias)
+        self.down = _Linear(inner, hidden, bias=config.mlp_bias)
 
     def forward(
         self, stream: Stream, attention: Attention, *, angles: Angles, operators: Operators
@@ -76,7 +86,7 @@ class DecoderLayer(nn.Module):
         """One layer for T tokens."""
         add_norm = partial(operators.add_norm, eps=self.eps)
         h_TD, x_TD = add_norm(*stream, weight_D=self.attention_norm.weight)
-        qk_TME, v_TKE = self.qkv(h_TD).unflatten(-1, self.head_shape).split(self.head_split, 1)
+        qk_TME, v_TKE = self.qkv(h_TD).view(-1, *self.head_shape).split(self.head_split, 1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THE, k_TKE = qk_TME.split(self.qk_split, 1)
             qk_TME = torch.cat((self.q_norm(q_THE), self.k_norm(k_TKE)), 1)

@@ -31,7 +31,7 @@ class Platform:
         total_memory_bytes: of the device, whatever is in use now.
         memory_allocated_bytes, memory_reserved_bytes: the peaks since the start of the process.
         microbatch_tokens: the size of a micro-batch that computes fastest, None for the largest
-            that fits memory. On a CPU activations should stay in the caches.
+            that fits memory. On a CPU a small one gains nothing and costs calls of operators.
         prepare_thread: what a thread that computes must do first.
         kernels: who computes what is not a matrix product: torch, or our Triton kernels.
         make_capturer: how a sequence of operations is recorded and replayed.
@@ -75,7 +75,7 @@ CPU = Platform(
     total_memory_bytes=lambda: psutil.virtual_memory().total,
     memory_allocated_bytes=lambda: 0,
     memory_reserved_bytes=lambda: 0,
-    microbatch_tokens=1024,
+    microbatch_tokens=4096,
     prepare_thread=_flush_denormals,
     kernels="torch",
     make_capturer=eager,

@@ -33,9 +33,6 @@ from tandem.types import TokenIds
 
 logger = logging.getLogger(__name__)
 
-RANDOM_SEED = 0
-"""Of random weights (``actor.load_weight=False``)."""
-
 
 @dataclass(frozen=True, slots=True)
 class ColocatedEngines:
@@ -57,7 +54,7 @@ def build_colocated(
     """
     roles = config.actor_rollout_ref
     layout = roles.actor.fsdp_config
-    stored = _open(roles.model, layout, load_weight=roles.actor.load_weight, platform=platform)
+    stored = _open(roles.model, layout, random_seed=_random_seed(config), platform=platform)
     model = stored.in_dtype(_compute_dtype(layout, platform))
     optim = roles.actor.optim
     return ColocatedEngines(
@@ -70,13 +67,13 @@ def build_colocated(
 
 def build_trainer(config: SftConfig, *, platform: Platform, total_steps: int) -> TrainEngine:
     """Load the model for supervised fine-tuning. Errors as ``build_colocated``."""
-    stored = _open(config.model, config.engine, load_weight=True, platform=platform)
+    stored = _open(config.model, config.engine, random_seed=None, platform=platform)
     model = stored.in_dtype(_compute_dtype(config.engine, platform))
     return _trainer(stored, model, config=config.model, optim=config.optim, total_steps=total_steps)
 
 
 def _open(
-    model: ModelConfig, layout: FsdpConfig, *, load_weight: bool, platform: Platform
+    model: ModelConfig, layout: FsdpConfig, *, random_seed: int | None, platform: Platform
 ) -> LanguageModel:
     """The model in the precision its weights are kept in."""
     key = "actor_rollout_ref.actor.fsdp_config.model_dtype"
@@ -92,9 +89,14 @@ def _open(
         dtype=stored,
         device=platform.device_type,
         trust_remote_code=model.trust_remote_code,
-        random_seed=None if load_weight else RANDOM_SEED,
+        random_seed=random_seed,
         operators=operators_for(platform),
     )
+
+
+def _random_seed(config: RunConfig) -> int | None:
+    """Of random weights, None to load them."""
+    return None if config.actor_rollout_ref.actor.load_weight else config.trainer.seed
 
 
 def _compute_dtype(layout: FsdpConfig, platform: Platform) -> torch.dtype:
@@ -117,8 +119,8 @@ def _trainer(
 def _reference(config: RunConfig, platform: Platform) -> ReferenceModel:
     """The initial weights, always read anew: a resumed run has the same reference."""
     roles = config.actor_rollout_ref
-    layout, load_weight = roles.actor.fsdp_config, roles.actor.load_weight
-    stored = _open(roles.model, layout, load_weight=load_weight, platform=platform)
+    layout = roles.actor.fsdp_config
+    stored = _open(roles.model, layout, random_seed=_random_seed(config), platform=platform)
     return ReferenceModel(stored.in_dtype(_compute_dtype(layout, platform)))
 
 

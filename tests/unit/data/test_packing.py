@@ -86,26 +86,26 @@ def check_tiling(batch: PackedBatch) -> None:
 
 
 def test_a_shared_prompt_is_stored_once() -> None:
-    """The example of ``types.Segments``."""
+    """The example of ``types.Segments``; last tokens predict nothing and are left out."""
     batch = pack(SHARED)
-    assert batch.token_ids_T.tolist() == [10, 11, 12, 20, 21, 30, 31, 32, 33]
-    assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6]
-    assert batch.segments.start_S.tolist() == [0, 3, 5]
-    assert batch.segments.length_S.tolist() == [3, 2, 4]
+    assert batch.token_ids_T.tolist() == [10, 11, 12, 20, 30, 31, 32]
+    assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 3, 4, 5]
+    assert batch.segments.start_S.tolist() == [0, 3, 4]
+    assert batch.segments.length_S.tolist() == [3, 1, 3]
     assert batch.segments.prefix_start_S.tolist() == [0, 0, 0]
     assert batch.segments.prefix_length_S.tolist() == [0, 3, 3]
-    assert batch.source_R.tolist() == [2, 3, 2, 5, 6, 7]
+    assert batch.source_R.tolist() == [2, 3, 2, 4, 5, 6]
     assert batch.target_R.tolist() == [20, 21, 30, 31, 32, 33]
     assert batch.sequence_R.tolist() == [0, 0, 1, 1, 1, 1]
 
 
 def test_a_prompt_with_one_response_is_one_segment() -> None:
     batch = pack([SHARED[0], TrainSequence(1, (7,), (8, 9))])
-    assert batch.segments.start_S.tolist() == [0, 5]
-    assert batch.segments.length_S.tolist() == [5, 3]
+    assert batch.segments.start_S.tolist() == [0, 4]
+    assert batch.segments.length_S.tolist() == [4, 2]
     assert batch.segments.prefix_length_S.tolist() == [0, 0]
-    assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
-    assert batch.source_R.tolist() == [2, 3, 5, 6]
+    assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch.source_R.tolist() == [2, 3, 4, 5]
 
 
 def test_tensors_are_int64() -> None:
@@ -143,7 +143,7 @@ def test_an_empty_response_carries_no_loss() -> None:
     batch = pack(sequences)
     check(batch, sequences)
     check_tiling(batch)
-    assert batch.token_ids_T.tolist() == [1, 2, 3, 4]
+    assert batch.token_ids_T.tolist() == [1, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_by_count_the_last_one_is_smaller() -> None:
     sequences = [TrainSequence(i // 5, (1,), (2, 3)) for i in range(50)]
     plan = plan_microbatches(sequences, max_sequences=20)
     assert [len(members) for members in plan] == [20, 20, 10]
-    assert packed_tokens(sequences, plan) == [44, 44, 22]
+    assert packed_tokens(sequences, plan) == [24, 24, 12]
 
 
 def test_sequences_of_one_prompt_come_together() -> None:
@@ -236,7 +236,8 @@ def test_a_token_budget_is_kept_and_groups_that_fit_stay_whole(seed: int, max_to
     assert max(packed_tokens(sequences, plan)) <= max_tokens
     for key in range(40):
         group = [i for i, sequence in enumerate(sequences) if sequence.prompt_key == key]
-        size = len(pack([sequences[i] for i in group]).token_ids_T)
+        responses = sum(len(sequences[i].response_ids) for i in group)
+        size = len(sequences[group[0]].prompt_ids) + responses
         homes = sum(any(i in members for i in group) for members in plan)
         assert homes == 1 or size > max_tokens
 
