@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from tandem.config.fields import ONE_PROCESS, SECTION, Dtype, no_effect
 
-_OFFLOAD = "not built yet: weights, gradients and optimizer stay on the device"
+_OFFLOAD = "not built yet: weights and gradients stay on the device"
 
 
 class FsdpConfig(BaseModel):
@@ -30,8 +30,7 @@ class FsdpConfig(BaseModel):
     )
     optimizer_offload: bool = Field(
         default=False,
-        description="Optimizer rests on the CPU.",
-        json_schema_extra=no_effect(_OFFLOAD),
+        description="The optimizer's state rests in the host's memory between steps.",
     )
     offload_policy: bool = Field(
         default=False, description="FSDP2's CPU offload.", json_schema_extra=no_effect(_OFFLOAD)

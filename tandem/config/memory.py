@@ -82,7 +82,8 @@ class MemoryPlan:
     Attributes:
         weights: as they are kept and, if in another precision, as they are computed with.
         gradients: likewise.
-        optimizer: two moments a weight.
+        optimizer: two moments a weight; with ``optimizer_offload`` only what does not fit where
+            activations have been.
         reference: a frozen copy, 0 without one.
         cache: keys and values of all sequences that run together.
         activations: of the largest micro-batch.
@@ -121,6 +122,10 @@ def plan_memory(
     stored, computed = _BYTES[layout.model_dtype], _BYTES[layout.dtype]
     copies = stored if stored == computed else stored + computed
     weights = sizes.num_parameters
+    optimizer = 2 * stored * weights
+    activations = computed * _microbatch_tokens(config) * _kept_per_token(config, sizes)
+    if layout.optimizer_offload:
+        optimizer = max(0, optimizer - activations - LOGITS_BYTES)
     cache = computed * sizes.cache_numbers_per_token * _cached_tokens(config)
     if available_bytes is not None:
         share = config.actor_rollout_ref.rollout.gpu_memory_utilization
@@ -128,10 +133,10 @@ def plan_memory(
     return MemoryPlan(
         weights=copies * weights,
         gradients=copies * weights,
-        optimizer=2 * stored * weights,
+        optimizer=optimizer,
         reference=computed * weights if config.needs_reference else 0,
         cache=cache,
-        activations=computed * _microbatch_tokens(config) * _kept_per_token(config, sizes),
+        activations=activations,
         logits=LOGITS_BYTES,
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import nn
 
 from tandem.config.optim import OptimConfig
@@ -42,7 +43,10 @@ def make_schedule(config: OptimConfig, total_training_steps: int) -> LearningRat
 class PolicyOptimizer:
     """One or two optimizers that step together, each at its own rate."""
 
-    def __init__(self, model: LanguageModel, config: OptimConfig) -> None:
+    def __init__(self, model: LanguageModel, config: OptimConfig, *, offload: bool = False) -> None:
+        """``offload``: moments rest in the host's memory between steps."""
+        self._device = model.lm_head_weight.device
+        self._offload = offload
         matrices = _matrices(model) if config.optimizer == "Muon" else []
         owners = {id(matrix.owner) for matrix in matrices}
         rest = [
@@ -62,7 +66,10 @@ class PolicyOptimizer:
     def step(self, rate_factor: float) -> None:
         """One step at ``rate_factor`` times the configured rates."""
         for name, optimizer in self._optimizers.items():
+            optimizer.moments = _moved(optimizer.moments, self._device)
             optimizer.step(self._peak_rates[name] * rate_factor)
+            if self._offload:
+                optimizer.moments = _moved(optimizer.moments, torch.device("cpu"))
 
     def state_dict(self) -> dict[str, Moments]:
         """The moments of each optimizer by its name."""
@@ -82,6 +89,11 @@ class PolicyOptimizer:
             )
         for name, optimizer in self._optimizers.items():
             optimizer.moments = state[name]
+
+
+def _moved(moments: Moments, device: torch.device) -> Moments:
+    """The same tensors if they are there already."""
+    return {name: [tensor.to(device) for tensor in group] for name, group in moments.items()}
 
 
 def _matrices(model: LanguageModel) -> list[Matrix]:

@@ -50,13 +50,19 @@ class SingleDeviceEngine:
         *,
         total_training_steps: int,
         compute: LanguageModel | None = None,
+        offload_optimizer: bool = False,
     ) -> None:
-        """``compute``: a copy of ``model`` in the precision to compute in, if another."""
+        """Take over ``model``.
+
+        Args:
+            compute: a copy of it in the precision to compute in, if another.
+            offload_optimizer: the optimizer's state rests in the host's memory between steps.
+        """
         self._model = model
         self._compute = model if compute is None else compute
         self._computed = [p for p in self._compute.module.parameters() if p.requires_grad]
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
-        self._optimizer = PolicyOptimizer(model, config)
+        self._optimizer = PolicyOptimizer(model, config, offload=offload_optimizer)
         self._schedule = make_schedule(config, total_training_steps)
         self._learning_rate = config.lr
         self._clip_norm = config.clip_grad

@@ -7,6 +7,7 @@ Failed rewards are said on the console; what they are counted as is ``metrics``'
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 
 from tandem.errors import UserError
@@ -19,6 +20,11 @@ MAX_STEPS_WITHOUT_UPDATE = 5
 
 MAX_STEPS_WITHOUT_REWARD = 5
 """So many training steps' worth of rewards in a row that all failed end the run."""
+
+GENERATION_FAILED = RewardOutcome(
+    RewardStatus.ERROR, math.nan, detail="the generation failed: its logits are not finite"
+)
+"""What a sample gets whose generation failed."""
 
 
 def warn_of_failed_rewards(groups: Sequence[Group], what: str) -> None:
@@ -45,11 +51,13 @@ class RewardGuard:
     Args:
         limit: how many failures in a row are too many.
         path: ``custom_reward_function.path``, for the message.
+        learning_rate: for the message, if generations have failed.
     """
 
-    def __init__(self, limit: int, *, path: str | None) -> None:
+    def __init__(self, limit: int, *, path: str | None, learning_rate: float) -> None:
         self._limit = limit
         self._path = path
+        self._learning_rate = learning_rate
         self._num_failures = 0
 
     def check(self, outcomes: Iterable[RewardOutcome]) -> None:
@@ -58,10 +66,19 @@ class RewardGuard:
             failed = outcome.status is not RewardStatus.VALUE
             self._num_failures = self._num_failures + 1 if failed else 0
             if self._num_failures >= self._limit:
-                raise UserError(
-                    f"custom_reward_function.path={self._path!r}: the last {self._limit} rewards "
-                    f"all failed, the latest: {outcome.detail}. Mend the reward, or what it needs."
-                )
+                raise self._error(outcome)
+
+    def _error(self, latest: RewardOutcome) -> UserError:
+        if latest is GENERATION_FAILED:
+            return UserError(
+                f"actor_rollout_ref.actor.optim.lr={self._learning_rate:g}: none of the last "
+                f"{self._limit} samples counts, because logits were not finite. Lower it, or look "
+                "for what else makes the policy diverge."
+            )
+        return UserError(
+            f"custom_reward_function.path={self._path!r}: the last {self._limit} rewards "
+            f"all failed, the latest: {latest.detail}. Mend the reward, or what it needs."
+        )
 
 
 class DivergenceGuard:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ from tandem.errors import UserError
 from tandem.pipeline.admission import AdmissionGate
 from tandem.pipeline.buffer import GroupBuffer, ScoredGroup
 from tandem.pipeline.failures import (
+    GENERATION_FAILED,
     MAX_STEPS_WITHOUT_REWARD,
     RewardGuard,
     warn_of_failed_rewards,
@@ -32,7 +32,6 @@ from tandem.types import (
     GenerationRequest,
     Group,
     Prompt,
-    RewardOutcome,
     RewardRequest,
     RewardStatus,
     Sample,
@@ -40,10 +39,6 @@ from tandem.types import (
 )
 
 logger = logging.getLogger(__name__)
-
-_GENERATION_FAILED = RewardOutcome(
-    RewardStatus.ERROR, math.nan, detail="the generation failed: its logits are not finite"
-)
 
 BASELINE_SAMPLE_ID_BASE = 1 << 59
 """Sample ids from here on, up to those of validation, belong to greedy baselines."""
@@ -75,6 +70,7 @@ class GroupProducer:
         self._rewards = RewardGuard(
             MAX_STEPS_WITHOUT_REWARD * parts.config.sequences_per_step,
             path=parts.config.custom_reward_function.path,
+            learning_rate=parts.config.actor_rollout_ref.actor.optim.lr,
         )
         self._dropped_uids: list[int] = []
 
@@ -193,7 +189,7 @@ async def score_samples(
     ]
     outcomes = await parts.rewards.score(requests)
     return tuple(
-        Sample(completion, text, _GENERATION_FAILED if _has_failed(completion) else outcome)
+        Sample(completion, text, GENERATION_FAILED if _has_failed(completion) else outcome)
         for completion, text, outcome in zip(completions, texts, outcomes, strict=True)
     )
 

@@ -58,7 +58,9 @@ def build_colocated(
     model = stored.in_dtype(_compute_dtype(layout, platform))
     optim = roles.actor.optim
     return ColocatedEngines(
-        train=_trainer(stored, model, config=roles.model, optim=optim, total_steps=total_steps),
+        train=_trainer(
+            stored, model, config=roles.model, layout=layout, optim=optim, total_steps=total_steps
+        ),
         rollout=make_rollout(model, roles.rollout, eos_ids=eos_ids, platform=platform),
         reference=_reference(config, platform) if config.needs_reference else None,
         shape=None if model.decoder is None else _shape(model.decoder.config),
@@ -68,8 +70,14 @@ def build_colocated(
 def build_trainer(config: SftConfig, *, platform: Platform, total_steps: int) -> TrainEngine:
     """Load the model for supervised fine-tuning. Errors as ``build_colocated``."""
     stored = _open(config.model, config.engine, random_seed=None, platform=platform)
-    model = stored.in_dtype(_compute_dtype(config.engine, platform))
-    return _trainer(stored, model, config=config.model, optim=config.optim, total_steps=total_steps)
+    return _trainer(
+        stored,
+        stored.in_dtype(_compute_dtype(config.engine, platform)),
+        config=config.model,
+        layout=config.engine,
+        optim=config.optim,
+        total_steps=total_steps,
+    )
 
 
 def _open(
@@ -109,11 +117,18 @@ def _trainer(
     model: LanguageModel,
     *,
     config: ModelConfig,
+    layout: FsdpConfig,
     optim: OptimConfig,
     total_steps: int,
 ) -> SingleDeviceEngine:
     model.set_gradient_checkpointing(config.enable_gradient_checkpointing)
-    return SingleDeviceEngine(stored, optim, total_training_steps=total_steps, compute=model)
+    return SingleDeviceEngine(
+        stored,
+        optim,
+        total_training_steps=total_steps,
+        compute=model,
+        offload_optimizer=layout.optimizer_offload,
+    )
 
 
 def _reference(config: RunConfig, platform: Platform) -> ReferenceModel:

@@ -74,6 +74,15 @@ def test_checkpointing_and_a_reference_change_their_parts_only() -> None:
     assert with_reference.reference == 2 * sizes().num_parameters
 
 
+def test_an_offloaded_optimizer_takes_the_room_of_activations() -> None:
+    offload = "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"
+    assert plan_memory(config(offload), sizes()).optimizer == 0
+    small = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=640"
+    plan = plan_memory(config(offload, small), sizes())
+    whole = plan_memory(config(small), sizes()).optimizer
+    assert plan.optimizer == max(0, whole - plan.activations - plan.logits)
+
+
 def test_a_run_that_fits_is_let_pass() -> None:
     require_memory(config(), sizes(), available_bytes=80 * GIB)
 

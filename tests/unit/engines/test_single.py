@@ -197,6 +197,58 @@ def test_a_step_that_is_not_finite_is_not_taken(tiny_policy_folder: Path, value:
     _assert_equal(_weights(model), _weights(twin))
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_weights_are_kept_in_fp32_and_computed_with_in_half(
+    tiny_policy_folder: Path, offload: bool
+) -> None:
+    """Steps too small for bf16 add up, and the copy is the kept weights rounded, in place."""
+    model = _model(tiny_policy_folder)
+    compute = model.in_dtype(torch.bfloat16)
+    shared = dict(compute.module.named_parameters())
+    engine = SingleDeviceEngine(
+        model,
+        OptimConfig(lr=1e-5, weight_decay=0.0),
+        total_training_steps=10,
+        compute=compute,
+        offload_optimizer=offload,
+    )
+    before = _weights(model)
+    for _ in range(3):
+        report = engine.update(_batches(max_sequences=4), LOSS, scale=SCALE, temperature=1.0)
+        assert report.grad_norm > 0
+    for name, weight in model.module.named_parameters():
+        assert weight.dtype == torch.float32
+        assert not torch.equal(weight, before[name])
+        assert torch.equal(shared[name], weight.bfloat16())
+        assert weight.grad is None and shared[name].grad is None
+
+
+class HungryLoss(SftLoss):
+    """Runs out of memory in the second micro-batch."""
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "calls", [])
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        self.calls.append(inputs)
+        if len(self.calls) == 2:
+            raise torch.OutOfMemoryError("no room")
+        return super().__call__(inputs)
+
+
+def test_running_out_of_memory_leaves_nothing_behind(tiny_policy_folder: Path) -> None:
+    model, twin = _model(tiny_policy_folder), _model(tiny_policy_folder)
+    engine = SingleDeviceEngine(model, OPTIM, total_training_steps=10)
+    undisturbed = SingleDeviceEngine(twin, OPTIM, total_training_steps=10)
+    batches = _batches(max_sequences=4)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.update(batches, HungryLoss(), scale=SCALE, temperature=1.0)
+    assert all(parameter.grad is None for parameter in model.module.parameters())
+    for one in (engine, undisturbed):
+        one.update(batches, SftLoss(), scale=SCALE, temperature=1.0)
+    _assert_equal(_weights(model), _weights(twin))
+
+
 def test_no_micro_batch_means_a_zero_gradient(tiny_policy_folder: Path) -> None:
     model = _model(tiny_policy_folder)
     engine = SingleDeviceEngine(model, OptimConfig(lr=1e-3), total_training_steps=10)

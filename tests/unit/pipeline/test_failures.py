@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tandem.errors import UserError
-from tandem.pipeline.failures import RewardGuard, warn_of_failed_rewards
+from tandem.pipeline.failures import GENERATION_FAILED, RewardGuard, warn_of_failed_rewards
 from tandem.types import (
     Completion,
     FinishReason,
@@ -35,13 +35,19 @@ def test_one_line_counts_failures_and_names_the_first(caplog: pytest.LogCaptureF
     )
 
 
+def test_generations_that_only_fail_blame_the_learning_rate() -> None:
+    guard = RewardGuard(2, path="r.py", learning_rate=0.5)
+    with pytest.raises(UserError, match=r"optim\.lr=0\.5: none of the last 2 samples counts"):
+        guard.check([GENERATION_FAILED, GENERATION_FAILED])
+
+
 def test_nothing_is_said_without_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     warn_of_failed_rewards([group(GOOD, GOOD)], "step 3")
     assert not caplog.records
 
 
 def test_rewards_that_only_fail_end_the_run_with_the_cause() -> None:
-    guard = RewardGuard(4, path="r.py")
+    guard = RewardGuard(4, path="r.py", learning_rate=0.1)
     guard.check([LATE, LATE, LATE])
     guard.check([GOOD, LATE])
     guard.check([LATE, LATE])
