@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,19 @@ RECIPES = {"grpo": grpo, "sft": sft}
 
 def conditions() -> dict[str, str]:
     """What may move the last bits of a result without anybody's fault."""
-    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    return {
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "model": _processor_name(),
+    }
+
+
+def _processor_name() -> str:
+    """Libraries choose their kernels by vendor and model, not by capability alone."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def fingerprint(material: Material) -> str:
