@@ -24,7 +24,8 @@ from shapes import EOS_ID, SHAPES, WORKLOADS, Shape, Workload, plant_end, random
 
 from tandem.models.accelerate import operators_for
 from tandem.platforms.select import select_platform
-from tandem.rollout.paged.engine import PagedRolloutConfig, PagedRolloutEngine
+from tandem.rollout.paged.engine import PagedRolloutEngine
+from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest, SamplingParams
 
 NUM_WARMUP = 2
@@ -76,15 +77,19 @@ def run(name: str, workload_name: str, *, repeats: int) -> dict[str, object]:
     )
     if workload.mean_response is not None:
         plant_end(decoder, workload.mean_response)
-    config = PagedRolloutConfig(
+    config = NativeRolloutConfig(
         seed=0,
         eos_ids=(EOS_ID,),
         max_num_seqs=workload.prompts * workload.samples,
         max_num_batched_tokens=8192,
         max_cache_bytes=CACHE_BYTES,
+    )
+    engine = PagedRolloutEngine(
+        decoder,
+        config,
+        capturer=platform.make_capturer(),
         busy_programs=2 * platform.num_multiprocessors(),
     )
-    engine = PagedRolloutEngine(decoder, config, capturer=platform.make_capturer())
     rates, seconds, counts = [], [], []
     for repeat in range(NUM_WARMUP + repeats):
         requests = requests_of(workload, repeat)

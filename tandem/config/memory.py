@@ -18,7 +18,7 @@ GIB = 1 << 30
 LOGITS_BYTES = 3 * GIB
 """A chunk of fp32 logits and its gradient in half precision (``models.kernels.logprob``)."""
 ALLOWANCE = 1.1
-"""Work space and gaps, measured at 3 to 8 % of the rest."""
+"""For work space and gaps; chosen, not measured."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 _SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 

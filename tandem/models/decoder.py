@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         """Final-normed hidden states (T, D) of T packed tokens, int64 ids and positions.
 
         The residual stream is at least fp32, because every layer rounds it: in half precision that
-        is most of the difference between two computations of the same log-prob.
+        was a third of the difference between rollout's and trainer's log-probs (docs/adr/0003).
 
         Lengths are the caller's to check (``rotary.require_length``): to look at positions would
         make the host wait for the device.

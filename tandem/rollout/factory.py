@@ -10,10 +10,11 @@ from tandem.config.rollout import RolloutConfig
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder
 from tandem.models.language_model import LanguageModel
-from tandem.platforms.capture import eager
+from tandem.platforms.capture import Capturer, eager
 from tandem.platforms.record import Platform
 from tandem.rollout.hf import HfRolloutConfig, HfRolloutEngine
-from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
+from tandem.rollout.native.engine import NativeRolloutEngine
+from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import TokenIds
 
 logger = logging.getLogger(__name__)
@@ -36,26 +37,33 @@ def make_rollout(
     """
     if model.decoder is None:
         logger.info("rollout by transformers' generate: family %s has no decoder", model.family)
-        settings = HfRolloutConfig(config.seed, eos_ids, max_num_seqs=config.max_num_seqs)
-        return HfRolloutEngine(model.module, settings)
-    if platform.kernels == "triton":
-        return _paged(model.decoder, config, eos_ids=eos_ids, platform=platform)
-    return NativeRolloutEngine(
-        model.decoder,
-        NativeRolloutConfig(
-            seed=config.seed,
-            eos_ids=eos_ids,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_cache_bytes=platform.total_memory_bytes() // 4,
-        ),
+        hf_settings = HfRolloutConfig(config.seed, eos_ids, max_num_seqs=config.max_num_seqs)
+        return HfRolloutEngine(model.module, hf_settings)
+    total_bytes = platform.total_memory_bytes()
+    if platform.kernels == "torch":
+        settings = _settings(config, eos_ids, cache_bytes=total_bytes // 4)
+        return NativeRolloutEngine(model.decoder, settings)
+    weights_bytes = sum(weight.nbytes for weight in model.decoder.parameters())
+    cache_bytes = max(0, int(total_bytes * config.gpu_memory_utilization) - weights_bytes)
+    settings = _settings(config, eos_ids, cache_bytes=cache_bytes)
+    capturer = eager() if config.enforce_eager else platform.make_capturer()
+    return _paged(model.decoder, settings, capturer=capturer, platform=platform)
+
+
+def _settings(config: RolloutConfig, eos_ids: TokenIds, *, cache_bytes: int) -> NativeRolloutConfig:
+    return NativeRolloutConfig(
+        seed=config.seed,
+        eos_ids=eos_ids,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_cache_bytes=cache_bytes,
     )
 
 
 def _paged(
-    decoder: Decoder, config: RolloutConfig, *, eos_ids: TokenIds, platform: Platform
+    decoder: Decoder, settings: NativeRolloutConfig, *, capturer: Capturer, platform: Platform
 ) -> RolloutEngine:
-    from tandem.rollout.paged.engine import PagedRolloutConfig, PagedRolloutEngine
+    from tandem.rollout.paged.engine import PagedRolloutEngine
     from tandem.rollout.paged.kernels.attention import HEAD_DIMS
 
     if decoder.config.head_dim not in HEAD_DIMS:
@@ -64,17 +72,6 @@ def _paged(
             f"attention kernel (there are {', '.join(map(str, HEAD_DIMS))}). "
             "Set trainer.device=cpu or use another model."
         )
-    memory_bytes = int(platform.total_memory_bytes() * config.gpu_memory_utilization)
-    weights_bytes = sum(weight.nbytes for weight in decoder.parameters())
     return PagedRolloutEngine(
-        decoder,
-        PagedRolloutConfig(
-            seed=config.seed,
-            eos_ids=eos_ids,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_cache_bytes=max(0, memory_bytes - weights_bytes),
-            busy_programs=2 * platform.num_multiprocessors(),
-        ),
-        capturer=eager() if config.enforce_eager else platform.make_capturer(),
+        decoder, settings, capturer=capturer, busy_programs=2 * platform.num_multiprocessors()
     )

@@ -28,7 +28,8 @@ from tandem.models.language_model import LanguageModel
 from tandem.models.operators import Operators
 from tandem.platforms.record import Platform
 from tandem.rollout.paged.cache import PageShape
-from tandem.rollout.paged.engine import PagedRolloutConfig, PagedRolloutEngine
+from tandem.rollout.paged.engine import PagedRolloutEngine
+from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest, SamplingParams
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=1.0, top_k=-1, max_new_tokens=24, ignore_eos=True)
@@ -127,15 +128,19 @@ def make_engine(
     page = PageShape(
         sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, weight.dtype, weight.device
     )
-    config = PagedRolloutConfig(
+    config = NativeRolloutConfig(
         seed=SEED,
         eos_ids=eos_ids,
         max_num_seqs=rows,
         max_num_batched_tokens=8192,
         max_cache_bytes=num_pages * page.bytes_per_page,
+    )
+    return PagedRolloutEngine(
+        decoder,
+        config,
+        capturer=machine.platform.make_capturer(),
         busy_programs=2 * machine.platform.num_multiprocessors(),
     )
-    return PagedRolloutEngine(decoder, config, capturer=machine.platform.make_capturer())
 
 
 def requests_of(

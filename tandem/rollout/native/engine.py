@@ -27,29 +27,11 @@ from tandem.rollout.native.attention import DecodeAttention, PrefillAttention
 from tandem.rollout.native.cache import NUM_UNIFORMS, CacheShape, PromptStates, RowCache
 from tandem.rollout.native.scheduler import Admission, Limits, Row, Scheduler
 from tandem.rollout.sampler import Draw, draw_tokens
+from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest, TokenIds
 
 _SMALL_CACHE_BYTES = 64 * 2**20
 """A cache of this size is allocated at once and kept when idle; a larger one grows and is freed."""
-
-
-@dataclass(frozen=True, slots=True)
-class NativeRolloutConfig:
-    """How to run the engine.
-
-    Attributes:
-        seed: with a sample id it determines every random number.
-        eos_ids: tokens that end a response.
-        max_num_seqs: sequences that run together.
-        max_num_batched_tokens: prompt tokens of one prefill pass.
-        max_cache_bytes: bound on keys and values, rows x greatest possible length.
-    """
-
-    seed: int
-    eos_ids: tuple[int, ...]
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_cache_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from tandem.rollout.paged.kernels.sampling import draw_next
 from tandem.rollout.paged.prefill import PrefillAttention, packed_positions
 from tandem.rollout.paged.scheduler import Entry, Limits, PagedScheduler, Running
 from tandem.rollout.paged.step import DecodeStep
+from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest
 
 WINDOW_TOKENS = 8
@@ -48,35 +49,24 @@ class _Flight:
     event: torch.Event | None
 
 
-@dataclass(frozen=True, slots=True)
-class PagedRolloutConfig:
-    """How to run the engine.
-
-    Attributes:
-        seed: with a sample id it determines every random number.
-        eos_ids: tokens that end a response.
-        max_num_seqs: sequences that run together.
-        max_num_batched_tokens: prompt tokens of one prefill pass.
-        max_cache_bytes: bound on keys and values.
-        busy_programs: attention programs that keep the device busy; fewer rows divide their pages.
-    """
-
-    seed: int
-    eos_ids: tuple[int, ...]
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_cache_bytes: int
-    busy_programs: int
-
-
 class PagedRolloutEngine:
     """``api.RolloutEngine`` on one accelerator. The decoder is read, never copied."""
 
-    def __init__(self, decoder: Decoder, config: PagedRolloutConfig, *, capturer: Capturer) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: NativeRolloutConfig,
+        *,
+        capturer: Capturer,
+        busy_programs: int,
+    ) -> None:
+        """``busy_programs``: attention programs that keep the device busy; with fewer rows than
+        that the pages of a row are divided among several."""
         weight = decoder.lm_head_weight
         self._decoder = decoder
         self._config = config
         self._capturer = capturer
+        self._busy_programs = busy_programs
         self._device = weight.device
         self._shape = PageShape(
             num_layers=decoder.config.num_layers,
@@ -184,7 +174,7 @@ class PagedRolloutEngine:
                 self._capturer,
                 table_RN=torch.zeros(size, dtype=torch.int32, device=self._device),
                 window=window,
-                busy_programs=config.busy_programs,
+                busy_programs=self._busy_programs,
             )
         return store, step
 
