@@ -113,6 +113,31 @@ class Runtime(Protocol):
         ...
 
 
+class WorkerGroup(Protocol):
+    """Processes of one pool, each holding one object; calls name a method of it.
+
+    Calls to one worker run one at a time, in the order of their submission. Every wait ends: with
+    the results, or with the first cause as ``WorkerFailure``.
+    """
+
+    @property
+    def size(self) -> int:
+        """How many workers."""
+        ...
+
+    def submit(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Start a call on worker ``rank``; returns what ``gather`` and ``first`` take."""
+        ...
+
+    def gather(self, calls: Sequence[Any]) -> list[Any]:
+        """The results of all calls (of any group of this runtime), in order. Blocks."""
+        ...
+
+    def first(self, calls: Sequence[Any]) -> int:
+        """Index of a call that has finished, the lowest of several. Blocks until there is one."""
+        ...
+
+
 class Reward(Protocol):
     """verl's reward signature. Returns a number, or a mapping with ``score`` and more numbers."""
 

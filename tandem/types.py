@@ -16,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 TokenIds = tuple[int, ...]
@@ -253,6 +254,31 @@ class UpdateReport:
     grad_norm: float
     learning_rate: float
     skipped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SliceSpec:
+    """Where one process's part of a named tensor lies in the whole: a box, one entry a dimension.
+
+    ``shape`` is the whole tensor's, ``offset`` and ``size`` the box's. Plain values, picklable.
+
+    Example:
+        rows 2 and 3 of a matrix of 4 rows: shape (4, 8), offset (2, 0), size (2, 8).
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSlice:
+    """A slice together with its storage: ``tensor`` is a view of shape ``spec.size``, in use."""
+
+    spec: SliceSpec
+    tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True)

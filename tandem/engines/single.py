@@ -30,7 +30,7 @@ from tandem.api import Loss
 from tandem.config.optim import OptimConfig
 from tandem.engines.optim import PolicyOptimizer, make_schedule
 from tandem.errors import UserError
-from tandem.models.language_model import LanguageModel
+from tandem.models.language_model import LanguageModel, score_batch
 from tandem.models.logprob import TokenLogProbs
 from tandem.models.weights import load_weights
 from tandem.types import LossColumns, LossInputs, LossScale, PackedBatch, UpdateReport
@@ -147,7 +147,7 @@ class SingleDeviceEngine:
         total = self._parameters[0].new_zeros((), dtype=torch.float32)
         metrics: dict[str, Tensor] = {}
         for batch in batches:
-            scores = _forward(
+            scores = score_batch(
                 self._compute, batch, temperature=temperature, with_entropy=loss.needs_entropy
             )
             outputs = loss(_loss_inputs(batch, scores, scale=scale))
@@ -218,7 +218,7 @@ def score(
 ) -> list[Tensor]:
     """Log-probs of the response tokens of each batch, fp32 (R,), on the CPU."""
     return [
-        _forward(model, batch, temperature=temperature, with_entropy=False).logp_R.cpu()
+        score_batch(model, batch, temperature=temperature, with_entropy=False).logp_R.cpu()
         for batch in batches
     ]
 
@@ -231,19 +231,6 @@ def fingerprint(model: LanguageModel) -> str:
     ]
     architecture = None if model.decoder is None else model.decoder.config
     return hashlib.sha256(repr((model.family, architecture, parameters)).encode()).hexdigest()
-
-
-def _forward(
-    model: LanguageModel, batch: PackedBatch, *, temperature: float, with_entropy: bool
-) -> TokenLogProbs:
-    h_TD = model.hidden(batch)
-    return model.operators.token_log_probs(
-        h_TD.index_select(0, batch.source_R.to(h_TD.device)),
-        model.lm_head_weight,
-        target_R=batch.target_R.to(h_TD.device),
-        temperature=temperature,
-        with_entropy=with_entropy,
-    )
 
 
 def _loss_inputs(batch: PackedBatch, scores: TokenLogProbs, *, scale: LossScale) -> LossInputs:

@@ -2,7 +2,7 @@
 """What engines know of a model, and its implementation by our own decoder.
 
 The interface hides whose modelling code runs: ``hidden`` takes a packed batch, and log-probs follow
-from it with ``lm_head_weight`` through ``logprob.token_log_probs``. Only a model with a ``decoder``
+from it with ``lm_head_weight`` through ``score_batch``. Only a model with a ``decoder``
 can generate with the native rollout engine.
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.models.decoder import Decoder
+from tandem.models.logprob import TokenLogProbs
 from tandem.models.operators import Operators
 from tandem.models.weights import allocate, copy_companions, save_hf_folder, write_config
 from tandem.types import PackedBatch
@@ -145,6 +146,20 @@ class NativeModel:
         save_hf_folder(self.decoder, folder, dtype=dtype)
         write_config(self._hf_config, folder, dtype=dtype or self.decoder.embedding.weight.dtype)
         copy_companions(self._source, folder)
+
+
+def score_batch(
+    model: LanguageModel, batch: PackedBatch, *, temperature: float, with_entropy: bool
+) -> TokenLogProbs:
+    """Log-probs of the response tokens (R,) of a packed batch, and their entropies if asked for."""
+    h_TD = model.hidden(batch)
+    return model.operators.token_log_probs(
+        h_TD.index_select(0, batch.source_R.to(h_TD.device)),
+        model.lm_head_weight,
+        target_R=batch.target_R.to(h_TD.device),
+        temperature=temperature,
+        with_entropy=with_entropy,
+    )
 
 
 def count_parameters(module: nn.Module) -> int:
