@@ -163,11 +163,11 @@ def command_line(options: argparse.Namespace, task: Path, *, run_folder: Path) -
         f"actor_rollout_ref.model.enable_gradient_checkpointing={options.checkpointing}",
         f"data.train_files={task / 'prompts.jsonl'}",
         "data.val_files=[]",
-        f"data.train_batch_size={content['prompts']}",
+        f"data.train_batch_size={options.devices * content['prompts']}",
         f"data.max_prompt_length={content['prompt']}",
         f"data.max_response_length={content['response']}",
         f"custom_reward_function.path={task / 'reward.py'}",
-        f"{actor}.ppo_mini_batch_size={content['prompts']}",
+        f"{actor}.ppo_mini_batch_size={options.devices * content['prompts']}",
         f"{actor}.use_dynamic_bsz=True",
         f"{actor}.ppo_max_token_len_per_gpu={options.budget}",
         f"{actor}.optim.lr={options.lr}",
@@ -177,6 +177,7 @@ def command_line(options: argparse.Namespace, task: Path, *, run_folder: Path) -
         f"{rollout}.temperature=1.0",
         f"{rollout}.ignore_eos={content['mean_response'] is None}",
         f"{rollout}.max_num_seqs={content['prompts'] * content['samples']}",
+        f"trainer.n_gpus_per_node={options.devices}",
         f"trainer.total_training_steps={options.warmup + options.steps}",
         f"trainer.default_local_dir={run_folder}",
         "trainer.logger=[console]",
@@ -201,9 +202,9 @@ def run(command: list[str], run_folder: Path) -> tuple[list[dict[str, float]], f
     return [json.loads(line) for line in metrics.read_text().splitlines()], first_step_s
 
 
-def summarize(records: list[dict[str, float]]) -> dict[str, Any]:
-    """Times, rates and memory of the counted steps."""
-    steps = [r["perf/total_num_tokens"] / r["perf/wall_throughput"] for r in records]
+def summarize(records: list[dict[str, float]], *, devices: int) -> dict[str, Any]:
+    """Times, rates (of one device) and memory of the counted steps."""
+    steps = [r["perf/total_num_tokens"] / r["perf/wall_throughput"] / devices for r in records]
     phases = {name: [r.get(f"timing_s/{name}", 0.0) for r in records] for name in PHASES}
     spent = [sum(values) for values in zip(*phases.values(), strict=True)]
     phases["other"] = [step - seconds for step, seconds in zip(steps, spent, strict=True)]
@@ -259,6 +260,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workload", default="S", choices=TASKS)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument(
+        "--devices", type=int, default=1, help="each gets the workload; they share all tasks"
+    )
     parser.add_argument("--budget", type=int, default=24576, help="tokens of a micro-batch")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
@@ -281,7 +285,7 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         command = command_line(options, task, run_folder=run_folder)
         records, first_step_s = run(command, run_folder)
     counted = records[options.warmup :]
-    summary = summarize(counted)
+    summary = summarize(counted, devices=options.devices)
     limits = {}
     machine = {"device": "cpu"}
     if torch.accelerator.is_available():
@@ -296,6 +300,7 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "model": options.model,
         "workload": options.workload,
         "settings": asdict(workload),
+        "devices": options.devices,
         "warmup": options.warmup,
         "started": " ".join(command),
         "first_step_s": first_step_s,

@@ -42,6 +42,16 @@ class Loss(Protocol):
 class TrainEngine(Protocol):
     """Holds a policy (and its optimizer) in one process or spread over several."""
 
+    @property
+    def data_parallel_size(self) -> int:
+        """How many micro-batches are computed at the same time."""
+        ...
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """How many devices share the tokens of a micro-batch."""
+        ...
+
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
         """Log-probs of the response tokens under the current weights, fp32 (R,) a batch, on the
         CPU.
@@ -72,7 +82,17 @@ class TrainEngine(Protocol):
 
 
 class ReferencePolicy(Protocol):
-    """A frozen policy that only scores."""
+    """A policy that only scores."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """As ``TrainEngine.data_parallel_size``."""
+        ...
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """As ``TrainEngine.sequence_parallel_size``."""
+        ...
 
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
         """As ``TrainEngine.log_probs``."""
@@ -95,7 +115,10 @@ class RolloutEngine(Protocol):
         ...
 
     def set_weights_version(self, version: int) -> None:
-        """The weights in use are now ``version``; later tokens are tagged with it."""
+        """Use the trainer's weights as they are now, ``version``, and tag later tokens with it.
+
+        Where trainer and rollout do not share storage, this is when the weights are sent.
+        """
         ...
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from tandem.engines.checkpoint import SHARDED_FILE
+from tandem.engines.sharded import export_sharded
 from tandem.errors import UserError
 from tandem.models.weights import convert_folder
 
@@ -24,7 +26,11 @@ def run(arguments: Sequence[str]) -> int:
             f"--output={str(output)!r}: must be a new or an empty folder. Give another name."
         )
     dtype = None if options.dtype == "keep" else options.dtype
-    convert_folder(checkpoint.folder / "actor", output, dtype=dtype)
+    folder = checkpoint.folder / "actor"
+    if (folder / SHARDED_FILE).is_file():
+        export_sharded(folder, output, dtype=dtype)
+    else:
+        convert_folder(folder, output, dtype=dtype)
     print(output)
     return 0
 

@@ -17,8 +17,10 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+from tandem.cli.failure import RunFailure
 from tandem.errors import UserError
 
+EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -79,6 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except RunFailure as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return EXIT_FAILURE
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "tandem":
             raise

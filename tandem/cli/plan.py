@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem plan [--json] ARGUMENTS OF TRAIN``: resolve and check everything, start nothing.
+"""``tandem plan [--json] [sft] ARGUMENTS``: resolve and check everything, start nothing.
 
+The arguments are those of ``tandem train``, or behind the word ``sft`` those of ``tandem sft``.
 Needs no model and no torch. Data files that cannot be counted become a warning and null fields.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.cli.model_fit import length_caution, read_local_config
-from tandem.config.memory import ModelSizes
-from tandem.config.overrides import load_config
+from tandem.cli.model_fit import length_caution, position_caution, read_local_config
+from tandem.config.overrides import LoadedConfig, load_config
 from tandem.config.plan import Plan, make_plan
+from tandem.config.pools import Placement, Pool
 from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+from tandem.config.sizes import ModelSizes
 from tandem.data.files import count_rows
 from tandem.errors import UserError
 
@@ -32,8 +36,9 @@ class RowCount:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the plan of ``tandem train`` with these arguments."""
-    plan = plan_arguments([argument for argument in arguments if argument != "--json"])
+    """Print the plan of a run with these arguments."""
+    words = [argument for argument in arguments if argument != "--json"]
+    plan = plan_sft_arguments(words[1:]) if words[:1] == ["sft"] else plan_arguments(words)
     if "--json" in arguments:
         print(json.dumps(plan.to_dict(), indent=2))
     else:
@@ -44,19 +49,39 @@ def run(arguments: Sequence[str]) -> int:
 def plan_arguments(arguments: Sequence[str]) -> Plan:
     """The plan for the arguments of ``tandem train``. Raises UserError for mistakes in them."""
     loaded = load_config(RunConfig, arguments)
+    hf_config = read_local_config(loaded.config.actor_rollout_ref.model.path)
+    return _plan(loaded, hf_config, cautions=length_caution(loaded.config, hf_config))
+
+
+def plan_sft_arguments(arguments: Sequence[str]) -> Plan:
+    """As ``plan_arguments``, for ``tandem sft``."""
+    loaded = load_config(SftConfig, arguments)
+    path = loaded.config.model.path
+    hf_config = read_local_config(path)
+    cautions = position_caution(
+        hf_config,
+        loaded.config.data.max_length,
+        keys="data.max_length",
+        model=f"model.path={path!r}",
+    )
+    return _plan(loaded, hf_config, cautions=cautions)
+
+
+def _plan(
+    loaded: LoadedConfig[RunConfig] | LoadedConfig[SftConfig],
+    hf_config: Mapping[str, Any],
+    *,
+    cautions: Sequence[str],
+) -> Plan:
     data = loaded.config.data
     train = count("data.train_files", data.train_files)
     val = count("data.val_files", data.val_files) if data.val_files else RowCount(0, "")
-    hf_config = read_local_config(loaded.config.actor_rollout_ref.model.path)
     return make_plan(
         loaded,
         num_train_rows=train.rows,
         num_val_rows=val.rows,
         sizes=ModelSizes.of(hf_config),
-        warnings=[
-            *(found.problem for found in (train, val) if found.problem),
-            *length_caution(loaded.config, hf_config),
-        ],
+        warnings=[*(found.problem for found in (train, val) if found.problem), *cautions],
     )
 
 
@@ -91,16 +116,31 @@ def plan_tables(plan: Plan) -> tuple[tuple[str, list[tuple[str, str]]], ...]:
         ("optimizer steps per step", str(plan.optimizer_steps_per_step)),
         ("validations at", _shown_steps(plan.validation_steps)),
     ]
-    pools = [(", ".join(pool.tasks), f"{pool.devices} device(s)") for pool in plan.pools]
-    gib = {} if plan.memory is None else plan.memory.to_gib()
-    memory = [(name, f"{value:.2f}") for name, value in gib.items()]
+    pools = [
+        (", ".join(pool.tasks) or f"idle ({pool.name})", _shown_devices(pool, plan.placement))
+        for pool in plan.placement.pools
+    ]
+    memory = [
+        (name, ", ".join(f"{part} {gib:.2f}" for part, gib in needed.to_gib().items() if gib))
+        for name, needed in (plan.memory or {}).items()
+    ]
     unknown = [(key, "unknown key") for key in plan.unknown_keys]
     return (
         ("Steps", steps),
         ("Pools", pools),
-        ("Memory of an accelerator, GiB", memory),
+        ("Memory of an accelerator of each pool, GiB", memory),
         ("Keys without effect", [*plan.keys_without_effect.items(), *unknown]),
     )
+
+
+def _shown_devices(pool: Pool, placement: Placement) -> str:
+    ranges = (
+        f"{r.first}-{r.last} of node {r.node}"
+        if r.last > r.first
+        else f"{r.first} of node {r.node}"
+        for r in placement.node_ranges(pool)
+    )
+    return f"{pool.num_devices} device(s): {', '.join(ranges)}"
 
 
 def _shown(number: int | None) -> str:

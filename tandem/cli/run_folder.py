@@ -22,6 +22,7 @@ from tandem.checkpoint.resume import find_checkpoint
 from tandem.checkpoint.store import Checkpoint, CheckpointStore
 from tandem.config.trainer import TrainerConfig
 from tandem.data.source import Source
+from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.errors import UserError
 from tandem.metrics.jsonl import BEFORE_FIRST_STEP, last_step
 from tandem.metrics.jsonl_sink import METRICS_FILE
@@ -96,7 +97,8 @@ def require_fitting(
     """
     source.restore(checkpoint.read_state()["data"])
     folder = checkpoint.folder / "actor"
-    saved = check_folder(str(folder), key="trainer.resume_from_path")
+    is_sharded = (folder / SHARDED_FILE).is_file()
+    saved = check_folder(str(folder), load_weight=not is_sharded, key="trainer.resume_from_path")
     same_family = saved.hf_config["model_type"] == model.hf_config["model_type"]
     if not same_family or saved.decoder_config != model.decoder_config:
         raise UserError(

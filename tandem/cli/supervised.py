@@ -10,6 +10,14 @@ import time
 from dataclasses import dataclass
 
 from tandem.cli.execution import Ended, StopSwitch, execute
+from tandem.cli.hosting import (
+    HostedTrainer,
+    Site,
+    hosted_trainer,
+    naming_step,
+    on_site,
+    require_fit,
+)
 from tandem.cli.model_fit import position_caution, require_known_tokens
 from tandem.cli.run_folder import (
     Start,
@@ -32,9 +40,6 @@ from tandem.metrics.sinks import open_sinks, require_loggers
 from tandem.models.folder import ModelFolder, check_folder
 from tandem.pipeline.loop import RunSummary
 from tandem.pipeline.supervised import SupervisedLoop, SupervisedParts
-from tandem.platforms.select import select_platform
-from tandem.runtime.inprocess import InProcessRuntime
-from tandem.workers.colocated import build_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +60,20 @@ class PreparedSft:
 
 def run(config: SftConfig) -> int:
     """Fine-tune; the exit code is 0, or 128 plus the signal that stopped the run."""
-    return run_supervised(config).exit_code
+    return on_site(config, lambda site: run_supervised(config, site).exit_code)
 
 
-def run_supervised(config: SftConfig) -> Ended[RunSummary]:
+def run_supervised(config: SftConfig, site: Site) -> Ended[RunSummary]:
     """Fine-tune as ``config`` says.
 
     Raises:
         UserError: something in the config, the data or the model cannot work.
     """
     prepared = prepare_sft(config)
+    require_fit(site, prepared.model)
     folder = open_run_folder(config.trainer, prepared.source, model=prepared.model, key=MODEL_KEY)
     with folder as start:
-        return execute(lambda switch: _train(prepared, start, switch=switch))
+        return execute(lambda switch: _train(prepared, start, site=site, switch=switch))
 
 
 def prepare_sft(config: SftConfig) -> PreparedSft:
@@ -104,53 +110,52 @@ def prepare_sft(config: SftConfig) -> PreparedSft:
     return PreparedSft(config, model, codec, source, validation, schedule)
 
 
-async def _train(prepared: PreparedSft, start: Start, *, switch: StopSwitch) -> RunSummary:
-    config = prepared.config
-    platform = select_platform(config.trainer.device)
-    runtime = InProcessRuntime(platform.prepare_thread)
-    checkpoint = start.checkpoint
-    try:
-        engine = await runtime.call(
-            build_trainer,
-            config,
-            platform=platform,
-            total_steps=prepared.schedule.total_training_steps,
-        )
+async def _train(
+    prepared: PreparedSft, start: Start, *, site: Site, switch: StopSwitch
+) -> RunSummary:
+    config, checkpoint = prepared.config, start.checkpoint
+    total_steps = prepared.schedule.total_training_steps
+    async with hosted_trainer(site, config, total_steps=total_steps) as hosted:
         if checkpoint is not None:
-            await runtime.call(engine.load, checkpoint.folder / "actor")
-        write_config(config.trainer.run_folder, config)
-        sinks = open_sinks(
-            config.trainer,
-            config.trainer.run_folder,
-            total_steps=prepared.schedule.total_training_steps,
-            keep_through_step=last_step_to_keep(config.trainer, checkpoint),
-            environment=os.environ,
-            stream=sys.stdout,
-        )
+            await hosted.runtime.call(hosted.engine.load, checkpoint.folder / "actor")
+        parts = _assemble(prepared, start, site=site, hosted=hosted)
         try:
-            loop = SupervisedLoop(
-                SupervisedParts(
-                    config=config,
-                    schedule=prepared.schedule,
-                    runtime=runtime,
-                    engine=engine,
-                    source=prepared.source,
-                    validation=validation_sequences(prepared.validation),
-                    store=start.store,
-                    codec=prepared.codec,
-                    sinks=sinks,
-                    preferred_tokens=platform.microbatch_tokens,
-                    clock=time.perf_counter,
-                )
-            )
+            loop = SupervisedLoop(parts)
             if checkpoint is not None:
-                await loop.restore(
-                    checkpoint, is_logged=is_logged(checkpoint, config.trainer.run_folder)
-                )
+                run_folder = config.trainer.run_folder
+                await loop.restore(checkpoint, is_logged=is_logged(checkpoint, run_folder))
             switch.on_stop(loop.stop)
-            return await loop.run()
+            with naming_step(lambda: loop.step + 1):
+                return await loop.run()
         finally:
-            for sink in sinks:
+            for sink in parts.sinks:
                 sink.close()
-    finally:
-        await runtime.close()
+
+
+def _assemble(
+    prepared: PreparedSft, start: Start, *, site: Site, hosted: HostedTrainer
+) -> SupervisedParts:
+    config = prepared.config
+    write_config(config.trainer.run_folder, config)
+    sinks = open_sinks(
+        config.trainer,
+        config.trainer.run_folder,
+        total_steps=prepared.schedule.total_training_steps,
+        keep_through_step=last_step_to_keep(config.trainer, start.checkpoint),
+        environment=os.environ,
+        stream=sys.stdout,
+    )
+    return SupervisedParts(
+        config=config,
+        schedule=prepared.schedule,
+        runtime=hosted.runtime,
+        engine=hosted.engine,
+        num_devices=site.num_devices,
+        source=prepared.source,
+        validation=validation_sequences(prepared.validation),
+        store=start.store,
+        codec=prepared.codec,
+        sinks=sinks,
+        preferred_tokens=site.platform.microbatch_tokens,
+        clock=time.perf_counter,
+    )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from tandem.checkpoint.store import Checkpoint
 from tandem.cli.execution import Ended, StopSwitch, execute
+from tandem.cli.hosting import HostedRun, Site, hosted_run, naming_step, on_site, require_fit
 from tandem.cli.model_fit import length_caution, require_known_tokens
 from tandem.cli.run_folder import (
     Start,
@@ -25,7 +26,6 @@ from tandem.cli.run_folder import (
     open_run_folder,
     write_config,
 )
-from tandem.config.memory import ModelSizes, require_memory
 from tandem.config.run import RunConfig
 from tandem.config.schedule import Schedule, schedule_run
 from tandem.data.prompts import (
@@ -42,16 +42,12 @@ from tandem.metrics.throughput import ComputeFacts
 from tandem.models.folder import ModelFolder, check_folder
 from tandem.models.weights import KEY
 from tandem.pipeline.loop import Pipeline, RunSummary
-from tandem.pipeline.parts import Engines, PipelineParts
-from tandem.platforms.record import Platform
-from tandem.platforms.select import select_platform
+from tandem.pipeline.parts import PipelineParts
 from tandem.rewards.custom import CustomReward
 from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
 from tandem.rewards.routing import check_sources
 from tandem.rewards.scoring import RewardSpec
 from tandem.rewards.shaping import OverlongBuffer
-from tandem.runtime.inprocess import InProcessRuntime
-from tandem.workers.colocated import ColocatedEngines, build_colocated
 
 logger = logging.getLogger(__name__)
 
@@ -73,19 +69,21 @@ class Prepared:
 
 def run(config: RunConfig) -> int:
     """Train; the exit code is 0, or 128 plus the signal that stopped the run."""
-    return run_training(config).exit_code
+    return on_site(config, lambda site: run_training(config, site).exit_code)
 
 
-def run_training(config: RunConfig) -> Ended[RunSummary]:
+def run_training(config: RunConfig, site: Site) -> Ended[RunSummary]:
     """Train as ``config`` says.
 
     Raises:
         UserError: something in the config, the data or the model cannot work.
+        RunFailure, WorkerFailure: a process of the run failed, in a step or at its start.
     """
     prepared = prepare(config)
+    require_fit(site, prepared.model)
     folder = open_run_folder(config.trainer, prepared.source, model=prepared.model, key=KEY)
     with folder as start:
-        return execute(lambda switch: _train(prepared, start, switch=switch))
+        return execute(lambda switch: _train(prepared, start, site=site, switch=switch))
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -154,35 +152,21 @@ def reward_limits(config: RunConfig) -> RewardLimits:
     )
 
 
-async def _train(prepared: Prepared, start: Start, *, switch: StopSwitch) -> RunSummary:
+async def _train(prepared: Prepared, start: Start, *, site: Site, switch: StopSwitch) -> RunSummary:
     config = prepared.config
-    platform = select_platform(config.trainer.device)
-    sizes = ModelSizes.of(prepared.model.hf_config)
-    if platform.has_own_memory and sizes is not None:
-        require_memory(config, sizes, available_bytes=platform.total_memory_bytes())
-    runtime = InProcessRuntime(platform.prepare_thread)
-    try:
-        engines = await runtime.call(
-            build_colocated,
-            config,
-            platform=platform,
-            eos_ids=prepared.codec.eos_ids,
-            total_steps=prepared.schedule.total_training_steps,
-        )
+    hosted = hosted_run(
+        site,
+        config,
+        model=prepared.model,
+        eos_ids=prepared.codec.eos_ids,
+        total_steps=prepared.schedule.total_training_steps,
+    )
+    async with hosted as run:
         if start.checkpoint is not None:
-            await runtime.call(engines.train.load, start.checkpoint.folder / "actor")
+            await run.runtime.call(run.engines.train.load, start.checkpoint.folder / "actor")
         async with RewardPool(reward_spec(config), reward_limits(config)) as rewards:
-            parts = _assemble(
-                prepared,
-                start,
-                runtime=runtime,
-                platform=platform,
-                engines=engines,
-                rewards=rewards,
-            )
+            parts = _assemble(prepared, start, site=site, hosted=run, rewards=rewards)
             return await _run(parts, start.checkpoint, switch=switch)
-    finally:
-        await runtime.close()
 
 
 async def _run(
@@ -194,7 +178,8 @@ async def _run(
             run_folder = parts.config.trainer.run_folder
             await pipeline.restore(checkpoint, is_logged=is_logged(checkpoint, run_folder))
         switch.on_stop(pipeline.stop)
-        return await pipeline.run()
+        with naming_step(lambda: pipeline.step + 1):
+            return await pipeline.run()
     finally:
         parts.recorder.close()
         for sink in parts.sinks:
@@ -205,9 +190,8 @@ def _assemble(
     prepared: Prepared,
     start: Start,
     *,
-    runtime: InProcessRuntime,
-    platform: Platform,
-    engines: ColocatedEngines,
+    site: Site,
+    hosted: HostedRun,
     rewards: RewardPool,
 ) -> PipelineParts:
     config, codec = prepared.config, prepared.codec
@@ -233,8 +217,8 @@ def _assemble(
     return PipelineParts(
         config=config,
         schedule=prepared.schedule,
-        runtime=runtime,
-        engines=Engines(engines.train, engines.rollout, engines.reference),
+        runtime=hosted.runtime,
+        engines=hosted.engines,
         source=prepared.source,
         validation_prompts=validation_prompts(prepared.validation_entries),
         codec=codec,
@@ -242,9 +226,9 @@ def _assemble(
         store=start.store,
         sinks=sinks,
         recorder=recorder,
-        facts=ComputeFacts(engines.shape, platform.device_name(), num_devices=1),
-        preferred_tokens=platform.microbatch_tokens,
+        facts=ComputeFacts(hosted.shape, site.platform.device_name(), site.num_devices),
+        preferred_tokens=site.platform.microbatch_tokens,
         clock=time.perf_counter,
-        allocated_bytes=platform.memory_allocated_bytes,
-        reserved_bytes=platform.memory_reserved_bytes,
+        allocated_bytes=lambda: hosted.peak_memory().allocated,
+        reserved_bytes=lambda: hosted.peak_memory().reserved,
     )

@@ -10,7 +10,6 @@ from pydantic import BaseModel, Field
 from tandem.config.fields import (
     ALWAYS_PACKED,
     NOT_BUILT,
-    ONE_PROCESS,
     SECTION,
     Seed,
     Strings,
@@ -82,7 +81,7 @@ class ActorConfig(BaseModel):
 
     strategy: Literal["fsdp", "fsdp2", "megatron"] = Field(
         default="fsdp",
-        description="Training back end. fsdp and fsdp2 are one engine here (one device so far); "
+        description="Training back end. fsdp and fsdp2 are one engine here (FSDP2); "
         "megatron is not built yet.",
     )
     ppo_mini_batch_size: int = Field(
@@ -98,7 +97,9 @@ class ActorConfig(BaseModel):
         default=False, description="Fill micro-batches up to ppo_max_token_len_per_gpu tokens."
     )
     ppo_max_token_len_per_gpu: int = Field(
-        default=16384, ge=1, description="Most tokens of a micro-batch that is filled by tokens."
+        default=16384,
+        ge=1,
+        description="Most tokens of a device in a micro-batch filled by tokens.",
     )
     ppo_epochs: int = Field(default=1, ge=1, description="Passes over each batch.")
     shuffle: bool = Field(
@@ -164,12 +165,6 @@ class ActorConfig(BaseModel):
         description="Micro-batch over all devices.",
         json_schema_extra=no_effect("deprecated in verl; use ppo_micro_batch_size_per_gpu"),
     )
-    ulysses_sequence_parallel_size: int = Field(
-        default=1,
-        ge=1,
-        description="Devices per sequence.",
-        json_schema_extra=no_effect(ONE_PROCESS),
-    )
     entropy_from_logits_with_chunking: bool = Field(
         default=False, description="Chunked entropy.", json_schema_extra=no_effect(_ENTROPY)
     )
@@ -219,6 +214,6 @@ class ActorConfig(BaseModel):
 
     @property
     def microbatch_tokens(self) -> int | None:
-        """Most tokens of a micro-batch, None where micro-batches are bounded by count."""
+        """A device's most tokens of a micro-batch, None where those are bounded by count."""
         by_tokens = self.use_dynamic_bsz or self.ppo_micro_batch_size_per_gpu is None
         return self.ppo_max_token_len_per_gpu if by_tokens else None

@@ -13,13 +13,24 @@ from tandem.config.keys import find_key, is_section
 ALIASES: dict[str, str] = {
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": (
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+    ),
     "actor_rollout_ref.async_pipeline": "trainer.async_pipeline",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": (
+        "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size"
+    ),
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes": (
+        "actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb"
+    ),
+    "data.balance_dp_token": "trainer.balance_batch",
     "engine.cpu_offload": "engine.param_offload",
     "engine.offload_params": "engine.param_offload",
     "model.fsdp_config": "engine",
     "model.partial_pretrain": "model.path",
     "optim.lr_scheduler": "optim.lr_scheduler_type",
     "optim.warmup_style": "optim.lr_scheduler_type",
+    "ray_init": "ray_kwargs.ray_init",
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
     "reward.reward_manager": "reward_model.reward_manager",
@@ -30,6 +41,7 @@ ALIASES: dict[str, str] = {
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
     "trainer.sperated_node_ratios": "trainer.separated_node_ratios",
     "trainer.sperated_node_tasks": "trainer.separated_node_tasks",
+    "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
 }
 """Spelling -> key or section. A spelling applies only where the schema does not know it itself."""
 

@@ -2,7 +2,7 @@
 """Keys that were set and change nothing, with the reason: no key is silently without effect.
 
 Two kinds: keys that nothing reads (marked at their field), and keys that other keys switch off
-(``switches``).
+(``switches``, ``device_switches``).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
+from tandem.config.device_switches import RUN_DEVICE_CONDITIONS, SFT_DEVICE_CONDITIONS
 from tandem.config.keys import find_key
 from tandem.config.overrides import LoadedConfig
 from tandem.config.run import RunConfig
@@ -28,7 +29,9 @@ def keys_without_effect(
 ) -> Mapping[str, str]:
     """The keys that were set in vain, as they were spelt -> why."""
     config = loaded.config
-    conditions = RUN_CONDITIONS if isinstance(config, RunConfig) else SFT_CONDITIONS
+    conditions = RUN_CONDITIONS + RUN_DEVICE_CONDITIONS
+    if isinstance(config, SftConfig):
+        conditions = SFT_CONDITIONS + SFT_DEVICE_CONDITIONS
     active = [c for c in (*conditions, *SHARED_CONDITIONS) if c.holds(config)]
     found = {
         spelling: _reason(type(config), name, active=active)

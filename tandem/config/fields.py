@@ -20,7 +20,6 @@ OPEN_SECTION = ConfigDict(frozen=True, extra="allow", coerce_numbers_to_str=True
 """A section that accepts further keys."""
 
 NOT_BUILT = "not built yet"
-ONE_PROCESS = "not built yet: everything runs in one process on one device so far"
 ENGINE_ONLY = "it tunes an engine that is not built yet; the native engine does not need it"
 ALWAYS_PACKED = "batches are always packed without padding, and no result depends on it"
 

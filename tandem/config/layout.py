@@ -7,13 +7,11 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from tandem.config.fields import ONE_PROCESS, SECTION, Dtype, no_effect
-
-_OFFLOAD = "not built yet: weights and gradients stay on the device"
+from tandem.config.fields import SECTION, Dtype, no_effect
 
 
 class FsdpConfig(BaseModel):
-    """Precision, and (without effect so far) sharding and offloading."""
+    """Precision, sharding and offloading."""
 
     model_config = SECTION
 
@@ -26,38 +24,50 @@ class FsdpConfig(BaseModel):
     )
 
     param_offload: bool = Field(
-        default=False, description="Weights rest on the CPU.", json_schema_extra=no_effect(_OFFLOAD)
+        default=False,
+        description="Weights rest in the host's memory while they are not computed with.",
     )
     optimizer_offload: bool = Field(
         default=False,
         description="The optimizer's state rests in the host's memory between steps.",
     )
     offload_policy: bool = Field(
-        default=False, description="FSDP2's CPU offload.", json_schema_extra=no_effect(_OFFLOAD)
+        default=False,
+        description="Weights, gradients and optimizer stay in the host's memory; each layer's "
+        "weights visit the device to be computed with (FSDP2's CPU offload).",
     )
     fsdp_size: int = Field(
         default=-1,
-        description="Devices of one shard group.",
-        json_schema_extra=no_effect(ONE_PROCESS),
+        ge=-1,
+        description="Devices over which the weights are sharded; groups of that many hold copies "
+        "of each other. -1 is all devices of the pool.",
     )
     reshard_after_forward: bool = Field(
-        default=True, description="Free gathered weights.", json_schema_extra=no_effect(ONE_PROCESS)
+        default=True,
+        description="Free gathered weights after the forward pass and gather them again for the "
+        "backward pass: less memory, more traffic.",
     )
     forward_prefetch: bool = Field(
-        default=False, description="Gather weights ahead.", json_schema_extra=no_effect(ONE_PROCESS)
+        default=False, description="Gather the next layer's weights while one computes."
+    )
+    tensor_model_parallel_size: int = Field(
+        default=1, ge=1, description="Devices over which each matrix is split."
+    )
+    ulysses_sequence_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Devices over which the tokens of a micro-batch are split. A micro-batch that "
+        "is filled by tokens holds that many times as many.",
     )
     use_orig_params: bool = Field(
         default=False,
         description="Keep parameters apart.",
-        json_schema_extra=no_effect(ONE_PROCESS),
-    )
-    ulysses_sequence_parallel_size: int = Field(
-        default=1, description="Devices per sequence.", json_schema_extra=no_effect(ONE_PROCESS)
+        json_schema_extra=no_effect("FSDP2 never flattens parameters into one"),
     )
     wrap_policy: dict[str, Any] = Field(
         default_factory=dict[str, Any],
         description="Which modules are sharded together.",
-        json_schema_extra=no_effect(ONE_PROCESS),
+        json_schema_extra=no_effect("each layer of the model is sharded as one unit"),
     )
 
 

@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run on one accelerator needs of its memory, from the configuration and the model's sizes.
+"""What a run needs of the memory of each accelerator, from the configuration and the model's sizes.
 
-An estimate of the largest parts; libraries' work space and the allocator's gaps are an allowance on
-top. On CPUs nothing is checked: memory there is virtual and swapped.
+An estimate of the largest parts of one device of each pool; libraries' work space and the
+allocator's gaps are an allowance on top. On CPUs nothing is checked: memory there is virtual and
+swapped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
+
+from tandem.config.layout import FsdpConfig
+from tandem.config.pools import Placement, Pool, RankLayout, place_run, place_sft, scorer_of
 from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+from tandem.config.sizes import ModelSizes
 from tandem.errors import UserError
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 GIB = 1 << 30
 LOGITS_BYTES = 3 * GIB
@@ -20,83 +29,36 @@ LOGITS_BYTES = 3 * GIB
 ALLOWANCE = 1.1
 """For work space and gaps; chosen, not measured."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
-_SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """Of a dense decoder."""
-
-    num_layers: int
-    hidden: int
-    inner: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool
-
-    @classmethod
-    def of(cls, hf_config: Mapping[str, Any]) -> ModelSizes | None:
-        """From the content of config.json; None if it does not say."""
-        if not all(isinstance(hf_config.get(key), int) for key in (*_SIZE_KEYS, "vocab_size")):
-            return None
-        layers, hidden, inner, heads = (hf_config[key] for key in _SIZE_KEYS)
-        return cls(
-            num_layers=layers,
-            hidden=hidden,
-            inner=inner,
-            num_heads=heads,
-            num_kv_heads=hf_config.get("num_key_value_heads") or heads,
-            head_dim=hf_config.get("head_dim") or hidden // heads,
-            vocabulary=hf_config["vocab_size"],
-            tied=bool(hf_config.get("tie_word_embeddings", False)),
-        )
-
-    @property
-    def num_parameters(self) -> int:
-        """Matrices; biases and norms are less than a thousandth."""
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads
-        layer = self.hidden * (heads * self.head_dim + 3 * self.inner)
-        return self.num_layers * layer + (1 if self.tied else 2) * self.vocabulary * self.hidden
-
-    @property
-    def cache_numbers_per_token(self) -> int:
-        """2 (key and value) x layers x heads x head dimension."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
-    @property
-    def layer_numbers_per_token(self) -> int:
-        """What one layer keeps of a token for its backward pass: both sums in fp32 (4 D) and their
-        norms (2 D), query, key and value before and after rotation, the attention's output, gate,
-        up and their product.
-        """
-        heads = 3 * self.num_heads + 3 * self.num_kv_heads
-        return 6 * self.hidden + heads * self.head_dim + 3 * self.inner
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on the device at the same time.
+    """Bytes on one device at the same time.
 
     Attributes:
-        weights: as they are kept and, if in another precision, as they are computed with.
+        weights: this device's shard; in a run of one process also, if it is another precision,
+            what is computed with. With ``param_offload`` only what does not fit where keys and
+            values have been.
         gradients: likewise.
         optimizer: two moments a weight; with ``optimizer_offload`` only what does not fit where
             activations have been.
-        reference: a frozen copy, 0 without one.
+        gathered: layers that are whole for a moment, with their gradients.
+        reference: this device's shard of a frozen copy, 0 without one.
+        rollout: the weights that generate; 0 where those in training do.
         cache: keys and values of all sequences that run together.
         activations: of the largest micro-batch.
         logits: of a chunk of response tokens.
     """
 
-    weights: int
-    gradients: int
-    optimizer: int
-    reference: int
-    cache: int
-    activations: int
-    logits: int
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    reference: int = 0
+    rollout: int = 0
+    cache: int = 0
+    activations: int = 0
+    logits: int = 0
 
     @property
     def total(self) -> int:
@@ -109,111 +71,254 @@ class MemoryPlan:
         return {name: round(value / GIB, 2) for name, value in parts.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Weights as a task holds them: how they are laid out, and over which ranks."""
+
+    sizes: ModelSizes
+    config: FsdpConfig
+    ranks: RankLayout
+
+    @property
+    def stored(self) -> int:
+        return _BYTES[self.config.model_dtype]
+
+    @property
+    def computed(self) -> int:
+        return _BYTES[self.config.dtype]
+
+    @property
+    def held_parameters(self) -> int:
+        """On one device between passes."""
+        return self.sizes.num_parameters // (self.ranks.tensor_parallel * self.ranks.num_shards)
+
+    @property
+    def held_frozen(self) -> int:
+        """Bytes of weights that only score."""
+        rests = self.config.param_offload or self.config.offload_policy
+        return 0 if rests else self.computed * self.held_parameters
+
+    @property
+    def visiting(self) -> int:
+        """Bytes of what is whole at a time: embedding, head and two layers, one of which is
+        computed with while the next one comes in."""
+        parameters = self.sizes.embedding_parameters + 2 * self.sizes.layer_parameters
+        return self.computed * parameters // self.ranks.tensor_parallel
+
+    @property
+    def gathered_frozen(self) -> int:
+        """Bytes that a forward pass gathers: none if they are held as they are computed with."""
+        is_held = self.ranks.num_shards == 1 and self.held_frozen > 0
+        return 0 if is_held else self.visiting
+
+    @property
+    def gathered_in_training(self) -> int:
+        """What is whole at a time, and the largest gradient in both precisions it is summed in."""
+        split = self.ranks.tensor_parallel
+        largest = max(self.sizes.embedding_parameters, self.sizes.layer_parameters) // split
+        weights = self.visiting
+        if not self.config.reshard_after_forward:
+            weights = self.computed * self.sizes.num_parameters // split
+        return weights + (self.computed + self.stored) * largest
+
+
 def plan_memory(
-    config: RunConfig, sizes: ModelSizes, *, available_bytes: int | None = None
-) -> MemoryPlan:
-    """The parts, on an accelerator.
+    config: RunConfig | SftConfig, sizes: ModelSizes, *, available_bytes: int | None = None
+) -> Mapping[str, MemoryPlan]:
+    """What one device of each pool holds, by the pool's name, if it is an accelerator.
 
     Args:
         available_bytes: the device's memory, of which ``rollout.gpu_memory_utilization`` bounds
             weights and cache; None if no device is known.
     """
-    layout = config.actor_rollout_ref.actor.fsdp_config
-    stored, computed = _BYTES[layout.model_dtype], _BYTES[layout.dtype]
-    copies = stored if stored == computed else stored + computed
-    weights = sizes.num_parameters
-    optimizer = 2 * stored * weights
-    activations = computed * _microbatch_tokens(config) * _kept_per_token(config, sizes)
-    if layout.optimizer_offload:
-        optimizer = max(0, optimizer - activations - LOGITS_BYTES)
-    cache = computed * sizes.cache_numbers_per_token * _cached_tokens(config)
+    if isinstance(config, SftConfig):
+        placement = place_sft(config)
+        model = _Model(sizes, config.engine, placement.layouts["actor-train"])
+        return {
+            placement.pools[0].name: _trained(
+                MemoryPlan(), model, config=config, placement=placement
+            )
+        }
+    placement = place_run(config)
+    return {
+        pool.name: _of_pool(
+            pool, config, sizes=sizes, placement=placement, available_bytes=available_bytes
+        )
+        for pool in placement.used_pools
+    }
+
+
+def require_memory(
+    config: RunConfig | SftConfig, sizes: ModelSizes, *, available_bytes: int
+) -> None:
+    """Raise UserError, with an override that fits, if a device of the run needs more than
+    ``available_bytes``."""
+    plans = plan_memory(config, sizes, available_bytes=available_bytes)
+    name, plan = max(plans.items(), key=lambda entry: entry[1].total)
+    if plan.total <= available_bytes:
+        return
+    remedy = _remedy(config, sizes, available_bytes=available_bytes)
+    held = plan.weights + plan.gradients + plan.optimizer + plan.gathered
+    whose = "this run" if config.trainer.num_devices == 1 else f"a device of {name}"
+    raise UserError(
+        f"memory: {whose} needs about {plan.total / GIB:.0f} GiB (weights, gradients and "
+        f"optimizer {held / GIB:.0f}, reference and rollout "
+        f"{(plan.reference + plan.rollout) / GIB:.0f}, cache {plan.cache / GIB:.0f}, activations "
+        f"{plan.activations / GIB:.0f}) of {available_bytes / GIB:.0f} GiB. {remedy}"
+    )
+
+
+def _of_pool(
+    pool: Pool,
+    config: RunConfig,
+    *,
+    sizes: ModelSizes,
+    placement: Placement,
+    available_bytes: int | None,
+) -> MemoryPlan:
+    roles, layouts = config.actor_rollout_ref, placement.layouts
+    plan = MemoryPlan()
+    if "generate" in pool.tasks:
+        plan = _generating(config, sizes, placement=placement, available_bytes=available_bytes)
+    if "ref_logp" in pool.tasks:
+        model = _Model(sizes, roles.ref.fsdp_config, layouts["ref_logp"])
+        plan = _scoring(plan, model, config=config, placement=placement)
+        plan = replace(plan, reference=_frozen(model, placement))
+    scorer = scorer_of(pool)
+    if scorer in ("generate", "logp"):
+        model = _Model(sizes, roles.actor.fsdp_config, layouts["logp"])
+        plan = _scoring(plan, model, config=config, placement=placement)
+        plan = replace(plan, weights=_frozen(model, placement) if scorer == "logp" else 0)
+    if "actor-train" in pool.tasks:
+        model = _Model(sizes, roles.actor.fsdp_config, layouts["actor-train"])
+        plan = _trained(plan, model, config=config, placement=placement)
+    return plan
+
+
+def _generating(
+    config: RunConfig, sizes: ModelSizes, *, placement: Placement, available_bytes: int | None
+) -> MemoryPlan:
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    computed = _BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
+    prompts = -(-data.train_batch_size // placement.layouts["generate"].num_ranks)
+    running = min(rollout.max_num_seqs, prompts * rollout.n)
+    prompts = -(-running // rollout.n)
+    tokens = prompts * data.max_prompt_length + running * data.max_response_length
+    cache = computed * sizes.cache_numbers_per_token * tokens
+    weights = computed * sizes.num_parameters
     if available_bytes is not None:
-        share = config.actor_rollout_ref.rollout.gpu_memory_utilization
-        cache = min(cache, max(0, int(share * available_bytes) - computed * weights))
-    return MemoryPlan(
-        weights=copies * weights,
-        gradients=copies * weights,
-        optimizer=optimizer,
-        reference=computed * weights if config.needs_reference else 0,
-        cache=cache,
-        activations=activations,
+        share = rollout.gpu_memory_utilization
+        cache = min(cache, max(0, int(share * available_bytes) - weights))
+    return MemoryPlan(rollout=0 if placement.is_one_process else weights, cache=cache)
+
+
+def _scoring(
+    plan: MemoryPlan, model: _Model, *, config: RunConfig, placement: Placement
+) -> MemoryPlan:
+    """With the forward passes of a frozen model: one layer's activations at a time."""
+    tokens = _microbatch_tokens(config, model.ranks.sequence_parallel)
+    kept = model.computed * tokens
+    kept *= model.sizes.layer_numbers_per_token(model.ranks.tensor_parallel)
+    return replace(
+        plan,
+        gathered=0 if placement.is_one_process else max(plan.gathered, model.gathered_frozen),
+        activations=max(plan.activations, kept),
         logits=LOGITS_BYTES,
     )
 
 
-def require_memory(config: RunConfig, sizes: ModelSizes, *, available_bytes: int) -> None:
-    """Raise UserError, with an override that fits, if the run cannot fit ``available_bytes``."""
-    plan = plan_memory(config, sizes, available_bytes=available_bytes)
-    if plan.total <= available_bytes:
-        return
-    remedy = _remedy(config, sizes, available_bytes=available_bytes)
-    raise UserError(
-        f"memory: this run needs about {plan.total / GIB:.0f} GiB (weights, gradients and "
-        f"optimizer {(plan.weights + plan.gradients + plan.optimizer) / GIB:.0f}, cache "
-        f"{plan.cache / GIB:.0f}, activations {plan.activations / GIB:.0f}) of "
-        f"{available_bytes / GIB:.0f} GiB. {remedy}"
+def _frozen(model: _Model, placement: Placement) -> int:
+    if placement.is_one_process:
+        return model.computed * model.sizes.num_parameters
+    return model.held_frozen
+
+
+def _trained(
+    plan: MemoryPlan, model: _Model, *, config: RunConfig | SftConfig, placement: Placement
+) -> MemoryPlan:
+    """With training; what can rest elsewhere takes the room that something else leaves."""
+    numbers = model.sizes.kept_numbers_per_token(
+        recomputed=_recomputes(config),
+        tensor_parallel=model.ranks.tensor_parallel,
     )
+    tokens = _microbatch_tokens(config, model.ranks.sequence_parallel)
+    activations = max(plan.activations, model.computed * tokens * numbers)
+    optimizer = 2 * model.stored * model.held_parameters
+    if model.config.optimizer_offload:
+        optimizer = max(0, optimizer - activations - LOGITS_BYTES)
+    plan = replace(plan, activations=activations, logits=LOGITS_BYTES, optimizer=optimizer)
+    if placement.is_one_process:
+        copies = model.stored if model.stored == model.computed else model.stored + model.computed
+        held = copies * model.sizes.num_parameters
+        return replace(plan, weights=held, gradients=held)
+    plan = replace(plan, gathered=max(plan.gathered, model.gathered_in_training))
+    held = model.stored * model.held_parameters
+    if model.config.offload_policy:
+        return replace(plan, optimizer=0)
+    weights = max(0, held - plan.cache) if model.config.param_offload else held
+    return replace(plan, weights=weights, gradients=held)
 
 
-def _remedy(config: RunConfig, sizes: ModelSizes, *, available_bytes: int) -> str:
-    """The first override that makes it fit."""
-    for override, changed in _candidates(config):
-        plan = plan_memory(changed, sizes, available_bytes=available_bytes)
-        if plan.total <= available_bytes:
-            return f"Set {override}."
-    return "Use a smaller model or a device with more memory."
+def _remedy(config: RunConfig | SftConfig, sizes: ModelSizes, *, available_bytes: int) -> str:
+    """The first overrides that make it fit."""
+    for overrides in _candidates(config):
+        changed = config
+        for key, value in overrides.items():
+            changed = _with(changed, key.split("."), value=value)
+        plans = plan_memory(changed, sizes, available_bytes=available_bytes)
+        if all(plan.total <= available_bytes for plan in plans.values()):
+            return f"Set {' '.join(f'{key}={value}' for key, value in overrides.items())}."
+    return "Use a smaller model, more devices or devices with more memory."
 
 
-def _candidates(config: RunConfig) -> list[tuple[str, RunConfig]]:
-    """Overrides from the cheapest to the dearest, each with what it leads to."""
-    roles = config.actor_rollout_ref
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    candidates: list[tuple[str, RunConfig]] = []
-    checkpointing = ("actor_rollout_ref.model.enable_gradient_checkpointing=True",)
-    for extra in ((), checkpointing):
-        budget = max(longest, _microbatch_tokens(config))
-        while budget >= longest:
-            actor = roles.actor.model_copy(
-                update={"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": budget}
-            )
-            model = roles.model.model_copy(
-                update={"enable_gradient_checkpointing": True} if extra else {}
-            )
-            changed = roles.model_copy(update={"actor": actor, "model": model})
-            override = " ".join(
-                (
-                    "actor_rollout_ref.actor.use_dynamic_bsz=True",
-                    f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={budget}",
-                    *extra,
-                )
-            )
-            candidates.append((override, config.model_copy(update={"actor_rollout_ref": changed})))
-            if budget == longest:
-                break
-            budget = max(longest, budget // 2)
-    return candidates
+def _candidates(config: RunConfig | SftConfig) -> Iterator[dict[str, Any]]:
+    """Overrides from the cheapest to the dearest."""
+    if isinstance(config, SftConfig):
+        model, layout = "model", "engine"
+        dynamic, limit = "data.use_dynamic_bsz", "data.max_token_len_per_gpu"
+        ranks = config.engine.ulysses_sequence_parallel_size
+    else:
+        actor = "actor_rollout_ref.actor"
+        model, layout = "actor_rollout_ref.model", f"{actor}.fsdp_config"
+        dynamic, limit = f"{actor}.use_dynamic_bsz", f"{actor}.ppo_max_token_len_per_gpu"
+        ranks = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    shortest = -(-_longest(config) // ranks)
+    recompute = {f"{model}.enable_gradient_checkpointing": True}
+    dearer: list[dict[str, Any]] = [{}, recompute]
+    if config.trainer.num_devices > 1:
+        dearer.append(recompute | {f"{layout}.offload_policy": True})
+    for extra in dearer:
+        budget = max(shortest, _microbatch_tokens(config, ranks))
+        while budget > shortest:
+            yield {dynamic: True, limit: budget} | extra
+            budget = max(shortest, budget // 2)
+        yield {dynamic: True, limit: shortest} | extra
 
 
-def _cached_tokens(config: RunConfig) -> int:
-    """Of the sequences that run together: shared prompts once, responses whole."""
-    rollout, data = config.actor_rollout_ref.rollout, config.data
-    running = min(rollout.max_num_seqs, config.sequences_per_step)
-    prompts = -(-running // rollout.n)
-    return prompts * data.max_prompt_length + running * data.max_response_length
+def _with(config: ConfigT, path: list[str], *, value: Any) -> ConfigT:
+    """A copy of ``config`` with one key changed."""
+    name, *below = path
+    inner = _with(dict(config)[name], below, value=value) if below else value
+    return config.model_copy(update={name: inner})
 
 
-def _microbatch_tokens(config: RunConfig) -> int:
-    actor, data = config.actor_rollout_ref.actor, config.data
-    longest = data.max_prompt_length + data.max_response_length
-    by_tokens = actor.microbatch_tokens
-    if by_tokens is not None:
-        return by_tokens
-    return (actor.ppo_micro_batch_size_per_gpu or 1) * longest
+def _recomputes(config: RunConfig | SftConfig) -> bool:
+    model = config.model if isinstance(config, SftConfig) else config.actor_rollout_ref.model
+    return model.enable_gradient_checkpointing
 
 
-def _kept_per_token(config: RunConfig, sizes: ModelSizes) -> int:
-    """Numbers kept for the backward pass: all layers', or with recomputation their inputs and one
-    layer's."""
-    if config.actor_rollout_ref.model.enable_gradient_checkpointing:
-        return sizes.num_layers * 2 * sizes.hidden + sizes.layer_numbers_per_token
-    return sizes.num_layers * sizes.layer_numbers_per_token
+def _microbatch_tokens(config: RunConfig | SftConfig, ranks: int) -> int:
+    """Tokens of one of the ``ranks`` that share the largest micro-batch in training."""
+    if isinstance(config, SftConfig):
+        limit, count = config.data.microbatch_tokens, config.data.micro_batch_size_per_gpu
+    else:
+        actor = config.actor_rollout_ref.actor
+        limit, count = actor.microbatch_tokens, actor.ppo_micro_batch_size_per_gpu
+    return -(-(count or 1) * _longest(config) // ranks) if limit is None else limit
+
+
+def _longest(config: RunConfig | SftConfig) -> int:
+    """Tokens of the longest sequence that can be."""
+    if isinstance(config, SftConfig):
+        return config.data.max_length
+    return config.data.max_prompt_length + config.data.max_response_length

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run would do: steps, batches, pools, keys in vain. Starts nothing, reads no file."""
+"""What a run would do: steps, batches, pools, keys in vain. Starts nothing, reads no file.
+
+Of ``tandem train`` and of ``tandem sft``, whose steps are one optimizer step each.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.effects import keys_without_effect
-from tandem.config.memory import MemoryPlan, ModelSizes, plan_memory
+from tandem.config.memory import MemoryPlan, plan_memory
 from tandem.config.overrides import LoadedConfig
-from tandem.config.pools import Pool, plan_pools
+from tandem.config.pools import Placement, Pool, place_run, place_sft
 from tandem.config.run import RunConfig
-from tandem.config.schedule import Schedule, schedule_run
-from tandem.config.validate import check_run, unbuilt_run
+from tandem.config.schedule import Schedule, schedule_run, schedule_sft
+from tandem.config.sft import SftConfig
+from tandem.config.sizes import ModelSizes
+from tandem.config.validate import check_run, check_sft, unbuilt_run, unbuilt_sft
+
+_UNUSED = {
+    "logp": "the update is strictly on-policy or in bypass_mode",
+    "ref_logp": "no KL asks for a reference",
+}
+"""Why nothing in a run asks for a task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +34,10 @@ class Plan:
     Attributes:
         num_train_rows, num_val_rows: before filtering.
         steps_per_epoch, total_training_steps, validation_steps: as ``Schedule`` has them.
-        sequences_per_step: generated and trained on in one training step.
+        sequences_per_step: (generated and) trained on in one training step.
         optimizer_steps_per_step: mini-batches times passes.
-        pools: which tasks share how many devices.
-        memory: of an accelerator that holds everything, None if the model's sizes are not known.
+        placement: which tasks share which devices.
+        memory: of one accelerator of each pool, None if the model's sizes are not known.
         keys_without_effect: set in vain, as they were spelt -> why.
         unknown_keys: let pass because of their ``+``.
         warnings: one line each.
@@ -40,12 +51,12 @@ class Plan:
     validation_steps: tuple[int, ...] | None
     sequences_per_step: int
     optimizer_steps_per_step: int
-    pools: tuple[Pool, ...]
-    memory: MemoryPlan | None
+    placement: Placement
+    memory: Mapping[str, MemoryPlan] | None
     keys_without_effect: Mapping[str, str]
     unknown_keys: tuple[str, ...]
     warnings: tuple[str, ...]
-    config: RunConfig
+    config: RunConfig | SftConfig
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -58,24 +69,38 @@ class Plan:
             "validation_steps": None if steps is None else list(steps),
             "num_train_rows": self.num_train_rows,
             "num_val_rows": self.num_val_rows,
-            "pools": [{"tasks": list(p.tasks), "devices": p.devices} for p in self.pools],
-            "memory_gib": None if self.memory is None else self.memory.to_gib(),
+            "pools": [self._pool_dict(pool) for pool in self.placement.pools],
             "keys_without_effect": dict(self.keys_without_effect),
             "unknown_keys": list(self.unknown_keys),
             "warnings": list(self.warnings),
             "config": self.config.model_dump(mode="json"),
         }
 
+    def _pool_dict(self, pool: Pool) -> dict[str, Any]:
+        layouts = self.placement.layouts
+        memory = (self.memory or {}).get(pool.name)
+        return {
+            "tasks": list(pool.tasks),
+            "unused_tasks": list(pool.unused_tasks),
+            "devices": pool.num_devices,
+            "nodes": [
+                {"node": run.node, "first": run.first, "last": run.last}
+                for run in self.placement.node_ranges(pool)
+            ],
+            "data_parallel": {task: layouts[task].data_parallel for task in pool.tasks},
+            "memory_gib": None if memory is None else memory.to_gib(),
+        }
+
 
 def make_plan(
-    loaded: LoadedConfig[RunConfig],
+    loaded: LoadedConfig[RunConfig] | LoadedConfig[SftConfig],
     *,
     num_train_rows: int | None = None,
     num_val_rows: int | None = None,
     sizes: ModelSizes | None = None,
     warnings: Sequence[str] = (),
 ) -> Plan:
-    """Plan a run.
+    """Plan a run of ``tandem train`` or ``tandem sft``, as the configuration's type says.
 
     Args:
         num_train_rows, num_val_rows: rows of the files, None where they could not be counted.
@@ -86,32 +111,63 @@ def make_plan(
         UserError: keys that do not fit each other, or too few rows for one batch.
     """
     config = loaded.config
-    check_run(config)
     train_rows = _taken(num_train_rows, config.data.train_max_samples)
-    schedule = None if train_rows is None else schedule_run(config, train_rows)
-    pools = plan_pools(config)
+    known = (
+        _known_of_sft(config, train_rows)
+        if isinstance(config, SftConfig)
+        else _known_of_run(config, train_rows)
+    )
+    schedule = known.schedule
     return Plan(
         num_train_rows=train_rows,
         num_val_rows=_taken(num_val_rows, config.data.val_max_samples),
         steps_per_epoch=schedule.steps_per_epoch if schedule else None,
         total_training_steps=schedule.total_training_steps if schedule else None,
         validation_steps=schedule.validation_steps if schedule else None,
-        sequences_per_step=config.sequences_per_step,
-        optimizer_steps_per_step=config.optimizer_steps_per_step,
-        pools=pools,
+        sequences_per_step=known.sequences_per_step,
+        optimizer_steps_per_step=known.optimizer_steps_per_step,
+        placement=known.placement,
         memory=None if sizes is None else plan_memory(config, sizes),
         keys_without_effect=keys_without_effect(loaded),
         unknown_keys=loaded.unknown_keys,
-        warnings=(
-            *warnings,
-            *loaded.warnings,
-            *(f"train would refuse: {line}" for line in unbuilt_run(config)),
-            *_pool_warnings(config, pools),
-            *_planners_cautions(config, schedule),
-            *cautions(config),
-        ),
+        warnings=(*warnings, *loaded.warnings, *known.warnings),
         config=config,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the two commands find out each in its way."""
+
+    schedule: Schedule | None
+    sequences_per_step: int
+    optimizer_steps_per_step: int
+    placement: Placement
+    warnings: tuple[str, ...]
+
+
+def _known_of_run(config: RunConfig, num_rows: int | None) -> _Known:
+    check_run(config)
+    placement = place_run(config)
+    schedule = None if num_rows is None else schedule_run(config, num_rows)
+    warnings = (
+        *(f"train would refuse: {line}" for line in unbuilt_run(config)),
+        *_planners_cautions(config, schedule),
+        *cautions(config),
+    )
+    return _Known(
+        schedule, config.sequences_per_step, config.optimizer_steps_per_step, placement, warnings
+    )
+
+
+def _known_of_sft(config: SftConfig, num_rows: int | None) -> _Known:
+    check_sft(config)
+    schedule = None if num_rows is None else schedule_sft(config, num_rows)
+    warnings = (
+        *(f"sft would refuse: {line}" for line in unbuilt_sft(config)),
+        *_device_cautions(config),
+    )
+    return _Known(schedule, config.data.train_batch_size, 1, place_sft(config), warnings)
 
 
 def _taken(num_rows: int | None, max_samples: int) -> int | None:
@@ -119,45 +175,52 @@ def _taken(num_rows: int | None, max_samples: int) -> int | None:
     return num_rows if num_rows is None or max_samples <= 0 else min(num_rows, max_samples)
 
 
-def _pool_warnings(config: RunConfig, pools: Sequence[Pool]) -> Iterator[str]:
+def _pool_cautions(config: RunConfig, placement: Placement) -> Iterator[str]:
     trainer = config.trainer
     if not config.actor_rollout_ref.hybrid_engine and not trainer.separated_node_tasks:
         yield (
             "actor_rollout_ref.hybrid_engine=False without trainer.separated_node_tasks: "
             "half of the devices train, half generate"
         )
-    for pool in pools:
-        if pool.devices == 0:
-            yield f"pool {list(pool.tasks)}: gets none of {trainer.num_devices} devices"
-    idle = trainer.num_devices - sum(pool.devices for pool in pools)
+    for pool in placement.pools:
+        if not pool.tasks:
+            reasons = " and ".join(_UNUSED[task] for task in pool.unused_tasks)
+            yield f"pool {pool.name}: its {pool.num_devices} device(s) stay idle, as {reasons}"
+    idle = placement.num_devices - sum(pool.num_devices for pool in placement.pools)
     if idle > 0:
-        yield f"trainer.separated_node_ratios: {idle} of {trainer.num_devices} devices stay idle"
+        yield (
+            f"trainer.separated_node_ratios: {idle} of {placement.num_devices} devices stay idle"
+        )
     experts = config.actor_rollout_ref.actor.megatron.expert_model_parallel_size
-    training = next(pool for pool in pools if "actor-train" in pool.tasks)
-    if experts > training.devices:
+    training = placement.pool_of("actor-train")
+    if experts > training.num_devices:
         yield (
             f"actor_rollout_ref.actor.megatron.expert_model_parallel_size={experts}: exceeds the "
-            f"{training.devices} devices of the training pool"
+            f"{training.num_devices} devices of the training pool"
         )
 
 
 def _planners_cautions(config: RunConfig, schedule: Schedule | None) -> Iterator[str]:
     """What the plan does not know and the run will."""
-    data, trainer = config.data, config.trainer
-    if schedule is not None and data.filter_overlong_prompts:
+    if schedule is not None and config.data.filter_overlong_prompts:
         yield (
             "data.filter_overlong_prompts=True: steps are counted before overlong prompts are "
             "dropped; there may be fewer"
         )
-    if trainer.device != "auto":
+    yield from _device_cautions(config)
+
+
+def _device_cautions(config: RunConfig | SftConfig) -> Iterator[str]:
+    if config.trainer.device != "auto":
         yield (
-            f"trainer.device={trainer.device}: not looked for by the plan; where it is not "
+            f"trainer.device={config.trainer.device}: not looked for by the plan; where it is not "
             "available, the run falls back to the detected platform"
         )
 
 
 def cautions(config: RunConfig) -> Iterator[str]:
     """What is legal and still deserves a look, one line each."""
+    yield from _pool_cautions(config, place_run(config))
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     val_kwargs = rollout.val_kwargs
     if rollout.n == 1 and config.algorithm.adv_estimator in ("grpo", "grpo_vectorized"):

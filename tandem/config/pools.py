@@ -1,42 +1,184 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which devices do which tasks: one pool for everything, or dots.rl's groups with their shares.
 
-Only the arithmetic of the plan; no pool but the first kind is built yet.
+Devices are counted from 0 over all nodes, and a pool is a contiguous range of them. This is only
+arithmetic: what cannot be placed is found by ``device_rules`` before, and no device is looked for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, groupby
 
+from tandem.config.layout import FsdpConfig
 from tandem.config.run import RunConfig
-from tandem.config.trainer import TrainerConfig
+from tandem.config.sft import SftConfig
 
 TASKS = ("actor-train", "logp", "ref_logp", "generate")
-_HALVES = (("actor-train", "logp", "ref_logp"), ("generate",))
-_ROUNDING = 1e-9
+HALVES = (("actor-train", "logp", "ref_logp"), ("generate",))
+"""The groups of ``hybrid_engine=False`` where none are named."""
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One of a node's devices, as the node counts them."""
+
+    node: int
+    local_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRange:
+    """Devices ``first .. last`` of one node."""
+
+    node: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Tasks that share devices."""
+    """Tasks that share devices ``first_device .. + num_devices``.
+
+    Attributes:
+        tasks: those that the run performs; empty for a pool with nothing to do.
+        unused_tasks: those that were named and that nothing in the run asks for.
+    """
 
     tasks: tuple[str, ...]
-    devices: int
+    unused_tasks: tuple[str, ...]
+    first_device: int
+    num_devices: int
+
+    @property
+    def name(self) -> str:
+        """Its tasks, for messages and stores."""
+        return "+".join(self.tasks or self.unused_tasks)
 
 
-def plan_pools(config: RunConfig) -> tuple[Pool, ...]:
-    """The pools that ``hybrid_engine`` and ``separated_node_*`` ask for; one may get no device."""
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """How the ranks of a pool divide for one task: data x sequence x tensor parallel.
+
+    Attributes:
+        num_ranks: devices of the pool.
+        tensor_parallel: ranks over which each matrix is split.
+        sequence_parallel: ranks over which the tokens of a micro-batch are split.
+        num_shards: ranks over which each tensor parallel part of the weights is spread; there are
+            ``num_ranks / (tensor_parallel * num_shards)`` copies of it.
+
+    Example:
+        8 ranks, tensor_parallel 2, sequence_parallel 2: 2 micro-batches at a time, each by 4 ranks.
+    """
+
+    num_ranks: int
+    tensor_parallel: int
+    sequence_parallel: int
+    num_shards: int
+
+    @property
+    def ranks_per_microbatch(self) -> int:
+        """``tensor_parallel * sequence_parallel``."""
+        return self.tensor_parallel * self.sequence_parallel
+
+    @property
+    def data_parallel(self) -> int:
+        """Micro-batches computed at the same time: ``num_ranks / ranks_per_microbatch``."""
+        return self.num_ranks // self.ranks_per_microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a run happens.
+
+    Attributes:
+        pools: in the order of their devices; what follows the last one is idle.
+        num_nodes, devices_per_node: of the whole run.
+        layouts: of each task that the run performs.
+    """
+
+    pools: tuple[Pool, ...]
+    num_nodes: int
+    devices_per_node: int
+    layouts: Mapping[str, RankLayout]
+
+    @property
+    def num_devices(self) -> int:
+        """``num_nodes * devices_per_node``."""
+        return self.num_nodes * self.devices_per_node
+
+    @property
+    def used_pools(self) -> tuple[Pool, ...]:
+        """Those that have something to do."""
+        return tuple(pool for pool in self.pools if pool.tasks)
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether one device does everything."""
+        return len(self.used_pools) == 1 and self.used_pools[0].num_devices == 1
+
+    def pool_of(self, task: str) -> Pool:
+        """The pool of a task that the run performs."""
+        return next(pool for pool in self.pools if task in pool.tasks)
+
+    def devices_of(self, pool: Pool) -> tuple[Device, ...]:
+        """The devices of a pool by rank."""
+        numbers = range(pool.first_device, pool.first_device + pool.num_devices)
+        return tuple(Device(*divmod(number, self.devices_per_node)) for number in numbers)
+
+    def node_ranges(self, pool: Pool) -> tuple[NodeRange, ...]:
+        """The devices of a pool, node by node."""
+        by_node = groupby(self.devices_of(pool), key=lambda device: device.node)
+        indices = {node: [device.local_index for device in devices] for node, devices in by_node}
+        return tuple(NodeRange(node, found[0], found[-1]) for node, found in indices.items())
+
+
+def place_run(config: RunConfig) -> Placement:
+    """The pools that ``hybrid_engine`` and ``separated_node_*`` ask for.
+
+    Example:
+        >>> [pool.num_devices for pool in place_run(config_of_red_moe_on_16_devices).pools]
+        [8, 4, 4]
+    """
     trainer = config.trainer
-    groups, ratios = trainer.separated_node_tasks, trainer.separated_node_ratios
-    if not groups:
-        if config.actor_rollout_ref.hybrid_engine:
-            return (Pool(TASKS, trainer.num_devices),)
-        groups, ratios = _HALVES, (0.5, 0.5)
-    shares = share_devices(ratios, trainer.num_devices)
-    return tuple(Pool(tasks, share) for tasks, share in zip(groups, shares, strict=True))
+    pools = _ranges(
+        _groups(config),
+        share_devices(_ratios(config), trainer.num_devices),
+        needed=needed_tasks(config),
+    )
+    layouts = {task: _layout(task, pool, config=config) for pool in pools for task in pool.tasks}
+    return Placement(pools, trainer.nnodes, trainer.n_gpus_per_node, layouts)
+
+
+def place_sft(config: SftConfig) -> Placement:
+    """One pool that trains."""
+    trainer = config.trainer
+    pool = Pool(("actor-train",), (), first_device=0, num_devices=trainer.num_devices)
+    layouts = {"actor-train": rank_layout(config.engine, trainer.num_devices)}
+    return Placement((pool,), trainer.nnodes, trainer.n_gpus_per_node, layouts)
+
+
+def needed_tasks(config: RunConfig) -> tuple[str, ...]:
+    """The tasks that the run performs, in the order of ``TASKS``."""
+    needed = {
+        "logp": config.needs_old_log_probs,
+        "ref_logp": config.needs_reference,
+    }
+    return tuple(task for task in TASKS if needed.get(task, True))
+
+
+def rank_layout(config: FsdpConfig, num_ranks: int) -> RankLayout:
+    """How ``num_ranks`` divide as ``config`` says; with ``fsdp_size=-1`` nothing is held twice."""
+    split = config.tensor_model_parallel_size
+    return RankLayout(
+        num_ranks=num_ranks,
+        tensor_parallel=split,
+        sequence_parallel=config.ulysses_sequence_parallel_size,
+        num_shards=num_ranks // split if config.fsdp_size < 0 else config.fsdp_size,
+    )
 
 
 def share_devices(ratios: Sequence[float], num_devices: int) -> tuple[int, ...]:
@@ -47,41 +189,51 @@ def share_devices(ratios: Sequence[float], num_devices: int) -> tuple[int, ...]:
         (4, 2, 2)
     """
     exact = [ratio * num_devices for ratio in ratios]
-    shares = [math.floor(value + _ROUNDING) for value in exact]
-    left = math.floor(sum(exact) + _ROUNDING) - sum(shares)
+    shares = [math.floor(value + ROUNDING) for value in exact]
+    left = math.floor(sum(exact) + ROUNDING) - sum(shares)
     by_remainder = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])
     for index in by_remainder[:left]:
         shares[index] += 1
     return tuple(shares)
 
 
-def group_problems(trainer: TrainerConfig) -> Iterator[str]:
-    """What is wrong with ``separated_node_tasks`` and ``separated_node_ratios``, a line each."""
-    groups, ratios = trainer.separated_node_tasks, trainer.separated_node_ratios
-    if groups:
-        yield from _task_problems(groups)
-    if groups or ratios:
-        yield from _ratio_problems(groups, ratios)
+def scorer_of(pool: Pool) -> str | None:
+    """The task whose weights compute ``logp`` where that is the pool's: those in training, else
+    those that generate, else its own; None in other pools."""
+    if "logp" not in pool.tasks:
+        return None
+    return next(task for task in ("actor-train", "generate", "logp") if task in pool.tasks)
 
 
-def _task_problems(groups: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    tasks = list(chain.from_iterable(groups))
-    key = "trainer.separated_node_tasks"
-    for task in tasks:
-        if task not in TASKS or tasks.count(task) > 1:
-            rule = "is named more than once" if task in TASKS else "is no task"
-            yield f"{key}={tasks}: {task!r} {rule}. Name each of {', '.join(TASKS)} once."
-    for task in ("actor-train", "generate"):
-        if task not in tasks:
-            yield f"{key}={tasks}: {task} is missing. Add it to a group."
+def _layout(task: str, pool: Pool, *, config: RunConfig) -> RankLayout:
+    roles = config.actor_rollout_ref
+    weights = scorer_of(pool) if task == "logp" else task
+    if weights == "generate":
+        return RankLayout(pool.num_devices, tensor_parallel=1, sequence_parallel=1, num_shards=1)
+    layout = roles.ref.fsdp_config if task == "ref_logp" else roles.actor.fsdp_config
+    return rank_layout(layout, pool.num_devices)
 
 
-def _ratio_problems(groups: Sequence[tuple[str, ...]], ratios: Sequence[float]) -> Iterator[str]:
-    key = f"trainer.separated_node_ratios={list(ratios)}"
-    if len(ratios) != len(groups):
-        yield (
-            f"{key}: must have one ratio for each of the {len(groups)} groups of "
-            f"trainer.separated_node_tasks. Write {len(groups)} numbers."
+def _groups(config: RunConfig) -> Sequence[tuple[str, ...]]:
+    named = config.trainer.separated_node_tasks
+    return named or ((TASKS,) if config.actor_rollout_ref.hybrid_engine else HALVES)
+
+
+def _ratios(config: RunConfig) -> Sequence[float]:
+    if config.trainer.separated_node_tasks:
+        return config.trainer.separated_node_ratios
+    return (1.0,) if config.actor_rollout_ref.hybrid_engine else (0.5, 0.5)
+
+
+def _ranges(
+    groups: Sequence[tuple[str, ...]], shares: Sequence[int], *, needed: Sequence[str]
+) -> tuple[Pool, ...]:
+    return tuple(
+        Pool(
+            tasks=tuple(task for task in tasks if task in needed),
+            unused_tasks=tuple(task for task in tasks if task not in needed),
+            first_device=end - share,
+            num_devices=share,
         )
-    elif min(ratios) <= 0 or sum(ratios) > 1 + _ROUNDING:
-        yield f"{key}: must be positive and add up to at most 1. Lower them."
+        for tasks, share, end in zip(groups, shares, accumulate(shares), strict=True)
+    )

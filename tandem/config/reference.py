@@ -10,10 +10,25 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from tandem.config.fields import NOT_BUILT, ONE_PROCESS, SECTION, no_effect
+from tandem.config.fields import NOT_BUILT, SECTION, Dtype, no_effect
 from tandem.config.layout import FsdpConfig, MegatronConfig
 
-_FOLLOWS_ACTOR = "the reference is laid out as the actor is; actor_rollout_ref.actor decides"
+_FOLLOWS_ACTOR = "the reference is what the actor starts as; actor_rollout_ref.actor decides"
+
+
+class RefFsdpConfig(FsdpConfig):
+    """Layout of a frozen model. What is not set is as ``actor.fsdp_config`` sets it."""
+
+    model_dtype: Dtype = Field(
+        default="float32",
+        description="Precision of the weights.",
+        json_schema_extra=no_effect(_FOLLOWS_ACTOR),
+    )
+    optimizer_offload: bool = Field(
+        default=False,
+        description="The optimizer rests on the CPU.",
+        json_schema_extra=no_effect("a frozen model has no optimizer"),
+    )
 
 
 class RefConfig(BaseModel):
@@ -33,17 +48,15 @@ class RefConfig(BaseModel):
     log_prob_max_token_len_per_gpu: int = Field(
         default=16384,
         ge=1,
-        description="Most tokens of a micro-batch; follows actor.ppo_max_token_len_per_gpu if "
-        "not set.",
+        description="A device's most tokens of a micro-batch that is filled by tokens; follows "
+        "actor.ppo_max_token_len_per_gpu if not set.",
     )
 
     strategy: str = Field(
         default="fsdp", description="Back end.", json_schema_extra=no_effect(_FOLLOWS_ACTOR)
     )
-    fsdp_config: FsdpConfig = Field(
-        default_factory=FsdpConfig,
-        description="Layout.",
-        json_schema_extra=no_effect(_FOLLOWS_ACTOR),
+    fsdp_config: RefFsdpConfig = Field(
+        default_factory=RefFsdpConfig, description="Precision, sharding and offloading."
     )
     megatron: MegatronConfig = Field(
         default_factory=MegatronConfig,
@@ -61,12 +74,6 @@ class RefConfig(BaseModel):
     load_weight: bool = Field(
         default=True, description="Load weights.", json_schema_extra=no_effect(_FOLLOWS_ACTOR)
     )
-    ulysses_sequence_parallel_size: int = Field(
-        default=1,
-        ge=1,
-        description="Devices per sequence.",
-        json_schema_extra=no_effect(ONE_PROCESS),
-    )
     profiler: dict[str, Any] = Field(
         default_factory=dict[str, Any],
         description="Profiler of the reference.",
@@ -75,6 +82,6 @@ class RefConfig(BaseModel):
 
     @property
     def microbatch_tokens(self) -> int | None:
-        """Most tokens of a micro-batch, None where micro-batches are bounded by count."""
+        """A device's most tokens of a micro-batch, None where those are bounded by count."""
         by_tokens = self.log_prob_use_dynamic_bsz or self.log_prob_micro_batch_size_per_gpu is None
         return self.log_prob_max_token_len_per_gpu if by_tokens else None

@@ -10,7 +10,6 @@ from pydantic import BaseModel, Field
 from tandem.config.fields import (
     ENGINE_ONLY,
     NOT_BUILT,
-    ONE_PROCESS,
     SECTION,
     Dtype,
     Seed,
@@ -18,7 +17,8 @@ from tandem.config.fields import (
 )
 
 _MULTI_TURN = "not built yet: multi-turn rollouts"
-_PARAM_UPDATE = "not built yet: trainer and rollout share one storage, nothing is transferred"
+_ONE_DEVICE = "each device of the pool that generates is a replica of the native engine"
+_BETWEEN = "weights are always transferred between generations, and swapped at once"
 _SKIP = "not built yet: rollouts are always generated"
 
 
@@ -107,15 +107,15 @@ class RolloutConfig(BaseModel):
     log_prob_max_token_len_per_gpu: int = Field(
         default=16384,
         ge=1,
-        description="Most tokens of a micro-batch; follows actor.ppo_max_token_len_per_gpu if "
-        "not set.",
+        description="A device's most tokens of a micro-batch that is filled by tokens; follows "
+        "actor.ppo_max_token_len_per_gpu if not set.",
     )
 
     dtype: Dtype = Field(
         default="auto",
         description="Precision of generation.",
         json_schema_extra=no_effect(
-            "trainer and rollout share their weights; actor.fsdp_config.dtype decides"
+            "the rollout takes the trainer's weights as they are; actor.fsdp_config.dtype decides"
         ),
     )
     mode: Literal["sync", "async"] = Field(
@@ -165,10 +165,12 @@ class RolloutConfig(BaseModel):
     load_format: str = Field(
         default="dummy",
         description="How an engine loads weights.",
-        json_schema_extra=no_effect("trainer and rollout share one storage"),
+        json_schema_extra=no_effect("the rollout takes the trainer's weights before it generates"),
     )
     layered_summon: bool = Field(
-        default=False, description="Gather by layer.", json_schema_extra=no_effect(_PARAM_UPDATE)
+        default=False,
+        description="Gather by layer.",
+        json_schema_extra=no_effect("weights are transferred in buckets of a fixed size"),
     )
     free_cache_engine: bool = Field(
         default=True,
@@ -184,16 +186,16 @@ class RolloutConfig(BaseModel):
         default=1,
         ge=1,
         description="Devices per replica.",
-        json_schema_extra=no_effect(ONE_PROCESS),
+        json_schema_extra=no_effect(_ONE_DEVICE),
     )
     data_parallel_size: int = Field(
-        default=1, ge=1, description="Replicas.", json_schema_extra=no_effect(ONE_PROCESS)
+        default=1, ge=1, description="Replicas.", json_schema_extra=no_effect(_ONE_DEVICE)
     )
     expert_parallel_size: int = Field(
-        default=1, ge=1, description="Devices of experts.", json_schema_extra=no_effect(ONE_PROCESS)
+        default=1, ge=1, description="Devices of experts.", json_schema_extra=no_effect(_ONE_DEVICE)
     )
     pipeline_model_parallel_size: int = Field(
-        default=1, ge=1, description="Stages.", json_schema_extra=no_effect(ONE_PROCESS)
+        default=1, ge=1, description="Stages.", json_schema_extra=no_effect(_ONE_DEVICE)
     )
     log_prob_micro_batch_size: int | None = Field(
         default=None,
@@ -235,28 +237,26 @@ class RolloutConfig(BaseModel):
     enable_dual_buffer: bool = Field(
         default=False,
         description="Stage new weights while generating.",
-        json_schema_extra=no_effect(_PARAM_UPDATE),
+        json_schema_extra=no_effect(_BETWEEN),
     )
     enable_param_async: bool = Field(
         default=False,
         description="Transfer weights while training.",
-        json_schema_extra=no_effect(_PARAM_UPDATE),
+        json_schema_extra=no_effect(f"not built yet: {_BETWEEN}"),
     )
     param_update_preduce_bucket_size_mb: int = Field(
         default=512,
         ge=1,
-        description="Sender's bucket, MiB.",
-        json_schema_extra=no_effect(_PARAM_UPDATE),
+        description="MiB of weights that the trainer puts together and sends at once.",
     )
     param_update_consume_bucket_size_mb: int = Field(
         default=128,
         ge=1,
-        description="Receiver's bucket, MiB.",
-        json_schema_extra=no_effect(_PARAM_UPDATE),
+        description="MiB of weights that a receiver takes in at once.",
     )
 
     @property
     def microbatch_tokens(self) -> int | None:
-        """Most tokens of a micro-batch, None where micro-batches are bounded by count."""
+        """A device's most tokens of a micro-batch, None where those are bounded by count."""
         by_tokens = self.log_prob_use_dynamic_bsz or self.log_prob_micro_batch_size_per_gpu is None
         return self.log_prob_max_token_len_per_gpu if by_tokens else None

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -15,7 +15,7 @@ from tandem.config.model import ModelConfig
 from tandem.config.reference import RefConfig
 from tandem.config.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
 from tandem.config.rollout import RolloutConfig
-from tandem.config.trainer import TrainerConfig
+from tandem.config.trainer import RayConfig, TrainerConfig
 
 _FOLLOWS_ACTOR = {
     "log_prob_use_dynamic_bsz": "use_dynamic_bsz",
@@ -53,19 +53,19 @@ class ActorRolloutRefConfig(BaseModel):
 
     hybrid_engine: bool = Field(
         default=True,
-        description="Trainer and rollout on the same devices.",
-        json_schema_extra=no_effect("not built yet: trainer and rollout always share one device"),
+        description="Trainer and rollout on the same devices; False gives each half of them, "
+        "unless trainer.separated_node_tasks says otherwise.",
     )
     nccl_timeout: int = Field(
-        default=600,
-        description="Deadline of collectives in seconds.",
-        json_schema_extra=no_effect("there is one process so far"),
+        default=600, ge=1, description="Deadline of collectives in seconds, of any library."
     )
 
     @model_validator(mode="before")
     @classmethod
     def _follow_actor(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Give rollout and ref the actor's micro-batch limits where they have none of their own."""
+        """Give rollout and ref the actor's micro-batch limits, and ref the actor's layout, where
+        they have none of their own.
+        """
         actor: Any = values.get("actor", {})
         if not isinstance(actor, dict):
             return values
@@ -76,7 +76,18 @@ class ActorRolloutRefConfig(BaseModel):
         for name in ("rollout", "ref"):
             role: Any = values.get(name, {})
             filled[name] = limits | role if isinstance(role, dict) else role
+        if isinstance(filled["ref"], dict):
+            ref = cast(dict[str, Any], filled["ref"])
+            filled["ref"] = ref | _layout_of_ref(cast(dict[str, Any], actor), ref)
         return filled
+
+
+def _layout_of_ref(actor: dict[str, Any], ref: dict[str, Any]) -> dict[str, Any]:
+    """``fsdp_config`` of the reference: its own keys over the actor's."""
+    below, above = (role.get("fsdp_config", {}) for role in (actor, ref))
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return {}
+    return {"fsdp_config": cast(dict[str, Any], below) | above}
 
 
 class RunConfig(BaseModel):
@@ -99,16 +110,12 @@ class RunConfig(BaseModel):
         default_factory=CustomRewardConfig, description="A reward function of the user."
     )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The run.")
+    ray_kwargs: RayConfig = Field(default_factory=RayConfig, description="Settings of Ray.")
 
     critic: CriticConfig = Field(
         default_factory=CriticConfig,
         description="The critic.",
         json_schema_extra=no_effect("not built yet: the critic"),
-    )
-    ray_kwargs: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Settings of Ray.",
-        json_schema_extra=no_effect("Ray is not used"),
     )
     global_profiler: dict[str, Any] = Field(
         default_factory=dict[str, Any],
@@ -118,7 +125,7 @@ class RunConfig(BaseModel):
     transfer_queue: dict[str, Any] = Field(
         default_factory=dict[str, Any],
         description="verl's transfer queue.",
-        json_schema_extra=no_effect("there is one process and nothing to queue between"),
+        json_schema_extra=no_effect("micro-batches go straight to the ranks that compute them"),
     )
 
     @model_validator(mode="before")

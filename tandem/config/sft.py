@@ -15,15 +15,15 @@ from tandem.config.data import CustomClassConfig, Truncation
 from tandem.config.fields import (
     ALWAYS_PACKED,
     NOT_BUILT,
-    ONE_PROCESS,
     SECTION,
     Seed,
+    StringGroups,
     Strings,
     follow_seed,
     no_effect,
 )
 from tandem.config.model import ModelConfig
-from tandem.config.trainer import TrainerConfig
+from tandem.config.trainer import RayConfig, TrainerConfig
 
 _RL_ONLY = "it belongs to reinforcement learning"
 
@@ -72,7 +72,7 @@ class SftDataConfig(BaseModel):
         default=False, description="Fill micro-batches up to max_token_len_per_gpu tokens."
     )
     max_token_len_per_gpu: int = Field(
-        default=8192, ge=1, description="Most tokens of a micro-batch that is filled by tokens."
+        default=8192, ge=1, description="Most tokens of a device in a micro-batch filled by tokens."
     )
     prompt_key: str = Field(default="question", description="Column of the prompt.")
     response_key: str = Field(default="answer", description="Column of the response.")
@@ -113,11 +113,6 @@ class SftDataConfig(BaseModel):
         description="Micro-batch over all devices.",
         json_schema_extra=no_effect("deprecated in verl; use micro_batch_size_per_gpu"),
     )
-    balance_dp_token: bool = Field(
-        default=False,
-        description="Even out tokens over devices.",
-        json_schema_extra=no_effect("there is one device to balance over so far"),
-    )
     pad_mode: str = Field(
         default="no_padding", description="Padding.", json_schema_extra=no_effect(ALWAYS_PACKED)
     )
@@ -136,6 +131,12 @@ class SftDataConfig(BaseModel):
         description="Copy data to shared memory.",
         json_schema_extra=no_effect("files are read once, where they are"),
     )
+
+    @property
+    def microbatch_tokens(self) -> int | None:
+        """A device's most tokens of a micro-batch, None where those are bounded by count."""
+        by_tokens = self.use_dynamic_bsz or self.micro_batch_size_per_gpu is None
+        return self.max_token_len_per_gpu if by_tokens else None
 
 
 class SftOptimConfig(OptimConfig):
@@ -178,6 +179,12 @@ class SftTrainerConfig(TrainerConfig):
     validation_data_dir: str | None = Field(
         default=None, description="Validation rollouts.", json_schema_extra=no_effect(_RL_ONLY)
     )
+    separated_node_tasks: StringGroups = Field(
+        default=(), description="Groups of tasks.", json_schema_extra=no_effect(_RL_ONLY)
+    )
+    separated_node_ratios: tuple[float, ...] = Field(
+        default=(), description="Their shares.", json_schema_extra=no_effect(_RL_ONLY)
+    )
 
 
 class SftConfig(BaseModel):
@@ -194,6 +201,10 @@ class SftConfig(BaseModel):
         default_factory=SftOptimConfig, description="Optimizer and schedule."
     )
     trainer: SftTrainerConfig = Field(default_factory=SftTrainerConfig, description="The run.")
+    nccl_timeout: int = Field(
+        default=600, ge=1, description="Deadline of collectives in seconds, of any library."
+    )
+    ray_kwargs: RayConfig = Field(default_factory=RayConfig, description="Settings of Ray.")
 
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig,
@@ -201,12 +212,6 @@ class SftConfig(BaseModel):
         json_schema_extra=no_effect(
             "a checkpoint always holds weights, optimizer, schedule and data"
         ),
-    )
-    ulysses_sequence_parallel_size: int = Field(
-        default=1,
-        ge=1,
-        description="Devices per sequence.",
-        json_schema_extra=no_effect(ONE_PROCESS),
     )
     use_remove_padding: bool = Field(
         default=True,

@@ -147,7 +147,7 @@ RUN_CONDITIONS: tuple[Condition, ...] = (
     Condition(
         (f"{_ACTOR}.strategy",),
         lambda c: c.actor_rollout_ref.actor.strategy == "fsdp2",
-        "fsdp and fsdp2 are one engine so far",
+        "fsdp and fsdp2 are one engine",
     ),
     Condition(
         ("algorithm.norm_adv_by_std_in_grpo",),

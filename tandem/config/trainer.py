@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``trainer.*``: how long, how often, where to, on what."""
+"""``trainer.*``: how long, how often, where to, on what; and ``ray_kwargs.*``."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -12,8 +12,20 @@ from tandem.config.fields import NOT_BUILT, SECTION, Seed, StringGroups, Strings
 
 ResumeMode = Literal["auto", "disable", "resume_path"]
 
-ASYNCHRONOUS = "not built yet: training and generation take turns on one device"
-_SEPARATED = "not built yet: all tasks run on the devices of one process"
+ASYNCHRONOUS = "not built yet: training and generation take turns"
+
+
+class RayConfig(BaseModel):
+    """``ray_kwargs.*``: only a run of several processes has Ray."""
+
+    model_config = SECTION
+
+    ray_init: dict[str, Any] = Field(
+        default_factory=dict[str, Any], description="Passed to ray.init, e.g. {num_cpus:8}."
+    )
+    timeline_json_file: str | None = Field(
+        default=None, description="Ray's trace.", json_schema_extra=no_effect(NOT_BUILT)
+    )
 
 
 class TrainerConfig(BaseModel):
@@ -33,10 +45,8 @@ class TrainerConfig(BaseModel):
     total_training_steps: int | None = Field(
         default=None, ge=1, description="Stop after this many steps, if the epochs last that long."
     )
-    nnodes: int = Field(default=1, ge=1, description="Nodes; 1 so far.")
-    n_gpus_per_node: int = Field(
-        default=1, ge=1, description="Devices per node; 1 so far (verl: 8)."
-    )
+    nnodes: int = Field(default=1, ge=1, description="Nodes.")
+    n_gpus_per_node: int = Field(default=1, ge=1, description="Devices per node (verl: 8).")
     device: str = Field(
         default="auto",
         description="Platform: auto, cpu, cuda, ...; one that is not here gives way to the "
@@ -98,17 +108,17 @@ class TrainerConfig(BaseModel):
     separated_node_tasks: StringGroups = Field(
         default=(),
         description="Groups of logp, ref_logp, actor-train, generate; each has its own devices.",
-        json_schema_extra=no_effect(_SEPARATED),
     )
     separated_node_ratios: tuple[float, ...] = Field(
         default=(),
-        description="Share of all devices for each of these groups.",
-        json_schema_extra=no_effect(_SEPARATED),
+        description="Share of all devices for each of these groups; together at most 1.",
     )
     balance_batch: bool = Field(
         default=True,
-        description="Even out tokens over devices.",
-        json_schema_extra=no_effect("there is one device to balance over so far"),
+        description="Give data-parallel ranks sequences of the same cost, not of the same number.",
+    )
+    ray_wait_register_center_timeout: int = Field(
+        default=300, ge=1, description="Seconds that all processes of a run may take to start."
     )
     max_critic_ckpt_to_keep: int | None = Field(
         default=None,
@@ -129,9 +139,6 @@ class TrainerConfig(BaseModel):
         default=0,
         description="Time to save before an instance ends.",
         json_schema_extra=no_effect(NOT_BUILT),
-    )
-    ray_wait_register_center_timeout: int = Field(
-        default=300, description="Deadline of Ray.", json_schema_extra=no_effect("Ray is not used")
     )
     use_legacy_worker_impl: str = Field(
         default="auto",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between keys. What one key alone may be stands at its field.
+"""Rules between keys. What one key alone may be stands at its field, what concerns devices in
+``device_rules``.
 
 ``check_run`` and ``check_sft`` hold for any use of a configuration; ``check_built_run`` and
 ``check_built_sft`` refuse what training cannot do yet and the plan may still show. Every error says
@@ -9,9 +10,11 @@ the override that mends it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
-from tandem.config.pools import group_problems
+from tandem.config.device_rules import run_device_problems, sft_device_problems
+from tandem.config.pools import place_run
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.config.trainer import TrainerConfig
@@ -26,13 +29,13 @@ _NEEDS_GROUPS = ("rloo", "opo", "reinforce_plus_plus_baseline", "grpo_passk", "g
 
 def check_run(config: RunConfig) -> None:
     """Raise UserError for the first pair of keys of ``tandem train`` that do not fit each other."""
-    for problem in (*_run_problems(config), *_trainer_problems(config.trainer)):
+    for problem in chain(_run_problems(config), _resume_problems(config.trainer)):
         raise UserError(problem)
 
 
 def check_sft(config: SftConfig) -> None:
     """Raise UserError for the first pair of keys of ``tandem sft`` that do not fit each other."""
-    for problem in (*_sft_problems(config), *_trainer_problems(config.trainer)):
+    for problem in chain(_sft_problems(config), _resume_problems(config.trainer)):
         raise UserError(problem)
 
 
@@ -56,13 +59,14 @@ def unbuilt_run(config: RunConfig) -> tuple[str, ...]:
 def unbuilt_sft(config: SftConfig) -> tuple[str, ...]:
     """What ``tandem sft`` would refuse to start with, one line each."""
     model = config.model
-    devices = _unbuilt_devices(config.trainer)
-    return (*devices, *_unbuilt_model(model.path, model.lora_rank, prefix="model"))
+    return tuple(_unbuilt_model(model.path, model.lora_rank, prefix="model"))
 
 
 def _run_problems(config: RunConfig) -> Iterator[str]:
+    """In such an order that the first one does not follow from a later one."""
     yield from _template_problems(config.data.apply_chat_template_kwargs)
     yield from _batch_problems(config)
+    yield from run_device_problems(config)
     yield from _token_problems(config)
     yield from _sampling_problems(config)
     yield from _reward_problems(config)
@@ -87,20 +91,31 @@ def _batch_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _token_problems(config: RunConfig) -> Iterator[str]:
-    """A micro-batch must hold one sequence of the greatest length."""
+    """The devices that share a micro-batch must hold one sequence of the greatest length."""
     roles = config.actor_rollout_ref
     longest = config.data.max_prompt_length + config.data.max_response_length
-    limits = {f"{_ACTOR}.ppo_max_token_len_per_gpu": roles.actor.microbatch_tokens}
-    if config.needs_old_log_probs:
-        limits[f"{_ROLLOUT}.log_prob_max_token_len_per_gpu"] = roles.rollout.microbatch_tokens
-    if config.needs_reference:
-        limits[f"{_REF}.log_prob_max_token_len_per_gpu"] = roles.ref.microbatch_tokens
-    for key, limit in limits.items():
-        if limit is not None and limit < longest:
-            yield (
-                f"{key}={limit}: must hold one sequence of data.max_prompt_length + "
-                f"data.max_response_length = {longest} tokens. Set {key}={longest} or higher."
-            )
+    what = f"one sequence of data.max_prompt_length + data.max_response_length = {longest}"
+    limits = {
+        "actor-train": (f"{_ACTOR}.ppo_max_token_len_per_gpu", roles.actor.microbatch_tokens),
+        "logp": (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", roles.rollout.microbatch_tokens),
+        "ref_logp": (f"{_REF}.log_prob_max_token_len_per_gpu", roles.ref.microbatch_tokens),
+    }
+    layouts = place_run(config).layouts
+    for task, (key, limit) in limits.items():
+        if task in layouts:
+            ranks = layouts[task].sequence_parallel
+            yield from _limit_problems(key, limit, ranks=ranks, longest=longest, what=what)
+
+
+def _limit_problems(
+    key: str, limit: int | None, *, ranks: int, longest: int, what: str
+) -> Iterator[str]:
+    if limit is not None and limit * ranks < longest:
+        times = f" times ulysses_sequence_parallel_size={ranks}" if ranks > 1 else ""
+        yield (
+            f"{key}={limit}: must{times} hold {what} tokens. "
+            f"Set {key}={-(-longest // ranks)} or higher."
+        )
 
 
 def _sampling_problems(config: RunConfig) -> Iterator[str]:
@@ -168,13 +183,14 @@ def _validation_problems(config: RunConfig) -> Iterator[str]:
 def _sft_problems(config: SftConfig) -> Iterator[str]:
     data = config.data
     yield from _template_problems(data.apply_chat_template_kwargs)
-    by_tokens = data.use_dynamic_bsz or data.micro_batch_size_per_gpu is None
-    if by_tokens and data.max_token_len_per_gpu < data.max_length:
-        yield (
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}: must hold one row of "
-            f"data.max_length={data.max_length} tokens. "
-            f"Set data.max_token_len_per_gpu={data.max_length} or higher."
-        )
+    yield from _limit_problems(
+        "data.max_token_len_per_gpu",
+        data.microbatch_tokens,
+        ranks=config.engine.ulysses_sequence_parallel_size,
+        longest=data.max_length,
+        what=f"one row of data.max_length={data.max_length}",
+    )
+    yield from sft_device_problems(config)
 
 
 def _template_problems(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -187,8 +203,7 @@ def _template_problems(settings: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def _trainer_problems(trainer: TrainerConfig) -> Iterator[str]:
-    yield from group_problems(trainer)
+def _resume_problems(trainer: TrainerConfig) -> Iterator[str]:
     path = trainer.resume_from_path
     if trainer.resume_mode == "resume_path" and (path is None or "global_step_" not in path):
         yield (
@@ -200,7 +215,6 @@ def _trainer_problems(trainer: TrainerConfig) -> Iterator[str]:
 
 def _unbuilt_run(config: RunConfig) -> Iterator[str]:
     model = config.actor_rollout_ref.model
-    yield from _unbuilt_devices(config.trainer)
     if config.actor_rollout_ref.actor.strategy == "megatron":
         yield f"{_ACTOR}.strategy='megatron': is not built yet. Set {_ACTOR}.strategy=fsdp."
     if config.algorithm.adv_estimator == "gae" or config.critic.enable:
@@ -225,10 +239,3 @@ def _unbuilt_model(path: str, lora_rank: int, *, prefix: str) -> Iterator[str]:
         yield f"{prefix}.lora_rank={lora_rank}: LoRA is not built yet. Set {prefix}.lora_rank=0."
     if not path:
         yield f"{prefix}.path='': must name a model. Set {prefix}.path=FOLDER or a hub name."
-
-
-def _unbuilt_devices(trainer: TrainerConfig) -> Iterator[str]:
-    """One process on one device is what is built."""
-    for key, value in (("nnodes", trainer.nnodes), ("n_gpus_per_node", trainer.n_gpus_per_node)):
-        if value > 1:
-            yield (f"trainer.{key}={value}: only one device is built so far. Set trainer.{key}=1.")

@@ -3,7 +3,7 @@
 
 Guarantees: adjacent sequences of one prompt share its tokens; what is computed from a plan's
 micro-batches comes back in the order of the sequences, so that no result depends on the plan.
-Not here: spreading sequences over ranks.
+How work spreads evenly over ranks is ``balance``'s.
 
 Shape letters as in ``types``: N sequences, T packed tokens, R loss tokens.
 """
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.data.balance import GroupLengths, Measure, plan_evenly
 from tandem.errors import UserError
 from tandem.types import LossColumns, PackedBatch, Segments, TokenIds
 
@@ -113,6 +114,8 @@ def plan_microbatches(
     max_sequences: int | None = None,
     max_tokens: int | None = None,
     key: str = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    multiple_of: int = 1,
+    by_cost: bool = True,
 ) -> Plan:
     """Cut sequences into micro-batches, deterministically. Results must not depend on the cut.
 
@@ -120,9 +123,15 @@ def plan_microbatches(
     few micro-batches, longest group first into the emptiest one; a shared prompt counts once, and
     a group stays whole unless it is larger than the budget. With neither limit: one micro-batch.
 
+    For several ranks see ``balance.plan_evenly``: micro-batches of the same cost within the same
+    limits, groups whole where that does not make ranks wait.
+
     Args:
         max_tokens: packed tokens of a micro-batch.
         key: the configuration key ``max_tokens`` came from, for the message.
+        multiple_of: ranks that compute micro-batches at the same time; their number is a multiple
+            of it where there are enough sequences.
+        by_cost: False gives these ranks the same number of sequences instead.
 
     Raises:
         UserError: a single sequence is longer than ``max_tokens``.
@@ -135,6 +144,11 @@ def plan_microbatches(
     groups = _groups(sequences)
     if max_tokens is not None:
         _check_budget(sequences, max_tokens, key=key)
+    if multiple_of > 1:
+        by_tokens = max_tokens is not None
+        measure = Measure(max_tokens if by_tokens else max_sequences, by_tokens, by_cost)
+        return plan_evenly(_group_lengths(sequences, groups), measure, multiple_of=multiple_of)
+    if max_tokens is not None:
         items = [
             part for group in groups for part in _split(sequences, group, max_tokens=max_tokens)
         ]
@@ -279,6 +293,19 @@ def _groups(sequences: Sequence[TrainSequence]) -> list[list[int]]:
     for i, sequence in enumerate(sequences):
         groups.setdefault(sequence.prompt_key, []).append(i)
     return list(groups.values())
+
+
+def _group_lengths(
+    sequences: Sequence[TrainSequence], groups: list[list[int]]
+) -> list[GroupLengths]:
+    return [
+        GroupLengths(
+            members=tuple(group),
+            prompt_tokens=len(sequences[group[0]].prompt_ids),
+            response_tokens=tuple(len(sequences[i].response_ids) for i in group),
+        )
+        for group in groups
+    ]
 
 
 def _num_tokens(sequences: Sequence[TrainSequence], members: Sequence[int]) -> int:

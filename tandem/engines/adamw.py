@@ -3,41 +3,40 @@
 
 Not a ``torch.optim.Optimizer``: constructing one imports torch's compiler, which costs a process a
 second or more before its first step, and nothing else of that class is needed here. There is one
-parameter group, and the rate comes with each step.
+parameter group; weights, gradients and the rate come with each step, and only moments are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 _EPSILON = 1e-8
 
 Moments = dict[str, list[Tensor]]
-"""Tensors by name, one a parameter in the order of the parameters; empty before the first step."""
+"""Tensors by name, one a weight in the order of the weights; empty before the first step."""
 
 
 class AdamW:
-    """Decays all parameters alike. Every parameter must have a gradient when a step is taken."""
+    """Decays all weights alike. Every step must be given the same weights in the same order."""
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], *, betas: tuple[float, float], weight_decay: float
-    ) -> None:
-        self._parameters = list(parameters)
+    def __init__(self, *, betas: tuple[float, float], weight_decay: float) -> None:
         self._betas = betas
         self._weight_decay = weight_decay
         self.moments: Moments = {}
 
     @torch.no_grad()
-    def step(self, rate: float) -> None:
-        """Update the parameters from their gradients."""
-        self.moments = self.moments or self._zero_moments()
+    def step(
+        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, rate: float
+    ) -> None:
+        """Update the weights in place."""
+        self.moments = self.moments or self.zero_moments(weights)
         adamw(
-            list[Tensor](self._parameters),
-            [gradient_of(parameter) for parameter in self._parameters],
+            list(weights.values()),
+            [gradients[name] for name in weights],
             self.moments["exp_avg"],
             self.moments["exp_avg_sq"],
             max_exp_avg_sqs=[],
@@ -52,15 +51,10 @@ class AdamW:
             maximize=False,
         )
 
-    def _zero_moments(self) -> Moments:
+    def zero_moments(self, weights: Mapping[str, Tensor]) -> Moments:
+        """What the first step begins with."""
         return {
-            "exp_avg": [torch.zeros_like(parameter) for parameter in self._parameters],
-            "exp_avg_sq": [torch.zeros_like(parameter) for parameter in self._parameters],
-            "step": [p.new_zeros((), dtype=torch.float32) for p in self._parameters],
+            "exp_avg": [torch.zeros_like(weight) for weight in weights.values()],
+            "exp_avg_sq": [torch.zeros_like(weight) for weight in weights.values()],
+            "step": [weight.new_zeros((), dtype=torch.float32) for weight in weights.values()],
         }
-
-
-def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """The gradient of a parameter that must have one."""
-    assert parameter.grad is not None, f"a parameter of shape {tuple(parameter.shape)} has no grad"
-    return parameter.grad

@@ -4,7 +4,7 @@
 The update of ``torch.optim.Muon`` with ``adjust_lr_fn="original"``, in two points different: a
 parameter may hold several matrices on top of each other, each of which is orthogonalised for
 itself, and matrices of equal shape go through the iteration as one batch, which is several times as
-fast for small models.
+fast for small models. Matrices that are spread over processes are orthogonalised whole by each.
 
 Shapes: N matrices of one shape, A rows, B columns.
 """
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tandem.engines.adamw import Moments, gradient_of
+from tandem.engines.adamw import Moments
+from tandem.engines.slices import Holding, stacked
 
 _MOMENTUM = 0.95
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -29,45 +30,69 @@ _EPSILON = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Rows ``start .. start + rows`` of a parameter: one linear map."""
+    """Rows ``start .. start + rows`` of the whole parameter ``owner``: one linear map."""
 
-    owner: nn.Parameter
+    owner: str
     start: int
     rows: int
+    columns: int
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, whole: Tensor) -> Tensor:
         """These rows of a tensor shaped like the owner, (A, B)."""
-        return tensor[self.start : self.start + self.rows]
+        return whole[self.start : self.start + self.rows]
 
 
 class Muon:
-    """Nesterov momentum and decoupled weight decay. The matrices of one owner must cover it, and
-    every owner must have a gradient when a step is taken."""
+    """Nesterov momentum and decoupled weight decay. The matrices of one owner must cover it.
 
-    def __init__(self, matrices: Sequence[Matrix], *, weight_decay: float) -> None:
-        self._owners = list({id(matrix.owner): matrix.owner for matrix in matrices}.values())
+    Args:
+        holding: what of each owner this process holds.
+    """
+
+    def __init__(
+        self, matrices: Sequence[Matrix], *, weight_decay: float, holding: Holding
+    ) -> None:
         self._by_shape: dict[tuple[int, int], list[Matrix]] = defaultdict(list)
         for matrix in matrices:
-            self._by_shape[matrix.rows, matrix.owner.shape[1]].append(matrix)
+            self._by_shape[matrix.rows, matrix.columns].append(matrix)
         self._weight_decay = weight_decay
+        self._holding = holding
         self.moments: Moments = {}
 
     @torch.no_grad()
-    def step(self, rate: float) -> None:
-        """Update the owners from their gradients."""
-        if not self.moments:
-            self.moments = {"momentum": [torch.zeros_like(owner) for owner in self._owners]}
-        updates: dict[int, Tensor] = {}
-        for owner, momentum in zip(self._owners, self.moments["momentum"], strict=True):
-            gradient = gradient_of(owner)
-            momentum.lerp_(gradient, 1 - _MOMENTUM)
-            updates[id(owner)] = gradient.lerp(momentum, _MOMENTUM)
+    def step(
+        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, rate: float
+    ) -> None:
+        """Update the owners in place. Collective where they are spread over processes."""
+        self.moments = self.moments or self.zero_moments(weights)
+        updates: dict[str, Tensor] = {}
+        for name, momentum in zip(weights, self.moments["momentum"], strict=True):
+            momentum.lerp_(gradients[name], 1 - _MOMENTUM)
+            update = gradients[name].lerp(momentum, _MOMENTUM).bfloat16()
+            updates[name] = self._holding.whole(name, update)
         for (rows, columns), matrices in self._by_shape.items():
-            stacked_NAB = torch.stack([matrix.of(updates[id(matrix.owner)]) for matrix in matrices])
+            stacked_NAB = torch.stack([matrix.of(updates[matrix.owner]) for matrix in matrices])
             adjusted = rate * math.sqrt(max(1.0, rows / columns))
             for matrix, update_AB in zip(matrices, orthogonalise(stacked_NAB), strict=True):
-                weight_AB = matrix.of(matrix.owner)
-                weight_AB.mul_(1 - rate * self._weight_decay).sub_(update_AB, alpha=adjusted)
+                part = weights[matrix.owner]
+                for weight, update in self._held(matrix, part, update_AB=update_AB):
+                    weight.mul_(1 - rate * self._weight_decay).sub_(update, alpha=adjusted)
+
+    def zero_moments(self, weights: Mapping[str, Tensor]) -> Moments:
+        """What the first step begins with."""
+        return {"momentum": [torch.zeros_like(weight) for weight in weights.values()]}
+
+    def _held(
+        self, matrix: Matrix, part: Tensor, *, update_AB: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows of a matrix that are held here: views of the weight and of its update."""
+        for at, box in stacked(self._holding.boxes[matrix.owner]):
+            first = max(matrix.start, box.offset[0])
+            last = min(matrix.start + matrix.rows, box.offset[0] + box.size[0])
+            if first < last:
+                rows_AB = update_AB[first - matrix.start : last - matrix.start]
+                held = part[at + first - box.offset[0] : at + last - box.offset[0]]
+                yield held, rows_AB.narrow(1, box.offset[1], box.size[1])
 
 
 def orthogonalise(matrices_NAB: Tensor) -> Tensor:

@@ -9,17 +9,20 @@ gate and up are separate maps, which a common orthogonalisation would couple.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Collection, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tandem.config.optim import OptimConfig
 from tandem.engines.adamw import AdamW, Moments
 from tandem.engines.muon import Matrix, Muon
 from tandem.engines.schedule import LearningRateSchedule, warmup_steps
+from tandem.engines.slices import Holding
 from tandem.errors import UserError
+from tandem.models.decoder import parameter_shapes
 from tandem.models.language_model import LanguageModel
+from tandem.models.parallel import whole_config
 from tandem.models.weights import file_tensors
 
 
@@ -41,54 +44,71 @@ def make_schedule(config: OptimConfig, total_training_steps: int) -> LearningRat
 
 
 class PolicyOptimizer:
-    """One or two optimizers that step together, each at its own rate."""
+    """One or two optimizers that step together, each at its own rate.
 
-    def __init__(self, model: LanguageModel, config: OptimConfig, *, offload: bool = False) -> None:
-        """``offload``: moments rest in the host's memory between steps."""
-        self._device = model.lm_head_weight.device
-        self._offload = offload
+    Weights, gradients and moments are the parts of the parameters that this process holds.
+
+    Attributes:
+        members: the parameters of each optimizer, in the order of its moments.
+    """
+
+    def __init__(self, model: LanguageModel, config: OptimConfig, *, holding: Holding) -> None:
         matrices = _matrices(model) if config.optimizer == "Muon" else []
-        owners = {id(matrix.owner) for matrix in matrices}
-        rest = [
-            parameter
-            for parameter in model.module.parameters()
-            if parameter.requires_grad and id(parameter) not in owners
-        ]
+        owners = {matrix.owner for matrix in matrices}
         decay = config.weight_decay
+        self.members = {"AdamW": [name for name in holding.boxes if name not in owners]}
         self._peak_rates = {"AdamW": config.lr}
         self._optimizers: dict[str, AdamW | Muon] = {
-            "AdamW": AdamW(rest, betas=config.betas, weight_decay=decay)
+            "AdamW": AdamW(betas=config.betas, weight_decay=decay)
         }
         if matrices:
+            self.members["Muon"] = [name for name in holding.boxes if name in owners]
             self._peak_rates["Muon"] = config.muon_lr
-            self._optimizers["Muon"] = Muon(matrices, weight_decay=decay)
+            self._optimizers["Muon"] = Muon(matrices, weight_decay=decay, holding=holding)
 
-    def step(self, rate_factor: float) -> None:
-        """One step at ``rate_factor`` times the configured rates."""
+    def step(
+        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, rate_factor: float
+    ) -> None:
+        """One step at ``rate_factor`` times the configured rates, where the weights are."""
         for name, optimizer in self._optimizers.items():
-            optimizer.moments = _moved(optimizer.moments, self._device)
-            optimizer.step(self._peak_rates[name] * rate_factor)
-            if self._offload:
-                optimizer.moments = _moved(optimizer.moments, torch.device("cpu"))
+            own = {member: weights[member] for member in self.members[name]}
+            optimizer.moments = _moved(optimizer.moments, next(iter(own.values())).device)
+            optimizer.step(own, gradients, rate=self._peak_rates[name] * rate_factor)
+
+    def rest(self) -> None:
+        """Move the moments to the host's memory; the next step takes them back."""
+        for optimizer in self._optimizers.values():
+            optimizer.moments = _moved(optimizer.moments, torch.device("cpu"))
+
+    def allocate(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin with moments of zero, which may be written into."""
+        for name, optimizer in self._optimizers.items():
+            optimizer.moments = optimizer.zero_moments({x: weights[x] for x in self.members[name]})
 
     def state_dict(self) -> dict[str, Moments]:
         """The moments of each optimizer by its name."""
         return {name: optimizer.moments for name, optimizer in self._optimizers.items()}
 
-    def load_state_dict(self, state: dict[str, Moments]) -> None:
-        """Take over moments that ``state_dict`` returned, which belong to the same parameters.
+    def load_state_dict(self, state: Mapping[str, Moments]) -> None:
+        """Take over moments that ``state_dict`` returned, which belong to the same parameters."""
+        for name, optimizer in self._optimizers.items():
+            optimizer.moments = state[name]
 
-        Raises:
-            UserError: they are those of another optimizer.
-        """
-        if state.keys() != self._optimizers.keys():
+    def spread_scalars(self) -> None:
+        """Give to all parameters what is the same for all, and was read for the first alone."""
+        for moments in self.state_dict().values():
+            for first, *others in moments.values():
+                for other in others if not first.dim() else ():
+                    other.copy_(first)
+
+    def require_same(self, saved: Collection[str]) -> None:
+        """Raise UserError if optimizers of other names were ``saved``."""
+        if set(saved) != self._optimizers.keys():
             configured = "Muon" if "Muon" in self._optimizers else "AdamW"
             raise UserError(
                 f"actor_rollout_ref.actor.optim.optimizer={configured!r}: the checkpoint holds "
-                f"the state of {', '.join(state)}. Resume with the optimizer it was saved with."
+                f"the state of {', '.join(saved)}. Resume with the optimizer it was saved with."
             )
-        for name, optimizer in self._optimizers.items():
-            optimizer.moments = state[name]
 
 
 def _moved(moments: Moments, device: torch.device) -> Moments:
@@ -100,12 +120,17 @@ def _matrices(model: LanguageModel) -> list[Matrix]:
     """The linear maps within the layers; not embeddings, not the language-model head."""
     if model.decoder is None:
         head = model.lm_head_weight
-        linears = [part for part in model.module.modules() if isinstance(part, nn.Linear)]
-        owners = [cast(nn.Parameter, part.weight) for part in linears if part.weight is not head]
-        return [Matrix(owner, 0, owner.shape[0]) for owner in owners]
-    parameters = dict(model.decoder.named_parameters())
+        linears = [part.weight for part in model.module.modules() if isinstance(part, nn.Linear)]
+        owners = {id(weight) for weight in linears if weight is not head}
+        return [
+            Matrix(name, 0, rows=weight.shape[0], columns=weight.shape[1])
+            for name, weight in model.module.named_parameters()
+            if id(weight) in owners
+        ]
+    config = whole_config(model.decoder.config, model.layout.tensor.size)
+    shapes = parameter_shapes(config)
     return [
-        Matrix(parameters[part.ours], part.start, part.rows)
-        for part in file_tensors(model.decoder.config)
-        if part.ours.startswith("layers.") and parameters[part.ours].dim() == 2
+        Matrix(part.ours, part.start, rows=part.rows, columns=shapes[part.ours][1])
+        for part in file_tensors(config)
+        if part.ours.startswith("layers.") and len(shapes[part.ours]) == 2
     ]

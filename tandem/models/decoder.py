@@ -12,8 +12,10 @@ E head dimension, F feed-forward, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -153,11 +155,27 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator) -> None:
-        """Random weights as transformers draws them: normal matrices, zero biases, unit norms."""
-        for module in self.modules():
-            if isinstance(module, nn.RMSNorm):
-                module.weight.fill_(1.0)
-            elif isinstance(module, nn.Linear | nn.Embedding):
-                module.weight.normal_(0.0, self.config.initializer_range, generator=generator)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                module.bias.zero_()
+        """Random weights, parameter by parameter."""
+        for name, parameter in self.named_parameters():
+            draw_parameter(name, parameter, config=self.config, generator=generator)
+
+
+@cache
+def parameter_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
+    """Of the decoder's parameters, in their order."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    return MappingProxyType(shapes)
+
+
+def draw_parameter(
+    name: str, parameter: Tensor, *, config: DecoderConfig, generator: torch.Generator
+) -> None:
+    """Random values as transformers draws them: normal matrices, zero biases, unit norms."""
+    if name.endswith(".bias"):
+        parameter.zero_()
+    elif name.endswith("norm.weight"):
+        parameter.fill_(1.0)
+    else:
+        parameter.normal_(0.0, config.initializer_range, generator=generator)

@@ -7,6 +7,7 @@ can have got wrong about it is said by ``check_folder``, which builds no model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,22 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from tandem.errors import UserError
-from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.decoder import DecoderConfig
 from tandem.models.families import FAMILIES, decoder_config
 from tandem.models.hf import is_known_family, open_transformers_model
 from tandem.models.language_model import LanguageModel, NativeModel
 from tandem.models.operators import TORCH, Operators
-from tandem.models.weights import KEY, allocate, load_weights, read_config, weight_files
+from tandem.models.parallel import WHOLE, ParallelLayout, check_layout
+from tandem.models.tensor_parallel import local_decoder
+from tandem.models.weights import (
+    KEY,
+    allocate,
+    draw_slices,
+    load_slices,
+    read_config,
+    weight_files,
+)
+from tandem.types import HeldSlice
 
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py")
 _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -36,6 +47,7 @@ class ModelFolder:
     path: Path
     hf_config: dict[str, Any]
     decoder_config: DecoderConfig | None
+    trust_remote_code: bool
 
 
 def check_folder(
@@ -57,7 +69,7 @@ def check_folder(
         _check_family(folder, hf_config, trust_remote_code=trust_remote_code, key=key)
     if load_weight and (own_config is not None or not _has_any(folder, _OTHER_WEIGHTS)):
         weight_files(folder, key=key)
-    return ModelFolder(folder, hf_config, own_config)
+    return ModelFolder(folder, hf_config, own_config, trust_remote_code)
 
 
 def open_model(
@@ -69,7 +81,7 @@ def open_model(
     random_seed: int | None = None,
     operators: Operators = TORCH,
 ) -> LanguageModel:
-    """Load a model onto ``device`` in ``dtype``.
+    """Load a whole model onto ``device`` in ``dtype``.
 
     Args:
         random_seed: draws random weights, the same on every device, instead of loading them.
@@ -80,25 +92,71 @@ def open_model(
     """
     loads = random_seed is None
     folder = check_folder(path, trust_remote_code=trust_remote_code, load_weight=loads)
-    if folder.decoder_config is None:
+    return open_part(
+        folder, WHOLE, dtype=dtype, device=device, random_seed=random_seed, operators=operators
+    )
+
+
+def open_part(
+    folder: ModelFolder,
+    layout: ParallelLayout,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    random_seed: int | None = None,
+    operators: Operators = TORCH,
+) -> LanguageModel:
+    """Load what one process of ``layout`` holds of a model, and read nothing else.
+
+    Args:
+        device: "meta" takes no memory and loads nothing, if our own decoder computes the model:
+            whoever cuts it further allocates what is left and calls ``fill_slices``.
+
+    Raises:
+        UserError: the model cannot be laid out so; or its weights do not fit config.json.
+    """
+    config = folder.decoder_config
+    check_layout(config, tensor=layout.tensor.size, sequence=layout.sequence.size)
+    if config is None:
         model = open_transformers_model(
             folder.path,
             dtype=dtype,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=folder.trust_remote_code,
             random_seed=random_seed,
         )
         model.module.to(device)
         return model
-    with torch.device("meta"):
-        decoder = Decoder(folder.decoder_config, operators)
+    decoder = local_decoder(config, layout.tensor, operators=operators)
+    allocate(decoder, dtype=dtype, device=device)
+    model = NativeModel(decoder, hf_config=folder.hf_config, source=folder.path, layout=layout)
+    if torch.device(device).type != "meta":
+        fill_slices(folder, model.held_slices(), random_seed=random_seed)
+    return model
+
+
+def require_decoder(folder: ModelFolder, *, key: str = KEY) -> None:
+    """Raise UserError unless our own decoder computes the model; no other is spread over devices.
+
+    ``key`` is the configuration key the folder came from, for the message.
+    """
+    if folder.decoder_config is None:
+        raise UserError(
+            f"{key}={str(folder.path)!r}: a model of type {folder.hf_config['model_type']!r} "
+            "cannot be spread over several devices. Set trainer.nnodes=1 and "
+            f"trainer.n_gpus_per_node=1, or use a model of {', '.join(FAMILIES)}."
+        )
+
+
+def fill_slices(
+    folder: ModelFolder, slices: Sequence[HeldSlice], *, random_seed: int | None = None
+) -> None:
+    """Fill slices of a decoder of ours as ``open_part`` fills a whole one."""
+    config = folder.decoder_config
+    assert config is not None, "transformers' models are not read in slices"
     if random_seed is None:
-        allocate(decoder, dtype=dtype, device=device)
-        load_weights(decoder, folder.path)
+        load_slices(config, folder.path, slices=slices)
     else:
-        allocate(decoder, dtype=torch.float32, device="cpu")
-        decoder.initialize(torch.Generator().manual_seed(random_seed))
-        decoder.to(device, dtype)
-    return NativeModel(decoder, hf_config=folder.hf_config, source=folder.path)
+        draw_slices(config, slices, seed=random_seed)
 
 
 def resolve_folder(path: str, *, key: str = KEY) -> Path:

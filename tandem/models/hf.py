@@ -23,6 +23,7 @@ from torch.nn import functional as F  # noqa: N812
 from tandem.errors import UserError
 from tandem.models.language_model import count_parameters
 from tandem.models.operators import TORCH, Operators
+from tandem.models.parallel import WHOLE
 from tandem.models.weights import KEY, copy_companions
 from tandem.types import PackedBatch, Segments
 
@@ -38,6 +39,7 @@ class TransformersModel:
     """A ``LanguageModel`` of transformers' modelling code."""
 
     decoder = None
+    layout = WHOLE
 
     def __init__(self, model: transformers.PreTrainedModel, source: Path) -> None:
         """Raises UserError if the logits are not linear in the last hidden states."""

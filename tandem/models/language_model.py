@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What engines know of a model, and its implementation by our own decoder.
 
-The interface hides whose modelling code runs: ``hidden`` takes a packed batch, and log-probs follow
-from it with ``lm_head_weight`` through ``score_batch``. Only a model with a ``decoder``
-can generate with the native rollout engine.
+The interface hides whose modelling code runs, and over how many processes it is spread: log-probs
+of a packed batch come from ``score_batch``, which all processes of the model's layout call with the
+same batch. Only a model with a ``decoder`` can generate with the native rollout engine.
 """
 
 from __future__ import annotations
@@ -15,17 +15,32 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tandem.models.decoder import Decoder
+from tandem.models.decoder import Decoder, DecoderConfig
 from tandem.models.logprob import TokenLogProbs
 from tandem.models.operators import Operators
+from tandem.models.parallel import (
+    WHOLE,
+    Boxes,
+    ParallelLayout,
+    slices_of_rows,
+    tensor_boxes,
+    whole_config,
+)
+from tandem.models.sequence_parallel import (
+    UlyssesAttention,
+    gather_scores,
+    own_responses,
+    own_tokens,
+)
+from tandem.models.tensor_parallel import local_decoder
 from tandem.models.weights import allocate, copy_companions, save_hf_folder, write_config
-from tandem.types import PackedBatch
+from tandem.types import HeldSlice, PackedBatch
 
 
 class LanguageModel(Protocol):
-    """A causal language model on one device.
+    """A causal language model on one device, or one process's part of it.
 
-    Shapes: T packed tokens, D hidden, V vocabulary.
+    Shapes: T packed tokens, L those that this process computes, D hidden, V vocabulary.
     """
 
     @property
@@ -36,6 +51,11 @@ class LanguageModel(Protocol):
     @property
     def decoder(self) -> Decoder | None:
         """Our decoder, None if transformers' modelling code is used."""
+        ...
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Which processes compute it together."""
         ...
 
     @property
@@ -63,7 +83,10 @@ class LanguageModel(Protocol):
         ...
 
     def hidden(self, packed: PackedBatch) -> Tensor:
-        """Final hidden states (T, D) of a packed batch, which may lie on the CPU."""
+        """Final hidden states (L, D) of a packed batch, which may lie on the CPU.
+
+        L = T unless the layout shares out the tokens.
+        """
         ...
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
@@ -83,11 +106,30 @@ class LanguageModel(Protocol):
 
 
 class NativeModel:
-    """A ``LanguageModel`` of our own decoder."""
+    """A ``LanguageModel`` of our own decoder.
 
-    def __init__(self, decoder: Decoder, *, hf_config: Mapping[str, Any], source: Path) -> None:
-        """``hf_config`` is the content of config.json and ``source`` the folder it came from."""
+    Attributes:
+        device: where it computes. An engine that keeps the weights elsewhere sets it.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        hf_config: Mapping[str, Any],
+        source: Path,
+        layout: ParallelLayout = WHOLE,
+    ) -> None:
+        """Take over a decoder.
+
+        Args:
+            decoder: the part that is this process's in ``layout``.
+            hf_config: the content of config.json.
+            source: the folder it came from.
+        """
         self.decoder = decoder
+        self.layout = layout
+        self.device = decoder.lm_head_weight.device
         self._hf_config = hf_config
         self._source = source
 
@@ -100,6 +142,11 @@ class NativeModel:
     def family(self) -> str:
         """``model_type`` of config.json."""
         return self.decoder.config.family
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Of the unsharded decoder."""
+        return whole_config(self.decoder.config, self.layout.tensor.size)
 
     @property
     def lm_head_weight(self) -> Tensor:
@@ -121,21 +168,48 @@ class NativeModel:
         weight = self.decoder.lm_head_weight
         if weight.dtype == dtype:
             return self
-        with torch.device("meta"):
-            decoder = Decoder(self.decoder.config, self.decoder.operators)
+        decoder = local_decoder(self.config, self.layout.tensor, operators=self.operators)
         allocate(decoder, dtype=dtype, device=weight.device)
         decoder.load_state_dict(self.decoder.state_dict())
+        return NativeModel(
+            decoder, hf_config=self._hf_config, source=self._source, layout=self.layout
+        )
+
+    def boxes(self) -> dict[str, Boxes]:
+        """What this process holds of the unsharded decoder's tensors, by parameter."""
+        tensor, dtype = self.layout.tensor, self.lm_head_weight.dtype
+        return tensor_boxes(self.config, rank=tensor.rank, size=tensor.size, dtype=dtype)
+
+    def held_slices(self) -> list[HeldSlice]:
+        """The same with their storage, unless an engine has cut the parameters further."""
+        boxes = self.boxes()
+        return [
+            held
+            for name, parameter in self.decoder.named_parameters()
+            for held in slices_of_rows(boxes[name], parameter)
+        ]
+
+    def unsharded(self, weights: Mapping[str, Tensor]) -> NativeModel:
+        """The whole model with these weights of its own, such as to save it.
+
+        Args:
+            weights: the unsharded decoder's, by parameter.
+        """
+        with torch.device("meta"):
+            decoder = Decoder(self.config, self.operators)
+        decoder.load_state_dict(weights, assign=True)
         return NativeModel(decoder, hf_config=self._hf_config, source=self._source)
 
     def hidden(self, packed: PackedBatch) -> Tensor:
-        """Final hidden states (T, D). Raises UserError if a sequence is too long for the model."""
+        """Final hidden states (L, D). Raises UserError if a sequence is too long for the model."""
         self.decoder.rotary.require_length(int(packed.position_ids_T.max()) + 1)
-        device = self.decoder.embedding.weight.device
-        return self.decoder(
-            packed.token_ids_T.to(device),
-            packed.position_ids_T.to(device),
-            self.decoder.operators.packed_attention(packed.segments, device),
-        )
+        token_ids, position_ids = packed.token_ids_T, packed.position_ids_T
+        attention = self.operators.packed_attention(packed.segments, self.device)
+        sequence = self.layout.sequence
+        if sequence.size > 1:
+            attention = UlyssesAttention(attention, sequence, num_tokens=len(token_ids))
+            token_ids, position_ids = (own_tokens(x, sequence) for x in (token_ids, position_ids))
+        return self.decoder(token_ids.to(self.device), position_ids.to(self.device), attention)
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         """Recompute each layer in the backward pass."""
@@ -143,6 +217,7 @@ class NativeModel:
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write a complete Hugging Face folder into an existing folder."""
+        assert self.layout.tensor.size == 1, "a part of a model is no model folder: unsharded first"
         save_hf_folder(self.decoder, folder, dtype=dtype)
         write_config(self._hf_config, folder, dtype=dtype or self.decoder.embedding.weight.dtype)
         copy_companions(self._source, folder)
@@ -151,15 +226,22 @@ class NativeModel:
 def score_batch(
     model: LanguageModel, batch: PackedBatch, *, temperature: float, with_entropy: bool
 ) -> TokenLogProbs:
-    """Log-probs of the response tokens (R,) of a packed batch, and their entropies if asked for."""
-    h_TD = model.hidden(batch)
-    return model.operators.token_log_probs(
-        h_TD.index_select(0, batch.source_R.to(h_TD.device)),
+    """Log-probs of the response tokens (R,) of a packed batch, and their entropies if asked for.
+
+    Each process of the model's layout gets all of them, differentiable with respect to what it
+    computed itself: where the layout shares out the tokens, gradients of parameters are to be
+    summed over those processes.
+    """
+    h_LD = model.hidden(batch)
+    own = own_responses(batch, model.layout.sequence)
+    scores = model.operators.token_log_probs(
+        h_LD.index_select(0, own.source_N.to(h_LD.device)),
         model.lm_head_weight,
-        target_R=batch.target_R.to(h_TD.device),
+        target_R=own.target_N.to(h_LD.device),
         temperature=temperature,
         with_entropy=with_entropy,
     )
+    return gather_scores(scores, own)
 
 
 def count_parameters(module: nn.Module) -> int:

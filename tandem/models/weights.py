@@ -3,14 +3,16 @@
 
 A fused tensor of ours is the concatenation of one or more of theirs along the rows;
 ``file_tensors`` lists them, and both directions follow that list, so that a round trip is bitwise.
-Names and shapes are checked before anything is written into the decoder. Atomicity is the caller's.
+Reading fills slices of tensors, which need not make up a decoder. Names and shapes are checked
+before anything is written into them. Atomicity is the caller's.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tandem.errors import UserError
-from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.decoder import Decoder, DecoderConfig, draw_parameter, parameter_shapes
+from tandem.types import HeldSlice, SliceSpec
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -105,14 +108,40 @@ def load_weights(decoder: Decoder, folder: Path, *, key: str = KEY) -> None:
     Raises:
         UserError: a tensor is missing, unexpected or has another shape; the tensor is named.
     """
-    parameters = dict(decoder.named_parameters())
-    targets = {x.name: _slice(parameters, x) for x in file_tensors(decoder.config)}
+    slices = [_whole(name, parameter) for name, parameter in decoder.named_parameters()]
+    load_slices(decoder.config, folder, slices=slices, key=key)
+
+
+def load_slices(
+    config: DecoderConfig, folder: Path, *, slices: Iterable[HeldSlice], key: str = KEY
+) -> None:
+    """Read these slices of the decoder of ``config``, and nothing else, from a folder.
+
+    Raises:
+        UserError: as ``load_weights``.
+    """
+    wanted = _by_name(slices)
+    sources = {source.name: source for source in file_tensors(config)}
     files = weight_files(folder, key=key)
-    _check_tensors(folder, files, expected=targets, key=key)
+    _check_tensors(folder, files, expected=_file_shapes(config), key=key)
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in targets.keys() & tensors.keys():
-                targets[name].copy_(tensors.get_tensor(name))
+            for source in (sources[name] for name in sources.keys() & tensors.keys()):
+                _read(tensors.get_slice(source.name), source, slices=wanted[source.ours])
+
+
+def draw_slices(config: DecoderConfig, slices: Iterable[HeldSlice], *, seed: int) -> None:
+    """Fill slices with the random weights of the decoder of ``config``, one tensor at a time.
+
+    They are those of ``Decoder.initialize`` in fp32 on the CPU, whatever the slices are.
+    """
+    wanted = _by_name(slices)
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in parameter_shapes(config).items():
+        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+        draw_parameter(name, whole, config=config, generator=generator)
+        for held in wanted[name]:
+            held.tensor.copy_(whole[_box(held.spec.offset, held.spec.size)])
 
 
 def save_hf_folder(
@@ -233,12 +262,45 @@ def _layer_tensors(config: DecoderConfig, index: int) -> Iterator[FileTensor]:
                 start += rows
 
 
+def _whole(name: str, parameter: Tensor) -> HeldSlice:
+    shape = tuple(parameter.shape)
+    spec = SliceSpec(name, parameter.dtype, shape, (0,) * len(shape), shape)
+    return HeldSlice(spec, parameter.detach())
+
+
+def _by_name(slices: Iterable[HeldSlice]) -> defaultdict[str, list[HeldSlice]]:
+    named: defaultdict[str, list[HeldSlice]] = defaultdict(list)
+    for held in slices:
+        named[held.spec.name].append(held)
+    return named
+
+
+def _read(tensor: Any, source: FileTensor, *, slices: list[HeldSlice]) -> None:
+    """Copy what slices have of a file's tensor, whose other rows and columns are not read."""
+    for held in slices:
+        (first, *columns), (rows, *widths) = held.spec.offset, held.spec.size
+        start = max(first, source.start)
+        stop = min(first + rows, source.start + source.rows)
+        if start < stop:
+            box = _box((start - source.start, *columns), (stop - start, *widths))
+            held.tensor[start - first : stop - first].copy_(tensor[box])
+
+
+def _box(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + count) for start, count in zip(offset, size, strict=True))
+
+
+def _file_shapes(config: DecoderConfig) -> dict[str, list[int]]:
+    ours = parameter_shapes(config)
+    return {x.name: [x.rows, *ours[x.ours][1:]] for x in file_tensors(config)}
+
+
 def _slice(parameters: dict[str, torch.nn.Parameter], tensor: FileTensor) -> Tensor:
     return parameters[tensor.ours].detach()[tensor.start : tensor.start + tensor.rows]
 
 
 def _check_tensors(
-    folder: Path, files: list[Path], *, expected: dict[str, Tensor], key: str
+    folder: Path, files: list[Path], *, expected: dict[str, list[int]], key: str
 ) -> None:
     shapes: dict[str, list[int]] = {}
     for file in files:
@@ -247,12 +309,11 @@ def _check_tensors(
                 shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise _error(folder, f"{file.name} cannot be read ({error})", key=key) from error
-    for name, tensor in expected.items():
+    for name, shape in expected.items():
         if name not in shapes:
             raise _error(folder, f"tensor {name!r} is missing from the weights", key=key)
-        if list(tensor.shape) != shapes[name]:
-            wanted = list(tensor.shape)
-            rule = f"tensor {name!r} has shape {shapes[name]}, not {wanted}"
+        if shapes[name] != shape:
+            rule = f"tensor {name!r} has shape {shapes[name]}, not {shape}"
             raise _error(folder, rule, key=key)
     for name in shapes:
         tied_head = name == "lm_head.weight"

@@ -71,6 +71,11 @@ class Pipeline:
         self._router = RolloutRouter(parts.engines.rollout, parts.runtime, clock=parts.clock)
         self._buffer = GroupBuffer()
 
+    @property
+    def step(self) -> int:
+        """The last training step that was finished."""
+        return self._step
+
     async def restore(self, checkpoint: Checkpoint, *, is_logged: bool) -> None:
         """Continue after ``checkpoint``: data, version, KL coefficient. Weights and optimizer have
         been loaded into the engines already.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -23,27 +23,61 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 
+class Computes(Protocol):
+    """What limits ask of an engine; see ``api.TrainEngine``."""
+
+    @property
+    def data_parallel_size(self) -> int: ...
+
+    @property
+    def sequence_parallel_size(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class MicrobatchLimits:
     """How large a micro-batch may be: by the tokens ``key`` allows, if given, else by count.
 
     ``preferred_tokens`` is what the platform computes fastest; it counts where the user left the
-    choice, and gives way to a sequence that is longer.
+    choice, and gives way to a sequence that is longer. ``num_ranks`` ranks that compute at the same
+    time get about the same work: of equal cost with ``by_cost``, else of as many sequences.
     """
 
     key: str
     max_sequences: int | None
     max_tokens: int | None
     preferred_tokens: int | None
+    num_ranks: int = 1
+    by_cost: bool = True
 
     def plan(self, sequences: Sequence[TrainSequence]) -> Plan:
         """Micro-batches within the limit. Raises UserError if one sequence alone is too long."""
         if self.max_tokens is None:
-            return plan_microbatches(sequences, max_sequences=self.max_sequences)
+            return plan_microbatches(
+                sequences,
+                max_sequences=self.max_sequences,
+                multiple_of=self.num_ranks,
+                by_cost=self.by_cost,
+            )
         max_tokens = self.max_tokens
         if self.preferred_tokens is not None:
             max_tokens = min(max_tokens, max(self.preferred_tokens, _longest(sequences)))
-        return plan_microbatches(sequences, max_tokens=max_tokens, key=self.key)
+        return plan_microbatches(
+            sequences,
+            max_tokens=max_tokens,
+            key=self.key,
+            multiple_of=self.num_ranks,
+            by_cost=self.by_cost,
+        )
+
+    def on(self, engine: Computes) -> MicrobatchLimits:
+        """The same limits for each device of ``engine``."""
+        factor = engine.sequence_parallel_size
+        return replace(
+            self,
+            max_tokens=_scaled(self.max_tokens, factor),
+            preferred_tokens=_scaled(self.preferred_tokens, factor),
+            num_ranks=engine.data_parallel_size,
+        )
 
 
 class MemoryFit:
@@ -99,6 +133,10 @@ class MemoryFit:
             self.max_tokens,
             key,
         )
+
+
+def _scaled(tokens: int | None, factor: int) -> int | None:
+    return None if tokens is None else tokens * factor
 
 
 def _longest(sequences: Sequence[TrainSequence]) -> int:

@@ -25,13 +25,14 @@ from tandem.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The policy in training, the same policy generating, and the frozen reference if one is
-    needed.
+    """The policy in training, the same policy generating and scoring (the trainer itself, unless
+    that has devices of its own), and the frozen reference if one is needed.
     """
 
     train: TrainEngine
     rollout: RolloutEngine
     reference: ReferencePolicy | None
+    scorer: ReferencePolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.algorithms.policy_loss import PolicyLoss
-from tandem.api import ReferencePolicy, TrainEngine
+from tandem.api import ReferencePolicy
 from tandem.config.run import RunConfig
 from tandem.data.packing import Plan, TrainSequence, in_sequence_order, pack_microbatches
 from tandem.pipeline.experience import Experience, ScoredBatch
@@ -46,7 +46,7 @@ async def score_with_policy(parts: PipelineParts, batch: ScoredBatch) -> Tensor 
         return None
     return await _log_probs(
         parts,
-        parts.engines.train,
+        parts.engines.scorer,
         sequences=batch.sequences,
         limits=_scoring_limits(parts, "rollout"),
     )
@@ -166,7 +166,7 @@ def _sequence_order(config: RunConfig, num_sequences: int, *, epoch: int) -> lis
 
 async def _log_probs(
     parts: PipelineParts,
-    engine: TrainEngine | ReferencePolicy,
+    engine: ReferencePolicy,
     *,
     sequences: Sequence[TrainSequence],
     limits: MicrobatchLimits,
@@ -179,7 +179,7 @@ async def _log_probs(
         columns = await parts.runtime.call(engine.log_probs, batches, temperature)
         return in_sequence_order(columns, sequences=sequences, plan=plan)
 
-    return await parts.memory.run(score, sequences, limits=limits)
+    return await parts.memory.run(score, sequences, limits=limits.on(engine))
 
 
 def _update_limits(parts: PipelineParts) -> MicrobatchLimits:
@@ -189,7 +189,8 @@ def _update_limits(parts: PipelineParts) -> MicrobatchLimits:
         max_sequences=actor.ppo_micro_batch_size_per_gpu,
         max_tokens=actor.microbatch_tokens,
         preferred_tokens=None if actor.use_dynamic_bsz else parts.preferred_tokens,
-    )
+        by_cost=parts.config.trainer.balance_batch,
+    ).on(parts.engines.train)
 
 
 def _scoring_limits(parts: PipelineParts, role: str) -> MicrobatchLimits:
@@ -201,4 +202,5 @@ def _scoring_limits(parts: PipelineParts, role: str) -> MicrobatchLimits:
         max_sequences=part.log_prob_micro_batch_size_per_gpu,
         max_tokens=part.microbatch_tokens,
         preferred_tokens=None if part.log_prob_use_dynamic_bsz else parts.preferred_tokens,
+        by_cost=parts.config.trainer.balance_batch,
     )

@@ -42,6 +42,7 @@ class SupervisedParts:
     schedule: Schedule
     runtime: Runtime
     engine: TrainEngine
+    num_devices: int
     source: SftSource
     validation: Sequence[TrainSequence]
     store: CheckpointStore
@@ -57,7 +58,7 @@ class SupervisedLoop:
     def __init__(self, parts: SupervisedParts) -> None:
         self._parts = parts
         self._divergence = DivergenceGuard("optim.lr", parts.config.optim.lr)
-        self._limits = microbatch_limits(parts.config, parts.preferred_tokens)
+        self._limits = microbatch_limits(parts.config, parts.preferred_tokens).on(parts.engine)
         self._memory = MemoryFit()
         self._timers = Timers(parts.clock)
         self._step = 0
@@ -66,6 +67,11 @@ class SupervisedLoop:
         self._validation: Mapping[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._must_log_again = False
+
+    @property
+    def step(self) -> int:
+        """The last training step that was finished."""
+        return self._step
 
     async def restore(self, checkpoint: Checkpoint, *, is_logged: bool) -> None:
         """Continue after ``checkpoint``; see ``Pipeline.restore``."""
@@ -130,7 +136,9 @@ class SupervisedLoop:
         seconds = self._timers.take()
         time = StepTime(step_s=seconds["step"], wall_s=seconds["step"])
         return {
-            **throughput_metrics(_num_tokens(sequences), time=time, num_devices=1),
+            **throughput_metrics(
+                _num_tokens(sequences), time=time, num_devices=self._parts.num_devices
+            ),
             **{f"timing_s/{name}": value for name, value in seconds.items()},
         }
 
@@ -181,10 +189,10 @@ def _num_tokens(sequences: Sequence[TrainSequence]) -> int:
 def microbatch_limits(config: SftConfig, preferred_tokens: int | None) -> MicrobatchLimits:
     """How supervised micro-batches are bounded."""
     data = config.data
-    by_tokens = data.use_dynamic_bsz or data.micro_batch_size_per_gpu is None
     return MicrobatchLimits(
         key="data.max_token_len_per_gpu",
         max_sequences=data.micro_batch_size_per_gpu,
-        max_tokens=data.max_token_len_per_gpu if by_tokens else None,
+        max_tokens=data.microbatch_tokens,
         preferred_tokens=None if data.use_dynamic_bsz else preferred_tokens,
+        by_cost=config.trainer.balance_batch,
     )

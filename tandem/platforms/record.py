@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from tandem.platforms.capture import Capturer, cuda_graphs, eager
+from tandem.platforms.isolation import CUDA_LIKE, HOST, Visibility
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,10 @@ class Platform:
         make_capturer: how a sequence of operations is recorded and replayed.
         has_own_memory: whether its memory is apart from the host's, and bounded.
         num_multiprocessors: how many programs run at the same time.
+        overlaps_launches: whether a kernel may start before the one ahead of it has ended.
+        visibility: how several processes of a node are kept to a device each.
+        num_devices: how many this process sees.
+        use_device: makes the one of an index the device of the calling thread.
     """
 
     name: str
@@ -54,6 +59,10 @@ class Platform:
     make_capturer: Callable[[], Capturer]
     has_own_memory: bool
     num_multiprocessors: Callable[[], int]
+    overlaps_launches: Callable[[], bool]
+    visibility: Visibility
+    num_devices: Callable[[], int]
+    use_device: Callable[[int], object]
 
 
 def _flush_denormals() -> bool:
@@ -81,6 +90,10 @@ CPU = Platform(
     make_capturer=eager,
     has_own_memory=False,
     num_multiprocessors=lambda: 1,
+    overlaps_launches=lambda: False,
+    visibility=HOST,
+    num_devices=lambda: 1,
+    use_device=lambda index: None,
 )
 
 CUDA = Platform(
@@ -99,6 +112,10 @@ CUDA = Platform(
     make_capturer=cuda_graphs,
     has_own_memory=True,
     num_multiprocessors=lambda: torch.cuda.get_device_properties(None).multi_processor_count,
+    overlaps_launches=lambda: torch.cuda.get_device_capability() >= (9, 0),
+    visibility=CUDA_LIKE,
+    num_devices=torch.cuda.device_count,
+    use_device=torch.cuda.set_device,
 )
 
 PLATFORMS = {platform.name: platform for platform in (CUDA, CPU)}

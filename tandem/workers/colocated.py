@@ -9,10 +9,7 @@ a frozen copy, and only exists if something reads it.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-
-import torch
 
 from tandem.api import ReferencePolicy, RolloutEngine, TrainEngine
 from tandem.config.layout import FsdpConfig
@@ -27,11 +24,9 @@ from tandem.models.decoder import DecoderConfig
 from tandem.models.folder import open_model
 from tandem.models.language_model import LanguageModel
 from tandem.platforms.record import Platform
-from tandem.platforms.select import resolve_dtype
 from tandem.rollout.factory import make_rollout
 from tandem.types import TokenIds
-
-logger = logging.getLogger(__name__)
+from tandem.workers.precision import compute_dtype, stored_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +50,7 @@ def build_colocated(
     roles = config.actor_rollout_ref
     layout = roles.actor.fsdp_config
     stored = _open(roles.model, layout, random_seed=_random_seed(config), platform=platform)
-    model = stored.in_dtype(_compute_dtype(layout, platform))
+    model = stored.in_dtype(compute_dtype(layout, platform))
     optim = roles.actor.optim
     return ColocatedEngines(
         train=_trainer(
@@ -63,7 +58,7 @@ def build_colocated(
         ),
         rollout=make_rollout(model, roles.rollout, eos_ids=eos_ids, platform=platform),
         reference=_reference(config, platform) if config.needs_reference else None,
-        shape=None if model.decoder is None else _shape(model.decoder.config),
+        shape=None if model.decoder is None else shape_of(model.decoder.config),
     )
 
 
@@ -72,7 +67,7 @@ def build_trainer(config: SftConfig, *, platform: Platform, total_steps: int) ->
     stored = _open(config.model, config.engine, random_seed=None, platform=platform)
     return _trainer(
         stored,
-        stored.in_dtype(_compute_dtype(config.engine, platform)),
+        stored.in_dtype(compute_dtype(config.engine, platform)),
         config=config.model,
         layout=config.engine,
         optim=config.optim,
@@ -84,17 +79,9 @@ def _open(
     model: ModelConfig, layout: FsdpConfig, *, random_seed: int | None, platform: Platform
 ) -> LanguageModel:
     """The model in the precision its weights are kept in."""
-    key = "actor_rollout_ref.actor.fsdp_config.model_dtype"
-    stored = resolve_dtype(layout.model_dtype, platform, key=key)
-    if stored != torch.float32:
-        logger.warning(
-            "fsdp_config.model_dtype=%s: weights, gradients and optimizer are kept in it alone, so "
-            "that small updates round to nothing. Prefer float32.",
-            layout.model_dtype,
-        )
     return open_model(
         model.path,
-        dtype=stored,
+        dtype=stored_dtype(layout, platform),
         device=platform.device_type,
         trust_remote_code=model.trust_remote_code,
         random_seed=random_seed,
@@ -105,11 +92,6 @@ def _open(
 def _random_seed(config: RunConfig) -> int | None:
     """Of random weights, None to load them."""
     return None if config.actor_rollout_ref.actor.load_weight else config.trainer.seed
-
-
-def _compute_dtype(layout: FsdpConfig, platform: Platform) -> torch.dtype:
-    key = "actor_rollout_ref.actor.fsdp_config.dtype"
-    return resolve_dtype(layout.dtype, platform, key=key)
 
 
 def _trainer(
@@ -136,10 +118,11 @@ def _reference(config: RunConfig, platform: Platform) -> ReferenceModel:
     roles = config.actor_rollout_ref
     layout = roles.actor.fsdp_config
     stored = _open(roles.model, layout, random_seed=_random_seed(config), platform=platform)
-    return ReferenceModel(stored.in_dtype(_compute_dtype(layout, platform)))
+    return ReferenceModel(stored.in_dtype(compute_dtype(roles.ref.fsdp_config, platform)))
 
 
-def _shape(config: DecoderConfig) -> ModelShape:
+def shape_of(config: DecoderConfig) -> ModelShape:
+    """The sizes that flops follow from."""
     return ModelShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,

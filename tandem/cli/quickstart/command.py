@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from tandem.cli.execution import Ended
+from tandem.cli.hosting import site_here
 from tandem.cli.notices import configure_logging
 from tandem.cli.quickstart.materials import DATA_SOURCE, Materials, prepare
 from tandem.cli.supervised import run_supervised
@@ -70,7 +71,7 @@ def _run(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, floa
     warm = warm_start(materials, folder / "sft", seed=seed)
     _say("3/4 reinforcement learning with GRPO")
     grpo = _grpo_config(materials, warm, folder=folder / "grpo", seed=seed, overrides=overrides)
-    _finished(run_training(grpo))
+    _finished(run_training(grpo, site_here(grpo)))
     _say("4/4 judging on unseen combinations of numbers")
     before = _accuracy_on_unseen(materials, warm, folder=folder / "unseen_before")
     after = _accuracy_on_unseen(
@@ -89,7 +90,8 @@ def _run(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, floa
 
 def warm_start(materials: Materials, folder: Path, *, seed: int) -> Path:
     """Fine-tune the random model into ``folder``; returns the model folder."""
-    _finished(run_supervised(_sft_config(materials, folder, seed=seed)))
+    config = _sft_config(materials, folder, seed=seed)
+    _finished(run_supervised(config, site_here(config)))
     return _trained_model(folder)
 
 
@@ -139,7 +141,7 @@ def _accuracy_on_unseen(materials: Materials, model: Path, *, folder: Path) -> f
             "trainer.logger=[]",
         ],
     ).config
-    return _finished(run_training(config)).validation[_ACCURACY]
+    return _finished(run_training(config, site_here(config))).validation[_ACCURACY]
 
 
 def _finished(ended: Ended[RunSummary]) -> RunSummary:

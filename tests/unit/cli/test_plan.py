@@ -40,6 +40,40 @@ def test_the_table_names_steps_pools_and_keys_in_vain(
         assert text in printed
 
 
+def test_the_table_says_which_devices_of_which_node(
+    rows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups = [
+        "trainer.separated_node_tasks=[[actor-train,logp],ref_logp,generate]",
+        "trainer.separated_node_ratios=[0.5,0.17,0.33]",
+    ]
+    devices = ["trainer.nnodes=2", "trainer.n_gpus_per_node=3", "data.val_files=[]"]
+    assert (
+        run([f"data.train_files={rows}", *KEYS, "actor_rollout_ref.rollout.n=4"] + groups + devices)
+        == 0
+    )
+    printed = capsys.readouterr().out
+    for text in (
+        "3 device(s): 0-2 of node 0",
+        "idle (ref_logp)",
+        "1 device(s): 0 of node 1",
+        "2 device(s): 1-2 of node 1",
+        "warning: pool ref_logp: its 1 device(s) stay idle",
+    ):
+        assert text in printed
+
+
+def test_supervised_arguments_are_planned_behind_the_word_sft(
+    rows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [f"data.train_files={rows}", "data.train_batch_size=2", "trainer.n_gpus_per_node=2"]
+    assert run(["--json", "sft", *arguments]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["num_train_rows"], plan["steps_per_epoch"]) == (5, 2)
+    assert [pool["tasks"] for pool in plan["pools"]] == [["actor-train"]]
+    assert "engine" in plan["config"]
+
+
 def test_files_that_cannot_be_counted_give_the_reason() -> None:
     found = count("data.train_files", ["/nowhere/x.parquet"])
     assert found.rows is None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from tandem.config.device_switches import RUN_DEVICE_CONDITIONS, SFT_DEVICE_CONDITIONS
 from tandem.config.effects import keys_without_effect as reasons_of
 from tandem.config.keys import find_key, is_section, keys_of
 from tandem.config.mistakes import in_override_grammar
@@ -37,8 +38,8 @@ def test_every_key_that_nothing_reads_is_named_when_it_is_set() -> None:
 
 
 def test_keys_are_named_as_they_were_spelt() -> None:
-    found = reasons("+trainer.sperated_node_tasks=[actor-train]")
-    assert list(found) == ["trainer.sperated_node_tasks"]
+    found = reasons("+actor_rollout_ref.async_pipeline=True")
+    assert list(found) == ["actor_rollout_ref.async_pipeline"]
 
 
 @pytest.mark.parametrize(
@@ -213,8 +214,8 @@ def test_sft_names_keys_of_reinforcement_learning() -> None:
 
 def test_conditions_speak_of_keys_that_exist() -> None:
     for schema, conditions in (
-        (RunConfig, RUN_CONDITIONS + SHARED_CONDITIONS),
-        (SftConfig, SFT_CONDITIONS + SHARED_CONDITIONS),
+        (RunConfig, RUN_CONDITIONS + SHARED_CONDITIONS + RUN_DEVICE_CONDITIONS),
+        (SftConfig, SFT_CONDITIONS + SHARED_CONDITIONS + SFT_DEVICE_CONDITIONS),
     ):
         names = [name for condition in conditions for name in condition.keys]
         assert not [n for n in names if find_key(schema, n) is None and not is_section(schema, n)]
@@ -231,3 +232,98 @@ def test_the_length_of_a_schedule_without_slope_has_no_effect() -> None:
     assert list(reasons(length)) == [f"{ACTOR}.optim.total_training_steps"]
     assert reasons(length, f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1") == {}
     assert reasons(length, f"{ACTOR}.optim.lr_scheduler_type=cosine") == {}
+
+
+LAYOUT = f"{ACTOR}.fsdp_config"
+KL = f"{ACTOR}.use_kl_loss=True"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        f"{LAYOUT}.fsdp_size=1",
+        f"{LAYOUT}.reshard_after_forward=False",
+        f"{LAYOUT}.forward_prefetch=True",
+        f"{LAYOUT}.param_offload=True",
+        f"{LAYOUT}.offload_policy=True",
+        f"{REF}.fsdp_config.param_offload=True",
+        f"{REF}.fsdp_config.forward_prefetch=True",
+        "actor_rollout_ref.nccl_timeout=60",
+        f"{ROLLOUT}.param_update_preduce_bucket_size_mb=64",
+        f"{ROLLOUT}.param_update_consume_bucket_size_mb=64",
+        "ray_kwargs.ray_init.num_cpus=4",
+        "trainer.ray_wait_register_center_timeout=60",
+        "trainer.balance_batch=False",
+    ],
+)
+def test_what_only_several_devices_read_has_no_effect_on_one(key: str) -> None:
+    name = key.partition("=")[0]
+    assert list(reasons(key, KL)) == [name]
+    assert reasons(key, KL, "trainer.n_gpus_per_node=2") == {}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "engine.fsdp_size=1",
+        "engine.param_offload=True",
+        "nccl_timeout=60",
+        "ray_kwargs.ray_init.num_cpus=4",
+        "data.balance_dp_token=False",
+    ],
+)
+def test_of_supervised_runs_too(key: str) -> None:
+    def found(*arguments: str) -> Mapping[str, str]:
+        return reasons_of(load_config(SftConfig, arguments))
+
+    assert list(found(key)) == [key.partition("=")[0]]
+    assert found(key, "trainer.nnodes=2") == {}
+    groups = "trainer.separated_node_tasks=[[actor-train,generate]]"
+    assert "reinforcement learning" in found(groups)["trainer.separated_node_tasks"]
+
+
+def test_shards_and_balance_need_a_pool_with_several_ranks() -> None:
+    """Two pools of one device each transfer weights, and neither shards nor deals."""
+    halves = ("actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=2")
+    keys = (
+        f"{LAYOUT}.fsdp_size=1",
+        "trainer.balance_batch=False",
+        f"{LAYOUT}.param_offload=True",
+        f"{ROLLOUT}.param_update_preduce_bucket_size_mb=64",
+    )
+    assert set(reasons(*halves, *keys)) == {f"{LAYOUT}.fsdp_size", "trainer.balance_batch"}
+    together = ("trainer.n_gpus_per_node=2", f"{LAYOUT}.tensor_model_parallel_size=2")
+    assert list(reasons(*together, "trainer.balance_batch=False")) == ["trainer.balance_batch"]
+
+
+def test_what_always_rests_on_the_host_need_not_be_moved_there() -> None:
+    two = ("trainer.n_gpus_per_node=2", f"{LAYOUT}.optimizer_offload=True")
+    assert reasons(*two) == {}
+    found = reasons(*two, f"{LAYOUT}.offload_policy=True")
+    assert list(found) == [f"{LAYOUT}.optimizer_offload"]
+    alone = reasons(f"{LAYOUT}.optimizer_offload=True", f"{LAYOUT}.offload_policy=True")
+    assert list(alone) == [f"{LAYOUT}.offload_policy"]
+
+
+def test_named_groups_decide_against_a_hybrid_engine() -> None:
+    groups = (
+        "trainer.separated_node_tasks=[[actor-train,logp],generate]",
+        "trainer.separated_node_ratios=[0.5,0.5]",
+        "trainer.n_gpus_per_node=2",
+    )
+    hybrid = "actor_rollout_ref.hybrid_engine"
+    assert list(reasons(*groups, f"{hybrid}=True")) == [hybrid]
+    assert reasons(*groups, f"{hybrid}=False") == {}
+
+
+def test_the_reference_is_laid_out_as_the_actor_unless_it_is_told_otherwise() -> None:
+    def layouts(*arguments: str) -> tuple[int, bool]:
+        ref = load_config(RunConfig, arguments).config.actor_rollout_ref.ref.fsdp_config
+        return ref.tensor_model_parallel_size, ref.param_offload
+
+    actor = (f"{LAYOUT}.tensor_model_parallel_size=2", f"{LAYOUT}.param_offload=True")
+    assert layouts() == (1, False)
+    assert layouts(*actor) == (2, True)
+    assert layouts(*actor, f"{REF}.fsdp_config.param_offload=False") == (2, False)
+    assert layouts(f"{REF}.fsdp_config.tensor_model_parallel_size=4") == (4, False)
+    assert "no optimizer" in reasons(f"{REF}.fsdp_config.optimizer_offload=True", KL).popitem()[1]

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.memory import GIB, ModelSizes, plan_memory, require_memory
+from tandem.config.memory import GIB, MemoryPlan, plan_memory, require_memory
 from tandem.config.overrides import load_config
 from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+from tandem.config.sizes import ModelSizes
 from tandem.errors import UserError
 
 HALF_BILLION = {
@@ -44,47 +46,58 @@ def config(*arguments: str) -> RunConfig:
     return load_config(RunConfig, [*ARGUMENTS, *arguments]).config
 
 
+def one(*arguments: str) -> MemoryPlan:
+    """The plan of a run's only pool."""
+    (plan,) = plan_memory(config(*arguments), sizes()).values()
+    return plan
+
+
+def sft(*arguments: str) -> SftConfig:
+    """Rows of 1024 tokens, 16 of them in a micro-batch."""
+    fixed = ("data.max_length=1024", "data.micro_batch_size_per_gpu=16", "model.path=m")
+    return load_config(SftConfig, [*fixed, *arguments]).config
+
+
 def test_parts_are_what_one_counts_by_hand() -> None:
     layer = 896 * (16 * 64) * 2 + 896 * (2 * 64) * 2 - 896 * 2 * 64 * 2 + 3 * 896 * 4864
     parameters = 24 * layer + 151936 * 896
     assert sizes().num_parameters == parameters
-    plan = plan_memory(config(), sizes())
+    plan = one()
     assert plan.weights == plan.gradients == 6 * parameters
     assert plan.optimizer == 8 * parameters
     assert plan.reference == 0
     assert plan.cache == 2 * (2 * 24 * 2 * 64) * (64 * 128 + 512 * 512)
     kept = 6 * 896 + (3 * 14 + 3 * 2) * 64 + 3 * 4864
     assert plan.activations == 2 * 16384 * 24 * kept
+    assert plan.gathered == plan.rollout == 0
 
 
 def test_the_whole_is_near_what_was_measured() -> None:
     """One step of this run peaked at 38.2 GiB with micro-batches of 24576 tokens."""
     budget = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576"
-    plan = plan_memory(config(budget), sizes())
+    plan = one(budget)
     assert 38.2 <= plan.total / GIB <= 1.25 * 38.2
 
 
 def test_checkpointing_and_a_reference_change_their_parts_only() -> None:
-    plain = plan_memory(config(), sizes())
-    recomputed = plan_memory(
-        config("actor_rollout_ref.model.enable_gradient_checkpointing=True"), sizes()
-    )
+    plain = one()
+    recomputed = one("actor_rollout_ref.model.enable_gradient_checkpointing=True")
     assert recomputed.activations < plain.activations / 5
-    with_reference = plan_memory(config("actor_rollout_ref.actor.use_kl_loss=True"), sizes())
+    with_reference = one("actor_rollout_ref.actor.use_kl_loss=True")
     assert with_reference.reference == 2 * sizes().num_parameters
 
 
 def test_an_offloaded_optimizer_takes_the_room_of_activations() -> None:
     offload = "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"
-    assert plan_memory(config(offload), sizes()).optimizer == 0
+    assert one(offload).optimizer == 0
     small = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=640"
-    plan = plan_memory(config(offload, small), sizes())
-    whole = plan_memory(config(small), sizes()).optimizer
+    plan = one(offload, small)
+    whole = one(small).optimizer
     assert plan.optimizer == max(0, whole - plan.activations - plan.logits)
 
 
 def test_a_run_that_fits_is_let_pass() -> None:
-    assert plan_memory(config(), sizes()).total < 80 * GIB
+    assert one().total < 80 * GIB
     require_memory(config(), sizes(), available_bytes=80 * GIB)
 
 
@@ -97,10 +110,120 @@ def test_the_remedy_fits() -> None:
 
 
 def test_too_small_a_device_is_said_to_be() -> None:
-    with pytest.raises(UserError, match="smaller model or a device with more memory"):
+    with pytest.raises(UserError, match="smaller model, more devices or devices with more memory"):
         require_memory(config(), sizes(), available_bytes=4 * GIB)
 
 
 def test_sizes_that_are_not_said_are_not_guessed() -> None:
     assert ModelSizes.of({**HALF_BILLION, "hidden_size": None}) is None
     assert ModelSizes.of({}) is None
+
+
+LAYOUT = "actor_rollout_ref.actor.fsdp_config"
+REF = "actor_rollout_ref.ref.fsdp_config"
+FOUR = "trainer.n_gpus_per_node=4"
+KL = "actor_rollout_ref.actor.use_kl_loss=True"
+
+
+def test_devices_that_shard_hold_their_share_and_gather_the_rest_for_a_moment() -> None:
+    parameters = sizes().num_parameters
+    plan = one(FOUR, KL)
+    assert plan.weights == plan.gradients == 4 * (parameters // 4)
+    assert plan.optimizer == 8 * (parameters // 4)
+    assert plan.reference == 2 * (parameters // 4)
+    assert plan.rollout == 2 * parameters
+    embedding, layer = 151936 * 896, sizes().layer_parameters
+    assert plan.gathered == 2 * (embedding + 2 * layer) + 6 * embedding
+    assert plan.cache == one().cache // 4
+    assert plan.activations == one().activations
+    kept = one(FOUR, f"{LAYOUT}.reshard_after_forward=False")
+    assert kept.gathered - plan.gathered == 2 * (parameters - embedding - 2 * layer)
+
+
+def test_shard_groups_and_split_matrices_decide_the_share() -> None:
+    parameters = sizes().num_parameters
+    assert one(FOUR, f"{LAYOUT}.fsdp_size=2").weights == 4 * (parameters // 2)
+    split = one(FOUR, f"{LAYOUT}.tensor_model_parallel_size=2")
+    assert split.weights == 4 * (parameters // 4)
+    assert split.gathered < one(FOUR).gathered
+    assert split.activations < one(FOUR).activations
+    by_count = "actor_rollout_ref.actor.use_dynamic_bsz=False"
+    four = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", by_count)
+    sequence = one(FOUR, *four, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2")
+    assert sequence.activations == one(FOUR, *four).activations // 2
+
+
+def test_what_rests_on_the_host_leaves_the_device() -> None:
+    assert one(FOUR, KL, f"{REF}.param_offload=True").reference == 0
+    plan = one(FOUR, f"{LAYOUT}.offload_policy=True")
+    assert plan.weights == plan.gradients == plan.optimizer == 0
+    assert plan.gathered == one(FOUR).gathered
+    whole, resting = one(FOUR), one(FOUR, f"{LAYOUT}.param_offload=True")
+    assert resting.weights == max(0, whole.weights - whole.cache)
+
+
+def test_each_pool_holds_what_its_tasks_need() -> None:
+    split = (
+        "trainer.separated_node_tasks=[logp,actor-train,ref_logp,generate]",
+        "trainer.separated_node_ratios=[0.125,0.5,0.125,0.25]",
+        "trainer.n_gpus_per_node=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        KL,
+    )
+    plans = plan_memory(config(*split), sizes())
+    assert list(plans) == ["logp", "actor-train", "ref_logp", "generate"]
+    parameters = sizes().num_parameters
+    trained, generating = plans["actor-train"], plans["generate"]
+    assert trained.weights == 4 * (parameters // 4)
+    assert trained.cache == trained.rollout == trained.reference == 0
+    assert generating.rollout == 2 * parameters
+    assert generating.cache == one().cache // 2
+    assert generating.optimizer == generating.activations == generating.logits == 0
+    assert plans["ref_logp"].reference == plans["logp"].weights == 2 * parameters
+    assert plans["logp"].activations == 2 * 16384 * sizes().layer_numbers_per_token()
+
+
+def test_a_policy_that_scores_with_the_weights_that_generate_holds_no_others() -> None:
+    split = (
+        "trainer.separated_node_tasks=[actor-train,[logp,generate]]",
+        "trainer.separated_node_ratios=[0.5,0.5]",
+        "trainer.n_gpus_per_node=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    )
+    plan = plan_memory(config(*split), sizes())["logp+generate"]
+    assert plan.weights == plan.gathered == 0
+    assert plan.rollout == 2 * sizes().num_parameters
+    assert plan.activations > 0
+
+
+def test_the_fullest_pool_is_named_and_the_remedy_fits_every_pool() -> None:
+    for available in (20 * GIB, 9 * GIB):
+        with pytest.raises(UserError, match=r"memory: a device of actor-train.* Set ") as caught:
+            require_memory(config(FOUR), sizes(), available_bytes=available)
+        override = str(caught.value).split("Set ")[1].rstrip(".").split()
+        require_memory(config(FOUR, *override), sizes(), available_bytes=available)
+
+
+def test_supervised_runs_are_counted_as_training_is() -> None:
+    (alone,) = plan_memory(sft(), sizes()).values()
+    parameters = sizes().num_parameters
+    assert alone.weights == alone.gradients == 6 * parameters
+    assert alone.optimizer == 8 * parameters
+    assert alone.cache == alone.reference == alone.rollout == 0
+    kept = sizes().kept_numbers_per_token(recomputed=True)
+    assert alone.activations == 2 * 16 * 1024 * kept
+    (shared,) = plan_memory(sft("trainer.n_gpus_per_node=8"), sizes()).values()
+    assert shared.optimizer == 8 * (parameters // 8)
+    assert shared.activations == alone.activations
+
+
+def test_the_remedy_of_a_supervised_run_fits() -> None:
+    wide = sft("model.enable_gradient_checkpointing=False")
+    require_memory(wide, sizes(), available_bytes=80 * GIB)
+    with pytest.raises(
+        UserError, match=r"this run needs about .* Set data\.use_dynamic_bsz"
+    ) as caught:
+        require_memory(wide, sizes(), available_bytes=20 * GIB)
+    override = str(caught.value).split("Set ")[1].rstrip(".").split()
+    changed = sft("model.enable_gradient_checkpointing=False", *override)
+    require_memory(changed, sizes(), available_bytes=20 * GIB)

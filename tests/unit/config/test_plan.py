@@ -10,8 +10,20 @@ import pytest
 from tandem.config.overrides import load_config
 from tandem.config.plan import Plan, make_plan
 from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+from tandem.config.sizes import ModelSizes
 from tandem.errors import UserError
 
+TINY = ModelSizes(
+    num_layers=2,
+    hidden=64,
+    inner=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocabulary=512,
+    tied=True,
+)
 SMALL = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
 
 
@@ -27,7 +39,14 @@ def test_the_dictionary_holds_at_least_what_is_promised_and_is_json() -> None:
     assert content["optimizer_steps_per_step"] == 2
     assert content["validation_steps"] == [0]
     assert content["pools"] == [
-        {"tasks": ["actor-train", "logp", "ref_logp", "generate"], "devices": 1}
+        {
+            "tasks": ["actor-train", "logp", "generate"],
+            "unused_tasks": ["ref_logp"],
+            "devices": 1,
+            "nodes": [{"node": 0, "first": 0, "last": 0}],
+            "data_parallel": {"actor-train": 1, "logp": 1, "generate": 1},
+            "memory_gib": None,
+        }
     ]
     assert content["keys_without_effect"] == {}
     assert content["unknown_keys"] == []
@@ -55,16 +74,32 @@ def test_max_samples_count() -> None:
         (["actor_rollout_ref.rollout.val_kwargs.n=4"], "all samples are the same"),
         (["actor_rollout_ref.rollout.n=1"], "grpo has no baseline"),
         (["trainer.critic_warmup=5"], "there is no critic to warm up"),
-        (["trainer.nnodes=2"], "train would refuse: trainer.nnodes=2: only one device"),
+        (["actor_rollout_ref.actor.strategy=megatron"], "train would refuse: actor_rollout_ref.a"),
         (["actor_rollout_ref.hybrid_engine=False", "trainer.nnodes=2"], "half generate"),
-        (["actor_rollout_ref.hybrid_engine=False"], "gets none of 1 devices"),
         (
             [
-                "trainer.separated_node_tasks=[actor-train,generate]",
+                "trainer.separated_node_tasks=[[logp,actor-train],generate]",
                 "trainer.separated_node_ratios=[0.5,0.25]",
                 "trainer.n_gpus_per_node=8",
             ],
             "2 of 8 devices stay idle",
+        ),
+        (
+            [
+                "trainer.separated_node_tasks=[[logp,actor-train],ref_logp,generate]",
+                "trainer.separated_node_ratios=[0.5,0.25,0.25]",
+                "trainer.n_gpus_per_node=8",
+            ],
+            "pool ref_logp: its 2 device(s) stay idle, as no KL asks for a reference",
+        ),
+        (
+            [
+                "trainer.separated_node_tasks=[logp,actor-train,generate]",
+                "trainer.separated_node_ratios=[0.25,0.5,0.25]",
+                "trainer.n_gpus_per_node=4",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            ],
+            "pool logp: its 1 device(s) stay idle, as the update is strictly on-policy",
         ),
         (["+new.key=1"], "new.key: unknown, has no effect"),
     ],
@@ -74,6 +109,54 @@ def test_what_deserves_a_look_is_a_warning(arguments: list[str], warning: str) -
     found = plan(*calm, *arguments).warnings
     assert any(warning in line for line in found)
     assert not plan(*calm).warnings
+
+
+@pytest.mark.parametrize(
+    ("tasks", "ratios", "devices"),
+    [
+        ("[logp,ref_logp,actor-train,generate]", "[0.25,0.25,0.25,0.25]", [4, 4, 4, 4]),
+        ("[[logp,actor-train],ref_logp,generate]", "[0.5,0.25,0.25]", [8, 4, 4]),
+        ("[[logp,actor-train,ref_logp],generate]", "[0.5,0.5]", [8, 8]),
+    ],
+)
+def test_the_examples_of_dots_rl_at_16_devices(tasks: str, ratios: str, devices: list[int]) -> None:
+    """Every task has its own group, logp included; pools follow each other over both nodes."""
+    found = plan(
+        f"+trainer.sperated_node_tasks={tasks}",
+        f"+trainer.sperated_node_ratios={ratios}",
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=8",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.rollout.n=8",
+        "data.train_batch_size=16",
+    )
+    pools = json.loads(json.dumps(found.to_dict()))["pools"]
+    assert [pool["devices"] for pool in pools] == devices
+    named = sorted(task for pool in pools for task in pool["tasks"])
+    assert named == ["actor-train", "generate", "logp", "ref_logp"]
+    assert all(pool["unused_tasks"] == [] for pool in pools)
+    taken = [
+        8 * part["node"] + index
+        for pool in pools
+        for part in pool["nodes"]
+        for index in range(part["first"], part["last"] + 1)
+    ]
+    assert taken == list(range(16))
+
+
+def test_supervised_runs_have_a_plan_too() -> None:
+    arguments = ["data.train_batch_size=8", "trainer.n_gpus_per_node=2", "model.path=m"]
+    found = make_plan(load_config(SftConfig, arguments), num_train_rows=20, sizes=TINY)
+    content = json.loads(json.dumps(found.to_dict()))
+    assert content["steps_per_epoch"] == 2
+    assert (content["sequences_per_step"], content["optimizer_steps_per_step"]) == (8, 1)
+    (pool,) = content["pools"]
+    assert pool["tasks"] == ["actor-train"]
+    assert pool["data_parallel"] == {"actor-train": 2}
+    assert pool["memory_gib"]["total"] > 0
+    assert content["warnings"] == []
+    with pytest.raises(UserError, match="must give each of 2 data-parallel ranks a row"):
+        make_plan(load_config(SftConfig, [*arguments, "data.train_batch_size=1"]))
 
 
 def test_keys_that_do_not_fit_are_errors_of_the_plan_too() -> None:

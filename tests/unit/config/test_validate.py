@@ -40,6 +40,7 @@ def test_defaults_and_dapo_fit() -> None:
         )
     )
     check_built_run(config(MODEL))
+    check_built_run(config(MODEL, "trainer.nnodes=2", "trainer.n_gpus_per_node=8"))
 
 
 @pytest.mark.parametrize(
@@ -125,8 +126,6 @@ def test_token_limits_matter_only_for_passes_that_are_made() -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("trainer.n_gpus_per_node=8", "Set trainer.n_gpus_per_node=1."),
-        ("trainer.nnodes=2", "Set trainer.nnodes=1."),
         (f"{ACTOR}.strategy=megatron", f"is not built yet. Set {ACTOR}.strategy=fsdp."),
         ("algorithm.adv_estimator=gae", "algorithm.adv_estimator='gae': needs a critic, which is"),
         ("critic.enable=True", "critic.enable=True: needs a critic, which is not built yet"),
@@ -139,7 +138,7 @@ def test_what_is_not_built_passes_the_plan_and_stops_training(argument: str, mes
     checked = config(MODEL, argument)
     check_run(checked)
     assert any(message in line for line in unbuilt_run(checked))
-    with pytest.raises(UserError, match="not built yet|built so far"):
+    with pytest.raises(UserError, match="not built yet"):
         check_built_run(checked)
 
 
@@ -158,8 +157,7 @@ def test_sft_has_its_own_rules() -> None:
         check_sft(sft("data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=8"))
     with pytest.raises(UserError, match=r"model\.path='': must name a model"):
         check_built_sft(sft())
-    with pytest.raises(UserError, match="trainer.n_gpus_per_node=2"):
-        check_built_sft(sft("trainer.n_gpus_per_node=2"))
+    check_built_sft(sft("model.partial_pretrain=m", "trainer.n_gpus_per_node=2"))
 
 
 @pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt"])

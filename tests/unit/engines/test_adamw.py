@@ -15,27 +15,27 @@ from tandem.engines.adamw import AdamW
 STEP = """
 import sys, torch
 from tandem.engines.adamw import AdamW
-parameter = torch.nn.Parameter(torch.ones(3))
-parameter.grad = torch.ones(3)
-AdamW([parameter], betas=(0.9, 0.999), weight_decay=0.01).step(0.1)
+optimizer = AdamW(betas=(0.9, 0.999), weight_decay=0.01)
+optimizer.step({"x": torch.ones(3)}, {"x": torch.ones(3)}, rate=0.1)
 sys.exit("torch._dynamo" in sys.modules)
 """
 
 
 def test_steps_equal_torchs_bit_by_bit() -> None:
-    shapes = ((5, 7), (9,), ())
-    ours, theirs = ([nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-    optimizer = AdamW(ours, betas=(0.8, 0.95), weight_decay=0.2)
-    reference = torch.optim.AdamW(theirs, betas=(0.8, 0.95), weight_decay=0.2, fused=True)
+    shapes = {"matrix": (5, 7), "vector": (9,), "scalar": (), "nothing": (0, 7)}
+    ours = {name: torch.ones(shape) for name, shape in shapes.items()}
+    theirs = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    optimizer = AdamW(betas=(0.8, 0.95), weight_decay=0.2)
+    reference = torch.optim.AdamW(theirs.values(), betas=(0.8, 0.95), weight_decay=0.2, fused=True)
     for rate in (0.1, 0.03, 0.0, 0.2):
         reference.param_groups[0]["lr"] = rate
-        for our, their in zip(ours, theirs, strict=True):
-            our.grad = torch.randn(our.shape)
-            their.grad = our.grad.clone()
-        optimizer.step(rate)
+        gradients = {name: torch.randn(shape) for name, shape in shapes.items()}
+        for name, parameter in theirs.items():
+            parameter.grad = gradients[name].clone()
+        optimizer.step(ours, gradients, rate=rate)
         reference.step()
-    for our, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our, their, rtol=0, atol=0)
+    for name, parameter in theirs.items():
+        torch.testing.assert_close(ours[name], parameter.detach(), rtol=0, atol=0)
 
 
 def test_a_step_does_not_import_the_compiler() -> None:

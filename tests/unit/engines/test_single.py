@@ -3,88 +3,24 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.algorithms.sft import SftLoss
 from tandem.config.optim import OptimConfig
-from tandem.data.packing import (
-    TrainSequence,
-    in_sequence_order,
-    pack_microbatches,
-    plan_microbatches,
-)
-from tandem.engines.single import OPTIMIZER_FILE, ReferenceModel, SingleDeviceEngine
+from tandem.data.packing import in_sequence_order, pack_microbatches, plan_microbatches
+from tandem.engines.checkpoint import OPTIMIZER_FILE
+from tandem.engines.single import ReferenceModel, SingleDeviceEngine
 from tandem.errors import UserError
 from tandem.models.folder import open_model
 from tandem.models.language_model import LanguageModel
-from tandem.types import LossColumns, LossInputs, LossOutputs, LossScale, PackedBatch
+from tandem.types import LossInputs, LossOutputs
+from tests.unit.engines.minibatch import LOSS, SCALE, SEQUENCES, PoisonedLoss, cut_batches
 
-LOSS = PolicyLoss(
-    loss_mode="vanilla",
-    clip_ratio_low=0.2,
-    clip_ratio_high=0.28,
-    clip_ratio_c=3.0,
-    loss_agg_mode="seq-mean-token-mean",
-    loss_scale_factor=None,
-    entropy_coeff=0.01,
-    calculate_entropy=True,
-    use_kl_loss=True,
-    kl_loss_coef=0.05,
-    kl_loss_type="low_var_kl",
-)
 OPTIM = OptimConfig(lr=1e-3, lr_warmup_steps=2)
-
-
-@dataclass(frozen=True)
-class PoisonedLoss:
-    """An SFT loss that becomes ``value`` in the last micro-batch."""
-
-    value: float
-    num_tokens: int
-
-    @property
-    def needs_entropy(self) -> bool:
-        return False
-
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        outputs = SftLoss()(inputs)
-        if len(inputs.logp_R) != self.num_tokens:
-            return outputs
-        return LossOutputs(loss=outputs.loss * self.value, metrics=outputs.metrics)
-
-
-def _sequences() -> list[TrainSequence]:
-    """Five prompts with three responses each, of different lengths."""
-    rng = random.Random(2)
-
-    def draw(shortest: int, longest: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(3, 60) for _ in range(rng.randint(shortest, longest)))
-
-    prompts = [draw(2, 12) for _ in range(5)]
-    return [TrainSequence(i // 3, prompts[i // 3], draw(1, 9)) for i in range(15)]
-
-
-SEQUENCES = _sequences()
-NUM_TOKENS = sum(sequence.num_loss_tokens for sequence in SEQUENCES)
-SCALE = LossScale(num_tokens=NUM_TOKENS, num_sequences=len(SEQUENCES))
-
-
-def _batches(max_sequences: int | None = None, max_tokens: int | None = None) -> list[PackedBatch]:
-    generator = torch.Generator().manual_seed(1)
-    columns = LossColumns(
-        advantages_R=torch.randn(NUM_TOKENS, generator=generator),
-        old_logp_R=-4 + 0.1 * torch.randn(NUM_TOKENS, generator=generator),
-        ref_logp_R=-4 + 0.1 * torch.randn(NUM_TOKENS, generator=generator),
-    )
-    plan = plan_microbatches(SEQUENCES, max_sequences=max_sequences, max_tokens=max_tokens)
-    return pack_microbatches(SEQUENCES, plan, columns=columns)
 
 
 def _model(folder: Path) -> LanguageModel:
@@ -123,7 +59,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(tiny_policy_folder: 
         model = _model(tiny_policy_folder)
         gradients = _watch_gradients(model)
         engine = SingleDeviceEngine(model, OPTIM, total_training_steps=10)
-        report = engine.update(_batches(**cut), LOSS, scale=SCALE, temperature=0.9)
+        report = engine.update(cut_batches(**cut), LOSS, scale=SCALE, temperature=0.9)
         if expected is None:
             expected = (report, gradients)
             continue
@@ -140,7 +76,7 @@ def test_gradient_checkpointing_changes_nothing(tiny_policy_folder: Path) -> Non
         model.set_gradient_checkpointing(enabled)
         gradients = _watch_gradients(model)
         engine = SingleDeviceEngine(model, OPTIM, total_training_steps=10)
-        engine.update(_batches(max_sequences=4), LOSS, scale=SCALE, temperature=0.9)
+        engine.update(cut_batches(max_sequences=4), LOSS, scale=SCALE, temperature=0.9)
         found.append(gradients)
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=0, atol=1e-6)
@@ -154,7 +90,7 @@ def test_an_update_is_a_clipped_adamw_step(tiny_policy_folder: Path) -> None:
     engine = SingleDeviceEngine(model, optim, total_training_steps=10)
     reference = torch.optim.AdamW(expected, lr=1e-3, weight_decay=0.3, betas=(0.8, 0.9))
     for _ in range(3):
-        report = engine.update(_batches(), LOSS, scale=SCALE, temperature=1.0)
+        report = engine.update(cut_batches(), LOSS, scale=SCALE, temperature=1.0)
         norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
         assert report.grad_norm == pytest.approx(float(norm), rel=1e-5) and report.grad_norm > 0.05
         for parameter, name in zip(expected, _weights(model), strict=True):
@@ -171,7 +107,7 @@ def test_the_rate_follows_the_schedule_and_not_the_updates(tiny_policy_folder: P
     before, rates = _weights(model), []
     for step in range(4):
         rates += [
-            engine.update(_batches(), LOSS, scale=SCALE, temperature=1.0).learning_rate
+            engine.update(cut_batches(), LOSS, scale=SCALE, temperature=1.0).learning_rate
             for _ in range(2)
         ]
         if step == 0:
@@ -186,7 +122,7 @@ def test_a_step_that_is_not_finite_is_not_taken(tiny_policy_folder: Path, value:
     optim = OptimConfig(lr=1e-3)
     engine = SingleDeviceEngine(model, optim, total_training_steps=10)
     undisturbed = SingleDeviceEngine(twin, optim, total_training_steps=10)
-    batches = _batches(max_sequences=4)
+    batches = cut_batches(max_sequences=4)
     poison = PoisonedLoss(value, num_tokens=len(batches[-1].target_R))
     before = _weights(model)
     report = engine.update(batches, poison, scale=SCALE, temperature=1.0)
@@ -214,7 +150,7 @@ def test_weights_are_kept_in_fp32_and_computed_with_in_half(
     )
     before = _weights(model)
     for _ in range(3):
-        report = engine.update(_batches(max_sequences=4), LOSS, scale=SCALE, temperature=1.0)
+        report = engine.update(cut_batches(max_sequences=4), LOSS, scale=SCALE, temperature=1.0)
         assert report.grad_norm > 0
     for name, weight in model.module.named_parameters():
         assert weight.dtype == torch.float32
@@ -240,7 +176,7 @@ def test_running_out_of_memory_leaves_nothing_behind(tiny_policy_folder: Path) -
     model, twin = _model(tiny_policy_folder), _model(tiny_policy_folder)
     engine = SingleDeviceEngine(model, OPTIM, total_training_steps=10)
     undisturbed = SingleDeviceEngine(twin, OPTIM, total_training_steps=10)
-    batches = _batches(max_sequences=4)
+    batches = cut_batches(max_sequences=4)
     with pytest.raises(torch.OutOfMemoryError):
         engine.update(batches, HungryLoss(), scale=SCALE, temperature=1.0)
     assert all(parameter.grad is None for parameter in model.module.parameters())
@@ -252,7 +188,7 @@ def test_running_out_of_memory_leaves_nothing_behind(tiny_policy_folder: Path) -
 def test_no_micro_batch_means_a_zero_gradient(tiny_policy_folder: Path) -> None:
     model = _model(tiny_policy_folder)
     engine = SingleDeviceEngine(model, OptimConfig(lr=1e-3), total_training_steps=10)
-    engine.update(_batches(), LOSS, scale=SCALE, temperature=1.0)
+    engine.update(cut_batches(), LOSS, scale=SCALE, temperature=1.0)
     before = _weights(model)
     report = engine.update([], LOSS, scale=SCALE, temperature=1.0)
     assert (report.metrics, report.grad_norm, report.skipped) == ({}, 0.0, False)
@@ -265,7 +201,9 @@ def test_supervised_learning_lowers_the_loss(tiny_policy_folder: Path) -> None:
         optim = OptimConfig(optimizer=optimizer, lr=1e-2, muon_lr=0.02)
         engine = _engine(tiny_policy_folder, optim)
         losses = [
-            engine.update(_batches(), SftLoss(), scale=SCALE, temperature=1.0).metrics["train/loss"]
+            engine.update(cut_batches(), SftLoss(), scale=SCALE, temperature=1.0).metrics[
+                "train/loss"
+            ]
             for _ in range(12)
         ]
         assert losses[-1] < 0.8 * losses[0]
@@ -303,7 +241,7 @@ def test_a_restored_engine_continues_bit_by_bit(
     )
 
     def step(engine: SingleDeviceEngine) -> None:
-        engine.update(_batches(max_sequences=6), LOSS, scale=SCALE, temperature=1.0)
+        engine.update(cut_batches(max_sequences=6), LOSS, scale=SCALE, temperature=1.0)
         engine.advance_schedule()
 
     first, second = _model(tiny_policy_folder), _model(tiny_policy_folder)
@@ -326,7 +264,7 @@ def test_a_restored_engine_continues_bit_by_bit(
 def test_a_checkpoint_is_a_model_folder(tiny_policy_folder: Path, tmp_path: Path) -> None:
     model = _model(tiny_policy_folder)
     engine = SingleDeviceEngine(model, OptimConfig(lr=1e-2), total_training_steps=10)
-    engine.update(_batches(), LOSS, scale=SCALE, temperature=1.0)
+    engine.update(cut_batches(), LOSS, scale=SCALE, temperature=1.0)
     for name, write in (("saved", engine.save), ("exported", engine.export)):
         folder = tmp_path / name
         folder.mkdir()
@@ -388,10 +326,10 @@ def test_other_families_train_and_resume_too(tmp_path: Path) -> None:
     first, second = _model(source), _model(source)
     optim = OptimConfig(optimizer="Muon", lr=1e-2, muon_lr=0.02)
     engine = SingleDeviceEngine(first, optim, total_training_steps=10)
-    engine.update(_batches(max_sequences=6), LOSS, scale=SCALE, temperature=1.0)
+    engine.update(cut_batches(max_sequences=6), LOSS, scale=SCALE, temperature=1.0)
     engine.save(saved)
     restored = SingleDeviceEngine(second, optim, total_training_steps=10)
     restored.load(saved)
     for one in (engine, restored):
-        one.update(_batches(max_sequences=6), LOSS, scale=SCALE, temperature=1.0)
+        one.update(cut_batches(max_sequences=6), LOSS, scale=SCALE, temperature=1.0)
     _assert_equal(_weights(second), _weights(first))

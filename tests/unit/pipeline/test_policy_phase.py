@@ -41,6 +41,8 @@ MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
 class RecordingEngine:
     """A train engine that computes nothing and keeps what it was told."""
 
+    data_parallel_size = sequence_parallel_size = 1
+
     def __init__(self) -> None:
         self.scales: list[LossScale] = []
         self.num_sequences: list[int] = []
@@ -93,7 +95,7 @@ def make_parts(engine: RecordingEngine, groups: Sequence[ScoredGroup], *argument
     given: dict[str, Any] = {
         "config": load_config(RunConfig, [*keys, *arguments]).config,
         "runtime": Runtime(),
-        "engines": Engines(engine, engine, None),  # type: ignore[arg-type]
+        "engines": Engines(engine, engine, None, engine),  # type: ignore[arg-type]
         "preferred_tokens": None,
         "memory": MemoryFit(),
     }

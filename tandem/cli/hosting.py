@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the engines of a run live: in this process if one device does everything, else one process
+a device on Ray. Both look the same to the pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from tandem.api import Runtime, TrainEngine, WorkerGroup
+from tandem.cli.execution import first_cause
+from tandem.cli.failure import RunFailure
+from tandem.comm.store import host_store
+from tandem.config.memory import ModelSizes, require_memory
+from tandem.config.pools import Placement, place_run, place_sft
+from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+from tandem.metrics.throughput import ModelShape
+from tandem.models.folder import ModelFolder, require_decoder
+from tandem.models.parallel import check_layout
+from tandem.pipeline.parts import Engines
+from tandem.platforms.record import Platform
+from tandem.platforms.select import select_platform
+from tandem.runtime.cluster import ClusterPlan, ClusterSettings, plan_cluster
+from tandem.runtime.failure import NodeFailure, WorkerFailure
+from tandem.runtime.inprocess import InProcessRuntime
+from tandem.runtime.nodes import run_on_nodes
+from tandem.runtime.ray import RayRuntime
+from tandem.runtime.rendezvous import Meeting
+from tandem.types import TokenIds
+from tandem.workers.colocated import build_colocated, build_trainer, shape_of
+from tandem.workers.deployment import remote_engines, remote_trainer, run_jobs, sft_jobs
+from tandem.workers.job import WorkerJob, build_worker
+from tandem.workers.remote import PeakMemory, call_each
+
+PLACEMENT_FILE = "placement.json"
+
+
+class MakeJobs(Protocol):
+    """The job of each pool by its name, given host and port of the driver's store."""
+
+    def __call__(self, *, store: tuple[str, int]) -> Mapping[str, WorkerJob]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a run is to happen, known before anything is started.
+
+    Attributes:
+        cluster: None if one process does everything.
+        meeting: where the other nodes of a run that forms its own cluster wait.
+    """
+
+    config: RunConfig | SftConfig
+    platform: Platform
+    placement: Placement
+    cluster: ClusterPlan | None
+    meeting: Meeting | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Those with something to do."""
+        return sum(pool.num_devices for pool in self.placement.used_pools)
+
+
+@dataclass(frozen=True, slots=True)
+class HostedRun:
+    """The engines of ``tandem train``, and what the pipeline wants to know of where they are."""
+
+    runtime: Runtime
+    engines: Engines
+    shape: ModelShape | None
+    peak_memory: Callable[[], PeakMemory]
+
+
+@dataclass(frozen=True, slots=True)
+class HostedTrainer:
+    """The engine of ``tandem sft``."""
+
+    runtime: Runtime
+    engine: TrainEngine
+
+
+def on_site(config: RunConfig | SftConfig, body: Callable[[Site], int]) -> int:
+    """Run ``body`` where the run is driven from; another node of the run lends its devices until
+    that has ended. Returns the exit code, the same on all nodes.
+
+    Raises:
+        UserError: the nodes do not find each other.
+        RunFailure: a process or a node of the run failed.
+    """
+    site = site_here(config)
+    if site.placement.is_one_process:
+        return body(site)
+    trainer = config.trainer
+    settings = ClusterSettings(
+        num_nodes=trainer.nnodes,
+        devices_per_node=trainer.n_gpus_per_node,
+        wait_s=trainer.ray_wait_register_center_timeout,
+        ray_init=config.ray_kwargs.ray_init,
+    )
+    cluster = plan_cluster(settings, os.environ)
+    try:
+        return run_on_nodes(
+            cluster,
+            lambda meeting: body(replace(site, cluster=cluster, meeting=meeting)),
+            platform=site.platform,
+        )
+    except (WorkerFailure, NodeFailure) as failure:
+        raise RunFailure(str(failure)) from None
+
+
+def site_here(config: RunConfig | SftConfig) -> Site:
+    """That of a run which needs no other process."""
+    placement = place_run(config) if isinstance(config, RunConfig) else place_sft(config)
+    return Site(config, select_platform(config.trainer.device), placement, cluster=None)
+
+
+@contextmanager
+def naming_step(step: Callable[[], int]) -> Iterator[None]:
+    """Let failures of workers out as ``RunFailure``, with the step that was under way."""
+    try:
+        yield
+    except (WorkerFailure, BaseExceptionGroup) as error:
+        cause = first_cause(error)
+        if not isinstance(cause, WorkerFailure):
+            raise
+        raise RunFailure(f"step {step()}: {cause}") from None
+
+
+def require_fit(site: Site, model: ModelFolder) -> None:
+    """Raise UserError if the model cannot be laid out as asked for, or needs too much memory."""
+    if site.cluster is not None:
+        require_decoder(model)
+    for task, layout in site.placement.layouts.items():
+        check_layout(
+            model.decoder_config,
+            tensor=layout.tensor_parallel,
+            sequence=layout.sequence_parallel,
+            section=f"actor_rollout_ref.{'ref' if task == 'ref_logp' else 'actor'}.fsdp_config",
+        )
+    sizes = ModelSizes.of(model.hf_config)
+    if site.platform.has_own_memory and sizes is not None:
+        require_memory(site.config, sizes, available_bytes=site.platform.total_memory_bytes())
+
+
+@asynccontextmanager
+async def hosted_run(
+    site: Site, config: RunConfig, *, model: ModelFolder, eos_ids: TokenIds, total_steps: int
+) -> AsyncIterator[HostedRun]:
+    """The engines of ``tandem train`` while the block runs.
+
+    Raises:
+        UserError: the model cannot be loaded, or there are too few devices.
+        WorkerFailure: a process could not do its part.
+    """
+    platform = site.platform
+    if site.cluster is None:
+        async with _here(platform) as runtime:
+            built = await runtime.call(
+                build_colocated, config, platform=platform, eos_ids=eos_ids, total_steps=total_steps
+            )
+            engines = Engines(built.train, built.rollout, built.reference, scorer=built.train)
+            yield HostedRun(runtime, engines, built.shape, partial(_peak_here, platform))
+        return
+    make_jobs = partial(run_jobs, config, site.placement, eos_ids=eos_ids, total_steps=total_steps)
+    async with _in_pools(site, site.cluster, make_jobs=make_jobs) as (runtime, groups):
+        remote = remote_engines(groups, site.placement)
+        engines = Engines(remote.train, remote.rollout, remote.reference, scorer=remote.scorer)
+        shape = None if model.decoder_config is None else shape_of(model.decoder_config)
+        yield HostedRun(runtime, engines, shape, lambda: remote.train.peak)
+
+
+@asynccontextmanager
+async def hosted_trainer(
+    site: Site, config: SftConfig, *, total_steps: int
+) -> AsyncIterator[HostedTrainer]:
+    """The engine of ``tandem sft`` while the block runs. Errors as ``hosted_run``."""
+    if site.cluster is None:
+        async with _here(site.platform) as runtime:
+            engine = await runtime.call(
+                build_trainer, config, platform=site.platform, total_steps=total_steps
+            )
+            yield HostedTrainer(runtime, engine)
+        return
+    make_jobs = partial(sft_jobs, config, site.placement, total_steps=total_steps)
+    async with _in_pools(site, site.cluster, make_jobs=make_jobs) as (runtime, groups):
+        yield HostedTrainer(runtime, remote_trainer(groups, site.placement))
+
+
+@asynccontextmanager
+async def _here(platform: Platform) -> AsyncIterator[InProcessRuntime]:
+    runtime = InProcessRuntime(platform.prepare_thread)
+    try:
+        yield runtime
+    finally:
+        await runtime.close()
+
+
+@asynccontextmanager
+async def _in_pools(
+    site: Site, cluster: ClusterPlan, *, make_jobs: MakeJobs
+) -> AsyncIterator[tuple[RayRuntime, Mapping[str, WorkerGroup]]]:
+    """Processes on all devices, each with its engines built."""
+    placement = site.placement
+    runtime = RayRuntime(
+        cluster,
+        platform=site.platform,
+        pools={
+            pool.name: [device.node for device in placement.devices_of(pool)]
+            for pool in placement.used_pools
+        },
+        meeting=site.meeting,
+    )
+    try:
+        store = host_store(timeout_s=cluster.settings.wait_s)
+        jobs = make_jobs(store=(runtime.address, store.port))
+        groups = runtime.start_pools(
+            {name: partial(build_worker, job) for name, job in jobs.items()}
+        )
+        _write_placement(site, groups)
+        yield runtime, groups
+    finally:
+        await runtime.close()
+
+
+def _write_placement(site: Site, groups: Mapping[str, WorkerGroup]) -> None:
+    """Where each task's processes run, as they say themselves."""
+    records = [
+        {"tasks": list(pool.tasks), **told}
+        for pool in site.placement.used_pools
+        for told in call_each(groups[pool.name], "describe")
+    ]
+    folder: Path = site.config.trainer.run_folder
+    (folder / PLACEMENT_FILE).write_text(json.dumps(records, indent=2) + "\n")
+
+
+def _peak_here(platform: Platform) -> PeakMemory:
+    return PeakMemory(platform.memory_allocated_bytes(), platform.memory_reserved_bytes())

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with how a run is spread over devices, one line each; whether those devices exist
+is not asked here.
+
+verl demands that batches divide by all devices. Here micro-batches are dealt to ranks, of any
+number, so that it is enough that every rank gets a sequence (a replica of the rollout: a prompt).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from tandem.config.layout import FsdpConfig
+from tandem.config.pools import (
+    HALVES,
+    ROUNDING,
+    TASKS,
+    Placement,
+    Pool,
+    needed_tasks,
+    place_run,
+    place_sft,
+    scorer_of,
+    share_devices,
+)
+from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+from tandem.config.trainer import TrainerConfig
+
+_ROLES = "actor_rollout_ref"
+_TASKS_KEY = "trainer.separated_node_tasks"
+_RATIOS_KEY = "trainer.separated_node_ratios"
+_DEVICES_KEY = "trainer.n_gpus_per_node"
+
+
+def run_device_problems(config: RunConfig) -> Iterator[str]:
+    """Of ``tandem train``. Groups that make no sense hide the problems of what they would do."""
+    problems = tuple(_group_problems(config)) or tuple(_empty_pool_problems(config))
+    yield from problems
+    if problems:
+        return
+    placement = place_run(config)
+    for pool in placement.used_pools:
+        yield from _run_layout_problems(config, pool)
+    yield from _run_batch_problems(config, placement)
+
+
+def sft_device_problems(config: SftConfig) -> Iterator[str]:
+    """Of ``tandem sft``."""
+    placement = place_sft(config)
+    problems = tuple(_layout_problems(config.engine, placement.pools[0], section="engine"))
+    yield from problems
+    num_ranks = placement.layouts["actor-train"].data_parallel
+    if not problems and config.data.train_batch_size < num_ranks:
+        yield (
+            f"data.train_batch_size={config.data.train_batch_size}: must give each of {num_ranks} "
+            f"data-parallel ranks a row. Set data.train_batch_size={num_ranks} or fewer devices."
+        )
+
+
+def _group_problems(config: RunConfig) -> Iterator[str]:
+    groups = config.trainer.separated_node_tasks
+    ratios = config.trainer.separated_node_ratios
+    if groups:
+        yield from _task_problems(groups, needed_tasks(config))
+    if groups or ratios:
+        yield from _ratio_problems(groups, ratios)
+
+
+def _task_problems(groups: Sequence[tuple[str, ...]], needed: Sequence[str]) -> Iterator[str]:
+    tasks = list(chain.from_iterable(groups))
+    for task in tasks:
+        if task not in TASKS or tasks.count(task) > 1:
+            rule = "is named more than once" if task in TASKS else "is no task"
+            yield f"{_TASKS_KEY}={tasks}: {task!r} {rule}. Name each of {', '.join(TASKS)} once."
+    for task in needed:
+        if task not in tasks:
+            yield (
+                f"{_TASKS_KEY}={tasks}: {task} is missing, and this run needs it. Add it to a "
+                "group, which may be that of actor-train."
+            )
+
+
+def _ratio_problems(groups: Sequence[tuple[str, ...]], ratios: Sequence[float]) -> Iterator[str]:
+    key = f"{_RATIOS_KEY}={list(ratios)}"
+    if len(ratios) != len(groups):
+        yield (
+            f"{key}: must have one ratio for each of the {len(groups)} groups of "
+            f"{_TASKS_KEY}. Write {len(groups)} numbers."
+        )
+    elif min(ratios) <= 0 or sum(ratios) > 1 + ROUNDING:
+        yield f"{key}: must be positive and add up to at most 1. Lower them."
+
+
+def _empty_pool_problems(config: RunConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if not trainer.separated_node_tasks:
+        if not config.actor_rollout_ref.hybrid_engine and trainer.num_devices < len(HALVES):
+            yield (
+                f"{_ROLES}.hybrid_engine=False: must have a device to train and another to "
+                f"generate, and trainer.nnodes * {_DEVICES_KEY} is 1. "
+                f"Set {_DEVICES_KEY}=2 or {_ROLES}.hybrid_engine=True."
+            )
+        return
+    ratios = trainer.separated_node_ratios
+    for tasks, share in zip(
+        trainer.separated_node_tasks, share_devices(ratios, trainer.num_devices), strict=True
+    ):
+        if share == 0:
+            yield (
+                f"{_RATIOS_KEY}={list(ratios)}: gives {list(tasks)} none of {trainer.num_devices} "
+                f"devices. Set {_DEVICES_KEY}={_enough_devices(trainer)}, or raise its ratio."
+            )
+
+
+def _enough_devices(trainer: TrainerConfig) -> int:
+    """Devices per node from which on every group gets one."""
+    number = trainer.n_gpus_per_node
+    while 0 in share_devices(trainer.separated_node_ratios, trainer.nnodes * number):
+        number += 1
+    return number
+
+
+def _run_layout_problems(config: RunConfig, pool: Pool) -> Iterator[str]:
+    roles = config.actor_rollout_ref
+    if "actor-train" in pool.tasks or scorer_of(pool) == "logp":
+        section = f"{_ROLES}.actor.fsdp_config"
+        yield from _layout_problems(roles.actor.fsdp_config, pool, section=section)
+    if "ref_logp" in pool.tasks:
+        section = f"{_ROLES}.ref.fsdp_config"
+        yield from _layout_problems(roles.ref.fsdp_config, pool, section=section)
+
+
+def _layout_problems(config: FsdpConfig, pool: Pool, *, section: str) -> Iterator[str]:
+    """Of the ranks of one pool."""
+    where = f"the {pool.num_devices} device(s) of {pool.name}"
+    split, sequence = config.tensor_model_parallel_size, config.ulysses_sequence_parallel_size
+    split_key = f"{section}.tensor_model_parallel_size"
+    sequence_key = f"{section}.ulysses_sequence_parallel_size"
+    if pool.num_devices % split:
+        yield (
+            f"{split_key}={split}: must divide {where}. "
+            f"Set {split_key}={_largest_divisor(pool.num_devices, split)}."
+        )
+    elif pool.num_devices % (split * sequence):
+        left = pool.num_devices // split
+        times = f", times {split_key}={split}," if split > 1 else ""
+        yield (
+            f"{sequence_key}={sequence}: must{times} divide {where}. "
+            f"Set {sequence_key}={_largest_divisor(left, sequence)}."
+        )
+    elif config.fsdp_size == 0 or (
+        config.fsdp_size > 0 and pool.num_devices // split % config.fsdp_size
+    ):
+        key = f"{section}.fsdp_size"
+        ranks = f"{where} / {split_key}={split}" if split > 1 else where
+        yield f"{key}={config.fsdp_size}: must divide {ranks}, or be -1 for all. Set {key}=-1."
+
+
+def _run_batch_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
+    layouts = placement.layouts
+    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    num_ranks = layouts["actor-train"].data_parallel
+    if actor.ppo_mini_batch_size * n < num_ranks:
+        yield (
+            f"{_ROLES}.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}: times "
+            f"{_ROLES}.rollout.n={n} must give each of {num_ranks} data-parallel ranks a sequence. "
+            f"{_larger_mini_batch(config, -(-num_ranks // n))}"
+        )
+    for task in ("logp", "ref_logp"):
+        if task in layouts and config.sequences_per_step < layouts[task].data_parallel:
+            yield _larger_batch(config, -(-layouts[task].data_parallel // n), task=task)
+    if config.data.train_batch_size < layouts["generate"].data_parallel:
+        yield _larger_batch(config, layouts["generate"].data_parallel, task="generate")
+
+
+def _larger_mini_batch(config: RunConfig, num_prompts: int) -> str:
+    batch = config.data.train_batch_size
+    fitting = [size for size in range(num_prompts, batch + 1) if batch % size == 0]
+    if fitting:
+        return f"Set {_ROLES}.actor.ppo_mini_batch_size={fitting[0]} or fewer devices."
+    return (
+        f"Set data.train_batch_size={num_prompts} and {_ROLES}.actor.ppo_mini_batch_size="
+        f"{num_prompts}, or fewer devices."
+    )
+
+
+def _larger_batch(config: RunConfig, num_prompts: int, *, task: str) -> str:
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    batch = -(-num_prompts // mini) * mini
+    return (
+        f"data.train_batch_size={config.data.train_batch_size}: must give each data-parallel rank "
+        f"of {task} work, which takes {num_prompts} prompts. "
+        f"Set data.train_batch_size={batch} or fewer devices."
+    )
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return max(size for size in range(1, at_most + 1) if number % size == 0)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which keys have no effect for want of a second device, and why: tables as in ``switches``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tandem.config.device_rules import run_device_problems
+from tandem.config.layout import FsdpConfig
+from tandem.config.pools import Placement, place_run, place_sft
+from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+from tandem.config.switches import Condition
+
+_ACTOR = "actor_rollout_ref.actor.fsdp_config"
+_REF = "actor_rollout_ref.ref.fsdp_config"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SHARDING = ("fsdp_size", "reshard_after_forward", "forward_prefetch")
+
+
+def _placement(config: RunConfig | SftConfig) -> Placement | None:
+    """None for a run that cannot be placed: its mistakes are said elsewhere."""
+    if isinstance(config, SftConfig):
+        return place_sft(config)
+    return None if any(run_device_problems(config)) else place_run(config)
+
+
+def _is_one_process(config: RunConfig | SftConfig) -> bool:
+    placement = _placement(config)
+    return placement is not None and placement.is_one_process
+
+
+def _is_sharded_by_one(config: RunConfig | SftConfig, tasks: tuple[str, ...]) -> bool:
+    """No pool with one of the tasks has a second device."""
+    placement = _placement(config)
+    return placement is not None and all(
+        layout.num_ranks == 1 for task, layout in placement.layouts.items() if task in tasks
+    )
+
+
+def _deals_to_one(config: RunConfig | SftConfig) -> bool:
+    """Every micro-batch goes to all ranks of its pool."""
+    placement = _placement(config)
+    return placement is not None and all(
+        layout.data_parallel == 1
+        for task, layout in placement.layouts.items()
+        if task != "generate"
+    )
+
+
+def _layout_conditions(
+    section: str, layout: Callable[[Any], FsdpConfig], *, tasks: tuple[str, ...]
+) -> tuple[Condition, ...]:
+    return (
+        Condition(
+            tuple(f"{section}.{key}" for key in _SHARDING),
+            lambda c: _is_sharded_by_one(c, tasks),
+            "one device holds these weights: there is nothing to shard",
+        ),
+        Condition(
+            (f"{section}.param_offload", f"{section}.offload_policy"),
+            _is_one_process,
+            "not built yet for a run on one device: its weights stay there",
+        ),
+        Condition(
+            (f"{section}.param_offload", f"{section}.optimizer_offload"),
+            lambda c: layout(c).offload_policy and not _is_one_process(c),
+            f"{section}.offload_policy=True keeps them in the host's memory all the time",
+        ),
+    )
+
+
+_ONE_PROCESS = "there is one process: nothing is dealt, gathered or transferred"
+
+_RUN_ONLY = (
+    *_layout_conditions(
+        _ACTOR, lambda c: c.actor_rollout_ref.actor.fsdp_config, tasks=("actor-train", "logp")
+    ),
+    *_layout_conditions(_REF, lambda c: c.actor_rollout_ref.ref.fsdp_config, tasks=("ref_logp",)),
+    Condition(
+        (
+            "actor_rollout_ref.nccl_timeout",
+            f"{_ROLLOUT}.param_update_preduce_bucket_size_mb",
+            f"{_ROLLOUT}.param_update_consume_bucket_size_mb",
+        ),
+        _is_one_process,
+        _ONE_PROCESS,
+    ),
+    Condition(
+        ("actor_rollout_ref.hybrid_engine",),
+        lambda c: c.actor_rollout_ref.hybrid_engine and c.trainer.separated_node_tasks,
+        "trainer.separated_node_tasks is set and decides",
+    ),
+)
+_SFT_ONLY = (
+    *_layout_conditions("engine", lambda c: c.engine, tasks=("actor-train",)),
+    Condition(("nccl_timeout",), _is_one_process, _ONE_PROCESS),
+)
+_SHARED = (
+    Condition(
+        ("ray_kwargs", "trainer.ray_wait_register_center_timeout"), _is_one_process, _ONE_PROCESS
+    ),
+    Condition(
+        ("trainer.balance_batch",),
+        _deals_to_one,
+        "micro-batches are computed one at a time: there is nothing to balance",
+    ),
+)
+
+RUN_DEVICE_CONDITIONS: tuple[Condition, ...] = (*_RUN_ONLY, *_SHARED)
+SFT_DEVICE_CONDITIONS: tuple[Condition, ...] = (*_SFT_ONLY, *_SHARED)

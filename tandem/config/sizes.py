@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of a dense decoder that decide how much memory it takes, read off config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Of a dense decoder."""
+
+    num_layers: int
+    hidden: int
+    inner: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Any]) -> ModelSizes | None:
+        """From the content of config.json; None if it does not say."""
+        if not all(isinstance(hf_config.get(key), int) for key in (*_SIZE_KEYS, "vocab_size")):
+            return None
+        layers, hidden, inner, heads = (hf_config[key] for key in _SIZE_KEYS)
+        return cls(
+            num_layers=layers,
+            hidden=hidden,
+            inner=inner,
+            num_heads=heads,
+            num_kv_heads=hf_config.get("num_key_value_heads") or heads,
+            head_dim=hf_config.get("head_dim") or hidden // heads,
+            vocabulary=hf_config["vocab_size"],
+            tied=bool(hf_config.get("tie_word_embeddings", False)),
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer: matrices; biases and norms are less than a thousandth."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        return self.hidden * (heads * self.head_dim + 3 * self.inner)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding and, if it is another matrix, the head."""
+        return (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        """Of layers, embedding and head."""
+        return self.num_layers * self.layer_parameters + self.embedding_parameters
+
+    @property
+    def cache_numbers_per_token(self) -> int:
+        """2 (key and value) x layers x heads x head dimension."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def layer_numbers_per_token(self, tensor_parallel: int = 1) -> int:
+        """What one layer keeps of a token for its backward pass: both sums in fp32 (4 D) and their
+        norms (2 D), query, key and value before and after rotation, the attention's output, gate,
+        up and their product; the latter are split where the layer's matrices are.
+        """
+        heads = 3 * self.num_heads + 3 * self.num_kv_heads
+        return 6 * self.hidden + (heads * self.head_dim + 3 * self.inner) // tensor_parallel
+
+    def kept_numbers_per_token(self, *, recomputed: bool, tensor_parallel: int = 1) -> int:
+        """For a whole backward pass: what all layers keep, or with recomputation their inputs and
+        what one layer keeps."""
+        layer = self.layer_numbers_per_token(tensor_parallel)
+        return self.num_layers * 2 * self.hidden + layer if recomputed else self.num_layers * layer

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps that every training engine takes, as functions: scoring, one micro-batch's forward and
+backward pass, sums over micro-batches, clipping, the report. No state, no communication.
+
+Shapes: R response tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from tandem.api import Loss
+from tandem.models.language_model import LanguageModel, score_batch
+from tandem.models.logprob import TokenLogProbs
+from tandem.types import (
+    LossColumns,
+    LossInputs,
+    LossOutputs,
+    LossScale,
+    PackedBatch,
+    UpdateReport,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def score(model: LanguageModel, batch: PackedBatch, *, temperature: float) -> Tensor:
+    """Log-probs of the response tokens, fp32 (R,), on the CPU."""
+    return score_batch(model, batch, temperature=temperature, with_entropy=False).logp_R.cpu()
+
+
+def backward(
+    model: LanguageModel, batch: PackedBatch, *, loss: Loss, scale: LossScale, temperature: float
+) -> LossOutputs:
+    """Add the gradient of a micro-batch to those of the model's parameters."""
+    scores = score_batch(model, batch, temperature=temperature, with_entropy=loss.needs_entropy)
+    outputs = loss(_loss_inputs(batch, scores, scale=scale))
+    outputs.loss.backward()
+    return outputs
+
+
+@dataclass
+class Totals:
+    """Loss and metrics of the micro-batches so far, scalars on their device."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def add(self, outputs: LossOutputs) -> None:
+        """Add those of one micro-batch."""
+        self.loss = self.loss + outputs.loss.detach()
+        for name, value in outputs.metrics.items():
+            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
+
+
+def clip(gradients: Sequence[Tensor], norm: Tensor, *, limit: float) -> None:
+    """Scale gradients down in place where their common ``norm`` is above ``limit``."""
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(list(gradients), factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def report_step(
+    loss: float, norm: float, *, metrics: Mapping[str, float], rate: float
+) -> UpdateReport:
+    """What to say of a step, and whether it may be taken."""
+    skipped = not (math.isfinite(loss) and math.isfinite(norm))
+    if skipped:
+        logger.warning("update skipped: loss %s, gradient norm %s", loss, norm)
+    return UpdateReport(metrics=metrics, grad_norm=norm, learning_rate=rate, skipped=skipped)
+
+
+def _loss_inputs(batch: PackedBatch, scores: TokenLogProbs, *, scale: LossScale) -> LossInputs:
+    device = scores.logp_R.device
+    return LossInputs(
+        logp_R=scores.logp_R,
+        entropy_R=scores.entropy_R,
+        sequence_R=batch.sequence_R.to(device),
+        num_sequences=batch.num_sequences,
+        columns=_columns_on(batch.columns, device),
+        scale=scale,
+    )
+
+
+def _columns_on(columns: LossColumns | None, device: torch.device) -> LossColumns | None:
+    if columns is None:
+        return None
+    old, ref = columns.old_logp_R, columns.ref_logp_R
+    return replace(
+        columns,
+        advantages_R=columns.advantages_R.to(device),
+        old_logp_R=None if old is None else old.to(device),
+        ref_logp_R=None if ref is None else ref.to(device),
+    )

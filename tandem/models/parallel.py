@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one model is laid out over several processes, as plain values: no communication here.
+
+Two layouts, which combine. Tensor parallel: each process holds some of the heads and some of the
+feed-forward width of every layer, as a smaller decoder. Sequence parallel (Ulysses): each process
+computes some of a batch's tokens with all of the weights it has. ``tensor_boxes`` says which boxes
+of the unsharded decoder's tensors a process holds; loading, weight transport and checkpoints need
+nothing else. How a sharding engine cuts the rows of local tensors further is its own matter:
+``slices_of_rows`` follows it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from tandem.errors import UserError
+from tandem.models.decoder import DecoderConfig, parameter_shapes
+from tandem.models.families import FAMILIES
+from tandem.models.weights import file_tensors
+from tandem.types import HeldSlice, SliceSpec
+
+SECTION = "actor_rollout_ref.actor.fsdp_config"
+"""Where the sizes usually come from, for messages."""
+
+_CUT_DIMENSION = {
+    ("qkv", "weight"): 0,
+    ("qkv", "bias"): 0,
+    ("gate_up", "weight"): 0,
+    ("gate_up", "bias"): 0,
+    ("o", "weight"): 1,
+    ("down", "weight"): 1,
+}
+"""What tensor parallelism cuts; all else is held by every process."""
+
+Boxes = tuple[SliceSpec, ...]
+"""What a local tensor holds of an unsharded one, on top of each other: those of a fused matrix lie
+apart in the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The processes that share something, and which of them this one is.
+
+    Attributes:
+        group: None if there is nobody else, or if they are the default world.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: ProcessGroup | None = None
+
+
+ALONE = Peers()
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Who shares the heads and widths of the layers, and who shares the tokens of a batch."""
+
+    tensor: Peers = ALONE
+    sequence: Peers = ALONE
+
+
+WHOLE = ParallelLayout()
+
+
+def peers_of(mesh: DeviceMesh) -> Peers:
+    """This process among those of a mesh of one dimension."""
+    return Peers(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+
+
+def check_layout(
+    config: DecoderConfig | None, *, tensor: int, sequence: int, section: str = SECTION
+) -> None:
+    """Refuse sizes that a model cannot be laid out by.
+
+    Args:
+        config: None if transformers' code computes the model.
+        section: of the keys the sizes came from, for messages.
+
+    Raises:
+        UserError: a size does not divide what it must.
+    """
+    keys = {
+        f"{section}.tensor_model_parallel_size": tensor,
+        f"{section}.ulysses_sequence_parallel_size": sequence,
+    }
+    tensor_key, sequence_key = keys
+    if config is None:
+        families = ", ".join(FAMILIES)
+        rule = "only models of our own decoder can be split"
+        for key, size in keys.items():
+            _require(size, [1], key=key, rule=rule, remedy=f" or a model of {families}")
+        return
+    heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
+    _require(
+        tensor,
+        [n for n in range(1, kv_heads + 1) if not (heads % n or kv_heads % n or inner % n)],
+        key=tensor_key,
+        rule=f"it must divide the model's {heads} attention heads, {kv_heads} key/value heads and "
+        f"feed-forward width of {inner}",
+    )
+    heads, kv_heads = heads // tensor, kv_heads // tensor
+    sizes = [
+        n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)
+    ]
+    _require(
+        sequence,
+        sizes,
+        key=sequence_key,
+        rule=f"it must divide the {heads} attention heads of a process, and divide its {kv_heads} "
+        "key/value heads or be a multiple of them",
+    )
+
+
+def local_config(config: DecoderConfig, size: int) -> DecoderConfig:
+    """Of the decoder that each of ``size`` tensor-parallel processes computes."""
+    return replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=config.num_kv_heads // size,
+        intermediate_size=config.intermediate_size // size,
+    )
+
+
+def whole_config(local: DecoderConfig, size: int) -> DecoderConfig:
+    """The inverse of ``local_config``."""
+    return replace(
+        local,
+        num_heads=local.num_heads * size,
+        num_kv_heads=local.num_kv_heads * size,
+        intermediate_size=local.intermediate_size * size,
+    )
+
+
+def tensor_boxes(
+    config: DecoderConfig, *, rank: int, size: int, dtype: torch.dtype
+) -> dict[str, Boxes]:
+    """What tensor-parallel process ``rank`` of ``size`` holds, by parameter, in their order.
+
+    Args:
+        config: of the unsharded decoder.
+    """
+    spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for part in file_tensors(config):
+        spans[part.ours].append((part.start, part.rows))
+    boxes: dict[str, Boxes] = {}
+    for name, shape in parameter_shapes(config).items():
+        whole = SliceSpec(name, dtype, shape=shape, offset=(0,) * len(shape), size=shape)
+        dimension = _CUT_DIMENSION.get(_kind(name))
+        if size == 1 or dimension is None:
+            boxes[name] = (whole,)
+            continue
+        cuts = spans[name] if dimension == 0 else [(0, shape[1])]
+        boxes[name] = tuple(
+            _narrow(whole, dimension, start=start + rank * (count // size), count=count // size)
+            for start, count in cuts
+        )
+    return boxes
+
+
+def is_whole(boxes: Boxes) -> bool:
+    """Every tensor-parallel process holds all of the tensor, with the same gradient."""
+    return boxes[0].size == boxes[0].shape
+
+
+def slices_of_rows(boxes: Boxes, rows: Tensor, *, first_row: int = 0) -> list[HeldSlice]:
+    """The boxes that some rows of a local tensor are, with views of those rows.
+
+    Args:
+        boxes: of the local tensor.
+        rows: its rows ``first_row .. first_row + len(rows)``; may be empty.
+    """
+    slices, begin = [], 0
+    for box in boxes:
+        start = max(first_row, begin)
+        stop = min(first_row + len(rows), begin + box.size[0])
+        if start < stop:
+            view = rows.detach()[start - first_row : stop - first_row]
+            offset = (box.offset[0] + start - begin, *box.offset[1:])
+            spec = replace(box, dtype=view.dtype, offset=offset, size=tuple(view.shape))
+            slices.append(HeldSlice(spec, view))
+        begin += box.size[0]
+    return slices
+
+
+def _kind(name: str) -> tuple[str, str]:
+    """``layers.3.qkv.weight`` -> ``("qkv", "weight")``."""
+    *_, module, parameter = name.split(".")
+    return module, parameter
+
+
+def _narrow(box: SliceSpec, dimension: int, *, start: int, count: int) -> SliceSpec:
+    """Of a whole tensor."""
+    offset, size = list(box.offset), list(box.size)
+    offset[dimension], size[dimension] = start, count
+    return replace(box, offset=tuple(offset), size=tuple(size))
+
+
+def _require(size: int, allowed: list[int], *, key: str, rule: str, remedy: str = "") -> None:
+    if size not in allowed:
+        sizes = " or ".join(map(str, allowed))
+        raise UserError(f"{key}={size}: {rule}. Use {sizes}{remedy}.")

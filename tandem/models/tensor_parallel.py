@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder of one tensor-parallel process: fewer heads, a narrower feed-forward.
+
+It is the decoder of a smaller config in which four linear maps of every layer, and the norms within
+attention, know their peers: the maps into heads and width sum up the gradients of what they read,
+the maps out of them sum up their results. Embedding, other norms and language-model head are whole
+in every process, and so are their gradients. Parameters have the names of the unsharded decoder.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from tandem.models.collectives import sum_gradients, sum_values
+from tandem.models.decoder import Decoder, DecoderConfig, DecoderLayer
+from tandem.models.operators import Operators
+from tandem.models.parallel import Peers, local_config
+
+
+def local_decoder(config: DecoderConfig, peers: Peers, *, operators: Operators) -> Decoder:
+    """The part of one process, on the meta device; the whole decoder if it is alone.
+
+    Args:
+        config: of the unsharded decoder.
+    """
+    with torch.device("meta"):
+        decoder = Decoder(local_config(config, peers.size), operators)
+    if peers.size > 1:
+        for layer in decoder.layers:
+            _connect(cast(DecoderLayer, layer), peers)
+    return decoder
+
+
+def _connect(layer: DecoderLayer, peers: Peers) -> None:
+    layer.register_module("qkv", _IntoParts(layer.qkv, peers))
+    layer.register_module("gate_up", _IntoParts(layer.gate_up, peers))
+    layer.register_module("o", _OutOfParts(layer.o, peers))
+    layer.register_module("down", _OutOfParts(layer.down, peers))
+    if layer.q_norm is not None and layer.k_norm is not None:
+        layer.register_module("q_norm", _NormOfHeads(layer.q_norm, peers))
+        layer.register_module("k_norm", _NormOfHeads(layer.k_norm, peers))
+
+
+class _IntoParts(nn.Module):
+    """Some rows of a linear map, applied to what every process holds."""
+
+    def __init__(self, linear: nn.Linear, peers: Peers) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self._peers = peers
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return F.linear(sum_gradients(x_TD, self._peers), self.weight, self.bias)
+
+
+class _OutOfParts(nn.Module):
+    """Some columns of a linear map; the peers' results add up, and then the bias, once."""
+
+    def __init__(self, linear: nn.Linear, peers: Peers) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self._peers = peers
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        y_TD = sum_values(F.linear(x_TD, self.weight), self._peers)
+        return y_TD if self.bias is None else y_TD + self.bias
+
+
+class _NormOfHeads(nn.Module):
+    """A norm that all heads share, applied to those of one process."""
+
+    def __init__(self, norm: nn.RMSNorm, peers: Peers) -> None:
+        super().__init__()
+        self.weight, self._eps = norm.weight, norm.eps
+        self._peers = peers
+
+    def forward(self, x_THE: Tensor) -> Tensor:
+        weight_E = sum_gradients(self.weight, self._peers)
+        return F.rms_norm(x_THE, weight_E.shape, weight_E, self._eps)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Getting hold of a Ray cluster, and reserving devices on it where the plan wants them.
+
+The module ray comes in as an argument, because one file only imports it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from tandem.errors import UserError
+from tandem.platforms.isolation import Visibility
+from tandem.runtime.cluster import ClusterPlan, ClusterSettings, fits, node_resources, require_fit
+from tandem.runtime.rendezvous import Meeting
+
+_PROBE_S = 8.0
+_POLL_S = 0.2
+_RESERVE_S = 30.0
+_HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 5000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 3000,
+    "health_check_failure_threshold": 3,
+}
+"""A node that the network has lost is given up after 12 s instead of about a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """The devices of one planned node: bundle ``index`` of a placement group, on a node of so many
+    devices."""
+
+    group: Any
+    index: int
+    address: str
+    node_capacity: int
+
+
+def start_ray(
+    ray: ModuleType, plan: ClusterPlan, *, visibility: Visibility, num_visible: int
+) -> None:
+    """Connect to the plan's cluster; ``local`` and ``head`` start it.
+
+    Raises:
+        UserError: there is none, or Ray does not accept ``ray_kwargs.ray_init``.
+    """
+    given = {name: value for name, value in plan.settings.ray_init.items() if name != "address"}
+    if plan.role == "existing":
+        _probe(plan)
+        wanted: dict[str, Any] = {"address": plan.address}
+    else:
+        wanted = node_resources(
+            visibility,
+            num_visible=num_visible,
+            num_cores=os.cpu_count() or 1,
+            settings=plan.settings,
+        )
+        wanted |= {"address": "local", "include_dashboard": False}
+    if plan.role == "head":
+        host, _ = plan.host_and_port
+        wanted |= {"_node_ip_address": socket.gethostbyname(host), "_system_config": _HEALTH_CHECKS}
+    quiet = {"logging_level": logging.CRITICAL, "log_to_driver": False}
+    try:
+        with _own_signal_handlers():
+            ray.init(**(quiet | wanted | given))
+    except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
+        if given and not isinstance(error, ConnectionError):
+            raise UserError(
+                f"ray_kwargs.ray_init={given}: {_first_line(error)} Leave it out."
+            ) from error
+        if plan.role != "existing":
+            raise
+        raise UserError(
+            f"{plan.source}={plan.address}: {_first_line(error)} This machine must be one of the "
+            "cluster's nodes: type `ray start --address=...` on it."
+        ) from error
+
+
+def reserve(
+    ray: ModuleType,
+    plan: ClusterPlan,
+    *,
+    needs: Mapping[int, int],
+    resource: str,
+    meeting: Meeting | None,
+) -> dict[int, Reservation]:
+    """Reserve the devices of each planned node on a node of the cluster of its own.
+
+    Args:
+        needs: devices by number of the planned node.
+        resource: Ray's name of a device.
+        meeting: where the nodes of a run that forms its cluster are to come.
+
+    Raises:
+        UserError: the nodes do not come in time, or do not have so many devices, or others use
+            them.
+    """
+    _wait_for_nodes(ray, plan, needs=needs, resource=resource, meeting=meeting)
+    numbers = sorted(needs)
+    bundles = [{"CPU": needs[number]} | {resource: needs[number]} for number in numbers]
+    group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
+    if not group.wait(_RESERVE_S):
+        free = ray.available_resources().get(resource, 0)
+        raise UserError(
+            f"trainer.n_gpus_per_node={plan.settings.devices_per_node}, trainer.nnodes="
+            f"{plan.settings.num_nodes}: so many {resource}s exist, but others use them; {free:g} "
+            "are free. Wait until the others have ended, or lower these."
+        )
+    placed = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    nodes = {node["NodeID"]: node for node in ray.nodes()}
+    reserved: dict[int, Reservation] = {}
+    for index, number in enumerate(numbers):
+        node = nodes[placed[index]]
+        reserved[number] = Reservation(
+            group, index, node["NodeManagerAddress"], int(node["Resources"][resource])
+        )
+    return reserved
+
+
+def _wait_for_nodes(
+    ray: ModuleType,
+    plan: ClusterPlan,
+    *,
+    needs: Mapping[int, int],
+    resource: str,
+    meeting: Meeting | None,
+) -> None:
+    """Until the cluster can hold the run: at once, unless nodes are still to come."""
+    settings = plan.settings
+    deadline = time.monotonic() + (settings.wait_s if settings.num_nodes > 1 else 0)
+    while True:
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        capacities = [int(resources.get(resource, 0)) for resources in alive]
+        if fits(list(needs.values()), capacities):
+            return
+        late = time.monotonic() >= deadline
+        if late and len(alive) < settings.num_nodes:
+            absent = [] if meeting is None else meeting.absent()
+            raise UserError(_missing_nodes(settings, len(alive), absent=absent))
+        if late or (plan.role == "head" and len(alive) >= settings.num_nodes):
+            require_fit(needs, capacities, settings=settings, what=resource)
+        time.sleep(_POLL_S)
+
+
+def _missing_nodes(settings: ClusterSettings, num_present: int, *, absent: Sequence[int]) -> str:
+    ranks = f" (NODE_RANK {', '.join(map(str, absent))})" if absent else ""
+    return (
+        f"trainer.nnodes={settings.num_nodes}: only {num_present} of them are there after "
+        f"{settings.wait_s:g} s. Start the others{ranks}, or raise "
+        "trainer.ray_wait_register_center_timeout."
+    )
+
+
+def _probe(plan: ClusterPlan) -> None:
+    """Ask for the cluster in a process that can be stopped: ray.init may wait for minutes."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "status"]
+    command += [] if plan.address == "auto" else [f"--address={plan.address}"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=_PROBE_S)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise UserError(
+            f"{plan.source}={plan.address}: no Ray cluster answers there. Correct or unset it, or "
+            "start one with `ray start --head`."
+        ) from error
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Keep ray.init from replacing what this process does on SIGTERM."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _first_line(error: Exception) -> str:
+    """With a full stop."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+    return line.rstrip(".") + "."

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a failed worker tells, and which of several failures was the first cause.
+
+When one process goes, its peers lose their connections to it and raise too, sometimes before its
+end is noticed. Hence symptoms are ranked by kind first, and by time only within a kind.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from tandem.errors import UserError
+
+
+class Kind(IntEnum):
+    """In order of preference as the first cause."""
+
+    DIED = 0
+    RAISED = 1
+    LOST_PEER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """One worker's failure. Plain values, picklable.
+
+    Attributes:
+        cause: one line.
+        traceback_text: where it was raised, or the last words of a process that died; may be "".
+        time_s: since the epoch, by the clock of whoever noticed.
+        is_user_error: ``cause`` is the text of a UserError.
+    """
+
+    kind: Kind
+    cause: str
+    traceback_text: str
+    time_s: float
+    is_user_error: bool = False
+
+
+class ReportedError(Exception):
+    """What leaves a process instead of an exception that perhaps cannot be pickled."""
+
+    def __init__(self, symptom: Symptom) -> None:
+        super().__init__(symptom)
+        self.symptom = symptom
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerName:
+    """Which worker, for messages. ``pid`` is 0 if it never said."""
+
+    pool: str
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"{self.pool} rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+class WorkerFailure(Exception):
+    """A worker died or raised. The first line of the text says it all; its traceback follows.
+
+    Attributes:
+        pool, rank, host, pid: which worker.
+        method: the call that ended so; "" if it died between calls.
+        cause: one line.
+        traceback_text: the worker's, or the last lines that a dead one wrote; may be "".
+    """
+
+    def __init__(self, worker: WorkerName, method: str, *, symptom: Symptom) -> None:
+        self.pool = worker.pool
+        self.rank = worker.rank
+        self.host = worker.host
+        self.pid = worker.pid
+        self.method = method
+        self.cause = symptom.cause
+        self.traceback_text = symptom.traceback_text
+        what = "died" if symptom.kind is Kind.DIED else "failed"
+        during = f" in {method}" if method else ""
+        line = f"{worker} {what}{during}: {symptom.cause}"
+        super().__init__("\n".join([line, self.traceback_text]).rstrip())
+
+
+class NodeFailure(Exception):
+    """The run ended on a node that the driver is not on: the head vanished, or its own Ray did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A symptom with whose it is and during which call."""
+
+    worker: WorkerName
+    method: str
+    symptom: Symptom
+
+
+def first_failed(failures: Sequence[Failed]) -> Failed:
+    """The one that most likely caused the others."""
+    return min(failures, key=lambda failed: (failed.symptom.kind, failed.symptom.time_s))
+
+
+def as_exception(failed: Failed) -> Exception:
+    """What the driver raises: a worker's UserError as one, anything else as ``WorkerFailure``."""
+    if failed.symptom.is_user_error:
+        return UserError(failed.symptom.cause)
+    return WorkerFailure(failed.worker, failed.method, symptom=failed.symptom)
+
+
+_LOST_PEER_TYPES = frozenset(
+    {"ConnectionError", "DistBackendError", "DistNetworkError", "DistStoreError", "GroupError"}
+)
+_LOST_PEER_TEXT = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|remote process (has )?exited"
+    r"|timed? ?out|connectFullMesh|socket|peer",
+    re.IGNORECASE,
+)
+
+
+def symptom_of(error: Exception, *, time_s: float) -> Symptom:
+    """What a worker tells of an exception, by names and texts, since not all can be pickled."""
+    names = {base.__name__ for base in type(error).__mro__}
+    text = " ".join(str(error).split()) or type(error).__name__
+    is_user_error = isinstance(error, UserError)
+    # Plain RuntimeErrors are how most collectives report that a peer is gone.
+    is_lost_peer = bool(names & _LOST_PEER_TYPES) or (
+        type(error) is RuntimeError and bool(_LOST_PEER_TEXT.search(text))
+    )
+    return Symptom(
+        kind=Kind.LOST_PEER if is_lost_peer else Kind.RAISED,
+        cause=text if is_user_error else f"{type(error).__name__}: {text}",
+        traceback_text="".join(traceback.format_exception(error)).rstrip(),
+        time_s=time_s,
+        is_user_error=is_user_error,
+    )
+
+
+_NODE_LOST = re.compile(r"node (has died|was terminated)|health check failed|heartbeats")
+_OUT_OF_MEMORY = re.compile(r"running low on memory|OutOfMemory|memory pressure", re.IGNORECASE)
+
+
+def cause_of_death(ray_text: str) -> str:
+    """One line for what Ray says, at length, about an actor that is no more."""
+    if _OUT_OF_MEMORY.search(ray_text):
+        return "it was ended because its node ran out of memory"
+    if _NODE_LOST.search(ray_text):
+        return "its node was lost (the machine or the network to it is down)"
+    if "SYSTEM_ERROR" in ray_text:
+        return "its process ended unexpectedly (killed, or crashed)"
+    detail = ray_text.partition("Worker exit detail:")[2] or ray_text
+    return " ".join(detail.split())[:300]

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits for calls on workers that end with the results, or with the first cause of a failure.
+
+Every wait is also a wait for the end of any worker, so that one that nobody has called is missed
+too. How a reference is waited for and read is the caller's; threads may wait at the same time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from tandem.runtime.failure import (
+    Failed,
+    Kind,
+    ReportedError,
+    Symptom,
+    WorkerName,
+    as_exception,
+    first_failed,
+)
+
+_LOOK_S = 1.0
+"""A thread that waits looks this often whether all was closed."""
+
+_ENDED = Symptom(Kind.DIED, "its process ended", "", time_s=0)
+
+Reference = Any
+"""To a result that is not there yet; hashable."""
+
+
+class ClosedError(Exception):
+    """The runtime was closed while somebody waited."""
+
+
+@dataclass(frozen=True, eq=False)
+class Worker:
+    """One process. ``watch`` refers to the result of a call that only ends with the process."""
+
+    name: WorkerName
+    watch: Reference
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call under way. ``number`` counts all calls, so that of a worker's the first is known."""
+
+    worker: Worker
+    method: str
+    reference: Reference
+    number: int
+
+
+class Waits:
+    """All calls of a runtime.
+
+    Args:
+        finished: those of some references whose results are there; waits until there is one, at
+            most so many seconds.
+        result: of a finished reference. Raises ReportedError.
+        grace_s: after a failure, others that may have caused it are waited for so long.
+    """
+
+    def __init__(
+        self,
+        finished: Callable[[Sequence[Reference], float], Sequence[Reference]],
+        result: Callable[[Reference], Any],
+        *,
+        grace_s: float = 1.5,
+    ) -> None:
+        self._grace_s = grace_s
+        self._finished = finished
+        self._result = result
+        self._workers: list[Worker] = []
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._numbers = itertools.count()
+        self._noting = threading.Lock()
+        self._judging = threading.Lock()
+        self._first_death: Failed | None = None
+        self._last: tuple[float, Failed | None] = (-math.inf, None)
+        self._is_closed = False
+
+    def watch(self, worker: Worker) -> None:
+        """From now on the end of ``worker`` ends every wait."""
+        self._workers.append(worker)
+
+    def started(self, worker: Worker, method: str, *, reference: Reference) -> Call:
+        """Take note of a call that has just been made."""
+        call = Call(worker, method, reference, next(self._numbers))
+        with self._noting:
+            self._calls.add(call)
+        return call
+
+    def gather(self, calls: Sequence[Call], *, timeout_s: float = math.inf) -> list[Any]:
+        """The results of all calls, in order.
+
+        Raises:
+            WorkerFailure: a worker died, or one of the calls raised.
+            UserError: one of the calls raised that.
+            TimeoutError: they took longer.
+        """
+        deadline = time.monotonic() + timeout_s
+        pending = {call.reference: call for call in calls}
+        results: dict[Reference, Any] = {}
+        try:
+            while pending:
+                for reference in self._wait(list(pending), deadline):
+                    results[reference] = self._read(pending.pop(reference))
+        finally:
+            with self._noting:
+                self._calls.difference_update(calls)
+        return [results[call.reference] for call in calls]
+
+    def first(self, calls: Sequence[Call]) -> int:
+        """Index of a finished call, the lowest of several. Raises WorkerFailure."""
+        finished = set(self._wait([call.reference for call in calls], math.inf))
+        return next(i for i, call in enumerate(calls) if call.reference in finished)
+
+    def close(self) -> None:
+        """End all waits, with ``ClosedError``."""
+        self._is_closed = True
+
+    def _wait(self, references: Sequence[Reference], deadline: float) -> list[Reference]:
+        """Those that are finished, at least one."""
+        watches = [worker.watch for worker in self._workers]
+        while time.monotonic() < deadline:
+            finished = set(self._finished([*references, *watches], _LOOK_S))
+            if self._is_closed:
+                raise ClosedError("the runtime was closed")
+            if finished.intersection(watches):
+                self._raise_first_cause([])
+            if finished:
+                return [reference for reference in references if reference in finished]
+        raise TimeoutError(f"{len(references)} calls have not finished in time")
+
+    def _read(self, call: Call) -> Any:
+        try:
+            return self._result(call.reference)
+        except ReportedError as error:
+            self._raise_first_cause([self._failed(call, error.symptom)])
+
+    def _raise_first_cause(self, failures: list[Failed]) -> NoReturn:
+        """Several threads may fail of the same cause: one looks for it at a time."""
+        with self._judging:
+            failed = self._first_death or first_failed(self._collect(failures))
+            if failed.symptom.kind is Kind.LOST_PEER:
+                failed = self._just_before() or failed
+            if failed.symptom.kind is Kind.DIED:
+                self._first_death = failed
+            self._last = (time.monotonic(), failed)
+        if self._is_closed:
+            raise ClosedError("the runtime was closed")
+        raise as_exception(failed) from None
+
+    def _just_before(self) -> Failed | None:
+        """What another thread has raised a moment ago: it may be why a peer was lost."""
+        raised_s, failed = self._last
+        return failed if time.monotonic() - raised_s < 2 * self._grace_s else None
+
+    def _collect(self, failures: list[Failed]) -> list[Failed]:
+        """``failures`` and those that show within the grace period, or until somebody died."""
+        deadline = time.monotonic() + self._grace_s
+        watched = {worker.watch: worker for worker in self._workers}
+        calls = {call.reference: call for call in self._started_calls()}
+        pending = set(watched) | set(calls)
+        while pending and not any(failed.symptom.kind is Kind.DIED for failed in failures):
+            finished = self._finished(list(pending), max(0.0, deadline - time.monotonic()))
+            if not finished:
+                break
+            pending.difference_update(finished)
+            for reference in finished:
+                symptom = self._symptom(reference)
+                if reference in watched:
+                    failures.append(self._died(watched[reference], symptom or _ENDED))
+                elif symptom is not None:
+                    failures.append(self._failed(calls[reference], symptom))
+        return failures
+
+    def _failed(self, call: Call, symptom: Symptom) -> Failed:
+        if symptom.kind is Kind.DIED:
+            return self._died(call.worker, symptom)
+        return Failed(call.worker.name, call.method, symptom)
+
+    def _died(self, worker: Worker, symptom: Symptom) -> Failed:
+        """The end of a worker, with the call that it was busy with."""
+        own = {c.reference: c for c in self._started_calls() if c.worker is worker}
+        finished = self._finished(list(own), 0) if own else ()
+        symptoms = {reference: self._symptom(reference) for reference in finished}
+        cut_off = [own[r] for r, s in symptoms.items() if s is not None and s.kind is Kind.DIED]
+        busy = min(cut_off, key=lambda call: call.number, default=None)
+        return Failed(worker.name, busy.method if busy else "", symptom)
+
+    def _symptom(self, reference: Reference) -> Symptom | None:
+        """Of a finished call, if it failed."""
+        try:
+            self._result(reference)
+        except ReportedError as error:
+            return error.symptom
+        return None
+
+    def _started_calls(self) -> list[Call]:
+        with self._noting:
+            return list(self._calls)

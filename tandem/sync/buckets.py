@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packing, moving and loading messages, with two buckets on each side.
+
+A process starts its messages in the order of the plan. Before it fills a bucket again, it waits for
+the messages of the bucket's last use, and for no others: one bucket is packed or loaded while the
+other is on its way. On a device all of this is queued, on a stream of each side, and the host does
+not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.comm.deadline import Deadline
+from tandem.comm.group import Pending, wait_for_device
+from tandem.sync.boxes import Box, contains
+from tandem.sync.checksum import checksum
+from tandem.sync.failure import FirstFailure, SyncError
+from tandem.sync.plan import ALIGNMENT, Message, Part, Route
+from tandem.sync.transport import Transport
+from tandem.types import HeldSlice
+
+
+class SliceTable:
+    """Finds the storage of a part among the slices of a process."""
+
+    def __init__(self, slices: Sequence[HeldSlice]) -> None:
+        self._tensors: dict[str, list[tuple[Box, Tensor]]] = {}
+        for held in slices:
+            box = Box(held.spec.offset, held.spec.size)
+            self._tensors.setdefault(held.spec.name, []).append((box, held.tensor.detach()))
+
+    def view(self, part: Part) -> Tensor:
+        """Of shape ``part.box.size``.
+
+        Raises:
+            SyncError: its storage has been freed.
+        """
+        box, view = next(item for item in self._tensors[part.name] if contains(item[0], part.box))
+        try:
+            for dimension, size in enumerate(part.box.size):
+                if size < box.size[dimension]:
+                    start = part.box.offset[dimension] - box.offset[dimension]
+                    view = view.narrow(dimension, start, size)
+        except RuntimeError as error:
+            raise SyncError(f"{part.name}: its storage cannot be used ({error})") from error
+        return view
+
+
+def copy_local(parts: Sequence[Part], source: SliceTable, *, target: SliceTable) -> None:
+    """What a process both holds and needs; nothing where both are the same storage."""
+    views = [(part.name, source.view(part), target.view(part)) for part in parts]
+    apart = [(name, held, needed) for name, held, needed in views if not _is_same(held, needed)]
+    copy_all(
+        [name for name, _, _ in apart],
+        [held for _, held, _ in apart],
+        targets=[needed for _, _, needed in apart],
+    )
+
+
+def _is_same(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one shape are the same storage."""
+    places = {(tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in (left, right)}
+    return len(places) == 1
+
+
+def copy_all(names: Sequence[str], sources: list[Tensor], *, targets: list[Tensor]) -> None:
+    """Copy many tensors at once, converting where dtypes differ; on a device it is only queued.
+
+    Raises:
+        SyncError: names the tensor that cannot be copied.
+    """
+    if not names:
+        return
+    try:
+        torch.ops.aten._foreach_copy_(targets, sources, non_blocking=True)
+    except RuntimeError:
+        for name, source, target in zip(names, sources, targets, strict=True):
+            try:
+                target.copy_(source)
+            except RuntimeError as error:
+                raise SyncError(f"{name}: it cannot be copied ({error})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What packing or loading needs to know.
+
+    Attributes:
+        table: the slices to pack from, or to load into.
+        device: where they lie.
+        bucket_bytes: of each of the two buckets.
+        message_bytes: the most that a message has.
+        transports: for each route of this process.
+        is_checked: whether a piece, by its number, gets a checksum.
+    """
+
+    table: SliceTable
+    device: torch.device
+    bucket_bytes: int
+    message_bytes: int
+    transports: Mapping[Route, Transport]
+    is_checked: Callable[[int], bool]
+
+
+class Lane:
+    """One side's two buckets, and the messages that pass through them one after the other.
+
+    After a failure of this process messages still pass, but nothing is packed or loaded.
+    """
+
+    def __init__(
+        self, messages: Sequence[Message], side: Side, *, packs: bool, failure: FirstFailure
+    ) -> None:
+        """``packs`` or else loads. ``failure`` takes the first one of this process."""
+        self.num_fillings = 0
+        self._messages = messages
+        self._side = side
+        self._packs = packs
+        self._failure = failure
+        self._per_bucket = max(1, side.bucket_bytes // side.message_bytes)
+        self._num_places = min(2 * self._per_bucket, len(messages))
+        longest = max((message.num_bytes for message in messages), default=0)
+        self._stride = -(-longest // ALIGNMENT) * ALIGNMENT
+        self._memory: dict[torch.device, Tensor] = {}
+        self._pending: list[Pending] = []
+        self._checksums: dict[int, Tensor] = {}
+        self._stream = None if side.device.type == "cpu" else torch.Stream(side.device)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(side.device))
+
+    def post(self, deadline: Deadline) -> None:
+        """Start the next message, with a bucket that is packed or free."""
+        number = len(self._pending)
+        filling, place = divmod(number, self._per_bucket)
+        route = self._messages[number].route
+        with self._queueing():
+            if place == 0:
+                self._retire(filling - 2, deadline)
+                if self._packs:
+                    self._move(filling)
+            transport = self._side.transports[route]
+            bucket = self._bucket(number)
+            self._pending.append(transport.post(bucket, sender=route.sender, deadline=deadline))
+
+    def finish(self, deadline: Deadline) -> dict[int, int]:
+        """Until all messages have arrived and are loaded. Returns the checksums of their pieces."""
+        last = (len(self._messages) - 1) // self._per_bucket
+        with self._queueing():
+            self._retire(last - 1, deadline)
+            self._retire(last, deadline)
+            sums = [value.to(self._side.device) for value in self._checksums.values()]
+            values = torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64)
+        if self._stream is not None:
+            wait_for_device(self._stream, deadline)
+        return dict(zip(self._checksums, values.tolist(), strict=True))
+
+    def _retire(self, filling: int, deadline: Deadline) -> None:
+        """After this the bucket of an earlier filling may be filled again."""
+        for number in self._numbers(filling):
+            self._pending[number].wait(deadline)
+        if not self._packs:
+            self._move(filling)
+
+    def _move(self, filling: int) -> None:
+        """Pack the bucket of a filling, or load it, all its tensors at once."""
+        numbers = self._numbers(filling)
+        if not numbers or self._failure.cause:
+            return
+        self.num_fillings += 1
+        with self._failure.noted("packing" if self._packs else "loading"):
+            pieces = [piece for number in numbers for piece in self._messages[number].pieces]
+            packed = [view for number in numbers for view in self._packed(number)]
+            stored = [self._side.table.view(piece.part) for piece in pieces]
+            sources, targets = (stored, packed) if self._packs else (packed, stored)
+            copy_all([piece.part.name for piece in pieces], sources, targets=targets)
+            for piece, tensor in zip(pieces, stored, strict=True):
+                if self._side.is_checked(piece.number):
+                    self._checksums[piece.number] = checksum(tensor.to(piece.part.dtype))
+
+    def _packed(self, number: int) -> Iterator[Tensor]:
+        """The pieces of a message as views of its bucket."""
+        bucket = self._bucket(number)
+        for piece in self._messages[number].pieces:
+            part = piece.part
+            data = bucket.narrow(0, piece.start, part.num_bytes)
+            yield data.view(part.dtype).view(part.box.size)
+
+    def _numbers(self, filling: int) -> range:
+        """The messages of a filling, as far as there are."""
+        first = filling * self._per_bucket
+        return range(max(0, first), max(0, min(first + self._per_bucket, len(self._messages))))
+
+    def _bucket(self, number: int) -> Tensor:
+        """The bytes of a message, in one of the two buckets of the transport's device."""
+        message = self._messages[number]
+        device = self._side.transports[message.route].device
+        if device not in self._memory:
+            self._memory[device] = torch.empty(
+                self._num_places * self._stride,
+                dtype=torch.uint8,
+                device=device,
+                pin_memory=self._stream is not None and device.type == "cpu",
+            )
+        start = number % self._num_places * self._stride
+        return self._memory[device][start : start + message.num_bytes]
+
+    def _queueing(self) -> AbstractContextManager[object]:
+        """What is queued inside goes to this lane's stream."""
+        return nullcontext() if self._stream is None else self._stream

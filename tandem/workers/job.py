@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker process is to do, as plain values that the driver sends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.config.layout import FsdpConfig
+from tandem.config.model import ModelConfig
+from tandem.config.optim import OptimConfig
+from tandem.config.pools import RankLayout
+from tandem.config.rollout import RolloutConfig
+from tandem.platforms.place import WorkerPlace
+from tandem.types import TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """A model that the ranks of a pool hold and compute together.
+
+    ``random_seed`` draws its weights; None loads them.
+    """
+
+    model: ModelConfig
+    layout: FsdpConfig
+    ranks: RankLayout
+    random_seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSpec:
+    """A policy that is trained."""
+
+    policy: PolicySpec
+    optim: OptimConfig
+    total_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """A policy that generates, whole in each process. Its weights come through the link.
+
+    ``layout`` says in which precision the trainer computes, and hence the rollout.
+    """
+
+    model: ModelConfig
+    layout: FsdpConfig
+    config: RolloutConfig
+    eos_ids: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """The weight link of a run: of its ``size`` processes this pool's begin at ``first_rank``."""
+
+    first_rank: int
+    size: int
+    send_bucket_bytes: int
+    receive_bucket_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJob:
+    """The same for all workers of a pool. A task that the pool does not have is None.
+
+    Attributes:
+        device: ``trainer.device``.
+        store: host and port of the driver's store.
+        timeout_s: of every collective.
+        scorer: the policy as it is trained, in a pool that neither trains nor generates.
+        reference: the policy as it was.
+    """
+
+    device: str
+    store: tuple[str, int]
+    timeout_s: float
+    trainer: TrainerSpec | None = None
+    scorer: PolicySpec | None = None
+    reference: PolicySpec | None = None
+    rollout: RolloutSpec | None = None
+    link: LinkSpec | None = None
+
+
+def build_worker(job: WorkerJob, place: WorkerPlace) -> object:
+    """The ``Worker`` of a process, built in it. What it needs is loaded there only: it takes
+    seconds, and the driver does not compute."""
+    from tandem.workers.worker import Worker
+
+    return Worker(job, place)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which precision weights are kept and computed with, as a layout and a platform say."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from tandem.config.layout import FsdpConfig
+from tandem.platforms.record import Platform
+from tandem.platforms.select import resolve_dtype
+
+logger = logging.getLogger(__name__)
+
+_SECTION = "actor_rollout_ref.actor.fsdp_config"
+
+
+def stored_dtype(layout: FsdpConfig, platform: Platform) -> torch.dtype:
+    """Of trained weights, their gradients and the optimizer; warns of a low one.
+
+    Raises:
+        UserError: the device cannot compute in it.
+    """
+    stored = resolve_dtype(layout.model_dtype, platform, key=f"{_SECTION}.model_dtype")
+    if stored != torch.float32:
+        logger.warning(
+            "fsdp_config.model_dtype=%s: weights, gradients and optimizer are kept in it alone, so "
+            "that small updates round to nothing. Prefer float32.",
+            layout.model_dtype,
+        )
+    return stored
+
+
+def compute_dtype(layout: FsdpConfig, platform: Platform) -> torch.dtype:
+    """Of forward and backward pass, and of all that does not train. Errors as ``stored_dtype``."""
+    return resolve_dtype(layout.dtype, platform, key=f"{_SECTION}.dtype")

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of a run whose work is done by other processes, as the driver sees them.
+
+Each implements a Protocol of ``api`` over a group of workers. Their methods wait for the workers;
+the runtime calls them on threads. Micro-batches are dealt to the data-parallel ranks in rounds that
+cost about the same, because ranks compute in lock-step. A rank that a round leaves without a
+micro-batch is told how many rounds there are, and takes part without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tandem.api import Loss, WorkerGroup
+from tandem.config.pools import RankLayout
+from tandem.data.balance import batch_cost, deal
+from tandem.types import Completion, GenerationRequest, LossScale, PackedBatch, UpdateReport
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """The most that a device of a group has held, bytes."""
+
+    allocated: int = 0
+    reserved: int = 0
+
+
+class RemotePolicy:
+    """``api.ReferencePolicy``: a model that a group of workers scores with.
+
+    Args:
+        task: under which of its tasks the workers know the model.
+        layout: how the group's ranks divide for it.
+    """
+
+    def __init__(self, group: WorkerGroup, task: str, *, layout: RankLayout) -> None:
+        self._group = group
+        self._task = task
+        self._layout = layout
+
+    @property
+    def data_parallel_size(self) -> int:
+        """See ``api.TrainEngine.data_parallel_size``."""
+        return self._layout.data_parallel
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """See ``api.TrainEngine.sequence_parallel_size``."""
+        return self._layout.sequence_parallel
+
+    def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+        """See ``api.TrainEngine.log_probs``."""
+        dealt = deal([batch_cost(batch) for batch in batches], self.data_parallel_size)
+        results = self._call_all(
+            "log_probs", batches, self._task, dealt=dealt, temperature=temperature
+        )
+        columns: list[Tensor | None] = [None] * len(batches)
+        for members, scored in zip(
+            dealt, results[:: self._layout.ranks_per_microbatch], strict=True
+        ):
+            for index, column_R in zip(members, scored, strict=True):
+                columns[index] = column_R
+        return [column_R for column_R in columns if column_R is not None]
+
+    def _call_all(
+        self,
+        method: str,
+        batches: Sequence[PackedBatch],
+        *args: Any,
+        dealt: Sequence[Sequence[int]],
+        **kwargs: Any,
+    ) -> list[Any]:
+        """``method`` on every rank with its micro-batches; the results by rank."""
+        num_rounds = max(map(len, dealt), default=0)
+        calls = [
+            self._group.submit(
+                rank,
+                method,
+                [batches[i] for i in dealt[rank // self._layout.ranks_per_microbatch]],
+                *args,
+                num_rounds=num_rounds,
+                **kwargs,
+            )
+            for rank in range(self._group.size)
+        ]
+        return self._group.gather(calls)
+
+
+class RemoteTrainer(RemotePolicy):
+    """``api.TrainEngine`` over a group of workers."""
+
+    def __init__(self, group: WorkerGroup, *, layout: RankLayout) -> None:
+        super().__init__(group, "actor-train", layout=layout)
+        self.peak = PeakMemory()
+
+    def update(
+        self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
+    ) -> UpdateReport:
+        """See ``api.TrainEngine.update``; all ranks report the same."""
+        dealt = deal([batch_cost(batch) for batch in batches], self.data_parallel_size)
+        results = self._call_all(
+            "update", batches, loss, dealt=dealt, scale=scale, temperature=temperature
+        )
+        peaks = [peak for _, peak in results]
+        self.peak = PeakMemory(
+            max(peak.allocated for peak in peaks), max(peak.reserved for peak in peaks)
+        )
+        return results[0][0]
+
+    def advance_schedule(self) -> None:
+        """See ``api.TrainEngine.advance_schedule``."""
+        call_each(self._group, "advance_schedule")
+
+    def save(self, folder: Path) -> None:
+        """All ranks write into ``folder``, which every node must see."""
+        call_each(self._group, "save", folder)
+
+    def load(self, folder: Path) -> None:
+        """See ``api.TrainEngine.load``."""
+        call_each(self._group, "load", folder)
+
+    def export(self, folder: Path) -> None:
+        """See ``api.TrainEngine.export``."""
+        call_each(self._group, "export", folder)
+
+
+class RemoteRollout:
+    """``api.RolloutEngine`` over workers that each generate for themselves.
+
+    A request goes to the worker with the fewest sequences to do, which depends on nothing but the
+    order of requests as long as they come in batches that are waited for.
+
+    Args:
+        send_weights: brings the trainer's weights to all workers as the given version.
+    """
+
+    def __init__(self, group: WorkerGroup, *, send_weights: Callable[[int], None]) -> None:
+        self._group = group
+        self._send_weights = send_weights
+        self._unfinished = [0] * group.size
+        self._added: list[list[Any]] = [[] for _ in range(group.size)]
+        self._advancing: dict[int, Any] = {}
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """See ``api.RolloutEngine.add``."""
+        dealt: list[list[GenerationRequest]] = [[] for _ in self._unfinished]
+        for request in requests:
+            rank = self._unfinished.index(min(self._unfinished))
+            self._unfinished[rank] += len(request.sample_ids)
+            dealt[rank].append(request)
+        for rank, mine in enumerate(dealt):
+            if mine:
+                self._added[rank].append(self._group.submit(rank, "add", mine))
+
+    def advance(self) -> list[Completion]:
+        """What one of the workers has finished; see ``api.RolloutEngine.advance``."""
+        for rank, number in enumerate(self._unfinished):
+            if number and rank not in self._advancing:
+                self._advancing[rank] = self._group.submit(rank, "advance")
+        if not self._advancing:
+            return []
+        ranks = sorted(self._advancing)
+        rank = ranks[self._group.first([self._advancing[rank] for rank in ranks])]
+        calls = [*self._added[rank], self._advancing.pop(rank)]
+        self._added[rank] = []
+        completions: list[Completion] = self._group.gather(calls)[-1]
+        self._unfinished[rank] -= len(completions)
+        return completions
+
+    def set_weights_version(self, version: int) -> None:
+        """See ``api.RolloutEngine.set_weights_version``. Nothing may be generating."""
+        self._send_weights(version)
+
+
+def call_each(group: WorkerGroup, method: str, /, *args: Any) -> list[Any]:
+    """The same call on every worker of a group; the results by rank."""
+    return group.gather([group.submit(rank, method, *args) for rank in range(group.size)])
+
+
+def send_weights(groups: Sequence[WorkerGroup], version: int) -> None:
+    """Every worker of ``groups`` takes part in bringing the weights of ``version`` around."""
+    calls = [
+        group.submit(rank, "transfer", version) for group in groups for rank in range(group.size)
+    ]
+    groups[0].gather(calls)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one process of a pool holds: the engines of its tasks, and its end of the weight link.
+
+Built in the process itself from a ``WorkerJob``. Trainer and rollout share no storage here, as the
+trainer's weights are cut over all ranks: the link brings its slices to the rollout, and to a policy
+that scores on devices of its own. All ranks of a pool make the same calls, but for generation.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from tandem.api import Loss, RolloutEngine
+from tandem.comm.store import connect_store
+from tandem.comm.world import join_world
+from tandem.engines.fsdp import FsdpEngine
+from tandem.engines.sharded_model import ShardedModel, Sharding, open_sharded
+from tandem.engines.steps import score
+from tandem.models.accelerate import operators_for
+from tandem.models.folder import check_folder, open_part
+from tandem.models.language_model import NativeModel
+from tandem.models.parallel import WHOLE
+from tandem.models.weights import allocate
+from tandem.platforms.place import WorkerPlace
+from tandem.platforms.record import Platform
+from tandem.platforms.select import select_platform
+from tandem.rollout.factory import make_rollout
+from tandem.sync.forming import LinkPlace, LinkSettings, LinkTensors
+from tandem.sync.link import TransferReport, WeightLink, open_link
+from tandem.types import (
+    Completion,
+    GenerationRequest,
+    LossScale,
+    PackedBatch,
+    UpdateReport,
+)
+from tandem.workers.job import LinkSpec, PolicySpec, RolloutSpec, TrainerSpec, WorkerJob
+from tandem.workers.precision import compute_dtype, stored_dtype
+from tandem.workers.remote import PeakMemory
+
+
+class Worker:
+    """One process. Methods are what ``remote`` calls by name."""
+
+    def __init__(self, job: WorkerJob, place: WorkerPlace) -> None:
+        """Join the pool and load what its tasks need. Collective over the pool, then over the link.
+
+        Raises:
+            UserError: a model cannot be loaded, or not so.
+        """
+        self._place = place
+        self._timeout_s = job.timeout_s
+        self._platform = select_platform(job.device)
+        self._device = _device(self._platform, place)
+        store = connect_store(*job.store, timeout_s=job.timeout_s)
+        join_world(
+            store,
+            place.pool,
+            rank=place.rank,
+            size=place.size,
+            device=self._device,
+            timeout_s=job.timeout_s,
+        )
+        self._trainer, trained = self._open_trainer(job.trainer)
+        self._frozen = {
+            task: self._open_policy(spec, frozen=True)
+            for task, spec in (("logp", job.scorer), ("ref_logp", job.reference))
+            if spec is not None
+        }
+        self._rollout, self._generator = self._open_rollout(job.rollout)
+        receiver = self._frozen.get("logp") if self._generator is None else self._generator
+        self._link = self._open_link(job.link, store, sends=trained, receives=receiver)
+
+    def describe(self) -> dict[str, Any]:
+        """Where this is."""
+        return {
+            "pool": self._place.pool,
+            "rank": self._place.rank,
+            "node": self._place.node,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": f"{self._platform.name}:{self._place.physical_id or self._place.rank}",
+        }
+
+    def log_probs(
+        self, batches: Sequence[PackedBatch], task: str, *, temperature: float, num_rounds: int
+    ) -> list[Tensor]:
+        """Of this rank's micro-batches, under the policy that does ``task``."""
+        if task == "actor-train":
+            return self._training().log_probs(batches, temperature, num_rounds=num_rounds)
+        if task == "generate":
+            assert self._generator is not None, f"pool {self._place.pool} does not generate"
+            return [score(self._generator, batch, temperature=temperature) for batch in batches]
+        policy = self._frozen[task]
+        policy.wake()
+        columns = policy.score(batches, temperature=temperature, num_rounds=num_rounds)
+        policy.rest()
+        return columns
+
+    def update(
+        self,
+        batches: Sequence[PackedBatch],
+        loss: Loss,
+        *,
+        scale: LossScale,
+        temperature: float,
+        num_rounds: int,
+    ) -> tuple[UpdateReport, PeakMemory]:
+        """One optimizer step with this rank's micro-batches, and what it took."""
+        report = self._training().update(
+            batches, loss, scale=scale, temperature=temperature, num_rounds=num_rounds
+        )
+        platform = self._platform
+        peak = PeakMemory(platform.memory_allocated_bytes(), platform.memory_reserved_bytes())
+        return report, peak
+
+    def advance_schedule(self) -> None:
+        """See ``api.TrainEngine``."""
+        self._training().advance_schedule()
+
+    def save(self, folder: Path) -> None:
+        """See ``api.TrainEngine``."""
+        self._training().save(folder)
+
+    def load(self, folder: Path) -> None:
+        """See ``api.TrainEngine``."""
+        self._training().load(folder)
+
+    def export(self, folder: Path) -> None:
+        """See ``api.TrainEngine``."""
+        self._training().export(folder)
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """See ``api.RolloutEngine``."""
+        self._generating().add(requests)
+
+    def advance(self) -> list[Completion]:
+        """See ``api.RolloutEngine``. Raises SyncError if the weights are not a whole version."""
+        assert self._link is not None, "a rollout's weights come through a link"
+        with self._link.gate.reading(self._timeout_s):
+            return self._generating().advance()
+
+    def transfer(self, version: int) -> TransferReport:
+        """Take part in bringing the trainer's weights to everybody, as ``version``.
+
+        With it the training of a step ends: weights that are offloaded leave the device.
+        """
+        assert self._link is not None, "there is nothing to transfer to"
+        moved = [part for part in (self._trainer, self._frozen.get("logp")) if part is not None]
+        for part in moved:
+            part.wake()
+        report = self._link.transfer(version)
+        for part in moved:
+            part.rest()
+        if self._rollout is not None:
+            self._rollout.set_weights_version(version)
+        return report
+
+    def _training(self) -> FsdpEngine:
+        assert self._trainer is not None, f"pool {self._place.pool} does not train"
+        return self._trainer
+
+    def _generating(self) -> RolloutEngine:
+        assert self._rollout is not None, f"pool {self._place.pool} does not generate"
+        return self._rollout
+
+    def _open_trainer(
+        self, spec: TrainerSpec | None
+    ) -> tuple[FsdpEngine | None, ShardedModel | None]:
+        if spec is None:
+            return None, None
+        model = self._open_policy(spec.policy, frozen=False)
+        checkpointing = spec.policy.model.enable_gradient_checkpointing
+        model.language_model.set_gradient_checkpointing(checkpointing)
+        return FsdpEngine(model, spec.optim, total_training_steps=spec.total_steps), model
+
+    def _open_policy(self, spec: PolicySpec, *, frozen: bool) -> ShardedModel:
+        """What does not train is kept in the precision it is computed with."""
+        compute = compute_dtype(spec.layout, self._platform)
+        folder = check_folder(
+            spec.model.path,
+            trust_remote_code=spec.model.trust_remote_code,
+            load_weight=spec.random_seed is None,
+        )
+        sharding = Sharding(
+            config=spec.layout,
+            layout=spec.ranks,
+            rank=self._place.rank,
+            device=self._device,
+            stored=compute if frozen else stored_dtype(spec.layout, self._platform),
+            compute=compute,
+        )
+        return open_sharded(
+            folder,
+            sharding,
+            random_seed=spec.random_seed,
+            operators=operators_for(self._platform),
+            frozen=frozen,
+        )
+
+    def _open_rollout(
+        self, spec: RolloutSpec | None
+    ) -> tuple[RolloutEngine | None, NativeModel | None]:
+        if spec is None:
+            return None, None
+        folder = check_folder(spec.model.path, load_weight=False)
+        operators = operators_for(self._platform)
+        dtype = compute_dtype(spec.layout, self._platform)
+        model = open_part(folder, WHOLE, dtype=dtype, device="meta", operators=operators)
+        assert isinstance(model, NativeModel), "the driver has refused any other"
+        allocate(model.decoder, dtype=dtype, device=self._device)
+        model.decoder.requires_grad_(False)
+        model.device = self._device
+        engine = make_rollout(model, spec.config, eos_ids=spec.eos_ids, platform=self._platform)
+        return engine, model
+
+    def _open_link(
+        self,
+        spec: LinkSpec | None,
+        store: Store,
+        *,
+        sends: ShardedModel | None,
+        receives: ShardedModel | NativeModel | None,
+    ) -> WeightLink | None:
+        if spec is None:
+            return None
+        place = self._place
+        return open_link(
+            store,
+            LinkPlace(
+                name="weights",
+                rank=spec.first_rank + place.rank,
+                size=spec.size,
+                role=f"{place.pool} rank {place.rank}",
+                device=self._device,
+            ),
+            tensors=LinkTensors(
+                **({} if sends is None else {"sends": sends.held_slices}),
+                **({} if receives is None else {"receives": receives.held_slices}),
+            ),
+            settings=LinkSettings(
+                send_bucket_bytes=spec.send_bucket_bytes,
+                receive_bucket_bytes=spec.receive_bucket_bytes,
+                timeout_s=self._timeout_s,
+            ),
+        )
+
+
+def _device(platform: Platform, place: WorkerPlace) -> torch.device:
+    if platform.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(platform.device_type, place.device_index)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drivers as they are in earnest: processes that start a runtime, and objects for its workers.
+
+Run as ``python -m tests.distributed.ray_driver FUNCTION``. A driver reports by lines of JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import psutil
+import torch
+from torch import distributed
+
+from tandem.errors import UserError
+from tandem.platforms.isolation import CUDA_LIKE
+from tandem.platforms.place import WorkerPlace
+from tandem.platforms.record import CPU
+from tandem.runtime.cluster import ClusterPlan, ClusterSettings, plan_cluster
+from tandem.runtime.failure import NodeFailure, WorkerFailure
+from tandem.runtime.nodes import run_on_nodes
+from tandem.runtime.ray import RayRuntime
+from tandem.runtime.rendezvous import Meeting
+
+DEVICES = replace(CPU, visibility=CUDA_LIKE)
+"""Workers compute on the CPU, but are given and isolated to devices."""
+
+
+class UnpicklableError(Exception):
+    """Carries what cannot cross to another process."""
+
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+class Probe:
+    """What workers hold in these tests."""
+
+    def __init__(self, place: WorkerPlace) -> None:
+        self.place = place
+        self.seen: list[int] = []
+        self._busy = threading.Lock()
+
+    def where(self) -> dict[str, Any]:
+        """Of this process, as it finds itself."""
+        names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+        return {
+            **asdict(self.place),
+            "pid": os.getpid(),
+            "environment": {name: os.environ.get(name) for name in names},
+            "threads": torch.get_num_threads(),
+            "folder": os.getcwd(),
+        }
+
+    def note(self, number: int) -> list[int]:
+        """All numbers so far."""
+        assert self._busy.acquire(blocking=False), "two calls at the same time"
+        time.sleep(0.001)
+        self.seen.append(number)
+        self._busy.release()
+        return list(self.seen)
+
+    def sleep(self, seconds: float) -> float:
+        """When it was over."""
+        time.sleep(seconds)
+        return time.time()
+
+    def add(self, left: torch.Tensor, *, right: torch.Tensor) -> torch.Tensor:
+        return left + right
+
+    def fail(self, kind: str) -> None:
+        if kind == "user":
+            raise UserError("some.key=1: must be 2. Set some.key=2.")
+        if kind == "unpicklable":
+            raise UnpicklableError
+        raise ValueError("a bad value")
+
+    def warn(self) -> None:
+        logging.getLogger("tandem.models").warning("something odd in %s", "layer 3")
+
+    def barrier(self, die: bool) -> None:
+        """All ranks of the pool wait for each other; one of them never comes."""
+        if die:
+            os.kill(os.getpid(), signal.SIGKILL)
+        distributed.barrier()
+
+
+def build_probe(place: WorkerPlace) -> Probe:
+    return Probe(place)
+
+
+def build_joined_probe(port: int, place: WorkerPlace) -> Probe:
+    """In a gloo world of its pool."""
+    store = distributed.TCPStore("127.0.0.1", port, is_master=False)
+    distributed.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
+    return Probe(place)
+
+
+def say(**facts: Any) -> None:
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def ray_processes() -> list[int]:
+    """Everything that this process has started."""
+    return [process.pid for process in psutil.Process().children(recursive=True)]
+
+
+def kill_a_worker() -> int:
+    """Rank 1 is killed while rank 0 waits for it; how this ends is told."""
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    plan = plan_cluster(ClusterSettings(1, 2), os.environ)
+    with RayRuntime(plan, platform=CPU, pools={"train": [0, 0]}) as runtime:
+        build = functools.partial(build_joined_probe, store.port)
+        train = runtime.start_pools({"train": build})["train"]
+        say(pids=ray_processes())
+        started = time.monotonic()
+        try:
+            train.gather([train.submit(rank, "barrier", rank == 1) for rank in range(2)])
+        except WorkerFailure as failure:
+            say(seconds=time.monotonic() - started, failure=str(failure).splitlines()[0])
+    return 3
+
+
+def wait_to_be_killed() -> int:
+    """With workers that are busy for long."""
+    plan = plan_cluster(ClusterSettings(1, 2), os.environ)
+    with RayRuntime(plan, platform=CPU, pools={"train": [0, 0]}) as runtime:
+        train = runtime.start_pools({"train": build_probe})["train"]
+        calls = [train.submit(rank, "sleep", 600) for rank in range(2)]
+        say(pids=ray_processes())
+        train.gather(calls)
+    return 0
+
+
+def be_refused() -> int:
+    """By an address at which nobody listens, for one device more than there is, and because the
+    other node does not come."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    one = plan_cluster(ClusterSettings(1, 1), {"RAY_ADDRESS": f"127.0.0.1:{port}"})
+    two = plan_cluster(ClusterSettings(1, 2, ray_init={"num_gpus": 1}), {})
+    for plan, nodes in ((one, [0]), (two, [0, 0])):
+        started = time.monotonic()
+        try:
+            RayRuntime(plan, platform=DEVICES, pools={"train": nodes})
+        except UserError as error:
+            say(seconds=time.monotonic() - started, error=str(error))
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
+    alone = plan_cluster(ClusterSettings(2, 1, wait_s=1), variables)
+    try:
+        run_on_nodes(alone, lambda meeting: _drive_two_nodes(alone, meeting), platform=CPU)
+    except UserError as error:
+        say(error=str(error))
+    return 0
+
+
+def two_nodes() -> int:
+    """Both nodes run this; the first drives. Asks each worker where it is, then for a long sleep
+    if TEST_SLEEP says so."""
+    plan = plan_cluster(ClusterSettings(2, 1, wait_s=40), os.environ)
+
+    def body(meeting: Meeting | None) -> int:
+        return _drive_two_nodes(plan, meeting)
+
+    return run_on_nodes(plan, body, platform=CPU)
+
+
+def _drive_two_nodes(plan: ClusterPlan, meeting: Meeting | None) -> int:
+    with RayRuntime(plan, platform=CPU, pools={"train": [0, 1]}, meeting=meeting) as runtime:
+        train = runtime.start_pools({"train": build_probe})["train"]
+        say(places=train.gather([train.submit(rank, "where") for rank in range(2)]))
+        train.gather([train.submit(r, "sleep", float(os.environ["TEST_SLEEP"])) for r in range(2)])
+    return 7
+
+
+def main(function: str) -> int:
+    drivers = {f.__name__: f for f in (kill_a_worker, wait_to_be_killed, be_refused, two_nodes)}
+    try:
+        return drivers[function]()
+    except (WorkerFailure, NodeFailure) as error:
+        say(error=str(error))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

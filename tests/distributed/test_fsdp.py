@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded training equals training in one process: reports, log-probs and weights after 5 steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.algorithms.sft import SftLoss
+from tandem.api import Loss
+from tandem.config.layout import FsdpConfig
+from tandem.config.optim import OptimConfig
+from tandem.config.pools import rank_layout
+from tandem.engines.single import ReferenceModel
+from tandem.models.folder import open_model
+from tandem.types import SliceSpec, UpdateReport
+from tests.distributed.spawn import run_ranks
+from tests.distributed.training import (
+    TEMPERATURE,
+    Case,
+    Outcome,
+    assembled,
+    copied_parts,
+    deal,
+    open_engine,
+    open_sharded_model,
+    open_single,
+    train_rank,
+    train_single,
+)
+from tests.unit.engines.minibatch import SCALE, PoisonedLoss, cut_batches
+from tests.unit.models.tiny_models import NATIVE, write_hf
+
+ADAMW = OptimConfig(lr=2e-4, lr_warmup_steps=2, clip_grad=0.5)
+MUON = OptimConfig(optimizer="Muon", lr=2e-4, muon_lr=1e-4)
+FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3_biases")
+OFFLOADED = {"param_offload": True, "optimizer_offload": True}
+TOLERANCE = 1e-5
+MUON_TOLERANCE = 1e-4
+"""It computes in bf16, where a sum in another order may round the other way."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny random models by family. Do not write into them."""
+    root = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        write_hf(NATIVE[family](), root / family)
+    return {family: root / family for family in FAMILIES}
+
+
+def _train_all(rank: int, size: int, store_port: int, cases: Sequence[Case]) -> list[Outcome]:
+    outcomes = []
+    for case in cases:
+        engine = open_engine(case, rank=rank, size=size)
+        batches, num_rounds = deal(case, engine, rank=rank, size=size)
+        outcomes.append(train_rank(engine, batches, num_rounds=num_rounds))
+    return outcomes
+
+
+def _check(case: Case, ranks: Sequence[Outcome]) -> None:
+    tolerance = MUON_TOLERANCE if case.optim is MUON else TOLERANCE
+    engine, weights = open_single(case)
+    reports, log_probs = train_single(engine, case)
+    for rank in ranks:
+        assert rank.reports == ranks[0].reports
+    for actual, expected in zip(ranks[0].reports, reports, strict=True):
+        assert actual.metrics == pytest.approx(expected.metrics, abs=tolerance)
+        assert actual.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
+        assert actual.learning_rate == expected.learning_rate and not actual.skipped
+    found = assembled(part for rank in ranks for part in rank.parts)
+    assert found.keys() == weights.keys()
+    for name, expected in weights.items():
+        assert float((found[name] - expected).abs().max()) < tolerance, (name, case)
+    together = rank_layout(FsdpConfig(**case.config), len(ranks)).ranks_per_microbatch
+    groups = [rank.log_probs for rank in ranks[::together]]
+    for index, expected in enumerate(log_probs):
+        actual = groups[index % len(groups)][index // len(groups)]
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+def test_one_rank(folders: dict[str, Path]) -> None:
+    case = Case(folders["qwen2_tied"], ADAMW)
+    _check(case, run_ranks(_train_all, 1, [case])[0])
+
+
+def test_two_ranks(folders: dict[str, Path]) -> None:
+    tied, untied, qwen3 = (Case(folders[family], ADAMW) for family in FAMILIES)
+    cases = [
+        tied,
+        untied,
+        replace(qwen3, recompute=True, config={"forward_prefetch": True}),
+        replace(untied, optim=MUON),
+        replace(tied, config=OFFLOADED),
+        replace(untied, config={"offload_policy": True, "reshard_after_forward": False}),
+        replace(untied, config={"fsdp_size": 1}),
+        replace(qwen3, config={"tensor_model_parallel_size": 2}),
+        replace(tied, config={"ulysses_sequence_parallel_size": 2}),
+    ]
+    by_rank = run_ranks(_train_all, 2, cases)
+    for case, *ranks in zip(cases, *by_rank, strict=True):
+        _check(case, ranks)
+
+
+def test_four_ranks(folders: dict[str, Path]) -> None:
+    tied, untied, qwen3 = (Case(folders[family], ADAMW) for family in FAMILIES)
+    split = {"tensor_model_parallel_size": 2}
+    cases = [
+        qwen3,
+        replace(tied, max_sequences=6),
+        replace(untied, config={"fsdp_size": 2}),
+        replace(tied, optim=MUON, config={"fsdp_size": 2}),
+        replace(qwen3, optim=MUON, config=split),
+        replace(tied, config={**split, "ulysses_sequence_parallel_size": 2}),
+        replace(untied, config={**split, "fsdp_size": 1}),
+    ]
+    by_rank = run_ranks(_train_all, 4, cases)
+    for case, *ranks in zip(cases, *by_rank, strict=True):
+        _check(case, ranks)
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """Of one rank."""
+
+    poisoned: list[UpdateReport]
+    before: list[tuple[SliceSpec, Tensor]]
+    after: list[tuple[SliceSpec, Tensor]]
+    healthy: UpdateReport
+    reference: list[Tensor]
+    random: list[tuple[SliceSpec, Tensor]]
+
+
+def _behave(rank: int, size: int, store_port: int, case: Case) -> Behaviour:
+    """Steps that one rank spoils, the reference policy, random weights."""
+    engine = open_engine(case, rank=rank, size=size)
+    batches, num_rounds = deal(case, engine, rank=rank, size=size)
+    every = cut_batches(case.max_sequences)
+
+    def update(loss: Loss) -> UpdateReport:
+        return engine.update(batches, loss, scale=SCALE, temperature=1.0, num_rounds=num_rounds)
+
+    before = copied_parts(engine)
+    poisoned = [update(PoisonedLoss(x, len(every[-1].target_R))) for x in (math.nan, math.inf)]
+    after = copied_parts(engine)
+    healthy = update(SftLoss())
+    frozen = open_sharded_model(case, rank=rank, size=size, frozen=True)
+    scores = frozen.score(batches, temperature=TEMPERATURE, num_rounds=num_rounds)
+    drawn = open_sharded_model(case, rank=rank, size=size, random_seed=5).held_slices()
+    random = [(held.spec, held.tensor) for held in drawn]
+    return Behaviour(poisoned, before, after, healthy, reference=scores, random=random)
+
+
+def test_steps_that_are_not_finite_references_and_random_weights(folders: dict[str, Path]) -> None:
+    case = Case(folders["qwen2_tied"], OptimConfig(lr=1e-3), max_sequences=6)
+    ranks = run_ranks(_behave, 2, case)
+    engine, _ = open_single(case)
+    batches = cut_batches(case.max_sequences)
+    healthy = engine.update(batches, SftLoss(), scale=SCALE, temperature=1.0)
+    model = open_model(str(case.folder), dtype=torch.float32, device="cpu")
+    scores = ReferenceModel(model).log_probs(batches, TEMPERATURE)
+    for number, rank in enumerate(ranks):
+        assert all(report.skipped for report in rank.poisoned)
+        for (spec, before), (_, after) in zip(rank.before, rank.after, strict=True):
+            assert torch.equal(before, after), spec
+        assert rank.healthy.metrics == pytest.approx(healthy.metrics, abs=TOLERANCE)
+        assert rank.healthy.grad_norm == pytest.approx(healthy.grad_norm, rel=TOLERANCE)
+        for actual, expected in zip(rank.reference, scores[number::2], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
+    drawn = open_model(str(case.folder), dtype=torch.float32, device="cpu", random_seed=5)
+    found = assembled(part for rank in ranks for part in rank.random)
+    for name, parameter in drawn.module.named_parameters():
+        assert torch.equal(found[name], parameter), name
+
+
+def test_half_precision_stays_close(folders: dict[str, Path]) -> None:
+    """As close as one process with other micro-batches is: sums are rounded in another order."""
+    case = Case(folders["qwen3_biases"], ADAMW, compute=torch.bfloat16)
+    by_rank = run_ranks(_train_all, 2, [case])
+    engine, weights = open_single(case)
+    reports, _ = train_single(engine, case)
+    for actual, expected in zip(by_rank[0][0].reports, reports, strict=True):
+        assert actual.metrics == pytest.approx(expected.metrics, rel=0.02, abs=0.02)
+        assert actual.grad_norm == pytest.approx(expected.grad_norm, rel=0.02)
+    found = assembled(part for (rank,) in by_rank for part in rank.parts)
+    for name, expected in weights.items():
+        assert found[name].dtype == torch.float32
+        torch.testing.assert_close(found[name], expected, rtol=0, atol=4 * ADAMW.lr)

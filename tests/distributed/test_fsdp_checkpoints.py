@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of some ranks continue on any other number of them, and in one process."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tandem.config.optim import OptimConfig
+from tandem.engines.checkpoint import OPTIMIZER_FILE, SHARDED_FILE
+from tandem.engines.sharded import export_sharded
+from tandem.errors import UserError
+from tandem.models.folder import open_model
+from tandem.types import SliceSpec
+from tests.distributed.spawn import run_ranks
+from tests.distributed.training import (
+    Case,
+    Outcome,
+    assembled,
+    copied_parts,
+    deal,
+    open_engine,
+    open_single,
+    train_rank,
+    train_single,
+)
+from tests.unit.models.tiny_models import NATIVE, write_hf
+
+OPTIM = OptimConfig(
+    optimizer="Muon", lr=2e-4, muon_lr=1e-4, lr_scheduler_type="cosine", min_lr_ratio=0.1
+)
+TOLERANCE = 1e-4
+SPLIT = {"tensor_model_parallel_size": 2}
+
+
+@dataclass(frozen=True)
+class Visit:
+    """To a checkpoint by some ranks: what they load, in which layout, and where they write it."""
+
+    source: Path
+    target: Path
+    config: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Of one rank: what it had loaded, and what became of it in two steps."""
+
+    loaded: list[tuple[SliceSpec, Tensor]]
+    outcome: Outcome
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    write_hf(NATIVE["qwen2_tied"](), tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    return Case(tmp_path / "model", OPTIM)
+
+
+def _start(
+    rank: int, size: int, store_port: int, case: Case, folders: tuple[Path, Path]
+) -> Resumed:
+    """Train two steps, save, export, and train two more."""
+    saved, exported = folders
+    engine = open_engine(case, rank=rank, size=size)
+    batches, num_rounds = deal(case, engine, rank=rank, size=size)
+    train_rank(engine, batches, num_rounds=num_rounds, num_steps=2)
+    engine.save(saved)
+    engine.export(exported)
+    before = copied_parts(engine)
+    return Resumed(before, train_rank(engine, batches, num_rounds=num_rounds, num_steps=2))
+
+
+def _resume(
+    rank: int, size: int, store_port: int, case: Case, visits: Sequence[Visit]
+) -> list[Resumed]:
+    resumed = []
+    for visit in visits:
+        engine = open_engine(replace(case, config=visit.config), rank=rank, size=size)
+        engine.load(visit.source)
+        engine.save(visit.target)
+        loaded = copied_parts(engine)
+        batches, num_rounds = deal(case, engine, rank=rank, size=size)
+        outcome = train_rank(engine, batches, num_rounds=num_rounds, num_steps=2)
+        resumed.append(Resumed(loaded, outcome))
+    return resumed
+
+
+def _wholes(ranks: Sequence[Resumed]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Loaded weights and those after two more steps."""
+    loaded = assembled(part for rank in ranks for part in rank.loaded)
+    return loaded, assembled(part for rank in ranks for part in rank.outcome.parts)
+
+
+def _check_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+def _check_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=TOLERANCE)
+
+
+def test_two_ranks_continue_as_one_and_as_four(case: Case, tmp_path: Path) -> None:
+    saved, exported, single, *targets = (tmp_path / str(i) for i in range(8))
+    for folder in (saved, exported, single):
+        folder.mkdir()
+    saved_weights, final = _wholes(run_ranks(_start, 2, case, (saved, exported)))
+
+    engine, weights = open_single(case)
+    engine.load(saved)
+    _check_equal(weights, saved_weights)
+    engine.save(single)
+    assert (single / OPTIMIZER_FILE).exists() and not (single / SHARDED_FILE).exists()
+    train_single(engine, case, num_steps=2)
+    _check_close(weights, final)
+
+    visits = [
+        Visit(saved, targets[0], {}),
+        Visit(single, targets[1], {"fsdp_size": 2}),
+        Visit(saved, targets[2], {**SPLIT, "fsdp_size": 1}),
+    ]
+    for size, some in ((1, visits[:1]), (4, visits)):
+        by_rank = run_ranks(_resume, size, case, some)
+        for visit, *ranks in zip(some, *by_rank, strict=True):
+            loaded, continued = _wholes(ranks)
+            _check_equal(loaded, saved_weights)
+            _check_close(continued, final)
+            again, weights = open_single(case)
+            again.load(visit.target)
+            _check_equal(weights, saved_weights)
+            train_single(again, case, num_steps=2)
+            _check_close(weights, final)
+
+
+def test_exports_are_the_trained_weights(case: Case, tmp_path: Path) -> None:
+    for number, config in enumerate(({}, SPLIT)):
+        saved, exported, later = (tmp_path / f"{number} {name}" for name in "abc")
+        saved.mkdir()
+        exported.mkdir()
+        ranks = run_ranks(_start, 2, replace(case, config=config), (saved, exported))
+        weights, _ = _wholes(ranks)
+        export_sharded(saved, later)
+        for folder in (exported, later):
+            model = open_model(str(folder), dtype=torch.float32, device="cpu")
+            _check_equal(dict(model.module.named_parameters()), weights)
+            assert (folder / "tokenizer_config.json").read_text() == "{}"
+        files = [load_file(folder / "model.safetensors") for folder in (exported, later)]
+        _check_equal(files[0], files[1])
+
+
+def _load_in_vain(rank: int, size: int, store_port: int, case: Case, folder: Path) -> str:
+    engine = open_engine(case, rank=rank, size=size)
+    with pytest.raises(UserError) as refusal:
+        engine.load(folder)
+    return str(refusal.value)
+
+
+def test_a_foreign_checkpoint_is_refused_by_every_rank(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    write_hf(NATIVE["llama"](), tmp_path / "other")
+    other, _ = open_single(replace(case, folder=tmp_path / "other"))
+    other.save(tmp_path / "saved")
+    for message in run_ranks(_load_in_vain, 2, case, tmp_path / "saved"):
+        assert "another model" in message
+    engine, _ = open_single(case)
+    engine.save(tmp_path / "saved")
+    adamw = replace(case, optim=OptimConfig(lr=1e-3))
+    for message in run_ranks(_load_in_vain, 2, adamw, tmp_path / "saved"):
+        assert "optim.optimizer='AdamW'" in message
+
+
+def _save_in_vain(rank: int, size: int, store_port: int, case: Case, folder: Path) -> str:
+    """One of the ranks may write no more than some bytes."""
+    engine = open_engine(case, rank=rank, size=size)
+    if rank == 1:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    with pytest.raises(OSError, match="cannot write") as failure:
+        engine.save(folder)
+    return str(failure.value)
+
+
+def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    assert len(set(run_ranks(_save_in_vain, 2, case, tmp_path / "saved"))) == 1
+    assert not (tmp_path / "saved" / SHARDED_FILE).exists()

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runtime on a real local Ray. Devices are made up, so that isolation is real as well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tandem.api import WorkerGroup
+from tandem.errors import UserError
+from tandem.runtime.cluster import ClusterSettings, plan_cluster
+from tandem.runtime.failure import WorkerFailure
+from tandem.runtime.ray import RayRuntime
+from tests.distributed.ray_driver import DEVICES, build_probe
+
+ROOT = Path(__file__).resolve().parents[2]
+SLICE = ("4", "5", "6")
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[RayRuntime]:
+    """Two trainers and a generator on three of a node's devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(SLICE))
+        patch.delenv("RAY_ADDRESS", raising=False)
+        settings = ClusterSettings(1, 3, ray_init={"num_gpus": 3})
+        pools = {"train": [0, 0], "generate": [0]}
+        plan = plan_cluster(settings, os.environ)
+        with RayRuntime(plan, platform=DEVICES, pools=pools) as runtime:
+            yield runtime
+
+
+@pytest.fixture(scope="module")
+def groups(runtime: RayRuntime) -> dict[str, WorkerGroup]:
+    return dict(runtime.start_pools({"train": build_probe, "generate": build_probe}))
+
+
+def test_every_worker_has_a_place_and_a_device_of_its_own(
+    runtime: RayRuntime, groups: dict[str, WorkerGroup]
+) -> None:
+    train, generate = groups["train"], groups["generate"]
+    calls = [train.submit(0, "where"), train.submit(1, "where"), generate.submit(0, "where")]
+    found = train.gather(calls)
+    assert [(w["pool"], w["rank"], w["size"]) for w in found] == [
+        ("train", 0, 2),
+        ("train", 1, 2),
+        ("generate", 0, 1),
+    ]
+    assert sorted(w["physical_id"] for w in found) == list(SLICE)
+    for where in found:
+        assert where["environment"]["CUDA_VISIBLE_DEVICES"] == where["physical_id"]
+        assert (where["device_index"], where["threads"] >= 1) == (0, True)
+        assert where["folder"] == os.getcwd()
+        assert where["node_address"] == runtime.address
+    assert [(w["local_rank"], w["local_size"]) for w in found] == [(0, 2), (1, 2), (0, 1)]
+    told = [*runtime.opened["train"], *runtime.opened["generate"]]
+    assert [one.pid for one in told] == [where["pid"] for where in found]
+
+
+def test_calls_of_a_worker_run_one_at_a_time_in_order(groups: dict[str, WorkerGroup]) -> None:
+    train = groups["train"]
+    calls = [train.submit(0, "note", number) for number in range(60)]
+    assert train.gather(calls[::-1])[0] == list(range(60))
+
+
+def test_tensors_and_keywords_reach_the_worker(groups: dict[str, WorkerGroup]) -> None:
+    train = groups["train"]
+    x = torch.arange(300_000, dtype=torch.float32)
+    (total,) = train.gather([train.submit(1, "add", x, right=x)])
+    assert torch.equal(total, 2 * x)
+    total += 1  # results can be written to
+
+
+def test_first_returns_while_others_are_busy(groups: dict[str, WorkerGroup]) -> None:
+    train, generate = groups["train"], groups["generate"]
+    calls = [train.submit(0, "sleep", 0.6), generate.submit(0, "sleep", 0.05)]
+    assert train.first(calls) == 1
+    ended = train.gather(calls)
+    assert ended[1] < ended[0]
+
+
+def test_exceptions_carry_the_workers_traceback(groups: dict[str, WorkerGroup]) -> None:
+    train = groups["train"]
+    with pytest.raises(WorkerFailure, match="train rank 1 .* failed in fail: ValueError: a bad"):
+        train.gather([train.submit(0, "sleep", 0), train.submit(1, "fail", "value")])
+    with pytest.raises(WorkerFailure, match="ray_driver.py") as raised:
+        train.gather([train.submit(0, "fail", "unpicklable")])
+    assert raised.value.cause == "UnpicklableError: holds a lock"
+    with pytest.raises(UserError, match="^some.key=1: must be 2. Set some.key=2.$"):
+        train.gather([train.submit(0, "fail", "user")])
+
+
+def test_warnings_of_workers_are_logged_once(
+    groups: dict[str, WorkerGroup], caplog: pytest.LogCaptureFixture
+) -> None:
+    train = groups["train"]
+    with caplog.at_level(logging.WARNING):
+        train.gather([train.submit(rank, "warn") for rank in range(2)])
+    (record,) = caplog.records
+    assert record.name == "tandem.models"
+    assert record.getMessage().startswith("something odd in layer 3 (train rank ")
+
+
+class Facade:
+    """As those of the engines: blocking methods over a group."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        self.order: list[float] = []
+
+    def work(self, seconds: float) -> float:
+        self.order.append(seconds)
+        return self.group.gather([self.group.submit(0, "sleep", seconds)])[0]
+
+
+def test_facades_work_at_the_same_time_and_each_in_order(
+    runtime: RayRuntime, groups: dict[str, WorkerGroup]
+) -> None:
+    one, other = Facade(groups["train"]), Facade(groups["generate"])
+
+    async def program() -> tuple[list[float], float]:
+        started = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            calls = [tasks.create_task(runtime.call(one.work, s)) for s in (0.4, 0.01, 0.02)]
+            calls.append(tasks.create_task(runtime.call(other.work, 0.4)))
+        return [call.result() for call in calls], time.monotonic() - started
+
+    ended, seconds = asyncio.run(program())
+    assert one.order == [0.4, 0.01, 0.02]
+    assert ended[:3] == sorted(ended[:3])
+    assert seconds < 0.4 + 0.03 + 0.35, "the facades took turns"
+
+
+def run_driver(function: str, **environment: str) -> subprocess.Popen[str]:
+    """A driver in a process of its own, quiet about everything but its reports."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.distributed.ray_driver", function],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_until_gone(pids: list[int], *, timeout_s: float) -> list[int]:
+    """Those that are left after the time."""
+
+    def runs(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + timeout_s
+    while any(map(runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [pid for pid in pids if runs(pid)]
+
+
+def test_killed_worker_is_named_while_another_waits_for_it() -> None:
+    driver = run_driver("kill_a_worker")
+    stdout, stderr = driver.communicate(timeout=90)
+    assert driver.returncode == 3, stderr
+    assert stderr == ""
+    started, ended = map(json.loads, stdout.splitlines())
+    assert ended["failure"].startswith("train rank 1 (host ")
+    assert ended["failure"].endswith(
+        "died in barrier: its process ended unexpectedly (killed, or crashed)"
+    )
+    assert ended["seconds"] < 10
+    assert len(started["pids"]) > 2
+    assert not wait_until_gone(started["pids"], timeout_s=2)
+
+
+def test_nothing_outlives_a_killed_driver() -> None:
+    driver = run_driver("wait_to_be_killed")
+    assert driver.stdout is not None
+    pids = json.loads(driver.stdout.readline())["pids"]
+    driver.send_signal(signal.SIGKILL)
+    driver.wait(10)
+    assert len(pids) > 2
+    assert not wait_until_gone(pids, timeout_s=20)
+
+
+def test_unreachable_address_missing_devices_and_missing_nodes_are_refused() -> None:
+    driver = run_driver("be_refused")
+    stdout, stderr = driver.communicate(timeout=90)
+    assert driver.returncode == 0, stderr
+    address, devices, nodes = map(json.loads, stdout.splitlines())
+    assert re.match(r"RAY_ADDRESS=127.0.0.1:\d+: no Ray cluster answers there. ", address["error"])
+    assert address["seconds"] < 10
+    assert devices["error"] == (
+        "trainer.n_gpus_per_node=2, trainer.nnodes=1: more devices than exist. "
+        "Ray finds GPUs: 1 on 1 node(s). Set trainer.n_gpus_per_node=1 or less."
+    )
+    assert nodes["error"] == (
+        "trainer.nnodes=2: only 1 of them are there after 1 s. Start the others (NODE_RANK 1), or "
+        "raise trainer.ray_wait_register_center_timeout."
+    )

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights between real processes: every layout, every bucket size, and processes that vanish."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import Store
+
+from tandem.comm.group import Group, GroupPlace, form_group
+from tandem.comm.store import connect_store
+from tandem.comm.world import join_world, leave_world
+from tandem.sync.failure import SyncError
+from tandem.sync.forming import LinkTensors
+from tandem.sync.link import WeightLink, open_link
+from tests.distributed.spawn import HOST, run_ranks
+from tests.unit.sync.faulty_group import corrupting, faulty
+from tests.unit.sync.layouts import (
+    CPU,
+    check_arrived,
+    constant,
+    cut,
+    empty_copy,
+    make_weights,
+    place,
+    receiving,
+    sending,
+    settings,
+)
+from tests.unit.sync.updates import update_often
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Trainers on a grid of row and column cuts, and rollouts: as many more processes, or so many
+    of the trainers' own."""
+
+    grid: tuple[int, int]
+    num_rollouts: int
+    colocated: bool
+    rows: int
+    buckets: tuple[int, int]
+
+    @property
+    def num_trainers(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def size(self) -> int:
+        return self.num_trainers + (0 if self.colocated else self.num_rollouts)
+
+
+SMALL, LARGE = 50, 30_000
+CASES = [
+    _Case(grid, num_rollouts, colocated, SMALL, (KIB, KIB))
+    for grid in ((1, 1), (2, 1), (2, 2))
+    for num_rollouts, colocated in ((1, False), (2, False), (grid[0] * grid[1], True))
+] + [
+    _Case((2, 1), 2, False, LARGE, (MIB, MIB)),
+    _Case((2, 2), 1, False, LARGE, (64 * MIB, MIB)),
+    _Case((2, 1), 2, True, LARGE, (300 * KIB, 64 * MIB)),
+    _Case((2, 2), 2, False, SMALL, (MIB, 100)),
+]
+
+
+def _run_case(rank: int, store: Store, *, case: _Case, name: str) -> None:
+    weights = make_weights(case.rows)
+    sends = cut(weights, case.grid, rank=rank) if rank < case.num_trainers else []
+    first = 0 if case.colocated else case.num_trainers
+    receives = first <= rank < first + case.num_rollouts
+    rooms = empty_copy(weights, torch.bfloat16) if receives else []
+    link = open_link(
+        store,
+        place(rank, case.size, name=name),
+        tensors=LinkTensors(sends=constant(sends), receives=constant(rooms)),
+        settings=settings(*case.buckets),
+    )
+    for version in (1, 2):
+        for slice_ in sends:
+            slice_.tensor.mul_(version)
+        for tensor in weights.values() if not sends else ():
+            tensor.mul_(version)
+        assert link.transfer(version).version == version
+        assert link.gate.version == (version if receives else None)
+        whole = make_weights(case.rows)
+        check_arrived(rooms, {key: tensor * version for key, tensor in whole.items()})
+    link.close()
+
+
+def _run_cases(rank: int, size: int, store_port: int) -> str:
+    store = connect_store(HOST, store_port, timeout_s=30)
+    for number, case in enumerate(CASES):
+        if rank < case.size:
+            _run_case(rank, store, case=case, name=f"link {number}")
+    # Groups across pools beside the default world of each pool.
+    pool, first = ("train", 0) if rank < 4 else ("rollout", 4)
+    num_ranks = 4 if pool == "train" else size - 4
+    join_world(store, pool, rank=rank - first, size=num_ranks, device=CPU, timeout_s=20)
+    ranks = torch.tensor([rank])
+    distributed.all_reduce(ranks)
+    _run_case(rank, store, case=_Case((2, 2), 2, False, SMALL, (KIB, KIB)), name="last")
+    leave_world()
+    return f"{pool} {int(ranks)}"
+
+
+def test_every_tensor_arrives_bit_by_bit_in_every_layout() -> None:
+    expected = ["train 6"] * 4 + ["rollout 9"] * 2
+    assert run_ranks(_run_cases, 6, joined=False, timeout_s=90) == expected
+
+
+def _three_processes(rank: int, size: int, store_port: int) -> dict[str, Any]:
+    """All that is tried with a trainer and two rollouts, so that they are started only once."""
+    store = connect_store(HOST, store_port, timeout_s=60)
+    return {
+        "mistakes": _make_mistakes(rank, size, store),
+        "killed": _lose_a_process(rank, store_port, signal.SIGKILL),
+        "stopped": _lose_a_process(rank, store_port, signal.SIGSTOP),
+        "updates": _update(rank, store) if rank < 2 else [],
+    }
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """What became of it in each process."""
+    return run_ranks(_three_processes, 3, joined=False, timeout_s=150)
+
+
+def _make_mistakes(rank: int, size: int, store: Store) -> list[str]:
+    """What a process says of links in which something is wrong."""
+    weights = make_weights()
+    errors: list[str] = []
+
+    def attempt(name: str, rooms: dict[str, torch.Tensor], corrupt: tuple[int, ...] = ()) -> None:
+        slices = empty_copy(rooms, torch.bfloat16) if rank else cut(weights, (1, 1), rank=0)
+        with pytest.raises(SyncError) as caught:
+            open_link(
+                store,
+                place(rank, size, name=name),
+                tensors=receiving(slices) if rank else sending(slices),
+                settings=settings(KIB, KIB),
+                make_group=corrupting(corrupt),
+            ).transfer(1)
+        errors.append(str(caught.value))
+
+    attempt("a corrupt bucket", weights, corrupt=(3,) if rank == 2 else ())
+    attempt("a missing tensor", weights | ({"more": torch.zeros(3)} if rank == 1 else {}))
+    attempt("a wrong shape", weights | ({"head": torch.zeros(9, 9)} if rank == 2 else {}))
+    return errors
+
+
+def test_mistakes_are_named_in_all_processes(results: list[dict[str, Any]]) -> None:
+    first, *others = (result["mistakes"] for result in results)
+    assert others == [first, first]
+    corrupt, missing, shape = first
+    assert corrupt.startswith("embed: [30:40, 0:48] arrived corrupt, from process 0 (rank 0 of")
+    assert "at process 2 (rank 2 of" in corrupt
+    assert missing == "more: rank 1 needs it and nobody holds it"
+    assert shape == "head: its shape is (17, 9) in rank 0 and (9, 9) in rank 2"
+
+
+TIMEOUT_S = 3.0
+NUM_MESSAGES = 16
+
+
+def _open(
+    rank: int,
+    store_port: int,
+    *,
+    name: str,
+    generation: int = 0,
+    make_group: Callable[[Store, GroupPlace], Group] = form_group,
+) -> WeightLink:
+    """A link of a trainer and two rollouts; a transfer takes ``NUM_MESSAGES``."""
+    slices = cut({"w": torch.ones(64, 16)}, (1, 1), rank=0)
+    return open_link(
+        connect_store(HOST, store_port, timeout_s=20),
+        place(rank, 3, name=name),
+        tensors=receiving(slices) if rank else sending(slices),
+        settings=settings(256, 256, timeout_s=TIMEOUT_S),
+        generation=generation,
+        make_group=make_group,
+    )
+
+
+def _lose_a_process(rank: int, store_port: int, lost_by: signal.Signals) -> tuple[str, float]:
+    """Ranks 0 and 1 lose rank 2, a child of the process that then takes its place.
+
+    Returns:
+        what the survivors say, and how long it took them.
+    """
+    name = lost_by.name
+    if rank == 2:
+        child = os.fork()
+        if not child:
+            _vanish(store_port, lost_by)
+        os.waitpid(child, os.WUNTRACED)
+        replacement = _open_when_asked(store_port, name=name)
+        replacement.transfer(3)
+        assert replacement.gate.version == 3
+        if lost_by == signal.SIGSTOP:
+            os.kill(child, signal.SIGKILL)
+        return "", 0.0
+    link = _open(rank, store_port, name=name)
+    link.transfer(1)
+    started = time.monotonic()
+    with pytest.raises(SyncError) as caught:
+        link.transfer(2)
+    duration_s = time.monotonic() - started
+    assert link.gate.version is None
+    with pytest.raises(SyncError, match="rejoin it"):
+        link.transfer(2)
+    connect_store(HOST, store_port, timeout_s=20).set(f"{name}/rejoin", "")
+    link.rejoin(1)
+    link.transfer(3)
+    assert link.gate.version == (3 if rank else None)
+    return str(caught.value), duration_s
+
+
+def _vanish(store_port: int, lost_by: signal.Signals) -> None:
+    """A rollout that gets a signal when a part of the second version has come."""
+
+    def act(number: int, bucket: torch.Tensor) -> None:
+        del bucket
+        if number == NUM_MESSAGES + 3:
+            os.kill(os.getpid(), lost_by)
+
+    link = _open(2, store_port, name=lost_by.name, make_group=faulty(act))
+    link.transfer(1)
+    link.transfer(2)
+
+
+def _open_when_asked(store_port: int, *, name: str) -> WeightLink:
+    connect_store(HOST, store_port, timeout_s=20).wait([f"{name}/rejoin"])
+    return _open(2, store_port, name=name, generation=1)
+
+
+@pytest.mark.parametrize(
+    ("way", "cause", "within_s"),
+    [("killed", "[Cc]onnection", 3.0), ("stopped", "not all took part|Timed out", TIMEOUT_S + 3)],
+)
+def test_a_lost_process_ends_the_transfer_everywhere_and_can_be_replaced(
+    results: list[dict[str, Any]], way: str, cause: str, within_s: float
+) -> None:
+    survivors = [result[way] for result in results[:2]]
+    for error, duration_s in survivors:
+        assert duration_s < within_s
+        assert error == survivors[0][0]
+        assert re.search(cause, error)
+        assert error.endswith("no answer from rank 2")
+
+
+def _update(rank: int, store: Store) -> list[int]:
+    """How many versions each reader met, in place and double-buffered."""
+    met: list[int] = []
+    for double_buffered in (False, True):
+        versions = update_often(
+            store,
+            place(rank, 2, name=f"double buffered: {double_buffered}"),
+            settings=settings(512, 512, double_buffered=double_buffered),
+            num_updates=500,
+        )
+        met += map(len, versions)
+    return met
+
+
+def test_a_thousand_updates_and_no_reader_sees_two_versions(results: list[dict[str, Any]]) -> None:
+    met = results[1]["updates"]
+    assert len(met) == 4
+    assert min(met) > 50, "readers met many versions"

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of several processes, as a user starts them: the same results whatever the devices, where
+each task ran, checkpoints across numbers of ranks, and exports.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.fakes.commands import run_command
+from tests.fakes.tiny_run import Material, metrics_of, repeatable, sft_arguments, train_arguments
+
+SETTINGS = (
+    "trainer.total_training_steps=5",
+    "trainer.save_freq=2",
+    "trainer.test_freq=5",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+)
+"""Two optimizer steps a step with KL loss: old and reference log-probs are needed."""
+
+PLACES = {
+    "one": (),
+    "two": ("trainer.n_gpus_per_node=2",),
+    "four": ("trainer.n_gpus_per_node=4",),
+    "split": (
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.hybrid_engine=False",
+    ),
+    "apart": (
+        "trainer.n_gpus_per_node=4",
+        "trainer.sperated_node_tasks=[logp,ref_logp,actor-train,generate]",
+        "trainer.sperated_node_ratios=[0.25,0.25,0.25,0.25]",
+    ),
+}
+Run = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def finished(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The folder of a run at one of ``PLACES``, made when it is first asked for."""
+
+    @cache
+    def run(place: str) -> Path:
+        folder = tmp_path_factory.mktemp(place)
+        arguments = train_arguments(material, folder / "run", *SETTINGS, *PLACES[place])
+        ended = run_command(arguments, folder=folder)
+        assert ended.code == 0, ended.stderr
+        return folder / "run"
+
+    return run
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    """Between the repeatable metrics of two runs, over all steps."""
+    left, right = repeatable(metrics_of(one)), repeatable(metrics_of(other))
+    assert left.keys() == right.keys()
+    gaps = [abs(left[step][name] - right[step][name]) for step in left for name in left[step]]
+    return max(gaps)
+
+
+@pytest.mark.parametrize("place", ["two", "four"])
+def test_results_do_not_depend_on_the_number_of_devices(finished: Run, place: str) -> None:
+    assert largest_difference(finished("one"), finished(place)) < 1e-5
+
+
+def test_split_pools_compute_what_shared_devices_compute_bit_by_bit(finished: Run) -> None:
+    colocated, split = finished("two"), finished("split")
+    assert repeatable(metrics_of(split)) == repeatable(metrics_of(colocated))
+    for file in sorted((colocated / "global_step_5/actor").glob("*.distcp")):
+        assert (split / "global_step_5/actor" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_each_task_runs_where_it_was_placed(finished: Run) -> None:
+    run = finished("apart")
+    records = json.loads((run / "placement.json").read_text())
+    assert [record["tasks"] for record in records] == [
+        ["logp"],
+        ["ref_logp"],
+        ["actor-train"],
+        ["generate"],
+    ]
+    assert len({record["pid"] for record in records}) == 4
+    assert largest_difference(finished("one"), run) < 1e-5
+
+
+def test_checkpoints_resume_on_other_numbers_of_ranks(
+    finished: Run, material: Material, tmp_path: Path
+) -> None:
+    whole = finished("two")
+    for place in ("one", "four"):
+        arguments = train_arguments(
+            material,
+            tmp_path / place,
+            *SETTINGS,
+            *PLACES[place],
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={whole / 'global_step_2'}",
+        )
+        ended = run_command(arguments, folder=tmp_path / f"{place}_output")
+        assert ended.code == 0, ended.stderr
+        resumed, uninterrupted = metrics_of(tmp_path / place), metrics_of(whole)
+        for step in (3, 4, 5):
+            for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/score/mean"):
+                assert resumed[step][name] == pytest.approx(uninterrupted[step][name], abs=1e-5)
+
+
+def test_an_export_has_the_trained_weights_whoever_held_them(finished: Run, tmp_path: Path) -> None:
+    for place in ("two", "split"):
+        output = tmp_path / place
+        ended = run_command(
+            ["export", str(finished(place)), "--output", str(output)], folder=tmp_path / "output"
+        )
+        assert ended.code == 0, ended.stderr
+    one, other = (load_file(tmp_path / place / "model.safetensors") for place in ("two", "split"))
+    reference = load_file(finished("one") / "global_step_5/actor/model.safetensors")
+    assert one.keys() == other.keys() == reference.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name])
+        torch.testing.assert_close(tensor, reference[name], atol=1e-4, rtol=0)
+
+
+def test_fine_tuning_does_not_depend_on_the_number_of_devices(
+    material: Material, tmp_path: Path
+) -> None:
+    for place in ("one", "two"):
+        arguments = sft_arguments(material, tmp_path / place, *PLACES[place])
+        ended = run_command(arguments, folder=tmp_path / f"{place}_output")
+        assert ended.code == 0, ended.stderr
+    assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-5

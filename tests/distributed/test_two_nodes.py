@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two hosts made of network namespaces, each given the same command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SUBNET = "10.213.77"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Names of the namespaces by node rank; the cable's ends have the same names."""
+
+    names: tuple[str, str]
+
+    def start(self, rank: int, **environment: str) -> subprocess.Popen[str]:
+        """The common command on one of them."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        launched = {"MASTER_ADDR": f"{SUBNET}.1", "MASTER_PORT": "29713", "NODE_RANK": str(rank)}
+        command = [sys.executable, "-m", "tests.distributed.ray_driver", "two_nodes"]
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.names[rank], *command],
+            cwd=ROOT,
+            env=inherited | launched | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def cut(self) -> None:
+        """Pull the cable."""
+        ip("-n", self.names[1], "link", "set", self.names[1], "down")
+
+    def processes(self, rank: int) -> list[int]:
+        """Of everything that runs on one of them."""
+        done = ip("netns", "pids", self.names[rank])
+        return [int(pid) for pid in done.split() if is_running(int(pid))]
+
+
+def is_running(pid: int) -> bool:
+    """Zombies are not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Connected by a cable."""
+    names = (f"ta{os.getpid()}", f"tb{os.getpid()}")
+    if shutil.which("ip") is None:
+        pytest.skip("no ip command (iproute2) to make network namespaces with")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1],
+           "netns", names[1])  # fmt: skip
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
+    for number, name in enumerate(names, start=1):
+        ip("-n", name, "address", "add", f"{SUBNET}.{number}/24", "dev", name)
+        ip("-n", name, "link", "set", name, "up")
+        ip("-n", name, "link", "set", "lo", "up")
+    yield Hosts(names)
+    for name in names:
+        for pid in ip("netns", "pids", name).split():
+            subprocess.run(["kill", "-9", pid], check=False, capture_output=True)
+        ip("netns", "delete", name)
+
+
+def test_two_nodes_form_a_cluster_and_end_alike(hosts: Hosts) -> None:
+    member = hosts.start(1, TEST_SLEEP="0")
+    head = hosts.start(0, TEST_SLEEP="0")
+    stdout, stderr = head.communicate(timeout=120)
+    assert (head.returncode, stderr) == (7, "")
+    (report,) = map(json.loads, stdout.splitlines())
+    addresses = {place["node"]: place["node_address"] for place in report["places"]}
+    assert sorted(addresses.values()) == [f"{SUBNET}.1", f"{SUBNET}.2"]
+    stdout, stderr = member.communicate(timeout=20)
+    assert (member.returncode, stdout, stderr) == (7, "", "")
+    assert not hosts.processes(0)
+    assert not hosts.processes(1)
+
+
+def test_node_that_is_cut_off_ends_the_run_on_the_other(hosts: Hosts) -> None:
+    head = hosts.start(0, TEST_SLEEP="600")
+    member = hosts.start(1, TEST_SLEEP="600")
+    assert head.stdout is not None
+    places = json.loads(head.stdout.readline())["places"]
+    lost = next(place for place in places if place["node_address"] == f"{SUBNET}.2")
+    hosts.cut()
+    cut_s = time.monotonic()
+    stdout, stderr = head.communicate(timeout=60)
+    assert time.monotonic() - cut_s < 25
+    assert (head.returncode, stderr) == (1, "")
+    error = json.loads(stdout)["error"]
+    assert error.startswith(f"train rank {lost['rank']} (host ")
+    assert "died in sleep: its node was lost" in error
+    stdout, stderr = member.communicate(timeout=60)
+    assert (member.returncode, stderr) == (1, "")
+    assert f"the first node ({SUBNET}.1:29713) vanished" in json.loads(stdout)["error"]
+    deadline = time.monotonic() + 20
+    while (hosts.processes(0) or hosts.processes(1)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not hosts.processes(0)
+    assert not hosts.processes(1)

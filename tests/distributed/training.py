@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of sharded engines run in every process, and how they put the parts together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.config.layout import FsdpConfig
+from tandem.config.optim import OptimConfig
+from tandem.config.pools import rank_layout
+from tandem.engines.fsdp import FsdpEngine
+from tandem.engines.sharded_model import ShardedModel, Sharding, open_sharded
+from tandem.engines.single import SingleDeviceEngine
+from tandem.engines.slices import in_whole
+from tandem.models.folder import check_folder, open_model
+from tandem.types import PackedBatch, SliceSpec, UpdateReport
+from tests.unit.engines.minibatch import LOSS, SCALE, cut_batches
+
+TEMPERATURE = 0.9
+TOTAL_STEPS = 10
+NUM_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to train: from a model folder, by ``config``, with micro-batches of some sequences."""
+
+    folder: Path
+    optim: OptimConfig
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
+    compute: torch.dtype = torch.float32
+    max_sequences: int = 3
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one rank, or of the only process: reports and log-probs of its micro-batches, weights."""
+
+    reports: list[UpdateReport]
+    log_probs: list[Tensor]
+    parts: list[tuple[SliceSpec, Tensor]]
+
+
+def open_engine(case: Case, *, rank: int, size: int) -> FsdpEngine:
+    """One rank of an engine; all must call it."""
+    model = open_sharded_model(case, rank=rank, size=size)
+    model.language_model.set_gradient_checkpointing(case.recompute)
+    return FsdpEngine(model, case.optim, total_training_steps=TOTAL_STEPS)
+
+
+def open_sharded_model(
+    case: Case, *, rank: int, size: int, frozen: bool = False, random_seed: int | None = None
+) -> ShardedModel:
+    """One rank's part; all must call it."""
+    config = FsdpConfig(**case.config)
+    sharding = Sharding(
+        config,
+        rank_layout(config, size),
+        rank=rank,
+        device=torch.device("cpu"),
+        stored=torch.float32,
+        compute=case.compute,
+    )
+    folder = check_folder(str(case.folder))
+    return open_sharded(folder, sharding, frozen=frozen, random_seed=random_seed)
+
+
+def open_single(case: Case) -> tuple[SingleDeviceEngine, dict[str, Tensor]]:
+    """The engine that the sharded ones must equal, and its weights, in use."""
+    stored = open_model(str(case.folder), dtype=torch.float32, device="cpu")
+    engine = SingleDeviceEngine(
+        stored,
+        case.optim,
+        total_training_steps=TOTAL_STEPS,
+        compute=stored.in_dtype(case.compute),
+    )
+    return engine, {name: p.detach() for name, p in stored.module.named_parameters()}
+
+
+def deal(case: Case, engine: FsdpEngine, *, rank: int, size: int) -> tuple[list[PackedBatch], int]:
+    """A rank's micro-batches, fewer for the last ranks, and how many rounds there are."""
+    batches, num_groups = cut_batches(case.max_sequences), engine.data_parallel_size
+    return batches[rank * num_groups // size :: num_groups], -(-len(batches) // num_groups)
+
+
+def train_rank(
+    engine: FsdpEngine,
+    batches: Sequence[PackedBatch],
+    *,
+    num_rounds: int,
+    num_steps: int = NUM_STEPS,
+) -> Outcome:
+    """Train some steps as one rank, resting in between."""
+    reports: list[UpdateReport] = []
+    for _ in range(num_steps):
+        reports.append(
+            engine.update(
+                batches, LOSS, scale=SCALE, temperature=TEMPERATURE, num_rounds=num_rounds
+            )
+        )
+        engine.advance_schedule()
+        engine.rest()
+    log_probs = engine.log_probs(batches, TEMPERATURE, num_rounds=num_rounds)
+    return Outcome(reports, log_probs, copied_parts(engine))
+
+
+def copied_parts(engine: FsdpEngine) -> list[tuple[SliceSpec, Tensor]]:
+    """What a rank holds now, in a form that can leave its process."""
+    return [(held.spec, held.tensor.clone()) for held in engine.held_slices()]
+
+
+def train_single(
+    engine: SingleDeviceEngine, case: Case, *, num_steps: int = NUM_STEPS
+) -> tuple[list[UpdateReport], list[Tensor]]:
+    """The same in one process, which computes all micro-batches: reports and log-probs."""
+    batches, reports = cut_batches(case.max_sequences), []
+    for _ in range(num_steps):
+        reports.append(engine.update(batches, LOSS, scale=SCALE, temperature=TEMPERATURE))
+        engine.advance_schedule()
+    return reports, engine.log_probs(batches, TEMPERATURE)
+
+
+def assembled(parts: Iterable[tuple[SliceSpec, Tensor]]) -> dict[str, Tensor]:
+    """Whole weights from the parts of all ranks, which must agree where they hold the same."""
+    wholes: dict[str, Tensor] = {}
+    for spec, tensor in parts:
+        whole = wholes.setdefault(spec.name, torch.full(spec.shape, math.nan, dtype=spec.dtype))
+        held = in_whole(whole, spec)
+        assert held.isnan().all() or torch.equal(held, tensor), f"ranks differ in {spec}"
+        held.copy_(tensor)
+    for name, whole in wholes.items():
+        assert not whole.isnan().any(), f"nobody holds all of {name}"
+    return wholes

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights between processes with GPUs: one that they share, and one each."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.comm.store import connect_store
+from tandem.sync.failure import SyncError
+from tandem.sync.forming import LinkPlace
+from tandem.sync.link import WeightLink, open_link
+from tandem.sync.transport import Way
+from tandem.types import HeldSlice
+from tests.distributed.spawn import HOST, run_ranks
+from tests.unit.sync.faulty_group import faulty
+from tests.unit.sync.layouts import (
+    check_arrived,
+    cut,
+    empty_copy,
+    make_weights,
+    receiving,
+    sending,
+    settings,
+)
+
+TIMEOUT_S = 15.0
+NUM_MESSAGES = 6
+"""Of a transfer to a rollout in bf16, by buckets of 1024 bytes."""
+
+
+def _device(rank: int, *, shared: bool) -> torch.device:
+    """On a trial there is only a CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", 0 if shared else rank)
+
+
+def _on(device: torch.device, slices: list[HeldSlice]) -> list[HeldSlice]:
+    return [HeldSlice(slice_.spec, slice_.tensor.to(device)) for slice_ in slices]
+
+
+def _open(
+    rank: int, store_port: int, *, device: torch.device, name: str, **others: Any
+) -> tuple[WeightLink, list[HeldSlice]]:
+    """A trainer's or a rollout's end of a link, and its slices."""
+    weights = make_weights()
+    slices = _on(
+        device, empty_copy(weights, torch.bfloat16) if rank else cut(weights, (1, 1), rank=0)
+    )
+    options = {"way": others.pop("way", None), "timeout_s": TIMEOUT_S}
+    link = open_link(
+        connect_store(HOST, store_port, timeout_s=30),
+        LinkPlace(name, rank, 2, f"process {rank}", device),
+        tensors=receiving(slices) if rank else sending(slices),
+        settings=settings(1024, 1024, **options),
+        **others,
+    )
+    return link, slices
+
+
+def _transfer_twice(
+    rank: int, size: int, store_port: int, ways: list[Way | None], shared: bool
+) -> None:
+    del size
+    for way in ways:
+        device = _device(rank, shared=shared)
+        link, slices = _open(rank, store_port, device=device, name=f"{way}", way=way)
+        for version in (1, 2):
+            if rank == 0:
+                for slice_ in slices:
+                    slice_.tensor.mul_(version)
+            link.transfer(version)
+        expected = {name: 2 * tensor for name, tensor in make_weights().items()}
+        arrived = _on(torch.device("cpu"), slices)
+        check_arrived(arrived if rank else [], expected)
+        link.close()
+
+
+def test_weights_reach_a_process_on_the_same_gpu() -> None:
+    ways = [None, Way.STAGED, Way.IPC] if torch.cuda.is_available() else [None, Way.STAGED]
+    assert run_ranks(_transfer_twice, 2, ways, True, joined=False, timeout_s=120) == [None] * 2
+
+
+def test_weights_reach_a_process_on_another_gpu() -> None:
+    if torch.cuda.device_count() == 1:
+        pytest.skip("needs two GPUs")
+    ways = [Way.COLLECTIVE, Way.STAGED]
+    assert run_ranks(_transfer_twice, 2, ways, False, joined=False, timeout_s=120) == [None] * 2
+
+
+def _lose_the_rollout(rank: int, size: int, store_port: int) -> tuple[str, float]:
+    """Its process is a child that is killed within a transfer, and replaced by its parent."""
+    del size
+    if rank == 1:
+        child = os.fork()
+        if not child:
+            _vanish(store_port)
+        os.waitpid(child, 0)
+        connect_store(HOST, store_port, timeout_s=60).wait(["rejoin"])
+        link, slices = _open(
+            rank, store_port, device=_device(1, shared=False), name="lost", generation=1
+        )
+        link.transfer(3)
+        check_arrived(_on(torch.device("cpu"), slices), make_weights())
+        return "", 0.0
+    link, _ = _open(rank, store_port, device=_device(0, shared=False), name="lost")
+    link.transfer(1)
+    started = time.monotonic()
+    with pytest.raises(SyncError) as caught:
+        link.transfer(2)
+    duration_s = time.monotonic() - started
+    connect_store(HOST, store_port, timeout_s=30).set("rejoin", "")
+    link.rejoin(1)
+    link.transfer(3)
+    return str(caught.value), duration_s
+
+
+def _vanish(store_port: int) -> None:
+    def act(number: int, bucket: torch.Tensor) -> None:
+        del bucket
+        if number == NUM_MESSAGES + 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    link, _ = _open(
+        1, store_port, device=_device(1, shared=False), name="lost", make_group=faulty(act)
+    )
+    link.transfer(1)
+    link.transfer(2)
+
+
+def test_a_lost_process_ends_a_collective_in_time_and_can_be_replaced() -> None:
+    if torch.cuda.device_count() == 1:
+        pytest.skip("needs two GPUs")
+    (error, duration_s), _ = run_ranks(_lose_the_rollout, 2, joined=False, timeout_s=120)
+    assert re.search(r"no answer from rank 1", error)
+    assert duration_s < TIMEOUT_S + 5

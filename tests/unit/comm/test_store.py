@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store and the bounds of waits on it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tandem.comm.deadline import Deadline, GroupError, report_failure
+from tandem.comm.store import connect_store, host_store
+from tandem.errors import UserError
+
+
+def test_clients_meet_at_the_hosted_store() -> None:
+    server = host_store(timeout_s=5)
+    first, second = (connect_store("127.0.0.1", server.port, timeout_s=5) for _ in range(2))
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+
+
+def test_a_store_that_cannot_be_reached_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match=r"store=127\.0\.0\.1:1: cannot be reached within 0\.2 s"):
+        connect_store("127.0.0.1", 1, timeout_s=0.2)
+
+
+def test_a_deadline_passes() -> None:
+    server = host_store(timeout_s=5)
+    deadline = Deadline(0.05, store=server, key="failure")
+    deadline.check()
+    time.sleep(0.06)
+    with pytest.raises(GroupError, match=r"not all took part within 0\.05 s"):
+        deadline.check()
+
+
+def test_the_first_reported_failure_ends_all_waits() -> None:
+    server = host_store(timeout_s=5)
+    client = connect_store("127.0.0.1", server.port, timeout_s=5)
+    deadline = Deadline(5, store=client, key="failure")
+    assert report_failure(server, "failure", cause="rank 1 fell over") == "rank 1 fell over"
+    assert report_failure(client, "failure", cause="rank 2 saw it") == "rank 1 fell over"
+    time.sleep(0.11)
+    with pytest.raises(GroupError, match="rank 1 fell over"):
+        deadline.check()
+
+
+def test_a_store_that_went_away_ends_waits_too() -> None:
+    server = host_store(timeout_s=5)
+    client = connect_store("127.0.0.1", server.port, timeout_s=1)
+    deadline = Deadline(5, store=client, key="failure")
+    del server
+    time.sleep(0.11)
+    with pytest.raises(GroupError, match="the driver's store is gone"):
+        deadline.check()
+    assert report_failure(client, "failure", cause="mine") == "mine"

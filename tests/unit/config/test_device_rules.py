@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How runs must not be spread over devices: each error names key, value, rule and remedy."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from pydantic import BaseModel
+
+from tandem.config.overrides import load_config
+from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+from tandem.config.validate import check_run, check_sft
+from tandem.errors import UserError
+
+ACTOR = "actor_rollout_ref.actor"
+LAYOUT = f"{ACTOR}.fsdp_config"
+REF = "actor_rollout_ref.ref.fsdp_config"
+EIGHT = "trainer.n_gpus_per_node=8"
+KL = f"{ACTOR}.use_kl_loss=True"
+SPLIT = (
+    "trainer.separated_node_tasks=[[logp,actor-train],ref_logp,generate]",
+    "trainer.separated_node_ratios=[0.5,0.25,0.25]",
+)
+SMALL = ("data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=2")
+
+
+def problem(schema: type[BaseModel], *arguments: str) -> str | None:
+    """The one line that these arguments are refused with."""
+    try:
+        config = load_config(schema, arguments).config
+        if isinstance(config, SftConfig):
+            check_sft(config)
+        else:
+            assert isinstance(config, RunConfig)
+            check_run(config)
+    except UserError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("tasks", "ratios", "message"),
+    [
+        ("[[logp,train],generate]", "[0.5,0.5]", "'train' is no task. Name each of actor-train"),
+        ("[actor-train,generate,generate]", "[0.2,0.2,0.2]", "'generate' is named more than once"),
+        ("[[actor-train,logp]]", "[1.0]", "generate is missing, and this run needs it. Add it"),
+        ("[actor-train,generate]", "[0.5,0.5]", "logp is missing, and this run needs it. Add it"),
+        ("[[actor-train,logp],generate]", "[0.5]", "must have one ratio for each of the 2 groups"),
+        ("[[actor-train,logp],generate]", "[0.6,0.6]", "must be positive and add up to at most 1"),
+        ("[[actor-train,logp],generate]", "[1.0,0.0]", "must be positive and add up to at most 1"),
+        ("[]", "[1.0]", "must have one ratio for each of the 0 groups"),
+    ],
+)
+def test_groups_that_make_no_sense_are_refused(tasks: str, ratios: str, message: str) -> None:
+    said = problem(
+        RunConfig,
+        f"trainer.separated_node_tasks={tasks}",
+        f"trainer.separated_node_ratios={ratios}",
+    )
+    assert said is not None and said.startswith("trainer.separated_node_") and message in said
+
+
+def test_tasks_need_a_group_only_if_the_run_performs_them() -> None:
+    groups = (
+        "trainer.separated_node_tasks=[actor-train,generate]",
+        "trainer.separated_node_ratios=[0.5,0.5]",
+        "trainer.n_gpus_per_node=2",
+        f"{ACTOR}.ppo_mini_batch_size=1024",
+    )
+    assert problem(RunConfig, *groups) is None
+    said = problem(RunConfig, *groups, KL)
+    assert said is not None and "ref_logp is missing, and this run needs it" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["actor_rollout_ref.hybrid_engine=False"], "hybrid_engine=False: must have a device to"),
+        (
+            [*SPLIT, "trainer.n_gpus_per_node=2"],
+            "separated_node_ratios=[0.5, 0.25, 0.25]: gives ['generate'] none of 2 devices",
+        ),
+        (
+            [EIGHT, f"{LAYOUT}.tensor_model_parallel_size=3"],
+            f"{LAYOUT}.tensor_model_parallel_size=3: must divide the 8 device(s) of actor-train",
+        ),
+        (
+            [EIGHT, f"{ACTOR}.ulysses_sequence_parallel_size=3"],
+            f"{LAYOUT}.ulysses_sequence_parallel_size=3: must divide the 8 device(s)",
+        ),
+        (
+            [
+                EIGHT,
+                f"{LAYOUT}.tensor_model_parallel_size=4",
+                f"{ACTOR}.ulysses_sequence_parallel_size=4",
+            ],
+            f"times {LAYOUT}.tensor_model_parallel_size=4, divide the 8 device(s)",
+        ),
+        (
+            [*SPLIT, KL, EIGHT, f"{REF}.tensor_model_parallel_size=4"],
+            f"{REF}.tensor_model_parallel_size=4: must divide the 2 device(s) of ref_logp",
+        ),
+        ([EIGHT, f"{LAYOUT}.fsdp_size=3"], f"{LAYOUT}.fsdp_size=3: must divide the 8 device(s) of"),
+        ([EIGHT, f"{LAYOUT}.fsdp_size=16"], f"{LAYOUT}.fsdp_size=16: must divide the 8 device(s)"),
+        ([EIGHT, f"{LAYOUT}.fsdp_size=0"], "or be -1 for all"),
+        (
+            [EIGHT, f"{LAYOUT}.tensor_model_parallel_size=2", f"{LAYOUT}.fsdp_size=8"],
+            f"{LAYOUT}.fsdp_size=8: must divide the 8 device(s) of actor-train+logp+generate / ",
+        ),
+        (
+            [EIGHT, *SMALL],
+            f"{ACTOR}.ppo_mini_batch_size=2: times actor_rollout_ref.rollout.n=1 must give each of "
+            "8 data-parallel ranks a sequence.",
+        ),
+        (
+            ["trainer.n_gpus_per_node=4", "actor_rollout_ref.rollout.n=2", *SMALL[:1]]
+            + [f"{ACTOR}.ppo_mini_batch_size=1"],
+            "must give each of 4 data-parallel ranks a sequence. Set "
+            f"{ACTOR}.ppo_mini_batch_size=2 or fewer devices.",
+        ),
+        (
+            [EIGHT, "actor_rollout_ref.rollout.n=8", *SMALL],
+            "data.train_batch_size=4: must give each data-parallel rank of generate work",
+        ),
+        (
+            [EIGHT, KL, *SMALL]
+            + ["trainer.separated_node_tasks=[[logp,actor-train,generate],ref_logp]"]
+            + ["trainer.separated_node_ratios=[0.25,0.75]"],
+            "data.train_batch_size=4: must give each data-parallel rank of ref_logp work",
+        ),
+        (
+            [
+                EIGHT,
+                f"{ACTOR}.ulysses_sequence_parallel_size=2",
+                "data.max_prompt_length=1024",
+                "data.max_response_length=1024",
+                f"{ACTOR}.ppo_max_token_len_per_gpu=1000",
+            ],
+            "=1000: must times ulysses_sequence_parallel_size=2 hold one sequence of",
+        ),
+    ],
+)
+def test_what_does_not_divide_or_suffice_is_refused_and_the_remedy_works(
+    arguments: list[str], message: str
+) -> None:
+    said = problem(RunConfig, *arguments)
+    assert said is not None and message in said
+    for _ in range(3):
+        if said is not None:
+            remedies = re.findall(r"[\w.]+=[\w./-]*\w", said.partition("Set ")[2])
+            arguments = [*arguments, remedies[0]]
+            said = problem(RunConfig, *arguments)
+    assert said is None
+
+
+def test_batches_need_not_divide_by_the_ranks() -> None:
+    """verl refuses them; here micro-batches of any number are dealt."""
+    odd = ("data.train_batch_size=9", f"{ACTOR}.ppo_mini_batch_size=9", EIGHT)
+    assert problem(RunConfig, *odd) is None
+
+
+def test_the_tokens_of_a_long_sequence_may_lie_on_several_devices() -> None:
+    long = (
+        EIGHT,
+        "data.max_prompt_length=1024",
+        "data.max_response_length=1024",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=1024",
+    )
+    said = problem(RunConfig, *long)
+    assert said is not None and "must hold one sequence" in said
+    assert problem(RunConfig, *long, f"{ACTOR}.ulysses_sequence_parallel_size=2") is None
+
+
+def test_weights_that_generate_score_whole_sequences() -> None:
+    arguments = (
+        EIGHT,
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        "data.max_prompt_length=1024",
+        "data.max_response_length=1024",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=1024",
+        "trainer.separated_node_ratios=[0.5,0.5]",
+    )
+    with_trainer = "trainer.separated_node_tasks=[[actor-train,logp],generate]"
+    assert problem(RunConfig, *arguments, with_trainer) is None
+    apart = "trainer.separated_node_tasks=[actor-train,[logp,generate]]"
+    said = problem(RunConfig, *arguments, apart)
+    assert said is not None
+    assert said.startswith("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=1024: must ho")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.nccl_timeout",
+        "actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb",
+        "actor_rollout_ref.rollout.param_update_consume_bucket_size_mb",
+        "trainer.ray_wait_register_center_timeout",
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+        f"{LAYOUT}.tensor_model_parallel_size",
+        f"{ACTOR}.ulysses_sequence_parallel_size",
+    ],
+)
+def test_sizes_and_deadlines_are_positive(key: str) -> None:
+    said = problem(RunConfig, f"{key}=0")
+    assert said is not None and "=0: must be at least 1. Set " in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["engine.tensor_model_parallel_size=3"], "engine.tensor_model_parallel_size=3: must div"),
+        (["ulysses_sequence_parallel_size=3"], "engine.ulysses_sequence_parallel_size=3: must div"),
+        (["engine.fsdp_size=3"], "engine.fsdp_size=3: must divide the 8 device(s) of actor-train"),
+        (["data.train_batch_size=4"], "data.train_batch_size=4: must give each of 8 data-parallel"),
+    ],
+)
+def test_supervised_runs_have_the_same_rules(arguments: list[str], message: str) -> None:
+    said = problem(SftConfig, EIGHT, *arguments)
+    assert said is not None and message in said
+    remedy = re.findall(r"[\w.]+=[\w-]+", said.partition("Set ")[2])[0]
+    assert problem(SftConfig, EIGHT, *arguments, remedy) is None
+    assert problem(SftConfig, EIGHT) is None

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints as boxes: round trips in one process, export, and what is wrong with one."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tandem.config.optim import OptimConfig
+from tandem.engines.checkpoint import SHARDED_FILE
+from tandem.engines.optim import PolicyOptimizer
+from tandem.engines.sharded import export_sharded, restore, store
+from tandem.engines.single import SingleDeviceEngine
+from tandem.engines.slices import whole_holding
+from tandem.errors import UserError
+from tandem.models.folder import open_model
+from tandem.models.language_model import LanguageModel
+from tandem.models.weights import copy_companions, read_config, write_config
+from tests.unit.engines.minibatch import LOSS, SCALE, cut_batches
+
+MUON = OptimConfig(optimizer="Muon", lr=1e-3, muon_lr=1e-3)
+
+
+class Trained:
+    """A model with an optimizer that has taken some steps on random gradients."""
+
+    def __init__(self, folder: Path, *, steps: int) -> None:
+        self.model = _open(folder)
+        self.weights: dict[str, Tensor] = {
+            name: p.detach() for name, p in self.model.module.named_parameters()
+        }
+        self.holding = whole_holding(self.weights)
+        self.optimizer = PolicyOptimizer(self.model, MUON, holding=self.holding)
+        for _ in range(steps):
+            gradients = {name: torch.randn_like(x) for name, x in self.weights.items()}
+            self.optimizer.step(self.weights, gradients, rate_factor=1.0)
+
+    def store(self, folder: Path, *, model: str = "a model") -> None:
+        store(
+            folder,
+            self.weights,
+            optimizer=self.optimizer,
+            boxes=self.holding.boxes,
+            model=model,
+            schedule_step=7,
+        )
+
+    def restore(self, folder: Path) -> int:
+        return restore(
+            folder,
+            self.weights,
+            optimizer=self.optimizer,
+            boxes=self.holding.boxes,
+            model="a model",
+        )
+
+
+def _open(folder: Path) -> LanguageModel:
+    return open_model(str(folder), dtype=torch.float32, device="cpu")
+
+
+def _check_same(one: Trained, other: Trained) -> None:
+    for name, weight in one.weights.items():
+        assert torch.equal(weight, other.weights[name]), name
+    theirs = other.optimizer.state_dict()
+    for kind, moments in one.optimizer.state_dict().items():
+        assert moments.keys() == theirs[kind].keys()
+        for moment, parts in moments.items():
+            assert all(map(torch.equal, parts, theirs[kind][moment])), (kind, moment)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_what_was_stored_comes_back(tiny_policy_folder: Path, tmp_path: Path, steps: int) -> None:
+    trained, fresh = (Trained(tiny_policy_folder, steps=n) for n in (steps, 3 - steps))
+    trained.store(tmp_path)
+    assert fresh.restore(tmp_path) == 7
+    _check_same(trained, fresh)
+
+
+def test_an_export_has_the_trained_weights(tiny_policy_folder: Path, tmp_path: Path) -> None:
+    trained, saved = Trained(tiny_policy_folder, steps=1), tmp_path / "saved"
+    trained.store(saved)
+    write_config(read_config(tiny_policy_folder), saved, dtype=torch.float32)
+    copy_companions(tiny_policy_folder, saved)
+    for dtype in (None, "bfloat16"):
+        folder = tmp_path / f"as {dtype}"
+        export_sharded(saved, folder, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert str(model.dtype) == f"torch.{dtype or 'float32'}"
+        assert transformers.AutoTokenizer.from_pretrained(folder).eos_token_id is not None
+        for name, parameter in _open(folder).module.named_parameters():
+            expected = trained.weights[name].to(model.dtype).float()
+            assert torch.equal(parameter, expected), name
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def _damages() -> Iterator[tuple[str, Callable[[Path], None]]]:
+    yield "no record", lambda folder: (folder / SHARDED_FILE).unlink()
+    yield "half a record", lambda folder: _cut(folder / SHARDED_FILE)
+    yield "no metadata", lambda folder: (folder / ".metadata").unlink()
+    yield "half the metadata", lambda folder: _cut(folder / ".metadata")
+    yield "no data", lambda folder: (folder / "__0_0.distcp").unlink()
+    yield "half the data", lambda folder: _cut(folder / "__0_0.distcp")
+
+
+@pytest.mark.parametrize(("name", "damage"), list(_damages()))
+def test_an_incomplete_checkpoint_is_refused(
+    tiny_policy_folder: Path, tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    trained = Trained(tiny_policy_folder, steps=1)
+    trained.store(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match="cannot be read") as refusal:
+        trained.restore(tmp_path)
+    assert "\n" not in str(refusal.value), name
+
+
+def test_a_foreign_checkpoint_is_refused(tiny_policy_folder: Path, tmp_path: Path) -> None:
+    trained = Trained(tiny_policy_folder, steps=1)
+    trained.store(tmp_path, model="another model")
+    with pytest.raises(UserError, match="another model"):
+        trained.restore(tmp_path)
+    record = json.loads((tmp_path / SHARDED_FILE).read_text())
+    record |= {"model": "a model", "moments": {"AdamW": []}}
+    (tmp_path / SHARDED_FILE).write_text(json.dumps(record))
+    with pytest.raises(UserError, match="optim.optimizer='Muon': the checkpoint holds the state"):
+        trained.restore(tmp_path)
+    engine = SingleDeviceEngine(_open(tiny_policy_folder), MUON, total_training_steps=10)
+    with pytest.raises(UserError, match="another model"):
+        engine.load(tmp_path)
+    assert not engine.update(cut_batches(), LOSS, scale=SCALE, temperature=1.0).skipped
+
+
+def test_a_full_disk_is_an_os_error(tiny_policy_folder: Path, tmp_path: Path) -> None:
+    trained = Trained(tiny_policy_folder, steps=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="cannot write"):
+            trained.store(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / SHARDED_FILE).exists()

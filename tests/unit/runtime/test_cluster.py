@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cluster is used, and what fits on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tandem.errors import UserError
+from tandem.platforms.isolation import CUDA_LIKE, HOST, MUSA
+from tandem.runtime.cluster import (
+    ClusterSettings,
+    fits,
+    node_resources,
+    plan_cluster,
+    require_fit,
+)
+
+ONE = ClusterSettings(num_nodes=1, devices_per_node=8)
+TWO = ClusterSettings(num_nodes=2, devices_per_node=8)
+LAUNCHED = {"MASTER_ADDR": "node-a", "MASTER_PORT": "1234"}
+
+# (settings, environment, (role, address, rank))
+PLANS = [
+    (ONE, {}, ("local", "", 0)),
+    (ONE, LAUNCHED | {"RANK": "0"}, ("local", "", 0)),
+    (ONE, {"RAY_ADDRESS": "local"}, ("local", "", 0)),
+    (ONE, {"RAY_ADDRESS": "10.0.0.1:6379"}, ("existing", "10.0.0.1:6379", 0)),
+    (TWO, {"RAY_ADDRESS": "auto"}, ("existing", "auto", 0)),
+    (
+        replace(TWO, ray_init={"address": "b:1"}),
+        {"RAY_ADDRESS": "a:1"},
+        ("existing", "b:1", 0),
+    ),
+    (TWO, LAUNCHED | {"RANK": "0"}, ("head", "node-a:1234", 0)),
+    (TWO, LAUNCHED | {"RANK": "1"}, ("member", "node-a:1234", 1)),
+    (TWO, LAUNCHED | {"NODE_RANK": "1", "RANK": "8"}, ("member", "node-a:1234", 1)),
+    (TWO, {"MASTER_ADDR": "node-a", "NODE_RANK": "0"}, ("head", "node-a:29500", 0)),
+    (TWO, LAUNCHED | {"RANK": "1", "RAY_ADDRESS": "a:1"}, ("existing", "a:1", 0)),
+]
+
+
+@pytest.mark.parametrize(("settings", "environment", "expected"), PLANS)
+def test_settings_and_environment_decide_the_cluster(
+    settings: ClusterSettings, environment: dict[str, str], expected: tuple[str, str, int]
+) -> None:
+    plan = plan_cluster(settings, environment)
+    assert (plan.role, plan.address, plan.node_rank) == expected
+
+
+# (settings, environment, words of the message)
+REFUSED = [
+    (TWO, {}, "ray start --head"),
+    (TWO, {}, "ray start --address="),
+    (TWO, {"MASTER_ADDR": "node-a"}, "NODE_RANK"),
+    (TWO, {"RANK": "1"}, "MASTER_ADDR"),
+    (TWO, LAUNCHED | {"RANK": "2"}, "RANK=2: must be below trainer.nnodes=2"),
+    (TWO, LAUNCHED | {"RANK": "-1"}, "RANK=-1"),
+    (TWO, LAUNCHED | {"RANK": "0", "MASTER_PORT": "x"}, "MASTER_PORT=x"),
+    (ONE, {"RAY_ADDRESS": "ray://head:10001"}, "RAY_ADDRESS=ray://head:10001"),
+    (ONE, {"RAY_ADDRESS": "head"}, "HOST:PORT"),
+    (replace(ONE, ray_init={"address": "head"}), {}, "ray_kwargs.ray_init.address=head"),
+]
+
+
+@pytest.mark.parametrize(("settings", "environment", "message"), REFUSED)
+def test_what_names_no_cluster_is_refused(
+    settings: ClusterSettings, environment: dict[str, str], message: str
+) -> None:
+    with pytest.raises(UserError) as raised:
+        plan_cluster(settings, environment)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("needs", "capacities", "expected"),
+    [
+        ([8, 8], [8, 8], True),
+        ([4, 8], [8, 2, 4], True),
+        ([8, 8], [16], False),
+        ([8, 8], [12, 4], False),
+        ([1, 1], [8, 0], False),
+        ([4], [], False),
+        ([], [], True),
+    ],
+)
+def test_each_planned_node_needs_a_node_of_its_own(
+    needs: list[int], capacities: list[int], expected: bool
+) -> None:
+    assert fits(needs, capacities) is expected
+
+
+# (settings, needs, capacities, resource, words of the message)
+TOO_FEW = [
+    (ONE, {0: 8}, [2], "GPU", "Set trainer.n_gpus_per_node=2 or less"),
+    (ONE, {0: 8}, [2], "GPU", "trainer.n_gpus_per_node=8, trainer.nnodes=1: more devices than"),
+    (ONE, {0: 8}, [0], "NPU", "trainer.device"),
+    (TWO, {0: 8, 1: 8}, [8], "GPU", "Lower trainer.nnodes"),
+    (TWO, {0: 8, 1: 8}, [8, 4], "GPU", "8 on 1 node(s), 4 on 1 node(s)"),
+    (ONE, {0: 8}, [4], "CPU", "ray_kwargs.ray_init.num_cpus"),
+]
+
+
+@pytest.mark.parametrize(("settings", "needs", "capacities", "resource", "message"), TOO_FEW)
+def test_too_few_devices_are_named(
+    settings: ClusterSettings,
+    needs: dict[int, int],
+    capacities: list[int],
+    resource: str,
+    message: str,
+) -> None:
+    with pytest.raises(UserError) as raised:
+        require_fit(needs, capacities, settings=settings, what=resource)
+    assert message in str(raised.value)
+
+
+def test_nodes_declare_what_ray_cannot_find() -> None:
+    def resources(visibility, **ray_init):
+        settings = replace(ONE, ray_init=ray_init)
+        return node_resources(visibility, num_visible=4, num_cores=2, settings=settings)
+
+    assert resources(HOST) == {"num_cpus": 8}
+    assert resources(CUDA_LIKE) == {"num_cpus": 8}
+    assert resources(MUSA) == {"num_cpus": 8, "num_gpus": 4}
+    assert resources(HOST, num_cpus=3, namespace="x") == {"num_cpus": 3}

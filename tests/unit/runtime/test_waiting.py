@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits over calls that a table answers, so that who fails when is written down in the test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tandem.errors import UserError
+from tandem.runtime.failure import Kind, ReportedError, Symptom, WorkerFailure, WorkerName
+from tandem.runtime.waiting import Call, ClosedError, Waits, Worker
+
+GRACE_S = 0.5
+DIED = Symptom(Kind.DIED, "killed", "last words", 0)
+RAISED = Symptom(Kind.RAISED, "ValueError: x", "", 2)
+LOST = Symptom(Kind.LOST_PEER, "RuntimeError: closed by peer", "", 1)
+
+
+class Answers:
+    """References are strings; what they refer to arrives when it is put here."""
+
+    def __init__(self) -> None:
+        self.arrived: dict[str, Any] = {}
+        self._changed = threading.Condition()
+
+    def put(self, **answers: Any) -> None:
+        with self._changed:
+            self.arrived |= answers
+            self._changed.notify_all()
+
+    def later(self, delay_s: float, **answers: Any) -> None:
+        threading.Timer(delay_s, self.put, kwargs=answers).start()
+
+    def finished(self, references: Sequence[str], timeout_s: float) -> list[str]:
+        def there() -> list[str]:
+            return [reference for reference in references if reference in self.arrived]
+
+        with self._changed:
+            self._changed.wait_for(there, timeout_s)
+            return there()
+
+    def result(self, reference: str) -> Any:
+        answer = self.arrived[reference]
+        if isinstance(answer, Symptom):
+            raise ReportedError(answer)
+        return answer
+
+
+def two_workers() -> tuple[Answers, Waits, list[Worker]]:
+    answers = Answers()
+    waits = Waits(answers.finished, answers.result, grace_s=GRACE_S)
+    workers = [
+        Worker(WorkerName("train", rank, host="a", pid=rank), f"watch{rank}") for rank in range(2)
+    ]
+    for worker in workers:
+        waits.watch(worker)
+    return answers, waits, workers
+
+
+def start(waits: Waits, workers: list[Worker]) -> list[Call]:
+    return [
+        waits.started(worker, "update", reference=f"call{i}") for i, worker in enumerate(workers)
+    ]
+
+
+def test_results_come_in_the_order_of_the_calls() -> None:
+    answers, waits, workers = two_workers()
+    calls = start(waits, workers)
+    answers.put(call1="b")
+    answers.later(0.05, call0="a")
+    assert waits.gather(calls) == ["a", "b"]
+    assert waits.gather([]) == []
+
+
+def test_first_is_the_lowest_that_is_finished() -> None:
+    answers, waits, workers = two_workers()
+    calls = start(waits, workers)
+    answers.later(0.05, call1="b")
+    assert waits.first(calls) == 1
+    answers.put(call0="a")
+    assert waits.first(calls) == 0
+
+
+@pytest.mark.parametrize(
+    ("now", "later", "rank"),
+    [
+        ({"call0": LOST}, {"watch1": DIED, "call1": DIED}, 1),
+        ({"call0": LOST}, {"call1": RAISED}, 1),
+        ({"call0": RAISED}, {"call1": LOST}, 0),
+        ({"watch0": DIED, "call0": DIED}, {"call1": LOST}, 0),
+    ],
+)
+def test_first_cause_may_show_after_its_consequences(
+    now: dict[str, Symptom], later: dict[str, Symptom], rank: int
+) -> None:
+    answers, waits, workers = two_workers()
+    calls = start(waits, workers)
+    answers.put(**now)
+    answers.later(0.2, **later)
+    with pytest.raises(WorkerFailure) as raised:
+        waits.gather(calls)
+    assert (raised.value.rank, raised.value.method) == (rank, "update")
+
+
+def test_failure_comes_although_a_peer_hangs() -> None:
+    answers, waits, workers = two_workers()
+    calls = start(waits, workers)
+    answers.put(call1=RAISED)
+    started = time.monotonic()
+    with pytest.raises(WorkerFailure) as raised:
+        waits.gather(calls)
+    assert raised.value.rank == 1
+    assert time.monotonic() - started < GRACE_S + 1
+
+
+def test_death_of_a_worker_that_nobody_called_ends_every_wait() -> None:
+    answers, waits, workers = two_workers()
+    (call, _) = start(waits, workers)
+    answers.later(0.1, watch1=DIED)
+    with pytest.raises(WorkerFailure) as raised:
+        waits.first([call])
+    assert raised.value.rank == 1
+    assert "last words" in str(raised.value)
+    answers.put(call0="done")
+    with pytest.raises(WorkerFailure, match="train rank 1"):
+        waits.gather([call])
+
+
+def test_death_names_the_call_the_worker_was_busy_with() -> None:
+    answers, waits, workers = two_workers()
+    done = waits.started(workers[0], "add", reference="done")
+    busy = waits.started(workers[0], "advance", reference="busy")
+    queued = waits.started(workers[0], "transfer", reference="queued")
+    answers.put(done="fine", busy=DIED, queued=DIED, watch0=DIED)
+    with pytest.raises(WorkerFailure) as raised:
+        waits.gather([queued])
+    assert raised.value.method == "advance"
+    assert (done.number, busy.number) == (0, 1)
+
+
+def test_threads_that_fail_of_the_same_cause_name_the_same_worker() -> None:
+    answers, waits, workers = two_workers()
+    calls = start(waits, workers)
+    ranks: list[int] = []
+
+    def gather(call: Call) -> None:
+        with pytest.raises(WorkerFailure) as raised:
+            waits.gather([call])
+        ranks.append(raised.value.rank)
+
+    threads = [threading.Thread(target=gather, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    answers.put(call0=LOST)
+    answers.later(0.1, call1=DIED, watch1=DIED)
+    for thread in threads:
+        thread.join(10)
+    assert ranks == [1, 1]
+
+
+def test_user_error_of_a_worker_is_raised_as_one() -> None:
+    answers, waits, workers = two_workers()
+    calls = start(waits, workers)
+    answers.put(call0=Symptom(Kind.RAISED, "a=1: no.", "", 0, is_user_error=True), call1="ok")
+    with pytest.raises(UserError, match="a=1: no"):
+        waits.gather(calls)
+
+
+def test_closing_ends_waits() -> None:
+    _, waits, workers = two_workers()
+    calls = start(waits, workers)
+    threading.Timer(0.1, waits.close).start()
+    with pytest.raises(ClosedError):
+        waits.gather(calls)
+
+
+def test_wait_with_a_limit_ends() -> None:
+    _, waits, workers = two_workers()
+    with pytest.raises(TimeoutError):
+        waits.gather(start(waits, workers), timeout_s=0.05)
