@@ -10,6 +10,7 @@ optimizer phases (0 = the initial weights).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -100,6 +101,19 @@ class Completion:
     log_probs: tuple[float, ...]
     finish_reason: FinishReason
     weights_version: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as arrays: objects for every number would take as long as their generation."""
+        tokens, log_probs = array("q", self.token_ids), array("d", self.log_probs)
+        others = (self.sample_id, self.finish_reason, self.weights_version)
+        return _unpickled_completion, (others, (tokens, log_probs))
+
+
+def _unpickled_completion(
+    others: tuple[int, FinishReason, int], numbers: tuple[array[int], array[float]]
+) -> Completion:
+    (sample_id, finish_reason, version), (tokens, log_probs) = others, numbers
+    return Completion(sample_id, tuple(tokens), tuple(log_probs), finish_reason, version)
 
 
 class RewardStatus(Enum):

@@ -222,10 +222,10 @@ async def _in_pools(
     try:
         store = host_store(timeout_s=cluster.settings.wait_s)
         jobs = make_jobs(store=(runtime.address, store.port))
-        groups = runtime.start_pools(
-            {name: partial(build_worker, job) for name, job in jobs.items()}
+        groups = await runtime.call(
+            runtime.start_pools, {name: partial(build_worker, job) for name, job in jobs.items()}
         )
-        _write_placement(site, groups)
+        await runtime.call(_write_placement, site, groups)
         yield runtime, groups
     finally:
         await runtime.close()

@@ -18,6 +18,7 @@ from torch import Tensor
 from tandem.api import Loss
 from tandem.models.language_model import LanguageModel, score_batch
 from tandem.models.logprob import TokenLogProbs
+from tandem.models.upload import upload
 from tandem.types import (
     LossColumns,
     LossInputs,
@@ -81,7 +82,7 @@ def _loss_inputs(batch: PackedBatch, scores: TokenLogProbs, *, scale: LossScale)
     return LossInputs(
         logp_R=scores.logp_R,
         entropy_R=scores.entropy_R,
-        sequence_R=batch.sequence_R.to(device),
+        sequence_R=upload(batch.sequence_R, device),
         num_sequences=batch.num_sequences,
         columns=_columns_on(batch.columns, device),
         scale=scale,
@@ -94,7 +95,7 @@ def _columns_on(columns: LossColumns | None, device: torch.device) -> LossColumn
     old, ref = columns.old_logp_R, columns.ref_logp_R
     return replace(
         columns,
-        advantages_R=columns.advantages_R.to(device),
-        old_logp_R=None if old is None else old.to(device),
-        ref_logp_R=None if ref is None else ref.to(device),
+        advantages_R=upload(columns.advantages_R, device),
+        old_logp_R=None if old is None else upload(old, device),
+        ref_logp_R=None if ref is None else upload(ref, device),
     )

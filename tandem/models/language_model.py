@@ -33,6 +33,7 @@ from tandem.models.sequence_parallel import (
     own_tokens,
 )
 from tandem.models.tensor_parallel import local_decoder
+from tandem.models.upload import upload
 from tandem.models.weights import allocate, copy_companions, save_hf_folder, write_config
 from tandem.types import HeldSlice, PackedBatch
 
@@ -209,7 +210,9 @@ class NativeModel:
         if sequence.size > 1:
             attention = UlyssesAttention(attention, sequence, num_tokens=len(token_ids))
             token_ids, position_ids = (own_tokens(x, sequence) for x in (token_ids, position_ids))
-        return self.decoder(token_ids.to(self.device), position_ids.to(self.device), attention)
+        return self.decoder(
+            upload(token_ids, self.device), upload(position_ids, self.device), attention
+        )
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         """Recompute each layer in the backward pass."""
@@ -235,9 +238,9 @@ def score_batch(
     h_LD = model.hidden(batch)
     own = own_responses(batch, model.layout.sequence)
     scores = model.operators.token_log_probs(
-        h_LD.index_select(0, own.source_N.to(h_LD.device)),
+        h_LD.index_select(0, upload(own.source_N, h_LD.device)),
         model.lm_head_weight,
-        target_R=own.target_N.to(h_LD.device),
+        target_R=upload(own.target_N, h_LD.device),
         temperature=temperature,
         with_entropy=with_entropy,
     )

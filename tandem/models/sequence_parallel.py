@@ -23,6 +23,7 @@ from tandem.models.collectives import exchange, sum_values
 from tandem.models.logprob import TokenLogProbs
 from tandem.models.operators import Attention
 from tandem.models.parallel import Peers
+from tandem.models.upload import upload
 from tandem.types import PackedBatch
 
 
@@ -98,7 +99,7 @@ def gather_scores(scores: TokenLogProbs, own: OwnResponses) -> TokenLogProbs:
     if own.place_N is None:
         return scores
     entropy_N = scores.entropy_R
-    gather = partial(_gather, place_N=own.place_N.to(scores.logp_R.device), own=own)
+    gather = partial(_gather, place_N=upload(own.place_N, scores.logp_R.device), own=own)
     return TokenLogProbs(gather(scores.logp_R), None if entropy_N is None else gather(entropy_N))
 
 

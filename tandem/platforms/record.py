@@ -38,7 +38,6 @@ class Platform:
         make_capturer: how a sequence of operations is recorded and replayed.
         has_own_memory: whether its memory is apart from the host's, and bounded.
         num_multiprocessors: how many programs run at the same time.
-        overlaps_launches: whether a kernel may start before the one ahead of it has ended.
         visibility: how several processes of a node are kept to a device each.
         num_devices: how many this process sees.
         use_device: makes the one of an index the device of the calling thread.
@@ -59,7 +58,6 @@ class Platform:
     make_capturer: Callable[[], Capturer]
     has_own_memory: bool
     num_multiprocessors: Callable[[], int]
-    overlaps_launches: Callable[[], bool]
     visibility: Visibility
     num_devices: Callable[[], int]
     use_device: Callable[[int], object]
@@ -90,7 +88,6 @@ CPU = Platform(
     make_capturer=eager,
     has_own_memory=False,
     num_multiprocessors=lambda: 1,
-    overlaps_launches=lambda: False,
     visibility=HOST,
     num_devices=lambda: 1,
     use_device=lambda index: None,
@@ -112,7 +109,6 @@ CUDA = Platform(
     make_capturer=cuda_graphs,
     has_own_memory=True,
     num_multiprocessors=lambda: torch.cuda.get_device_properties(None).multi_processor_count,
-    overlaps_launches=lambda: torch.cuda.get_device_capability() >= (9, 0),
     visibility=CUDA_LIKE,
     num_devices=torch.cuda.device_count,
     use_device=torch.cuda.set_device,

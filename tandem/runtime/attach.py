@@ -69,8 +69,7 @@ def start_ray(
         )
         wanted |= {"address": "local", "include_dashboard": False}
     if plan.role == "head":
-        host, _ = plan.host_and_port
-        wanted |= {"_node_ip_address": socket.gethostbyname(host), "_system_config": _HEALTH_CHECKS}
+        wanted |= {"_system_config": _HEALTH_CHECKS, **_named_address(plan)}
     quiet = {"logging_level": logging.CRITICAL, "log_to_driver": False}
     try:
         with _own_signal_handlers():
@@ -174,6 +173,18 @@ def _probe(plan: ClusterPlan) -> None:
             f"{plan.source}={plan.address}: no Ray cluster answers there. Correct or unset it, or "
             "start one with `ray start --head`."
         ) from error
+
+
+def _named_address(plan: ClusterPlan) -> dict[str, str]:
+    """The address by which members know this node, if it is one of its own; it may be that of a
+    proxy, and then Ray finds one by itself."""
+    host, _ = plan.host_and_port
+    try:
+        address = socket.gethostbyname(host)
+        socket.create_server((address, 0)).close()
+    except OSError:
+        return {}
+    return {"_node_ip_address": address}
 
 
 @contextmanager

@@ -129,8 +129,8 @@ class Waits:
     def _wait(self, references: Sequence[Reference], deadline: float) -> list[Reference]:
         """Those that are finished, at least one."""
         watches = [worker.watch for worker in self._workers]
-        while time.monotonic() < deadline:
-            finished = set(self._finished([*references, *watches], _LOOK_S))
+        while (left_s := deadline - time.monotonic()) > 0:
+            finished = set(self._finished([*references, *watches], min(_LOOK_S, left_s)))
             if self._is_closed:
                 raise ClosedError("the runtime was closed")
             if finished.intersection(watches):

@@ -8,6 +8,7 @@ that scores on devices of its own. All ranks of a pool make the same calls, but 
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Sequence
@@ -78,6 +79,7 @@ class Worker:
         self._rollout, self._generator = self._open_rollout(job.rollout)
         receiver = self._frozen.get("logp") if self._generator is None else self._generator
         self._link = self._open_link(job.link, store, sends=trained, receives=receiver)
+        gc.freeze()  # what is here now stays, and need not be looked through again
 
     def describe(self) -> dict[str, Any]:
         """Where this is."""

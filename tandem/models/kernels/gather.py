@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tandem.models.upload import upload
+
 
 class Gather:
     """``gather(x_T...) -> x_Y...`` for one fixed index."""
@@ -27,9 +29,9 @@ class Gather:
         """``index_Y``: int64, the row each copy is of, in 0..``num_rows`` - 1."""
         counts_T = np.bincount(index_Y, minlength=num_rows)
         starts = np.concatenate(([0], np.cumsum(counts_T)))
-        self.index_Y = torch.from_numpy(index_Y).to(device)
-        self.copies_Y = torch.from_numpy(np.argsort(index_Y, kind="stable")).to(device)
-        self.starts = torch.from_numpy(starts).to(device)
+        self.index_Y = upload(torch.from_numpy(index_Y), device)
+        self.copies_Y = upload(torch.from_numpy(np.argsort(index_Y, kind="stable")), device)
+        self.starts = upload(torch.from_numpy(starts), device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The copies, contiguous."""

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from tandem.models.attention import PackedAttention
 from tandem.models.kernels.gather import Gather
+from tandem.models.upload import upload
 from tandem.types import Segments
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -95,7 +96,7 @@ def _starts(lengths_S: Tensor, device: torch.device) -> Tensor:
     """Cumulated lengths with a leading 0, int32 (S + 1,)."""
     starts = torch.zeros(len(lengths_S) + 1, dtype=torch.int32)
     starts[1:] = lengths_S.cumsum(0)
-    return starts.to(device)
+    return upload(starts, device)
 
 
 def _key_index(segments: Segments) -> np.ndarray:

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker process does with itself, done by this one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ray.cloudpickle import cloudpickle
+
+from tandem.platforms.isolation import CUDA_LIKE, MUSA, Visibility
+from tandem.platforms.place import WorkerPlace
+from tandem.platforms.record import CPU, Platform
+from tandem.runtime.failure import ReportedError
+from tandem.runtime.hosted import HostedObject, Seat
+
+PLACE = WorkerPlace("train", 1, 2, node=0, node_address="a", local_rank=1, local_size=2)
+
+
+@pytest.fixture
+def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Environment and log handlers are as before afterwards."""
+    handlers = list(logging.getLogger().handlers)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, os.environ.get(name, "0"))
+    yield monkeypatch
+    logging.getLogger().handlers[:] = handlers
+
+
+def seat(visibility: Visibility) -> Seat:
+    return Seat(PLACE, visibility, node_capacity=4, folder=os.getcwd(), num_threads=3)
+
+
+def payload(build: Callable[[WorkerPlace], Any], **facts: Any) -> bytes:
+    platform: Platform = replace(CPU, **facts)
+    return cloudpickle.dumps((platform, build))
+
+
+def test_process_is_isolated_before_its_object_is_made(
+    clean_process: pytest.MonkeyPatch,
+) -> None:
+    clean_process.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    hosted = HostedObject()
+    opened = hosted.open(seat(CUDA_LIKE), ["6"])
+    assert (opened.place.physical_id, opened.place.rank) == ("6", 1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    hosted.build(payload(lambda place: [place], visibility=CUDA_LIKE))
+    assert hosted.call("index", opened.place).value == 0
+
+
+def test_selecting_process_uses_the_device_of_its_index(clean_process: pytest.MonkeyPatch) -> None:
+    clean_process.setenv("MUSA_VISIBLE_DEVICES", "4,5,6,7")
+    hosted = HostedObject()
+    opened = hosted.open(seat(MUSA), ["2"])
+    assert (opened.place.physical_id, opened.place.device_index) == ("6", 2)
+
+    def use_device(index: int) -> None:
+        assert index == 2, index
+
+    facts = {"visibility": MUSA, "use_device": use_device}
+    hosted.build(payload(lambda place: place, num_devices=lambda: 4, **facts))
+    with pytest.raises(ReportedError) as raised:
+        hosted.build(payload(lambda place: place, num_devices=lambda: 2, **facts))
+    assert "shows 2 devices here" in raised.value.symptom.cause
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"num_devices": lambda: 2}, "cpu shows 2 devices here, against: CUDA_VISIBLE_DEVICES=0"),
+        ({"num_devices": lambda: 0}, "cpu shows 0 devices here"),
+        ({"is_available": lambda: False}, "cpu finds no usable device here"),
+    ],
+)
+def test_isolation_without_effect_ends_the_worker(
+    clean_process: pytest.MonkeyPatch, facts: dict[str, Any], message: str
+) -> None:
+    clean_process.setenv("CUDA_VISIBLE_DEVICES", "0")
+    hosted = HostedObject()
+    hosted.open(seat(CUDA_LIKE), ["0"])
+    with pytest.raises(ReportedError) as raised:
+        hosted.build(payload(lambda place: place, **facts))
+    assert message in raised.value.symptom.cause
+
+
+@pytest.mark.usefixtures("clean_process")
+def test_warnings_travel_with_the_next_reply() -> None:
+    hosted = HostedObject()
+    hosted.open(replace(seat(CUDA_LIKE), visibility=CPU.visibility), [])
+    hosted.build(payload(lambda place: [3, 1]))
+    logging.getLogger("tandem.engines").warning("odd: %d", 7)
+    (notice,) = hosted.call("sort").notices
+    assert (notice.source, notice.text) == ("train rank 1", "odd: 7")
+    reply = hosted.call("index", 3)
+    assert (reply.value, reply.notices) == (1, ())
