@@ -131,6 +131,10 @@ class Runtime(Protocol):
         """
         ...
 
+    async def watch(self) -> None:
+        """Never returns; raises as soon as a process of the run has ended, whoever waits for it."""
+        ...
+
     async def close(self) -> None:
         """Release processes and threads; idempotent."""
         ...

@@ -118,6 +118,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     command = COMMANDS.get(name)
     if command is None:
         raise UserError(f"{name!r}: no such command. Choose among {', '.join(COMMANDS)}.")
+    # torch's C++ warns on stderr of host names without an address; it reads this when imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     gc.disable()  # imports leave no garbage, but a million objects to look through in vain
     try:
         parsed = import_module(command.parser).parse(arguments) if command.parser else arguments

@@ -106,6 +106,7 @@ class Pipeline:
         gate = AdmissionGate((ahead + 1) * batch_size, num_wanted)
         producer = GroupProducer(self._parts, gate=gate, router=self._router, buffer=self._buffer)
         async with asyncio.TaskGroup() as tasks:
+            watch_task = tasks.create_task(self._parts.runtime.watch())
             router_task = tasks.create_task(self._router.run())
             await self._parts.runtime.call(
                 self._parts.engines.rollout.set_weights_version, self._step
@@ -120,8 +121,8 @@ class Pipeline:
                 await self._log_again()
             producer_task = tasks.create_task(producer.run())
             await self._train(gate, producer)
-            router_task.cancel()
-            producer_task.cancel()
+            for task in (watch_task, router_task, producer_task):
+                task.cancel()
         return RunSummary(self._step, self._stopping, self._validation)
 
     async def _train(self, gate: AdmissionGate, producer: GroupProducer) -> None:

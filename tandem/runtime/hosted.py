@@ -16,7 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from tandem.platforms.isolation import (
     IsolationPlan,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from tandem.platforms.record import Platform
 
 Build = Callable[[WorkerPlace], object]
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -115,6 +119,8 @@ class HostedObject:
                 seat.visibility, assigned, inherited=os.environ, node_visible=visible
             )
             apply_isolation(self._plan, os.environ)
+            for name, value in interface_variables(seat.place.node_address).items():
+                os.environ.setdefault(name, value)
             self._visibility = seat.visibility
             self._place = replace(
                 seat.place,
@@ -165,6 +171,17 @@ def reported() -> Iterator[None]:
         yield
     except Exception as error:
         raise ReportedError(symptom_of(error, time_s=time.time())) from None
+
+
+def interface_variables(address: str) -> dict[str, str]:
+    """How gloo and NCCL are told the network that other nodes reach this one by: left alone, they
+    take the one that the host's name happens to stand for. Nothing where there is only one node."""
+    if ip_address(address).is_loopback:
+        return {}
+    for interface, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return dict.fromkeys(_INTERFACE_VARIABLES, interface)
+    return {}
 
 
 class _NoticeHandler(logging.Handler):

@@ -34,6 +34,10 @@ class InProcessRuntime:
         bound = functools.partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._executor, bound)
 
+    async def watch(self) -> None:
+        """There is no other process to end."""
+        await asyncio.Event().wait()
+
     async def close(self) -> None:
         """Wait for the call in progress, drop those that have not begun, end the thread."""
         await asyncio.to_thread(self._executor.shutdown, wait=True, cancel_futures=True)

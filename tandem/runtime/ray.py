@@ -163,6 +163,10 @@ class RayRuntime:
         bound = functools.partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(executor, bound)
 
+    async def watch(self) -> None:
+        """Raise WorkerFailure as soon as a worker has ended, also one that nobody waits for."""
+        await asyncio.to_thread(self._waits.until_death)
+
     async def close(self) -> None:
         """End all processes; idempotent. Calls in progress end with an error."""
         await asyncio.to_thread(self.shutdown)

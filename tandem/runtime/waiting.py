@@ -122,6 +122,10 @@ class Waits:
         finished = set(self._wait([call.reference for call in calls], math.inf))
         return next(i for i, call in enumerate(calls) if call.reference in finished)
 
+    def until_death(self) -> None:
+        """Wait for the end of any worker. Raises WorkerFailure."""
+        self._wait([], math.inf)
+
     def close(self) -> None:
         """End all waits, with ``ClosedError``."""
         self._is_closed = True

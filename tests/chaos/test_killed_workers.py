@@ -132,6 +132,37 @@ def test_the_run_ends_within_seconds_of_the_death(material: Material, tmp_path: 
     assert none_left(mark, within_s=2)
 
 
+def test_a_death_that_nobody_waits_for_ends_the_run_too(material: Material, tmp_path: Path) -> None:
+    """A worker is killed while only a reward is being computed."""
+    run = tmp_path / "run"
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "import json, os, pathlib, signal, time\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        f"    places = json.loads(pathlib.Path({str(run)!r}, 'placement.json').read_text())\n"
+        "    for place in places:\n"
+        "        if place['tasks'] == ['generate']:\n"
+        "            os.kill(place['pid'], signal.SIGKILL)\n"
+        "    time.sleep(60)\n"
+        "    return 0.0\n"
+    )
+    arguments = train_arguments(
+        material,
+        run,
+        *SPLIT,
+        f"custom_reward_function.path={reward}",
+        "custom_reward_function.name=compute_score",
+        "reward.timeout_s=100",
+    )
+    command = Command(arguments, folder=tmp_path / "output")
+    command.wait_for(run / "placement.json")
+    started_s = time.monotonic()
+    ended = command.wait()
+    assert time.monotonic() - started_s < 30
+    assert ended.code == 1
+    assert ended.errors[0].startswith("error: step 1: generate rank 0 ")
+
+
 def test_a_killed_driver_leaves_no_process_behind(material: Material, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     arguments = train_arguments(

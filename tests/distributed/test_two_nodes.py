@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.fakes.tiny_run import Material, metrics_of, train_arguments
+
 ROOT = Path(__file__).resolve().parents[2]
 SUBNET = "10.213.77"
+CALLS = ("tests.distributed.ray_driver", "two_nodes")
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,14 @@ class Hosts:
 
     names: tuple[str, str]
 
-    def start(self, rank: int, **environment: str) -> subprocess.Popen[str]:
+    def start(
+        self, rank: int, command: Sequence[str] = CALLS, **environment: str
+    ) -> subprocess.Popen[str]:
         """The common command on one of them."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         launched = {"MASTER_ADDR": f"{SUBNET}.1", "MASTER_PORT": "29713", "NODE_RANK": str(rank)}
-        command = [sys.executable, "-m", "tests.distributed.ray_driver", "two_nodes"]
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.names[rank], *command],
+            ["ip", "netns", "exec", self.names[rank], sys.executable, "-m", *command],
             cwd=ROOT,
             env=inherited | launched | environment,
             stdout=subprocess.PIPE,
@@ -123,3 +128,53 @@ def test_node_that_is_cut_off_ends_the_run_on_the_other(hosts: Hosts) -> None:
         time.sleep(0.2)
     assert not hosts.processes(0)
     assert not hosts.processes(1)
+
+
+def train(material: Material, run: Path, *overrides: str) -> tuple[str, ...]:
+    """A run over both nodes, as each of them is told to make it."""
+    arguments = train_arguments(
+        material,
+        run,
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=1",
+        "trainer.device=cpu",
+        "trainer.total_training_steps=3",
+        "data.val_files=[]",
+        *overrides,
+    )
+    return ("tandem.cli.main", *arguments)
+
+
+def test_two_nodes_train_together(hosts: Hosts, material: Material, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    member = hosts.start(1, train(material, run))
+    head = hosts.start(0, train(material, run))
+    _, stderr = head.communicate(timeout=120)
+    assert head.returncode == 0, stderr
+    assert member.wait(timeout=20) == 0
+    assert sorted(metrics_of(run)) == [1, 2, 3]
+    places = json.loads((run / "placement.json").read_text())
+    assert sorted(place["node"] for place in places) == [0, 1]
+    assert not hosts.processes(0)
+    assert not hosts.processes(1)
+
+
+def test_losing_a_node_ends_the_training_with_its_name(
+    hosts: Hosts, material: Material, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    command = train(material, run, "trainer.total_training_steps=1000", "trainer.total_epochs=1000")
+    head, member = hosts.start(0, command), hosts.start(1, command)
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    hosts.cut()
+    cut_s = time.monotonic()
+    _, stderr = head.communicate(timeout=60)
+    assert time.monotonic() - cut_s < 25
+    assert head.returncode == 1
+    (line,) = [line for line in stderr.splitlines() if line.startswith("error:")]
+    assert re.match(r"error: step \d+: \S+ rank \d .*(node was lost|cannot be reached)", line)
+    _, stderr = member.communicate(timeout=60)
+    assert member.returncode == 1
+    assert "vanished" in stderr

@@ -161,6 +161,14 @@ def test_prompt_longer_than_the_limit(expect_refusal: Callable[..., None]) -> No
         ("algorithm.adv_estimator=grp", ("algorithm.adv_estimator='grp'", "grpo", "rloo")),
         ("trainer.nnodes=", ("trainer.nnodes=''", "WORLD_SIZE", "Set trainer.nnodes=1")),
         ("trainer.nnodes=2", ("trainer.nnodes=2", "ray start --head", "MASTER_ADDR")),
+        (
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+            ("ulysses_sequence_parallel_size=2", "1", "Set"),
+        ),
+        (
+            "actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb=0",
+            ("param_update_preduce_bucket_size_mb=0", "1", "Set"),
+        ),
         (f"{ACTOR}.ppo_mini_batch_size=8", ("ppo_mini_batch_size=8", "train_batch_size=4", "Set")),
         (f"{ACTOR}.ppo_mini_batch_size=3", ("ppo_mini_batch_size=3", "divide", "Set")),
         (f"{ACTOR}.ppo_max_token_len_per_gpu=50", ("ppo_max_token_len_per_gpu=50", "108", "Set")),

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 from ray.cloudpickle import cloudpickle
 
@@ -16,9 +18,9 @@ from tandem.platforms.isolation import CUDA_LIKE, MUSA, Visibility
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import CPU, Platform
 from tandem.runtime.failure import ReportedError
-from tandem.runtime.hosted import HostedObject, Seat
+from tandem.runtime.hosted import HostedObject, Seat, interface_variables
 
-PLACE = WorkerPlace("train", 1, 2, node=0, node_address="a", local_rank=1, local_size=2)
+PLACE = WorkerPlace("train", 1, 2, node=0, node_address="127.0.0.1", local_rank=1, local_size=2)
 
 
 @pytest.fixture
@@ -98,3 +100,16 @@ def test_warnings_travel_with_the_next_reply() -> None:
     assert (notice.source, notice.text) == ("train rank 1", "odd: 7")
     reply = hosted.call("index", 3)
     assert (reply.value, reply.notices) == (1, ())
+
+
+def test_collectives_are_told_the_network_that_other_nodes_use() -> None:
+    named = {
+        entry.address: interface
+        for interface, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+    }
+    for address, interface in named.items():
+        variables = interface_variables(address)
+        assert variables == {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    assert interface_variables("127.0.0.1") == interface_variables("203.0.113.9") == {}
