@@ -24,7 +24,7 @@ from tests.fakes.commands import Ended, run_command
 from tests.fakes.tiny_policy import TINY, write_tiny_tokenizer
 from tests.fakes.tiny_run import Material, prompt_row, sft_arguments, train_arguments
 
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model.path"
 
 
@@ -161,14 +161,8 @@ def test_prompt_longer_than_the_limit(expect_refusal: Callable[..., None]) -> No
         ("algorithm.adv_estimator=grp", ("algorithm.adv_estimator='grp'", "grpo", "rloo")),
         ("trainer.nnodes=", ("trainer.nnodes=''", "WORLD_SIZE", "Set trainer.nnodes=1")),
         ("trainer.nnodes=2", ("trainer.nnodes=2", "ray start --head", "MASTER_ADDR")),
-        (
-            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
-            ("ulysses_sequence_parallel_size=2", "1", "Set"),
-        ),
-        (
-            "actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb=0",
-            ("param_update_preduce_bucket_size_mb=0", "1", "Set"),
-        ),
+        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2", ("parallel_size=2", "Set")),
+        (f"{ROLLOUT}.param_update_preduce_bucket_size_mb=0", ("preduce_bucket_size_mb=0", "Set")),
         (f"{ACTOR}.ppo_mini_batch_size=8", ("ppo_mini_batch_size=8", "train_batch_size=4", "Set")),
         (f"{ACTOR}.ppo_mini_batch_size=3", ("ppo_mini_batch_size=3", "divide", "Set")),
         (f"{ACTOR}.ppo_max_token_len_per_gpu=50", ("ppo_max_token_len_per_gpu=50", "108", "Set")),
