@@ -126,6 +126,9 @@ class CheckpointStore:
                 f"{step} could not be written ({_first_line(error)}); earlier ones are kept. "
                 "Free some space and run the same command again to resume."
             ) from error
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         self._retire(step)
 
     def _retire(self, newest: int) -> None:

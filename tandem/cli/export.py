@@ -37,6 +37,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def _find(run_folder: Path, step: int | None) -> Checkpoint:
     if run_folder.name.startswith("global_step_"):
+        if step is not None:
+            raise UserError(
+                f"--step={step}: RUN={str(run_folder)!r} is one checkpoint already. Leave --step "
+                "out, or name the folder of the run."
+            )
         return open_checkpoint(run_folder)
     if step is not None:
         return _checkpoint_of(run_folder, step)

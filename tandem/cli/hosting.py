@@ -36,7 +36,7 @@ from tandem.runtime.ray import RayRuntime
 from tandem.runtime.rendezvous import Meeting
 from tandem.types import TokenIds
 from tandem.workers.colocated import build_colocated, build_trainer, shape_of
-from tandem.workers.deployment import remote_engines, remote_trainer, run_jobs, sft_jobs
+from tandem.workers.deployment import remote_engines, remote_trainer, run_jobs, section_of, sft_jobs
 from tandem.workers.job import WorkerJob, build_worker
 from tandem.workers.remote import PeakMemory, call_each
 
@@ -97,7 +97,7 @@ def on_site(config: RunConfig | SftConfig, body: Callable[[Site], int]) -> int:
         RunFailure: a process or a node of the run failed.
     """
     site = site_here(config)
-    if site.placement.is_one_process:
+    if site.placement.is_one_process and config.trainer.nnodes == 1:
         return body(site)
     trainer = config.trainer
     settings = ClusterSettings(
@@ -144,7 +144,7 @@ def require_fit(site: Site, model: ModelFolder) -> None:
             model.decoder_config,
             tensor=layout.tensor_parallel,
             sequence=layout.sequence_parallel,
-            section=f"actor_rollout_ref.{'ref' if task == 'ref_logp' else 'actor'}.fsdp_config",
+            section=section_of(task) if isinstance(site.config, RunConfig) else "engine",
         )
     sizes = ModelSizes.of(model.hf_config)
     if site.platform.has_own_memory and sizes is not None:

@@ -125,7 +125,7 @@ async def _train(
                 run_folder = config.trainer.run_folder
                 await loop.restore(checkpoint, is_logged=is_logged(checkpoint, run_folder))
             switch.on_stop(loop.stop)
-            with naming_step(lambda: loop.step + 1):
+            with naming_step(lambda: loop.step):
                 return await loop.run()
         finally:
             for sink in parts.sinks:

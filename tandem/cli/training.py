@@ -178,7 +178,7 @@ async def _run(
             run_folder = parts.config.trainer.run_folder
             await pipeline.restore(checkpoint, is_logged=is_logged(checkpoint, run_folder))
         switch.on_stop(pipeline.stop)
-        with naming_step(lambda: pipeline.step + 1):
+        with naming_step(lambda: pipeline.step):
             return await pipeline.run()
     finally:
         parts.recorder.close()
@@ -226,7 +226,12 @@ def _assemble(
         store=start.store,
         sinks=sinks,
         recorder=recorder,
-        facts=ComputeFacts(hosted.shape, site.platform.device_name(), site.num_devices),
+        facts=ComputeFacts(
+            hosted.shape,
+            site.platform.device_name(),
+            num_devices=site.num_devices,
+            num_training_devices=site.placement.pool_of("actor-train").num_devices,
+        ),
         preferred_tokens=site.platform.microbatch_tokens,
         clock=time.perf_counter,
         allocated_bytes=lambda: hosted.peak_memory().allocated,

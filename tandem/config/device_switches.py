@@ -95,6 +95,11 @@ _RUN_ONLY = (
 )
 _SFT_ONLY = (
     *_layout_conditions("engine", lambda c: c.engine, tasks=("actor-train",)),
+    Condition(
+        ("engine.param_offload",),
+        lambda c: c.engine.param_offload,
+        "the weights are always computed with: engine.offload_policy keeps them on the host",
+    ),
     Condition(("nccl_timeout",), _is_one_process, _ONE_PROCESS),
 )
 _SHARED = (

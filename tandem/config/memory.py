@@ -37,8 +37,7 @@ class MemoryPlan:
 
     Attributes:
         weights: this device's shard; in a run of one process also, if it is another precision,
-            what is computed with. With ``param_offload`` only what does not fit where keys and
-            values have been.
+            what is computed with.
         gradients: likewise.
         optimizer: two moments a weight; with ``optimizer_offload`` only what does not fit where
             activations have been.
@@ -255,8 +254,7 @@ def _trained(
     held = model.stored * model.held_parameters
     if model.config.offload_policy:
         return replace(plan, optimizer=0)
-    weights = max(0, held - plan.cache) if model.config.param_offload else held
-    return replace(plan, weights=weights, gradients=held)
+    return replace(plan, weights=held, gradients=held)
 
 
 def _remedy(config: RunConfig | SftConfig, sizes: ModelSizes, *, available_bytes: int) -> str:

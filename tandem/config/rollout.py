@@ -175,7 +175,7 @@ class RolloutConfig(BaseModel):
     free_cache_engine: bool = Field(
         default=True,
         description="Free the cache after generation.",
-        json_schema_extra=no_effect("the native engine keeps no cache between steps"),
+        json_schema_extra=no_effect("not built yet: the cache stays on the device"),
     )
     enforce_eager: bool = Field(
         default=False,

@@ -31,7 +31,7 @@ from tandem.engines.sharded_model import ShardedModel, idle_batch
 from tandem.engines.slices import in_whole
 from tandem.engines.steps import Totals, backward, clip, report_step
 from tandem.models.language_model import score_batch
-from tandem.models.parallel import slices_of_rows
+from tandem.models.parallel import is_whole, slices_of_rows
 from tandem.models.weights import copy_companions, load_slices, write_config
 from tandem.types import HeldSlice, LossScale, PackedBatch, UpdateReport
 
@@ -86,6 +86,7 @@ class FsdpEngine:
             batches, loss, scale=scale, temperature=temperature, num_rounds=num_rounds
         )
         gradients = self._model.gradients()
+        self._agree_on_whole(gradients)
         sums = self._sum_over_ranks(totals, gradients)
         factor = self._schedule.factor(self._schedule_step)
         report = report_step(
@@ -182,6 +183,20 @@ class FsdpEngine:
                 scores = score_batch(model, idle_batch(), temperature=1.0, with_entropy=False)
                 (scores.logp_R.sum() * 0.0).backward()
         return totals
+
+    def _agree_on_whole(self, gradients: Mapping[str, Tensor]) -> None:
+        """What every tensor-parallel rank holds whole must stay the same bit by bit, but kernels
+        need not add in the same order on all of them: they take the first one's gradients."""
+        peers = self._model.language_model.layout.tensor
+        if peers.size == 1:
+            return
+        shares = self._model.holding.shares
+        wholes = [part for name, part in gradients.items() if is_whole(shares[name])]
+        flat = torch.cat([part.flatten() for part in wholes]).to(self._model.sharding.device)
+        distributed.broadcast(flat, group=peers.group, group_src=0)
+        parts = flat.split([part.numel() for part in wholes])
+        for whole, part in zip(wholes, parts, strict=True):
+            whole.copy_(part.view_as(whole))
 
     def _sum_over_ranks(self, totals: Totals, gradients: Mapping[str, Tensor]) -> _Sums:
         """Each rank adds the same numbers in the same order, so that all decide alike."""

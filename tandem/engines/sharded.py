@@ -48,6 +48,9 @@ from tandem.models.parallel import Boxes, slices_of_rows, tensor_boxes
 from tandem.models.weights import read_config
 from tandem.types import HeldSlice, SliceSpec
 
+_CAUSE_LENGTH = 400
+"""Of a message of torch's or the system's at most; there is room for a path in it."""
+
 Stored = dict[str, list[HeldSlice]]
 """By key of the checkpoint, what this rank has of it."""
 
@@ -85,12 +88,13 @@ def store(
         model: its fingerprint.
 
     Raises:
-        OSError: some rank could not write, because the disk is full, say.
+        OSError: some rank could not write, because the disk is full, say, or the folder is not
+            there for it; on all ranks.
     """
     stored = _stored(weights, optimizer, boxes=boxes)
     try:
         with _quiet():
-            save({}, storage_writer=FileSystemWriter(folder), planner=_Save(stored))
+            save({}, storage_writer=FileSystemWriter(folder), planner=_Save(stored, folder))
     except CheckpointException as error:
         raise _write_error(error) from error
     if not distributed.is_initialized() or distributed.get_rank() == 0:
@@ -204,12 +208,19 @@ def _quiet() -> AbstractContextManager[None]:
 class _Save(DefaultSavePlanner):
     """Plans to write ``Stored`` instead of a state dict; what several ranks hold, one writes."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: Stored, folder: Path) -> None:
         super().__init__(flatten_state_dict=False)
         self._stored = stored
+        self._folder = folder
         self._tensors = _by_index(stored)
 
     def create_local_plan(self) -> SavePlan:
+        # torch's writer would make it, on a disk that no other node sees.
+        if not self._folder.is_dir():
+            raise FileNotFoundError(
+                f"{self._folder} is not there: the folder must be on a file system that all nodes "
+                "share"
+            )
         items = [_write_item(key, held) for key, slices in self._stored.items() for held in slices]
         self.plan = SavePlan(items)
         return self.plan
@@ -271,4 +282,4 @@ def _write_error(error: CheckpointException) -> BaseException:
 def _first_cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    return " ".join(str(error).split())[:120] or type(error).__name__
+    return " ".join(str(error).split())[:_CAUSE_LENGTH] or type(error).__name__

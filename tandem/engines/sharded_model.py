@@ -15,9 +15,10 @@ from functools import cache
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -257,11 +258,22 @@ def _parallel_layout(sharding: Sharding) -> ParallelLayout:
     )
 
 
+def _default_world() -> ProcessGroup:
+    world = distributed.group.WORLD
+    assert world is not None, "a rank of a pool has joined its world"
+    return world
+
+
 def _mesh(sharding: Sharding, sizes: Mapping[str, int]) -> DeviceMesh:
     """The ranks of the pool as a grid; ways of only one rank are left out, but for ``shard``."""
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-    names = tuple(kept)
-    return init_device_mesh(sharding.device.type, tuple(kept.values()), mesh_dim_names=names)
+    names, device = tuple(kept), sharding.device
+    mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=names)
+    # Groups of a mesh start out with torch's own timeout, not with that of their world.
+    timeout = _default_world()._get_backend(device).options._timeout
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)
+    return mesh
 
 
 @cache

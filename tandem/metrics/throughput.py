@@ -67,11 +67,15 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class ComputeFacts:
-    """What speed is measured against. ``shape`` is None for families without a formula."""
+    """What speed is measured against. ``shape`` is None for families without a formula.
+
+    ``num_training_devices`` are those of all ``num_devices`` that an update is computed on.
+    """
 
     shape: ModelShape | None
     device_name: str
     num_devices: int
+    num_training_devices: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,8 @@ def training_flops(shape: ModelShape, sequence_lengths: Sequence[int]) -> float:
 
 
 def model_flops_utilisation(flops: float, seconds: float, *, facts: ComputeFacts) -> float:
-    """Share of the peak of all devices, 0 if the peak is not known or no time passed."""
-    available = peak_flops(facts.device_name) * facts.num_devices * seconds
+    """Share of the peak of the devices that train, 0 if the peak is not known or no time passed."""
+    available = peak_flops(facts.device_name) * facts.num_training_devices * seconds
     return flops / available if available > 0 else 0.0
 
 

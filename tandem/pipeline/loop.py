@@ -56,7 +56,7 @@ class Pipeline:
     def __init__(self, parts: PipelineParts) -> None:
         self._parts = parts
         self._config = parts.config
-        self._step = 0
+        self._step = self._step_under_way = 0
         self._saved_step = -1
         self._validated_step = -1
         self._controller = initial_kl_controller(parts.config)
@@ -73,8 +73,8 @@ class Pipeline:
 
     @property
     def step(self) -> int:
-        """The last training step that was finished."""
-        return self._step
+        """The training step under way, with its saving and validation; 0 before the first."""
+        return self._step_under_way
 
     async def restore(self, checkpoint: Checkpoint, *, is_logged: bool) -> None:
         """Continue after ``checkpoint``: data, version, KL coefficient. Weights and optimizer have
@@ -86,7 +86,7 @@ class Pipeline:
         """
         state = checkpoint.read_state()
         self._parts.source.restore(state["data"])
-        self._step = self._saved_step = checkpoint.step
+        self._step = self._saved_step = self._step_under_way = checkpoint.step
         self._metrics, self._must_log_again = state["metrics"], not is_logged
         if isinstance(self._controller, AdaptiveKl):
             self._controller = replace(self._controller, coefficient=state["kl_coefficient"])
@@ -129,6 +129,7 @@ class Pipeline:
         batch_size = self._config.data.train_batch_size
         schedule = self._parts.schedule
         while self._step < schedule.total_training_steps and not self._stopping:
+            self._step_under_way = self._step + 1
             with self._timers.section("step"):
                 begin_s = self._parts.clock()
                 groups = await self._buffer.take(batch_size)

@@ -61,7 +61,7 @@ class SupervisedLoop:
         self._limits = microbatch_limits(parts.config, parts.preferred_tokens).on(parts.engine)
         self._memory = MemoryFit()
         self._timers = Timers(parts.clock)
-        self._step = 0
+        self._step = self._step_under_way = 0
         self._saved_step = -1
         self._stopping = False
         self._validation: Mapping[str, float] = {}
@@ -70,14 +70,14 @@ class SupervisedLoop:
 
     @property
     def step(self) -> int:
-        """The last training step that was finished."""
-        return self._step
+        """The training step under way, with its saving and validation; 0 before the first."""
+        return self._step_under_way
 
     async def restore(self, checkpoint: Checkpoint, *, is_logged: bool) -> None:
         """Continue after ``checkpoint``; see ``Pipeline.restore``."""
         state = checkpoint.read_state()
         self._parts.source.restore(state["data"])
-        self._step = self._saved_step = checkpoint.step
+        self._step = self._saved_step = self._step_under_way = checkpoint.step
         self._metrics, self._must_log_again = state["metrics"], not is_logged
         logger.info("resumed from %s", checkpoint.folder)
 
@@ -93,6 +93,7 @@ class SupervisedLoop:
         if self._must_log_again:
             await self._log_step()
         while self._step < schedule.total_training_steps and not self._stopping:
+            self._step_under_way = self._step + 1
             with self._timers.section("step"):
                 sequences = self._parts.source.draw(self._parts.config.data.train_batch_size)
                 await self._learn(sequences)

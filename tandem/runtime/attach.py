@@ -12,12 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partialmethod
+from types import FrameType, ModuleType
 from typing import Any
 
 from tandem.errors import UserError
@@ -48,6 +48,24 @@ class Reservation:
     node_capacity: int
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end what blocks the main thread, by KeyboardInterrupt and SystemExit.
+
+    An event loop only takes note of a signal, and a coroutine that blocks keeps it from looking.
+    """
+    wakeup = signal.set_wakeup_fd(-1)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+
+
 def start_ray(
     ray: ModuleType, plan: ClusterPlan, *, visibility: Visibility, num_visible: int
 ) -> None:
@@ -72,7 +90,7 @@ def start_ray(
         wanted |= {"_system_config": _HEALTH_CHECKS, **_named_address(plan)}
     quiet = {"logging_level": logging.CRITICAL, "log_to_driver": False}
     try:
-        with _own_signal_handlers():
+        with _kept_sigterm_handler(), _own_sessions():
             ray.init(**(quiet | wanted | given))
     except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
         if given and not isinstance(error, ConnectionError):
@@ -188,14 +206,33 @@ def _named_address(plan: ClusterPlan) -> dict[str, str]:
 
 
 @contextmanager
-def _own_signal_handlers() -> Iterator[None]:
+def _kept_sigterm_handler() -> Iterator[None]:
     """Keep ray.init from replacing what this process does on SIGTERM."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+        signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _own_sessions() -> Iterator[None]:
+    """Start processes in sessions of their own.
+
+    A signal to the process group of the driver, as `timeout` and terminals send it, must not reach
+    Ray's processes: the driver needs them to save. Ray has no option for it.
+    """
+    start: Any = subprocess.Popen.__init__
+    own_session: Any = partialmethod(start, start_new_session=True)
+    subprocess.Popen.__init__ = own_session
+    try:
+        yield
+    finally:
+        subprocess.Popen.__init__ = start
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def _first_line(error: Exception) -> str:

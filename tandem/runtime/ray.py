@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from tandem.errors import UserError
 from tandem.platforms.place import WorkerPlace
-from tandem.runtime.attach import Reservation, reserve, start_ray
+from tandem.runtime.attach import Reservation, interruptible, reserve, start_ray
 from tandem.runtime.cluster import ClusterPlan
 from tandem.runtime.failure import (
     Kind,
@@ -96,6 +96,7 @@ class RayRuntime:
         meeting: Meeting | None = None,
     ) -> None:
         """Find or start the cluster and the workers' processes, each isolated to its device.
+        SIGINT and SIGTERM end the wait, also where an event loop runs.
 
         Args:
             pools: per pool the number of the planned node of each rank.
@@ -118,16 +119,17 @@ class RayRuntime:
         assert not ray.is_initialized(), "a process has one runtime on Ray at a time"
         assert threading.current_thread() is threading.main_thread(), "see the class"
         try:
-            start_ray(ray, plan, visibility=visibility, num_visible=platform.num_devices())
-            self.address: str = ray.util.get_node_ip_address()
-            if meeting is not None:
-                meeting.announce(ray.get_runtime_context().gcs_address)
-            needs = Counter(node for nodes in pools.values() for node in nodes)
-            reserved = reserve(
-                ray, plan, needs=needs, resource=visibility.resource, meeting=meeting
-            )
-            seats = _seats(pools, reserved, platform=platform)
-            self.opened = self._open(seats, reserved, timeout_s=plan.settings.wait_s)
+            with interruptible():
+                start_ray(ray, plan, visibility=visibility, num_visible=platform.num_devices())
+                self.address: str = ray.util.get_node_ip_address()
+                if meeting is not None:
+                    meeting.announce(ray.get_runtime_context().gcs_address)
+                needs = Counter(node for nodes in pools.values() for node in nodes)
+                reserved = reserve(
+                    ray, plan, needs=needs, resource=visibility.resource, meeting=meeting
+                )
+                seats = _seats(pools, reserved, platform=platform)
+                self.opened = self._open(seats, reserved, timeout_s=plan.settings.wait_s)
         except BaseException:
             self.shutdown()
             raise

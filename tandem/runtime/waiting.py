@@ -29,6 +29,9 @@ from tandem.runtime.failure import (
 _LOOK_S = 1.0
 """A thread that waits looks this often whether all was closed."""
 
+_SETTLE_S = 0.5
+"""The end of a process may be known this long before that of the calls it was busy with."""
+
 _ENDED = Symptom(Kind.DIED, "its process ended", "", time_s=0)
 
 Reference = Any
@@ -194,7 +197,7 @@ class Waits:
     def _died(self, worker: Worker, symptom: Symptom) -> Failed:
         """The end of a worker, with the call that it was busy with."""
         own = {c.reference: c for c in self._started_calls() if c.worker is worker}
-        finished = self._finished(list(own), 0) if own else ()
+        finished = self._finished(list(own), _SETTLE_S) if own else ()
         symptoms = {reference: self._symptom(reference) for reference in finished}
         cut_off = [own[r] for r, s in symptoms.items() if s is not None and s.kind is Kind.DIED]
         busy = min(cut_off, key=lambda call: call.number, default=None)

@@ -98,6 +98,7 @@ class Side:
         message_bytes: the most that a message has.
         transports: for each route of this process.
         is_checked: whether a piece, by its number, gets a checksum.
+        stream: of ``device``, for this side alone; None on the host.
     """
 
     table: SliceTable
@@ -106,6 +107,7 @@ class Side:
     message_bytes: int
     transports: Mapping[Route, Transport]
     is_checked: Callable[[int], bool]
+    stream: torch.Stream | None
 
 
 class Lane:
@@ -130,7 +132,7 @@ class Lane:
         self._memory: dict[torch.device, Tensor] = {}
         self._pending: list[Pending] = []
         self._checksums: dict[int, Tensor] = {}
-        self._stream = None if side.device.type == "cpu" else torch.Stream(side.device)
+        self._stream = side.stream
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(side.device))
 
@@ -154,7 +156,7 @@ class Lane:
         with self._queueing():
             self._retire(last - 1, deadline)
             self._retire(last, deadline)
-            sums = [value.to(self._side.device) for value in self._checksums.values()]
+            sums = list(self._checksums.values())
             values = torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64)
         if self._stream is not None:
             wait_for_device(self._stream, deadline)
@@ -181,7 +183,9 @@ class Lane:
             copy_all([piece.part.name for piece in pieces], sources, targets=targets)
             for piece, tensor in zip(pieces, stored, strict=True):
                 if self._side.is_checked(piece.number):
-                    self._checksums[piece.number] = checksum(tensor.to(piece.part.dtype))
+                    # On the device also what the host holds: it is read behind the queued copy.
+                    value = tensor.to(self._side.device).to(piece.part.dtype)
+                    self._checksums[piece.number] = checksum(value)
 
     def _packed(self, number: int) -> Iterator[Tensor]:
         """The pieces of a message as views of its bucket."""

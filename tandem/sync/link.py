@@ -33,7 +33,7 @@ from tandem.sync.forming import (
     list_slices,
 )
 from tandem.sync.gate import WeightGate
-from tandem.sync.transfer import Moved, Transfer, find_mismatch
+from tandem.sync.transfer import Moved, Transfer, find_mismatch, make_streams
 from tandem.sync.transport import finish_queued
 from tandem.types import HeldSlice, SliceSpec
 
@@ -122,6 +122,7 @@ class WeightLink:
         self._tensors = tensors
         self._settings = settings
         self._make_group = make_group
+        self._streams = make_streams(place.device)
         self._generation = 0
         self._formed: FormedLink | None = None
         self._groups: list[Group] = []
@@ -154,6 +155,8 @@ class WeightLink:
         Raises:
             SyncError: in all processes, if one of them failed or is gone. Received weights cannot
                 be used until a later transfer succeeds; double-buffered ones stay what they were.
+                Also if these have arrived and cannot be replaced, in this process alone: then they
+                cannot be used either.
         """
         if self._formed is None:
             raise SyncError(f"link {self._place.name} is not formed: rejoin it")
@@ -201,6 +204,7 @@ class WeightLink:
             formed=formed,
             place=self._place,
             settings=self._settings,
+            streams=self._streams,
             is_checked=lambda piece: checks_all or is_checked(piece, version),
             failure=failure,
             deadline=deadline,
@@ -250,6 +254,7 @@ class WeightLink:
         if live is not arrived:
             names = [held.spec.name for held in live]
             targets = [held.tensor.detach() for held in live]
+            self.gate.forbid(f"version {version} did not replace the one before it wholly")
             copy_all(names, [held.tensor for held in arrived], targets=targets)
             finish_queued(self._place.device)
         self.gate.publish(version)

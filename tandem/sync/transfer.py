@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from tandem.comm.deadline import Deadline
 from tandem.sync.buckets import Lane, Side, SliceTable, copy_local
 from tandem.sync.failure import FirstFailure
@@ -26,6 +28,22 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneStreams:
+    """Where packing and loading are queued; None on the host. A link keeps them, because allocated
+    memory is kept for each stream that ever used it."""
+
+    packing: torch.Stream | None
+    loading: torch.Stream | None
+
+
+def make_streams(device: torch.device) -> LaneStreams:
+    """Of a link whose tensors lie on ``device``."""
+    if device.type == "cpu":
+        return LaneStreams(None, None)
+    return LaneStreams(torch.Stream(device), torch.Stream(device))
+
+
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """One transfer in one process. ``is_checked`` says of which pieces checksums are made, and is
     the same in all processes."""
@@ -33,6 +51,7 @@ class Transfer:
     formed: FormedLink
     place: LinkPlace
     settings: LinkSettings
+    streams: LaneStreams
     is_checked: Callable[[int], bool]
     failure: FirstFailure
     deadline: Deadline
@@ -75,6 +94,7 @@ class Transfer:
             message_bytes=self.formed.message_bytes,
             transports=self.formed.transports,
             is_checked=self.is_checked,
+            stream=self.streams.packing if packs else self.streams.loading,
         )
         return Lane(messages, side, packs=packs, failure=self.failure)
 

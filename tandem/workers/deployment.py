@@ -52,7 +52,9 @@ def run_jobs(
 
     def policy(task: str) -> PolicySpec:
         layout = roles.ref.fsdp_config if task == "ref_logp" else actor_layout
-        return PolicySpec(roles.model, layout, placement.layouts[task], random_seed=seed)
+        return PolicySpec(
+            roles.model, layout, placement.layouts[task], random_seed=seed, section=section_of(task)
+        )
 
     return {
         pool.name: WorkerJob(
@@ -73,13 +75,19 @@ def run_jobs(
     }
 
 
+def section_of(task: str) -> str:
+    """Of the keys that lay out the weights of a task of ``tandem train``."""
+    role = "ref" if task == "ref_logp" else "actor"
+    return f"actor_rollout_ref.{role}.fsdp_config"
+
+
 def sft_jobs(
     config: SftConfig, placement: Placement, *, store: tuple[str, int], total_steps: int
 ) -> dict[str, WorkerJob]:
     """As ``run_jobs``, for fine-tuning."""
     (pool,) = placement.used_pools
     ranks = placement.layouts["actor-train"]
-    policy = PolicySpec(config.model, config.engine, ranks, random_seed=None)
+    policy = PolicySpec(config.model, config.engine, ranks, random_seed=None, section="engine")
     job = WorkerJob(
         device=config.trainer.device,
         store=store,

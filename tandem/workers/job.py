@@ -18,13 +18,15 @@ from tandem.types import TokenIds
 class PolicySpec:
     """A model that the ranks of a pool hold and compute together.
 
-    ``random_seed`` draws its weights; None loads them.
+    ``random_seed`` draws its weights; None loads them. ``section`` is that of the keys that
+    ``layout`` came from, for messages.
     """
 
     model: ModelConfig
     layout: FsdpConfig
     ranks: RankLayout
     random_seed: int | None
+    section: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,25 +13,33 @@ from tandem.platforms.select import resolve_dtype
 
 logger = logging.getLogger(__name__)
 
-_SECTION = "actor_rollout_ref.actor.fsdp_config"
+ACTOR_SECTION = "actor_rollout_ref.actor.fsdp_config"
 
 
-def stored_dtype(layout: FsdpConfig, platform: Platform) -> torch.dtype:
+def stored_dtype(
+    layout: FsdpConfig, platform: Platform, *, section: str = ACTOR_SECTION
+) -> torch.dtype:
     """Of trained weights, their gradients and the optimizer; warns of a low one.
+
+    Args:
+        section: of the keys that ``layout`` came from, for messages.
 
     Raises:
         UserError: the device cannot compute in it.
     """
-    stored = resolve_dtype(layout.model_dtype, platform, key=f"{_SECTION}.model_dtype")
+    stored = resolve_dtype(layout.model_dtype, platform, key=f"{section}.model_dtype")
     if stored != torch.float32:
         logger.warning(
-            "fsdp_config.model_dtype=%s: weights, gradients and optimizer are kept in it alone, so "
+            "%s.model_dtype=%s: weights, gradients and optimizer are kept in it alone, so "
             "that small updates round to nothing. Prefer float32.",
+            section,
             layout.model_dtype,
         )
     return stored
 
 
-def compute_dtype(layout: FsdpConfig, platform: Platform) -> torch.dtype:
-    """Of forward and backward pass, and of all that does not train. Errors as ``stored_dtype``."""
-    return resolve_dtype(layout.dtype, platform, key=f"{_SECTION}.dtype")
+def compute_dtype(
+    layout: FsdpConfig, platform: Platform, *, section: str = ACTOR_SECTION
+) -> torch.dtype:
+    """Of forward and backward pass, and of all that does not train. As ``stored_dtype``."""
+    return resolve_dtype(layout.dtype, platform, key=f"{section}.dtype")

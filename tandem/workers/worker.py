@@ -12,6 +12,7 @@ import gc
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tandem.comm.world import join_world
 from tandem.engines.fsdp import FsdpEngine
 from tandem.engines.sharded_model import ShardedModel, Sharding, open_sharded
 from tandem.engines.steps import score
+from tandem.errors import UserError
 from tandem.models.accelerate import operators_for
 from tandem.models.folder import check_folder, open_part
 from tandem.models.language_model import NativeModel
@@ -100,10 +102,12 @@ class Worker:
             return self._training().log_probs(batches, temperature, num_rounds=num_rounds)
         if task == "generate":
             assert self._generator is not None, f"pool {self._place.pool} does not generate"
-            return [score(self._generator, batch, temperature=temperature) for batch in batches]
+            with self._whole_version():
+                return [score(self._generator, batch, temperature=temperature) for batch in batches]
         policy = self._frozen[task]
         policy.wake()
-        columns = policy.score(batches, temperature=temperature, num_rounds=num_rounds)
+        with self._whole_version() if task == "logp" else nullcontext():
+            columns = policy.score(batches, temperature=temperature, num_rounds=num_rounds)
         policy.rest()
         return columns
 
@@ -129,8 +133,16 @@ class Worker:
         self._training().advance_schedule()
 
     def save(self, folder: Path) -> None:
-        """See ``api.TrainEngine``."""
-        self._training().save(folder)
+        """See ``api.TrainEngine``. Raises UserError if this rank's part cannot be written."""
+        try:
+            self._training().save(folder)
+        except OSError as error:
+            raise UserError(
+                f"trainer.default_local_dir={str(folder.parents[1])!r}: {self._place.pool} rank "
+                f"{self._place.rank} could not write its part of the checkpoint "
+                f"({error.strerror or error}); earlier ones are kept. Free some space, or take a "
+                "folder that all nodes share, and run the same command again to resume."
+            ) from error
 
     def load(self, folder: Path) -> None:
         """See ``api.TrainEngine``."""
@@ -146,8 +158,7 @@ class Worker:
 
     def advance(self) -> list[Completion]:
         """See ``api.RolloutEngine``. Raises SyncError if the weights are not a whole version."""
-        assert self._link is not None, "a rollout's weights come through a link"
-        with self._link.gate.reading(self._timeout_s):
+        with self._whole_version():
             return self._generating().advance()
 
     def transfer(self, version: int) -> TransferReport:
@@ -165,6 +176,11 @@ class Worker:
         if self._rollout is not None:
             self._rollout.set_weights_version(version)
         return report
+
+    def _whole_version(self) -> AbstractContextManager[object]:
+        """While weights that come through the link are used. Raises SyncError if they are none."""
+        assert self._link is not None, "such weights come through a link"
+        return self._link.gate.reading(self._timeout_s)
 
     def _training(self) -> FsdpEngine:
         assert self._trainer is not None, f"pool {self._place.pool} does not train"
@@ -186,7 +202,7 @@ class Worker:
 
     def _open_policy(self, spec: PolicySpec, *, frozen: bool) -> ShardedModel:
         """What does not train is kept in the precision it is computed with."""
-        compute = compute_dtype(spec.layout, self._platform)
+        compute = compute_dtype(spec.layout, self._platform, section=spec.section)
         folder = check_folder(
             spec.model.path,
             trust_remote_code=spec.model.trust_remote_code,
@@ -197,7 +213,9 @@ class Worker:
             layout=spec.ranks,
             rank=self._place.rank,
             device=self._device,
-            stored=compute if frozen else stored_dtype(spec.layout, self._platform),
+            stored=compute
+            if frozen
+            else stored_dtype(spec.layout, self._platform, section=spec.section),
             compute=compute,
         )
         return open_sharded(

@@ -6,6 +6,7 @@ Run as ``python -m tests.distributed.ray_driver FUNCTION``. A driver reports by 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import logging
@@ -166,6 +167,27 @@ def be_refused() -> int:
     return 0
 
 
+def wait_for_a_node() -> int:
+    """In a coroutine, while an event loop has the signals; the other node never comes."""
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29714", "NODE_RANK": "0"}
+    plan = plan_cluster(ClusterSettings(2, 1, wait_s=300), variables)
+
+    def report() -> None:
+        while all(psutil.Process(pid).name() != "raylet" for pid in ray_processes()):
+            time.sleep(0.1)
+        time.sleep(4)  # until ray.init has returned
+        say(pids=ray_processes())
+
+    async def start() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, say)
+        threading.Thread(target=report, daemon=True).start()
+        RayRuntime(plan, platform=CPU, pools={"train": [0, 1]})
+
+    asyncio.run(start())
+    return 0
+
+
 def two_nodes() -> int:
     """Both nodes run this; the first drives. Asks each worker where it is, then for a long sleep
     if TEST_SLEEP says so."""
@@ -186,7 +208,8 @@ def _drive_two_nodes(plan: ClusterPlan, meeting: Meeting | None) -> int:
 
 
 def main(function: str) -> int:
-    drivers = {f.__name__: f for f in (kill_a_worker, wait_to_be_killed, be_refused, two_nodes)}
+    functions = (kill_a_worker, wait_to_be_killed, be_refused, wait_for_a_node, two_nodes)
+    drivers = {f.__name__: f for f in functions}
     try:
         return drivers[function]()
     except (WorkerFailure, NodeFailure) as error:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from tandem.algorithms.sft import SftLoss
 from tandem.api import Loss
@@ -123,6 +124,37 @@ def test_four_ranks(folders: dict[str, Path]) -> None:
     by_rank = run_ranks(_train_all, 4, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
         _check(case, ranks)
+
+
+def _train_apart(
+    rank: int, size: int, store_port: int, case: Case
+) -> list[tuple[SliceSpec, Tensor]]:
+    """The ranks compute a little differently, as kernels may that do not add in a fixed order."""
+    engine = open_engine(case, rank=rank, size=size)
+    for _ in range(2):
+        engine.update(cut_batches(6), SftLoss(), scale=SCALE, temperature=1.0 + 1e-3 * rank)
+    return copied_parts(engine)
+
+
+def test_what_tensor_ranks_hold_whole_stays_the_same(folders: dict[str, Path]) -> None:
+    config = {"tensor_model_parallel_size": 2}
+    case = Case(folders["qwen3_biases"], OptimConfig(lr=1e-3), config=config)
+    first, second = run_ranks(_train_apart, 2, case)
+    assert assembled([*first, *second])
+
+
+def _timeouts(rank: int, size: int, store_port: int, case: Case) -> set[timedelta]:
+    model = open_sharded_model(case, rank=rank, size=size)
+    peers = model.language_model.layout
+    groups = (distributed.group.WORLD, peers.tensor.group, peers.sequence.group)
+    host = torch.device("cpu")
+    return {group._get_backend(host).options._timeout for group in groups if group is not None}
+
+
+def test_groups_within_a_world_take_its_timeout(folders: dict[str, Path]) -> None:
+    ways = {"tensor_model_parallel_size": 2, "ulysses_sequence_parallel_size": 2}
+    for found in run_ranks(_timeouts, 4, Case(folders["qwen2_tied"], ADAMW, config=ways)):
+        assert len(found) == 1
 
 
 @dataclass(frozen=True)

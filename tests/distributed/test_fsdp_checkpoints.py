@@ -113,7 +113,7 @@ def _check_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 def test_two_ranks_continue_as_one_and_as_four(case: Case, tmp_path: Path) -> None:
     saved, exported, single, *targets = (tmp_path / str(i) for i in range(8))
-    for folder in (saved, exported, single):
+    for folder in (saved, exported, single, *targets):
         folder.mkdir()
     saved_weights, final = _wholes(run_ranks(_start, 2, case, (saved, exported)))
 
@@ -178,6 +178,21 @@ def test_a_foreign_checkpoint_is_refused_by_every_rank(case: Case, tmp_path: Pat
     adamw = replace(case, optim=OptimConfig(lr=1e-3))
     for message in run_ranks(_load_in_vain, 2, adamw, tmp_path / "saved"):
         assert "optim.optimizer='AdamW'" in message
+
+
+def _save_apart(rank: int, size: int, store_port: int, case: Case, folder: Path) -> str:
+    """One of the ranks does not find the folder of the other."""
+    engine = open_engine(case, rank=rank, size=size)
+    with pytest.raises(OSError, match="that all nodes share") as failure:
+        engine.save(folder / "elsewhere" if rank else folder)
+    return str(failure.value)
+
+
+def test_a_folder_that_a_rank_does_not_find_is_an_error_on_all(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (message,) = set(run_ranks(_save_apart, 2, case, tmp_path / "saved"))
+    assert str(tmp_path / "saved" / "elsewhere") in message
+    assert not list((tmp_path / "saved").iterdir())
 
 
 def _save_in_vain(rank: int, size: int, store_port: int, case: Case, folder: Path) -> str:

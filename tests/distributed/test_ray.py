@@ -197,6 +197,19 @@ def test_nothing_outlives_a_killed_driver() -> None:
     assert not wait_until_gone(pids, timeout_s=20)
 
 
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)]
+)
+def test_one_signal_ends_the_wait_for_nodes(number: int, code: int) -> None:
+    driver = run_driver("wait_for_a_node")
+    assert driver.stdout is not None
+    pids = json.loads(driver.stdout.readline())["pids"]
+    driver.send_signal(number)
+    assert driver.wait(10) == code
+    assert len(pids) > 2
+    assert not wait_until_gone(pids, timeout_s=2)
+
+
 def test_unreachable_address_missing_devices_and_missing_nodes_are_refused() -> None:
     driver = run_driver("be_refused")
     stdout, stderr = driver.communicate(timeout=90)

@@ -266,7 +266,6 @@ def test_what_only_several_devices_read_has_no_effect_on_one(key: str) -> None:
     "key",
     [
         "engine.fsdp_size=1",
-        "engine.param_offload=True",
         "nccl_timeout=60",
         "ray_kwargs.ray_init.num_cpus=4",
         "data.balance_dp_token=False",
@@ -278,6 +277,8 @@ def test_of_supervised_runs_too(key: str) -> None:
 
     assert list(found(key)) == [key.partition("=")[0]]
     assert found(key, "trainer.nnodes=2") == {}
+    resting = found("engine.param_offload=True", "trainer.nnodes=2")
+    assert "engine.offload_policy" in resting["engine.param_offload"]
     groups = "trainer.separated_node_tasks=[[actor-train,generate]]"
     assert "reinforcement learning" in found(groups)["trainer.separated_node_tasks"]
 

@@ -86,6 +86,7 @@ def test_what_was_stored_comes_back(tiny_policy_folder: Path, tmp_path: Path, st
 
 def test_an_export_has_the_trained_weights(tiny_policy_folder: Path, tmp_path: Path) -> None:
     trained, saved = Trained(tiny_policy_folder, steps=1), tmp_path / "saved"
+    saved.mkdir()
     trained.store(saved)
     write_config(read_config(tiny_policy_folder), saved, dtype=torch.float32)
     copy_companions(tiny_policy_folder, saved)

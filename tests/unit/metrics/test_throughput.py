@@ -33,7 +33,9 @@ def test_qwen_flops():
 
 @pytest.mark.parametrize(("num_epochs", "seconds"), [(1, 1.0), (3, 3.0)])
 def test_utilisation_on_one_h200(num_epochs, seconds):
-    facts = ComputeFacts(shape=QWEN_05B, device_name="NVIDIA H200", num_devices=1)
+    facts = ComputeFacts(
+        shape=QWEN_05B, device_name="NVIDIA H200", num_devices=1, num_training_devices=1
+    )
 
     metrics = actor_utilisation_metrics(
         [300] * 64, seconds=seconds, num_epochs=num_epochs, facts=facts
@@ -43,8 +45,12 @@ def test_utilisation_on_one_h200(num_epochs, seconds):
 
 
 def test_utilisation_is_zero_where_it_cannot_be_known():
-    unknown_device = ComputeFacts(shape=QWEN_05B, device_name="cpu", num_devices=1)
-    unknown_model = ComputeFacts(shape=None, device_name="NVIDIA H200", num_devices=1)
+    unknown_device = ComputeFacts(
+        shape=QWEN_05B, device_name="cpu", num_devices=1, num_training_devices=1
+    )
+    unknown_model = ComputeFacts(
+        shape=None, device_name="NVIDIA H200", num_devices=1, num_training_devices=1
+    )
 
     for facts in (unknown_device, unknown_model):
         metrics = actor_utilisation_metrics([300], seconds=1.0, num_epochs=1, facts=facts)

@@ -172,6 +172,29 @@ def test_a_corrupt_bucket_is_named_everywhere(double_buffered: bool) -> None:
     assert "from process 0 (rank 0 of link weights) at process 2 (rank 2 of link" in message
 
 
+def test_weights_that_were_replaced_in_part_cannot_be_used() -> None:
+    def rooms(rank: int) -> list[HeldSlice]:
+        slices = _bfloat16_rooms(rank)
+        if rank == 1:  # nothing can be copied into a tensor whose elements are one
+            last = slices[-1]
+            one = torch.zeros((), dtype=torch.bfloat16).expand(last.spec.size)
+            slices[-1] = HeldSlice(last.spec, one)
+        return slices
+
+    def act(rank: int, link: WeightLink, slices: list[HeldSlice]) -> int | None:
+        link.gate.publish(0)
+        if rank != 1:
+            link.transfer(1)
+            return link.gate.version
+        assert slices[-1].spec.name in str(_error_of(lambda: link.transfer(1)))
+        assert float(slices[0].tensor.min()) != 77, "the first one was replaced"
+        with pytest.raises(SyncError, match="cannot be used: version 1"), link.gate.reading(1):
+            pass
+        return link.gate.version
+
+    assert _three(act, rooms, double_buffered=True)[1:] == [None, 1]
+
+
 def test_later_corruption_is_found_by_samples() -> None:
     def act(rank: int, link: WeightLink, slices: list[HeldSlice]) -> int:
         for version in range(1, 2 + SAMPLING):
