@@ -103,7 +103,8 @@ def test_a_killed_worker_ends_the_run_which_resumes_where_it_was(
     # The third transfer is that of step 2: the first one brings the initial weights.
     step = r"\d" if method == "advance" else "2"
     assert re.match(rf"error: step {step}: {pool} rank {rank} ", line), line
-    assert f"died in {method}" in line
+    # The reply to the call before may be lost with the process: then it is the one named.
+    assert re.search(f"died in ({'add|' * (method == 'advance')}{method})", line), line
     assert none_left(mark, within_s=2)
     resume(arguments, tmp_path / "resumed")
     assert repeatable(metrics_of(tmp_path / "run")) == repeatable(metrics_of(whole_run))
