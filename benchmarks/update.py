@@ -2,11 +2,14 @@
 """One optimizer step of GRPO on one accelerator: forward, backward, clipping, AdamW.
 
     python benchmarks/update.py [--model qwen2.5-1.5b ...] [--workload S A] [--budget 16384 ...]
-    [--checkpointing] [--repeats 5] [--output FILE]
+    [--recompute nothing pointwise feed_forward full] [--moments auto bfloat16] [--offload-weights]
+    [--repeats 5] [--output FILE]
 
-Weights and optimizer are fp32, computation is bf16; micro-batches are cut by ``--budget`` packed
-tokens. MFU counts the floating-point operations of the same sequences one by one, without sharing
-prompts and without recomputation, against 989 TFLOP/s.
+Weights are fp32, and so is the optimizer unless ``--moments`` says otherwise; computation is bf16;
+micro-batches are cut by ``--budget`` packed tokens. Every combination of what the options list is a
+row. ``--offload-weights`` lets the fp32 weights rest in the host's memory between steps. MFU counts
+the floating-point operations of the same sequences one by one, without sharing prompts and without
+recomputation, against 989 TFLOP/s.
 """
 
 import argparse
@@ -14,24 +17,28 @@ import json
 import random
 import statistics
 import time
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from measure import describe, peak_gib, synchronize
 from shapes import SHAPES, WORKLOADS, Workload, random_decoder
 
 from tandem.algorithms.policy_loss import PolicyLoss
-from tandem.config.optim import OptimConfig
+from tandem.config.optim import MomentsDtype, OptimConfig
 from tandem.data.packing import TrainSequence, pack_microbatches, plan_microbatches
 from tandem.engines.single import SingleDeviceEngine
 from tandem.models.accelerate import operators_for
+from tandem.models.decoder import Granularity, Recompute
 from tandem.models.language_model import NativeModel
 from tandem.platforms.select import select_platform
 from tandem.types import LossColumns, LossScale
 
 NUM_WARMUP = 2
 PEAK_FLOPS = 989e12
+RECOMPUTE = ("nothing", *get_args(Granularity))
 
 
 def sequences_of(workload: Workload) -> list[TrainSequence]:
@@ -46,7 +53,17 @@ def sequences_of(workload: Workload) -> list[TrainSequence]:
     return sequences
 
 
-def make_engine(name: str, *, checkpointing: bool) -> SingleDeviceEngine:
+@dataclass(frozen=True)
+class How:
+    """To compute an update."""
+
+    budget: int
+    recompute: Recompute
+    moments: MomentsDtype
+    offload_weights: bool
+
+
+def make_engine(name: str, how: How) -> SingleDeviceEngine:
     """A trainer of random weights."""
     platform = select_platform("auto")
     decoder = random_decoder(
@@ -57,9 +74,15 @@ def make_engine(name: str, *, checkpointing: bool) -> SingleDeviceEngine:
     )
     stored = NativeModel(decoder, hf_config={}, source=Path())
     model = stored.in_dtype(torch.bfloat16)
-    model.set_gradient_checkpointing(checkpointing)
-    optim = OptimConfig(lr=1e-6)
-    return SingleDeviceEngine(stored, optim, total_training_steps=100, compute=model)
+    if how.recompute != "nothing":
+        model.set_gradient_checkpointing(True, how.recompute)
+    return SingleDeviceEngine(
+        stored,
+        OptimConfig(lr=1e-6, moments_dtype=how.moments),
+        total_training_steps=100,
+        compute=model,
+        offload_weights=how.offload_weights,
+    )
 
 
 def grpo_loss(workload: Workload) -> PolicyLoss:
@@ -79,12 +102,10 @@ def grpo_loss(workload: Workload) -> PolicyLoss:
     )
 
 
-def run(
-    name: str, workload_name: str, *, budget: int, checkpointing: bool, repeats: int
-) -> dict[str, Any]:
+def run(name: str, workload_name: str, *, how: How, repeats: int) -> dict[str, Any]:
     """One row of the table."""
     shape, workload = SHAPES[name], WORKLOADS[workload_name]
-    engine, loss = make_engine(name, checkpointing=checkpointing), grpo_loss(workload)
+    engine, loss = make_engine(name, how), grpo_loss(workload)
     sequences = sequences_of(workload)
     num_loss_tokens = sum(len(sequence.response_ids) for sequence in sequences)
     generator = torch.Generator().manual_seed(0)
@@ -96,7 +117,7 @@ def run(
     for repeat in range(NUM_WARMUP + repeats):
         synchronize()
         start = time.perf_counter()
-        plan = plan_microbatches(sequences, max_tokens=budget)
+        plan = plan_microbatches(sequences, max_tokens=how.budget)
         batches = pack_microbatches(sequences, plan, columns=columns)
         packed = time.perf_counter()
         engine.update(batches, loss, scale=scale, temperature=1.0)
@@ -117,8 +138,7 @@ def run(
     return {
         "model": name,
         "workload": workload_name,
-        "budget": budget,
-        "checkpointing": checkpointing,
+        **asdict(how),
         "update_s": seconds,
         "pack_s": statistics.median(pack_s),
         "all_update_s": update_s,
@@ -135,30 +155,32 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=["qwen2.5-0.5b"], choices=SHAPES)
     parser.add_argument("--workload", nargs="+", default=["S"], choices=WORKLOADS)
     parser.add_argument("--budget", nargs="+", type=int, default=[16384])
-    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--recompute", nargs="+", default=["nothing"], choices=RECOMPUTE)
+    parser.add_argument("--moments", nargs="+", default=["auto"], choices=["auto", "bfloat16"])
+    parser.add_argument("--offload-weights", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows = []
-    for model in arguments.model:
-        for workload in arguments.workload:
-            for budget in arguments.budget:
-                checkpointing = arguments.checkpointing
-                row = run(
-                    model,
-                    workload,
-                    budget=budget,
-                    checkpointing=checkpointing,
-                    repeats=arguments.repeats,
-                )
-                rows.append(row)
-                print(
-                    f"{model} {workload} budget {budget}: {row['update_s']:.3f} s, "
-                    f"{row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu_989']:.1%} "
-                    f"({row['mfu_989_computed']:.1%} computed), {row['peak_gib']:.1f} GiB",
-                    flush=True,
-                )
-                torch.accelerator.empty_cache()
+    choices = product(
+        arguments.model,
+        arguments.workload,
+        arguments.budget,
+        arguments.recompute,
+        arguments.moments,
+    )
+    for model, workload, budget, recompute, moments in choices:
+        how = How(budget, recompute, moments, arguments.offload_weights)
+        row = run(model, workload, how=how, repeats=arguments.repeats)
+        rows.append(row)
+        print(
+            f"{model} {workload} budget {budget} recompute {recompute} moments {moments}: "
+            f"{row['update_s']:.3f} s, {row['tokens_per_s']:,.0f} tokens/s, MFU "
+            f"{row['mfu_989']:.1%} ({row['mfu_989_computed']:.1%} computed), "
+            f"{row['peak_gib']:.1f} GiB",
+            flush=True,
+        )
+        torch.accelerator.empty_cache()
     report = {"benchmark": "update", **describe(), "rows": rows}
     text = json.dumps(report, indent=1)
     print(text)

@@ -34,6 +34,7 @@ from tandem.comm.store import connect_store, host_store
 from tandem.config.pools import RankLayout
 from tandem.engines.sharding import boxes_of
 from tandem.models.parallel import slices_of_rows, tensor_boxes
+from tandem.platforms.record import CUDA
 from tandem.sync.forming import LinkPlace, LinkSettings, LinkTensors
 from tandem.sync.link import open_link
 from tandem.types import HeldSlice
@@ -131,6 +132,11 @@ def _measure(rank: int, job: Job) -> None:
         member = _member(model, job, rank=rank, device=device)
         row = {"model": model, "nccl_broadcast_gb_per_s": broadcast / 1e9}
         row |= _ours(member, job, store=connect_store("127.0.0.1", job.port, timeout_s=TIMEOUT_S))
+        row["beside"] = [
+            _beside(member, job, staged=staged, double_buffered=double)
+            for staged, double in ((False, True), (True, False), (True, True))
+            if job.split
+        ]
         one_by_one = _median(lambda m=member: _one_by_one(m, job, trainers=trainers), repeats=5)
         row["one_by_one_ms"] = 1e3 * one_by_one
         row["less_time_than_one_by_one"] = 1 - row["sync_ms"] / row["one_by_one_ms"]
@@ -168,7 +174,12 @@ def _ours(member: Member, job: Job, *, store: Any) -> dict[str, float]:
     link = open_link(
         store,
         LinkPlace(
-            member.model, member.rank, job.size, role=f"rank {member.rank}", device=member.device
+            member.model,
+            member.rank,
+            job.size,
+            role=f"rank {member.rank}",
+            device=member.device,
+            platform=CUDA,
         ),
         tensors=LinkTensors(sends=lambda: member.sends, receives=lambda: member.receives),
         settings=LinkSettings(
@@ -186,6 +197,54 @@ def _ours(member: Member, job: Job, *, store: Any) -> dict[str, float]:
         "first_ms": 1e3 * first,
         "gb_per_s": received / sync / 1e9,
         "extra_mib": extra / MEBIBYTE,
+    }
+
+
+def _beside(
+    member: Member, job: Job, *, staged: bool, double_buffered: bool
+) -> dict[str, float | bool]:
+    """How long a trainer and a rollout stand still if weights arrive beside those in use, and how
+    long these are on their way."""
+    link = open_link(
+        connect_store("127.0.0.1", job.port, timeout_s=TIMEOUT_S),
+        LinkPlace(
+            f"{member.model} {staged} {double_buffered}",
+            member.rank,
+            job.size,
+            role=f"rank {member.rank}",
+            device=member.device,
+            platform=CUDA,
+        ),
+        tensors=LinkTensors(sends=lambda: member.sends, receives=lambda: member.receives),
+        settings=LinkSettings(
+            job.send_mb * MEBIBYTE,
+            job.receive_mb * MEBIBYTE,
+            timeout_s=TIMEOUT_S,
+            staged=staged,
+            double_buffered=double_buffered,
+        ),
+    )
+    times = []
+    for version in range(job.repeats):
+        distributed.barrier()
+        start = time.perf_counter()
+        link.begin(version)
+        begun = time.perf_counter()
+        link.wait()
+        arrived = time.perf_counter()
+        link.swap()
+        times.append((begun - start, arrived - start, time.perf_counter() - arrived))
+    link.close()
+    pause, way, swap = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    own = torch.tensor([pause if member.shards else 0.0, way, swap], dtype=torch.float64)
+    distributed.all_reduce(own, distributed.ReduceOp.MAX)
+    trainer_ms, arrival_ms, rollout_ms = (1e3 * own).tolist()
+    return {
+        "staged": staged,
+        "double_buffered": double_buffered,
+        "trainer_ms": trainer_ms,
+        "arrival_ms": arrival_ms,
+        "rollout_ms": rollout_ms,
     }
 
 

@@ -108,16 +108,46 @@ class RolloutEngine(Protocol):
         """Queue requests. Cheap; nothing is computed yet."""
         ...
 
-    def advance(self) -> list[Completion]:
+    def advance(self, max_steps: int | None = None) -> list[Completion]:
         """Generate until at least one sequence finishes, return all that did; [] only if there is
         no work.
+
+        With ``max_steps`` also stop after about so many decode steps: [] may then come although
+        there is work. An engine that only stops between sequences need not heed it.
         """
         ...
 
-    def set_weights_version(self, version: int) -> None:
+    def settle(self) -> None:
+        """Return once nothing is being computed, so that weights may be replaced in place. What has
+        finished meanwhile comes with the next ``advance``.
+        """
+        ...
+
+    def release_cache(self) -> bool:
+        """Free what is kept for the next generation, if there is nothing to generate. Returns
+        whether that is so."""
+        ...
+
+    def set_weights_version(self, version: int) -> bool:
         """Use the trainer's weights as they are now, ``version``, and tag later tokens with it.
 
-        Where trainer and rollout do not share storage, this is when the weights are sent.
+        Where trainer and rollout do not share storage, this is when the weights are sent. Sequences
+        under way keep their tokens and log-probs; what was computed of them under other weights is
+        computed again, and they go on under these.
+
+        Returns whether all of the engine uses them: staged weights may still be on their way while
+        there is work to go on with. Then ask again after the next ``advance``.
+        """
+        ...
+
+
+class WeightStage(Protocol):
+    """Lets training go on while the rollout takes weights over."""
+
+    def stage(self, version: int) -> None:
+        """Keep the trainer's weights as they are now, as ``version``; returns when they may change.
+
+        ``RolloutEngine.set_weights_version`` then brings into use what was staged last.
         """
         ...
 

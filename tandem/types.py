@@ -11,8 +11,8 @@ optimizer phases (0 = the initial weights).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +92,10 @@ class FinishReason(Enum):
 class Completion:
     """One finished response. ``token_ids`` includes the end-of-sequence token when there is one.
 
-    ``log_probs`` holds one float a token; ``weights_version`` is the version that produced all of
-    them.
+    Attributes:
+        log_probs: one float a token, under the version that drew it.
+        weights_version: the one that drew the first token, and hence the oldest.
+        switches: (index, version) pairs, ascending: tokens from ``index`` on are of that version.
     """
 
     sample_id: int
@@ -101,19 +103,34 @@ class Completion:
     log_probs: tuple[float, ...]
     finish_reason: FinishReason
     weights_version: int
+    switches: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def version_runs(self) -> tuple[tuple[int, int], ...]:
+        """(version, number of tokens) pairs in the order of the tokens, which they cover.
+
+        Example:
+            5 tokens, weights_version=3, switches=((2, 4),): ((3, 2), (4, 3)).
+        """
+        starts = ((0, self.weights_version), *self.switches)
+        ends = [*(index for index, _ in self.switches), len(self.token_ids)]
+        return tuple(
+            (version, end - start) for (start, version), end in zip(starts, ends, strict=True)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as arrays: objects for every number would take as long as their generation."""
         tokens, log_probs = array("q", self.token_ids), array("d", self.log_probs)
-        others = (self.sample_id, self.finish_reason, self.weights_version)
+        others = (self.sample_id, self.finish_reason, self.weights_version, self.switches)
         return _unpickled_completion, (others, (tokens, log_probs))
 
 
 def _unpickled_completion(
-    others: tuple[int, FinishReason, int], numbers: tuple[array[int], array[float]]
+    others: tuple[int, FinishReason, int, tuple[tuple[int, int], ...]],
+    numbers: tuple[array[int], array[float]],
 ) -> Completion:
-    (sample_id, finish_reason, version), (tokens, log_probs) = others, numbers
-    return Completion(sample_id, tuple(tokens), tuple(log_probs), finish_reason, version)
+    (sample_id, reason, version, switches), (tokens, log_probs) = others, numbers
+    return Completion(sample_id, tuple(tokens), tuple(log_probs), reason, version, switches)
 
 
 class RewardStatus(Enum):
@@ -195,11 +212,28 @@ class Segments:
 @dataclass(frozen=True, slots=True)
 class LossColumns:
     """Per response token, fp32 (R,). Absent columns are None: no old log-probs when strictly
-    on-policy (the loss then uses the current ones, detached), no reference without KL."""
+    on-policy (the loss then uses the current ones, detached), no reference without KL.
+
+    Attributes:
+        weights_R: importance weights that were computed before the update.
+        rollout_logp_R: of the policy that sampled the tokens, where the loss compares it with the
+            current one.
+        lag_R: int64, weights versions between those two; only if it can be above 0.
+    """
 
     advantages_R: Tensor
     old_logp_R: Tensor | None = None
     ref_logp_R: Tensor | None = None
+    weights_R: Tensor | None = None
+    rollout_logp_R: Tensor | None = None
+    lag_R: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> LossColumns:
+        """Every column that is there through ``function``."""
+        present = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return LossColumns(
+            **{name: function(column) for name, column in present if column is not None}
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.fakes.tiny_run import Material
 
+pytest_plugins = ("tandem.testing.plugin",)
+
 # Set before torch is imported: more threads than cores make small tensors many times slower.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")

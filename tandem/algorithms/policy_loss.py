@@ -2,8 +2,9 @@
 """The actor's loss: ``agg(policy loss) - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)``.
 
 ``PolicyLoss`` satisfies ``tandem.api.Loss``. It is a picklable value; loss and metrics of the
-micro-batches of one optimizer step add up, because all denominators come from ``LossScale``. It
-checks no tensor for finiteness: the engine does that once a step.
+micro-batches of one optimizer step add up, because all denominators come from ``LossScale`` (sums
+by lag are divided after the step: ``off_policy.lag_metrics``). It checks no tensor for finiteness:
+the engine does that once a step.
 
 Shapes: R response tokens.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tandem.algorithms.aggregation import AGGREGATIONS, aggregate, token_mean
@@ -21,6 +23,17 @@ from tandem.algorithms.losses import (
     SEQUENCE_LEVEL_LOSSES,
     ClipRange,
     PolicyTerms,
+    TokenLosses,
+)
+from tandem.algorithms.off_policy import (
+    CLIPPED,
+    REJECTED,
+    Correction,
+    Mismatch,
+    all_kept,
+    importance_weights,
+    lag_sums,
+    monitored,
 )
 from tandem.errors import UserError
 from tandem.types import LossInputs, LossOutputs
@@ -38,6 +51,10 @@ class PolicyLoss:
             None with any other mode.
         calculate_entropy: report the entropy even if it is not part of the loss.
         kl_loss_coef: read with ``use_kl_loss`` only.
+        correction: of the difference between the current policy and ``LossColumns.rollout_logp_R``,
+            where there is one. Rejected tokens contribute nothing to the policy term; denominators
+            are those of the uncut batch.
+        max_lag: the largest entry of ``LossColumns.lag_R``.
 
     Raises:
         UserError: an unknown name, or a dual clip that does not bound anything.
@@ -54,6 +71,8 @@ class PolicyLoss:
     use_kl_loss: bool
     kl_loss_coef: float
     kl_loss_type: str
+    correction: Correction | None = None
+    max_lag: int = 0
 
     def __post_init__(self) -> None:
         _check_name("policy_loss.loss_mode", self.loss_mode, known=tuple(POLICY_LOSSES))
@@ -104,16 +123,46 @@ class PolicyLoss:
         )
         clip = ClipRange(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
         tokens = POLICY_LOSSES[self.loss_mode](terms, clip)
+        factor_R, corrected = self._corrected(inputs, tokens)
+        token_loss_R = tokens.loss_R if factor_R is None else tokens.loss_R * factor_R
         sequence_level = self.loss_mode in SEQUENCE_LEVEL_LOSSES
         mode = "seq-mean-token-mean" if sequence_level else self.loss_agg_mode
-        loss = aggregate(tokens.loss_R, inputs, mode=mode, scale_factor=self.loss_scale_factor)
+        loss = aggregate(token_loss_R, inputs, mode=mode, scale_factor=self.loss_scale_factor)
         metrics = {
             "actor/pg_loss": loss.detach(),
             "actor/pg_clipfrac": token_mean(tokens.clipped_R, inputs),
             "actor/pg_clipfrac_lower": token_mean(tokens.clipped_lower_R, inputs),
             "actor/ppo_kl": token_mean(-terms.log_ratio(), inputs),
         }
-        return loss, metrics
+        return loss, metrics | corrected
+
+    def _corrected(
+        self, inputs: LossInputs, tokens: TokenLosses
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """What the token losses are multiplied by (None: nothing) and what is to be told of it."""
+        columns, correction = inputs.columns, self.correction
+        assert columns is not None, "a policy loss needs LossColumns"
+        if correction is None:
+            return columns.weights_R, {}
+        factor_R, values = columns.weights_R, {CLIPPED: tokens.clipped_R.float()}
+        if columns.rollout_logp_R is not None:
+            mismatch = Mismatch(
+                inputs.logp_R.detach(),
+                columns.rollout_logp_R,
+                inputs.sequence_R,
+                inputs.num_sequences,
+            )
+            values |= monitored(mismatch, correction)
+            if correction.importance is not None:
+                factor_R = importance_weights(mismatch, correction.importance)
+            if correction.rejections:
+                kept_R = all_kept(mismatch, correction.rejections)
+                values[REJECTED] = (~kept_R).float()
+                factor_R = kept_R.float() if factor_R is None else factor_R * kept_R
+        lag_R = torch.zeros_like(inputs.sequence_R) if columns.lag_R is None else columns.lag_R
+        counts_R = torch.ones_like(inputs.logp_R.detach())
+        sums = lag_sums(values, counts_R=counts_R, lag_R=lag_R, num_lags=self.max_lag + 1)
+        return factor_R, sums
 
     def _kl_term(self, inputs: LossInputs) -> Tensor:
         assert inputs.columns is not None and inputs.columns.ref_logp_R is not None, (

@@ -20,6 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tandem.errors import UserError
+
 CORE_FAILED = 2
 MIN_PYTHON = (3, 11)
 LOW_DISK_BYTES = 5 * 1024**3
@@ -87,6 +89,7 @@ class Diagnosis:
     system: str
     cpu_cores: int
     torch: dict[str, Any]
+    platform: dict[str, Any]
     disk_free_bytes: int
     dependencies: tuple[Found, ...]
     problems: tuple[str, ...]
@@ -113,6 +116,9 @@ def diagnose(dependencies: Sequence[Dependency]) -> Diagnosis:
     if sys.version_info < MIN_PYTHON:
         problems.insert(0, f"Python {platform.python_version()} is too old, at least 3.11")
     torch, failure = _describe_torch()
+    platform_facts: dict[str, Any] = {}
+    if torch:
+        platform_facts, failure = _describe_platforms()
     problems += [failure] if failure else []
     free = shutil.disk_usage(Path.cwd()).free
     warnings = [f"{free / 1024**3:.1f} GiB of disk left here"] if free < LOW_DISK_BYTES else []
@@ -122,6 +128,7 @@ def diagnose(dependencies: Sequence[Dependency]) -> Diagnosis:
         system=platform.platform(),
         cpu_cores=_usable_cores(),
         torch=torch,
+        platform=platform_facts,
         disk_free_bytes=free,
         dependencies=found,
         problems=tuple(problems),
@@ -160,32 +167,43 @@ def _describe_torch() -> tuple[dict[str, Any], str]:
         torch = importlib.import_module("torch")
     except ImportError as error:
         return {}, f"torch cannot be imported: {error}"
-    accelerator = torch.accelerator
-    devices = accelerator.device_count() if accelerator.is_available() else 0
-    kind = accelerator.current_accelerator().type if devices else "cpu"
-    backend = torch.get_device_module(kind) if devices else None
-    names = [backend.get_device_name(index) for index in range(devices)] if backend else []
+    return {"version": torch.__version__, "threads": torch.get_num_threads()}, ""
+
+
+def _describe_platforms() -> tuple[dict[str, Any], str]:
+    """(the platform that runs use here, why it, and why no other; why there is none or "")."""
+    select = importlib.import_module("tandem.platforms.select")
+    others = {one.name: one.problem or "can be used" for one in select.probe_all()}
+    try:
+        selection = select.choose_platform(select.AUTO, os.environ)
+    except UserError as error:
+        return {"name": None, "reason": "", "devices": [], "others": others}, str(error)
+    chosen = selection.platform
+    del others[chosen.name]
     facts = {
-        "version": torch.__version__,
-        "accelerator": kind if devices else None,
-        "devices": names,
-        "threads": torch.get_num_threads(),
+        "name": chosen.name,
+        "reason": selection.reason,
+        "devices": [chosen.device_name() for _ in range(chosen.num_devices())],
+        "others": others,
     }
     return facts, ""
 
 
 def _lines(diagnosis: Diagnosis) -> list[str]:
     """The diagnosis for people."""
-    torch = diagnosis.torch
-    devices = ", ".join(torch["devices"]) if torch and torch["devices"] else "none (CPU only)"
+    chosen = diagnosis.platform
     lines = [
         f"tandem        {diagnosis.tandem}",
         f"Python        {diagnosis.python} on {diagnosis.system}",
         f"CPU cores     {diagnosis.cpu_cores}",
-        f"accelerators  {devices}",
         f"free disk     {diagnosis.disk_free_bytes / 1024**3:.1f} GiB",
-        "",
     ]
+    if chosen and chosen["name"]:
+        lines.append(f"platform      {chosen['name']}: {', '.join(chosen['devices'])}")
+        lines.append(f"              because {chosen['reason']}")
+    others = chosen["others"] if chosen else {}
+    lines += [f"not used      {name:<8} {reason}" for name, reason in others.items()]
+    lines.append("")
     for found in diagnosis.dependencies:
         mark = "ok " if not found.problem else ("NO " if found.is_core else "-  ")
         state = f"{found.version or ''} {found.problem}".strip()

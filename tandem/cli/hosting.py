@@ -19,7 +19,8 @@ from tandem.cli.execution import first_cause
 from tandem.cli.failure import RunFailure
 from tandem.comm.store import host_store
 from tandem.config.memory import ModelSizes, require_memory
-from tandem.config.pools import Placement, place_run, place_sft
+from tandem.config.platform_rules import platform_key
+from tandem.config.pools import Placement, Pool, place_run, place_sft
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.metrics.throughput import ModelShape
@@ -27,7 +28,8 @@ from tandem.models.folder import ModelFolder, require_decoder
 from tandem.models.parallel import check_layout
 from tandem.pipeline.parts import Engines
 from tandem.platforms.record import Platform
-from tandem.platforms.select import select_platform
+from tandem.platforms.registry import platform_named
+from tandem.platforms.select import AUTO, select_platform
 from tandem.runtime.cluster import ClusterPlan, ClusterSettings, plan_cluster
 from tandem.runtime.failure import NodeFailure, WorkerFailure
 from tandem.runtime.inprocess import InProcessRuntime
@@ -54,15 +56,26 @@ class Site:
     """Where a run is to happen, known before anything is started.
 
     Attributes:
+        platforms: of each pool that has something to do.
         cluster: None if one process does everything.
         meeting: where the other nodes of a run that forms its own cluster wait.
     """
 
     config: RunConfig | SftConfig
-    platform: Platform
+    platforms: Mapping[str, Platform]
     placement: Placement
     cluster: ClusterPlan | None
     meeting: Meeting | None = None
+
+    @property
+    def platform(self) -> Platform:
+        """That of the pool that trains."""
+        return self.platforms[self.placement.pool_of("actor-train").name]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether pools have devices of several platforms, which need not be here."""
+        return len({platform.name for platform in self.platforms.values()}) > 1
 
     @property
     def num_devices(self) -> int:
@@ -72,11 +85,13 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class HostedRun:
-    """The engines of ``tandem train``, and what the pipeline wants to know of where they are."""
+    """The engines of ``tandem train``, and what the pipeline wants to know of where they are.
+    ``chip`` is the name of the device that trains."""
 
     runtime: Runtime
     engines: Engines
     shape: ModelShape | None
+    chip: str
     peak_memory: Callable[[], PeakMemory]
 
 
@@ -104,6 +119,7 @@ def on_site(config: RunConfig | SftConfig, body: Callable[[Site], int]) -> int:
         num_nodes=trainer.nnodes,
         devices_per_node=trainer.n_gpus_per_node,
         wait_s=trainer.ray_wait_register_center_timeout,
+        timeout_s=_timeout_s(config),
         ray_init=config.ray_kwargs.ray_init,
     )
     cluster = plan_cluster(settings, os.environ)
@@ -111,16 +127,39 @@ def on_site(config: RunConfig | SftConfig, body: Callable[[Site], int]) -> int:
         return run_on_nodes(
             cluster,
             lambda meeting: body(replace(site, cluster=cluster, meeting=meeting)),
-            platform=site.platform,
+            platforms=tuple(site.platforms.values()),
         )
     except (WorkerFailure, NodeFailure) as failure:
         raise RunFailure(str(failure)) from None
 
 
+def _timeout_s(config: RunConfig | SftConfig) -> float:
+    is_run = isinstance(config, RunConfig)
+    return config.actor_rollout_ref.nccl_timeout if is_run else config.nccl_timeout
+
+
 def site_here(config: RunConfig | SftConfig) -> Site:
     """That of a run which needs no other process."""
     placement = place_run(config) if isinstance(config, RunConfig) else place_sft(config)
-    return Site(config, select_platform(config.trainer.device), placement, cluster=None)
+    return Site(config, _platforms(config, placement), placement, cluster=None)
+
+
+def _platforms(config: RunConfig | SftConfig, placement: Placement) -> dict[str, Platform]:
+    """Of each pool. One for all must be usable here; of several each worker confirms its own."""
+
+    def key(pool: Pool) -> str:
+        return platform_key(pool, config) if isinstance(config, RunConfig) else "trainer.device"
+
+    found = {
+        pool.name: select_platform(AUTO)
+        if pool.platform == AUTO
+        else platform_named(pool.platform, key=key(pool))
+        for pool in placement.used_pools
+    }
+    if len({platform.name for platform in found.values()}) == 1:
+        pool = placement.used_pools[0]
+        select_platform(pool.platform, key=key(pool))
+    return found
 
 
 @contextmanager
@@ -135,10 +174,13 @@ def naming_step(step: Callable[[], int]) -> Iterator[None]:
         raise RunFailure(f"step {step()}: {cause}") from None
 
 
-def require_fit(site: Site, model: ModelFolder) -> None:
-    """Raise UserError if the model cannot be laid out as asked for, or needs too much memory."""
+def require_fit(site: Site, model: ModelFolder, *, key: str) -> None:
+    """Raise UserError if the model cannot be laid out as asked for, or needs too much memory.
+
+    ``key`` is the configuration key the model came from, for the message.
+    """
     if site.cluster is not None:
-        require_decoder(model)
+        require_decoder(model, key=key)
     for task, layout in site.placement.layouts.items():
         check_layout(
             model.decoder_config,
@@ -147,8 +189,13 @@ def require_fit(site: Site, model: ModelFolder) -> None:
             section=section_of(task) if isinstance(site.config, RunConfig) else "engine",
         )
     sizes = ModelSizes.of(model.hf_config)
-    if site.platform.has_own_memory and sizes is not None:
-        require_memory(site.config, sizes, available_bytes=site.platform.total_memory_bytes())
+    if site.platform.has_own_memory and sizes is not None and not site.is_mixed:
+        require_memory(
+            site.config,
+            sizes,
+            available_bytes=site.platform.total_memory_bytes(),
+            recomputes_parts=model.decoder_config is not None,
+        )
 
 
 @asynccontextmanager
@@ -168,14 +215,30 @@ async def hosted_run(
                 build_colocated, config, platform=platform, eos_ids=eos_ids, total_steps=total_steps
             )
             engines = Engines(built.train, built.rollout, built.reference, scorer=built.train)
-            yield HostedRun(runtime, engines, built.shape, partial(_peak_here, platform))
+            peak = partial(_peak_here, platform)
+            yield HostedRun(runtime, engines, built.shape, platform.device_name(), peak)
         return
-    make_jobs = partial(run_jobs, config, site.placement, eos_ids=eos_ids, total_steps=total_steps)
+    make_jobs = partial(
+        run_jobs,
+        config,
+        site.placement,
+        platforms=site.platforms,
+        eos_ids=eos_ids,
+        total_steps=total_steps,
+    )
     async with _in_pools(site, site.cluster, make_jobs=make_jobs) as (runtime, groups):
-        remote = remote_engines(groups, site.placement)
-        engines = Engines(remote.train, remote.rollout, remote.reference, scorer=remote.scorer)
+        rollout = config.actor_rollout_ref.rollout
+        remote = remote_engines(groups, site.placement, rollout=rollout)
+        engines = Engines(
+            remote.train,
+            remote.rollout,
+            remote.reference,
+            scorer=remote.scorer,
+            stage=remote.stage,
+        )
         shape = None if model.decoder_config is None else shape_of(model.decoder_config)
-        yield HostedRun(runtime, engines, shape, lambda: remote.train.peak)
+        chip = await runtime.call(_chip, groups[site.placement.pool_of("actor-train").name])
+        yield HostedRun(runtime, engines, shape, chip, lambda: remote.train.peak)
 
 
 @asynccontextmanager
@@ -190,7 +253,9 @@ async def hosted_trainer(
             )
             yield HostedTrainer(runtime, engine)
         return
-    make_jobs = partial(sft_jobs, config, site.placement, total_steps=total_steps)
+    make_jobs = partial(
+        sft_jobs, config, site.placement, platforms=site.platforms, total_steps=total_steps
+    )
     async with _in_pools(site, site.cluster, make_jobs=make_jobs) as (runtime, groups):
         yield HostedTrainer(runtime, remote_trainer(groups, site.placement))
 
@@ -212,6 +277,7 @@ async def _in_pools(
     placement = site.placement
     runtime = RayRuntime(
         cluster,
+        platforms=site.platforms,
         platform=site.platform,
         pools={
             pool.name: [device.node for device in placement.devices_of(pool)]
@@ -236,10 +302,15 @@ def _write_placement(site: Site, groups: Mapping[str, WorkerGroup]) -> None:
     records = [
         {"tasks": list(pool.tasks), **told}
         for pool in site.placement.used_pools
-        for told in call_each(groups[pool.name], "describe")
+        for told in call_each([groups[pool.name]], "describe")
     ]
     folder: Path = site.config.trainer.run_folder
     (folder / PLACEMENT_FILE).write_text(json.dumps(records, indent=2) + "\n")
+
+
+def _chip(group: WorkerGroup) -> str:
+    """The name of its devices."""
+    return group.gather([group.submit(0, "describe")])[0]["chip"]
 
 
 def _peak_here(platform: Platform) -> PeakMemory:

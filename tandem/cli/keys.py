@@ -22,7 +22,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {"train": RunConfig, "plan": RunConfig, "s
 
 def print_help(command: str) -> None:
     """Usage and keys of one of ``SCHEMAS``: name, default, description."""
-    options = "[--json] " if command == "plan" else ""
+    options = "[--json] [--keys] [--times RUN] " if command == "plan" else ""
     print(f"usage: tandem {command} {options}[RECIPE.yaml] key=value ...")
     for key in keys_of(SCHEMAS[command]).values():
         if not key.no_effect:

@@ -55,13 +55,21 @@ COMMANDS = MappingProxyType(
             "supervised fine-tuning: [RECIPE.yaml] key=value ...",
             parser="tandem.cli.sft",
         ),
-        "plan": Command("tandem.cli.plan", "check train's arguments, start nothing: [--json] ..."),
+        "plan": Command(
+            "tandem.cli.plan",
+            "check train's arguments, start nothing: [--json] [--times RUN] ...",
+        ),
         "report": Command("tandem.cli.report", "make the HTML report of a run: RUN_FOLDER"),
+        "compare": Command("tandem.cli.compare", "tell whether two runs agree: RUN_A RUN_B"),
         "export": Command("tandem.cli.export", "write a checkpoint as a Hugging Face model folder"),
         "doctor": Command("tandem.cli.doctor", "show devices, packages and what is missing"),
+        "certify": Command("tandem.cli.certify", "test the platform of this machine"),
     }
 )
 
+
+PLAN_WITH_TIMES = Command("tandem.cli.plan_split", "the plan, and a better split of the devices")
+"""What ``plan --times`` runs: it simulates the pipeline, for which the plan alone has no need."""
 
 COMMANDS_WITH_KEYS = ("train", "sft", "plan")
 """Their help lists keys, and needs nothing that they need."""
@@ -116,6 +124,8 @@ def help_text() -> str:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     command = COMMANDS.get(name)
+    if name == "plan" and any(word.split("=")[0] == "--times" for word in arguments):
+        command = PLAN_WITH_TIMES
     if command is None:
         raise UserError(f"{name!r}: no such command. Choose among {', '.join(COMMANDS)}.")
     # torch's C++ warns on stderr of host names without an address; it reads this when imported.

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem plan [--json] [sft] ARGUMENTS``: resolve and check everything, start nothing.
+"""``tandem plan [--json] [--keys] [--times RUN] [sft] ARGUMENTS``: resolve and check everything,
+start nothing. ``--keys`` tells what every key that was set does; for ``--times`` see
+``plan_split``.
 
 The arguments are those of ``tandem train``, or behind the word ``sft`` those of ``tandem sft``.
 Needs no model and no torch. Data files that cannot be counted become a warning and null fields.
@@ -37,12 +39,12 @@ class RowCount:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the plan of a run with these arguments."""
-    words = [argument for argument in arguments if argument != "--json"]
+    words = [argument for argument in arguments if argument not in ("--json", "--keys")]
     plan = plan_sft_arguments(words[1:]) if words[:1] == ["sft"] else plan_arguments(words)
     if "--json" in arguments:
         print(json.dumps(plan.to_dict(), indent=2))
     else:
-        print_plan(plan, Console())
+        print_plan(plan, Console(), with_keys="--keys" in arguments)
     return 0
 
 
@@ -93,16 +95,23 @@ def count(key: str, files: Sequence[str]) -> RowCount:
         return RowCount(None, " ".join(str(error).split()))
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """The plan for a reader."""
+def print_plan(plan: Plan, console: Console, *, with_keys: bool) -> None:
+    """The plan for a reader; with what every key does, if that is asked for."""
     for title, rows in plan_tables(plan):
-        table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
-        for row in rows:
-            table.add_row(*(Text(text) for text in row))
-        if rows:
-            console.print(table)
+        print_rows(title, rows, console=console)
+    if with_keys:
+        print_rows("Keys", [*plan.key_effects.items()], console=console)
     for warning in plan.warnings:
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_rows(title: str, rows: Sequence[tuple[str, str]], *, console: Console) -> None:
+    """A table of names and values; nothing without rows."""
+    table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
+    for row in rows:
+        table.add_row(*(Text(text) for text in row))
+    if rows:
+        console.print(table)
 
 
 def plan_tables(plan: Plan) -> tuple[tuple[str, list[tuple[str, str]]], ...]:
@@ -128,6 +137,7 @@ def plan_tables(plan: Plan) -> tuple[tuple[str, list[tuple[str, str]]], ...]:
     return (
         ("Steps", steps),
         ("Pools", pools),
+        ("Weights between pools", list(plan.weights.items())),
         ("Memory of an accelerator of each pool, GiB", memory),
         ("Keys without effect", [*plan.keys_without_effect.items(), *unknown]),
     )
@@ -140,7 +150,8 @@ def _shown_devices(pool: Pool, placement: Placement) -> str:
         else f"{r.first} of node {r.node}"
         for r in placement.node_ranges(pool)
     )
-    return f"{pool.num_devices} device(s): {', '.join(ranges)}"
+    kind = f"{pool.platform} " if placement.is_mixed else ""
+    return f"{pool.num_devices} {kind}device(s): {', '.join(ranges)}"
 
 
 def _shown(number: int | None) -> str:

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from tandem.cli.plan_split import forecast_rows
 from tandem.metrics.report import write_report
 
 
@@ -14,7 +15,7 @@ def run(arguments: Sequence[str]) -> int:
     """Write the report and print where it is. Raises UserError if the folder holds no run."""
     options = _parser().parse_args(arguments)
     output = options.output or options.run / "report.html"
-    print(write_report(options.run, output))
+    print(write_report(options.run, output, forecast=forecast_rows(options.run)))
     return 0
 
 

@@ -70,7 +70,7 @@ def run_supervised(config: SftConfig, site: Site) -> Ended[RunSummary]:
         UserError: something in the config, the data or the model cannot work.
     """
     prepared = prepare_sft(config)
-    require_fit(site, prepared.model)
+    require_fit(site, prepared.model, key=MODEL_KEY)
     folder = open_run_folder(config.trainer, prepared.source, model=prepared.model, key=MODEL_KEY)
     with folder as start:
         return execute(lambda switch: _train(prepared, start, site=site, switch=switch))

@@ -39,6 +39,8 @@ from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import open_sinks, require_loggers
 from tandem.metrics.throughput import ComputeFacts
+from tandem.metrics.trace import TraceRecorder
+from tandem.metrics.trace_file import TRACE_FILE, TraceFile
 from tandem.models.folder import ModelFolder, check_folder
 from tandem.models.weights import KEY
 from tandem.pipeline.loop import Pipeline, RunSummary
@@ -80,7 +82,7 @@ def run_training(config: RunConfig, site: Site) -> Ended[RunSummary]:
         RunFailure, WorkerFailure: a process of the run failed, in a step or at its start.
     """
     prepared = prepare(config)
-    require_fit(site, prepared.model)
+    require_fit(site, prepared.model, key=KEY)
     folder = open_run_folder(config.trainer, prepared.source, model=prepared.model, key=KEY)
     with folder as start:
         return execute(lambda switch: _train(prepared, start, site=site, switch=switch))
@@ -181,6 +183,7 @@ async def _run(
         with naming_step(lambda: pipeline.step):
             return await pipeline.run()
     finally:
+        parts.trace.close()
         parts.recorder.close()
         for sink in parts.sinks:
             sink.close()
@@ -228,12 +231,22 @@ def _assemble(
         recorder=recorder,
         facts=ComputeFacts(
             hosted.shape,
-            site.platform.device_name(),
+            hosted.chip,
             num_devices=site.num_devices,
             num_training_devices=site.placement.pool_of("actor-train").num_devices,
         ),
         preferred_tokens=site.platform.microbatch_tokens,
         clock=time.perf_counter,
+        trace=_trace(config, resumes=start.checkpoint is not None),
         allocated_bytes=lambda: hosted.peak_memory().allocated,
         reserved_bytes=lambda: hosted.peak_memory().reserved,
     )
+
+
+def _trace(config: RunConfig, *, resumes: bool) -> TraceRecorder:
+    """Written to the run folder if roles work at the same time, else only summed up."""
+    sink = None
+    if config.trainer.max_lag > 0:
+        path = config.trainer.run_folder / TRACE_FILE
+        sink = TraceFile(path, clock=time.perf_counter, resumes=resumes)
+    return TraceRecorder(time.perf_counter, sink=sink)

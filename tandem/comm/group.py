@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,10 +22,13 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 
+from tandem.comm.calling import CallingThread
 from tandem.comm.deadline import POLL_S, Deadline, GroupError
-from tandem.comm.world import DEVICE_BACKENDS
+from tandem.comm.world import create_backend
 
 _DEVICE_POLL_S = 1e-4
+_FORMING_MARGIN_S = 1.0
+"""A library that has a time limit of its own, and says more, comes first."""
 _BLOCK = 1024
 """Bytes that a process tells all others at once; if any has more, they do it twice."""
 _SIZE = 8
@@ -76,6 +80,7 @@ class GroupPlace:
         rank: this process's number.
         device: where the tensors of its collectives lie.
         timeout_s: bounds forming it and, within the backend, each collective.
+        library: that does them, as torch.distributed knows it.
     """
 
     name: str
@@ -83,6 +88,7 @@ class GroupPlace:
     rank: int
     device: torch.device
     timeout_s: float
+    library: str = "gloo"
 
 
 def form_group(store: Store, place: GroupPlace) -> Group:
@@ -92,9 +98,13 @@ def form_group(store: Store, place: GroupPlace) -> Group:
         GroupError: not all came in time.
     """
     store = PrefixStore(place.name, store)
-    make = _make_gloo if DEVICE_BACKENDS[place.device.type] == "gloo" else _make_nccl
+    make = {"gloo": _make_gloo, "nccl": _make_nccl}.get(place.library, _make_registered)
     try:
-        backend = make(store, place)
+        backend = _within(place.timeout_s + _FORMING_MARGIN_S, lambda: make(store, place))
+    except TimeoutError as error:
+        raise GroupError(
+            f"group {place.name}: not all were connected within {place.timeout_s:g} s"
+        ) from error
     except RuntimeError as error:
         raise GroupError(f"group {place.name}: {_first_sentence(error)}") from error
     return _BackendGroup(backend, place)
@@ -145,7 +155,8 @@ class _BackendGroup:
     def close(self) -> None:
         backend, self._backend = self._backend, None
         if backend is not None and not self._is_host:
-            backend.abort()
+            with suppress(RuntimeError):  # not every library can
+                backend.abort()
 
     def abandon(self) -> None:
         if self._is_host and self._backend is not None:
@@ -196,6 +207,15 @@ class _DeviceWork:
         self.work.wait()  # the current stream waits, not this thread
 
 
+def _within(timeout_s: float, make: Callable[[], _Backend]) -> _Backend:
+    """``make()``, on a thread that is left behind if it takes longer: NCCL connects without a time
+    limit, and cannot be told to give up if a peer is gone. Raises TimeoutError."""
+    thread = CallingThread("forming")
+    made = thread.submit(make)
+    thread.finish()
+    return made.result(timeout_s)
+
+
 def _make_gloo(store: Store, place: GroupPlace) -> _Backend:
     timeout = timedelta(seconds=place.timeout_s)
     rank = place.members.index(place.rank)
@@ -210,6 +230,17 @@ def _make_nccl(store: Store, place: GroupPlace) -> _Backend:
     backend = c10d.ProcessGroupNCCL(store, rank, len(place.members), options)
     backend.eager_connect_single_device(place.device)
     return backend
+
+
+def _make_registered(store: Store, place: GroupPlace) -> _Backend:
+    """Of a vendor's library. No device's name is part of the store's keys: members may differ."""
+    return create_backend(
+        place.library,
+        store,
+        rank=place.members.index(place.rank),
+        members=place.members,
+        timeout_s=place.timeout_s,
+    )
 
 
 def _first_sentence(error: Exception) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from tandem.config.actor import KlEstimator
+from tandem.config.correction import RolloutCorrectionConfig
 from tandem.config.fields import NOT_BUILT, SECTION, no_effect
 
 AdvantageEstimator = Literal[
@@ -22,7 +23,6 @@ AdvantageEstimator = Literal[
     "remax",
     "gpg",
 ]
-_CORRECTION = "not built yet: correction between rollout and trainer"
 
 
 class KlCtrlConfig(BaseModel):
@@ -55,37 +55,6 @@ class FilterGroupsConfig(BaseModel):
         default=0,
         ge=0,
         description="Give up if so many batches do not fill one step; 0: never.",
-    )
-
-
-class RolloutCorrectionConfig(BaseModel):
-    """``rollout_correction.*``: what to do about differing log-probs of rollout and trainer."""
-
-    model_config = SECTION
-
-    bypass_mode: bool = Field(
-        default=False, description="Take the rollout's log-probs as old log-probs: one pass less."
-    )
-
-    rollout_is: Literal["token", "sequence"] | None = Field(
-        default=None, description="Importance weights.", json_schema_extra=no_effect(_CORRECTION)
-    )
-    rollout_is_threshold: float = Field(
-        default=2.0, description="Largest weight.", json_schema_extra=no_effect(_CORRECTION)
-    )
-    rollout_is_batch_normalize: bool = Field(
-        default=False, description="Normalise weights.", json_schema_extra=no_effect(_CORRECTION)
-    )
-    rollout_rs: str | None = Field(
-        default=None, description="Rejection of samples.", json_schema_extra=no_effect(_CORRECTION)
-    )
-    rollout_rs_threshold: float | None = Field(
-        default=None, description="Its threshold.", json_schema_extra=no_effect(_CORRECTION)
-    )
-    loss_type: str = Field(
-        default="ppo_clip",
-        description="Loss of bypass mode.",
-        json_schema_extra=no_effect(_CORRECTION),
     )
 
 

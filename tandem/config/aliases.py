@@ -30,6 +30,7 @@ ALIASES: dict[str, str] = {
     "model.partial_pretrain": "model.path",
     "optim.lr_scheduler": "optim.lr_scheduler_type",
     "optim.warmup_style": "optim.lr_scheduler_type",
+    "pools.actor_train": "pools.actor-train",
     "ray_init": "ray_kwargs.ray_init",
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_kwargs": "reward_model.reward_kwargs",

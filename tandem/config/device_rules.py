@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from tandem.config.layout import FsdpConfig
+from tandem.config.platform_rules import platform_problems
 from tandem.config.pools import (
     HALVES,
     ROUNDING,
@@ -37,6 +38,7 @@ _DEVICES_KEY = "trainer.n_gpus_per_node"
 def run_device_problems(config: RunConfig) -> Iterator[str]:
     """Of ``tandem train``. Groups that make no sense hide the problems of what they would do."""
     problems = tuple(_group_problems(config)) or tuple(_empty_pool_problems(config))
+    problems = problems or tuple(platform_problems(config))
     yield from problems
     if problems:
         return

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tandem.config.device_rules import run_device_problems
 from tandem.config.layout import FsdpConfig
-from tandem.config.pools import Placement, place_run, place_sft
+from tandem.config.pools import Placement, needed_tasks, place_run, place_sft
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.config.switches import Condition
@@ -49,6 +50,10 @@ def _deals_to_one(config: RunConfig | SftConfig) -> bool:
     )
 
 
+def _is_not_done(config: RunConfig, *, task: str) -> bool:
+    return task not in needed_tasks(config)
+
+
 def _layout_conditions(
     section: str, layout: Callable[[Any], FsdpConfig], *, tasks: tuple[str, ...]
 ) -> tuple[Condition, ...]:
@@ -59,9 +64,14 @@ def _layout_conditions(
             "one device holds these weights: there is nothing to shard",
         ),
         Condition(
-            (f"{section}.param_offload", f"{section}.offload_policy"),
+            (f"{section}.offload_policy",),
             _is_one_process,
-            "not built yet for a run on one device: its weights stay there",
+            "not built yet for a run on one device",
+        ),
+        Condition(
+            (f"{section}.param_offload",),
+            lambda c: _is_one_process(c) and c.trainer.device == "cpu",
+            "on a CPU weights are in the host's memory anyway",
         ),
         Condition(
             (f"{section}.param_offload", f"{section}.optimizer_offload"),
@@ -71,21 +81,59 @@ def _layout_conditions(
     )
 
 
+def _computes_with_trained_weights(config: RunConfig | SftConfig) -> bool:
+    """On one device, without a copy in another precision."""
+    is_run = isinstance(config, RunConfig)
+    layout = config.actor_rollout_ref.actor.fsdp_config if is_run else config.engine
+    return layout.model_dtype == layout.dtype and _is_one_process(config)
+
+
+_COMPUTED_WITH = (
+    "model_dtype and dtype are the same: what is computed with are the trained weights themselves, "
+    "which stay on the device"
+)
+
+
+def _takes_turns(config: RunConfig) -> bool:
+    placement = _placement(config)
+    return placement is not None and not placement.generates_apart
+
+
 _ONE_PROCESS = "there is one process: nothing is dealt, gathered or transferred"
 
 _RUN_ONLY = (
     *_layout_conditions(
         _ACTOR, lambda c: c.actor_rollout_ref.actor.fsdp_config, tasks=("actor-train", "logp")
     ),
+    Condition((f"{_ACTOR}.param_offload",), _computes_with_trained_weights, _COMPUTED_WITH),
     *_layout_conditions(_REF, lambda c: c.actor_rollout_ref.ref.fsdp_config, tasks=("ref_logp",)),
     Condition(
         (
             "actor_rollout_ref.nccl_timeout",
             f"{_ROLLOUT}.param_update_preduce_bucket_size_mb",
             f"{_ROLLOUT}.param_update_consume_bucket_size_mb",
+            "pools.transport",
         ),
         _is_one_process,
         _ONE_PROCESS,
+    ),
+    *(
+        Condition(
+            (f"pools.{task}.platform",),
+            partial(_is_not_done, task=task),
+            "nothing in the run asks for this task",
+        )
+        for task in ("logp", "ref_logp")
+    ),
+    Condition(
+        (f"{_ROLLOUT}.enable_dual_buffer", f"{_ROLLOUT}.enable_param_async"),
+        _takes_turns,
+        "the same devices train and generate: neither goes on while weights are updated",
+    ),
+    Condition(
+        (f"{_ROLLOUT}.free_cache_engine",),
+        lambda c: _is_one_process(c) or not _takes_turns(c),
+        "for several devices that train and generate in turns",
     ),
     Condition(
         ("actor_rollout_ref.hybrid_engine",),
@@ -95,9 +143,10 @@ _RUN_ONLY = (
 )
 _SFT_ONLY = (
     *_layout_conditions("engine", lambda c: c.engine, tasks=("actor-train",)),
+    Condition(("engine.param_offload",), _computes_with_trained_weights, _COMPUTED_WITH),
     Condition(
         ("engine.param_offload",),
-        lambda c: c.engine.param_offload,
+        lambda c: c.engine.param_offload and not _is_one_process(c),
         "the weights are always computed with: engine.offload_policy keeps them on the host",
     ),
     Condition(("nccl_timeout",), _is_one_process, _ONE_PROCESS),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that were set and change nothing, with the reason: no key is silently without effect.
+"""What the keys that were set do, and why some change nothing: no key is silently without effect.
 
 Two kinds: keys that nothing reads (marked at their field), and keys that other keys switch off
 (``switches``, ``device_switches``).
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
+from tandem.config.correction_switches import CORRECTION_CONDITIONS
 from tandem.config.device_switches import RUN_DEVICE_CONDITIONS, SFT_DEVICE_CONDITIONS
 from tandem.config.keys import find_key
 from tandem.config.overrides import LoadedConfig
@@ -29,7 +30,7 @@ def keys_without_effect(
 ) -> Mapping[str, str]:
     """The keys that were set in vain, as they were spelt -> why."""
     config = loaded.config
-    conditions = RUN_CONDITIONS + RUN_DEVICE_CONDITIONS
+    conditions = CORRECTION_CONDITIONS + RUN_CONDITIONS + RUN_DEVICE_CONDITIONS
     if isinstance(config, SftConfig):
         conditions = SFT_CONDITIONS + SFT_DEVICE_CONDITIONS
     active = [c for c in (*conditions, *SHARED_CONDITIONS) if c.holds(config)]
@@ -38,6 +39,21 @@ def keys_without_effect(
         for name, spelling in loaded.set_keys.items()
     }
     return {spelling: reason for spelling, reason in found.items() if reason}
+
+
+def key_effects(
+    loaded: LoadedConfig[RunConfig] | LoadedConfig[SftConfig],
+) -> Mapping[str, str]:
+    """Every key that was set, as it was spelt -> what it does, or ``no effect: `` and why."""
+    in_vain = keys_without_effect(loaded)
+    schema = type(loaded.config)
+    effects: dict[str, str] = {}
+    for name, spelling in loaded.set_keys.items():
+        key = find_key(schema, name)
+        described = "" if key is None else key.description
+        reason = in_vain.get(spelling)
+        effects[spelling] = described if reason is None else f"no effect: {reason}"
+    return effects
 
 
 def _reason(schema: type[BaseModel], name: str, *, active: list[Condition]) -> str:

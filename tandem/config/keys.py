@@ -77,8 +77,9 @@ def nearest_key(schema: type[BaseModel], name: str) -> str:
 def _walk(schema: type[BaseModel], prefix: str, *, inherited: str) -> Iterator[Key]:
     if schema.model_config.get("extra") == "allow":
         yield Key(prefix.rstrip("."), {}, schema.__doc__ or "", inherited, True, (), False)
-    for name, field in schema.model_fields.items():
+    for attribute, field in schema.model_fields.items():
         reason = no_effect_reason(field.json_schema_extra) or inherited
+        name = field.alias or attribute
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             yield from _walk(section, f"{prefix}{name}.", inherited=reason)

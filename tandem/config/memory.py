@@ -8,13 +8,14 @@ swapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from tandem.config.layout import FsdpConfig
+from tandem.config.model import RecomputeGranularity
 from tandem.config.pools import Placement, Pool, RankLayout, place_run, place_sft, scorer_of
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
@@ -37,14 +38,17 @@ class MemoryPlan:
 
     Attributes:
         weights: this device's shard; in a run of one process also, if it is another precision,
-            what is computed with.
+            what is computed with. Of the former, with ``param_offload``, only what does not fit
+            where activations have been.
         gradients: likewise.
-        optimizer: two moments a weight; with ``optimizer_offload`` only what does not fit where
-            activations have been.
+        optimizer: two moments a weight, in their own precision; with ``optimizer_offload`` only
+            what does not fit there either.
         gathered: layers that are whole for a moment, with their gradients.
         reference: this device's shard of a frozen copy, 0 without one.
-        rollout: the weights that generate; 0 where those in training do.
-        cache: keys and values of all sequences that run together.
+        rollout: the weights that generate, and the copy in which new ones arrive if it is on the
+            device; 0 where those in training generate. With ``free_cache_engine``, where several
+            devices train and generate in turns, only what does not fit where training has been.
+        cache: keys and values of all sequences that run together; likewise.
         activations: of the largest micro-batch.
         logits: of a chunk of response tokens.
     """
@@ -112,13 +116,16 @@ class _Model:
 
     @property
     def gathered_in_training(self) -> int:
-        """What is whole at a time, and the largest gradient in both precisions it is summed in."""
+        """What is whole at a time, and the largest gradient in both precisions it is summed in.
+
+        Without ``reshard_after_forward`` everything, and all gradients in fp32.
+        """
         split = self.ranks.tensor_parallel
         largest = max(self.sizes.embedding_parameters, self.sizes.layer_parameters) // split
-        weights = self.visiting
-        if not self.config.reshard_after_forward:
-            weights = self.computed * self.sizes.num_parameters // split
-        return weights + (self.computed + self.stored) * largest
+        if self.config.reshard_after_forward:
+            return self.visiting + (self.computed + self.stored) * largest
+        summed = (self.computed + _BYTES["float32"]) * self.sizes.num_parameters // split
+        return summed + self.computed * largest
 
 
 def plan_memory(
@@ -148,15 +155,20 @@ def plan_memory(
 
 
 def require_memory(
-    config: RunConfig | SftConfig, sizes: ModelSizes, *, available_bytes: int
+    config: RunConfig | SftConfig,
+    sizes: ModelSizes,
+    *,
+    available_bytes: int,
+    recomputes_parts: bool = True,
 ) -> None:
     """Raise UserError, with an override that fits, if a device of the run needs more than
-    ``available_bytes``."""
+    ``available_bytes``. ``recomputes_parts``: of layers, as the model can; else whole ones."""
     plans = plan_memory(config, sizes, available_bytes=available_bytes)
     name, plan = max(plans.items(), key=lambda entry: entry[1].total)
     if plan.total <= available_bytes:
         return
-    remedy = _remedy(config, sizes, available_bytes=available_bytes)
+    candidates = _candidates(config, recomputes_parts=recomputes_parts)
+    remedy = _remedy(config, sizes, candidates=candidates, available_bytes=available_bytes)
     held = plan.weights + plan.gradients + plan.optimizer + plan.gathered
     whose = "this run" if config.trainer.num_devices == 1 else f"a device of {name}"
     raise UserError(
@@ -187,11 +199,21 @@ def _of_pool(
     if scorer in ("generate", "logp"):
         model = _Model(sizes, roles.actor.fsdp_config, layouts["logp"])
         plan = _scoring(plan, model, config=config, placement=placement)
-        plan = replace(plan, weights=_frozen(model, placement) if scorer == "logp" else 0)
+        copies = _device_copies(config, placement)
+        plan = replace(plan, weights=copies * _frozen(model, placement) if scorer == "logp" else 0)
     if "actor-train" in pool.tasks:
         model = _Model(sizes, roles.actor.fsdp_config, layouts["actor-train"])
         plan = _trained(plan, model, config=config, placement=placement)
+        if roles.rollout.free_cache_engine and not placement.is_one_process:
+            plan = _taking_turns(plan)
     return plan
+
+
+def _taking_turns(plan: MemoryPlan) -> MemoryPlan:
+    """Generation takes nothing while the device trains: what counts is what it takes more."""
+    room = plan.gradients + plan.gathered + plan.activations + plan.logits
+    left = max(0, room - plan.rollout)
+    return replace(plan, rollout=max(0, plan.rollout - room), cache=max(0, plan.cache - left))
 
 
 def _generating(
@@ -208,7 +230,15 @@ def _generating(
     if available_bytes is not None:
         share = rollout.gpu_memory_utilization
         cache = min(cache, max(0, int(share * available_bytes) - weights))
+    weights *= _device_copies(config, placement)
     return MemoryPlan(rollout=0 if placement.is_one_process else weights, cache=cache)
+
+
+def _device_copies(config: RunConfig, placement: Placement) -> int:
+    """Of weights that come through the link."""
+    rollout = config.actor_rollout_ref.rollout
+    has_second = rollout.enable_dual_buffer and not rollout.enable_param_async
+    return 2 if has_second and placement.generates_apart else 1
 
 
 def _scoring(
@@ -228,7 +258,8 @@ def _scoring(
 
 def _frozen(model: _Model, placement: Placement) -> int:
     if placement.is_one_process:
-        return model.computed * model.sizes.num_parameters
+        # While it scores there are no gradients of training, which are larger.
+        return 0 if model.config.param_offload else model.computed * model.sizes.num_parameters
     return model.held_frozen
 
 
@@ -237,19 +268,27 @@ def _trained(
 ) -> MemoryPlan:
     """With training; what can rest elsewhere takes the room that something else leaves."""
     numbers = model.sizes.kept_numbers_per_token(
-        recomputed=_recomputes(config),
-        tensor_parallel=model.ranks.tensor_parallel,
+        _recomputed(config), tensor_parallel=model.ranks.tensor_parallel
     )
     tokens = _microbatch_tokens(config, model.ranks.sequence_parallel)
     activations = max(plan.activations, model.computed * tokens * numbers)
-    optimizer = 2 * model.stored * model.held_parameters
-    if model.config.optimizer_offload:
-        optimizer = max(0, optimizer - activations - LOGITS_BYTES)
-    plan = replace(plan, activations=activations, logits=LOGITS_BYTES, optimizer=optimizer)
+    optim = config.optim if isinstance(config, SftConfig) else config.actor_rollout_ref.actor.optim
+    moment = model.stored if optim.moments_dtype == "auto" else _BYTES[optim.moments_dtype]
+    optimizer = 2 * moment * model.held_parameters
+    plan = replace(plan, activations=activations, logits=LOGITS_BYTES)
+    room = activations + LOGITS_BYTES  # while the optimizer steps
     if placement.is_one_process:
-        copies = model.stored if model.stored == model.computed else model.stored + model.computed
-        held = copies * model.sizes.num_parameters
-        return replace(plan, weights=held, gradients=held)
+        kept, computed = (x * model.sizes.num_parameters for x in (model.stored, model.computed))
+        held = kept if kept == computed else kept + computed
+        visits = model.config.param_offload and kept != computed
+        visiting = min(kept, room) if visits else 0
+        plan = replace(plan, weights=held - visiting, gradients=held)
+        room -= visiting
+    if model.config.optimizer_offload:
+        optimizer = max(0, optimizer - room)
+    plan = replace(plan, optimizer=optimizer)
+    if placement.is_one_process:
+        return plan
     plan = replace(plan, gathered=max(plan.gathered, model.gathered_in_training))
     held = model.stored * model.held_parameters
     if model.config.offload_policy:
@@ -257,9 +296,15 @@ def _trained(
     return replace(plan, weights=held, gradients=held)
 
 
-def _remedy(config: RunConfig | SftConfig, sizes: ModelSizes, *, available_bytes: int) -> str:
+def _remedy(
+    config: RunConfig | SftConfig,
+    sizes: ModelSizes,
+    *,
+    candidates: Iterable[Mapping[str, Any]],
+    available_bytes: int,
+) -> str:
     """The first overrides that make it fit."""
-    for overrides in _candidates(config):
+    for overrides in candidates:
         changed = config
         for key, value in overrides.items():
             changed = _with(changed, key.split("."), value=value)
@@ -269,7 +314,9 @@ def _remedy(config: RunConfig | SftConfig, sizes: ModelSizes, *, available_bytes
     return "Use a smaller model, more devices or devices with more memory."
 
 
-def _candidates(config: RunConfig | SftConfig) -> Iterator[dict[str, Any]]:
+def _candidates(
+    config: RunConfig | SftConfig, *, recomputes_parts: bool
+) -> Iterator[dict[str, Any]]:
     """Overrides from the cheapest to the dearest."""
     if isinstance(config, SftConfig):
         model, layout = "model", "engine"
@@ -281,8 +328,16 @@ def _candidates(config: RunConfig | SftConfig) -> Iterator[dict[str, Any]]:
         dynamic, limit = f"{actor}.use_dynamic_bsz", f"{actor}.ppo_max_token_len_per_gpu"
         ranks = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     shortest = -(-_longest(config) // ranks)
-    recompute = {f"{model}.enable_gradient_checkpointing": True}
-    dearer: list[dict[str, Any]] = [{}, recompute]
+    enable, granularity = f"{model}.enable_gradient_checkpointing", f"{model}.recompute_granularity"
+    recompute = {enable: True, granularity: "full"}
+    dearer: list[dict[str, Any]] = [{}]
+    if isinstance(config, RunConfig) and config.trainer.num_devices > 1:
+        freed = {"actor_rollout_ref.rollout.free_cache_engine": True}
+        yield freed
+        dearer.append(freed)
+    parts = ("pointwise", "feed_forward") if recomputes_parts else ()
+    dearer += [{enable: True, granularity: part} for part in parts]
+    dearer.append(recompute)
     if config.trainer.num_devices > 1:
         dearer.append(recompute | {f"{layout}.offload_policy": True})
     for extra in dearer:
@@ -300,9 +355,10 @@ def _with(config: ConfigT, path: list[str], *, value: Any) -> ConfigT:
     return config.model_copy(update={name: inner})
 
 
-def _recomputes(config: RunConfig | SftConfig) -> bool:
+def _recomputed(config: RunConfig | SftConfig) -> RecomputeGranularity | None:
+    """None if nothing is."""
     model = config.model if isinstance(config, SftConfig) else config.actor_rollout_ref.model
-    return model.enable_gradient_checkpointing
+    return model.recompute_granularity if model.enable_gradient_checkpointing else None
 
 
 def _microbatch_tokens(config: RunConfig | SftConfig, ranks: int) -> int:

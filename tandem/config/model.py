@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from tandem.config.fields import ALWAYS_PACKED, NOT_BUILT, SECTION, Strings, no_effect
+
+RecomputeGranularity = Literal["full", "feed_forward", "pointwise"]
 
 _LORA = "not built yet: LoRA; all weights are trained"
 _FUSED = "log-probs are always computed fused and in chunks"
@@ -28,6 +30,11 @@ class ModelConfig(BaseModel):
     enable_gradient_checkpointing: bool = Field(
         default=True,
         description="Recompute activations in the backward pass: less memory, more time.",
+    )
+    recompute_granularity: RecomputeGranularity = Field(
+        default="full",
+        description="What enable_gradient_checkpointing recomputes, from little to all of a layer: "
+        "pointwise: norms and activation; feed_forward: its first matrix product too; full.",
     )
     custom_chat_template: str | None = Field(
         default=None,

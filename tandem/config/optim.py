@@ -17,6 +17,11 @@ def _optimizer_name(value: Any) -> Any:
     return names.get(value.lower(), value) if isinstance(value, str) else value
 
 
+def _moments_name(value: Any) -> Any:
+    return "bfloat16" if value == "bf16" else value
+
+
+MomentsDtype = Annotated[Literal["auto", "bfloat16"], BeforeValidator(_moments_name)]
 OptimizerName = Annotated[Literal["AdamW", "Muon"], BeforeValidator(_optimizer_name)]
 
 
@@ -35,6 +40,11 @@ class OptimConfig(BaseModel):
     )
     betas: tuple[float, float] = Field(
         default=(0.9, 0.999), description="Decay rates of AdamW's moments."
+    )
+    moments_dtype: MomentsDtype = Field(
+        default="auto",
+        description="Precision in which AdamW's moments are kept; auto: that of the weights. "
+        "bfloat16 rounds up or down at random, so that small changes add up.",
     )
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
     clip_grad: float = Field(

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.effects import keys_without_effect
+from tandem.config.effects import key_effects, keys_without_effect
 from tandem.config.memory import MemoryPlan, plan_memory
 from tandem.config.overrides import LoadedConfig
+from tandem.config.platform_rules import weight_ways
 from tandem.config.pools import Placement, Pool, place_run, place_sft
 from tandem.config.run import RunConfig
 from tandem.config.schedule import Schedule, schedule_run, schedule_sft
@@ -38,7 +39,8 @@ class Plan:
         optimizer_steps_per_step: mini-batches times passes.
         placement: which tasks share which devices.
         memory: of one accelerator of each pool, None if the model's sizes are not known.
-        keys_without_effect: set in vain, as they were spelt -> why.
+        key_effects: every key that was set, as it was spelt -> what it does.
+        keys_without_effect: those set in vain -> why.
         unknown_keys: let pass because of their ``+``.
         warnings: one line each.
         config: the whole resolved configuration.
@@ -53,10 +55,17 @@ class Plan:
     optimizer_steps_per_step: int
     placement: Placement
     memory: Mapping[str, MemoryPlan] | None
+    key_effects: Mapping[str, str]
     keys_without_effect: Mapping[str, str]
     unknown_keys: tuple[str, ...]
     warnings: tuple[str, ...]
     config: RunConfig | SftConfig
+
+    @property
+    def weights(self) -> Mapping[str, str]:
+        """How weights travel between pools: "one -> other" -> the way, and why."""
+        config = self.config
+        return {} if isinstance(config, SftConfig) else weight_ways(config, self.placement)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -70,6 +79,8 @@ class Plan:
             "num_train_rows": self.num_train_rows,
             "num_val_rows": self.num_val_rows,
             "pools": [self._pool_dict(pool) for pool in self.placement.pools],
+            "weights": dict(self.weights),
+            "key_effects": dict(self.key_effects),
             "keys_without_effect": dict(self.keys_without_effect),
             "unknown_keys": list(self.unknown_keys),
             "warnings": list(self.warnings),
@@ -83,6 +94,7 @@ class Plan:
             "tasks": list(pool.tasks),
             "unused_tasks": list(pool.unused_tasks),
             "devices": pool.num_devices,
+            "platform": pool.platform,
             "nodes": [
                 {"node": run.node, "first": run.first, "last": run.last}
                 for run in self.placement.node_ranges(pool)
@@ -128,6 +140,7 @@ def make_plan(
         optimizer_steps_per_step=known.optimizer_steps_per_step,
         placement=known.placement,
         memory=None if sizes is None else plan_memory(config, sizes),
+        key_effects=key_effects(loaded),
         keys_without_effect=keys_without_effect(loaded),
         unknown_keys=loaded.unknown_keys,
         warnings=(*warnings, *loaded.warnings, *known.warnings),
@@ -214,7 +227,7 @@ def _device_cautions(config: RunConfig | SftConfig) -> Iterator[str]:
     if config.trainer.device != "auto":
         yield (
             f"trainer.device={config.trainer.device}: not looked for by the plan; where it is not "
-            "available, the run falls back to the detected platform"
+            "available, the run ends before it starts"
         )
 
 

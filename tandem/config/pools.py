@@ -8,8 +8,9 @@ arithmetic: what cannot be placed is found by ``device_rules`` before, and no de
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, groupby
 
 from tandem.config.layout import FsdpConfig
@@ -46,12 +47,14 @@ class Pool:
     Attributes:
         tasks: those that the run performs; empty for a pool with nothing to do.
         unused_tasks: those that were named and that nothing in the run asks for.
+        platform: of its devices, as it was asked for: a name, an alias, or ``auto``.
     """
 
     tasks: tuple[str, ...]
     unused_tasks: tuple[str, ...]
     first_device: int
     num_devices: int
+    platform: str
 
     @property
     def name(self) -> str:
@@ -116,6 +119,16 @@ class Placement:
         return tuple(pool for pool in self.pools if pool.tasks)
 
     @property
+    def generates_apart(self) -> bool:
+        """Whether other devices generate than train, so that both can happen at the same time."""
+        return self.pool_of("generate") is not self.pool_of("actor-train")
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether pools have devices of different platforms."""
+        return len({pool.platform for pool in self.used_pools}) > 1
+
+    @property
     def is_one_process(self) -> bool:
         """Whether one device does everything."""
         return len(self.used_pools) == 1 and self.used_pools[0].num_devices == 1
@@ -145,9 +158,10 @@ def place_run(config: RunConfig) -> Placement:
     """
     trainer = config.trainer
     pools = _ranges(
-        _groups(config),
+        task_groups(config),
         share_devices(_ratios(config), trainer.num_devices),
         needed=needed_tasks(config),
+        platform=partial(platform_of, config),
     )
     layouts = {task: _layout(task, pool, config=config) for pool in pools for task in pool.tasks}
     return Placement(pools, trainer.nnodes, trainer.n_gpus_per_node, layouts)
@@ -156,7 +170,7 @@ def place_run(config: RunConfig) -> Placement:
 def place_sft(config: SftConfig) -> Placement:
     """One pool that trains."""
     trainer = config.trainer
-    pool = Pool(("actor-train",), (), first_device=0, num_devices=trainer.num_devices)
+    pool = Pool(("actor-train",), (), 0, trainer.num_devices, platform=trainer.device)
     layouts = {"actor-train": rank_layout(config.engine, trainer.num_devices)}
     return Placement((pool,), trainer.nnodes, trainer.n_gpus_per_node, layouts)
 
@@ -214,7 +228,8 @@ def _layout(task: str, pool: Pool, *, config: RunConfig) -> RankLayout:
     return rank_layout(layout, pool.num_devices)
 
 
-def _groups(config: RunConfig) -> Sequence[tuple[str, ...]]:
+def task_groups(config: RunConfig) -> Sequence[tuple[str, ...]]:
+    """The tasks of each pool, whether the run performs them or not."""
     named = config.trainer.separated_node_tasks
     return named or ((TASKS,) if config.actor_rollout_ref.hybrid_engine else HALVES)
 
@@ -225,8 +240,18 @@ def _ratios(config: RunConfig) -> Sequence[float]:
     return (1.0,) if config.actor_rollout_ref.hybrid_engine else (0.5, 0.5)
 
 
+def platform_of(config: RunConfig, tasks: Sequence[str]) -> str:
+    """That of a pool with these tasks: the one that one of them names, else the run's."""
+    named = config.pools.named
+    return next((named[task] for task in tasks if task in named), config.trainer.device)
+
+
 def _ranges(
-    groups: Sequence[tuple[str, ...]], shares: Sequence[int], *, needed: Sequence[str]
+    groups: Sequence[tuple[str, ...]],
+    shares: Sequence[int],
+    *,
+    needed: Sequence[str],
+    platform: Callable[[Sequence[str]], str],
 ) -> tuple[Pool, ...]:
     return tuple(
         Pool(
@@ -234,6 +259,7 @@ def _ranges(
             unused_tasks=tuple(task for task in tasks if task not in needed),
             first_device=end - share,
             num_devices=share,
+            platform=platform(tasks),
         )
         for tasks, share, end in zip(groups, shares, accumulate(shares), strict=True)
     )

@@ -18,7 +18,6 @@ from tandem.config.fields import (
 
 _MULTI_TURN = "not built yet: multi-turn rollouts"
 _ONE_DEVICE = "each device of the pool that generates is a replica of the native engine"
-_BETWEEN = "weights are always transferred between generations, and swapped at once"
 _SKIP = "not built yet: rollouts are always generated"
 
 
@@ -173,9 +172,9 @@ class RolloutConfig(BaseModel):
         json_schema_extra=no_effect("weights are transferred in buckets of a fixed size"),
     )
     free_cache_engine: bool = Field(
-        default=True,
-        description="Free the cache after generation.",
-        json_schema_extra=no_effect("not built yet: the cache stays on the device"),
+        default=False,
+        description="Free the rollout's cache and weights while the same devices train; steps that "
+        "were captured are captured again then, so only where memory asks for it.",
     )
     enforce_eager: bool = Field(
         default=False,
@@ -234,15 +233,20 @@ class RolloutConfig(BaseModel):
     skip_dump_dir: str = Field(
         default="/tmp/rollout_dump", description="Where.", json_schema_extra=no_effect(_SKIP)
     )
+    partial_rollout: bool = Field(
+        default=True,
+        description="With trainer.async_pipeline sequences under way go on under new weights as "
+        "soon as these arrive; False: they end under those they began with, which are waited for.",
+    )
     enable_dual_buffer: bool = Field(
         default=False,
-        description="Stage new weights while generating.",
-        json_schema_extra=no_effect(_BETWEEN),
+        description="Weights arrive in one copy more: a second one on the device, so that it "
+        "generates during the transfer; with enable_param_async a second one on the host.",
     )
     enable_param_async: bool = Field(
         default=False,
-        description="Transfer weights while training.",
-        json_schema_extra=no_effect(f"not built yet: {_BETWEEN}"),
+        description="Weights go from host to host while devices train and generate; False: from "
+        "device to device, which the trainer waits for.",
     )
     param_update_preduce_bucket_size_mb: int = Field(
         default=512,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -12,6 +12,7 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.data import DataConfig
 from tandem.config.fields import NOT_BUILT, OPEN_SECTION, SECTION, follow_seed, no_effect
 from tandem.config.model import ModelConfig
+from tandem.config.pool_platforms import PoolsConfig
 from tandem.config.reference import RefConfig
 from tandem.config.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
 from tandem.config.rollout import RolloutConfig
@@ -57,7 +58,10 @@ class ActorRolloutRefConfig(BaseModel):
         "unless trainer.separated_node_tasks says otherwise.",
     )
     nccl_timeout: int = Field(
-        default=600, ge=1, description="Deadline of collectives in seconds, of any library."
+        default=600,
+        ge=1,
+        description="Deadline of collectives in seconds, of any library; a process that gives no "
+        "sign of life for half of it has failed.",
     )
 
     @model_validator(mode="before")
@@ -110,6 +114,9 @@ class RunConfig(BaseModel):
         default_factory=CustomRewardConfig, description="A reward function of the user."
     )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The run.")
+    pools: PoolsConfig = Field(
+        default_factory=PoolsConfig, description="On whose devices each task runs."
+    )
     ray_kwargs: RayConfig = Field(default_factory=RayConfig, description="Settings of Ray.")
 
     critic: CriticConfig = Field(
@@ -153,9 +160,27 @@ class RunConfig(BaseModel):
     def needs_old_log_probs(self) -> bool:
         """Whether the policy must score a batch before it is updated.
 
-        Not if the update is strictly on-policy (one optimizer step: the ratio is 1), and not in
-        ``rollout_correction.bypass_mode``, which takes the rollout's own log-probs.
+        Not if one optimizer step is taken (the policy it starts from is the current one, which the
+        loss sees), and not in ``rollout_correction.bypass_mode``, which takes the rollout's own
+        log-probs. Rejection and normalised weights look at the whole batch before the update.
         """
-        if self.algorithm.rollout_correction.bypass_mode:
+        correction = self.algorithm.rollout_correction
+        if correction.bypass_mode:
             return False
-        return self.optimizer_steps_per_step > 1 or self.algorithm.use_kl_in_reward
+        normalizes = correction.rollout_is_batch_normalize and self.importance_level is not None
+        rejects = correction.rollout_rs is not None
+        has_several_steps = self.optimizer_steps_per_step > 1
+        return has_several_steps or self.algorithm.use_kl_in_reward or normalizes or rejects
+
+    @property
+    def importance_level(self) -> Literal["token", "sequence"] | None:
+        """``rollout_is`` with ``auto`` decided; None where the ratio of the loss is the weight."""
+        return self.algorithm.rollout_correction.level(may_lag=self.trainer.max_lag > 0)
+
+    @property
+    def compares_policies(self) -> bool:
+        """Whether anything looks at the difference of rollout and trainer beyond its size: a
+        correction, or rollouts that may lag behind.
+        """
+        rejects = self.algorithm.rollout_correction.rollout_rs is not None
+        return rejects or self.importance_level is not None or self.trainer.max_lag > 0

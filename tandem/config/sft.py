@@ -202,7 +202,10 @@ class SftConfig(BaseModel):
     )
     trainer: SftTrainerConfig = Field(default_factory=SftTrainerConfig, description="The run.")
     nccl_timeout: int = Field(
-        default=600, ge=1, description="Deadline of collectives in seconds, of any library."
+        default=600,
+        ge=1,
+        description="Deadline of collectives in seconds, of any library; a process that gives no "
+        "sign of life for half of it has failed.",
     )
     ray_kwargs: RayConfig = Field(default_factory=RayConfig, description="Settings of Ray.")
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.config.model import RecomputeGranularity
+
 _SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 
 
@@ -69,8 +71,16 @@ class ModelSizes:
         heads = 3 * self.num_heads + 3 * self.num_kv_heads
         return 6 * self.hidden + (heads * self.head_dim + 3 * self.inner) // tensor_parallel
 
-    def kept_numbers_per_token(self, *, recomputed: bool, tensor_parallel: int = 1) -> int:
-        """For a whole backward pass: what all layers keep, or with recomputation their inputs and
-        what one layer keeps."""
-        layer = self.layer_numbers_per_token(tensor_parallel)
-        return self.num_layers * 2 * self.hidden + layer if recomputed else self.num_layers * layer
+    def kept_numbers_per_token(
+        self, recomputed: RecomputeGranularity | None, *, tensor_parallel: int = 1
+    ) -> int:
+        """For a whole backward pass: what all layers keep, or if something is ``recomputed`` what
+        they keep then, the stream in fp32 and what is added to it at least, and one layer whole."""
+        whole = self.layer_numbers_per_token(tensor_parallel)
+        if recomputed is None:
+            return self.num_layers * whole
+        heads = 3 * (self.num_heads + self.num_kv_heads) * self.head_dim // tensor_parallel
+        gate_up = 2 * self.inner // tensor_parallel
+        gate_up = 2 * self.inner // tensor_parallel
+        split = {"full": 0, "feed_forward": heads, "pointwise": heads + gate_up}
+        return self.num_layers * (3 * self.hidden + split[recomputed]) + whole

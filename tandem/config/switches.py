@@ -106,7 +106,18 @@ def _optimizer_conditions(prefix: str, optim: Callable[[Any], Any]) -> tuple[Con
     )
 
 
+def _model_conditions(prefix: str, model: Callable[[Any], Any]) -> tuple[Condition, ...]:
+    return (
+        Condition(
+            (f"{prefix}.recompute_granularity",),
+            lambda c: not model(c).enable_gradient_checkpointing,
+            f"{prefix}.enable_gradient_checkpointing=False: nothing is recomputed",
+        ),
+    )
+
+
 RUN_CONDITIONS: tuple[Condition, ...] = (
+    *_model_conditions("actor_rollout_ref.model", lambda c: c.actor_rollout_ref.model),
     *_optimizer_conditions(f"{_ACTOR}.optim", lambda c: c.actor_rollout_ref.actor.optim),
     Condition(
         ("algorithm.kl_ctrl", "algorithm.kl_penalty"),
@@ -268,6 +279,21 @@ RUN_CONDITIONS: tuple[Condition, ...] = (
         f"{_ROLLOUT}.do_sample=False is greedy",
     ),
     Condition(
+        ("trainer.async_pipeline", "trainer.deterministic_async", f"{_ROLLOUT}.partial_rollout"),
+        lambda c: c.trainer.max_lag == 0,
+        "the largest lag is 0: training and generation take turns",
+    ),
+    Condition(
+        ("trainer.generate_ahead_steps",),
+        lambda c: not c.trainer.async_pipeline,
+        "trainer.async_pipeline=False",
+    ),
+    Condition(
+        (f"{_ROLLOUT}.partial_rollout",),
+        lambda c: c.trainer.deterministic_async,
+        "trainer.deterministic_async=True: rounds end under the weights they began with",
+    ),
+    Condition(
         ("data.truncation",),
         lambda c: c.data.filter_overlong_prompts,
         "data.filter_overlong_prompts=True drops longer prompts before they could be truncated",
@@ -332,6 +358,7 @@ SHARED_CONDITIONS: tuple[Condition, ...] = (
 )
 
 SFT_CONDITIONS: tuple[Condition, ...] = (
+    *_model_conditions("model", lambda c: c.model),
     *_optimizer_conditions("optim", lambda c: c.optim),
     Condition(
         ("data.micro_batch_size_per_gpu",),

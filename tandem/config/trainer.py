@@ -12,8 +12,6 @@ from tandem.config.fields import NOT_BUILT, SECTION, Seed, StringGroups, Strings
 
 ResumeMode = Literal["auto", "disable", "resume_path"]
 
-ASYNCHRONOUS = "not built yet: training and generation take turns"
-
 
 class RayConfig(BaseModel):
     """``ray_kwargs.*``: only a run of several processes has Ray."""
@@ -49,8 +47,8 @@ class TrainerConfig(BaseModel):
     n_gpus_per_node: int = Field(default=1, ge=1, description="Devices per node (verl: 8).")
     device: str = Field(
         default="auto",
-        description="Platform: auto, cpu, cuda, ...; one that is not here gives way to the "
-        "detected one with a warning, as in verl.",
+        description="Platform: auto, cuda, rocm, npu, musa, cpu, ... (tandem doctor lists them); "
+        "one that is not here ends the run.",
     )
     save_freq: int = Field(
         default=-1, description="Save every so many steps and after the last; 0 or less: never."
@@ -96,14 +94,18 @@ class TrainerConfig(BaseModel):
 
     async_pipeline: bool = Field(
         default=False,
-        description="Generate while training (dots.rl).",
-        json_schema_extra=no_effect(ASYNCHRONOUS),
+        description="Generate while training, on devices of its own (dots.rl).",
     )
     generate_ahead_steps: int = Field(
         default=0,
         ge=0,
-        description="Most training steps a rollout may lag behind; 0 is on-policy.",
-        json_schema_extra=no_effect(ASYNCHRONOUS),
+        description="With async_pipeline the largest lag: weights versions between the one that "
+        "drew a token and the one that trains on it. 0 is on-policy, 1 one step off.",
+    )
+    deterministic_async: bool = Field(
+        default=False,
+        description="Generate in rounds: weights change only when all that was begun is complete, "
+        "so that an asynchronous run can be repeated.",
     )
     separated_node_tasks: StringGroups = Field(
         default=(),
@@ -175,6 +177,18 @@ class TrainerConfig(BaseModel):
         """``resume_from_path`` with ``~`` expanded; ask only with ``resume_mode=resume_path``."""
         assert self.resume_from_path is not None, "trainer.resume_from_path is not set"
         return Path(self.resume_from_path).expanduser()
+
+    @property
+    def max_lag(self) -> int:
+        """Versions that a rollout may be behind: ``generate_ahead_steps`` if ``async_pipeline``."""
+        return self.generate_ahead_steps if self.async_pipeline else 0
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether generation waits for the weights of each step: ``max_lag`` is 0, or
+        ``deterministic_async``.
+        """
+        return self.max_lag == 0 or self.deterministic_async
 
     @property
     def num_devices(self) -> int:

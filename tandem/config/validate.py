@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+from tandem.config.correction import correction_problems
 from tandem.config.device_rules import run_device_problems, sft_device_problems
 from tandem.config.pools import place_run
 from tandem.config.run import RunConfig
@@ -67,8 +68,10 @@ def _run_problems(config: RunConfig) -> Iterator[str]:
     yield from _template_problems(config.data.apply_chat_template_kwargs)
     yield from _batch_problems(config)
     yield from run_device_problems(config)
+    yield from _async_problems(config)
     yield from _token_problems(config)
     yield from _sampling_problems(config)
+    yield from correction_problems(config.algorithm.rollout_correction)
     yield from _reward_problems(config)
     yield from _validation_problems(config)
 
@@ -88,6 +91,19 @@ def _batch_problems(config: RunConfig) -> Iterator[str]:
             f"{key}={mini}: must divide data.train_batch_size={batch}. "
             f"Set {key}={fitting} or data.train_batch_size={batch - batch % mini}."
         )
+
+
+def _async_problems(config: RunConfig) -> Iterator[str]:
+    """Whoever generates while the trainer trains cannot do it on the trainer's devices."""
+    if not config.trainer.async_pipeline or place_run(config).generates_apart:
+        return
+    remedy = "Set actor_rollout_ref.hybrid_engine=False, which gives it half of them,"
+    if config.trainer.separated_node_tasks:
+        remedy = "Take generate out of the group of actor-train in trainer.separated_node_tasks"
+    yield (
+        "trainer.async_pipeline=True: generation must have devices of its own. "
+        f"{remedy} or set trainer.async_pipeline=False."
+    )
 
 
 def _token_problems(config: RunConfig) -> Iterator[str]:
@@ -131,11 +147,13 @@ def _sampling_problems(config: RunConfig) -> Iterator[str]:
             f"samples of a prompt. Set {_ROLLOUT}.n=8."
         )
     is_greedy = not rollout.do_sample and rollout.temperature != 1
-    if is_greedy and config.algorithm.rollout_correction.bypass_mode:
+    correction = config.algorithm.rollout_correction
+    if is_greedy and (correction.bypass_mode or config.compares_policies):
         yield (
             f"{_ROLLOUT}.temperature={rollout.temperature}: must be 1 with {_ROLLOUT}.do_sample="
-            "False and bypass_mode=True, because greedy log-probs are those of temperature 1. "
-            f"Set {_ROLLOUT}.temperature=1.0 or algorithm.rollout_correction.bypass_mode=False."
+            "False where the rollout's log-probs are used (bypass_mode, correction, a lag), "
+            "because greedy ones are those of temperature 1. "
+            f"Set {_ROLLOUT}.temperature=1.0 or {_ROLLOUT}.do_sample=True."
         )
     if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
         key = f"{_ROLLOUT}.val_kwargs"

@@ -281,11 +281,7 @@ def _loss_token_index(counts_N: np.ndarray, members: Sequence[int]) -> Tensor:
 
 
 def _take(columns: LossColumns, index_R: Tensor) -> LossColumns:
-    def share(column_R: Tensor | None) -> Tensor | None:
-        return None if column_R is None else column_R[index_R.to(column_R.device)]
-
-    advantages_R = columns.advantages_R[index_R.to(columns.advantages_R.device)]
-    return LossColumns(advantages_R, share(columns.old_logp_R), share(columns.ref_logp_R))
+    return columns.map(lambda column_R: column_R[index_R.to(column_R.device)])
 
 
 def _groups(sequences: Sequence[TrainSequence]) -> list[list[int]]:

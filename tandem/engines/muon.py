@@ -59,6 +59,10 @@ class Muon:
         self._holding = holding
         self.moments: Moments = {}
 
+    def adopt(self, moments: Moments) -> None:
+        """Take over moments of the same weights."""
+        self.moments = moments
+
     @torch.no_grad()
     def step(
         self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, rate: float

@@ -59,7 +59,12 @@ class PolicyOptimizer:
         self.members = {"AdamW": [name for name in holding.boxes if name not in owners]}
         self._peak_rates = {"AdamW": config.lr}
         self._optimizers: dict[str, AdamW | Muon] = {
-            "AdamW": AdamW(betas=config.betas, weight_decay=decay)
+            "AdamW": AdamW(
+                betas=config.betas,
+                weight_decay=decay,
+                stored=model.lm_head_weight.dtype,
+                half_moments=config.moments_dtype == "bfloat16",
+            )
         }
         if matrices:
             self.members["Muon"] = [name for name in holding.boxes if name in owners]
@@ -92,7 +97,7 @@ class PolicyOptimizer:
     def load_state_dict(self, state: Mapping[str, Moments]) -> None:
         """Take over moments that ``state_dict`` returned, which belong to the same parameters."""
         for name, optimizer in self._optimizers.items():
-            optimizer.moments = state[name]
+            optimizer.adopt(state[name])
 
     def spread_scalars(self) -> None:
         """Give to all parameters what is the same for all, and was read for the first alone."""

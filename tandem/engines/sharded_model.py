@@ -110,11 +110,13 @@ class ShardedModel:
         """Before each forward pass that a backward pass follows.
 
         Gradients are summed over the ranks, and then sharded, after every backward pass; where
-        memory is to be spent on less traffic, only after the last.
+        memory is to be spent on less traffic, only after the last, and weights are gathered once
+        a step.
         """
         root = cast(FSDPModule, self._decoder)
-        root.set_requires_gradient_sync(is_last or self.sharding.config.reshard_after_forward)
-        root.set_reshard_after_backward(is_last, recurse=False)
+        is_frugal = self.sharding.config.reshard_after_forward
+        root.set_requires_gradient_sync(is_last or is_frugal)
+        root.set_reshard_after_backward(is_last, recurse=not is_frugal)
 
     def score(
         self, batches: Sequence[PackedBatch], *, temperature: float, num_rounds: int | None
@@ -269,8 +271,9 @@ def _mesh(sharding: Sharding, sizes: Mapping[str, int]) -> DeviceMesh:
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
     names, device = tuple(kept), sharding.device
     mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=names)
-    # Groups of a mesh start out with torch's own timeout, not with that of their world.
-    timeout = _default_world()._get_backend(device).options._timeout
+    # Groups of a mesh start out with torch's own timeout, not with that of their world, which the
+    # host's backend can tell on every platform.
+    timeout = _default_world()._get_backend(torch.device("cpu")).options._timeout
     for group in mesh.get_all_groups():
         _set_pg_timeout(timeout, group)
     return mesh

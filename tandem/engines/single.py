@@ -4,8 +4,8 @@
 An update is a sum over micro-batches with global denominators, so that loss, gradient and metrics
 do not depend on how the mini-batch was cut. A step whose loss or gradient is not finite is not
 taken. Weights are kept in one precision and may be computed with in a lower one: gradients are then
-summed up and the optimizer steps in the precision they are kept in. No autocast, no loss scaling,
-no sharding.
+summed up and the optimizer steps in the precision they are kept in; only then need the kept weights
+be on the device. No autocast, no loss scaling, no sharding.
 
 Shapes: T packed tokens, R response tokens, D hidden.
 """
@@ -30,11 +30,20 @@ from tandem.engines.checkpoint import (
     read_state,
 )
 from tandem.engines.optim import PolicyOptimizer, make_schedule
+from tandem.engines.resting import RestingParameters
+from tandem.engines.sharded_access import restore
 from tandem.engines.slices import whole_holding
 from tandem.engines.steps import Totals, backward, clip, report_step, score
+from tandem.errors import UserError
 from tandem.models.language_model import LanguageModel
 from tandem.models.weights import load_weights
 from tandem.types import LossScale, PackedBatch, UpdateReport
+
+_NO_ROOM_TO_STEP = (
+    "out of memory: the optimizer's step does not fit the device, whatever the micro-batches. Set "
+    "optimizer_offload=True or optim.moments_dtype=bfloat16, or lower "
+    "actor_rollout_ref.rollout.gpu_memory_utilization."
+)
 
 
 class SingleDeviceEngine:
@@ -48,18 +57,26 @@ class SingleDeviceEngine:
         total_training_steps: int,
         compute: LanguageModel | None = None,
         offload_optimizer: bool = False,
+        offload_weights: bool = False,
     ) -> None:
         """Take over ``model``.
 
         Args:
             compute: a copy of it in the precision to compute in, if another.
             offload_optimizer: the optimizer's state rests in the host's memory between steps.
+            offload_weights: so do the weights of ``model``, which then is not what computes.
         """
         self._model = model
         self._compute = model if compute is None else compute
         self._computed = list(self._compute.module.parameters())
         self._weights = dict(model.module.named_parameters())
-        self._device = model.lm_head_weight.device
+        self._sums: dict[str, Tensor] = {}
+        self._resting: RestingParameters | None = None
+        if offload_weights:
+            assert self._compute is not model, "weights that are computed with cannot rest"
+            self._resting = RestingParameters(self._weights.values())
+            self._resting.rest()
+        self._device = self._compute.lm_head_weight.device
         self._holding = whole_holding(self._weights)
         self._optimizer = PolicyOptimizer(model, config, holding=self._holding)
         self._offload_optimizer = offload_optimizer
@@ -87,15 +104,19 @@ class SingleDeviceEngine:
     ) -> UpdateReport:
         """One optimizer step over all micro-batches. Without any, the gradient is zero.
 
-        Running out of memory (torch.OutOfMemoryError) leaves everything as it was.
+        Running out of memory with the micro-batches (torch.OutOfMemoryError) leaves everything as
+        it was.
+
+        Raises:
+            UserError: the optimizer ran out of memory.
         """
         try:
             totals = self._accumulate(batches, loss, scale=scale, temperature=temperature)
+            gradients = self._gradients()
+            norm = torch.nn.utils.get_total_norm(list(gradients.values()))
         except torch.OutOfMemoryError:
             self._drop_gradients()
             raise
-        gradients = {name: _gradient(weight) for name, weight in self._weights.items()}
-        norm = torch.nn.utils.get_total_norm(list(gradients.values()))
         numbers = torch.stack([totals.loss, norm, *totals.metrics.values()]).tolist()
         factor = self._schedule.factor(self._schedule_step)
         report = report_step(
@@ -105,13 +126,28 @@ class SingleDeviceEngine:
             rate=self._learning_rate * factor,
         )
         if not report.skipped:
-            clip(list(gradients.values()), norm, limit=self._clip_norm)
-            self._step(gradients, rate_factor=factor)
+            try:
+                clip(list(gradients.values()), norm, limit=self._clip_norm)
+                self._step(gradients, rate_factor=factor)
+            except torch.OutOfMemoryError as error:  # part of the weights may have been stepped
+                raise UserError(_NO_ROOM_TO_STEP) from error
         self._drop_gradients()
         return report
 
+    def _gradients(self) -> dict[str, Tensor]:
+        """Of all weights, zero where there is none: optimizers would skip a weight without one."""
+        if self._compute is self._model:
+            found = {name: weight.grad for name, weight in self._weights.items()}
+        else:
+            found = {name: self._sums.get(name) for name in self._weights}
+        return {
+            name: torch.zeros_like(self._weights[name], device=self._device) if x is None else x
+            for name, x in found.items()
+        }
+
     def _drop_gradients(self) -> None:
-        for parameter in (*self._weights.values(), *self._computed):
+        self._sums = {}
+        for parameter in self._computed:
             parameter.grad = None
 
     def advance_schedule(self) -> None:
@@ -138,7 +174,13 @@ class SingleDeviceEngine:
             UserError: it belongs to another model or optimizer, or is incomplete.
         """
         if (folder / SHARDED_FILE).is_file():
-            self._load_sharded(folder)
+            self._schedule_step = restore(
+                folder,
+                self._weights,
+                optimizer=self._optimizer,
+                model=self._fingerprint(),
+                boxes=self._holding.boxes,
+            )
         else:
             state = read_state(folder, self._device, model=self._fingerprint())
             self._optimizer.require_same(state["optimizer"])
@@ -164,19 +206,27 @@ class SingleDeviceEngine:
         return totals
 
     def _step(self, gradients: dict[str, Tensor], *, rate_factor: float) -> None:
+        if self._resting is not None:
+            self._resting.wake()
         self._optimizer.step(self._weights, gradients, rate_factor=rate_factor)
         if self._offload_optimizer:
             self._optimizer.rest()
         self._refresh()
+        if self._resting is not None:
+            self._resting.rest()
 
     @torch.no_grad()
     def _collect_gradients(self) -> None:
         """Add what a micro-batch left in the lower precision to the gradients that are kept."""
         if self._compute is self._model:
             return
-        for kept, computed in zip(self._weights.values(), self._computed, strict=True):
-            if computed.grad is not None:
-                _gradient(kept).add_(computed.grad)
+        for (name, kept), computed in zip(self._weights.items(), self._computed, strict=True):
+            if computed.grad is None:
+                continue
+            if name in self._sums:
+                self._sums[name].add_(computed.grad)
+            else:
+                self._sums[name] = computed.grad.to(kept.dtype)
             computed.grad = None
 
     @torch.no_grad()
@@ -192,25 +242,22 @@ class SingleDeviceEngine:
         boxes = (box for (box,) in self._holding.boxes.values())
         return fingerprint(self._model.family, architecture, parameters=boxes)
 
-    def _load_sharded(self, folder: Path) -> None:
-        from tandem.engines.sharded import restore
-
-        self._schedule_step = restore(
-            folder,
-            self._weights,
-            optimizer=self._optimizer,
-            model=self._fingerprint(),
-            boxes=self._holding.boxes,
-        )
-
 
 class ReferenceModel:
     """``api.ReferencePolicy``: a model that is scored with and never changed."""
 
-    def __init__(self, model: LanguageModel) -> None:
-        """Freezes ``model``, which must not share parameters with the trained one."""
+    def __init__(self, model: LanguageModel, *, offload_weights: bool = False) -> None:
+        """Freezes ``model``, which must not share parameters with the trained one.
+
+        Args:
+            offload_weights: they rest in the host's memory while nothing is scored.
+        """
         model.module.requires_grad_(False)
         self._model = model
+        self._resting: RestingParameters | None = None
+        if offload_weights:
+            self._resting = RestingParameters(model.module.parameters(), frozen=True)
+            self._resting.rest()
 
     @property
     def data_parallel_size(self) -> int:
@@ -224,14 +271,13 @@ class ReferenceModel:
 
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
         """Log-probs of the response tokens, fp32 (R,) a batch, on the CPU."""
-        return [score(self._model, batch, temperature=temperature) for batch in batches]
-
-
-def _gradient(parameter: torch.nn.Parameter) -> Tensor:
-    """Its gradient, zero if absent: optimizers would skip a parameter without one."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+        if self._resting is not None:
+            self._resting.wake()
+        try:
+            return [score(self._model, batch, temperature=temperature) for batch in batches]
+        finally:
+            if self._resting is not None:
+                self._resting.rest()
 
 
 @torch.no_grad()

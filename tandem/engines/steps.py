@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -90,12 +90,4 @@ def _loss_inputs(batch: PackedBatch, scores: TokenLogProbs, *, scale: LossScale)
 
 
 def _columns_on(columns: LossColumns | None, device: torch.device) -> LossColumns | None:
-    if columns is None:
-        return None
-    old, ref = columns.old_logp_R, columns.ref_logp_R
-    return replace(
-        columns,
-        advantages_R=upload(columns.advantages_R, device),
-        old_logp_R=None if old is None else upload(old, device),
-        ref_logp_R=None if ref is None else upload(ref, device),
-    )
+    return None if columns is None else columns.map(lambda column_R: upload(column_R, device))

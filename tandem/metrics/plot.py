@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learning curve as a picture for a README: reward and validation accuracy over steps."""
+"""Pictures, by matplotlib where it is installed: what all of them share, and the learning curve for
+a README (reward and validation accuracy over steps)."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tandem.errors import UserError
 from tandem.metrics.run_folder import RunData, read_run
@@ -12,7 +15,7 @@ from tandem.metrics.series import validation_names
 
 _REWARD = "critic/score/mean"
 _WINDOW = 9
-_BLUE, _ORANGE, _GRAY = "#2563c9", "#d9690c", "#5d6877"
+BLUE, ORANGE, GRAY = "#2563c9", "#d9690c", "#5d6877"
 
 
 def plot_png(run_folder: Path, output: Path) -> Path:
@@ -26,6 +29,15 @@ def plot_png(run_folder: Path, output: Path) -> Path:
         raise UserError(
             f"RUN={str(run_folder)!r}: has no reward and no validation. Give a run with either."
         )
+    return write_png(lambda panels: _draw(panels[0], run), output)
+
+
+def write_png(draw: Callable[[Sequence[Any]], None], output: Path, *, num_panels: int = 1) -> Path:
+    """Let ``draw`` fill matplotlib's axes, one a panel from top to bottom; returns ``output``.
+
+    Raises:
+        UserError: matplotlib is not installed, or the file cannot be written.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
         from matplotlib.figure import Figure  # noqa: PLC0415
@@ -34,32 +46,42 @@ def plot_png(run_folder: Path, output: Path) -> Path:
             f"--output={str(output)!r}: the package matplotlib is not installed. "
             "Install it (pip install matplotlib)."
         ) from error
-    figure = Figure(figsize=(8, 3.6), dpi=160, layout="constrained")
+    figure = Figure(figsize=(8, 1.2 + 2.4 * num_panels), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
-    _draw(figure.subplots(), run)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output)
+    draw(list(figure.subplots(num_panels, squeeze=False)[:, 0]))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output)
+    except (OSError, ValueError) as error:  # a ValueError names the formats there are
+        raise UserError(
+            f"--output={str(output)!r}: cannot be written ({error}). Give another file."
+        ) from error
     return output
+
+
+def style_panel(axes: Any) -> None:
+    """The look of all our pictures."""
+    axes.grid(axis="y", color="#e3e7ec", linewidth=0.8)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color("#c9d0d8")
+    axes.tick_params(colors=GRAY, length=0)
 
 
 def _draw(axes, run: RunData) -> None:
     if _REWARD in run.columns:
         steps = [step for step, _ in run.columns[_REWARD]]
         values = [value for _, value in run.columns[_REWARD]]
-        axes.plot(steps, values, color=_BLUE, alpha=0.25, linewidth=1)
-        axes.plot(steps, _smooth(values), color=_BLUE, linewidth=2, label="training reward")
+        axes.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1)
+        axes.plot(steps, _smooth(values), color=BLUE, linewidth=2, label="training reward")
     for name in validation_names(run.columns)[:1]:
         steps = [step for step, _ in run.columns[name]]
         values = [value for _, value in run.columns[name]]
-        style = {"color": _ORANGE, "marker": "o", "markersize": 4, "linewidth": 2}
+        style = {"color": ORANGE, "marker": "o", "markersize": 4, "linewidth": 2}
         axes.plot(steps, values, **style, label="held-out accuracy")
-    axes.set_xlabel("training step", color=_GRAY)
+    axes.set_xlabel("training step", color=GRAY)
     axes.set_ylim(0, 1 if axes.get_ylim()[1] <= 1.1 else None)
     axes.set_xlim(0, run.num_steps)
-    axes.grid(axis="y", color="#e3e7ec", linewidth=0.8)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color("#c9d0d8")
-    axes.tick_params(colors=_GRAY, length=0)
+    style_panel(axes)
     axes.legend(frameon=False, loc="lower right")
 
 

@@ -46,7 +46,10 @@ _FIELDS = (
     _Field("kl", ("actor/kl_loss", "actor/ppo_kl")),
     _Field("grad", ("actor/grad_norm", "train/grad_norm")),
     _SPEED,
-    _Field("", ("perf/time_per_step",), unit=" s"),
+    _Field("", ("pipeline/wall_s", "perf/time_per_step"), unit=" s"),
+    _Field("idle: generate", ("pipeline/idle_share/generate",)),
+    _Field("train", ("pipeline/idle_share/actor-train",)),
+    _Field("lag", ("training/lag/mean",)),
 )
 _VALIDATION_PREFIX = "val-core/"
 

@@ -71,6 +71,7 @@ class RolloutRecorder:
             "step": step,
             "sample_id": completion.sample_id,
             "weights_version": completion.weights_version,
+            "switches": [list(switch) for switch in completion.switches],
             "data_source": prompt.data_source,
             "prompt": prompt.text,
             "response": sample.text,

@@ -24,6 +24,7 @@ from tandem.metrics.headline import flatten, subtitle, tiles, title
 from tandem.metrics.records import spread
 from tandem.metrics.run_folder import RunData, read_run
 from tandem.metrics.series import charts, curves
+from tandem.metrics.timeline import timeline
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_ROLLOUTS = 400
@@ -33,14 +34,19 @@ _MAX_PROMPT_CHARACTERS = 8000
 _SCRIPT_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
-def write_report(run_folder: Path, output: Path) -> Path:
+def write_report(
+    run_folder: Path, output: Path, *, forecast: Sequence[tuple[str, str]] = ()
+) -> Path:
     """Write the report of a run, finished or not, and return ``output``.
+
+    Args:
+        forecast: rows of what was to be expected of the run's speed beside what it achieved.
 
     Raises:
         UserError: the folder holds no run, a file in it is damaged, or ``output`` cannot be
             written.
     """
-    page = render(read_run(run_folder))
+    page = render(read_run(run_folder), forecast)
     partial = output.with_name(output.name + ".partial")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -53,8 +59,8 @@ def write_report(run_folder: Path, output: Path) -> Path:
     return output
 
 
-def render(run: RunData) -> str:
-    """The page as text."""
+def render(run: RunData, forecast: Sequence[tuple[str, str]] = ()) -> str:
+    """The page as text; ``forecast`` as in ``write_report``."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -72,6 +78,8 @@ def render(run: RunData) -> str:
         title=title(run),
         subtitle=subtitle(run),
         tiles=tiles(run),
+        timeline=timeline(run.trace, run.columns),
+        forecast=forecast,
         summary=flatten(run.summary),
         config=flatten(run.config),
         num_recorded=len(run.rollouts),

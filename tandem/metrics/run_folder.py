@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what a run leaves in its folder, also while it is still running.
 
-``metrics.jsonl`` is required; ``rollouts.jsonl``, ``config.json`` and ``summary.json`` are shown if
-they are there.
+``metrics.jsonl`` is required; ``rollouts.jsonl``, ``trace.json``, ``config.json`` and
+``summary.json`` are shown if they are there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tandem.errors import UserError
 from tandem.metrics.jsonl import read_records
 from tandem.metrics.jsonl_sink import METRICS_FILE
 from tandem.metrics.records import ROLLOUTS_FILE
+from tandem.metrics.trace_file import TRACE_FILE, read_trace
 
 CONFIG_FILE = "config.json"
 SUMMARY_FILE = "summary.json"
@@ -32,6 +33,7 @@ class RunData:
             unique.
         num_steps: the last training step.
         rollouts: the records of ``rollouts.jsonl``.
+        trace: the events of ``trace.json``.
         config, summary: the contents of their files, {} where there is none.
     """
 
@@ -39,6 +41,7 @@ class RunData:
     columns: Mapping[str, Sequence[tuple[int, float]]]
     num_steps: int
     rollouts: Sequence[Mapping[str, Any]]
+    trace: Sequence[Mapping[str, Any]]
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
 
@@ -63,6 +66,7 @@ def read_run(folder: Path) -> RunData:
         columns=columns,
         num_steps=max(int(record["step"]) for record in records),
         rollouts=[record for record in read_records(folder / ROLLOUTS_FILE) if "step" in record],
+        trace=read_trace(folder / TRACE_FILE),
         config=_read_object(folder / CONFIG_FILE),
         summary=_read_object(folder / SUMMARY_FILE),
     )

@@ -35,7 +35,11 @@ class ChartSpec:
 
 
 _OPTIMIZATION = "Optimization"
+_PIPELINE = "Pipeline"
 _SPEED = "Speed"
+_ROLES = ("generate", "actor-train", "logp", "ref_logp")
+_EFFECTIVE = "rollout_corr/rollout_is_eff_sample_size"
+_LAGS = {"": "all", **{f"/lag_{lag}": f"lag {lag}" for lag in range(5)}}
 
 CHARTS = (
     ChartSpec(
@@ -93,6 +97,39 @@ CHARTS = (
         exact=True,
     ),
     ChartSpec(_OPTIMIZATION, "Policy loss", "clipped surrogate", {"actor/pg_loss": "loss"}),
+    ChartSpec(
+        _OPTIMIZATION,
+        "Effective sample size",
+        "share of tokens that count after importance weights",
+        {f"{_EFFECTIVE}{lag}": label for lag, label in _LAGS.items()},
+        share=True,
+    ),
+    ChartSpec(
+        _OPTIMIZATION,
+        "Mismatch of rollout and trainer",
+        "KL per token, by lag",
+        {f"rollout_corr/kl{lag}": label for lag, label in _LAGS.items()},
+    ),
+    ChartSpec(
+        _PIPELINE,
+        "Lag",
+        "weights versions between sampling and training",
+        {"training/lag/mean": "mean of tokens", "training/lag/max": "oldest sample"},
+    ),
+    ChartSpec(
+        _PIPELINE,
+        "Idle",
+        "share of the wall time of a step",
+        {f"pipeline/idle_share/{role}": role for role in _ROLES},
+        share=True,
+    ),
+    ChartSpec(
+        _PIPELINE,
+        "Wall time of a step",
+        "nothing left out",
+        {"pipeline/wall_s": "step"},
+        unit=" s",
+    ),
     ChartSpec(
         _SPEED,
         "Throughput",

@@ -12,11 +12,11 @@ E head dimension, F feed-forward, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
-from typing import cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,11 @@ from tandem.models.rotary import RopeConfig, Rotary
 
 Stream = tuple[Tensor, Tensor | None]
 """The residual stream (T, D) and what is still to be added to it, None before the first layer."""
+
+Granularity = Literal["pointwise", "feed_forward", "full"]
+Recompute = Literal["nothing"] | Granularity
+"""What the backward pass computes again instead of keeping it, with the same results: norms and the
+activation; the feed-forward's first product too; all of a layer, of which its input is kept."""
 
 
 @dataclass(frozen=True)
@@ -83,33 +88,74 @@ class DecoderLayer(nn.Module):
         self.down = _Linear(inner, hidden, bias=config.mlp_bias)
 
     def forward(
-        self, stream: Stream, attention: Attention, *, angles: Angles, operators: Operators
+        self,
+        stream: Stream,
+        attention: Attention,
+        *,
+        angles: Angles,
+        operators: Operators,
+        recompute: Recompute = "nothing",
     ) -> Stream:
-        """One layer for T tokens."""
-        add_norm = partial(operators.add_norm, eps=self.eps)
-        h_TD, x_TD = add_norm(*stream, weight_D=self.attention_norm.weight)
-        qk_TME, v_TKE = self.qkv(h_TD).view(-1, *self.head_shape).split(self.head_split, 1)
+        """One layer for T tokens. ``recompute="full"`` is the caller's to do."""
+        if recompute in ("pointwise", "feed_forward"):
+            x_TD, delta_TD = stream
+            x_TD = x_TD if delta_TD is None else x_TD + delta_TD
+            qkv_TD, _ = _recomputed(self._into_heads, x_TD, None, operators=operators)
+        else:
+            qkv_TD, x_TD = self._into_heads(*stream, operators=operators)
+        o_TD = self._attend(qkv_TD, attention, angles=angles, operators=operators)
+        if recompute == "feed_forward":
+            return _recomputed(self._feed_forward, x_TD, o_TD, operators=operators)
+        if recompute == "pointwise":
+            gate_up_T2F, x_TD = _recomputed(self._into_gate, x_TD, o_TD, operators=operators)
+            return x_TD, _recomputed(self._out_of_gate, gate_up_T2F, operators)
+        return self._feed_forward(x_TD, o_TD, operators=operators)
+
+    def _into_heads(
+        self, x_TD: Tensor, delta_TD: Tensor | None, *, operators: Operators
+    ) -> tuple[Tensor, Tensor]:
+        """Query, key and value, and the stream."""
+        weight_D = self.attention_norm.weight
+        h_TD, x_TD = operators.add_norm(x_TD, delta_TD, weight_D=weight_D, eps=self.eps)
+        return self.qkv(h_TD), x_TD
+
+    def _attend(
+        self, qkv_TD: Tensor, attention: Attention, *, angles: Angles, operators: Operators
+    ) -> Tensor:
+        qk_TME, v_TKE = qkv_TD.view(-1, *self.head_shape).split(self.head_split, 1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THE, k_TKE = qk_TME.split(self.qk_split, 1)
             qk_TME = torch.cat((self.q_norm(q_THE), self.k_norm(k_TKE)), 1)
         q_THE, k_TKE = operators.rotate(qk_TME, angles).split(self.qk_split, 1)
-        o_TD = self.o(attention(self.index, q_THE, k_TKE, v_TKE).flatten(1))
-        h_TD, x_TD = add_norm(x_TD, o_TD, weight_D=self.mlp_norm.weight)
-        return x_TD, self.down(operators.gate(self.gate_up(h_TD)))
+        return self.o(attention(self.index, q_THE, k_TKE, v_TKE).flatten(1))
+
+    def _feed_forward(self, x_TD: Tensor, o_TD: Tensor, *, operators: Operators) -> Stream:
+        gate_up_T2F, x_TD = self._into_gate(x_TD, o_TD, operators=operators)
+        return x_TD, self._out_of_gate(gate_up_T2F, operators)
+
+    def _into_gate(
+        self, x_TD: Tensor, o_TD: Tensor, *, operators: Operators
+    ) -> tuple[Tensor, Tensor]:
+        """Gate and up, and the stream."""
+        weight_D = self.mlp_norm.weight
+        h_TD, x_TD = operators.add_norm(x_TD, o_TD, weight_D=weight_D, eps=self.eps)
+        return self.gate_up(h_TD), x_TD
+
+    def _out_of_gate(self, gate_up_T2F: Tensor, operators: Operators) -> Tensor:
+        return self.down(operators.gate(gate_up_T2F))
 
 
 class Decoder(nn.Module):
     """Embedding, layers, final norm.
 
-    ``gradient_checkpointing`` recomputes each layer in the backward pass, with the same results;
-    ``operators`` may be replaced by those of an accelerator.
+    ``recompute`` and ``operators``, which may be those of an accelerator, can be replaced.
     """
 
     def __init__(self, config: DecoderConfig, operators: Operators = TORCH) -> None:
         super().__init__()
         self.config = config
         self.operators = operators
-        self.gradient_checkpointing = False
+        self.recompute: Recompute = "nothing"
         self.rotary = Rotary(config.rope, config.head_dim)
         # Given weights are not drawn at random first, which on the meta device takes a second.
         self.embedding = nn.Embedding(
@@ -142,13 +188,14 @@ class Decoder(nn.Module):
         x_TD = self.embedding(token_ids_T)
         angles = self.rotary.angles(position_ids_T, x_TD.dtype)
         stream: Stream = (x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None)
-        recompute = self.gradient_checkpointing and torch.is_grad_enabled()
+        recompute: Recompute = self.recompute if torch.is_grad_enabled() else "nothing"
         for layer in self.layers:
-            run = partial(layer, angles=angles, operators=self.operators)
-            if recompute:
-                stream = checkpoint(run, stream, attention, use_reentrant=False)
-            else:
-                stream = run(stream, attention)
+            run = partial(layer, angles=angles, operators=self.operators, recompute=recompute)
+            stream = (
+                _recomputed(run, stream, attention)
+                if recompute == "full"
+                else run(stream, attention)
+            )
         x_TD, delta_TD = stream
         weight_D, eps = self.final_norm.weight, self.config.rms_norm_eps
         return self.operators.add_norm(x_TD, delta_TD, weight_D=weight_D, eps=eps)[0]
@@ -158,6 +205,15 @@ class Decoder(nn.Module):
         """Random weights, parameter by parameter."""
         for name, parameter in self.named_parameters():
             draw_parameter(name, parameter, config=self.config, generator=generator)
+
+
+def _recomputed(run: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
+    """``run(*inputs, **settings)``, of which only the inputs are kept.
+
+    Computing it again stops when all that the backward pass reads is there: a product at the end is
+    not repeated.
+    """
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, **settings)
 
 
 @cache

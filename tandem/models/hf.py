@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.errors import UserError
+from tandem.models.decoder import Granularity
 from tandem.models.language_model import count_parameters
 from tandem.models.operators import TORCH, Operators
 from tandem.models.parallel import WHOLE
@@ -89,8 +90,13 @@ class TransformersModel:
         h_BMD = self._backbone(ids_BM, rows.valid_BM.to(device))
         return self._finish(h_BMD.flatten(0, 1).index_select(0, rows.place_T.to(device)))
 
-    def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Recompute layers in the backward pass."""
+    def set_gradient_checkpointing(self, enabled: bool, granularity: Granularity = "full") -> None:
+        """Recompute layers in the backward pass: whole ones."""
+        if enabled and granularity != "full":
+            raise UserError(
+                f"model.recompute_granularity={granularity!r}: a model of type {self.family!r} "
+                "recomputes whole layers. Use full."
+            )
         if not enabled:
             self._model.gradient_checkpointing_disable()
             return

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
-from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.decoder import Decoder, DecoderConfig, Granularity
 from tandem.models.logprob import TokenLogProbs
 from tandem.models.operators import Operators
 from tandem.models.parallel import (
@@ -90,8 +91,12 @@ class LanguageModel(Protocol):
         """
         ...
 
-    def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Recompute activations in the backward pass, with the same results."""
+    def set_gradient_checkpointing(self, enabled: bool, granularity: Granularity = "full") -> None:
+        """Recompute activations in the backward pass, with the same results.
+
+        Raises:
+            UserError: the model cannot do so by this ``granularity``.
+        """
         ...
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
@@ -214,9 +219,9 @@ class NativeModel:
             upload(token_ids, self.device), upload(position_ids, self.device), attention
         )
 
-    def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Recompute each layer in the backward pass."""
-        self.decoder.gradient_checkpointing = enabled
+    def set_gradient_checkpointing(self, enabled: bool, granularity: Granularity = "full") -> None:
+        """Recompute layers, or the parts of them that ``granularity`` names."""
+        self.decoder.recompute = granularity if enabled else "nothing"
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write a complete Hugging Face folder into an existing folder."""
@@ -237,8 +242,11 @@ def score_batch(
     """
     h_LD = model.hidden(batch)
     own = own_responses(batch, model.layout.sequence)
+    # Responses to one prompt begin at the same row. What index_select would do on accelerators, add
+    # up their gradients in the order of chance, embedding does in a fixed one.
+    h_ND = F.embedding(upload(own.source_N, h_LD.device), h_LD)
     scores = model.operators.token_log_probs(
-        h_LD.index_select(0, upload(own.source_N, h_LD.device)),
+        h_ND,
         model.lm_head_weight,
         target_R=upload(own.target_N, h_LD.device),
         temperature=temperature,

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scored groups between the producer and the trainer. Its size is bounded by the admission gate,
-not here.
+"""Groups between their admission and the batch they are trained in: the one place where batches are
+formed. How many there are is bounded by the admission gate, not here.
+
+A batch takes the complete groups that were drawn first. It may pass over a group that is still
+being generated, so that one straggler delays its group and not the batch, but only if everything
+left behind can still be trained on in time: a group admitted under version v must be trained on by
+version v + max_lag at the latest. With ``(max_lag + 1) * batch_size`` admission slots such a batch
+always exists once enough groups are complete.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tandem.types import Group, RewardOutcome
@@ -21,30 +28,94 @@ class ScoredGroup:
     baseline: RewardOutcome | None = None
 
 
-class GroupBuffer:
-    """Consumes: scored groups. Waits for: enough of them. Unblocked by: ``put`` and ``close``."""
+@dataclass(frozen=True, slots=True)
+class BatchRule:
+    """How batches are formed.
 
-    def __init__(self) -> None:
-        self._groups: list[ScoredGroup] = []
+    Attributes:
+        batch_size: groups of a batch.
+        max_lag: versions a group may be behind those it is trained on.
+        passes_over: whether a batch may leave out a group that is not complete yet.
+    """
+
+    batch_size: int
+    max_lag: int
+    passes_over: bool
+
+
+class GroupBuffer:
+    """Consumes: scored groups. Waits for: a batch of them. Unblocked by: ``put``, ``drop`` and
+    ``close``.
+
+    Example:
+        batch_size=2, max_lag=1; draws 0 to 3 were admitted under version 0. With 0, 2 and 3
+        complete the batch of version 0 is [0, 2]; the batch of version 1 must wait for 1.
+    """
+
+    def __init__(self, rule: BatchRule) -> None:
+        self._rule = rule
+        self._versions: dict[int, int] = {}
+        self._complete: dict[int, ScoredGroup] = {}
         self._closed = False
         self._changed = asyncio.Condition()
 
+    @property
+    def num_complete(self) -> int:
+        """Groups ready to be trained on."""
+        return len(self._complete)
+
+    def expect(self, uids: Iterable[int], version: int) -> None:
+        """These draws have been admitted while ``version`` was in use."""
+        self._versions.update(dict.fromkeys(uids, version))
+
     async def put(self, scored: ScoredGroup) -> None:
-        """Add one group."""
+        """A group that was expected is complete."""
         async with self._changed:
-            self._groups.append(scored)
+            self._complete[scored.group.prompt.uid] = scored
+            self._changed.notify_all()
+
+    async def drop(self, uids: Iterable[int]) -> None:
+        """These draws will not be trained on."""
+        async with self._changed:
+            for uid in uids:
+                del self._versions[uid]
             self._changed.notify_all()
 
     async def close(self) -> None:
-        """No more groups will be waited for: ``take`` returns what there is."""
+        """Nothing more will be waited for: ``take`` returns what there is."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    async def take(self, count: int) -> list[ScoredGroup]:
-        """The ``count`` groups drawn first, in order of their draw; fewer only after ``close``."""
+    async def take(self, version: int) -> list[ScoredGroup]:
+        """The batch that the weights ``version`` are to be trained on, in the order of the draws;
+        fewer groups only after ``close``.
+        """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or len(self._groups) >= count)
-            self._groups.sort(key=lambda scored: scored.group.prompt.uid)
-            taken, self._groups = self._groups[:count], self._groups[count:]
-            return taken
+            await self._changed.wait_for(lambda: self._closed or self._choose(version) is not None)
+            chosen = self._choose(version) or sorted(self._complete)[: self._rule.batch_size]
+            for uid in chosen:
+                del self._versions[uid]
+            return [self._complete.pop(uid) for uid in chosen]
+
+    async def settled(self) -> None:
+        """Return once every group that was admitted is complete, or nothing is waited for."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._closed or len(self._complete) == len(self._versions)
+            )
+
+    def _choose(self, version: int) -> list[int] | None:
+        """The draws of a batch; None if one has to be waited for."""
+        size = self._rule.batch_size
+        chosen = sorted(self._complete)[:size]
+        if len(chosen) < size:
+            return None
+        left = sorted(self._versions.keys() - set(chosen))
+        if left and left[0] < chosen[-1] and not self._rule.passes_over:
+            return None
+        for position, uid in enumerate(left):
+            trained_on_at = version + 1 + position // size
+            if trained_on_at - self._versions[uid] > self._rule.max_lag:
+                return None
+        return chosen

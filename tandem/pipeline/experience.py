@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From scored groups to what an optimizer step consumes: log-probs that are needed, advantages,
-loss columns.
+off-policy correction, loss columns.
 
 Everything is flat: N sequences in the order of their groups, R response tokens in the order of
 their sequences.
@@ -8,9 +8,11 @@ their sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,11 +24,13 @@ from tandem.algorithms.kl import (
     penalise_rewards,
     place_scores,
 )
+from tandem.algorithms.off_policy import Mismatch
 from tandem.algorithms.sequences import sum_by_sequence
 from tandem.config.run import RunConfig
 from tandem.data.packing import TrainSequence
 from tandem.pipeline.buffer import ScoredGroup
-from tandem.types import Group, LossColumns, RewardStatus
+from tandem.pipeline.correction import CorrectedBatch, correct, correction_of
+from tandem.types import Completion, Group, LossColumns, RewardStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class Experience:
         rewards_N: rewards after a KL penalty, if any.
         returns_R: what a critic would be trained on.
         mean_kl: mean KL of the sequences from the reference, 0 without KL in the reward.
+        kept_R: tokens that rejection leaves, bool (R,); None if it was not asked for.
+        correction_metrics: ``rollout_corr/*`` as far as known before the update.
     """
 
     batch: ScoredBatch
@@ -58,6 +64,8 @@ class Experience:
     rewards_N: Tensor
     returns_R: Tensor
     mean_kl: float
+    kept_R: Tensor | None
+    correction_metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,8 @@ class ScoredBatch:
     """Groups laid out flat, before credit is assigned.
 
     A sequence is valid if its reward has a value, and with a greedy baseline (``remax``) that one
-    too; ``greedy_scores_N`` is None without.
+    too; ``greedy_scores_N`` is None without. ``lag_R``, int64 (R,), counts the weights versions
+    between the one that drew a token and the one that is trained on it.
     """
 
     groups: Sequence[Group]
@@ -75,6 +84,7 @@ class ScoredBatch:
     scores_N: Tensor
     valid_N: Tensor
     rollout_logp_R: Tensor
+    lag_R: Tensor
     greedy_scores_N: Tensor | None
 
     def sum_tokens(self, values_R: Tensor) -> Tensor:
@@ -91,8 +101,17 @@ def as_floats(values: Tensor) -> list[float]:
     return values.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def lay_out(scored: Sequence[ScoredGroup]) -> ScoredBatch:
-    """Flatten groups: sequences, scores and rollout log-probs in order."""
+def as_bools(values: Tensor) -> list[bool]:
+    """As ``as_floats``."""
+    return values.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def lay_out(scored: Sequence[ScoredGroup], *, version: int = 0) -> ScoredBatch:
+    """Flatten groups: sequences, scores and rollout log-probs in order.
+
+    Args:
+        version: of the weights that are about to be trained.
+    """
     groups = [entry.group for entry in scored]
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
     sequences = [
@@ -100,7 +119,7 @@ def lay_out(scored: Sequence[ScoredGroup]) -> ScoredBatch:
         for prompt, sample in samples
     ]
     lengths_N = torch.tensor([len(sample.completion.token_ids) for _, sample in samples])
-    log_probs = [value for _, sample in samples for value in sample.completion.log_probs]
+    log_probs = chain.from_iterable(sample.completion.log_probs for _, sample in samples)
     has_value = [sample.reward.status is RewardStatus.VALUE for _, sample in samples]
     valid_N = torch.tensor(has_value)
     greedy_scores_N = _greedy_scores(scored)
@@ -113,9 +132,17 @@ def lay_out(scored: Sequence[ScoredGroup]) -> ScoredBatch:
         group_N=torch.tensor([prompt.uid for prompt, _ in samples]),
         scores_N=torch.tensor([sample.reward.score for _, sample in samples]),
         valid_N=valid_N,
-        rollout_logp_R=torch.tensor(log_probs, dtype=torch.float32),
+        rollout_logp_R=torch.tensor(np.fromiter(log_probs, dtype=np.float32)),
+        lag_R=_lags([sample.completion for _, sample in samples], version),
         greedy_scores_N=greedy_scores_N,
     )
+
+
+def _lags(completions: Sequence[Completion], version: int) -> Tensor:
+    """``version`` minus the version of each token, int64 (R,)."""
+    runs = [run for completion in completions for run in completion.version_runs]
+    versions = torch.tensor([drawn for drawn, _ in runs], dtype=torch.int64)
+    return version - versions.repeat_interleave(torch.tensor([count for _, count in runs]))
 
 
 def _greedy_scores(scored: Sequence[ScoredGroup]) -> Tensor | None:
@@ -132,7 +159,7 @@ def _greedy_scores(scored: Sequence[ScoredGroup]) -> Tensor | None:
 def assign_credit(
     batch: ScoredBatch, scores: PolicyScores, *, config: RunConfig, controller: KlController
 ) -> Experience:
-    """Token rewards, KL in the reward, advantages."""
+    """Token rewards, KL in the reward, advantages, off-policy correction."""
     algorithm = config.algorithm
     num_sequences = len(batch.sequences)
     token_rewards_R = place_scores(batch.scores_N, batch.sequence_R)
@@ -156,15 +183,62 @@ def assign_credit(
         algorithm,
     )
     magnitude_N = batch.sum_tokens(advantages.advantages_R.abs())
+    corrected = _correct(batch, scores, config=config)
+    columns = LossColumns(
+        advantages_R=advantages.advantages_R,
+        old_logp_R=scores.old_logp_R,
+        ref_logp_R=scores.ref_logp_R,
+    )
     return Experience(
         batch=batch,
-        columns=LossColumns(
-            advantages_R=advantages.advantages_R,
-            old_logp_R=scores.old_logp_R,
-            ref_logp_R=scores.ref_logp_R,
-        ),
+        columns=_with_correction(columns, batch, config=config, corrected=corrected),
         active_N=batch.valid_N & (magnitude_N > 0),
         rewards_N=batch.sum_tokens(token_rewards_R),
         returns_R=advantages.returns_R,
         mean_kl=mean_kl,
+        kept_R=None if corrected is None else corrected.kept_R,
+        correction_metrics={} if corrected is None else corrected.metrics,
+    )
+
+
+def _correct(
+    batch: ScoredBatch, scores: PolicyScores, *, config: RunConfig
+) -> CorrectedBatch | None:
+    """None where nothing is compared, or the loss does it."""
+    correction = correction_of(config)
+    keys = config.algorithm.rollout_correction
+    if correction is None or keys.bypass_mode or scores.old_logp_R is None:
+        return None
+    mismatch = Mismatch(
+        scores.old_logp_R,
+        batch.rollout_logp_R,
+        batch.sequence_R,
+        len(batch.sequences),
+        counted_R=batch.valid_N[batch.sequence_R],
+    )
+    max_lag = config.trainer.max_lag
+    return correct(
+        mismatch,
+        correction,
+        normalizes=keys.rollout_is_batch_normalize,
+        lag_R=batch.lag_R.clamp(0, max_lag),
+        num_lags=max_lag + 1,
+    )
+
+
+def _with_correction(
+    columns: LossColumns,
+    batch: ScoredBatch,
+    *,
+    config: RunConfig,
+    corrected: CorrectedBatch | None,
+) -> LossColumns:
+    if not config.compares_policies:
+        return columns
+    max_lag = config.trainer.max_lag
+    return replace(
+        columns,
+        weights_R=None if corrected is None else corrected.weights_R,
+        rollout_logp_R=batch.rollout_logp_R if corrected is None else None,
+        lag_R=batch.lag_R.clamp(0, max_lag) if max_lag > 0 else None,
     )

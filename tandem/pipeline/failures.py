@@ -45,6 +45,25 @@ def warn_of_failed_rewards(groups: Sequence[Group], what: str) -> None:
         )
 
 
+class StaleSampleError(RuntimeError):
+    """A token is older than ``trainer.generate_ahead_steps`` allows, or newer than the weights it
+    is for: a fault of the pipeline.
+    """
+
+
+def require_fresh(groups: Sequence[Group], *, version: int, max_lag: int) -> None:
+    """Raise StaleSampleError if the weights ``version`` have no use for a token of ``groups``."""
+    for group in groups:
+        for sample in group.samples:
+            completion = sample.completion
+            versions = [drawn_by for drawn_by, _ in completion.version_runs]
+            if min(versions) < version - max_lag or max(versions) > version:
+                raise StaleSampleError(
+                    f"sample {completion.sample_id} was drawn by the versions {versions}, and "
+                    f"{version} is to use it; the largest lag allowed is {max_lag}"
+                )
+
+
 class RewardGuard:
     """Ends a run whose rewards do nothing but fail: it would use up the data and learn nothing.
 

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline: prompts -> admission -> rollout -> reward -> advantage -> pack -> train -> release.
 
-One program for every lag. Three tasks: the router advances the rollout engine, the producer turns
-admitted prompts into scored groups, and the loop below trains on them. The loop owns the weights
-version and the checkpoints. Stopping (SIGTERM, Ctrl-C) takes effect at a step boundary: what was
-drawn but not trained is drawn again later.
+One program for every lag. The tasks: the router advances the rollout engine, the producer turns
+admitted prompts into scored groups, one task prepares the next batch, the loop below trains on it,
+the weight flow brings its weights to the rollout, validations run beside, the journal writes what
+came of each step. The loop owns the training step, which is the weights version, and the
+checkpoints. Stopping (SIGTERM, Ctrl-C) takes effect at a step boundary: what was drawn but not
+trained is drawn again later.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tandem.algorithms.kl import AdaptiveKl, FixedKl, KlController, next_kl_controller
@@ -20,23 +22,15 @@ from tandem.config.run import RunConfig
 from tandem.metrics.records import dump_samples
 from tandem.metrics.reduction import update_metrics
 from tandem.metrics.timers import Timers
-from tandem.pipeline.admission import AdmissionGate
-from tandem.pipeline.buffer import GroupBuffer, ScoredGroup
-from tandem.pipeline.experience import (
-    Experience,
-    PolicyScores,
-    as_floats,
-    assign_credit,
-    lay_out,
-)
-from tandem.pipeline.failures import DivergenceGuard, warn_of_failed_rewards
+from tandem.pipeline.buffer import GroupBuffer
+from tandem.pipeline.experience import Experience, PolicyScores, as_floats, assign_credit
+from tandem.pipeline.failures import DivergenceGuard, require_fresh, warn_of_failed_rewards
 from tandem.pipeline.parts import PipelineParts
-from tandem.pipeline.policy_phase import score_with_policy, score_with_reference, update_policy
-from tandem.pipeline.producer import GroupProducer
-from tandem.pipeline.router import RolloutRouter
+from tandem.pipeline.policy_phase import update_policy
+from tandem.pipeline.preparation import PreparedBatch, scores_ahead, timed_policy
+from tandem.pipeline.stages import Stages, batch_rule
 from tandem.pipeline.step_metrics import batch_metrics, speed_metrics
-from tandem.pipeline.validation import summarize, validate
-from tandem.types import Group, StepReport, UpdateReport
+from tandem.types import UpdateReport
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +52,15 @@ class Pipeline:
         self._config = parts.config
         self._step = self._step_under_way = 0
         self._saved_step = -1
-        self._validated_step = -1
         self._controller = initial_kl_controller(parts.config)
         learning_rate = parts.config.actor_rollout_ref.actor.optim.lr
         self._divergence = DivergenceGuard("actor_rollout_ref.actor.optim.lr", learning_rate)
-        self._validation: Mapping[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._must_log_again = False
         self._stopping = False
         self._timers = Timers(parts.clock)
         self._step_ended_s = parts.clock()
-        self._router = RolloutRouter(parts.engines.rollout, parts.runtime, clock=parts.clock)
-        self._buffer = GroupBuffer()
+        self._buffer = GroupBuffer(batch_rule(parts.config))
 
     @property
     def step(self) -> int:
@@ -99,69 +90,76 @@ class Pipeline:
 
     async def run(self) -> RunSummary:
         """Train to the end of the schedule or of the data, or until ``stop``."""
-        total_steps = self._parts.schedule.total_training_steps
-        batch_size = self._config.data.train_batch_size
-        num_wanted = max(total_steps - self._step, 0) * batch_size
-        ahead = 0
-        gate = AdmissionGate((ahead + 1) * batch_size, num_wanted)
-        producer = GroupProducer(self._parts, gate=gate, router=self._router, buffer=self._buffer)
         async with asyncio.TaskGroup() as tasks:
-            watch_task = tasks.create_task(self._parts.runtime.watch())
-            router_task = tasks.create_task(self._router.run())
-            await self._parts.runtime.call(
-                self._parts.engines.rollout.set_weights_version, self._step
-            )
-            if self._parts.schedule.validates_before_training and (
-                self._step == 0 or self._config.trainer.val_only
-            ):
-                await self._validate_and_log()
-            elif self._step >= total_steps:
-                logger.info("step %d of %d: nothing is left to train", self._step, total_steps)
-            if self._must_log_again:
-                await self._log_again()
-            producer_task = tasks.create_task(producer.run())
-            await self._train(gate, producer)
-            for task in (watch_task, router_task, producer_task):
-                task.cancel()
-        return RunSummary(self._step, self._stopping, self._validation)
+            stages = Stages(self._parts, self._buffer, tasks=tasks, step=self._step)
+            await stages.flow.start()
+            await self._log_beginning(stages)
+            stages.produce()
+            await self._train(stages)
+            await stages.journal.flush()
+            stages.close()
+        return RunSummary(self._step, self._stopping, stages.validator.metrics)
 
-    async def _train(self, gate: AdmissionGate, producer: GroupProducer) -> None:
-        batch_size = self._config.data.train_batch_size
+    async def _log_beginning(self, stages: Stages) -> None:
+        """The validation before training, and the step that a resumed run has not logged."""
         schedule = self._parts.schedule
-        while self._step < schedule.total_training_steps and not self._stopping:
+        total_steps = schedule.total_training_steps
+        validates = schedule.validates_before_training and (
+            self._step == 0 or self._config.trainer.val_only
+        )
+        if validates:
+            await self._log(stages, {"training/global_step": float(self._step)}, validates=True)
+        elif self._step >= total_steps:
+            logger.info("step %d of %d: nothing is left to train", self._step, total_steps)
+        if self._must_log_again:
+            await self._log(stages, self._metrics, validates=schedule.is_test_step(self._step))
+
+    async def _train(self, stages: Stages) -> None:
+        total_steps = self._parts.schedule.total_training_steps
+        upcoming = stages.prepare(self._step) if self._step < total_steps else None
+        while upcoming is not None and not self._stopping:
             self._step_under_way = self._step + 1
             with self._timers.section("step"):
-                begin_s = self._parts.clock()
-                groups = await self._buffer.take(batch_size)
-                if len(groups) < batch_size:
+                prepared = await self._next_batch(upcoming, stages)
+                if prepared is None:
                     break
-                self._time_rollouts(begin_s)
-                experience = await self._learn(groups, producer.take_dropped())
-            self._record(experience)
-            if schedule.is_save_step(self._step):
-                with self._timers.section("step"):
-                    await self._save()
-            await self._finish_step(experience)
-            await gate.release_trained(batch_size)
-        await self._finish()
+                more = self._step + 1 < total_steps
+                upcoming = stages.prepare(self._step + 1) if more else None
+                experience = await self._learn(prepared, stages)
+            await self._end_step(experience, stages)
+        await self._finish(stages)
 
-    def _time_rollouts(self, begin_s: float) -> None:
-        """Split the wait for the batch at the moment the last sequence was generated."""
-        generated_s = max(self._router.last_finish_s, begin_s)
+    async def _next_batch(
+        self, upcoming: asyncio.Task[PreparedBatch | None], stages: Stages
+    ) -> PreparedBatch | None:
+        """The next batch; None if there is none, or the run is to stop. Its wait is split at the
+        moments when its last sequence was generated, and scored.
+        """
+        begin_s = self._parts.clock()
+        with self._parts.trace.waiting("actor-train", "batch"):
+            prepared = await upcoming
+        if prepared is None or self._stopping:
+            return None
+        generated_s = max(min(stages.router.last_finish_s, prepared.taken_s), begin_s)
         self._timers.add("gen", generated_s - begin_s)
-        self._timers.add("reward", self._parts.clock() - generated_s)
+        self._timers.add("reward", max(prepared.taken_s - generated_s, 0.0))
+        return prepared
 
-    async def _learn(self, scored: Sequence[ScoredGroup], dropped: Sequence[int]) -> Experience:
-        """One training step on ``scored``; ``dropped`` draws are given up with it."""
-        experience = await self._score(scored)
-        groups = experience.batch.groups
+    async def _learn(self, prepared: PreparedBatch, stages: Stages) -> Experience:
+        """One training step, and its weights on their way."""
+        groups = prepared.scored.groups
+        require_fresh(groups, version=self._step, max_lag=self._config.trainer.max_lag)
+        dropped = stages.producer.take_dropped()
+        with self._parts.trace.waiting("actor-train", "sync"):
+            await stages.flow.begin_training()
+        experience = await self._credit(prepared)
         coefficient = self._controller.coefficient
         reports = await self._update(experience)
         self._step += 1
         warn_of_failed_rewards(groups, f"step {self._step}")
         self._parts.source.mark_trained([group.prompt.uid for group in groups])
         self._parts.source.mark_dropped(dropped)
-        await self._sync_weights()
+        await self._offer_weights(stages)
         self._metrics = {
             **batch_metrics(self._parts, experience, kl_coefficient=coefficient),
             **update_metrics(reports),
@@ -169,18 +167,20 @@ class Pipeline:
             "training/epoch": float(self._parts.source.epoch),
             "training/dropped_groups": float(len(dropped)),
         }
+        if self._config.trainer.max_lag > 0:
+            self._metrics["pipeline/buffered_groups"] = float(prepared.num_left)
         return experience
 
-    async def _score(self, scored: Sequence[ScoredGroup]) -> Experience:
-        batch = lay_out(scored)
-        with self._timers.section("old_log_prob"):
-            old_logp_R = await score_with_policy(self._parts, batch)
-        with self._timers.section("ref"):
-            ref_logp_R = await score_with_reference(self._parts, batch)
+    async def _credit(self, prepared: PreparedBatch) -> Experience:
+        old_logp_R, policy_s = prepared.old_logp_R, prepared.policy_s
+        if not scores_ahead(self._parts):
+            old_logp_R, policy_s = await timed_policy(self._parts, prepared.scored)
+        self._timers.add("old_log_prob", policy_s)
+        self._timers.add("ref", prepared.reference_s)
         with self._timers.section("adv"):
             return assign_credit(
-                batch,
-                PolicyScores(old_logp_R, ref_logp_R),
+                prepared.scored,
+                PolicyScores(old_logp_R, prepared.ref_logp_R),
                 config=self._config,
                 controller=self._controller,
             )
@@ -194,16 +194,37 @@ class Pipeline:
         )
         if self._step + 1 < self._config.trainer.critic_warmup:
             return []
-        with self._timers.section("update_actor"):
+        details = {"step": self._step + 1, "version": self._step + 1}
+        with (
+            self._timers.section("update_actor"),
+            self._parts.trace.span("actor-train", "update", details=details),
+        ):
             reports = await update_policy(self._parts, experience)
         self._divergence.check(self._step + 1, reports)
         return reports
 
-    async def _sync_weights(self) -> None:
-        with self._timers.section("update_weights"):
-            await self._parts.runtime.call(
-                self._parts.engines.rollout.set_weights_version, self._step
-            )
+    async def _offer_weights(self, stages: Stages) -> None:
+        """Those of a validation and the last ones are waited for."""
+        is_last = self._step == self._parts.schedule.total_training_steps
+        is_required = is_last or self._parts.schedule.is_test_step(self._step)
+        with (
+            self._timers.section("update_weights"),
+            self._parts.trace.waiting("actor-train", "sync"),
+        ):
+            await stages.flow.offer(self._step, is_required=is_required)
+
+    async def _end_step(self, experience: Experience, stages: Stages) -> None:
+        """Record, save, validate and log, whatever of it is due."""
+        self._record(experience)
+        schedule = self._parts.schedule
+        if schedule.is_save_step(self._step):
+            with self._timers.section("step"):
+                await stages.journal.flush()
+                await self._save()
+        validates = schedule.is_test_step(self._step)
+        await self._log(stages, self._metrics, validates=validates, experience=experience)
+        if self._config.trainer.in_rounds:
+            await stages.gate.release_trained(self._config.data.train_batch_size)
 
     async def _save(self) -> None:
         state = {
@@ -215,23 +236,13 @@ class Pipeline:
         }
         with (
             self._timers.section("save_checkpoint"),
+            self._parts.trace.span("actor-train", "save", details={"step": self._step}),
             self._parts.store.writing(self._step, state) as folder,
         ):
             (folder / "actor").mkdir()
             await self._parts.runtime.call(self._parts.engines.train.save, folder / "actor")
             self._parts.codec.save_own_template(folder / "actor")
         self._saved_step = self._step
-
-    async def _finish_step(self, experience: Experience) -> None:
-        """Validate if it is due, and log the step."""
-        metrics = dict(self._metrics)
-        if self._parts.schedule.is_test_step(self._step):
-            metrics.update(await self._validate())
-        now_s = self._parts.clock()
-        wall_s, self._step_ended_s = now_s - self._step_ended_s, now_s
-        seconds = self._timers.take()
-        metrics.update(speed_metrics(self._parts, experience, seconds=seconds, wall_s=wall_s))
-        self._log(metrics)
 
     def _record(self, experience: Experience) -> None:
         """Keep some rollouts for the report; a record that cannot be written stops nothing."""
@@ -244,50 +255,33 @@ class Pipeline:
         except OSError as error:
             logger.warning("rollouts of step %d are not recorded: %s", self._step, error)
 
-    async def _validate(self) -> Mapping[str, float]:
-        with self._timers.section("testing"):
-            groups = await validate(self._parts, self._router)
-        warn_of_failed_rewards(groups, f"validation of step {self._step}")
-        self._dump_validation(groups)
-        self._validation = summarize(groups)
-        self._validated_step = self._step
-        return self._validation
+    async def _log(
+        self,
+        stages: Stages,
+        metrics: Mapping[str, float],
+        *,
+        validates: bool,
+        experience: Experience | None = None,
+    ) -> None:
+        """The row of this step; without ``experience`` it has no speed. In rounds its validation is
+        waited for.
+        """
+        validation = stages.validator.start(stages.tasks) if validates else None
+        if self._config.trainer.in_rounds and validation is not None:
+            await validation
+        now_s = self._parts.clock()
+        wall_s, self._step_ended_s = now_s - self._step_ended_s, now_s
+        seconds = self._timers.take()
+        row = dict(metrics)
+        if experience is not None:
+            row |= speed_metrics(self._parts, experience, seconds=seconds, wall_s=wall_s)
+        if experience is not None and self._config.trainer.max_lag > 0:
+            row |= self._parts.trace.take_step(self._step)
+        stages.journal.add(self._step, row, validation=validation)
+        if self._config.trainer.in_rounds:
+            await stages.journal.flush()
 
-    def _dump_validation(self, groups: Sequence[Group]) -> None:
-        trainer = self._config.trainer
-        for group in groups[: trainer.log_val_generations]:
-            sample = group.samples[0]
-            logger.info(
-                "validation %r -> %r: %g", group.prompt.text, sample.text, sample.reward.score
-            )
-        if trainer.validation_data_dir is None:
-            return
-        try:
-            dump_samples(trainer.validation_data_folder, self._step, groups=groups)
-        except OSError as error:
-            logger.warning("validation of step %d is not dumped: %s", self._step, error)
-
-    async def _validate_and_log(self) -> None:
-        metrics = {**await self._validate(), "training/global_step": float(self._step)}
-        metrics.update({f"timing_s/{name}": value for name, value in self._timers.take().items()})
-        self._log(metrics)
-        self._step_ended_s = self._parts.clock()
-
-    async def _log_again(self) -> None:
-        """The step we resumed from, all but its times, which are lost."""
-        metrics = dict(self._metrics)
-        if self._parts.schedule.is_test_step(self._step):
-            metrics.update(await self._validate())
-        self._timers.take()
-        self._log(metrics)
-        self._step_ended_s = self._parts.clock()
-
-    def _log(self, metrics: Mapping[str, float]) -> None:
-        report = StepReport(self._step, metrics)
-        for sink in self._parts.sinks:
-            sink.write(report)
-
-    async def _finish(self) -> None:
+    async def _finish(self, stages: Stages) -> None:
         """What the last step gets, if nobody knew that it was the last: validation and saving."""
         total_steps = self._parts.schedule.total_training_steps
         early = self._step < total_steps
@@ -298,8 +292,9 @@ class Pipeline:
                 self._step,
                 total_steps,
             )
-            if 0 < self._step != self._validated_step and self._parts.schedule.test_freq > 0:
-                await self._validate_and_log()
+            await stages.flow.arrive()
+            if 0 < self._step != stages.validator.step and self._parts.schedule.test_freq > 0:
+                await self._log(stages, {"training/global_step": float(self._step)}, validates=True)
         wants_save = self._stopping or (early and self._config.trainer.save_freq > 0)
         if wants_save and self._step > 0 and self._saved_step != self._step:
             await self._save()

@@ -21,6 +21,10 @@ from tandem.errors import UserError
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
+_REMEDY = (
+    "Set actor_rollout_ref.model.enable_gradient_checkpointing=True, lower "
+    "actor_rollout_ref.rollout.gpu_memory_utilization, or shorten the sequences."
+)
 
 
 class Computes(Protocol):
@@ -81,10 +85,15 @@ class MicrobatchLimits:
 
 
 class MemoryFit:
-    """The size that micro-batches have been found to need, None until memory ran out."""
+    """The size that micro-batches have been found to need, None until memory ran out.
 
-    def __init__(self) -> None:
+    Args:
+        remedy: what the user may do when a single sequence is too much.
+    """
+
+    def __init__(self, remedy: str = _REMEDY) -> None:
         self.max_tokens: int | None = None
+        self._remedy = remedy
 
     async def run(
         self,
@@ -122,8 +131,7 @@ class MemoryFit:
         if len(largest) == 1:
             raise UserError(
                 f"out of memory: a micro-batch of one sequence, {size} tokens, does not fit the "
-                "device. Set actor_rollout_ref.model.enable_gradient_checkpointing=True, lower "
-                "actor_rollout_ref.rollout.gpu_memory_utilization, or shorten the sequences."
+                f"device. {self._remedy}"
             ) from None
         self.max_tokens = size // 2
         logger.warning(

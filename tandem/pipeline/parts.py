@@ -8,31 +8,73 @@ the same program runs with real engines and with fakes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
-from tandem.api import MetricSink, ReferencePolicy, RolloutEngine, Runtime, TrainEngine
-from tandem.checkpoint.store import CheckpointStore
+from tandem.api import (
+    MetricSink,
+    ReferencePolicy,
+    RolloutEngine,
+    Runtime,
+    TrainEngine,
+    WeightStage,
+)
 from tandem.config.run import RunConfig
 from tandem.config.schedule import Schedule
 from tandem.data.prompts import PromptSource
-from tandem.data.tokenizer import TextCodec
-from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.throughput import ComputeFacts
+from tandem.metrics.trace import TraceRecorder
 from tandem.pipeline.microbatches import MemoryFit
-from tandem.rewards.pool import RewardPool
-from tandem.types import Prompt
+from tandem.types import Group, Prompt, RewardOutcome, RewardRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
     """The policy in training, the same policy generating and scoring (the trainer itself, unless
     that has devices of its own), and the frozen reference if one is needed.
+
+    ``stage`` is there if weights can be on their way to the rollout while training goes on.
     """
 
     train: TrainEngine
     rollout: RolloutEngine
     reference: ReferencePolicy | None
     scorer: ReferencePolicy
+    stage: WeightStage | None = None
+
+
+class Codec(Protocol):
+    """From token ids to text; see ``data.tokenizer.TextCodec``."""
+
+    def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]: ...
+
+    def save_own_template(self, folder: Path) -> None: ...
+
+
+class Rewards(Protocol):
+    """Scores samples; see ``rewards.pool.RewardPool``."""
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]: ...
+
+
+class Store(Protocol):
+    """Takes checkpoints; see ``checkpoint.store.CheckpointStore``."""
+
+    def writing(self, step: int, state: dict[str, Any]) -> AbstractContextManager[Path]: ...
+
+
+class Recorder(Protocol):
+    """Keeps rollouts for the report; see ``metrics.records.RolloutRecorder``."""
+
+    def write(self, step: int, groups: Sequence[Group], *, advantages: Sequence[float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _no_trace() -> TraceRecorder:
+    return TraceRecorder(lambda: 0.0, sink=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +82,7 @@ class PipelineParts:
     """Everything a run is made of.
 
     ``preferred_tokens`` is the micro-batch size the platform computes fastest, if it has one.
-    ``memory`` remembers what micro-batches fit.
+    ``memory`` remembers what micro-batches fit. ``trace`` records who worked and who waited.
     ``clock`` gives seconds, of which only differences are used; ``allocated_bytes`` and
     ``reserved_bytes`` are the device allocator's peaks.
     """
@@ -51,14 +93,15 @@ class PipelineParts:
     engines: Engines
     source: PromptSource
     validation_prompts: Sequence[Prompt]
-    codec: TextCodec
-    rewards: RewardPool
-    store: CheckpointStore
+    codec: Codec
+    rewards: Rewards
+    store: Store
     sinks: Sequence[MetricSink]
-    recorder: RolloutRecorder
+    recorder: Recorder
     facts: ComputeFacts
     preferred_tokens: int | None
     clock: Callable[[], float]
     allocated_bytes: Callable[[], int]
     reserved_bytes: Callable[[], int]
     memory: MemoryFit = field(default_factory=MemoryFit)
+    trace: TraceRecorder = field(default_factory=_no_trace)

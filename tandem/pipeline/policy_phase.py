@@ -5,25 +5,29 @@ Mini-batches are cut from the batch in order (verl's meaning: ``ppo_mini_batch_s
 ``ppo_epochs`` times over). Micro-batches only bound memory; loss, gradient and metrics do not
 depend on them. A sequence that cannot move the loss (no reward, or advantage 0 while there is
 neither entropy nor KL term) is not computed, but still counts in the denominators, so that the
-gradient is the same.
+gradient is the same. What rejection leaves out (``rollout_correction.rollout_rs``) does not count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from tandem.algorithms.off_policy import lag_metrics
 from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.api import ReferencePolicy
 from tandem.config.run import RunConfig
+from tandem.data.balance import batch_cost, deal, seqlen_metrics
 from tandem.data.packing import Plan, TrainSequence, in_sequence_order, pack_microbatches
-from tandem.pipeline.experience import Experience, ScoredBatch
+from tandem.pipeline.correction import correction_of
+from tandem.pipeline.experience import Experience, ScoredBatch, as_bools
 from tandem.pipeline.microbatches import MicrobatchLimits
 from tandem.pipeline.parts import PipelineParts
-from tandem.types import LossScale, UpdateReport
+from tandem.types import LossColumns, LossScale, UpdateReport
 
 MEANS_OVER_COMPUTED_TOKENS = ("actor/entropy", "actor/ppo_kl")
 """Metrics that skipped sequences would have contributed to: they are means over computed tokens."""
@@ -33,6 +37,23 @@ COMPUTED_SHARE = "actor/computed_sequences/share"
 
 ZERO_WITHOUT_SEQUENCES: tuple[str, ...] = ("actor/loss", "actor/pg_loss", "actor/pg_clipfrac")
 """What a mini-batch contributes to means over mini-batches if all its sequences were skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRows:
+    """What of a batch is trained on.
+
+    Attributes:
+        sequences: all N, with masks where tokens were rejected.
+        columns: over their loss tokens.
+        counted_N: part of the denominators.
+        computed_N: goes through the model.
+    """
+
+    sequences: Sequence[TrainSequence]
+    columns: LossColumns
+    counted_N: Tensor
+    computed_N: Tensor
 
 
 async def score_with_policy(parts: PipelineParts, batch: ScoredBatch) -> Tensor | None:
@@ -67,7 +88,7 @@ async def update_policy(parts: PipelineParts, experience: Experience) -> list[Up
     config = parts.config
     actor = config.actor_rollout_ref.actor
     loss = policy_loss(config)
-    computed_N = _computed(config, experience)
+    rows = training_rows(config, experience)
     size = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     num_sequences = len(experience.batch.sequences)
     reports: list[UpdateReport] = []
@@ -75,11 +96,7 @@ async def update_policy(parts: PipelineParts, experience: Experience) -> list[Up
         order = _sequence_order(config, num_sequences, epoch=epoch)
         for start in range(0, num_sequences, size):
             chosen = order[start : start + size]
-            reports.append(
-                await _optimizer_step(
-                    parts, experience, chosen=chosen, computed_N=computed_N, loss=loss
-                )
-            )
+            reports.append(await _optimizer_step(parts, rows, chosen=chosen, loss=loss))
     await parts.runtime.call(parts.engines.train.advance_schedule)
     return reports
 
@@ -87,8 +104,10 @@ async def update_policy(parts: PipelineParts, experience: Experience) -> list[Up
 def policy_loss(config: RunConfig) -> PolicyLoss:
     """The actor's loss as the config describes it."""
     actor = config.actor_rollout_ref.actor
+    correction = config.algorithm.rollout_correction
+    reinforces = correction.bypass_mode and correction.loss_type == "reinforce"
     return PolicyLoss(
-        loss_mode=actor.policy_loss.loss_mode,
+        loss_mode="gpg" if reinforces else actor.policy_loss.loss_mode,
         clip_ratio_low=actor.clip_low,
         clip_ratio_high=actor.clip_high,
         clip_ratio_c=actor.clip_ratio_c,
@@ -99,30 +118,50 @@ def policy_loss(config: RunConfig) -> PolicyLoss:
         use_kl_loss=actor.use_kl_loss,
         kl_loss_coef=actor.kl_loss_coef,
         kl_loss_type=actor.kl_loss_type,
+        correction=correction_of(config),
+        max_lag=config.trainer.max_lag,
+    )
+
+
+def training_rows(config: RunConfig, experience: Experience) -> TrainingRows:
+    """The batch without its rejected tokens and without sequences that none are left of."""
+    batch, columns, kept_R = experience.batch, experience.columns, experience.kept_R
+    computed_N = _computed(config, experience)
+    if kept_R is None:
+        return TrainingRows(batch.sequences, columns, batch.valid_N, computed_N)
+    lengths = [len(sequence.response_ids) for sequence in batch.sequences]
+    flags = iter(as_bools(kept_R))
+    masks = [tuple(islice(flags, length)) for length in lengths]
+    remains_N = batch.sum_tokens(kept_R.float()) > 0
+    return TrainingRows(
+        [replace(row, loss_mask=mask) for row, mask in zip(batch.sequences, masks, strict=True)],
+        columns.map(lambda column_R: column_R[kept_R]),
+        batch.valid_N & remains_N,
+        computed_N & remains_N,
     )
 
 
 async def _optimizer_step(
-    parts: PipelineParts,
-    experience: Experience,
-    *,
-    chosen: Sequence[int],
-    computed_N: Tensor,
-    loss: PolicyLoss,
+    parts: PipelineParts, rows: TrainingRows, *, chosen: Sequence[int], loss: PolicyLoss
 ) -> UpdateReport:
-    sequences = experience.batch.sequences
-    valid = [i for i in chosen if experience.batch.valid_N[i]]
-    computed = [i for i in chosen if computed_N[i]]
+    sequences = rows.sequences
+    valid = [i for i in chosen if rows.counted_N[i]]
+    computed = [i for i in chosen if rows.computed_N[i]]
     num_tokens = sum(sequences[i].num_loss_tokens for i in valid)
     scale = LossScale(num_tokens=max(num_tokens, 1), num_sequences=max(len(valid), 1))
     temperature = parts.config.actor_rollout_ref.rollout.temperature
 
     async def update(plan: Plan) -> UpdateReport:
         members = [[computed[i] for i in microbatch] for microbatch in plan]
-        batches = pack_microbatches(sequences, members, columns=experience.columns)
-        return await parts.runtime.call(
+        batches = pack_microbatches(sequences, members, columns=rows.columns)
+        report: UpdateReport = await parts.runtime.call(
             parts.engines.train.update, batches, loss, scale=scale, temperature=temperature
         )
+        costs = [batch_cost(batch) for batch in batches]
+        dealt = deal(costs, parts.engines.train.data_parallel_size)
+        shares = [[i for number in mine for i in plan[number]] for mine in dealt]
+        lengths = [len(sequences[i].prompt_ids) + len(sequences[i].response_ids) for i in computed]
+        return replace(report, metrics={**report.metrics, **seqlen_metrics(lengths, shares)})
 
     report = await parts.memory.run(
         update, [sequences[i] for i in computed], limits=_update_limits(parts)
@@ -132,7 +171,7 @@ async def _optimizer_step(
         return replace(report, metrics=dict.fromkeys(ZERO_WITHOUT_SEQUENCES, 0.0) | share)
     num_computed = sum(sequences[i].num_loss_tokens for i in computed)
     factor = scale.num_tokens / max(num_computed, 1)
-    return replace(report, metrics=_rescaled(report.metrics, factor) | share)
+    return replace(report, metrics=lag_metrics(_rescaled(report.metrics, factor)) | share)
 
 
 def _rescaled(metrics: Mapping[str, float], factor: float) -> dict[str, float]:

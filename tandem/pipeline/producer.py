@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """From prompts to scored groups: admission, generation, reward, dynamic sampling.
 
-A round is what one admission lets in. Groups that dynamic sampling drops give their slots back at
-the end of their round, together, so that with a lag of 0 the composition of every batch is
-reproducible. For ``remax`` each prompt is answered once more, greedily, and that answer's reward
-goes with the group.
+The slot of a group that dynamic sampling drops goes to the next draw. In rounds, a round being what
+one admission lets in, that happens at the end of the round for all its dropped groups together, so
+that the composition of every batch is reproducible. For ``remax`` each prompt is answered once
+more, greedily, and that answer's reward goes with the group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tandem.algorithms.filtering import is_informative
@@ -58,11 +58,14 @@ class GroupProducer:
         gate: AdmissionGate,
         router: RolloutRouter,
         buffer: GroupBuffer,
+        version: Callable[[], int],
     ) -> None:
+        """``version``: that of the weights in use."""
         self._parts = parts
         self._gate = gate
         self._router = router
         self._buffer = buffer
+        self._version = version
         rollout = parts.config.actor_rollout_ref.rollout
         self._num_samples = rollout.n
         self._sampling = training_sampling(parts)
@@ -85,15 +88,32 @@ class GroupProducer:
         """
         async with asyncio.TaskGroup() as rounds:
             while (count := await self._gate.admit()) > 0:
-                prompts = self._parts.source.draw(count)
-                if len(prompts) < count:
-                    await self._gate.release_dropped(count - len(prompts))
+                prompts = await self._draw(count)
                 if not prompts:
                     break
-                rounds.create_task(self._produce_round(prompts))
+                size = count if self._parts.config.trainer.in_rounds else 1
+                for start in range(0, len(prompts), size):
+                    rounds.create_task(self._produce(prompts[start : start + size]))
         await self._buffer.close()
 
-    async def _produce_round(self, prompts: Sequence[Prompt]) -> None:
+    async def _draw(self, count: int) -> list[Prompt]:
+        """Prompts for ``count`` slots that have been charged; fewer at the end of the data."""
+        prompts = self._parts.source.draw(count)
+        self._buffer.expect([prompt.uid for prompt in prompts], self._version())
+        if len(prompts) < count:
+            await self._gate.release_dropped(count - len(prompts))
+        self._parts.trace.mark("generate", "admitted", details={"count": len(prompts)})
+        return prompts
+
+    async def _produce(self, prompts: Sequence[Prompt]) -> None:
+        """Complete these groups, or others in place of those that are dropped."""
+        while prompts:
+            dropped = await self._produce_once(prompts)
+            prompts = await self._draw(len(dropped)) if dropped else []
+            await self._buffer.drop(dropped)
+
+    async def _produce_once(self, prompts: Sequence[Prompt]) -> list[int]:
+        """The draws of those that were dropped."""
         futures = self._router.submit([self._request(prompt) for prompt in prompts])
         baselines: Sequence[Answers | None] = [None] * len(prompts)
         if self._has_baseline:
@@ -111,9 +131,10 @@ class GroupProducer:
                 len(prompts),
             )
             warn_of_failed_rewards(dropped, "dropped groups")
-            self._dropped_uids.extend(group.prompt.uid for group in dropped)
-            self._check_dropped()
-            await self._gate.release_dropped(len(dropped))
+        uids = [group.prompt.uid for group in dropped]
+        self._dropped_uids.extend(uids)
+        self._check_dropped()
+        return uids
 
     def _request(self, prompt: Prompt) -> GenerationRequest:
         first = prompt.uid * self._num_samples
@@ -132,7 +153,8 @@ class GroupProducer:
         it.
         """
         completions = [*await future, *(() if baseline is None else await baseline)]
-        scored = await score_samples(self._parts, prompt, completions=completions)
+        with self._parts.trace.span("reward", "reward"):
+            scored = await score_samples(self._parts, prompt, completions=completions)
         self._rewards.check(sample.reward for sample in scored)
         group = Group(prompt, scored[: self._num_samples])
         filter_groups = self._parts.config.algorithm.filter_groups
@@ -152,6 +174,7 @@ class GroupProducer:
         limit = config.algorithm.filter_groups.max_num_gen_batches
         num_dropped = len(self._dropped_uids)
         size = config.data.gen_batch_size or config.data.train_batch_size
+        size *= config.trainer.max_lag + 1  # so many steps are generated at the same time
         if 0 < limit * size < num_dropped + config.data.train_batch_size:
             raise UserError(
                 f"algorithm.filter_groups.max_num_gen_batches={limit}: {num_dropped} groups of "

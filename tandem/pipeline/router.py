@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drives a rollout engine and hands each finished group to whoever asked for it.
 
-The engine is a state machine (add, advance); this is the only place that advances it. Training and
-validation requests go through the same router and meet in the same batches.
+The engine is a state machine (add, advance, use weights); this is the only place that calls it, one
+call at a time, so that weights change between two advances. Training and validation requests go
+through the same router and meet in the same batches.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tandem.api import RolloutEngine, Runtime
+from tandem.metrics.trace import TraceRecorder
 from tandem.types import Completion, GenerationRequest
+
+STEPS_PER_ADVANCE = 32
+"""Decode steps of a bounded advance: as long as new weights and new requests may have to wait."""
+
+_MAX_FRUITLESS = 64
+"""Bounded advances in a row without a result, beyond those that the tokens under way explain."""
 
 
 @dataclass(slots=True)
@@ -25,18 +33,36 @@ class _Pending:
 
 
 class RolloutRouter:
-    """Consumes: requests. Waits for: work. Unblocked by: ``submit``. Produces: completions of whole
-    groups.
+    """Consumes: requests, versions. Waits for: work. Unblocked by: ``submit``, ``use_weights``.
+    Produces: completions of whole groups.
+
+    Args:
+        is_bounded: whether the engine is to stop within sequences, for requests and weights that
+            come while it generates.
     """
 
     def __init__(
-        self, engine: RolloutEngine, runtime: Runtime, *, clock: Callable[[], float]
+        self,
+        engine: RolloutEngine,
+        runtime: Runtime,
+        *,
+        clock: Callable[[], float],
+        trace: TraceRecorder,
+        is_bounded: bool,
     ) -> None:
         self._engine = engine
         self._runtime = runtime
         self._clock = clock
+        self._trace = trace
+        self._max_steps = STEPS_PER_ADVANCE if is_bounded else None
         self._pending: dict[int, _Pending] = {}
         self._unsent: list[GenerationRequest] = []
+        self._num_sent = 0
+        self._num_fruitless = 0
+        self._is_held = False
+        self._wanted_version: int | None = None
+        self._version = -1
+        self._changed = asyncio.Condition()
         self._has_work = asyncio.Event()
         self.last_finish_s = clock()
         """When the latest completion arrived."""
@@ -54,23 +80,72 @@ class RolloutRouter:
             self._pending.update(dict.fromkeys(request.sample_ids, pending))
             futures.append(pending.future)
         self._unsent.extend(requests)
-        self._has_work.set()
+        self._look_for_work()
         return futures
+
+    async def drain(self) -> None:
+        """Send nothing more, and return once all that was sent has finished. ``use_weights`` ends
+        this.
+        """
+        self._is_held = True
+        self._look_for_work()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._num_sent == 0)
+
+    async def use_weights(self, version: int) -> None:
+        """Return once the whole engine uses ``version``, between two advances."""
+        self._wanted_version = version
+        self._look_for_work()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._version == version)
 
     async def run(self) -> None:
         """Advance the engine as long as there is work; ends only by cancellation."""
         while True:
-            await self._has_work.wait()
-            if self._unsent:
+            if not self._has_work.is_set():
+                with self._trace.waiting("generate", "sync" if self._is_held else "admission"):
+                    await self._has_work.wait()
+            if self._wanted_version is not None:
+                await self._switch(self._wanted_version)
+            if self._unsent and not self._is_held:
                 requests, self._unsent = self._unsent, []
+                self._num_sent += sum(len(request.sample_ids) for request in requests)
                 await self._runtime.call(self._engine.add, requests)
-            self._deliver(await self._runtime.call(self._engine.advance))
-            if not self._pending:
-                self._has_work.clear()
+            if self._num_sent:
+                with self._trace.span("generate/0", "generate", details={"version": self._version}):
+                    completions = await self._runtime.call(self._engine.advance, self._max_steps)
+                self._deliver(completions)
+            await self._tell()
+            self._look_for_work()
+
+    def _look_for_work(self) -> None:
+        has_requests = bool(self._unsent) and not self._is_held
+        if self._num_sent or has_requests or self._wanted_version is not None:
+            self._has_work.set()
+        else:
+            self._has_work.clear()
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _switch(self, version: int) -> None:
+        """Ask for ``version``; where it is still on its way, generation goes on meanwhile."""
+        with self._trace.span("sync", "sync", details={"version": version}):
+            is_in_use = await self._runtime.call(self._engine.set_weights_version, version)
+        if is_in_use:
+            self._version, self._wanted_version = version, None
+            self._is_held = False
+            self._trace.mark("sync", "version in use", details={"version": version})
+        elif not self._num_sent:
+            raise RuntimeError(f"the rollout engine does not take version {version}, and is idle")
 
     def _deliver(self, completions: Sequence[Completion]) -> None:
-        if not completions and not self._unsent:
-            raise RuntimeError(f"the rollout engine lost {len(self._pending)} of its sequences")
+        if not completions:
+            self._check_progress()
+            return
+        self._num_fruitless = 0
+        self._num_sent -= len(completions)
         self.last_finish_s = self._clock()
         for completion in completions:
             pending = self._pending.pop(completion.sample_id)
@@ -78,3 +153,12 @@ class RolloutRouter:
             ids = pending.request.sample_ids
             if len(pending.finished) == len(ids) and not pending.future.cancelled():
                 pending.future.set_result(tuple(pending.finished[i] for i in ids))
+
+    def _check_progress(self) -> None:
+        """A sequence that was lost must not be waited for without end."""
+        self._num_fruitless += 1
+        if self._max_steps is not None:
+            tokens = sum(p.request.sampling.max_new_tokens for p in self._pending.values())
+            if self._num_fruitless <= _MAX_FRUITLESS + tokens // self._max_steps:
+                return
+        raise RuntimeError(f"the rollout engine lost {self._num_sent} of its sequences")

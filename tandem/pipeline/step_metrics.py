@@ -22,7 +22,7 @@ from tandem.metrics.throughput import (
     throughput_metrics,
     timing_metrics,
 )
-from tandem.pipeline.experience import Experience, as_floats
+from tandem.pipeline.experience import Experience, ScoredBatch, as_floats
 from tandem.pipeline.parts import PipelineParts
 
 
@@ -48,7 +48,10 @@ def batch_metrics(
             max_response_length=data.max_response_length,
         ),
         **rollout_difference(experience),
+        **experience.correction_metrics,
     }
+    if parts.config.trainer.max_lag > 0:
+        metrics |= lag_metrics(experience.batch)
     if algorithm.use_kl_in_reward:
         metrics["actor/reward_kl_penalty"] = experience.mean_kl
         metrics["actor/reward_kl_penalty_coeff"] = kl_coefficient
@@ -86,6 +89,23 @@ def speed_metrics(
             facts=parts.facts,
         ),
         **memory_metrics(parts.allocated_bytes(), reserved_bytes=parts.reserved_bytes()),
+    }
+
+
+def lag_metrics(batch: ScoredBatch) -> dict[str, float]:
+    """``training/lag/mean`` over tokens; ``max`` and ``share/lag_k`` over samples, each by its
+    oldest token.
+    """
+    oldest_N = torch.full((len(batch.sequences),), -1)
+    oldest_N = oldest_N.scatter_reduce(0, batch.sequence_R, batch.lag_R, "amax")
+    lags = oldest_N[oldest_N >= 0]
+    if len(lags) == 0:
+        return {}
+    shares = torch.bincount(lags) / len(lags)
+    return {
+        "training/lag/mean": batch.lag_R.float().mean().item(),
+        "training/lag/max": float(lags.max().item()),
+        **{f"training/lag/share/lag_{lag}": s for lag, s in enumerate(as_floats(shares))},
     }
 
 

@@ -59,7 +59,9 @@ class SupervisedLoop:
         self._parts = parts
         self._divergence = DivergenceGuard("optim.lr", parts.config.optim.lr)
         self._limits = microbatch_limits(parts.config, parts.preferred_tokens).on(parts.engine)
-        self._memory = MemoryFit()
+        self._memory = MemoryFit(
+            "Set model.enable_gradient_checkpointing=True, or lower data.max_length."
+        )
         self._timers = Timers(parts.clock)
         self._step = self._step_under_way = 0
         self._saved_step = -1

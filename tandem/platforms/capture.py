@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -41,8 +43,24 @@ def cuda_graphs() -> Capturer:
             function()  # compiles kernels and lets libraries allocate what must not be captured
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # What other threads do meanwhile, such as receiving weights, is not part of it.
+        with (
+            _no_collection(),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):
             function()
         return _Captured(graph, function)
 
     return capture
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's garbage collector, which would end a capture if it found an old graph."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -36,6 +36,7 @@ class Visibility:
             others mean the same and are removed.
         renumbering: one that hides devices so that the indices in ``variables`` shift.
         prefix: what stands before the list in their values.
+        ray_switch: set in a process, Ray leaves ``variables`` alone there; "" if there is none.
     """
 
     mode: Literal["none", "mask", "select"]
@@ -44,7 +45,10 @@ class Visibility:
     variables: tuple[str, ...] = ()
     renumbering: str = ""
     prefix: str = ""
+    ray_switch: str = ""
 
+
+_NOSET = "RAY_EXPERIMENTAL_NOSET_"
 
 HOST = Visibility(mode="none", resource="CPU")
 CUDA_LIKE = Visibility(
@@ -52,11 +56,24 @@ CUDA_LIKE = Visibility(
     resource="GPU",
     variables=("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     renumbering="ROCR_VISIBLE_DEVICES",
+    ray_switch=_NOSET + "CUDA_VISIBLE_DEVICES",
 )
 """NVIDIA's and AMD's devices: torch calls both cuda, and AMD's runtime reads either variable."""
-ASCEND = Visibility(mode="mask", resource="NPU", variables=("ASCEND_RT_VISIBLE_DEVICES",))
+ASCEND = Visibility(
+    mode="mask",
+    resource="NPU",
+    variables=("ASCEND_RT_VISIBLE_DEVICES",),
+    ray_switch=_NOSET + "ASCEND_RT_VISIBLE_DEVICES",
+)
 XPU = Visibility(
-    mode="mask", resource="GPU", variables=("ONEAPI_DEVICE_SELECTOR",), prefix="level_zero:"
+    mode="mask",
+    resource="GPU",
+    variables=("ONEAPI_DEVICE_SELECTOR",),
+    prefix="level_zero:",
+    ray_switch=_NOSET + "ONEAPI_DEVICE_SELECTOR",
+)
+MLU = Visibility(
+    mode="mask", resource="GPU", is_known_to_ray=False, variables=("MLU_VISIBLE_DEVICES",)
 )
 MUSA = Visibility(
     mode="select", resource="GPU", is_known_to_ray=False, variables=("MUSA_VISIBLE_DEVICES",)
@@ -137,6 +154,11 @@ def apply_isolation(plan: IsolationPlan, environment: MutableMapping[str, str]) 
     for name in plan.env_unset:
         environment.pop(name, None)
     environment.update(plan.env_set)
+
+
+def is_restricted(visibility: Visibility, inherited: Mapping[str, str]) -> bool:
+    """Whether an environment lists devices at all; an empty list hides them."""
+    return any(name in inherited for name in (*visibility.variables, visibility.renumbering))
 
 
 def inherited_names(visibility: Visibility, inherited: Mapping[str, str]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ class WorkerPlace:
         local_rank, local_size: among the workers of this pool on this node.
         device_index: of this worker's device, in this process.
         physical_id: the device's name on its node; "" where devices are not isolated.
+        flagcx_path: FLAGCX_PATH of this process.
     """
 
     pool: str
@@ -29,3 +30,4 @@ class WorkerPlace:
     local_size: int
     device_index: int = 0
     physical_id: str = ""
+    flagcx_path: str = ""

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of an accelerator family, as a frozen record of facts and a few callables.
+"""What is known of an accelerator family, as a frozen record of facts and a few callables; and the
+two families whose devices torch brings itself. Others are in ``vendors``, all of them in
+``registry``.
 
 Code branches on these facts, never on a vendor's name. More families are added as records, not as
-code.
+code. Making a record, or importing this file, asks nothing of any device: that is what ``probe`` is
+for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import psutil
@@ -20,14 +24,20 @@ from tandem.platforms.isolation import CUDA_LIKE, HOST, Visibility
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """One accelerator family.
+    """One accelerator family. Records can be pickled: a process that is sent one can use it.
 
     Attributes:
         name: the public name (``trainer.device``).
+        vendor: who makes them.
+        aliases: other names it is asked for by.
         device_type: what torch calls its devices.
+        extension: the package that brings them to torch; "" if torch has them.
+        probe: loads that, and says why this process cannot use the platform: a phrase, or "".
+        collectives: the backend of torch.distributed for its own tensors.
+        averages: whether that can reduce by ``ReduceOp.AVG``.
+        maps_memory: whether a process can map another's memory on the same device.
         compute_dtype: the precision ``dtype=auto`` means here.
         has_bfloat16: whether this process's device computes in it.
-        is_available: whether this process can use it.
         device_name: the chip's name, for reports and peak rates.
         total_memory_bytes: of the device, whatever is in use now.
         memory_allocated_bytes, memory_reserved_bytes: the peaks since the start of the process.
@@ -44,10 +54,16 @@ class Platform:
     """
 
     name: str
+    vendor: str
+    aliases: tuple[str, ...]
     device_type: str
+    extension: str
+    probe: Callable[[], str]
+    collectives: str
+    averages: bool
+    maps_memory: bool
     compute_dtype: torch.dtype
     has_bfloat16: Callable[[], bool]
-    is_available: Callable[[], bool]
     device_name: Callable[[], str]
     total_memory_bytes: Callable[[], int]
     memory_allocated_bytes: Callable[[], int]
@@ -62,6 +78,10 @@ class Platform:
     num_devices: Callable[[], int]
     use_device: Callable[[int], object]
 
+    def is_available(self) -> bool:
+        """Whether this process can use it."""
+        return not self.probe()
+
 
 def _flush_denormals() -> bool:
     """Products of small probabilities are often denormal, and those cost a CPU 100 cycles each."""
@@ -72,35 +92,101 @@ def _nothing() -> None:
     return None
 
 
+def cuda_problem(build: str) -> str:
+    """See ``Platform.probe``, for those whose devices torch calls cuda.
+
+    Args:
+        build: of torch: ``cuda``, ``rocm`` or ``maca``.
+    """
+    found = "rocm" if torch.version.hip else "maca" if "metax" in torch.__version__ else "cuda"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built without it"
+    if found != build:
+        return f"torch {torch.__version__} is built for {found}"
+    return "" if torch.cuda.is_available() else "finds no device"
+
+
+def _no_problem() -> str:
+    return ""
+
+
+def _yes() -> bool:
+    return True
+
+
+def _zero() -> int:
+    return 0
+
+
+def _one() -> int:
+    return 1
+
+
+def _host_name() -> str:
+    return "cpu"
+
+
+def _host_memory() -> int:
+    return psutil.virtual_memory().total
+
+
+def _ignore(_: int) -> None:
+    return None
+
+
+def _cuda_bfloat16() -> bool:
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _cuda_memory() -> int:
+    return torch.cuda.get_device_properties(None).total_memory
+
+
+def _cuda_multiprocessors() -> int:
+    return torch.cuda.get_device_properties(None).multi_processor_count
+
+
 CPU = Platform(
     name="cpu",
+    vendor="any",
+    aliases=("host",),
     device_type="cpu",
+    extension="",
+    probe=_no_problem,
+    collectives="gloo",
+    averages=False,
+    maps_memory=False,
     compute_dtype=torch.float32,
-    has_bfloat16=lambda: True,
-    is_available=lambda: True,
-    device_name=lambda: "cpu",
-    total_memory_bytes=lambda: psutil.virtual_memory().total,
-    memory_allocated_bytes=lambda: 0,
-    memory_reserved_bytes=lambda: 0,
+    has_bfloat16=_yes,
+    device_name=_host_name,
+    total_memory_bytes=_host_memory,
+    memory_allocated_bytes=_zero,
+    memory_reserved_bytes=_zero,
     microbatch_tokens=4096,
     prepare_thread=_flush_denormals,
     kernels="torch",
     make_capturer=eager,
     has_own_memory=False,
-    num_multiprocessors=lambda: 1,
+    num_multiprocessors=_one,
     visibility=HOST,
-    num_devices=lambda: 1,
-    use_device=lambda index: None,
+    num_devices=_one,
+    use_device=_ignore,
 )
 
 CUDA = Platform(
     name="cuda",
+    vendor="NVIDIA",
+    aliases=("nvidia",),
     device_type="cuda",
+    extension="",
+    probe=partial(cuda_problem, "cuda"),
+    collectives="nccl",
+    averages=True,
+    maps_memory=True,
     compute_dtype=torch.bfloat16,
-    has_bfloat16=lambda: torch.cuda.is_bf16_supported(including_emulation=False),
-    is_available=torch.cuda.is_available,
+    has_bfloat16=_cuda_bfloat16,
     device_name=torch.cuda.get_device_name,
-    total_memory_bytes=lambda: torch.cuda.get_device_properties(None).total_memory,
+    total_memory_bytes=_cuda_memory,
     memory_allocated_bytes=torch.cuda.max_memory_allocated,
     memory_reserved_bytes=torch.cuda.max_memory_reserved,
     microbatch_tokens=None,
@@ -108,11 +194,8 @@ CUDA = Platform(
     kernels="triton",
     make_capturer=cuda_graphs,
     has_own_memory=True,
-    num_multiprocessors=lambda: torch.cuda.get_device_properties(None).multi_processor_count,
+    num_multiprocessors=_cuda_multiprocessors,
     visibility=CUDA_LIKE,
     num_devices=torch.cuda.device_count,
     use_device=torch.cuda.set_device,
 )
-
-PLATFORMS = {platform.name: platform for platform in (CUDA, CPU)}
-"""In order of preference when none is asked for."""

@@ -1,38 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which platform a run uses: the one asked for if it is here, else the first available one with a
-warning.
-
-``trainer.device`` keeps verl's meaning: verl overrides it with the detected device and warns, and
-published commands rely on that (docs/adr/0002-trainer-device.md).
+"""Which platform is used: the one that is asked for by a key, else the one of the environment, else
+the first that is found. One that is asked for and cannot be used is an error, never another one
+(docs/adr/0002-trainer-device.md).
 """
 
 from __future__ import annotations
 
-import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from tandem.errors import UserError
-from tandem.platforms.record import PLATFORMS, Platform
+from tandem.platforms.record import CPU, Platform
+from tandem.platforms.registry import BUILT_IN, PlugInError, load_plug_in, platform_named, plug_ins
 
-logger = logging.getLogger(__name__)
-
+AUTO = "auto"
+VARIABLE = "VERL_PLATFORM"
+"""verl's variable, with our names and aliases."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def select_platform(requested: str) -> Platform:
-    """The platform named by ``trainer.device``, or the detected one (for ``auto``, or warning)."""
-    detected = next(platform for platform in PLATFORMS.values() if platform.is_available())
-    if requested == "auto":
-        return detected
-    wanted = PLATFORMS.get(requested)
-    if wanted is not None and wanted.is_available():
-        return wanted
-    reason = "is not built yet" if wanted is None else "finds no usable device"
-    logger.warning(
-        "trainer.device=%s: this platform %s here. Running on %s.", requested, reason, detected.name
-    )
-    return detected
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A platform and why it cannot be used here; "" if it can."""
+
+    name: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What was chosen, and why."""
+
+    platform: Platform
+    reason: str
+
+
+def select_platform(requested: str, *, key: str = "trainer.device") -> Platform:
+    """See ``choose_platform``, with this process's environment."""
+    return choose_platform(requested, os.environ, key=key).platform
+
+
+def choose_platform(
+    requested: str, environment: Mapping[str, str], *, key: str = "trainer.device"
+) -> Selection:
+    """The platform of a name or alias; for ``auto`` that of the environment, or the first found.
+
+    Raises:
+        UserError: the one asked for does not exist, or cannot be used here.
+    """
+    if requested != AUTO:
+        return Selection(_usable(requested, key=key), f"{key}={requested}")
+    wanted = environment.get(VARIABLE, "")
+    if wanted:
+        return Selection(_usable(wanted, key=VARIABLE), f"{VARIABLE}={wanted}")
+    for platform in _in_order():
+        if platform.is_available():
+            return Selection(platform, f"{key}={AUTO}, and it is the first that is found")
+    raise AssertionError("the host is always found")
+
+
+def probe_all() -> tuple[Probed, ...]:
+    """Every platform that is known here, in order of preference, broken plug-ins included."""
+    probed = [Probed(platform.name, platform.probe()) for platform in BUILT_IN]
+    for entry in plug_ins():
+        try:
+            problem = load_plug_in(entry).probe()
+        except PlugInError as error:
+            problem = str(error)
+        probed.insert(-1, Probed(entry.name, problem))
+    return tuple(probed)
 
 
 def resolve_dtype(name: str, platform: Platform, *, key: str) -> torch.dtype:
@@ -51,3 +90,28 @@ def resolve_dtype(name: str, platform: Platform, *, key: str) -> torch.dtype:
             f"Set {key}=float32."
         )
     return dtype
+
+
+def _usable(name: str, *, key: str) -> Platform:
+    platform = platform_named(name, key=key)
+    problem = platform.probe()
+    if problem:
+        probed = probe_all()
+        usable = ", ".join(one.name for one in probed if not one.problem)
+        log = "; ".join(f"{one.name}: {one.problem}" for one in probed if one.problem)
+        raise UserError(
+            f"{key}={name}: {platform.name} cannot be used here: {problem}. "
+            f"Name one that can: {usable} (not {log})."
+        )
+    return platform
+
+
+def _in_order() -> list[Platform]:
+    """Those that can be loaded; the host is the last."""
+    others = [platform for platform in BUILT_IN if platform is not CPU]
+    for entry in plug_ins():
+        try:
+            others.append(load_plug_in(entry))
+        except PlugInError:
+            continue  # nobody asked for it; tandem doctor lists it
+    return [*others, CPU]

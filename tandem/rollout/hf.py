@@ -55,13 +55,21 @@ class HfRolloutEngine:
         """Queue requests; nothing is computed."""
         self._waiting.extend(requests)
 
-    def set_weights_version(self, version: int) -> None:
-        """Batches generated from now on carry ``version``."""
+    def settle(self) -> None:
+        """See ``api.RolloutEngine``. Between two advances nothing is being computed."""
+
+    def release_cache(self) -> bool:
+        """See ``api.RolloutEngine``. Every batch has a cache of its own."""
+        return not self._waiting
+
+    def set_weights_version(self, version: int) -> bool:
+        """Batches generated from now on carry ``version``; between two advances none is begun."""
         self._weights_version = version
+        return True
 
     @torch.no_grad()
-    def advance(self) -> list[Completion]:
-        """Generate the next batch to its end; [] only if there is no work."""
+    def advance(self, max_steps: int | None = None) -> list[Completion]:
+        """Generate the next batch to its end, whatever ``max_steps``; [] only without work."""
         if not self._waiting:
             return []
         sampling = self._waiting[0].sampling

@@ -13,17 +13,34 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partialmethod
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.errors import UserError
-from tandem.platforms.isolation import Visibility
-from tandem.runtime.cluster import ClusterPlan, ClusterSettings, fits, node_resources, require_fit
+from tandem.runtime.cluster import (
+    ClusterPlan,
+    ClusterSettings,
+    OwnDevices,
+    node_resources,
+    require_fit,
+)
+from tandem.runtime.demand import (
+    NodeState,
+    Resources,
+    demands,
+    is_held,
+    is_marked,
+    num_equipped,
+    refuse,
+)
 from tandem.runtime.rendezvous import Meeting
+
+if TYPE_CHECKING:
+    from tandem.platforms.record import Platform
 
 _PROBE_S = 8.0
 _POLL_S = 0.2
@@ -39,13 +56,13 @@ _HEALTH_CHECKS = {
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The devices of one planned node: bundle ``index`` of a placement group, on a node of so many
-    devices."""
+    """The devices of one planned node: bundle ``index`` of a placement group, on a node with these
+    resources."""
 
     group: Any
     index: int
     address: str
-    node_capacity: int
+    resources: Resources
 
 
 @contextmanager
@@ -67,9 +84,12 @@ def interruptible() -> Iterator[None]:
 
 
 def start_ray(
-    ray: ModuleType, plan: ClusterPlan, *, visibility: Visibility, num_visible: int
+    ray: ModuleType, plan: ClusterPlan, *, devices: Callable[[], Sequence[OwnDevices]]
 ) -> None:
     """Connect to the plan's cluster; ``local`` and ``head`` start it.
+
+    Args:
+        devices: finds those of this node.
 
     Raises:
         UserError: there is none, or Ray does not accept ``ray_kwargs.ray_init``.
@@ -79,12 +99,8 @@ def start_ray(
         _probe(plan)
         wanted: dict[str, Any] = {"address": plan.address}
     else:
-        wanted = node_resources(
-            visibility,
-            num_visible=num_visible,
-            num_cores=os.cpu_count() or 1,
-            settings=plan.settings,
-        )
+        cores = os.cpu_count() or 1
+        wanted = node_resources(devices(), num_cores=cores, settings=plan.settings)
         wanted |= {"address": "local", "include_dashboard": False}
     if plan.role == "head":
         wanted |= {"_system_config": _HEALTH_CHECKS, **_named_address(plan)}
@@ -109,40 +125,32 @@ def reserve(
     ray: ModuleType,
     plan: ClusterPlan,
     *,
-    needs: Mapping[int, int],
-    resource: str,
+    pools: Mapping[str, Sequence[int]],
+    platforms: Mapping[str, Platform],
     meeting: Meeting | None,
 ) -> dict[int, Reservation]:
     """Reserve the devices of each planned node on a node of the cluster of its own.
 
     Args:
-        needs: devices by number of the planned node.
-        resource: Ray's name of a device.
+        pools: per pool the number of the planned node of each rank.
+        platforms: of each pool.
         meeting: where the nodes of a run that forms its cluster are to come.
 
     Raises:
         UserError: the nodes do not come in time, or do not have so many devices, or others use
             them.
     """
-    _wait_for_nodes(ray, plan, needs=needs, resource=resource, meeting=meeting)
+    needs = _wait_for_nodes(ray, plan, pools=pools, platforms=platforms, meeting=meeting)
     numbers = sorted(needs)
-    bundles = [{"CPU": needs[number]} | {resource: needs[number]} for number in numbers]
-    group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
+    group = ray.util.placement_group([needs[n] for n in numbers], strategy="STRICT_SPREAD")
     if not group.wait(_RESERVE_S):
-        free = ray.available_resources().get(resource, 0)
-        raise UserError(
-            f"trainer.n_gpus_per_node={plan.settings.devices_per_node}, trainer.nnodes="
-            f"{plan.settings.num_nodes}: so many {resource}s exist, but others use them; {free:g} "
-            "are free. Wait until the others have ended, or lower these."
-        )
+        raise _in_use(ray, plan, needs=needs, platforms=platforms)
     placed = ray.util.placement_group_table(group)["bundles_to_node_id"]
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     reserved: dict[int, Reservation] = {}
     for index, number in enumerate(numbers):
         node = nodes[placed[index]]
-        reserved[number] = Reservation(
-            group, index, node["NodeManagerAddress"], int(node["Resources"][resource])
-        )
+        reserved[number] = Reservation(group, index, node["NodeManagerAddress"], node["Resources"])
     return reserved
 
 
@@ -150,25 +158,84 @@ def _wait_for_nodes(
     ray: ModuleType,
     plan: ClusterPlan,
     *,
-    needs: Mapping[int, int],
-    resource: str,
+    pools: Mapping[str, Sequence[int]],
+    platforms: Mapping[str, Platform],
     meeting: Meeting | None,
-) -> None:
-    """Until the cluster can hold the run: at once, unless nodes are still to come."""
+) -> dict[int, dict[str, float]]:
+    """Until the cluster can hold the run: at once, unless nodes are still to come. Returns what
+    each planned node takes."""
     settings = plan.settings
     deadline = time.monotonic() + (settings.wait_s if settings.num_nodes > 1 else 0)
     while True:
-        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        capacities = [int(resources.get(resource, 0)) for resources in alive]
-        if fits(list(needs.values()), capacities):
-            return
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        nodes = [NodeState(n["NodeManagerAddress"], n["Resources"], {}) for n in alive]
+        needs = demands(pools, platforms, marked=is_marked(nodes, platforms))
+        if is_held(list(needs.values()), [node.total for node in nodes]):
+            return needs
         late = time.monotonic() >= deadline
         if late and len(alive) < settings.num_nodes:
             absent = [] if meeting is None else meeting.absent()
             raise UserError(_missing_nodes(settings, len(alive), absent=absent))
-        if late or (plan.role == "head" and len(alive) >= settings.num_nodes):
-            require_fit(needs, capacities, settings=settings, what=resource)
+        # A cluster that the run has formed is complete; of another, more nodes may be on their way.
+        present = (
+            len(alive)
+            if plan.role == "head"
+            else num_equipped([node.total for node in nodes], list(needs.values()))
+        )
+        if late or present >= settings.num_nodes:
+            raise _too_few(ray, plan, needs=needs, platforms=platforms)
         time.sleep(_POLL_S)
+
+
+def _too_few(
+    ray: ModuleType,
+    plan: ClusterPlan,
+    *,
+    needs: Mapping[int, Resources],
+    platforms: Mapping[str, Platform],
+) -> UserError:
+    """No cluster of these nodes can hold the run."""
+    nodes = _states(ray)
+    if is_marked(nodes, platforms):
+        return refuse(needs, nodes, platforms=platforms)
+    resource = next(iter(platforms.values())).visibility.resource
+    for what in (resource, "CPU"):
+        require_fit(
+            {number: int(need[what]) for number, need in needs.items()},
+            [int(node.total.get(what, 0)) for node in nodes],
+            settings=plan.settings,
+            what=what,
+        )
+    return refuse(needs, nodes, platforms=platforms)
+
+
+def _in_use(
+    ray: ModuleType,
+    plan: ClusterPlan,
+    *,
+    needs: Mapping[int, Resources],
+    platforms: Mapping[str, Platform],
+) -> UserError:
+    """The cluster could hold the run, and others use it."""
+    nodes = _states(ray)
+    if is_marked(nodes, platforms):
+        return refuse(needs, nodes, platforms=platforms)
+    resource = next(iter(platforms.values())).visibility.resource
+    free = ray.available_resources().get(resource, 0)
+    return UserError(
+        f"trainer.n_gpus_per_node={plan.settings.devices_per_node}, trainer.nnodes="
+        f"{plan.settings.num_nodes}: so many {resource}s exist, but others use them; {free:g} "
+        "are free. Wait until the others have ended, or lower these."
+    )
+
+
+def _states(ray: ModuleType) -> list[NodeState]:
+    free = ray._private.state.available_resources_per_node()
+    return [
+        NodeState(node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def _missing_nodes(settings: ClusterSettings, num_present: int, *, absent: Sequence[int]) -> str:

@@ -28,12 +28,14 @@ class ClusterSettings:
         num_nodes: ``trainer.nnodes``.
         devices_per_node: ``trainer.n_gpus_per_node``.
         wait_s: ``trainer.ray_wait_register_center_timeout``.
+        timeout_s: ``nccl_timeout``; it bounds how long a worker may hang too.
         ray_init: ``ray_kwargs.ray_init``: passed to ray.init.
     """
 
     num_nodes: int
     devices_per_node: int
     wait_s: float = 300
+    timeout_s: float = 600
     ray_init: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -97,22 +99,34 @@ def plan_cluster(settings: ClusterSettings, environment: Mapping[str, str]) -> C
     return ClusterPlan(role, settings, address, "MASTER_ADDR", node_rank=rank)
 
 
+@dataclass(frozen=True, slots=True)
+class OwnDevices:
+    """Devices of one platform that a process on this node sees; ``marker`` says whose they are, ""
+    where all nodes have the same."""
+
+    visibility: Visibility
+    number: int
+    marker: str = ""
+
+
 def node_resources(
-    visibility: Visibility, *, num_visible: int, num_cores: int, settings: ClusterSettings
+    devices: Sequence[OwnDevices], *, num_cores: int, settings: ClusterSettings
 ) -> dict[str, Any]:
     """What a node that is started for a run declares to Ray beyond what Ray finds by itself, in
-    ray.init's words. Every worker takes a CPU, whatever else it takes.
-
-    Args:
-        num_visible: devices that a process on this node sees.
-    """
+    ray.init's words. Every worker takes a CPU, whatever else it takes."""
     resources: dict[str, Any] = {"num_cpus": max(num_cores, settings.devices_per_node)}
-    if not visibility.is_known_to_ray:
-        resources["num_gpus"] = num_visible
-    given = ("num_cpus", "num_gpus", "resources", "object_store_memory")
-    return resources | {
-        name: settings.ray_init[name] for name in given if name in settings.ray_init
-    }
+    others: dict[str, float] = {}
+    for own in devices:
+        if not own.visibility.is_known_to_ray:
+            resources["num_gpus"] = own.number
+        elif own.marker and own.visibility.resource != "GPU":
+            others[own.visibility.resource] = own.number
+        if own.marker:
+            others[own.marker] = 1
+    given = ("num_cpus", "num_gpus", "object_store_memory")
+    resources |= {name: settings.ray_init[name] for name in given if name in settings.ray_init}
+    others |= settings.ray_init.get("resources") or {}
+    return resources | ({"resources": others} if others else {})
 
 
 def require_fit(

@@ -20,8 +20,9 @@ class Kind(IntEnum):
     """In order of preference as the first cause."""
 
     DIED = 0
-    RAISED = 1
-    LOST_PEER = 2
+    HANGS = 1
+    RAISED = 2
+    LOST_PEER = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class WorkerName:
 
 
 class WorkerFailure(Exception):
-    """A worker died or raised. The first line of the text says it all; its traceback follows.
+    """A worker died, hangs or raised. The first line of the text says it all; a traceback follows.
 
     Attributes:
         pool, rank, host, pid: which worker.
@@ -81,7 +82,7 @@ class WorkerFailure(Exception):
         self.method = method
         self.cause = symptom.cause
         self.traceback_text = symptom.traceback_text
-        what = "died" if symptom.kind is Kind.DIED else "failed"
+        what = {Kind.DIED: "died", Kind.HANGS: "hangs"}.get(symptom.kind, "failed")
         during = f" in {method}" if method else ""
         line = f"{worker} {what}{during}: {symptom.cause}"
         super().__init__("\n".join([line, self.traceback_text]).rstrip())
@@ -121,19 +122,28 @@ _LOST_PEER_TEXT = re.compile(
     re.IGNORECASE,
 )
 
+_MEMORY_REMEDY = (
+    " Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu (of tandem sft: "
+    "data.max_token_len_per_gpu) or actor_rollout_ref.rollout.gpu_memory_utilization, and type the "
+    "same command again: it goes on from the last checkpoint."
+)
+"""Peers wait for this process within a collective: micro-batches cannot shrink and the step go on,
+as they do on one device."""
+
 
 def symptom_of(error: Exception, *, time_s: float) -> Symptom:
     """What a worker tells of an exception, by names and texts, since not all can be pickled."""
     names = {base.__name__ for base in type(error).__mro__}
     text = " ".join(str(error).split()) or type(error).__name__
     is_user_error = isinstance(error, UserError)
+    remedy = _MEMORY_REMEDY if "OutOfMemoryError" in names else ""
     # Plain RuntimeErrors are how most collectives report that a peer is gone.
     is_lost_peer = bool(names & _LOST_PEER_TYPES) or (
         type(error) is RuntimeError and bool(_LOST_PEER_TEXT.search(text))
     )
     return Symptom(
         kind=Kind.LOST_PEER if is_lost_peer else Kind.RAISED,
-        cause=text if is_user_error else f"{type(error).__name__}: {text}",
+        cause=text if is_user_error else f"{type(error).__name__}: {text}{remedy}",
         traceback_text="".join(traceback.format_exception(error)).rstrip(),
         time_s=time_s,
         is_user_error=is_user_error,

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from tandem.errors import UserError
 from tandem.platforms.isolation import (
     IsolationPlan,
     Visibility,
@@ -30,6 +31,7 @@ from tandem.platforms.isolation import (
 )
 from tandem.platforms.place import WorkerPlace
 from tandem.runtime.failure import ReportedError, symptom_of
+from tandem.runtime.liveness import CallClock, Sign
 from tandem.runtime.memory import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -105,6 +107,7 @@ class HostedObject:
         self._place: WorkerPlace | None = None
         self._object: object = None
         self._notices = _NoticeHandler()
+        self._clock = CallClock()
 
     def open(self, seat: Seat, assigned: Sequence[str]) -> Opened:
         """Isolate this process. ``assigned`` is what the scheduler says that it may use."""
@@ -126,6 +129,7 @@ class HostedObject:
                 seat.place,
                 device_index=self._plan.local_index,
                 physical_id=self._plan.physical_id,
+                flagcx_path=os.environ.get("FLAGCX_PATH", ""),
             )
             self._notices.source = f"{seat.place.pool} rank {seat.place.rank}"
             logging.getLogger().addHandler(self._notices)
@@ -134,7 +138,7 @@ class HostedObject:
 
     def build(self, payload: bytes) -> Reply:
         """Make the object. ``payload`` is the pickled pair of platform and ``Build``."""
-        with reported():
+        with reported(), self._clock.running():
             assert self._place is not None, "open() comes first"
             platform, build = pickle.loads(payload)
             self._confirm(platform)
@@ -145,18 +149,28 @@ class HostedObject:
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Reply:
         """Call a method of the object."""
-        with reported():
+        with reported(), self._clock.running():
             value = getattr(self._object, method)(*args, **kwargs)
             return Reply(value, self._notices.take())
+
+    def sign(self) -> Sign:
+        """That this process lives. Answered on a thread of its own, also during a call."""
+        return self._clock.sign()
 
     def _confirm(self, platform: Platform) -> None:
         """Check that isolation had the effect that was planned, and take the device.
 
         Raises:
+            UserError: its platform cannot be used here.
             RuntimeError: the process does not see what it should.
         """
-        if not platform.is_available():
-            raise RuntimeError(f"{platform.name} finds no usable device here ({self._plan})")
+        problem = platform.probe()
+        if problem:
+            raise UserError(
+                f"platform={platform.name}: {self._notices.source} cannot use it on "
+                f"{socket.gethostname()}: {problem} ({self._plan}). Keep its pool to nodes that "
+                "can, or name another platform."
+            )
         seen, index = platform.num_devices(), self._plan.local_index
         assert self._visibility is not None, "open() comes first"
         if (self._visibility.mode == "mask" and seen != 1) or index >= seen:

@@ -8,7 +8,6 @@ it ends.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -16,28 +15,33 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import IO, Any
 
 from tandem.errors import UserError
 from tandem.platforms.record import Platform
+from tandem.runtime.census import own_devices
 from tandem.runtime.cluster import ClusterPlan, node_resources
 from tandem.runtime.failure import NodeFailure
+from tandem.runtime.parent import die_with_parent
 from tandem.runtime.rendezvous import Attendance, Meeting
 from tandem.runtime.silence import ray_environment
 
-_SET_DEATH_SIGNAL = 1  # prctl's number for it
 _SHUTDOWN_S = 5.0
 _LAST_LINES = 5
 
 
 def run_on_nodes(
-    plan: ClusterPlan, body: Callable[[Meeting | None], int], *, platform: Platform
+    plan: ClusterPlan,
+    body: Callable[[Meeting | None], int],
+    *,
+    platforms: Collection[Platform],
 ) -> int:
     """Run ``body`` on the node that drives; the exit code is its on every node.
 
     Args:
+        platforms: of the run's pools.
         body: gets the meeting that it hands to the runtime; None where no nodes are to come.
 
     Raises:
@@ -45,7 +49,7 @@ def run_on_nodes(
         NodeFailure: on a member: the first node vanished, or this node's Ray did.
     """
     if plan.role == "member":
-        return _lend(plan, platform)
+        return _lend(plan, platforms)
     if plan.role != "head":
         return body(None)
     meeting = Meeting(plan)
@@ -60,17 +64,14 @@ def run_on_nodes(
     return exit_code
 
 
-def _lend(plan: ClusterPlan, platform: Platform) -> int:
+def _lend(plan: ClusterPlan, platforms: Collection[Platform]) -> int:
     """A member's part."""
     with closing(Attendance(plan)) as attendance:
         message = attendance.receive()
         if "exit" in message:
             return message["exit"]
         resources = node_resources(
-            platform.visibility,
-            num_visible=platform.num_devices(),
-            num_cores=os.cpu_count() or 1,
-            settings=plan.settings,
+            own_devices(platforms), num_cores=os.cpu_count() or 1, settings=plan.settings
         )
         with _ray_node(message["ray"], attendance.own_address, resources=resources) as (
             process,
@@ -112,7 +113,7 @@ def _ray_node(
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 - it only makes one system call
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - it only makes one system call
         )
         try:
             yield process, log
@@ -125,8 +126,3 @@ def _ray_node(
 
 def _flag(value: Any) -> str:
     return json.dumps(value) if isinstance(value, Mapping) else str(value)
-
-
-def _die_with_parent() -> None:
-    """In the child: be killed when the parent ends, by whatever cause."""
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)

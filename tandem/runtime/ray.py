@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,8 +24,8 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from tandem.errors import UserError
-from tandem.platforms.place import WorkerPlace
 from tandem.runtime.attach import Reservation, interruptible, reserve, start_ray
+from tandem.runtime.census import own_devices
 from tandem.runtime.cluster import ClusterPlan
 from tandem.runtime.failure import (
     Kind,
@@ -36,6 +36,9 @@ from tandem.runtime.failure import (
     symptom_of,
 )
 from tandem.runtime.hosted import Build, HostedObject, Opened, Reply, Seat
+from tandem.runtime.liveness import Limits, Liveness
+from tandem.runtime.parent import die_with_parent
+from tandem.runtime.seats import require_distinct, seats_of
 from tandem.runtime.silence import ray_environment
 from tandem.runtime.waiting import Call, Waits, Worker
 
@@ -49,16 +52,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LAST_LINES = 20
-_MAX_HOST_THREADS = 16
 
 
 class _Actor(HostedObject):
-    """The class of Ray's actors. Ray runs its methods one at a time, but for ``watch``."""
+    """The class of Ray's actors. Ray runs its methods one at a time, but for ``watch`` and
+    ``sign``."""
 
     def take_seat(self, seat: Seat) -> Opened:
         """Isolate this process by what Ray assigned to it."""
         import ray
 
+        die_with_parent()  # Ray tells those that can listen to end; a stopped process cannot
         context = ray.get_runtime_context()
         assigned = context.get_accelerator_ids().get(seat.visibility.resource, [])
         return replace(self.open(seat, assigned), actor=context.get_actor_id())
@@ -74,6 +78,10 @@ class _Member:
 
     worker: Worker
     actor: Any
+
+    def ask(self) -> Any:
+        """For a sign of life."""
+        return self.actor.sign.options(concurrency_group="watch").remote()
 
 
 class RayRuntime:
@@ -93,20 +101,28 @@ class RayRuntime:
         *,
         platform: Platform,
         pools: Mapping[str, Sequence[int]],
+        platforms: Mapping[str, Platform] | None = None,
         meeting: Meeting | None = None,
     ) -> None:
         """Find or start the cluster and the workers' processes, each isolated to its device.
         SIGINT and SIGTERM end the wait, also where an event loop runs.
 
         Args:
+            platform: of pools that ``platforms`` does not name.
             pools: per pool the number of the planned node of each rank.
             meeting: where a head's members wait.
 
         Raises:
             UserError: the cluster cannot be reached, or has too few devices or nodes.
         """
-        self._platform = platform
+        self._platforms = dict.fromkeys(pools, platform) | dict(platforms or {})
         self._waits = Waits(_finished, self._result)
+        self._liveness = Liveness(
+            self._waits,
+            finished=_finished,
+            result=self._result,
+            limits=Limits(plan.settings.timeout_s),
+        )
         self._actors: list[Any] = []
         self._members: dict[str, list[_Member]] = {}
         self._threads: dict[int, tuple[object, ThreadPoolExecutor]] = {}
@@ -115,21 +131,21 @@ class RayRuntime:
         self._closing = threading.Lock()
         self._is_open = True
         ray = _load_ray(plan)
-        visibility = platform.visibility
         assert not ray.is_initialized(), "a process has one runtime on Ray at a time"
         assert threading.current_thread() is threading.main_thread(), "see the class"
         try:
             with interruptible():
-                start_ray(ray, plan, visibility=visibility, num_visible=platform.num_devices())
+                start_ray(ray, plan, devices=lambda: own_devices(self._platforms.values()))
                 self.address: str = ray.util.get_node_ip_address()
                 if meeting is not None:
                     meeting.announce(ray.get_runtime_context().gcs_address)
-                needs = Counter(node for nodes in pools.values() for node in nodes)
                 reserved = reserve(
-                    ray, plan, needs=needs, resource=visibility.resource, meeting=meeting
+                    ray, plan, pools=pools, platforms=self._platforms, meeting=meeting
                 )
-                seats = _seats(pools, reserved, platform=platform)
+                seats = seats_of(pools, reserved, platforms=self._platforms)
                 self.opened = self._open(seats, reserved, timeout_s=plan.settings.wait_s)
+            members = [member for pool in self._members.values() for member in pool]
+            self._liveness.start({member.worker: member.ask for member in members})
         except BaseException:
             self.shutdown()
             raise
@@ -147,7 +163,7 @@ class RayRuntime:
 
         calls = []
         for pool, build in builds.items():
-            payload = cloudpickle.dumps((self._platform, build))
+            payload = cloudpickle.dumps((self._platforms[pool], build))
             for member in self._members[pool]:
                 reference = member.actor.build.remote(payload)
                 calls.append(self._waits.started(member.worker, "build", reference=reference))
@@ -166,7 +182,8 @@ class RayRuntime:
         return await asyncio.get_running_loop().run_in_executor(executor, bound)
 
     async def watch(self) -> None:
-        """Raise WorkerFailure as soon as a worker has ended, also one that nobody waits for."""
+        """Raise WorkerFailure as soon as a worker has ended or hangs, also one that nobody waits
+        for."""
         await asyncio.to_thread(self._waits.until_death)
 
     async def close(self) -> None:
@@ -183,6 +200,7 @@ class RayRuntime:
                 return
             self._is_open = False
             self._waits.close()
+            self._liveness.close()
             for actor in self._actors if ray.is_initialized() else ():
                 with suppress(RayError):
                     ray.kill(actor)
@@ -222,7 +240,7 @@ class RayRuntime:
                 f"trainer.ray_wait_register_center_timeout={timeout_s:g}: not all of the "
                 f"{len(seats)} worker processes have started in this time. Raise it."
             ) from error
-        _require_distinct(told)
+        require_distinct(seats, told)
         opened: dict[str, list[Opened]] = defaultdict(list)
         for call, actor, one in zip(calls, self._actors, told, strict=True):
             name = replace(call.worker.name, host=one.host, pid=one.pid)
@@ -271,37 +289,19 @@ class RayWorkerGroup:
 
 
 def _load_ray(plan: ClusterPlan) -> ModuleType:
-    """Ray, silent."""
+    """Ray, silent. Raises UserError if it is not installed."""
     for name, value in ray_environment(plan.role).items():
         os.environ.setdefault(name, value)
-    import ray
-
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        settings = plan.settings
+        raise UserError(
+            f"trainer.n_gpus_per_node={settings.devices_per_node}, trainer.nnodes="
+            f"{settings.num_nodes}: a run of several processes needs Ray ({error}). Install it by "
+            "`pip install 'tandem[cluster]'`, or set both to 1."
+        ) from error
     return ray
-
-
-def _seats(
-    pools: Mapping[str, Sequence[int]], reserved: Mapping[int, Reservation], *, platform: Platform
-) -> list[Seat]:
-    """Of all ranks of all pools."""
-    on_node = Counter(node for nodes in pools.values() for node in nodes)
-    is_host = platform.visibility.mode == "none"
-    seats = []
-    for pool, nodes in pools.items():
-        for rank, node in enumerate(nodes):
-            place = WorkerPlace(
-                pool=pool,
-                rank=rank,
-                size=len(nodes),
-                node=node,
-                node_address=reserved[node].address,
-                local_rank=nodes[:rank].count(node),
-                local_size=nodes.count(node),
-            )
-            cores = (os.cpu_count() or 1) // on_node[node]
-            num_threads = 1 if is_host else max(1, min(cores, _MAX_HOST_THREADS))
-            capacity = reserved[node].node_capacity
-            seats.append(Seat(place, platform.visibility, capacity, os.getcwd(), num_threads))
-    return seats
 
 
 def _make_actor(reservation: Reservation, resource: str) -> Any:
@@ -315,26 +315,12 @@ def _make_actor(reservation: Reservation, resource: str) -> Any:
         **({} if resource == "CPU" else devices),
         "max_restarts": 0,
         "max_task_retries": 0,
-        "concurrency_groups": {"watch": 1},
+        "concurrency_groups": {"watch": 2},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             reservation.group, placement_group_bundle_index=reservation.index
         ),
     }
     return ray.remote(**options)(_Actor).remote()
-
-
-def _require_distinct(opened: Sequence[Opened]) -> None:
-    """No two processes may have taken one device of a node."""
-    taken: dict[tuple[str, str], Opened] = {}
-    for one in opened:
-        device = (one.place.node_address, one.place.physical_id)
-        other = taken.setdefault(device, one)
-        if one.place.physical_id and other is not one:
-            raise UserError(
-                f"device {device[1]} of {one.host}: {one.place.pool} rank {one.place.rank} and "
-                f"{other.place.pool} rank {other.place.rank} were both given it "
-                f"({one.isolation}). Unset what makes Ray share devices."
-            )
 
 
 def _finished(references: Sequence[Any], timeout_s: float) -> list[Any]:

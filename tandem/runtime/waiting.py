@@ -27,7 +27,7 @@ from tandem.runtime.failure import (
 )
 
 _LOOK_S = 1.0
-"""A thread that waits looks this often whether all was closed."""
+"""A thread that waits looks this often whether all was closed, or a worker hangs."""
 
 _SETTLE_S = 0.5
 """The end of a process may be known this long before that of the calls it was busy with."""
@@ -85,7 +85,7 @@ class Waits:
         self._numbers = itertools.count()
         self._noting = threading.Lock()
         self._judging = threading.Lock()
-        self._first_death: Failed | None = None
+        self._first_end: Failed | None = None
         self._last: tuple[float, Failed | None] = (-math.inf, None)
         self._is_closed = False
 
@@ -125,8 +125,18 @@ class Waits:
         finished = set(self._wait([call.reference for call in calls], math.inf))
         return next(i for i, call in enumerate(calls) if call.reference in finished)
 
+    def hangs(self, worker: Worker, symptom: Symptom) -> None:
+        """End all waits: ``worker`` will not come back, though its process is there."""
+        own = {c.reference: c for c in self._started_calls() if c.worker is worker}
+        finished = self._finished(list(own), 0) if own else ()
+        unfinished = [call for reference, call in own.items() if reference not in finished]
+        busy = min(unfinished, key=lambda call: call.number, default=None)
+        failed = Failed(worker.name, busy.method if busy else "", symptom)
+        with self._judging:
+            self._first_end = self._first_end or failed
+
     def until_death(self) -> None:
-        """Wait for the end of any worker. Raises WorkerFailure."""
+        """Wait until any worker has ended, or hangs. Raises WorkerFailure."""
         self._wait([], math.inf)
 
     def close(self) -> None:
@@ -140,7 +150,7 @@ class Waits:
             finished = set(self._finished([*references, *watches], min(_LOOK_S, left_s)))
             if self._is_closed:
                 raise ClosedError("the runtime was closed")
-            if finished.intersection(watches):
+            if finished.intersection(watches) or self._first_end is not None:
                 self._raise_first_cause([])
             if finished:
                 return [reference for reference in references if reference in finished]
@@ -155,11 +165,11 @@ class Waits:
     def _raise_first_cause(self, failures: list[Failed]) -> NoReturn:
         """Several threads may fail of the same cause: one looks for it at a time."""
         with self._judging:
-            failed = self._first_death or first_failed(self._collect(failures))
+            failed = self._first_end or first_failed(self._collect(failures))
             if failed.symptom.kind is Kind.LOST_PEER:
                 failed = self._just_before() or failed
             if failed.symptom.kind is Kind.DIED:
-                self._first_death = failed
+                self._first_end = failed
             self._last = (time.monotonic(), failed)
         if self._is_closed:
             raise ClosedError("the runtime was closed")

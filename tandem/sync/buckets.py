@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -87,6 +88,30 @@ def copy_all(names: Sequence[str], sources: list[Tensor], *, targets: list[Tenso
                 raise SyncError(f"{name}: it cannot be copied ({error})") from error
 
 
+def packed_views(message: Message, data: Tensor) -> Iterator[Tensor]:
+    """The pieces of a message in its bytes."""
+    for piece in message.pieces:
+        part = piece.part
+        yield data.narrow(0, piece.start, part.num_bytes).view(part.dtype).view(part.box.size)
+
+
+class End(Protocol):
+    """Where the messages of a process come from, or where they go."""
+
+    @property
+    def num_fillings(self) -> int:
+        """How many buckets have been packed or loaded."""
+        ...
+
+    def post(self, deadline: Deadline) -> None:
+        """Start the next message."""
+        ...
+
+    def finish(self, deadline: Deadline) -> dict[int, int]:
+        """Until all messages are where they go. Returns the checksums of their pieces."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
     """What packing or loading needs to know.
@@ -107,11 +132,11 @@ class Side:
     message_bytes: int
     transports: Mapping[Route, Transport]
     is_checked: Callable[[int], bool]
-    stream: torch.Stream | None
+    stream: torch.Stream | None = None
 
 
 class Lane:
-    """One side's two buckets, and the messages that pass through them one after the other.
+    """Implements ``End`` by two buckets, through which messages pass one after the other.
 
     After a failure of this process messages still pass, but nothing is packed or loaded.
     """
@@ -133,7 +158,7 @@ class Lane:
         self._pending: list[Pending] = []
         self._checksums: dict[int, Tensor] = {}
         self._stream = side.stream
-        if self._stream is not None:
+        if self._stream is not None and messages:
             self._stream.wait_stream(torch.accelerator.current_stream(side.device))
 
     def post(self, deadline: Deadline) -> None:
@@ -151,14 +176,14 @@ class Lane:
             self._pending.append(transport.post(bucket, sender=route.sender, deadline=deadline))
 
     def finish(self, deadline: Deadline) -> dict[int, int]:
-        """Until all messages have arrived and are loaded. Returns the checksums of their pieces."""
+        """See ``End``."""
         last = (len(self._messages) - 1) // self._per_bucket
         with self._queueing():
             self._retire(last - 1, deadline)
             self._retire(last, deadline)
             sums = list(self._checksums.values())
             values = torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64)
-        if self._stream is not None:
+        if self._stream is not None and self._messages:
             wait_for_device(self._stream, deadline)
         return dict(zip(self._checksums, values.tolist(), strict=True))
 
@@ -177,7 +202,11 @@ class Lane:
         self.num_fillings += 1
         with self._failure.noted("packing" if self._packs else "loading"):
             pieces = [piece for number in numbers for piece in self._messages[number].pieces]
-            packed = [view for number in numbers for view in self._packed(number)]
+            packed = [
+                view
+                for number in numbers
+                for view in packed_views(self._messages[number], self._bucket(number))
+            ]
             stored = [self._side.table.view(piece.part) for piece in pieces]
             sources, targets = (stored, packed) if self._packs else (packed, stored)
             copy_all([piece.part.name for piece in pieces], sources, targets=targets)
@@ -186,14 +215,6 @@ class Lane:
                     # On the device also what the host holds: it is read behind the queued copy.
                     value = tensor.to(self._side.device).to(piece.part.dtype)
                     self._checksums[piece.number] = checksum(value)
-
-    def _packed(self, number: int) -> Iterator[Tensor]:
-        """The pieces of a message as views of its bucket."""
-        bucket = self._bucket(number)
-        for piece in self._messages[number].pieces:
-            part = piece.part
-            data = bucket.narrow(0, piece.start, part.num_bytes)
-            yield data.view(part.dtype).view(part.box.size)
 
     def _numbers(self, filling: int) -> range:
         """The messages of a filling, as far as there are."""

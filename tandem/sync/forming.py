@@ -3,45 +3,47 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from tandem.comm.deadline import Deadline
-from tandem.comm.group import Group
+from tandem.comm.group import Group, GroupPlace
+from tandem.platforms.record import CPU, Platform
 from tandem.sync.failure import FirstFailure, SyncError
-from tandem.sync.plan import ALIGNMENT, Layout, Plan, Route, make_plan
-from tandem.sync.transport import (
-    Collective,
-    Endpoint,
-    Ipc,
-    Staged,
-    Transport,
-    Way,
-    choose_way,
-    endpoint_of,
-)
+from tandem.sync.plan import ALIGNMENT, Layout, Message, Plan, Route, make_plan
+from tandem.sync.routing import FormGroup, Station, make_transports
+from tandem.sync.transport import Transport
+from tandem.sync.ways import Endpoint, Way
 from tandem.types import HeldSlice
-
-logger = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
 
 
-def _nothing() -> Sequence[HeldSlice]:
+def nothing() -> Sequence[HeldSlice]:
+    """Of a process that does not send, or does not receive."""
     return ()
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTensors:
     """What a process sends and what it receives into. Asked for again at each transfer: the same
-    slices each time, wherever their storage is by then."""
+    slices each time, wherever their storage is by then. ``settle`` returns once nothing is computed
+    with what is received; it is called before that is replaced."""
 
-    sends: Callable[[], Sequence[HeldSlice]] = _nothing
-    receives: Callable[[], Sequence[HeldSlice]] = _nothing
+    sends: Callable[[], Sequence[HeldSlice]] = nothing
+    receives: Callable[[], Sequence[HeldSlice]] = nothing
+    settle: Callable[[], object] = nothing
+
+
+@dataclass(frozen=True, slots=True)
+class FlagcxEnd:
+    """FlagCX in this process: what it calls the vendor, and what forms its groups."""
+
+    vendor: str
+    make_group: Callable[[Store, GroupPlace], Group]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,10 @@ class LinkPlace:
         rank, size: its number, and how many there are.
         role: what errors call it, such as ``trainer 0``.
         device: where its tensors lie.
+        platform: of this device.
+        device_id: tells it apart from all other devices of its type, on any node; "" asks the
+            device's driver.
+        flagcx: how this process reaches those of other platforms, if FlagCX is here.
     """
 
     name: str
@@ -60,6 +66,9 @@ class LinkPlace:
     size: int
     role: str
     device: torch.device
+    platform: Platform = CPU
+    device_id: str = ""
+    flagcx: FlagcxEnd | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +79,24 @@ class LinkSettings:
         send_bucket_bytes: of each of a sender's two buckets.
         receive_bucket_bytes: of each of a receiver's two buckets.
         timeout_s: bounds forming the link, and each transfer.
-        double_buffered: a receiver takes a version into a second copy of the weights, and replaces
-            the first with it when it is whole. Otherwise nobody uses them during a transfer.
-        way: the transport, None for the fastest there is.
+        double_buffered: versions arrive in one copy more than otherwise.
+        staged: weights move from host to host, where a whole version is copied before it is sent
+            and when it has been received; the devices go on meanwhile.
+        way: the transport of every route, None for the fastest that each has.
     """
 
     send_bucket_bytes: int
     receive_bucket_bytes: int
     timeout_s: float
     double_buffered: bool = False
+    staged: bool = False
     way: Way | None = None
+
+    @property
+    def num_copies(self) -> int:
+        """In how many copies beside the weights in use versions arrive; 0 if in these themselves,
+        which nobody uses during a transfer then."""
+        return int(self.staged) + int(self.double_buffered)
 
     @property
     def message_bytes(self) -> int:
@@ -95,6 +112,7 @@ class Hello:
     layout: Layout
     endpoint: Endpoint
     message_bytes: int
+    num_copies: int
     way: Way | None
     failure: str
 
@@ -107,6 +125,7 @@ class FormedLink:
         control: a group of the host with all processes.
         roles: what errors call each process.
         layout: of this process.
+        sent, received: the messages of this process, in the order of the plan.
         message_bytes: the most that a message has.
         transports: for each route of this process.
     """
@@ -115,6 +134,8 @@ class FormedLink:
     roles: tuple[str, ...]
     layout: Layout
     plan: Plan
+    sent: tuple[Message, ...]
+    received: tuple[Message, ...]
     message_bytes: int
     transports: dict[Route, Transport]
 
@@ -148,19 +169,36 @@ def make_hello(place: LinkPlace, tensors: LinkTensors, *, settings: LinkSettings
     return Hello(
         role=f"{place.role} (rank {place.rank} of link {place.name})",
         layout=layout,
-        endpoint=endpoint_of(place.device),
+        endpoint=_endpoint(place, settings),
         message_bytes=settings.message_bytes,
+        num_copies=settings.num_copies,
         way=settings.way,
         failure=failure.cause,
     )
 
 
-class FormGroup(Protocol):
-    """Forms a group of this generation of the link."""
+def _wire_device(place: LinkPlace, settings: LinkSettings) -> torch.device:
+    """Where messages begin and end in this process."""
+    return HOST if settings.staged else place.device
 
-    def __call__(self, purpose: str, members: tuple[int, ...], *, device: torch.device) -> Group:
-        """``purpose`` is unique within the generation."""
-        ...
+
+def _endpoint(place: LinkPlace, settings: LinkSettings) -> Endpoint:
+    device, platform = _wire_device(place, settings), place.platform
+    if device.type == "cpu":
+        return Endpoint("cpu", "", platform.name)
+    return Endpoint(
+        device.type,
+        place.device_id or _uuid(device),
+        platform.name,
+        maps_peers=platform.maps_memory,
+        flagcx=place.flagcx.vendor if place.flagcx is not None else "",
+    )
+
+
+def _uuid(device: torch.device) -> str:
+    """What the driver calls a device, if it does."""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return str(getattr(properties, "uuid", ""))
 
 
 def form_link(
@@ -185,46 +223,31 @@ def form_link(
     message_bytes = min(hello.message_bytes for hello in hellos)
     if message_bytes < ALIGNMENT:
         raise SyncError(f"buckets of {message_bytes} bytes: at least {ALIGNMENT} are needed")
-    plan = make_plan([hello.layout for hello in hellos], message_bytes=message_bytes)
+    endpoints = [hello.endpoint for hello in hellos]
+    plan = make_plan(
+        [hello.layout for hello in hellos],
+        message_bytes=message_bytes,
+        islands=[endpoint.platform for endpoint in endpoints],
+    )
+    for hello, local in zip(hellos, plan.local, strict=True):
+        if hello.num_copies and local:
+            raise SyncError(
+                f"{local[0].name}: {hello.role} holds and needs it, and is to receive it in a copy"
+            )
+    roles = tuple(hello.role for hello in hellos)
     return FormedLink(
         control=control,
-        roles=tuple(hello.role for hello in hellos),
+        roles=roles,
         layout=hellos[place.rank].layout,
         plan=plan,
+        sent=tuple(m for m in plan.messages if place.rank == m.route.sender),
+        received=tuple(m for m in plan.messages if place.rank in m.route.receivers),
         message_bytes=message_bytes,
-        transports=_make_transports(plan, hellos, place=place, form=form),
+        transports=make_transports(
+            plan.routes,
+            endpoints,
+            wanted=[hello.way for hello in hellos],
+            station=Station(place.rank, _wire_device(place, settings), roles),
+            form=form,
+        ),
     )
-
-
-def _make_transports(
-    plan: Plan, hellos: Sequence[Hello], *, place: LinkPlace, form: FormGroup
-) -> dict[Route, Transport]:
-    """For the routes of this process; those with the same members share a group."""
-    groups: dict[str, Group] = {}
-    transports: dict[Route, Transport] = {}
-    choices = {  # of all routes, so that a mistake is found in all processes
-        route: choose_way(
-            [hellos[rank].endpoint for rank in route.members], hellos[route.sender].way
-        )
-        for route in plan.routes
-    }
-    for route, choice in choices.items():
-        if place.rank not in route.members:
-            continue
-        device = place.device if choice.way is Way.COLLECTIVE else HOST
-        purpose = f"{device.type}/{'-'.join(map(str, route.members))}"
-        if purpose not in groups:
-            groups[purpose] = form(purpose, route.members, device=device)
-        transports[route] = _transport(choice.way, groups[purpose], place=place)
-        if place.rank == route.sender:
-            receivers = ", ".join(hellos[rank].role for rank in route.receivers)
-            logger.info("weights go to %s: %s, %s", receivers, choice.way.value, choice.reason)
-    return transports
-
-
-def _transport(way: Way, group: Group, *, place: LinkPlace) -> Transport:
-    if way is Way.COLLECTIVE:
-        return Collective(group, place.device)
-    if way is Way.STAGED:
-        return Staged(group, place.device)
-    return Ipc(group, place.device, place.rank)

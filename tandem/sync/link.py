@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A link between processes that hold weights and processes that need them; one may do both.
 
-Every process of a link opens it and calls ``transfer`` with the same versions. A transfer ends in
-all of them in the same way: the weights of every receiver are a whole version, or ``SyncError``
-with the first cause. While a failure concerns one process alone, it keeps taking part, so that the
-others learn of it and the next transfer works; when a process is gone, all leave, and the link is
-formed again with ``rejoin``. Not here: who calls whom and when.
+Every process of a link opens it and calls ``begin`` with the same versions. A transfer ends in all
+of them in the same way: every receiver has a whole version, or ``SyncError`` with the first cause.
+While a failure concerns one process alone, it keeps taking part, so that the others learn of it and
+the next transfer works; when a process is gone, all leave, and the link is formed again with
+``rejoin``. Not here: who calls whom and when.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from tandem.comm.deadline import Deadline, GroupError, report_failure
-from tandem.comm.group import Group, GroupPlace, form_group
-from tandem.sync.buckets import copy_all
+from tandem.comm.deadline import GroupError
+from tandem.comm.group import form_group
+from tandem.errors import UserError
+from tandem.sync.agreement import agree_on_end, agree_to_start, list_planned
+from tandem.sync.background import Background
 from tandem.sync.checksum import is_checked
 from tandem.sync.failure import FirstFailure, SyncError
 from tandem.sync.forming import (
@@ -30,29 +32,15 @@ from tandem.sync.forming import (
     LinkSettings,
     LinkTensors,
     form_link,
-    list_slices,
 )
 from tandem.sync.gate import WeightGate
-from tandem.sync.transfer import Moved, Transfer, find_mismatch, make_streams
+from tandem.sync.membership import MakeGroup, Membership
+from tandem.sync.staging import Arrivals, Copy, HostCopy, make_copies
+from tandem.sync.transfer import Transfer, TransferReport, make_streams
 from tandem.sync.transport import finish_queued
-from tandem.types import HeldSlice, SliceSpec
+from tandem.types import HeldSlice
 
-MakeGroup = Callable[[Store, GroupPlace], Group]
-
-_ROLL_CALL_S = 1.0
-"""How long the survivors of a broken link wait for each other, to tell who is gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferReport:
-    """What one transfer did in this process: bytes with padding, buckets packed and loaded."""
-
-    version: int
-    duration_s: float
-    sent_bytes: int
-    received_bytes: int
-    num_packs: int
-    num_loads: int
+T = TypeVar("T")
 
 
 def open_link(
@@ -79,7 +67,8 @@ def open_link(
             place = LinkPlace("weights", rank=1, size=2, role="rollout 0", device=device)
             tensors = LinkTensors(receives=engine.held_slices)
             link = open_link(store, place, tensors=tensors, settings=settings)
-            link.transfer(version)  # when the trainer does
+            link.begin(version)  # when the trainer does
+            link.swap(version)
             with link.gate.reading(timeout_s) as version:
                 ...  # generate
     """
@@ -88,22 +77,17 @@ def open_link(
     return link
 
 
-def end_link(store: Store, name: str, *, generation: int, cause: str) -> None:
-    """Tell all processes of a link that one of them is gone, so that none waits for it any longer.
-    For whoever watches the processes."""
-    report_failure(store, _failure_key(name, generation), cause=cause)
-
-
-def _failure_key(name: str, generation: int) -> str:
-    return f"sync/{name}/{generation}/failure"
-
-
 class WeightLink:
     """One process's end of a link.
+
+    Where versions arrive in copies, or are sent from one, the process does its part of a transfer
+    on a thread. It waits only to pack what it sends; if that is not staged, until it has been sent.
 
     Attributes:
         gate: how to use the received weights, and their version; see ``WeightGate``. A receiver
             that starts out with whole weights publishes their version there.
+        receives: whether this process does.
+        num_loads: how many buckets have been loaded into weights, or into copies of them.
     """
 
     def __init__(
@@ -117,217 +101,272 @@ class WeightLink:
     ) -> None:
         """Not formed yet: use ``open_link``."""
         self.gate = WeightGate()
+        self.receives = False
+        self.num_loads = 0
         self._store = store
         self._place = place
         self._tensors = tensors
         self._settings = settings
         self._make_group = make_group
         self._streams = make_streams(place.device)
-        self._generation = 0
+        self._membership = self._new_membership(0)
         self._formed: FormedLink | None = None
-        self._groups: list[Group] = []
-        self._copies: list[HeldSlice] = []
+        self._outbox: HostCopy | None = None
+        self._arrivals: Arrivals | None = None
         self._checks_all = True
+        self._background = Background(f"link {place.name}")
+        self._report: TransferReport | None = None
 
     def rejoin(self, generation: int) -> None:
         """Form the link anew, after a process was replaced. All its processes name the same
-        ``generation``, one never used before. Errors as ``open_link``."""
+        ``generation``, one never used before. What has arrived and is not in use is given up.
+        Errors as ``open_link``."""
         self.close()
-        self._generation = generation
+        self._membership = self._new_membership(generation)
         self._checks_all = True
+        self._outbox = self._arrivals = None
+        self._background = Background(f"link {self._place.name}")
         try:
             self._formed = form_link(
                 self._place,
                 self._tensors,
                 settings=self._settings,
-                form=self._form_group,
-                deadline=self._deadline(),
+                form=self._membership.form_group,
+                deadline=self._membership.deadline(),
             )
         except GroupError as error:
-            raise self._broken(str(error)) from error
-        except SyncError:
+            raise self._lost(error) from error
+        except (SyncError, UserError):
             self.close()
             raise
+        self.receives = bool(self._formed.layout.needs)
 
-    def transfer(self, version: int) -> TransferReport:
-        """Send and receive the weights as they are now, as ``version``.
+    def begin(self, version: int) -> None:
+        """Send and receive the weights as they are now, as ``version``. Returns as soon as this
+        process may go on, with weights that it may change or use; an earlier transfer has ended.
 
         Raises:
-            SyncError: in all processes, if one of them failed or is gone. Received weights cannot
-                be used until a later transfer succeeds; double-buffered ones stay what they were.
-                Also if these have arrived and cannot be replaced, in this process alone: then they
-                cannot be used either.
+            SyncError: in all processes, if one of them failed or is gone; where that happens in the
+                background, at the next call. Weights that are received in place cannot be used
+                until a later transfer succeeds, others stay what they were. If it is the error of
+                an earlier transfer, this one has not begun.
         """
-        if self._formed is None:
-            raise SyncError(f"link {self._place.name} is not formed: rejoin it")
-        started = time.perf_counter()
+        self.wait()
+        formed = self._formed_or_raise()
+        failure = FirstFailure()
+        sends, live = list_planned(self._tensors, formed.layout, failure=failure)
+        is_staged, is_sender = self._settings.staged, bool(formed.layout.sends)
+        if is_staged and is_sender:
+            self._guarded(lambda: self._pack(formed, version, sends=sends, failure=failure))
+        if live and self._settings.num_copies and self._arrivals is None:
+            with failure.noted("making room for copies of the weights"):
+                copies = make_copies(self._place, self._settings, formed=formed, live=live)
+                self._arrivals = Arrivals(copies)
+
+        def move() -> None:
+            self._report = self._guarded(
+                lambda: self._move(formed, version, sends=sends, live=live, failure=failure)
+            )
+
+        if self._settings.num_copies == 0 or (is_sender and not is_staged):
+            move()
+        else:
+            self._start(move)
+
+    def wait(self) -> TransferReport | None:
+        """Until what was begun has ended. Returns what the last transfer did, None before the
+        first. Errors as ``begin``."""
+        self._background.join()
+        self.check()
+        return self._report
+
+    def check(self) -> None:
+        """Raise the SyncError of a transfer in the background, if it has not been raised yet."""
+        self._background.check()
+
+    def swap(self, version: int | None = None) -> int | None:
+        """Put the newest version that has arrived in use, whole; nothing is touched if none is new.
+
+        Args:
+            version: wait until it is there, or a later one.
+
+        Returns:
+            the version in use, None if there is none.
+
+        Raises:
+            SyncError: as ``begin``; or ``version`` is not coming; or new weights cannot replace the
+                old ones, which ends the link, and then none can be used.
+        """
+        self.check()
+        arrivals = self._arrivals
+        if arrivals is not None:
+            if version is not None and _is_before(self.gate.version, version):
+                arrivals.wait(version)
+                self.check()
+            with arrivals.taking() as taken:
+                if taken is not None:
+                    self._guarded(lambda: self._put(*taken))
+        if version is not None and _is_before(self.gate.version, version):
+            raise SyncError(f"version {version} is not coming: {self.gate.version} is in use")
+        return self.gate.version
+
+    def transfer(self, version: int) -> TransferReport:
+        """``begin``, wait until it has ended, and ``swap``."""
+        self.begin(version)
+        report = self.wait()
+        assert report is not None, "a transfer has ended"
+        if self.receives:
+            self.swap(version)
+        return report
+
+    def close(self) -> None:
+        """Leave, within a moment, whatever is under way; idempotent."""
+        if self._background.is_busy:
+            self._membership.free_others(" left during a transfer")
+            self._background.join()
+        self._formed = None
+        self._membership.leave()
+
+    def _start(self, move: Callable[[], None]) -> None:
+        """Do it in the background."""
+        arrivals, device = self._arrivals, self._place.device
+
+        def run() -> None:
+            if device.type != "cpu":
+                torch.accelerator.set_device_index(device)
+            move()
+
+        if arrivals is None:
+            self._background.start(run, then=lambda: None)
+        else:
+            arrivals.expect()
+            self._background.start(run, then=arrivals.settle)
+
+    def _guarded(self, function: Callable[[], T]) -> T:
+        """Call it; whatever this process alone cannot go on after frees all others."""
         try:
-            with torch.no_grad(), ExitStack() as gate:
-                moved = self._transfer(self._formed, version, gate=gate)
+            with torch.no_grad():
+                return function()
         except GroupError as error:
-            raise self._broken(str(error)) from error
+            raise self._lost(error) from error
         except SyncError:
             raise
         except BaseException as error:
-            self._broken(f"{type(error).__name__}: {error}")
+            self._end(f"{type(error).__name__}: {error}")
             raise
-        return TransferReport(
-            version=version,
-            duration_s=time.perf_counter() - started,
-            sent_bytes=moved.sent_bytes,
-            received_bytes=moved.received_bytes,
-            num_packs=moved.num_packs,
-            num_loads=moved.num_loads,
-        )
 
-    def close(self) -> None:
-        """Leave; at once, and idempotent."""
-        self._formed = None
-        while self._groups:
-            self._groups.pop().close()
+    def _pack(
+        self,
+        formed: FormedLink,
+        version: int,
+        *,
+        sends: Sequence[HeldSlice],
+        failure: FirstFailure,
+    ) -> None:
+        with failure.noted("packing a copy of the weights on the host"):
+            self._outbox = self._outbox or HostCopy(formed.sent, self._place.device)
+            self._outbox.pack(self._transfer(formed, version, failure=failure), sends)
 
-    def _transfer(self, formed: FormedLink, version: int, *, gate: ExitStack) -> Moved:
-        """Prepare, agree, move, agree, publish. ``gate`` is left when this has returned."""
-        deadline = self._deadline()
+    def _move(
+        self,
+        formed: FormedLink,
+        version: int,
+        *,
+        sends: Sequence[HeldSlice],
+        live: Sequence[HeldSlice],
+        failure: FirstFailure,
+    ) -> TransferReport:
+        """Prepare, agree, move, agree, publish."""
+        started = time.perf_counter()
+        transfer = self._transfer(formed, version, failure=failure)
+        deadline = transfer.deadline
+        copy: Copy | None = None
+        if live and self._arrivals is not None:
+            with failure.noted("taking in a version"):
+                copy = self._arrivals.claim(self._settings.timeout_s / 2)
+        agree_to_start(formed, formed.control.gather((version, failure.cause), deadline))
+        with ExitStack() as gate:
+            if copy is None and live and self._enter(gate, failure):
+                self.gate.forbid(f"version {version} did not arrive whole")
+            source = self._outbox.sending(transfer) if self._outbox else transfer.packing(sends)
+            target = copy.receiving(transfer) if copy else transfer.loading(live)
+            if copy is None:
+                transfer.copy_local(sends, live)
+            moved = transfer.run(source, target)
+            self._checks_all = True
+            answers = formed.control.gather((failure.cause, moved.checksums), deadline)
+            agree_on_end(formed, answers)
+            self._checks_all = False
+            self.num_loads += moved.num_loads
+            if copy is not None and self._arrivals is not None:
+                self._arrivals.arrive(copy, version)
+            elif live:
+                self.gate.publish(version)
+        return moved.report(version, duration_s=time.perf_counter() - started)
+
+    def _put(self, version: int, copy: Copy) -> None:
+        """Replace the weights by a version that has arrived."""
+        formed = self._formed_or_raise()
         failure = FirstFailure()
-        sends, live = self._slices(formed, failure)
-        _agree_to_start(formed, formed.control.gather((version, failure.cause), deadline))
+        with failure.noted("taking the weights out of use"):
+            self._tensors.settle()
+        _, live = list_planned(self._tensors, formed.layout, failure=failure)
+        transfer = self._transfer(formed, version, failure=failure)
+        transfer = replace(transfer, is_checked=lambda piece: False)  # they were when they arrived
+        with self.gate.writing(self._settings.timeout_s):
+            if not failure.cause:
+                self.gate.forbid(f"version {version} did not replace the one before it wholly")
+                self.num_loads += copy.put(transfer, live)
+                finish_queued(self._place.device)
+            if failure.cause:
+                self._end(f"version {version}: {failure.cause}")
+                raise SyncError(f"version {version}: {self._place.role}: {failure.cause}")
+            self.gate.publish(version)
 
-        targets = live
-        if live and self._settings.double_buffered:
-            with failure.noted("making room for a second copy of the weights"):
-                targets = self._second_copy(live)
-        elif live and self._enter(gate, failure):
-            self.gate.forbid(f"version {version} did not arrive whole")
+    def _transfer(self, formed: FormedLink, version: int, *, failure: FirstFailure) -> Transfer:
         checks_all = self._checks_all
-        moved = Transfer(
+        return Transfer(
             formed=formed,
             place=self._place,
             settings=self._settings,
             streams=self._streams,
             is_checked=lambda piece: checks_all or is_checked(piece, version),
             failure=failure,
-            deadline=deadline,
-        ).run(sends, targets)
-
-        if targets is not live:
-            self._enter(gate, failure)
-        self._checks_all = True
-        _agree_on_end(formed, formed.control.gather((failure.cause, moved.checksums), deadline))
-        self._checks_all = False
-        if live:
-            self._publish(live, targets, version=version)
-        return moved
-
-    def _slices(
-        self, formed: FormedLink, failure: FirstFailure
-    ) -> tuple[list[HeldSlice], list[HeldSlice]]:
-        """What is sent and what is received into, none of it after a failure."""
-        with failure.noted("listing weights"):
-            sends = list_slices(self._tensors.sends)
-            live = list_slices(self._tensors.receives)
-            _check_unchanged(sends, formed.layout.sends)
-            _check_unchanged(live, formed.layout.needs)
-            return sends, live
-        return [], []
+            deadline=self._membership.deadline(),
+        )
 
     def _enter(self, gate: ExitStack, failure: FirstFailure) -> bool:
         """Wait until nobody uses the weights; half of the time is left for what follows."""
         with failure.noted("taking the weights out of use"):
+            self._tensors.settle()
             gate.enter_context(self.gate.writing(self._settings.timeout_s / 2))
             return True
         return False
 
-    def _second_copy(self, live: Sequence[HeldSlice]) -> list[HeldSlice]:
-        """Where a version arrives while the one before it is in use. Made once."""
-        if not self._copies:
-            self._copies = [
-                HeldSlice(held.spec, torch.empty_like(held.tensor, requires_grad=False))
-                for held in live
-            ]
-        return self._copies
+    def _end(self, cause: str) -> None:
+        """Leave, and free all others."""
+        self._formed = None
+        self._membership.end(cause)
 
-    def _publish(
-        self, live: Sequence[HeldSlice], arrived: Sequence[HeldSlice], *, version: int
-    ) -> None:
-        """Nobody uses the weights meanwhile."""
-        if live is not arrived:
-            names = [held.spec.name for held in live]
-            targets = [held.tensor.detach() for held in live]
-            self.gate.forbid(f"version {version} did not replace the one before it wholly")
-            copy_all(names, [held.tensor for held in arrived], targets=targets)
-            finish_queued(self._place.device)
-        self.gate.publish(version)
+    def _lost(self, error: GroupError) -> SyncError:
+        """What to raise when another process is gone, or has ended the link."""
+        self._formed = None
+        return self._membership.lost(str(error))
 
-    def _form_group(self, purpose: str, members: tuple[int, ...], *, device: torch.device) -> Group:
-        place = GroupPlace(
-            name=f"sync/{self._place.name}/{self._generation}/{purpose}",
-            members=members,
-            rank=self._place.rank,
-            device=device,
+    def _new_membership(self, generation: int) -> Membership:
+        return Membership(
+            self._store,
+            self._place,
+            generation=generation,
             timeout_s=self._settings.timeout_s,
-        )
-        self._groups.append(self._make_group(self._store, place))
-        return self._groups[-1]
-
-    def _deadline(self) -> Deadline:
-        key = _failure_key(self._place.name, self._generation)
-        return Deadline(self._settings.timeout_s, store=self._store, key=key)
-
-    def _broken(self, cause: str) -> SyncError:
-        """Leave, free all others, and find out who is gone."""
-        for group in self._groups:
-            group.abandon()
-        self.close()
-        place = self._place
-        key = _failure_key(place.name, self._generation)
-        first = report_failure(self._store, key, cause=f"{place.role} (rank {place.rank}): {cause}")
-        absent = self._roll_call(f"{key}/survivor")
-        names = ", ".join(f"rank {rank}" for rank in absent)
-        return SyncError(
-            f"link {place.name}: {first}" + (f"; no answer from {names}" if absent else "")
+            make_group=self._make_group,
         )
 
-    def _roll_call(self, key: str) -> list[int]:
-        """The processes that do not say within a moment that they are still there."""
-        keys = [f"{key}/{rank}" for rank in range(self._place.size)]
-        try:
-            self._store.set(keys[self._place.rank], "present")
-            self._store.wait(keys, timedelta(seconds=_ROLL_CALL_S))
-        except RuntimeError:  # some are missing, or the store itself is gone
-            pass
-        else:
-            return []
-        try:
-            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        except RuntimeError:
-            return []
+    def _formed_or_raise(self) -> FormedLink:
+        if self._formed is None:
+            raise SyncError(f"link {self._place.name} is not formed: rejoin it")
+        return self._formed
 
 
-def _check_unchanged(slices: Sequence[HeldSlice], planned: Sequence[SliceSpec]) -> None:
-    listed = [held.spec for held in slices]
-    if listed != list(planned):
-        changed = set(listed) ^ set(planned)
-        name = min((spec.name for spec in changed), default="their order")
-        raise SyncError(f"{name}: its slices are not those that the link was formed with")
-
-
-def _agree_to_start(formed: FormedLink, answers: Sequence[tuple[int, str]]) -> None:
-    """Nobody has failed, and all mean the same version."""
-    versions = {version for version, _ in answers}
-    for (version, cause), role in zip(answers, formed.roles, strict=True):
-        if cause:
-            raise SyncError(f"version {version}: {role}: {cause}")
-    if len(versions) > 1:
-        told = ", ".join(f"{r}: {v}" for r, (v, _) in zip(formed.roles, answers, strict=True))
-        raise SyncError(f"the processes do not transfer the same version ({told})")
-
-
-def _agree_on_end(formed: FormedLink, answers: Sequence[tuple[str, dict[int, int]]]) -> None:
-    """Nobody has failed, and what arrived is what was sent."""
-    for (cause, _), role in zip(answers, formed.roles, strict=True):
-        if cause:
-            raise SyncError(f"{role}: {cause}")
-    mismatch = find_mismatch(formed, [checksums for _, checksums in answers])
-    if mismatch:
-        raise SyncError(mismatch)
+def _is_before(in_use: int | None, version: int) -> bool:
+    return in_use is None or in_use < version

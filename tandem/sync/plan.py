@@ -97,22 +97,45 @@ class Plan:
         """In an order that is the same everywhere."""
         return sorted({m.route for m in self.messages}, key=lambda r: (r.sender, r.receivers))
 
+    def sent_by(self, rank: int) -> list[Message]:
+        """The messages of a sender, in order."""
+        return [message for message in self.messages if message.route.sender == rank]
+
+    def received_by(self, rank: int) -> list[Message]:
+        """The messages of a receiver, in order."""
+        return [message for message in self.messages if rank in message.route.receivers]
+
 
 Holders = Mapping[Box, tuple[int, ...]]
 """The distinct boxes of one tensor that are held, and by whom."""
 
 
-def make_plan(layouts: Sequence[Layout], *, message_bytes: int) -> Plan:
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """A part that an island needs, and who holds it."""
+
+    part: Part
+    sources: tuple[int, ...]
+    island: str
+
+
+def make_plan(
+    layouts: Sequence[Layout], *, message_bytes: int, islands: Sequence[str] = ()
+) -> Plan:
     """The plan for processes 0, 1, ... with these layouts.
 
     A box that several hold is sent by one of them; bytes are balanced over the senders.
+
+    Args:
+        islands: of each process, those between which its devices talk natively. All receivers of a
+            message are of one island, so that it enters an island once. One island if empty.
 
     Raises:
         SyncError: a tensor that nobody holds, one that nobody needs, shapes that differ, a hole.
     """
     _check_tensors(layouts)
     holders = _holders(layouts)
-    demands: dict[tuple[Part, tuple[int, ...]], tuple[int, ...]] = {}
+    demands: dict[_Demand, tuple[int, ...]] = {}
     local: list[list[Part]] = [[] for _ in layouts]
     for rank, layout in enumerate(layouts):
         needed = [_cover(need, holders[need.name], receiver=rank) for need in layout.needs]
@@ -120,7 +143,8 @@ def make_plan(layouts: Sequence[Layout], *, message_bytes: int) -> Plan:
             if rank in sources:
                 local[rank].append(part)
             else:
-                demands[part, sources] = (*demands.get((part, sources), ()), rank)
+                demand = _Demand(part, sources, islands[rank] if islands else "")
+                demands[demand] = (*demands.get(demand, ()), rank)
     routes = [
         [(route, content) for content in _contents(parts, message_bytes)]
         for route, parts in _choose_senders(demands).items()
@@ -187,20 +211,18 @@ def _cover(
     return found
 
 
-def _choose_senders(
-    demands: Mapping[tuple[Part, tuple[int, ...]], tuple[int, ...]],
-) -> dict[Route, list[Part]]:
+def _choose_senders(demands: Mapping[_Demand, tuple[int, ...]]) -> dict[Route, list[Part]]:
     """The largest part first, to the holder with the least to send so far. The parts of a route
     stay in their order."""
     loads: dict[int, int] = {}
-    senders: dict[tuple[Part, tuple[int, ...]], int] = {}
-    for part, sources in sorted(demands, key=lambda demand: -demand[0].num_bytes):
-        sender = min(sources, key=lambda rank: (loads.get(rank, 0), rank))
-        loads[sender] = loads.get(sender, 0) + part.num_bytes
-        senders[part, sources] = sender
+    senders: dict[_Demand, int] = {}
+    for demand in sorted(demands, key=lambda demand: -demand.part.num_bytes):
+        sender = min(demand.sources, key=lambda rank: (loads.get(rank, 0), rank))
+        loads[sender] = loads.get(sender, 0) + demand.part.num_bytes
+        senders[demand] = sender
     routes: dict[Route, list[Part]] = {}
     for demand, receivers in demands.items():
-        routes.setdefault(Route(senders[demand], receivers), []).append(demand[0])
+        routes.setdefault(Route(senders[demand], receivers), []).append(demand.part)
     return routes
 
 

@@ -3,17 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from tandem.comm.deadline import Deadline
-from tandem.sync.buckets import Lane, Side, SliceTable, copy_local
+from tandem.sync.buckets import End, Lane, Side, SliceTable, copy_local
 from tandem.sync.failure import FirstFailure
 from tandem.sync.forming import FormedLink, LinkPlace, LinkSettings
-from tandem.sync.plan import Message
+from tandem.sync.plan import Route
+from tandem.sync.transport import Transport
 from tandem.types import HeldSlice
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What one transfer did in this process: bytes with padding, buckets packed."""
+
+    version: int
+    duration_s: float
+    sent_bytes: int
+    received_bytes: int
+    num_packs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +37,12 @@ class Moved:
     received_bytes: int
     num_packs: int
     num_loads: int
+
+    def report(self, version: int, *, duration_s: float) -> TransferReport:
+        """For the caller."""
+        return TransferReport(
+            version, duration_s, self.sent_bytes, self.received_bytes, self.num_packs
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +74,7 @@ class Transfer:
     failure: FirstFailure
     deadline: Deadline
 
-    def run(self, sends: Sequence[HeldSlice], targets: Sequence[HeldSlice]) -> Moved:
+    def run(self, source: End, target: End) -> Moved:
         """Take part in every message of this process. A failure of this process alone ends up in
         ``failure``.
 
@@ -64,39 +82,57 @@ class Transfer:
             GroupError: another process is gone or does not take part.
         """
         rank, plan = self.place.rank, self.formed.plan
-        source, target = SliceTable(sends), SliceTable(targets)
-        if not self.failure.cause:
-            with self.failure.noted("copying what the process holds itself"):
-                copy_local(plan.local[rank], source, target=target)
-        sent = [message for message in plan.messages if rank == message.route.sender]
-        received = [message for message in plan.messages if rank in message.route.receivers]
-        packing = self._lane(sent, source, packs=True)
-        loading = self._lane(received, target, packs=False)
         for message in plan.messages:
             if rank == message.route.sender:
-                packing.post(self.deadline)
+                source.post(self.deadline)
             elif rank in message.route.receivers:
-                loading.post(self.deadline)
+                target.post(self.deadline)
         return Moved(
-            checksums={**packing.finish(self.deadline), **loading.finish(self.deadline)},
-            sent_bytes=sum(message.num_bytes for message in sent),
-            received_bytes=sum(message.num_bytes for message in received),
-            num_packs=packing.num_fillings,
-            num_loads=loading.num_fillings,
+            checksums={**source.finish(self.deadline), **target.finish(self.deadline)},
+            sent_bytes=sum(message.num_bytes for message in self.formed.sent),
+            received_bytes=sum(message.num_bytes for message in self.formed.received),
+            num_packs=source.num_fillings,
+            num_loads=target.num_fillings,
         )
 
-    def _lane(self, messages: Sequence[Message], table: SliceTable, *, packs: bool) -> Lane:
-        settings = self.settings
-        side = Side(
-            table=table,
+    def copy_local(self, sends: Sequence[HeldSlice], targets: Sequence[HeldSlice]) -> None:
+        """What this process both holds and needs."""
+        if not self.failure.cause:
+            with self.failure.noted("copying what the process holds itself"):
+                parts = self.formed.plan.local[self.place.rank]
+                copy_local(parts, SliceTable(sends), target=SliceTable(targets))
+
+    def packing(
+        self, sends: Sequence[HeldSlice], transports: Mapping[Route, Transport] | None = None
+    ) -> Lane:
+        """From ``sends``, through the link's transports or others."""
+        side = self._side(sends, self.settings.send_bucket_bytes, transports=transports)
+        side = replace(side, stream=self.streams.packing)
+        return Lane(self.formed.sent, side, packs=True, failure=self.failure)
+
+    def loading(
+        self, targets: Sequence[HeldSlice], transports: Mapping[Route, Transport] | None = None
+    ) -> Lane:
+        """Into ``targets``, likewise."""
+        side = self._side(targets, self.settings.receive_bucket_bytes, transports=transports)
+        side = replace(side, stream=self.streams.loading)
+        return Lane(self.formed.received, side, packs=False, failure=self.failure)
+
+    def _side(
+        self,
+        slices: Sequence[HeldSlice],
+        bucket_bytes: int,
+        *,
+        transports: Mapping[Route, Transport] | None,
+    ) -> Side:
+        return Side(
+            table=SliceTable(slices),
             device=self.place.device,
-            bucket_bytes=settings.send_bucket_bytes if packs else settings.receive_bucket_bytes,
+            bucket_bytes=bucket_bytes,
             message_bytes=self.formed.message_bytes,
-            transports=self.formed.transports,
+            transports=self.formed.transports if transports is None else transports,
             is_checked=self.is_checked,
-            stream=self.streams.packing if packs else self.streams.loading,
         )
-        return Lane(messages, side, packs=packs, failure=self.failure)
 
 
 def find_mismatch(formed: FormedLink, checksums: Sequence[dict[int, int]]) -> str:

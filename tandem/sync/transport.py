@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a message gets from the sender's bucket into the receivers': which way, and the ways.
+"""How a message gets from the sender's bucket into the receivers': the ways that ``ways`` names.
 
 Tensors that share their storage, or lie in one process, need none of them: see ``buckets``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 import torch
@@ -17,67 +15,6 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from tandem.comm.deadline import Deadline
 from tandem.comm.group import Group, Pending
-from tandem.comm.world import IPC_DEVICES
-from tandem.sync.failure import SyncError
-
-
-class Way(Enum):
-    """How bytes travel between processes."""
-
-    COLLECTIVE = "collective"
-    """A broadcast by the library that is native to the devices."""
-    IPC = "ipc"
-    """The receivers map the sender's bucket, which lies on the same device."""
-    STAGED = "staged"
-    """Through buckets in the memory of the hosts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where a process has its tensors. ``device_id`` tells devices of one type apart, anywhere."""
-
-    device_type: str
-    device_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A way, and why it was taken."""
-
-    way: Way
-    reason: str
-
-
-def endpoint_of(device: torch.device) -> Endpoint:
-    """This process's."""
-    if device.type == "cpu":
-        return Endpoint("cpu", "")
-    properties = torch.get_device_module(device).get_device_properties(device)
-    return Endpoint(device.type, str(properties.uuid))
-
-
-def choose_way(endpoints: Sequence[Endpoint], wanted: Way | None = None) -> Choice:
-    """The fastest way that exists between these processes, or the wanted one.
-
-    Raises:
-        SyncError: the wanted one does not exist between them.
-    """
-    types = {endpoint.device_type for endpoint in endpoints}
-    devices = {endpoint.device_id for endpoint in endpoints}
-    possible = [Choice(Way.STAGED, f"tensors lie on {' and '.join(sorted(types))}")]
-    if types == {"cpu"}:
-        possible = [Choice(Way.COLLECTIVE, "all tensors lie in host memory"), *possible]
-    elif len(types) == 1 and len(devices) == len(endpoints):
-        possible = [Choice(Way.COLLECTIVE, f"each process has a {min(types)} device"), *possible]
-    elif types <= IPC_DEVICES and len(devices) == 1:
-        possible = [Choice(Way.IPC, f"the processes share a {min(types)} device"), *possible]
-    if wanted is None:
-        return possible[0]
-    for choice in possible:
-        if choice.way is wanted:
-            return Choice(wanted, "as asked for")
-    ways = ", ".join(choice.way.value for choice in possible)
-    raise SyncError(f"transport {wanted.value} does not exist between {endpoints}: only {ways}")
 
 
 class Transport(Protocol):
@@ -141,11 +78,13 @@ class Ipc:
             bucket.copy_(rebuild(*arguments))
             finish_queued(self.device)
         self.group.gather(None, deadline)  # the sender's bucket is free again
-        return _Done()
+        return Done()
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
+class Done:
+    """Implements ``Pending`` for what is not under way any more."""
+
     def wait(self, deadline: Deadline) -> None:
         del deadline
 

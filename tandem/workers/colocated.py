@@ -9,6 +9,7 @@ a frozen copy, and only exists if something reads it.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from tandem.api import ReferencePolicy, RolloutEngine, TrainEngine
@@ -27,6 +28,8 @@ from tandem.platforms.record import Platform
 from tandem.rollout.factory import make_rollout
 from tandem.types import TokenIds
 from tandem.workers.precision import compute_dtype, stored_dtype
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +106,50 @@ def _trainer(
     optim: OptimConfig,
     total_steps: int,
 ) -> SingleDeviceEngine:
-    model.set_gradient_checkpointing(config.enable_gradient_checkpointing)
+    model.set_gradient_checkpointing(
+        config.enable_gradient_checkpointing, config.recompute_granularity
+    )
     return SingleDeviceEngine(
         stored,
         optim,
         total_training_steps=total_steps,
         compute=model,
         offload_optimizer=layout.optimizer_offload,
+        offload_weights=layout.param_offload and _can_rest(stored, model),
     )
+
+
+def _can_rest(stored: LanguageModel, model: LanguageModel) -> bool:
+    """Whether trained weights can leave the device between steps; says why not."""
+    if not _is_on_accelerator(stored, "param_offload"):
+        return False
+    if stored is model:
+        logger.warning(
+            "param_offload=True: the weights stay on the device, as they are computed with in the "
+            "precision they are kept in. Set model_dtype=float32 and dtype=bfloat16 to change that."
+        )
+        return False
+    return True
+
+
+def _is_on_accelerator(model: LanguageModel, key: str) -> bool:
+    """Says so if it is not, as ``key`` then changes nothing."""
+    is_on_host = model.lm_head_weight.device.type == "cpu"
+    if is_on_host:
+        logger.warning("%s=True: the weights are in the host's memory anyway", key)
+    return not is_on_host
 
 
 def _reference(config: RunConfig, platform: Platform) -> ReferenceModel:
     """The initial weights, always read anew: a resumed run has the same reference."""
     roles = config.actor_rollout_ref
     layout = roles.actor.fsdp_config
+    own = roles.ref.fsdp_config
     stored = _open(roles.model, layout, random_seed=_random_seed(config), platform=platform)
-    return ReferenceModel(stored.in_dtype(compute_dtype(roles.ref.fsdp_config, platform)))
+    model = stored.in_dtype(compute_dtype(own, platform))
+    key = "actor_rollout_ref.ref.fsdp_config.param_offload"
+    rests = own.param_offload and _is_on_accelerator(model, key)
+    return ReferenceModel(model, offload_weights=rests)
 
 
 def shape_of(config: DecoderConfig) -> ModelShape:

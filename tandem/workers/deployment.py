@@ -12,12 +12,23 @@ from functools import partial
 from itertools import accumulate
 
 from tandem.api import ReferencePolicy, WorkerGroup
+from tandem.config.layout import FsdpConfig
 from tandem.config.pools import Placement, Pool, scorer_of
+from tandem.config.rollout import RolloutConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
+from tandem.platforms.record import Platform
+from tandem.platforms.select import DTYPES
+from tandem.sync.ways import Way
 from tandem.types import TokenIds
 from tandem.workers.job import LinkSpec, PolicySpec, RolloutSpec, TrainerSpec, WorkerJob
-from tandem.workers.remote import RemotePolicy, RemoteRollout, RemoteTrainer, send_weights
+from tandem.workers.remote import (
+    RemotePolicy,
+    RemoteRollout,
+    RemoteStage,
+    RemoteTrainer,
+    WeightWay,
+)
 
 _MEBIBYTE = 1 << 20
 
@@ -30,12 +41,14 @@ class RemoteEngines:
     rollout: RemoteRollout
     reference: ReferencePolicy | None
     scorer: ReferencePolicy
+    stage: RemoteStage | None
 
 
 def run_jobs(
     config: RunConfig,
     placement: Placement,
     *,
+    platforms: Mapping[str, Platform],
     store: tuple[str, int],
     eos_ids: TokenIds,
     total_steps: int,
@@ -43,22 +56,25 @@ def run_jobs(
     """The job of each pool that has something to do, by its name.
 
     Args:
+        platforms: of each of them.
         store: host and port of the driver's store.
     """
     roles = config.actor_rollout_ref
-    actor_layout = roles.actor.fsdp_config
+    training = platforms[placement.pool_of("actor-train").name]
+    settled = partial(_settle_dtype, platforms=platforms, training=training)
+    actor_layout = settled(roles.actor.fsdp_config)
     seed = None if roles.actor.load_weight else config.trainer.seed
-    links = _links(config, placement)
+    links = _links(config, placement, crosses=len({p.name for p in platforms.values()}) > 1)
 
     def policy(task: str) -> PolicySpec:
-        layout = roles.ref.fsdp_config if task == "ref_logp" else actor_layout
+        layout = settled(roles.ref.fsdp_config) if task == "ref_logp" else actor_layout
         return PolicySpec(
             roles.model, layout, placement.layouts[task], random_seed=seed, section=section_of(task)
         )
 
     return {
         pool.name: WorkerJob(
-            device=config.trainer.device,
+            platform=platforms[pool.name],
             store=store,
             timeout_s=roles.nccl_timeout,
             trainer=TrainerSpec(policy("actor-train"), roles.actor.optim, total_steps)
@@ -81,15 +97,31 @@ def section_of(task: str) -> str:
     return f"actor_rollout_ref.{role}.fsdp_config"
 
 
+def _settle_dtype(
+    layout: FsdpConfig, *, platforms: Mapping[str, Platform], training: Platform
+) -> FsdpConfig:
+    """``dtype=auto`` is what the trainer's devices compute in, also for pools of other devices:
+    what generates should compute what trains."""
+    if layout.dtype != "auto" or len({platform.name for platform in platforms.values()}) == 1:
+        return layout
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return layout.model_copy(update={"dtype": names[training.compute_dtype]})
+
+
 def sft_jobs(
-    config: SftConfig, placement: Placement, *, store: tuple[str, int], total_steps: int
+    config: SftConfig,
+    placement: Placement,
+    *,
+    platforms: Mapping[str, Platform],
+    store: tuple[str, int],
+    total_steps: int,
 ) -> dict[str, WorkerJob]:
     """As ``run_jobs``, for fine-tuning."""
     (pool,) = placement.used_pools
     ranks = placement.layouts["actor-train"]
     policy = PolicySpec(config.model, config.engine, ranks, random_seed=None, section="engine")
     job = WorkerJob(
-        device=config.trainer.device,
+        platform=platforms[pool.name],
         store=store,
         timeout_s=config.nccl_timeout,
         trainer=TrainerSpec(policy, config.optim, total_steps),
@@ -97,18 +129,23 @@ def sft_jobs(
     return {pool.name: job}
 
 
-def remote_engines(groups: Mapping[str, WorkerGroup], placement: Placement) -> RemoteEngines:
+def remote_engines(
+    groups: Mapping[str, WorkerGroup], placement: Placement, *, rollout: RolloutConfig
+) -> RemoteEngines:
     """The engines over running pools, each named in ``groups`` as in ``placement``."""
-    linked = [groups[pool.name] for pool in _linked_pools(placement)]
     train = remote_trainer(groups, placement)
+    linked = {pool.name: groups[pool.name] for pool in _linked_pools(placement)}
+    way = WeightWay(list(linked.values()))
+    if placement.generates_apart and (rollout.enable_param_async or rollout.enable_dual_buffer):
+        busy = [placement.pool_of(task).name for task in ("generate", "actor-train")]
+        scoring = [group for name, group in linked.items() if name not in busy]
+        way = WeightWay(way.linked, scoring, is_staged=True)
     return RemoteEngines(
         train=train,
-        rollout=RemoteRollout(
-            groups[placement.pool_of("generate").name],
-            send_weights=partial(send_weights, linked),
-        ),
+        rollout=RemoteRollout(groups[placement.pool_of("generate").name], way),
         reference=_reference(groups, placement),
         scorer=_scorer(groups, placement, train=train),
+        stage=RemoteStage(way.linked) if way.is_staged else None,
     )
 
 
@@ -144,9 +181,10 @@ def _linked_pools(placement: Placement) -> list[Pool]:
     return [pool for pool in placement.used_pools if {*pool.tasks} - {"ref_logp"}]
 
 
-def _links(config: RunConfig, placement: Placement) -> dict[str, LinkSpec]:
+def _links(config: RunConfig, placement: Placement, *, crosses: bool) -> dict[str, LinkSpec]:
     rollout = config.actor_rollout_ref.rollout
-    pools = _linked_pools(placement)
+    pools, is_apart = _linked_pools(placement), placement.generates_apart
+    transport = config.pools.transport
     ends = list(accumulate(pool.num_devices for pool in pools))
     return {
         pool.name: LinkSpec(
@@ -154,6 +192,10 @@ def _links(config: RunConfig, placement: Placement) -> dict[str, LinkSpec]:
             size=ends[-1],
             send_bucket_bytes=rollout.param_update_preduce_bucket_size_mb * _MEBIBYTE,
             receive_bucket_bytes=rollout.param_update_consume_bucket_size_mb * _MEBIBYTE,
+            double_buffered=rollout.enable_dual_buffer and is_apart,
+            staged=rollout.enable_param_async and is_apart,
+            way=None if transport == "auto" else Way(transport),
+            crosses=crosses,
         )
         for pool, end in zip(pools, ends, strict=True)
     }

@@ -11,6 +11,8 @@ from tandem.config.optim import OptimConfig
 from tandem.config.pools import RankLayout
 from tandem.config.rollout import RolloutConfig
 from tandem.platforms.place import WorkerPlace
+from tandem.platforms.record import Platform
+from tandem.sync.ways import Way
 from tandem.types import TokenIds
 
 
@@ -53,12 +55,17 @@ class RolloutSpec:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """The weight link of a run: of its ``size`` processes this pool's begin at ``first_rank``."""
+    """The weight link of a run: of its ``size`` processes this pool's begin at ``first_rank``;
+    ``crosses``: they have devices of different platforms. For the rest see ``LinkSettings``."""
 
     first_rank: int
     size: int
     send_bucket_bytes: int
     receive_bucket_bytes: int
+    double_buffered: bool
+    staged: bool
+    way: Way | None
+    crosses: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +73,14 @@ class WorkerJob:
     """The same for all workers of a pool. A task that the pool does not have is None.
 
     Attributes:
-        device: ``trainer.device``.
+        platform: of the pool's devices.
         store: host and port of the driver's store.
         timeout_s: of every collective.
         scorer: the policy as it is trained, in a pool that neither trains nor generates.
         reference: the policy as it was.
     """
 
-    device: str
+    platform: Platform
     store: tuple[str, int]
     timeout_s: float
     trainer: TrainerSpec | None = None

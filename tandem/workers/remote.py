@@ -4,12 +4,14 @@
 Each implements a Protocol of ``api`` over a group of workers. Their methods wait for the workers;
 the runtime calls them on threads. Micro-batches are dealt to the data-parallel ranks in rounds that
 cost about the same, because ranks compute in lock-step. A rank that a round leaves without a
-micro-batch is told how many rounds there are, and takes part without one.
+micro-batch is told how many rounds there are, and takes part without one. Several threads may call
+the engines of one pool: its ranks receive the calls in one order all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,10 @@ from tandem.api import Loss, WorkerGroup
 from tandem.config.pools import RankLayout
 from tandem.data.balance import batch_cost, deal
 from tandem.types import Completion, GenerationRequest, LossScale, PackedBatch, UpdateReport
+
+_SUBMITTING = threading.Lock()
+"""Held while a call is submitted to all ranks of a pool: ranks that met two collectives in
+different orders would wait for each other for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +83,18 @@ class RemotePolicy:
     ) -> list[Any]:
         """``method`` on every rank with its micro-batches; the results by rank."""
         num_rounds = max(map(len, dealt), default=0)
-        calls = [
-            self._group.submit(
-                rank,
-                method,
-                [batches[i] for i in dealt[rank // self._layout.ranks_per_microbatch]],
-                *args,
-                num_rounds=num_rounds,
-                **kwargs,
-            )
-            for rank in range(self._group.size)
-        ]
+        with _SUBMITTING:
+            calls = [
+                self._group.submit(
+                    rank,
+                    method,
+                    [batches[i] for i in dealt[rank // self._layout.ranks_per_microbatch]],
+                    *args,
+                    num_rounds=num_rounds,
+                    **kwargs,
+                )
+                for rank in range(self._group.size)
+            ]
         return self._group.gather(calls)
 
 
@@ -114,37 +121,58 @@ class RemoteTrainer(RemotePolicy):
 
     def advance_schedule(self) -> None:
         """See ``api.TrainEngine.advance_schedule``."""
-        call_each(self._group, "advance_schedule")
+        call_each([self._group], "advance_schedule")
 
     def save(self, folder: Path) -> None:
         """All ranks write into ``folder``, which every node must see."""
-        call_each(self._group, "save", folder)
+        call_each([self._group], "save", folder)
 
     def load(self, folder: Path) -> None:
         """See ``api.TrainEngine.load``."""
-        call_each(self._group, "load", folder)
+        call_each([self._group], "load", folder)
 
     def export(self, folder: Path) -> None:
         """See ``api.TrainEngine.export``."""
-        call_each(self._group, "export", folder)
+        call_each([self._group], "export", folder)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightWay:
+    """How weights come from the trainer to those that use them.
+
+    Attributes:
+        linked: all pools that send or receive.
+        scoring: those that only score with them; they take them when they come to it.
+        is_staged: ``RemoteStage`` sends them, and each worker takes them as soon as it has them;
+            else all pools bring them into use together.
+    """
+
+    linked: Sequence[WorkerGroup]
+    scoring: Sequence[WorkerGroup] = ()
+    is_staged: bool = False
 
 
 class RemoteRollout:
     """``api.RolloutEngine`` over workers that each generate for themselves.
 
     A request goes to the worker with the fewest sequences to do, which depends on nothing but the
-    order of requests as long as they come in batches that are waited for.
+    order of requests as long as they come in batches that are waited for. Each worker is one call
+    ahead of what has been collected, and does not wait for the others.
 
     Args:
-        send_weights: brings the trainer's weights to all workers as the given version.
+        way: how weights come to it.
     """
 
-    def __init__(self, group: WorkerGroup, *, send_weights: Callable[[int], None]) -> None:
+    def __init__(self, group: WorkerGroup, way: WeightWay) -> None:
         self._group = group
-        self._send_weights = send_weights
+        self._way = way
         self._unfinished = [0] * group.size
         self._added: list[list[Any]] = [[] for _ in range(group.size)]
         self._advancing: dict[int, Any] = {}
+        self._wanted_version: int | None = None
+        self._versions = [-1] * group.size
+        self._swaps: dict[int, Any] = {}
+        self._late: list[Any] = []
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """See ``api.RolloutEngine.add``."""
@@ -157,11 +185,13 @@ class RemoteRollout:
             if mine:
                 self._added[rank].append(self._group.submit(rank, "add", mine))
 
-    def advance(self) -> list[Completion]:
+    def advance(self, max_steps: int | None = None) -> list[Completion]:
         """What one of the workers has finished; see ``api.RolloutEngine.advance``."""
         for rank, number in enumerate(self._unfinished):
             if number and rank not in self._advancing:
-                self._advancing[rank] = self._group.submit(rank, "advance")
+                if self._wanted_version is not None:
+                    self._swaps[rank] = self._group.submit(rank, "swap")
+                self._advancing[rank] = self._group.submit(rank, "advance", max_steps)
         if not self._advancing:
             return []
         ranks = sorted(self._advancing)
@@ -170,21 +200,54 @@ class RemoteRollout:
         self._added[rank] = []
         completions: list[Completion] = self._group.gather(calls)[-1]
         self._unfinished[rank] -= len(completions)
+        if rank in self._swaps:
+            (self._versions[rank],) = self._group.gather([self._swaps.pop(rank)])
         return completions
 
-    def set_weights_version(self, version: int) -> None:
-        """See ``api.RolloutEngine.set_weights_version``. Nothing may be generating."""
-        self._send_weights(version)
+    def settle(self) -> None:
+        """See ``api.RolloutEngine``. Workers settle by themselves before they change weights."""
+
+    def release_cache(self) -> bool:
+        """See ``api.RolloutEngine``. Workers do so by themselves where their devices train."""
+        return not any(self._unfinished)
+
+    def set_weights_version(self, version: int) -> bool:
+        """See ``api.RolloutEngine``. A worker takes part between two of its advances."""
+        if not self._way.is_staged:
+            call_each(self._way.linked, "transfer", version)
+            call_each(self._way.linked, "swap", version)
+            return True
+        self._wanted_version = version
+        busy = [self._versions[rank] for rank, number in enumerate(self._unfinished) if number]
+        if busy and min(busy) < version:
+            return False
+        self._group.gather(self._late)
+        self._late = submit_each(self._way.scoring, "swap", version)
+        call_each([self._group], "swap", version)
+        self._wanted_version = None
+        return True
 
 
-def call_each(group: WorkerGroup, method: str, /, *args: Any) -> list[Any]:
-    """The same call on every worker of a group; the results by rank."""
-    return group.gather([group.submit(rank, method, *args) for rank in range(group.size)])
+class RemoteStage:
+    """``api.WeightStage`` over the pools that the weight link joins.
+
+    Its calls run beside those of the rollout, which goes on generating.
+    """
+
+    def __init__(self, groups: Sequence[WorkerGroup]) -> None:
+        self._groups = groups
+
+    def stage(self, version: int) -> None:
+        """See ``api.WeightStage.stage``."""
+        call_each(self._groups, "transfer", version)
 
 
-def send_weights(groups: Sequence[WorkerGroup], version: int) -> None:
-    """Every worker of ``groups`` takes part in bringing the weights of ``version`` around."""
-    calls = [
-        group.submit(rank, "transfer", version) for group in groups for rank in range(group.size)
-    ]
-    groups[0].gather(calls)
+def submit_each(groups: Sequence[WorkerGroup], method: str, /, *args: Any) -> list[Any]:
+    """Start the same call on every worker of some groups."""
+    with _SUBMITTING:
+        return [group.submit(rank, method, *args) for group in groups for rank in range(group.size)]
+
+
+def call_each(groups: Sequence[WorkerGroup], method: str, /, *args: Any) -> list[Any]:
+    """The same call on every worker of some groups; the results by group and rank."""
+    return groups[0].gather(submit_each(groups, method, *args))

@@ -11,8 +11,8 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 
 from tandem.api import Loss, RolloutEngine
 from tandem.comm.store import connect_store
-from tandem.comm.world import join_world
+from tandem.comm.world import WorldPlace, join_world
 from tandem.engines.fsdp import FsdpEngine
 from tandem.engines.sharded_model import ShardedModel, Sharding, open_sharded
 from tandem.engines.steps import score
@@ -34,10 +34,9 @@ from tandem.models.parallel import WHOLE
 from tandem.models.weights import allocate
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import Platform
-from tandem.platforms.select import select_platform
 from tandem.rollout.factory import make_rollout
-from tandem.sync.forming import LinkPlace, LinkSettings, LinkTensors
-from tandem.sync.link import TransferReport, WeightLink, open_link
+from tandem.sync.forming import LinkSettings, LinkTensors, nothing
+from tandem.sync.link import WeightLink, open_link
 from tandem.types import (
     Completion,
     GenerationRequest,
@@ -46,8 +45,10 @@ from tandem.types import (
     UpdateReport,
 )
 from tandem.workers.job import LinkSpec, PolicySpec, RolloutSpec, TrainerSpec, WorkerJob
+from tandem.workers.linking import link_place
 from tandem.workers.precision import compute_dtype, stored_dtype
 from tandem.workers.remote import PeakMemory
+from tandem.workers.resting import RestingRollout
 
 
 class Worker:
@@ -61,16 +62,19 @@ class Worker:
         """
         self._place = place
         self._timeout_s = job.timeout_s
-        self._platform = select_platform(job.device)
+        self._platform = job.platform
         self._device = _device(self._platform, place)
         store = connect_store(*job.store, timeout_s=job.timeout_s)
         join_world(
             store,
-            place.pool,
-            rank=place.rank,
-            size=place.size,
-            device=self._device,
-            timeout_s=job.timeout_s,
+            WorldPlace(
+                name=place.pool,
+                rank=place.rank,
+                size=place.size,
+                device=self._device,
+                library=self._platform.collectives,
+                timeout_s=job.timeout_s,
+            ),
         )
         self._trainer, trained = self._open_trainer(job.trainer)
         self._frozen = {
@@ -81,6 +85,7 @@ class Worker:
         self._rollout, self._generator = self._open_rollout(job.rollout)
         receiver = self._frozen.get("logp") if self._generator is None else self._generator
         self._link = self._open_link(job.link, store, sends=trained, receives=receiver)
+        self._resting = self._open_resting(job.rollout)
         gc.freeze()  # what is here now stays, and need not be looked through again
 
     def describe(self) -> dict[str, Any]:
@@ -91,13 +96,17 @@ class Worker:
             "node": self._place.node,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "platform": self._platform.name,
             "device": f"{self._platform.name}:{self._place.physical_id or self._place.rank}",
+            "chip": self._platform.device_name(),
         }
 
     def log_probs(
         self, batches: Sequence[PackedBatch], task: str, *, temperature: float, num_rounds: int
     ) -> list[Tensor]:
         """Of this rank's micro-batches, under the policy that does ``task``."""
+        if self._resting is not None:
+            self._resting.rest()
         if task == "actor-train":
             return self._training().log_probs(batches, temperature, num_rounds=num_rounds)
         if task == "generate":
@@ -121,6 +130,8 @@ class Worker:
         num_rounds: int,
     ) -> tuple[UpdateReport, PeakMemory]:
         """One optimizer step with this rank's micro-batches, and what it took."""
+        if self._resting is not None:
+            self._resting.rest()
         report = self._training().update(
             batches, loss, scale=scale, temperature=temperature, num_rounds=num_rounds
         )
@@ -156,31 +167,66 @@ class Worker:
         """See ``api.RolloutEngine``."""
         self._generating().add(requests)
 
-    def advance(self) -> list[Completion]:
+    def advance(self, max_steps: int | None = None) -> list[Completion]:
         """See ``api.RolloutEngine``. Raises SyncError if the weights are not a whole version."""
         with self._whole_version():
-            return self._generating().advance()
+            return self._generating().advance(max_steps)
 
-    def transfer(self, version: int) -> TransferReport:
-        """Take part in bringing the trainer's weights to everybody, as ``version``.
+    def transfer(self, version: int) -> None:
+        """Take part in bringing the trainer's weights to everybody, as ``version``. Returns when
+        this process may go on to train or to generate; see ``WeightLink.begin``.
 
         With it the training of a step ends: weights that are offloaded leave the device.
         """
-        assert self._link is not None, "there is nothing to transfer to"
-        moved = [part for part in (self._trainer, self._frozen.get("logp")) if part is not None]
-        for part in moved:
-            part.wake()
-        report = self._link.transfer(version)
-        for part in moved:
-            part.rest()
-        if self._rollout is not None:
-            self._rollout.set_weights_version(version)
-        return report
+        if self._resting is not None:
+            self._resting.wake()
+        with self._awake([self._trainer, self._frozen.get("logp")]), self._tagged():
+            self._linked().begin(version)
+
+    def swap(self, version: int | None = None) -> int | None:
+        """Put the newest version that has arrived in use, between two calls of ``advance``.
+
+        Args:
+            version: wait until it is there, or a later one.
+
+        Returns:
+            the version in use, None in a process that receives none.
+        """
+        link = self._linked()
+        if not link.receives:
+            return None
+        with self._awake([self._frozen.get("logp")]), self._tagged():
+            return link.swap(version)
+
+    @contextmanager
+    def _tagged(self) -> Iterator[None]:
+        """The rollout is told if another version is in use afterwards."""
+        gate = self._linked().gate
+        before = gate.version
+        yield
+        if self._rollout is not None and gate.version not in (before, None):
+            self._rollout.set_weights_version(gate.version)
+
+    @contextmanager
+    def _awake(self, policies: Sequence[FsdpEngine | ShardedModel | None]) -> Iterator[None]:
+        """With weights that may be offloaded where they are computed with."""
+        present = [policy for policy in policies if policy is not None]
+        for policy in present:
+            policy.wake()
+        yield
+        for policy in present:
+            policy.rest()
 
     def _whole_version(self) -> AbstractContextManager[object]:
-        """While weights that come through the link are used. Raises SyncError if they are none."""
-        assert self._link is not None, "such weights come through a link"
-        return self._link.gate.reading(self._timeout_s)
+        """While weights that come through the link are used. Raises SyncError if they are none, or
+        if newer ones have failed to come."""
+        link = self._linked()
+        link.check()
+        return link.gate.reading(self._timeout_s)
+
+    def _linked(self) -> WeightLink:
+        assert self._link is not None, f"pool {self._place.pool} has no part in the weights"
+        return self._link
 
     def _training(self) -> FsdpEngine:
         assert self._trainer is not None, f"pool {self._place.pool} does not train"
@@ -196,8 +242,10 @@ class Worker:
         if spec is None:
             return None, None
         model = self._open_policy(spec.policy, frozen=False)
-        checkpointing = spec.policy.model.enable_gradient_checkpointing
-        model.language_model.set_gradient_checkpointing(checkpointing)
+        settings = spec.policy.model
+        model.language_model.set_gradient_checkpointing(
+            settings.enable_gradient_checkpointing, settings.recompute_granularity
+        )
         return FsdpEngine(model, spec.optim, total_training_steps=spec.total_steps), model
 
     def _open_policy(self, spec: PolicySpec, *, frozen: bool) -> ShardedModel:
@@ -242,6 +290,18 @@ class Worker:
         engine = make_rollout(model, spec.config, eos_ids=spec.eos_ids, platform=self._platform)
         return engine, model
 
+    def _open_resting(self, spec: RolloutSpec | None) -> RestingRollout | None:
+        """Where the device trains, too; the weights come back with the next transfer."""
+        if spec is None or self._trainer is None or not spec.config.free_cache_engine:
+            return None
+        assert self._rollout is not None and self._generator is not None, "a rollout is open"
+        return RestingRollout(
+            self._rollout,
+            self._generator.module,
+            gate=self._linked().gate,
+            timeout_s=self._timeout_s,
+        )
+
     def _open_link(
         self,
         spec: LinkSpec | None,
@@ -252,24 +312,21 @@ class Worker:
     ) -> WeightLink | None:
         if spec is None:
             return None
-        place = self._place
         return open_link(
             store,
-            LinkPlace(
-                name="weights",
-                rank=spec.first_rank + place.rank,
-                size=spec.size,
-                role=f"{place.pool} rank {place.rank}",
-                device=self._device,
-            ),
+            link_place(spec, self._place, platform=self._platform, device=self._device),
             tensors=LinkTensors(
-                **({} if sends is None else {"sends": sends.held_slices}),
-                **({} if receives is None else {"receives": receives.held_slices}),
+                sends=nothing if sends is None else sends.held_slices,
+                receives=nothing if receives is None else receives.held_slices,
+                settle=nothing if self._rollout is None else self._rollout.settle,
             ),
             settings=LinkSettings(
                 send_bucket_bytes=spec.send_bucket_bytes,
                 receive_bucket_bytes=spec.receive_bucket_bytes,
                 timeout_s=self._timeout_s,
+                double_buffered=spec.double_buffered,
+                staged=spec.staged,
+                way=spec.way,
             ),
         )
 

@@ -25,6 +25,7 @@ ROOMS = (
     "pipeline",
     "runtime",
     "workers",
+    "testing",
     "cli",
     "trainer",
 )
@@ -51,7 +52,8 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"types", "api", "config", "data", "rewards", "algorithms", "metrics", "checkpoint"}
     ),
     "runtime": frozenset({"types", "api", "config", "platforms"}),
-    "workers": frozenset(ROOMS) - {"pipeline", "runtime", "workers", "cli", "trainer"},
+    "workers": frozenset(ROOMS) - {"pipeline", "runtime", "workers", "testing", "cli", "trainer"},
+    "testing": frozenset(ROOMS) - {"testing", "cli", "trainer"},
     "cli": frozenset(ROOMS) - {"cli"},
     "trainer": frozenset(ROOMS) - {"trainer"},
 }
@@ -61,6 +63,7 @@ OWNERS: dict[str, frozenset[str]] = {
     "vllm": frozenset({"rollout"}),
     "sglang": frozenset({"rollout"}),
     "megatron": frozenset({"engines"}),
+    "mindspeed": frozenset({"engines"}),
     "wandb": frozenset({"metrics"}),
     "tensorboard": frozenset({"metrics"}),
     "torch_npu": frozenset({"platforms", "comm"}),
@@ -75,8 +78,10 @@ OPTIONAL_PACKAGES = frozenset(
         "math_verify",
         "matplotlib",
         "megatron",
+        "mindspeed",
         "peft",
         "pyarrow",
+        "pytest",
         "ray",
         "sglang",
         "tensorboard",

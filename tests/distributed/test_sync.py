@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from tandem.comm.group import Group, GroupPlace, form_group
 from tandem.comm.store import connect_store
-from tandem.comm.world import join_world, leave_world
+from tandem.comm.world import WorldPlace, join_world, leave_world
 from tandem.sync.failure import SyncError
 from tandem.sync.forming import LinkTensors
 from tandem.sync.link import WeightLink, open_link
@@ -26,6 +26,7 @@ from tests.distributed.spawn import HOST, run_ranks
 from tests.unit.sync.faulty_group import corrupting, faulty
 from tests.unit.sync.layouts import (
     CPU,
+    MODES,
     check_arrived,
     constant,
     cut,
@@ -51,6 +52,7 @@ class _Case:
     colocated: bool
     rows: int
     buckets: tuple[int, int]
+    mode: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def num_trainers(self) -> int:
@@ -62,15 +64,19 @@ class _Case:
 
 
 SMALL, LARGE = 50, 30_000
+GRIDS = ((1, 1), (2, 1), (2, 2))
 CASES = [
-    _Case(grid, num_rollouts, colocated, SMALL, (KIB, KIB))
-    for grid in ((1, 1), (2, 1), (2, 2))
-    for num_rollouts, colocated in ((1, False), (2, False), (grid[0] * grid[1], True))
-] + [
-    _Case((2, 1), 2, False, LARGE, (MIB, MIB)),
+    *(
+        _Case(grid, num_rollouts, False, SMALL, (KIB, KIB), mode)
+        for grid in GRIDS
+        for num_rollouts in (1, 2)
+        for mode in MODES
+    ),
+    *(_Case(grid, grid[0] * grid[1], True, SMALL, (KIB, KIB)) for grid in GRIDS),
+    *(_Case((2, 1), 2, False, LARGE, (MIB, MIB), mode) for mode in MODES),
     _Case((2, 2), 1, False, LARGE, (64 * MIB, MIB)),
     _Case((2, 1), 2, True, LARGE, (300 * KIB, 64 * MIB)),
-    _Case((2, 2), 2, False, SMALL, (MIB, 100)),
+    *(_Case((2, 2), 2, False, SMALL, (MIB, 100), mode) for mode in MODES),
 ]
 
 
@@ -80,17 +86,16 @@ def _run_case(rank: int, store: Store, *, case: _Case, name: str) -> None:
     first = 0 if case.colocated else case.num_trainers
     receives = first <= rank < first + case.num_rollouts
     rooms = empty_copy(weights, torch.bfloat16) if receives else []
+    whole_sends = cut(make_weights(case.rows), case.grid, rank=rank) if sends else []
     link = open_link(
         store,
         place(rank, case.size, name=name),
         tensors=LinkTensors(sends=constant(sends), receives=constant(rooms)),
-        settings=settings(*case.buckets),
+        settings=settings(*case.buckets, **case.mode),
     )
-    for version in (1, 2):
-        for slice_ in sends:
-            slice_.tensor.mul_(version)
-        for tensor in weights.values() if not sends else ():
-            tensor.mul_(version)
+    for version in (1, 2, 3):
+        for slice_, first_slice in zip(sends, whole_sends, strict=True):
+            slice_.tensor.copy_(first_slice.tensor * version)
         assert link.transfer(version).version == version
         assert link.gate.version == (version if receives else None)
         whole = make_weights(case.rows)
@@ -106,7 +111,7 @@ def _run_cases(rank: int, size: int, store_port: int) -> str:
     # Groups across pools beside the default world of each pool.
     pool, first = ("train", 0) if rank < 4 else ("rollout", 4)
     num_ranks = 4 if pool == "train" else size - 4
-    join_world(store, pool, rank=rank - first, size=num_ranks, device=CPU, timeout_s=20)
+    join_world(store, WorldPlace(pool, rank - first, num_ranks, CPU, "gloo", timeout_s=20))
     ranks = torch.tensor([rank])
     distributed.all_reduce(ranks)
     _run_case(rank, store, case=_Case((2, 2), 2, False, SMALL, (KIB, KIB)), name="last")
@@ -114,7 +119,7 @@ def _run_cases(rank: int, size: int, store_port: int) -> str:
     return f"{pool} {int(ranks)}"
 
 
-def test_every_tensor_arrives_bit_by_bit_in_every_layout() -> None:
+def test_16_every_tensor_arrives_bit_by_bit_in_every_layout_and_mode() -> None:
     expected = ["train 6"] * 4 + ["rollout 9"] * 2
     assert run_ranks(_run_cases, 6, joined=False, timeout_s=90) == expected
 
@@ -261,20 +266,22 @@ def test_a_lost_process_ends_the_transfer_everywhere_and_can_be_replaced(
 
 
 def _update(rank: int, store: Store) -> list[int]:
-    """How many versions each reader met, in place and double-buffered."""
+    """How many versions each reader met, in every mode."""
     met: list[int] = []
-    for double_buffered in (False, True):
+    for mode in MODES:
         versions = update_often(
             store,
-            place(rank, 2, name=f"double buffered: {double_buffered}"),
-            settings=settings(512, 512, double_buffered=double_buffered),
-            num_updates=500,
+            place(rank, 2, name=f"mode {mode}"),
+            settings=settings(512, 512, **mode),
+            num_updates=1000,
         )
         met += map(len, versions)
     return met
 
 
-def test_a_thousand_updates_and_no_reader_sees_two_versions(results: list[dict[str, Any]]) -> None:
+def test_17_a_thousand_updates_in_every_mode_and_no_reader_sees_two_versions(
+    results: list[dict[str, Any]],
+) -> None:
     met = results[1]["updates"]
-    assert len(met) == 4
+    assert len(met) == 2 * len(MODES)
     assert min(met) > 50, "readers met many versions"

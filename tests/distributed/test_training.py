@@ -71,6 +71,17 @@ def test_results_do_not_depend_on_the_number_of_devices(finished: Run, place: st
     assert largest_difference(finished("one"), finished(place)) < 1e-5
 
 
+def test_tokens_of_each_rank_are_told(finished: Run) -> None:
+    one, two = metrics_of(finished("one")), metrics_of(finished("two"))
+    for step in range(1, 6):
+        row = one[step]
+        tokens = row["global_seqlen/mean"]
+        assert row["global_seqlen/min"] == row["global_seqlen/balanced_max"] == tokens
+        assert two[step]["global_seqlen/mean"] == tokens / 2
+        least, most = (two[step][f"global_seqlen/balanced_{end}"] for end in ("min", "max"))
+        assert least + most == pytest.approx(tokens)
+
+
 def test_split_pools_compute_what_shared_devices_compute_bit_by_bit(finished: Run) -> None:
     colocated, split = finished("two"), finished("split")
     assert repeatable(metrics_of(split)) == repeatable(metrics_of(colocated))

@@ -6,10 +6,7 @@ model loaded for it.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +17,7 @@ import pytest
 from tandem.cli.quickstart.model import write_model
 from tandem.cli.quickstart.task import draw_problems
 from tandem.cli.quickstart.tokenizer import END_ID, PAD_ID
-from tests.fakes.commands import Ended, run_command
+from tests.fakes.commands import check_refusal, run_command
 from tests.fakes.tiny_policy import TINY, write_tiny_tokenizer
 from tests.fakes.tiny_run import Material, prompt_row, sft_arguments, train_arguments
 
@@ -32,16 +29,6 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     """Every file below a folder."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def check_refusal(ended: Ended, *parts: str) -> None:
-    """Exit code 2 and exactly one line of error, which has all the parts."""
-    assert ended.code == 2, ended.stderr
-    assert "Traceback" not in ended.stderr
-    (error,) = ended.errors
-    assert ended.stderr.splitlines()[-1] == error
-    for part in parts:
-        assert part in error
 
 
 @pytest.fixture
@@ -372,28 +359,3 @@ def test_validating_nothing(expect_refusal: Callable[..., None]) -> None:
         "data.val_files=[]",
         says=("data.val_files=[]", "trainer.val_only=True"),
     )
-
-
-@pytest.mark.parametrize("package", ["hydra", "pydantic", "pyarrow", "torch"])
-def test_host_without_a_package(package: str, material: Material, tmp_path: Path) -> None:
-    """Python imports ``sitecustomize`` first; this one pretends the package is not there."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "class Missing:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name.split('.')[0] == {package!r}:\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Missing())\n"
-    )
-    root = Path(__file__).resolve().parents[2]
-    arguments = train_arguments(material, tmp_path / "run")
-    ended = subprocess.run(
-        [sys.executable, "-m", "tandem.trainer.main_ppo", *arguments[1:]],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    check_refusal(Ended(ended.returncode, ended.stdout, ended.stderr), package, "nstall")

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.config.run import RunConfig
+from tandem.platforms.record import Platform
+from tandem.testing.doubles import write_vendor_package
 from tests.fakes.commands import Ended, run_command
 from tests.fakes.published_commands import ASCEND_COMMAND
 from tests.fakes.tiny_run import (
@@ -327,9 +331,10 @@ def test_dumps_hold_all_samples(material: Material, tmp_path: Path) -> None:
     assert len(read_lines(tmp_path / "validation/0.jsonl")) == 6
 
 
-def test_the_published_ascend_command_runs_on_this_machine(
-    material: Material, tmp_path: Path
+def test_the_published_ascend_command_runs_on_the_double_of_its_device(
+    material: Material, tmp_path: Path, doubles: Callable[..., Platform]
 ) -> None:
+    write_vendor_package(tmp_path / "path", doubles("ascend").name)
     small = {
         "python3 -m verl.trainer": f"{sys.executable} -m tandem.trainer",
         "$HOME/data/gsm8k": str(material.train.parent),
@@ -351,10 +356,11 @@ def test_the_published_ascend_command_runs_on_this_machine(
         text=True,
         timeout=120,
         check=False,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "path")},
     )
     assert ended.returncode == 0, ended.stderr
     metrics = metrics_of(tmp_path / "checkpoints/verl_grpo_example_gsm8k/qwen2_7b_function_rm")
     assert list(metrics) == [0, 1, 2]
     assert metrics[2]["perf/throughput"] > 0
+    assert metrics[2]["perf/max_memory_allocated_gb"] > 0
     assert [step for step, row in metrics.items() if VALIDATION_METRIC in row] == [0, 2]
-    assert "trainer.device=npu: this platform is not built yet here" in ended.stderr

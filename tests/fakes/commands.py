@@ -44,11 +44,13 @@ class Conditions:
         environment: variables besides those of the tests.
         max_file_bytes: no file can grow beyond it, as on a full disk; None: any.
         die_at: the command kills itself (SIGKILL) before this file operation, counted from 1.
+        own_session: it leads a process group of its own, which can be signalled.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     max_file_bytes: int | None = None
     die_at: int | None = None
+    own_session: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,16 @@ def run_command(
     return Command(arguments, folder=folder, conditions=conditions).wait()
 
 
+def check_refusal(ended: Ended, *parts: str) -> None:
+    """Exit code 2 and exactly one line of error, which has all the parts."""
+    assert ended.code == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    (error,) = ended.errors
+    assert ended.stderr.splitlines()[-1] == error
+    for part in parts:
+        assert part in error
+
+
 @cache
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
@@ -133,7 +145,11 @@ def _server() -> ForkServerContext:
 def _run(arguments: list[str], folder: str, conditions: Conditions) -> None:
     """The child's whole life."""
     os.chdir(folder)
+    if conditions.own_session:
+        os.setsid()
     os.environ.update(conditions.environment)
+    # As a fresh interpreter would.
+    sys.path[:0] = filter(None, conditions.environment.get("PYTHONPATH", "").split(os.pathsep))
     for descriptor, name in ((1, "stdout.txt"), (2, "stderr.txt")):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, descriptor)

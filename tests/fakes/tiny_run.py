@@ -19,8 +19,8 @@ from tests.fakes.tiny_policy import write_tiny_policy
 
 DATA_SOURCE = "openai/gsm8k"
 REWARDS = Path(__file__).parent / "rewards.py"
-VARYING = ("timing_", "perf/")
-"""Metrics whose names begin like this differ from run to run."""
+VARYING = ("timing_", "perf/", "global_seqlen/", "pipeline/")
+"""Metrics whose names begin like this differ from run to run, or with the number of devices."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.config.optim import OptimConfig
 from tandem.data.packing import TrainSequence, pack_microbatches, plan_microbatches
 from tandem.engines.single import SingleDeviceEngine
+from tandem.models.decoder import Granularity
 from tandem.models.operators import TORCH
 from tandem.types import LossColumns, LossScale, PackedBatch
 from tests.gpu.machine import Machine, Shape, make_pair, open_ours
@@ -66,7 +67,7 @@ class How:
     dtype: torch.dtype
     shares_prompts: bool = True
     max_tokens: int | None = None
-    recomputes: bool = False
+    recomputes: Granularity | None = None
     is_reference: bool = False
 
 
@@ -104,21 +105,18 @@ def compute(folder: Path, machine: Machine, how: How) -> Computed:
     operators = {"operators": TORCH} if how.is_reference else {}
     model = open_ours(folder, machine, dtype=kept, **operators)
     computes = model if how.is_reference else model.in_dtype(how.dtype)
-    computes.set_gradient_checkpointing(how.recomputes)
+    computes.set_gradient_checkpointing(how.recomputes is not None, how.recomputes or "full")
     engine = SingleDeviceEngine(model, OptimConfig(), total_training_steps=10, compute=computes)
     sequences = sequences_of(machine, shares_prompts=how.shares_prompts)
     num_tokens = sum(sequence.num_loss_tokens for sequence in sequences)
-    total, metrics = engine._accumulate(
+    totals = engine._accumulate(
         batches_of(sequences, how.max_tokens),
         LOSS,
         scale=LossScale(num_tokens=num_tokens, num_sequences=len(sequences)),
         temperature=TEMPERATURE,
     )
-    gradients: dict[str, Tensor] = {}
-    for name, parameter in model.module.named_parameters():
-        assert parameter.grad is not None, name
-        gradients[name] = parameter.grad
-    return Computed(float(total), {k: float(v) for k, v in metrics.items()}, gradients)
+    metrics = {name: float(value) for name, value in totals.metrics.items()}
+    return Computed(float(totals.loss), metrics, engine._gradients())
 
 
 def check_close(actual: Computed, expected: Computed, *, whole: float, loss: float) -> None:
@@ -164,8 +162,14 @@ def test_loss_and_gradients_equal_the_reference(
 
 @pytest.mark.parametrize(
     "change",
-    [{"shares_prompts": False}, {"max_tokens": 0}, {"recomputes": True}],
-    ids=["prompts_repeated", "small_micro_batches", "layers_recomputed"],
+    [
+        {"shares_prompts": False},
+        {"max_tokens": 0},
+        {"recomputes": "full"},
+        {"recomputes": "feed_forward"},
+        {"recomputes": "pointwise"},
+    ],
+    ids=["prompts_repeated", "small_micro_batches", "layers", "feed_forwards", "pointwise"],
 )
 def test_what_must_not_matter(change: dict, machine: Machine, tmp_path: Path) -> None:
     make_pair(SHAPES["qwen2"], machine, tmp_path)

@@ -13,14 +13,17 @@ import pytest
 import torch
 
 from tandem.comm.store import connect_store
+from tandem.platforms.capture import cuda_graphs
+from tandem.platforms.registry import platform_named
 from tandem.sync.failure import SyncError
 from tandem.sync.forming import LinkPlace
 from tandem.sync.link import WeightLink, open_link
-from tandem.sync.transport import Way
+from tandem.sync.ways import Way
 from tandem.types import HeldSlice
 from tests.distributed.spawn import HOST, run_ranks
 from tests.unit.sync.faulty_group import faulty
 from tests.unit.sync.layouts import (
+    MODES,
     check_arrived,
     cut,
     empty_copy,
@@ -57,7 +60,7 @@ def _open(
     options = {"way": others.pop("way", None), "timeout_s": TIMEOUT_S}
     link = open_link(
         connect_store(HOST, store_port, timeout_s=30),
-        LinkPlace(name, rank, 2, f"process {rank}", device),
+        LinkPlace(name, rank, 2, f"process {rank}", device, platform_named(device.type)),
         tensors=receiving(slices) if rank else sending(slices),
         settings=settings(1024, 1024, **options),
         **others,
@@ -141,3 +144,69 @@ def test_a_lost_process_ends_a_collective_in_time_and_can_be_replaced() -> None:
     (error, duration_s), _ = run_ranks(_lose_the_rollout, 2, joined=False, timeout_s=120)
     assert re.search(r"no answer from rank 1", error)
     assert duration_s < TIMEOUT_S + 5
+
+
+MODEL_MIB, BUCKET_MIB = 64, 4
+
+
+def _update_beside(rank: int, size: int, store_port: int) -> list[int]:
+    """Two versions in each mode, while the rollout captures and replays what reads them.
+
+    Returns:
+        by mode, MiB that a transfer took of this GPU beside the weights.
+    """
+    del size
+    device = _device(rank, shared=False)
+    taken: list[int] = []
+    for mode in MODES:
+        weight = torch.zeros(MODEL_MIB, 1 << 18, device=device)
+        slices = cut({"w": weight}, (1, 1), rank=0)
+        link = open_link(
+            connect_store(HOST, store_port, timeout_s=30),
+            LinkPlace(f"{mode}", rank, 2, f"process {rank}", device, platform_named(device.type)),
+            tensors=receiving(slices) if rank else sending(slices),
+            settings=settings(BUCKET_MIB << 20, BUCKET_MIB << 20, timeout_s=TIMEOUT_S, **mode),
+        )
+        link.gate.publish(0)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for version in (1, 2):
+            if rank == 0:
+                weight.fill_(version)
+            link.begin(version)
+            if rank == 0:
+                weight.fill_(-version)
+            else:
+                _generate_until(link, weight, version)
+        link.wait()
+        taken.append((torch.cuda.max_memory_allocated() - before) >> 20)
+        link.close()
+    return taken
+
+
+def _generate_until(link: WeightLink, weight: torch.Tensor, version: int) -> None:
+    capture, extremes = cuda_graphs(), torch.zeros(2, device=weight.device)
+
+    def read() -> None:
+        extremes.copy_(torch.stack(weight.aminmax()))
+
+    in_use = link.gate.version
+    while in_use != version:
+        replay = capture(read)
+        with link.gate.reading(TIMEOUT_S) as known:
+            replay()
+            assert extremes.tolist() == [known, known]
+        in_use = link.swap()
+    read()
+    assert extremes.tolist() == [version, version]
+
+
+def test_20_a_rollout_captures_and_replays_while_weights_arrive() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    trainer, rollout = run_ranks(_update_beside, 2, joined=False, timeout_s=180)
+    assert max(trainer) <= 2 * BUCKET_MIB + 2, "never more than two buckets on the device"
+    in_place, second, host, hosts = rollout
+    graphs_mib = 3 * 4
+    assert max(in_place, host, hosts) <= 2 * BUCKET_MIB + graphs_mib
+    assert MODEL_MIB <= second <= MODEL_MIB + 2 * BUCKET_MIB + graphs_mib

@@ -13,8 +13,9 @@ columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -84,21 +85,32 @@ class NativeRolloutEngine:
             self._decoder.rotary.require_length(longest)
         self._scheduler.add(requests)
 
-    def set_weights_version(self, version: int) -> None:
-        """Tag sequences that enter from now on.
+    def settle(self) -> None:
+        """See ``api.RolloutEngine``. Between two advances nothing is being computed."""
 
-        Those under way keep the version they began with, as they keep the cache entries computed
-        under it, so that a lag computed from the tag is never too small.
-        """
-        self._scheduler.set_weights_version(version)
-        if not self._scheduler.head_is_prefilled:
-            self._carried = None
+    def release_cache(self) -> bool:
+        """See ``api.RolloutEngine``."""
+        if self._scheduler.has_work:
+            return False
+        self._cache.release()
+        return True
 
     @torch.inference_mode()
-    def advance(self) -> list[Completion]:
-        """Decode until at least one sequence finishes; [] only if there is no work."""
+    def set_weights_version(self, version: int) -> bool:
+        """See ``api.RolloutEngine``. Keys and values of running rows are computed anew."""
+        if self._scheduler.set_weights_version(version):
+            self._carried = None
+            self._prefill_running()
+        return True
+
+    @torch.inference_mode()
+    def advance(self, max_steps: int | None = None) -> list[Completion]:
+        """See ``api.RolloutEngine``."""
         completions: list[Completion] = []
-        while not completions and self._scheduler.has_work:
+        steps = repeat(None) if max_steps is None else range(max_steps)
+        for _ in steps:
+            if completions or not self._scheduler.has_work:
+                break
             completions = self._admit() or self._decode()
         if not self._scheduler.has_work and self._cache.num_bytes > _SMALL_CACHE_BYTES:
             self._cache.release()
@@ -135,6 +147,30 @@ class NativeRolloutEngine:
         logits_PV = F.linear(h_TD[attention.last_P], self._decoder.lm_head_weight)
         self.num_prefilled_tokens += len(token_T)
         return _Prefill(attention.states(), logits_PV)
+
+    def _prefill_running(self) -> None:
+        """Keys and values of all rows but those of their newest tokens, which follow when these are
+        fed to the decoder.
+        """
+        scheduler, cache, first_row = self._scheduler, self._cache, 0
+        for contexts in _in_passes(self._contexts(), self._config.max_num_batched_tokens):
+            states = self._prefill(contexts).states
+            num_rows = [1] * len(contexts)
+            cache.write_prompts(first_row, states, num_rows=num_rows, column=scheduler.column)
+            first_row += len(contexts)
+
+    def _contexts(self) -> list[TokenIds]:
+        """Prompt and tokens of each row, without the newest."""
+        rows, column = self._scheduler.rows, self._scheduler.column
+        if not rows:
+            return []
+        first = min(row.first for row in rows)
+        window = self._cache.index(range(first, column))
+        tokens = self._cache.tokens_RC[: len(rows), window].tolist()
+        return [
+            (*row.prompt_ids, *ids[row.first - first :])
+            for row, ids in zip(rows, tokens, strict=True)
+        ]
 
     def _carry(self, prefill: _Prefill, admission: Admission) -> None:
         """Keep the last prompt while samples of it wait for rows."""
@@ -254,4 +290,23 @@ class NativeRolloutEngine:
             log_probs=tuple(log_probs),
             finish_reason=finish_reason(log_probs[-1], stopped=stopped),
             weights_version=row.weights_version,
+            switches=tuple(
+                (column - row.first, version)
+                for column, version in row.switches
+                if column < row.first + len(token_ids)
+            ),
         )
+
+
+def _in_passes(contexts: Sequence[TokenIds], max_tokens: int) -> Iterator[list[TokenIds]]:
+    """Cut into runs of at most ``max_tokens`` tokens; a longer one stands alone."""
+    chosen: list[TokenIds] = []
+    num_tokens = 0
+    for context in contexts:
+        if chosen and num_tokens + len(context) > max_tokens:
+            yield chosen
+            chosen, num_tokens = [], 0
+        chosen.append(context)
+        num_tokens += len(context)
+    if chosen:
+        yield chosen

@@ -41,16 +41,18 @@ class Row:
 
     ``start``, ``first`` and ``last`` are the columns of its first prompt token, of its first
     generated token and of the last token it may generate; ``weights_version`` is the one it entered
-    with.
+    with, ``switches`` the columns from which on later ones were in use.
     """
 
     sample_id: int
+    prompt_ids: TokenIds
     start: int
     first: int
     last: int
     ignore_eos: bool
     rule: DrawRule
     weights_version: int
+    switches: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +138,17 @@ class Scheduler:
         self._waiting.extend(requests)
         self._num_waiting += sum(len(request.sample_ids) for request in requests)
 
-    def set_weights_version(self, version: int) -> None:
-        """Tag rows that enter from now on; forget a prompt prefilled under another version."""
-        if version != self._weights_version:
-            self._head_is_prefilled = False
+    def set_weights_version(self, version: int) -> bool:
+        """Tag tokens from the next column on; forget a prompt prefilled under another version.
+
+        Returns whether it is another version.
+        """
+        if version == self._weights_version:
+            return False
+        self._head_is_prefilled = False
         self._weights_version = version
+        self.rows = [_switched(row, self.column + 1, version=version) for row in self.rows]
+        return True
 
     def admit(self) -> Admission | None:
         """Let waiting samples enter as far as the limits allow; None if nothing enters now.
@@ -220,8 +228,9 @@ class Scheduler:
         start = column - len(request.prompt_ids)
         last = start + length - 1
         ignore_eos, version = request.sampling.ignore_eos, self._weights_version
+        prompt_ids = request.prompt_ids
         self.rows += [
-            Row(sample_id, start, column, last, ignore_eos, rule, version)
+            Row(sample_id, prompt_ids, start, column, last, ignore_eos, rule, version)
             for sample_id in request.sample_ids[:count]
         ]
         self._rules[rule] += count
@@ -233,3 +242,9 @@ class Scheduler:
         else:
             self._waiting.popleft()
         return count
+
+
+def _switched(row: Row, column: int, *, version: int) -> Row:
+    """``row`` with ``version`` from ``column`` on."""
+    earlier = tuple(switch for switch in row.switches if switch[0] < column)
+    return replace(row, switches=(*earlier, (column, version)))

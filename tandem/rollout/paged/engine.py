@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -84,6 +85,7 @@ class PagedRolloutEngine:
         self._slots: dict[int, int] = {}
         self._pins = self._device.type != "cpu"
         self._weights_version = 0
+        self._finished: list[Completion] = []
         self.num_prefilled_tokens = 0
         self.num_decoded_tokens = 0
 
@@ -99,16 +101,43 @@ class PagedRolloutEngine:
             self._decoder.rotary.require_length(longest)
         self._scheduler.add(requests)
 
-    def set_weights_version(self, version: int) -> None:
-        """Tag sequences that enter from now on; those under way keep the version they began
-        with, so that a lag computed from the tag is never too small."""
+    def settle(self) -> None:
+        """See ``api.RolloutEngine``. The window under way is read."""
+        last, self._flight = self._flight, None
+        if last is not None:
+            self._finished += self._collect(last)
+
+    def release_cache(self) -> bool:
+        """See ``api.RolloutEngine``. Steps that were captured over it go, too."""
+        if self._scheduler.has_work or self._finished:
+            return False
+        self._store = self._step = self._flight = None
+        return True
+
+    def set_weights_version(self, version: int) -> bool:
+        """See ``api.RolloutEngine``. What runs is preempted, to be prefilled under the new weights.
+
+        Their pages are no longer shared then: where that takes more of them, the store is made
+        anew while it is empty.
+        """
+        if version == self._weights_version:
+            return True
+        self.settle()
+        self._scheduler.preempt_all()
+        if self._store is not None and self._store.num_pages < self._scheduler.wanted_pages:
+            self._store = self._step = None
         self._weights_version = version
+        return True
 
     @torch.inference_mode()
-    def advance(self) -> list[Completion]:
-        """Decode until at least one sequence finishes; [] only if there is no work."""
-        completions: list[Completion] = []
-        while not completions and self._scheduler.has_work:
+    def advance(self, max_steps: int | None = None) -> list[Completion]:
+        """See ``api.RolloutEngine``. Steps come in whole windows, of which the last one is read
+        by the next call."""
+        completions, self._finished = self._finished, []
+        windows = repeat(None) if max_steps is None else range(-(-max_steps // WINDOW_TOKENS))
+        for _ in windows:
+            if completions or not self._scheduler.has_work:
+                break
             last, self._flight = self._flight, self._launch()
             if last is not None:
                 completions = self._collect(last)
@@ -233,9 +262,6 @@ class PagedRolloutEngine:
         source_n = torch.arange(len(entries), dtype=torch.int32).repeat_interleave(counts)
         rows = slice(first_row, first_row + len(source_n))
         sequences = [sequence for entry in entries for sequence in entry.sequences]
-        for sequence in sequences:
-            if sequence.weights_version is None:
-                sequence.weights_version = self._weights_version
         draw_next(
             logits_PV,
             step.state.rows(rows),
@@ -276,8 +302,9 @@ class PagedRolloutEngine:
             if not row.pages:
                 continue  # it had ended in the window before
             count = counts[index]
-            row.token_ids += tokens[index][:count]
-            row.log_probs += log_probs[index][:count]
+            row.extend(
+                tokens[index][:count], log_probs[index][:count], version=self._weights_version
+            )
             if not active[index]:
                 finished.append(row)
         self.num_decoded_tokens += sum(counts)
@@ -285,14 +312,14 @@ class PagedRolloutEngine:
         return [self._completion(row) for row in finished]
 
     def _completion(self, row: Running) -> Completion:
-        assert row.weights_version is not None, f"sample {row.sample_id} was never prefilled"
         stopped = not row.sampling.ignore_eos and row.token_ids[-1] in self._config.eos_ids
         return Completion(
             sample_id=row.sample_id,
             token_ids=tuple(row.token_ids),
             log_probs=tuple(row.log_probs),
             finish_reason=finish_reason(row.log_probs[-1], stopped=stopped),
-            weights_version=row.weights_version,
+            weights_version=row.version_starts[0][1],
+            switches=tuple(row.version_starts[1:]),
         )
 
     def _to_device(self, values: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class Running:
         token_ids, log_probs: as far as the host has read them.
         num_launched: tokens beyond those that steps under way may have drawn.
         pages: what it owns, in order.
-        weights_version: that of its first token, None before.
+        version_starts: (index, version) of the first token that each version drew.
     """
 
     sample_id: int
@@ -37,7 +37,7 @@ class Running:
     log_probs: list[float] = field(default_factory=list[float])
     num_launched: int = 0
     pages: list[int] = field(default_factory=list[int])
-    weights_version: int | None = None
+    version_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
     @property
     def num_remaining(self) -> int:
@@ -53,6 +53,13 @@ class Running:
     def context_ids(self) -> TokenIds:
         """What has to be prefilled before the next token can be drawn."""
         return (*self.prompt_ids, *self.token_ids)
+
+    def extend(self, token_ids: list[int], log_probs: list[float], *, version: int) -> None:
+        """Take in tokens that ``version`` has drawn."""
+        if token_ids and (not self.version_starts or self.version_starts[-1][1] != version):
+            self.version_starts.append((len(self.token_ids), version))
+        self.token_ids += token_ids
+        self.log_probs += log_probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +183,12 @@ class PagedScheduler:
             self._preempt_newest()
         for sequence in self.rows:
             sequence.pages += self._pool.take(self._missing(sequence))
+
+    def preempt_all(self) -> None:
+        """Put everything that runs back, in order; nothing may be under way."""
+        while self.rows:
+            self._preempt_newest()
+        self.wanted_pages = max(self.wanted_pages, self._most_pages())
 
     def remove(self, finished: Sequence[Running]) -> None:
         """Take out finished rows and free what they alone own; the others keep their order."""

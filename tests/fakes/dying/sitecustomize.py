@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a worker process kill itself as a method of ``Worker`` is called: Python runs this file at
-start where its folder is in PYTHONPATH.
+"""Makes a worker process kill or stop itself as a method of ``Worker`` is called: Python runs this
+file at start where its folder is in PYTHONPATH.
 
-``TANDEM_TEST_DIE`` holds pool, rank, method and which call of it, separated by colons.
+``TANDEM_TEST_DIE`` holds pool, rank, method, which call of it, and the name of the signal, with
+colons between them.
 """
 
 import os
@@ -38,7 +39,7 @@ class _Finder(MetaPathFinder):
 
 
 def _wrap(worker):
-    pool, rank, method, number = os.environ["TANDEM_TEST_DIE"].split(":")
+    pool, rank, method, number, name = os.environ["TANDEM_TEST_DIE"].split(":")
     original = getattr(worker, method)
     calls = []
 
@@ -47,7 +48,7 @@ def _wrap(worker):
         if (place.pool, place.rank) == (pool, int(rank)):
             calls.append(None)
             if len(calls) == int(number):
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.Signals[name])
         return original(self, *args, **kwargs)
 
     setattr(worker, method, dying)

@@ -30,7 +30,30 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert diagnosis["problems"] == []
     assert diagnosis["torch"]["version"]
     assert diagnosis["cpu_cores"] >= 1
+    assert diagnosis["platform"]["name"] and diagnosis["platform"]["reason"]
+    assert "musa" in diagnosis["platform"]["others"]
     assert {"name", "version", "purpose"} <= diagnosis["dependencies"][0].keys()
+
+
+def test_the_platform_is_told_with_the_reason_and_why_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A1."""
+    doctor.run([])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("platform ")]
+    assert "not used      musa     the package torch_musa is not installed" in lines
+
+
+def test_a_platform_that_is_wanted_and_not_here_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A1."""
+    monkeypatch.setenv("VERL_PLATFORM", "ascend")
+    (problem,) = doctor.diagnose(doctor.DEPENDENCIES).problems
+    assert problem.startswith(
+        "VERL_PLATFORM=ascend: npu cannot be used here: the package torch_npu"
+    )
 
 
 def test_missing_core_package_is_a_problem_with_its_purpose() -> None:
@@ -62,7 +85,8 @@ def test_lowest_versions_are_those_of_pyproject() -> None:
     project = tomllib.loads(PYPROJECT.read_text("utf-8"))["project"]
     extras = project["optional-dependencies"]
     stated = project["dependencies"] + extras["wandb"] + extras["plot"]
-    versions = {name: version for name, _, version in (line.partition(">=") for line in stated)}
+    split = (line.partition(">=") for line in stated)
+    versions = {name: version.partition(",")[0] for name, _, version in split}
     # Hydra reads YAML by PyYAML, so it is there whenever Hydra is.
     versions.pop("pyyaml", None)
     assert versions == {d.name: d.min_version for d in doctor.DEPENDENCIES}

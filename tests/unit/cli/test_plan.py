@@ -63,6 +63,27 @@ def test_the_table_says_which_devices_of_which_node(
         assert text in printed
 
 
+def test_platforms_of_pools_and_the_way_of_the_weights_are_shown(
+    rows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        f"data.train_files={rows}",
+        *KEYS,
+        "actor_rollout_ref.hybrid_engine=False",
+        "trainer.n_gpus_per_node=4",
+        "pools.actor-train.platform=npu",
+        "pools.generate.platform=musa",
+    ]
+    assert run(arguments) == 0
+    printed = capsys.readouterr().out
+    for text in ("2 npu device(s): 0-1 of node 0", "2 musa device(s)", "actor-train -> generate"):
+        assert text in printed
+    assert run(["--json", *arguments]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [pool["platform"] for pool in plan["pools"]] == ["npu", "musa"]
+    assert plan["weights"]["actor-train -> generate"].startswith("flagcx if both sides have it")
+
+
 def test_supervised_arguments_are_planned_behind_the_word_sft(
     rows: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

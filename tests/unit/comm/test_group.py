@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 
 from tandem.comm.deadline import Deadline, GroupError
 from tandem.comm.group import Group, GroupPlace, form_group
@@ -79,3 +80,39 @@ def test_a_group_is_not_formed_without_all() -> None:
     with pytest.raises(GroupError, match="group alone: "):
         form_group(HashStore(), GroupPlace("alone", (0, 1), 0, CPU, 0.5))
     assert time.monotonic() - started < 3
+
+
+class MuteStore(Store):
+    """Takes everything and never answers, whatever the time limit: so is a library that waits for
+    a peer that is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ending = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        """Nobody reads it."""
+
+    def get(self, key: str) -> bytes:
+        self.ending.wait()
+        raise RuntimeError("the test is over")
+
+    def wait(self, *_: object) -> None:
+        self.get("")
+
+
+def test_forming_ends_although_the_library_does_not() -> None:
+    store = MuteStore()
+    started_s = time.monotonic()
+    with pytest.raises(GroupError, match="group alone: not all were connected within 0.2 s"):
+        form_group(store, GroupPlace("alone", (0, 1), 0, CPU, 0.2))
+    assert time.monotonic() - started_s < 3
+    store.ending.set()
+
+
+def test_whatever_forming_raises_is_seen_at_once() -> None:
+    place = GroupPlace("alone", (0, 1), 0, CPU, timeout_s=20, library="nobody's")
+    started_s = time.monotonic()
+    with pytest.raises(GroupError, match="has no nobody's in this process"):
+        form_group(HashStore(), place)
+    assert time.monotonic() - started_s < 5

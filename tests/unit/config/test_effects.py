@@ -244,9 +244,7 @@ KL = f"{ACTOR}.use_kl_loss=True"
         f"{LAYOUT}.fsdp_size=1",
         f"{LAYOUT}.reshard_after_forward=False",
         f"{LAYOUT}.forward_prefetch=True",
-        f"{LAYOUT}.param_offload=True",
         f"{LAYOUT}.offload_policy=True",
-        f"{REF}.fsdp_config.param_offload=True",
         f"{REF}.fsdp_config.forward_prefetch=True",
         "actor_rollout_ref.nccl_timeout=60",
         f"{ROLLOUT}.param_update_preduce_bucket_size_mb=64",
@@ -281,6 +279,20 @@ def test_of_supervised_runs_too(key: str) -> None:
     assert "engine.offload_policy" in resting["engine.param_offload"]
     groups = "trainer.separated_node_tasks=[[actor-train,generate]]"
     assert "reinforcement learning" in found(groups)["trainer.separated_node_tasks"]
+
+
+def test_weights_of_one_device_rest_unless_they_are_needed_there() -> None:
+    """On an accelerator the trained ones rest between steps, those that generate never."""
+    own, ref = f"{LAYOUT}.param_offload", f"{REF}.fsdp_config.param_offload"
+    both = (f"{own}=True", f"{ref}=True", KL)
+    assert reasons(*both) == {}
+    assert list(reasons(*both, f"{LAYOUT}.dtype=float32")) == [own]
+    assert set(reasons(*both, "trainer.device=cpu")) == {own, ref}
+    assert reasons(*both, "trainer.device=cpu", "trainer.n_gpus_per_node=2") == {}
+    halves = [f"engine.{key}=bfloat16" for key in ("dtype", "model_dtype")]
+    for arguments, expected in (((), []), (halves, ["engine.param_offload"])):
+        found = reasons_of(load_config(SftConfig, ["engine.param_offload=True", *arguments]))
+        assert list(found) == expected
 
 
 def test_shards_and_balance_need_a_pool_with_several_ranks() -> None:

@@ -87,6 +87,43 @@ def test_checkpointing_and_a_reference_change_their_parts_only() -> None:
     assert with_reference.reference == 2 * sizes().num_parameters
 
 
+def test_the_more_is_recomputed_the_less_is_kept() -> None:
+    model = "actor_rollout_ref.model"
+    hidden, heads, inner = 896, (3 * 14 + 3 * 2) * 64, 4864
+    whole = 6 * hidden + heads + 3 * inner
+    for granularity, kept in (
+        ("pointwise", 3 * hidden + heads + 2 * inner),
+        ("feed_forward", 3 * hidden + heads),
+        ("full", 3 * hidden),
+    ):
+        recomputed = f"{model}.enable_gradient_checkpointing=True"
+        plan = one(recomputed, f"{model}.recompute_granularity={granularity}")
+        assert plan.activations == 2 * 16384 * (24 * kept + whole)
+        assert plan.activations < one().activations
+
+
+def test_half_moments_take_half() -> None:
+    half = "actor_rollout_ref.actor.optim.moments_dtype=bf16"
+    assert one(half).optimizer * 2 == one().optimizer == 8 * sizes().num_parameters
+    (alone,) = plan_memory(sft("optim.moments_dtype=bfloat16"), sizes()).values()
+    assert alone.optimizer == 4 * sizes().num_parameters
+
+
+def test_weights_that_rest_visit_where_activations_have_been() -> None:
+    offload, parameters = f"{LAYOUT}.param_offload=True", sizes().num_parameters
+    plan = one(offload)
+    assert (plan.weights, plan.gradients) == (2 * parameters, 6 * parameters)
+    both = one(offload, f"{LAYOUT}.optimizer_offload=True", f"{LAYOUT}.model_dtype=float32")
+    assert both.optimizer == 0
+    small = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=640", offload)
+    tight = one(*small, f"{LAYOUT}.optimizer_offload=True")
+    room = tight.activations + tight.logits
+    assert tight.weights + tight.optimizer == (2 + 4 + 8) * parameters - room
+    shared = one(offload, f"{LAYOUT}.dtype=float32")
+    assert shared.weights == 4 * parameters
+    assert one(KL, f"{REF}.param_offload=True").reference == 0
+
+
 def test_an_offloaded_optimizer_takes_the_room_of_activations() -> None:
     offload = "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"
     assert one(offload).optimizer == 0
@@ -107,6 +144,15 @@ def test_the_remedy_fits() -> None:
         require_memory(config(), sizes(), available_bytes=available)
     override = str(caught.value).split("Set ")[1].rstrip(".").split()
     require_memory(config(*override), sizes(), available_bytes=available)
+
+
+def test_parts_of_layers_are_recomputed_only_by_models_that_can() -> None:
+    long = config(
+        "data.max_response_length=8000", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20000"
+    )
+    for in_parts, granularity in ((True, "feed_forward"), (False, "full")):
+        with pytest.raises(UserError, match=rf"recompute_granularity={granularity}\.$"):
+            require_memory(long, sizes(), available_bytes=38 * GIB, recomputes_parts=in_parts)
 
 
 def test_too_small_a_device_is_said_to_be() -> None:
@@ -137,7 +183,7 @@ def test_devices_that_shard_hold_their_share_and_gather_the_rest_for_a_moment() 
     assert plan.cache == one().cache // 4
     assert plan.activations == one().activations
     kept = one(FOUR, f"{LAYOUT}.reshard_after_forward=False")
-    assert kept.gathered - plan.gathered == 2 * (parameters - embedding - 2 * layer)
+    assert kept.gathered == (2 + 4) * parameters + 2 * embedding
 
 
 def test_shard_groups_and_split_matrices_decide_the_share() -> None:
@@ -210,7 +256,7 @@ def test_supervised_runs_are_counted_as_training_is() -> None:
     assert alone.weights == alone.gradients == 6 * parameters
     assert alone.optimizer == 8 * parameters
     assert alone.cache == alone.reference == alone.rollout == 0
-    kept = sizes().kept_numbers_per_token(recomputed=True)
+    kept = sizes().kept_numbers_per_token("full")
     assert alone.activations == 2 * 16 * 1024 * kept
     (shared,) = plan_memory(sft("trainer.n_gpus_per_node=8"), sizes()).values()
     assert shared.optimizer == 8 * (parameters // 8)

@@ -43,6 +43,7 @@ def test_the_dictionary_holds_at_least_what_is_promised_and_is_json() -> None:
             "tasks": ["actor-train", "logp", "generate"],
             "unused_tasks": ["ref_logp"],
             "devices": 1,
+            "platform": "auto",
             "nodes": [{"node": 0, "first": 0, "last": 0}],
             "data_parallel": {"actor-train": 1, "logp": 1, "generate": 1},
             "memory_gib": None,

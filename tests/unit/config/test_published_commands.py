@@ -89,7 +89,11 @@ python3 -m verl.trainer.main_ppo \
 trainer.n_gpus_per_node=8
 """
 
-ASYNCHRONOUS_KEYS = ("trainer.async_pipeline", "trainer.generate_ahead_steps")
+ASYNCHRONOUS_KEYS = (
+    "trainer.async_pipeline",
+    "trainer.generate_ahead_steps",
+    "actor_rollout_ref.rollout.enable_dual_buffer",
+)
 PLACING_KEYS = (
     "actor_rollout_ref.hybrid_engine",
     "actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb",
@@ -97,6 +101,12 @@ PLACING_KEYS = (
     "trainer.sperated_node_tasks",
     "trainer.sperated_node_ratios",
 )
+ASYNC_KEYS_OF_SEED_2 = {
+    *ASYNCHRONOUS_KEYS,
+    *PLACING_KEYS,
+    "actor_rollout_ref.async_pipeline",
+    "actor_rollout_ref.rollout.enable_param_async",
+}
 
 
 def words_of(command: str, folder: Path, **variables: str) -> list[str]:
@@ -176,8 +186,9 @@ def test_the_red_moe_command_is_accepted(tmp_path: Path) -> None:
     ]
     assert [pool["devices"] for pool in plan["pools"]] == [4, 2, 2]
     assert not set(PLACING_KEYS) & set(plan["keys_without_effect"])
-    for key in ASYNCHRONOUS_KEYS:
-        assert plan["keys_without_effect"][key].startswith("not built yet"), key
+    assert not set(ASYNCHRONOUS_KEYS) & set(plan["keys_without_effect"])
+    assert plan["config"]["trainer"]["generate_ahead_steps"] == 1
+    assert plan["config"]["trainer"]["async_pipeline"]
     assert plan["config"]["actor_rollout_ref"]["actor"]["strategy"] == "megatron"
     assert plan["config"]["actor_rollout_ref"]["rollout"]["max_num_batched_tokens"] == 3072
     told = "\n".join(plan["warnings"])
@@ -205,5 +216,23 @@ def test_the_options_of_the_pull_request_are_accepted(tmp_path: Path) -> None:
     plan = planned(RED_MOE_SNIPPET, tmp_path)
     assert [pool["devices"] for pool in plan["pools"]] == [4, 4]
     assert plan["unknown_keys"] == []
-    for key in ("actor_rollout_ref.async_pipeline", "trainer.generate_ahead_steps"):
-        assert plan["keys_without_effect"][key].startswith("not built yet")
+    assert plan["keys_without_effect"] == {}
+    assert plan["config"]["trainer"]["async_pipeline"]
+    assert "actor_rollout_ref.async_pipeline is read as trainer.async_pipeline" in plan["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"), [(RED_MOE_COMMAND, "RED_MOE"), (RED_MOE_SNIPPET, "")]
+)
+def test_the_effect_of_every_key_is_told(tmp_path: Path, command: str, variables: str) -> None:
+    given = RED_MOE_VARIABLES if variables else {}
+    plan = planned(command, tmp_path, **given)
+    words = [word for word in words_of(command, tmp_path, **given) if not word.startswith("--")]
+    names = [word.split("=", maxsplit=1)[0].lstrip("+") for word in words]
+    of_runs = [name for name in names if not name.startswith("hydra.")]
+    assert set(plan["key_effects"]) >= set(of_runs)
+    assert all(plan["key_effects"].values())
+    in_vain = {name for name, told in plan["key_effects"].items() if told.startswith("no effect")}
+    assert in_vain == set(plan["keys_without_effect"])
+    for key in ASYNC_KEYS_OF_SEED_2 & set(of_runs):
+        assert not plan["key_effects"][key].startswith("no effect"), key

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW against torch's optimizer of that name, and what importing the engine costs."""
+"""AdamW against torch's optimizer of that name, its moments in half precision, and what importing
+the engine costs."""
 
 from __future__ import annotations
 
@@ -7,15 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
-from tandem.engines.adamw import AdamW
+from tandem.engines.adamw import AdamW, _pieces
 
 STEP = """
 import sys, torch
 from tandem.engines.adamw import AdamW
-optimizer = AdamW(betas=(0.9, 0.999), weight_decay=0.01)
+optimizer = AdamW(betas=(0.9, 0.999), weight_decay=0.01, stored=torch.float32)
 optimizer.step({"x": torch.ones(3)}, {"x": torch.ones(3)}, rate=0.1)
 sys.exit("torch._dynamo" in sys.modules)
 """
@@ -25,7 +27,7 @@ def test_steps_equal_torchs_bit_by_bit() -> None:
     shapes = {"matrix": (5, 7), "vector": (9,), "scalar": (), "nothing": (0, 7)}
     ours = {name: torch.ones(shape) for name, shape in shapes.items()}
     theirs = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
-    optimizer = AdamW(betas=(0.8, 0.95), weight_decay=0.2)
+    optimizer = AdamW(betas=(0.8, 0.95), weight_decay=0.2, stored=torch.float32)
     reference = torch.optim.AdamW(theirs.values(), betas=(0.8, 0.95), weight_decay=0.2, fused=True)
     for rate in (0.1, 0.03, 0.0, 0.2):
         reference.param_groups[0]["lr"] = rate
@@ -42,3 +44,102 @@ def test_a_step_does_not_import_the_compiler() -> None:
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", STEP], check=False, cwd=root, timeout=60)
     assert done.returncode == 0
+
+
+def _halved() -> AdamW:
+    return AdamW(betas=(0.9, 0.999), weight_decay=0.0, stored=torch.float32, half_moments=True)
+
+
+def _gradients(step: int) -> dict[str, torch.Tensor]:
+    """A large one, then small ones: the second moment has to forget the first."""
+    generator = torch.Generator().manual_seed(step)
+    noise = torch.rand(16, 32, generator=generator) + 0.5
+    return {"x": noise * (30.0 if step == 0 else 0.1)}
+
+
+def _late_way(optimizer: AdamW, *, to_nearest: bool = False) -> torch.Tensor:
+    """How far the weights go in the last 300 of 2000 steps."""
+    weights = {"x": torch.zeros(16, 32)}
+    for step in range(2000):
+        if step == 1700:
+            weights["x"].zero_()
+        optimizer.step(weights, _gradients(step), rate=1e-3)
+        if to_nearest:
+            for name in ("exp_avg", "exp_avg_sq"):
+                parts = optimizer.moments[name]
+                optimizer.moments[name] = [part.bfloat16().float() for part in parts]
+    return weights["x"]
+
+
+def test_half_moments_learn_as_whole_ones_do_and_rounding_to_the_nearest_does_not() -> None:
+    expected, stalled = (
+        _late_way(
+            AdamW(betas=(0.9, 0.999), weight_decay=0.0, stored=torch.float32), to_nearest=nearest
+        )
+        for nearest in (False, True)
+    )
+    found = _late_way(_halved())
+    torch.testing.assert_close(found.mean(), expected.mean(), rtol=5e-3, atol=0)
+    torch.testing.assert_close(found, expected, rtol=0.15, atol=0)
+    assert float(stalled.mean() / expected.mean()) < 0.5
+
+
+def test_half_moments_take_half_the_memory() -> None:
+    weights = {"x": torch.ones(40, 10), "y": torch.ones(7)}
+    gradients = {name: torch.ones_like(weight) for name, weight in weights.items()}
+    taken = []
+    for half in (False, True):
+        optimizer = AdamW(
+            betas=(0.9, 0.999), weight_decay=0.0, stored=torch.float32, half_moments=half
+        )
+        optimizer.step(weights, gradients, rate=0.0)
+        optimizer.step(weights, gradients, rate=0.0)
+        moments = (*optimizer.moments["exp_avg"], *optimizer.moments["exp_avg_sq"])
+        taken.append(sum(part.nbytes for part in moments))
+    assert taken[1] * 2 == taken[0] == 2 * 4 * 407
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_the_first_step_with_half_moments_is_that_with_whole_ones(stored: torch.dtype) -> None:
+    """Nothing has been rounded yet but the weights."""
+    shapes = {"matrix": (5, 7), "vector": (9,), "nothing": (0, 7), "transposed": (4, 3)}
+    start = {name: torch.randn(shape) for name, shape in shapes.items()}
+    gradients = {name: torch.randn(shape).to(stored) for name, shape in shapes.items()}
+    gradients["transposed"] = torch.randn(3, 4).to(stored).T
+    found = []
+    for half in (True, False):
+        dtype = stored if half else torch.float32
+        weights = {name: weight.to(stored).to(dtype) for name, weight in start.items()}
+        own = {name: gradient.to(dtype) for name, gradient in gradients.items()}
+        optimizer = AdamW(betas=(0.8, 0.95), weight_decay=0.2, stored=dtype, half_moments=half)
+        optimizer.step(weights, own, rate=0.1)
+        found.append(weights)
+    for name in shapes:
+        assert torch.equal(found[0][name], found[1][name].to(stored)), name
+
+
+def test_a_copy_of_half_moments_goes_on_bit_by_bit_and_from_whole_ones_too() -> None:
+    weights = {"x": torch.zeros(16, 32)}
+    first, second, other = _halved(), _halved(), _halved()
+    for step in range(3):
+        first.step(weights, _gradients(step), rate=1e-2)
+    copied = {"x": weights["x"].clone()}
+    second.adopt({name: [x.clone() for x in group] for name, group in first.moments.items()})
+    for step in range(3, 6):
+        first.step(weights, _gradients(step), rate=1e-2)
+        second.step(copied, _gradients(step), rate=1e-2)
+    assert torch.equal(weights["x"], copied["x"])
+    assert torch.equal(first.moments["exp_avg"][0], second.moments["exp_avg"][0])
+    other.adopt({name: [x.float() for x in group] for name, group in first.moments.items()})
+    other.step(copied, _gradients(6), rate=1e-2)
+    assert other.moments["exp_avg_sq"][0].dtype == torch.bfloat16
+
+
+def test_pieces_cover_everything_once_within_the_limit() -> None:
+    sizes = (3, 0, 10, 7, 1, 25)
+    columns = [[torch.arange(size) + 100 * number for size in sizes] for number in range(4)]
+    lists = list(_pieces(columns, limit=10))
+    assert [sum(len(piece[0]) for piece in pieces) for pieces in lists] == [10, 10, 10, 10, 6]
+    for number, column in enumerate(columns):
+        found = torch.cat([piece[number] for pieces in lists for piece in pieces])
+        assert torch.equal(found, torch.cat(column))

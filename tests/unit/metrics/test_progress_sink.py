@@ -30,6 +30,18 @@ def test_the_compact_line_has_what_one_looks_at():
     )
 
 
+def test_an_asynchronous_run_shows_its_wall_time_and_who_was_idle():
+    metrics = {
+        "perf/time_per_step": 3.0,
+        "pipeline/wall_s": 4.0,
+        "pipeline/idle_share/generate": 0.25,
+        "pipeline/idle_share/actor-train": 0.1,
+        "training/lag/mean": 1.5,
+    }
+    line = compact_line(StepReport(7, metrics))
+    assert line == "step 7  4 s  idle: generate 0.25  train 0.1  lag 1.5"
+
+
 def test_supervised_runs_show_their_loss():
     line = compact_line(StepReport(9, {"train/loss": 1.25, "val/loss": 1.5, "train/lr": 1e-3}))
 

@@ -45,6 +45,7 @@ def _sample(sample_id):
             log_probs=(-0.123456789, -2.0),
             finish_reason=FinishReason.LENGTH,
             weights_version=4,
+            switches=((1, 5),),
         ),
         text=f"answer {sample_id}",
         reward=RewardOutcome(
@@ -75,6 +76,7 @@ def test_a_record_has_what_the_report_shows(tmp_path):
         "step": 3,
         "sample_id": 0,
         "weights_version": 4,
+        "switches": [[1, 5]],
         "data_source": "gsm8k",
         "prompt": "question 0",
         "response": "answer 0",

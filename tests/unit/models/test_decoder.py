@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.models.attention import PackedAttention
 from tandem.models.weights import file_tensors
@@ -76,15 +77,67 @@ def test_gradients_equal_transformers(case, tmp_path):
         torch.testing.assert_close(ours_part, their_grads[x.name], rtol=0, atol=1e-5 * scale)
 
 
-def test_gradient_checkpointing_changes_nothing(tmp_path):
-    write_hf(NATIVE["qwen3_biases"](), tmp_path)
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["qwen2_tied", "qwen3_biases"])
+def test_gradient_checkpointing_changes_nothing_but_the_work(case, dtype, tmp_path):
+    write_hf(NATIVE[case](), tmp_path)
+    model = open_fp32(tmp_path).in_dtype(dtype)
+    layers = len(model.decoder.layers)
+    packed = pack_shared(*sample_sequences())
+    with Products() as products:
+        kept = gradients(model, packed)
+    for granularity, more in (("pointwise", 0), ("feed_forward", 1), ("full", 3)):
+        model.set_gradient_checkpointing(True, granularity)
+        with Products() as repeated:
+            recomputed = gradients(model, packed)
+        assert kept.keys() == recomputed.keys()
+        assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
+        assert repeated.count - products.count == more * layers
+
+
+def bytes_kept(model, packed: PackedBatch) -> int:
+    """For the backward pass: of each memory that a tensor lies in, parameters left out."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # alive: no address comes twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.hidden(packed)
+    for parameter in model.module.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_gradient_checkpointing_keeps_less(tmp_path):
+    """Of each token in each layer by both norms, the second sum, the sigmoid and its product, for
+    what was added to the sum; then by gate and up too."""
+    write_hf(NATIVE["llama"](), tmp_path)
     model = open_fp32(tmp_path)
     packed = pack_shared(*sample_sequences())
-    kept = gradients(model, packed)
-    model.set_gradient_checkpointing(True)
-    recomputed = gradients(model, packed)
-    assert kept.keys() == recomputed.keys()
-    assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
+    config, num_tokens = model.decoder.config, len(packed.token_ids_T)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    found = [bytes_kept(model, packed)]
+    for granularity in ("pointwise", "feed_forward", "full"):
+        model.set_gradient_checkpointing(True, granularity)
+        found.append(bytes_kept(model, packed))
+    per_token = 4 * config.num_layers * num_tokens
+    assert found[0] - found[1] == per_token * (2 + 2 * hidden + 2 * inner)
+    assert found[1] - found[2] == per_token * 2 * inner
+    assert found[3] < found[2] / 2
 
 
 def test_gradient_checkpointing_recomputes_layers(tmp_path):

@@ -71,6 +71,8 @@ def test_gradients_equal_the_models_own_also_with_checkpointing(case, tmp_path):
     recomputed = gradients(ours, packed)
     ours.set_gradient_checkpointing(False)
     assert not ours.module.is_gradient_checkpointing
+    with pytest.raises(UserError, match="recompute_granularity='pointwise'.* Use full"):
+        ours.set_gradient_checkpointing(True, "pointwise")
     for name, parameter in theirs.named_parameters():
         torch.testing.assert_close(plain[name], parameter.grad, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(recomputed[name], plain[name], rtol=1e-6, atol=1e-6)

@@ -6,7 +6,13 @@ import math
 import pytest
 
 from tandem.errors import UserError
-from tandem.pipeline.failures import GENERATION_FAILED, RewardGuard, warn_of_failed_rewards
+from tandem.pipeline.failures import (
+    GENERATION_FAILED,
+    RewardGuard,
+    StaleSampleError,
+    require_fresh,
+    warn_of_failed_rewards,
+)
 from tandem.types import (
     Completion,
     FinishReason,
@@ -55,3 +61,19 @@ def test_rewards_that_only_fail_end_the_run_with_the_cause() -> None:
         UserError, match="path='r.py': the last 4 rewards all failed.*no result within 3 s"
     ):
         guard.check([LATE, GOOD])
+
+
+@pytest.mark.parametrize(
+    ("version", "max_lag", "is_fresh"), [(3, 0, False), (4, 1, True), (4, 0, False), (6, 3, True)]
+)
+def test_a_token_that_is_too_old_or_too_new_is_never_used(
+    version: int, max_lag: int, is_fresh: bool
+) -> None:
+    """The sample was begun by version 3 and ended by version 4."""
+    completion = Completion(7, (1, 2, 3), (-0.5,) * 3, FinishReason.STOP, 3, ((2, 4),))
+    groups = [Group(Prompt(0, 0, (1,), "", "source", ""), (Sample(completion, "", GOOD),))]
+    if is_fresh:
+        require_fresh(groups, version=version, max_lag=max_lag)
+        return
+    with pytest.raises(StaleSampleError, match=rf"sample 7 .* \[3, 4\], and {version} is to use"):
+        require_fresh(groups, version=version, max_lag=max_lag)

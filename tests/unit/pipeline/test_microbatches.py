@@ -63,6 +63,9 @@ def test_one_sequence_that_does_not_fit_is_the_end() -> None:
     device, memory = Device(room=0), MemoryFit()
     with pytest.raises(UserError, match="one sequence, 12 tokens.*gradient_checkpointing=True"):
         asyncio.run(memory.run(device.compute, SEQUENCES, limits=LIMITS))
+    with pytest.raises(UserError, match="does not fit the device. Take a larger one.$"):
+        fit = MemoryFit("Take a larger one.")
+        asyncio.run(fit.run(device.compute, SEQUENCES, limits=LIMITS))
 
 
 def test_nothing_to_compute_is_no_micro_batch() -> None:

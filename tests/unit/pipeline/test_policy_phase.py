@@ -163,6 +163,14 @@ def test_shuffling_covers_a_batch_in_another_order_each_epoch() -> None:
     assert unshuffled.targets == [[0, 1, 10, 11], [20, 21, 30, 31]] * 2
 
 
+def test_tokens_of_the_ranks_are_told() -> None:
+    (_, reports) = update([group(1, 1.0, 0.0), group(2, 0.0, 1.0)])
+    tokens = 4 * (1 + 3)
+    for name in ("min", "max", "mean", "balanced_min", "balanced_max"):
+        assert reports[0].metrics[f"global_seqlen/{name}"] == tokens
+    assert reports[0].metrics["global_seqlen/minmax_diff"] == 0
+
+
 def test_log_probs_and_updates_are_those_of_the_sampling_temperature() -> None:
     groups = [group(uid, 1.0, 0.0) for uid in range(4)]
     temperature = "actor_rollout_ref.rollout.temperature=0.7"

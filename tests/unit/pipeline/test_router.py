@@ -2,10 +2,12 @@
 """The router: groups complete whatever the order of their samples, and nothing gets lost."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 
+from tandem.metrics.trace import TraceRecorder
 from tandem.pipeline.router import RolloutRouter
 from tandem.runtime.inprocess import InProcessRuntime
 from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams
@@ -19,20 +21,28 @@ class ReversingEngine:
     def __init__(self) -> None:
         self.waiting: list[int] = []
         self.batches: list[list[int]] = []
+        self.version = 0
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         ids = [i for request in requests for i in request.sample_ids]
         self.batches.append(ids)
         self.waiting.extend(ids)
 
-    def advance(self) -> list[Completion]:
+    def advance(self, max_steps: int | None = None) -> list[Completion]:
         if not self.waiting:
             return []
         sample_id = self.waiting.pop()
-        return [Completion(sample_id, (sample_id,), (-0.5,), FinishReason.STOP, 0)]
+        return [Completion(sample_id, (sample_id,), (-0.5,), FinishReason.STOP, self.version)]
 
-    def set_weights_version(self, version: int) -> None:
+    def settle(self) -> None:
+        raise AssertionError("whoever writes weights settles")
+
+    def release_cache(self) -> bool:
         raise AssertionError("not used here")
+
+    def set_weights_version(self, version: int) -> bool:
+        self.version = version
+        return True
 
 
 class ForgetfulEngine(ReversingEngine):
@@ -42,23 +52,45 @@ class ForgetfulEngine(ReversingEngine):
         self.batches.append([])
 
 
+class SlowReceiver(ReversingEngine):
+    """Has weights only after three more advances, as long as there is work."""
+
+    num_asked = 0
+
+    def set_weights_version(self, version: int) -> bool:
+        self.num_asked += 1
+        if self.waiting and self.num_asked < 4:
+            return False
+        return super().set_weights_version(version)
+
+
 def request(*sample_ids: int) -> GenerationRequest:
     return GenerationRequest(sample_ids=sample_ids, prompt_ids=(1, 2), sampling=SAMPLING)
 
 
-async def generate(engine: ReversingEngine, requests: list[GenerationRequest]) -> list[list[int]]:
+@asynccontextmanager
+async def routing(
+    engine: ReversingEngine, *, is_bounded: bool = False
+) -> AsyncIterator[RolloutRouter]:
+    """A router that runs within the block."""
     runtime = InProcessRuntime()
-    router = RolloutRouter(engine, runtime, clock=lambda: 0.0)
-    results: list[list[int]] = []
+    trace = TraceRecorder(lambda: 0.0, sink=None)
+    router = RolloutRouter(engine, runtime, clock=lambda: 0.0, trace=trace, is_bounded=is_bounded)
     try:
         async with asyncio.TaskGroup() as tasks:
             driver = tasks.create_task(router.run())
-            for future in router.submit(requests):
-                results.append([completion.sample_id for completion in await future])
+            yield router
             driver.cancel()
     finally:
         await runtime.close()
-    return results
+
+
+async def generate(
+    engine: ReversingEngine, requests: list[GenerationRequest], *, is_bounded: bool = False
+) -> list[list[int]]:
+    async with routing(engine, is_bounded=is_bounded) as router:
+        futures = router.submit(requests)
+        return [[completion.sample_id for completion in await future] for future in futures]
 
 
 def test_groups_come_back_whole_and_in_order() -> None:
@@ -73,7 +105,39 @@ def test_requests_submitted_together_are_added_together() -> None:
     assert engine.batches == [[0, 1, 2, 3]]
 
 
-def test_a_lost_sequence_is_an_error_and_not_a_hang() -> None:
+@pytest.mark.parametrize("is_bounded", [False, True])
+def test_a_lost_sequence_is_an_error_and_not_a_hang(is_bounded: bool) -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(generate(ForgetfulEngine(), [request(0)]))
+        asyncio.run(generate(ForgetfulEngine(), [request(0)], is_bounded=is_bounded))
     assert "lost 1 of its sequences" in str(caught.value.exceptions[0])
+
+
+def test_weights_that_are_on_their_way_do_not_stop_generation() -> None:
+    async def versions() -> list[int]:
+        engine = SlowReceiver()
+        async with routing(engine) as router:
+            futures = router.submit([request(*range(8))])
+            while not engine.batches:
+                await asyncio.sleep(0)
+            await router.use_weights(5)
+            return [completion.weights_version for completion in await futures[0]]
+
+    drawn_by = asyncio.run(versions())
+    assert sorted(drawn_by) == sorted([0] * drawn_by.count(0) + [5] * drawn_by.count(5))
+    assert drawn_by.count(0) >= 3 and drawn_by.count(5) >= 1
+
+
+def test_a_drained_engine_gets_no_request_before_its_weights() -> None:
+    async def versions() -> tuple[list[int], list[int]]:
+        async with routing(ReversingEngine()) as router:
+            (early,) = router.submit([request(0, 1, 2)])
+            await asyncio.sleep(0)
+            await router.drain()
+            assert early.done()
+            (late,) = router.submit([request(3, 4)])
+            await asyncio.sleep(0.05)
+            assert not late.done()
+            await router.use_weights(1)
+            return [c.weights_version for c in await early], [c.weights_version for c in await late]
+
+    assert asyncio.run(versions()) == ([0, 0, 0], [1, 1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of which environment and index follow from what was assigned and inherited."""
+"""A13: the table of which environment and index follow from what was assigned and inherited."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from tandem.platforms.isolation import (
     ASCEND,
     CUDA_LIKE,
     HOST,
+    MLU,
     MUSA,
     XPU,
     Visibility,
     apply_isolation,
+    is_restricted,
     plan_isolation,
 )
 
@@ -26,6 +28,9 @@ ROCR = "ROCR_VISIBLE_DEVICES"
 NPU = "ASCEND_RT_VISIBLE_DEVICES"
 MTHREADS = "MUSA_VISIBLE_DEVICES"
 ONEAPI = "ONEAPI_DEVICE_SELECTOR"
+CAMBRICON = "MLU_VISIBLE_DEVICES"
+NOSET = {CUDA_LIKE.ray_switch: "1"}
+NOSET_NPU = {ASCEND.ray_switch: "1"}
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 OTHER_UUID = "GPU-1111f937-d72c-4106-c12f-20bd9faed9f6"
 MIG = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/0"
@@ -64,6 +69,17 @@ MASKED = [
     (ASCEND, "6", {NPU: "6"}, "", ({NPU: "6"}, (), "6")),
     (XPU, "1", {}, "", ({ONEAPI: "level_zero:1"}, (), "1")),
     (XPU, "3", {ONEAPI: "level_zero:2,3"}, "", ({ONEAPI: "level_zero:3"}, (), "3")),
+    (MLU, "1", {}, "0,1", ({CAMBRICON: "1"}, (), "1")),
+    (MLU, "1", {CAMBRICON: "4,5", CUDA: "0"}, "0,1", ({CAMBRICON: "5"}, (), "5")),
+    # Ray leaves the variable alone where it is told to: nothing, or what the node inherited.
+    (CUDA_LIKE, "2", NOSET, "", ({CUDA: "2"}, (), "2")),
+    (CUDA_LIKE, "2", {**NOSET, CUDA: "4,5,6,7"}, "0,1,2,3", ({CUDA: "6"}, (), "6")),
+    (CUDA_LIKE, "6", {**NOSET, CUDA: "4,5,6,7"}, "4,5,6,7", ({CUDA: "6"}, (), "6")),
+    (CUDA_LIKE, UUID, {**NOSET, CUDA: UUID}, "", ({CUDA: UUID}, (), UUID)),
+    (ASCEND, "3", {**NOSET_NPU, NPU: "4,5,6,7"}, "0,1,2,3", ({NPU: "7"}, (), "7")),
+    # A share of a device is that device: Ray shows the same one to all who share it.
+    (CUDA_LIKE, "0", {CUDA: "0"}, "0", ({CUDA: "0"}, (), "0")),
+    (ASCEND, "5", {NPU: "5"}, "5", ({NPU: "5"}, (), "5")),
 ]
 
 
@@ -126,6 +142,10 @@ REJECTED = [
     (CUDA_LIKE, ["0"], {ROCR: "4,5", CUDA: "0"}, "", "count within the first"),
     (XPU, ["0"], {ONEAPI: "*:gpu"}, "", "level_zero:0,1"),
     (XPU, ["0"], {ONEAPI: "0,1"}, "", "level_zero:0,1"),
+    (CUDA_LIKE, ["1"], {**NOSET, CUDA: ""}, "", "hides all devices"),
+    (ASCEND, ["0"], {NPU: ""}, "0", "hides all devices"),
+    (ASCEND, ["4", "5"], {NPU: "4,5"}, "", "exactly one device"),
+    (MLU, ["3"], {CAMBRICON: "0,1"}, "", "not among them"),
     (MUSA, [UUID], {}, "", "has no index"),
     (MUSA, ["0"], {MTHREADS: "1,0"}, "0,1", "the position of another"),
     (MUSA, ["0"], {MTHREADS: ""}, "0", "hides all devices"),
@@ -177,3 +197,18 @@ def test_isolation_is_planned_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", done.stdout
+
+
+def test_the_table_has_forty_cases_and_more() -> None:
+    """A13 asks for them."""
+    assert len(MASKED) + len(SELECTED) + len(REJECTED) >= 40
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, False), ({CUDA: ""}, True), ({ROCR: "1"}, True), ({NPU: "1"}, False)],
+)
+def test_an_empty_list_restricts_and_a_foreign_one_does_not(
+    environment: dict[str, str], expected: bool
+) -> None:
+    assert is_restricted(CUDA_LIKE, environment) is expected

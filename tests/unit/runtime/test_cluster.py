@@ -11,6 +11,7 @@ from tandem.errors import UserError
 from tandem.platforms.isolation import CUDA_LIKE, HOST, MUSA
 from tandem.runtime.cluster import (
     ClusterSettings,
+    OwnDevices,
     fits,
     node_resources,
     plan_cluster,
@@ -118,7 +119,7 @@ def test_too_few_devices_are_named(
 def test_nodes_declare_what_ray_cannot_find() -> None:
     def resources(visibility, **ray_init):
         settings = replace(ONE, ray_init=ray_init)
-        return node_resources(visibility, num_visible=4, num_cores=2, settings=settings)
+        return node_resources([OwnDevices(visibility, 4)], num_cores=2, settings=settings)
 
     assert resources(HOST) == {"num_cpus": 8}
     assert resources(CUDA_LIKE) == {"num_cpus": 8}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tandem.errors import UserError
 from tandem.runtime.failure import (
@@ -77,6 +78,12 @@ def test_worker_failure_says_all_on_its_first_line() -> None:
     assert first == "train rank 3 (host node-b, pid 77) failed in update: KeyError: 'layer.7'"
     assert "test_failure.py" in "\n".join(rest)
     assert (failure.pool, failure.rank, failure.method) == ("train", 3, "update")
+
+
+def test_running_out_of_memory_names_what_to_lower() -> None:
+    symptom = symptom_of(torch.OutOfMemoryError("Tried to allocate 2 GiB."), time_s=0)
+    assert symptom.kind is Kind.RAISED
+    assert symptom.cause.startswith("OutOfMemoryError: Tried to allocate 2 GiB. Lower actor_")
 
 
 def test_user_errors_stay_user_errors() -> None:

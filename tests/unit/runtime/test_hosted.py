@@ -76,7 +76,7 @@ def test_selecting_process_uses_the_device_of_its_index(clean_process: pytest.Mo
     [
         ({"num_devices": lambda: 2}, "cpu shows 2 devices here, against: CUDA_VISIBLE_DEVICES=0"),
         ({"num_devices": lambda: 0}, "cpu shows 0 devices here"),
-        ({"is_available": lambda: False}, "cpu finds no usable device here"),
+        ({"probe": lambda: "finds no device"}, "platform=cpu: train rank 1 cannot use it on "),
     ],
 )
 def test_isolation_without_effect_ends_the_worker(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,12 @@ from tandem.sync.forming import LinkPlace, LinkSettings, LinkTensors
 from tandem.types import HeldSlice, SliceSpec
 
 CPU = torch.device("cpu")
+MODES: list[dict[str, Any]] = [
+    {"staged": staged, "double_buffered": double}
+    for staged in (False, True)
+    for double in (False, True)
+]
+"""The ways of updating weights."""
 KEPT_IN_FP32 = ("norm", "scale")
 """What a rollout in bf16 needs in full precision."""
 

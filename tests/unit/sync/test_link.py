@@ -14,10 +14,13 @@ from torch._C._distributed_c10d import Store
 from tandem.sync.checksum import SAMPLING
 from tandem.sync.failure import SyncError
 from tandem.sync.forming import LinkTensors
-from tandem.sync.link import TransferReport, WeightLink, end_link, open_link
+from tandem.sync.link import WeightLink, open_link
+from tandem.sync.membership import end_link
+from tandem.sync.transfer import TransferReport
 from tandem.types import HeldSlice
 from tests.unit.sync.faulty_group import corrupting, faulty
 from tests.unit.sync.layouts import (
+    MODES,
     check_arrived,
     constant,
     cut,
@@ -50,25 +53,27 @@ def test_a_process_that_does_both_shares_storage_or_copies() -> None:
     assert run_threads(run, 1) == [None]
 
 
-@pytest.mark.parametrize("double_buffered", [False, True])
-def test_readers_never_see_two_versions(double_buffered: bool) -> None:
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_readers_never_see_two_versions(mode: dict[str, Any]) -> None:
     """A few updates; tests/distributed makes a thousand between processes."""
 
     def run(rank: int, store: Store) -> list[set[int]]:
-        buckets = settings(512, 512, double_buffered=double_buffered)
+        buckets = settings(512, 512, **mode)
         return update_often(store, place(rank, 2), settings=buckets, num_updates=60)
 
     for versions in run_threads(run, 2)[1]:
         assert len(versions) > 5, "readers met many versions"
 
 
-def test_bucket_sizes_decide_how_often_is_packed_and_loaded() -> None:
-    def transfer(send_bytes: int, receive_bytes: int) -> list[TransferReport]:
-        def run(rank: int, store: Store) -> TransferReport:
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_bucket_sizes_decide_how_often_is_packed_and_loaded(mode: dict[str, Any]) -> None:
+    def transfer(send_bytes: int, receive_bytes: int) -> list[tuple[TransferReport, int]]:
+        def run(rank: int, store: Store) -> tuple[TransferReport, int]:
             slices = cut({"w": torch.arange(1024.0)}, (1, 1), rank=0)
             tensors = receiving(slices) if rank else sending(slices)
-            buckets = settings(send_bytes, receive_bytes)
-            return open_link(store, place(rank, 2), tensors=tensors, settings=buckets).transfer(1)
+            buckets = settings(send_bytes, receive_bytes, **mode)
+            link = open_link(store, place(rank, 2), tensors=tensors, settings=buckets)
+            return link.transfer(1), link.num_loads
 
         return run_threads(run, 2)
 
@@ -78,9 +83,9 @@ def test_bucket_sizes_decide_how_often_is_packed_and_loaded() -> None:
         (512, 4096, 8, 1),
         (1 << 20, 1 << 20, 1, 1),
     ):
-        sent, received = transfer(send_bytes, receive_bytes)
-        assert (sent.num_packs, received.num_loads) == (num_packs, num_loads)
-        assert (sent.num_loads, received.num_packs) == (0, 0)
+        (sent, sender_loads), (received, receiver_loads) = transfer(send_bytes, receive_bytes)
+        assert (sent.num_packs, receiver_loads) == (num_packs, num_loads)
+        assert (sender_loads, received.num_packs) == (0, 0)
         assert sent.sent_bytes == received.received_bytes == 4096
 
 
@@ -135,7 +140,10 @@ def _error_of(function: Callable[[], object]) -> SyncError:
     return caught.value
 
 
-def test_a_storage_that_is_gone_is_named_everywhere_and_the_next_transfer_works() -> None:
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_storage_that_is_gone_is_named_everywhere_and_the_next_transfer_works(
+    mode: dict[str, Any],
+) -> None:
     def act(rank: int, link: WeightLink, slices: list[HeldSlice]) -> SyncError:
         tensor = next(slice_.tensor for slice_ in slices if slice_.spec.name == "head")
         storage, kept = tensor.untyped_storage(), tensor.clone()
@@ -152,27 +160,30 @@ def test_a_storage_that_is_gone_is_named_everywhere_and_the_next_transfer_works(
             assert link.gate.version == 2
         return error
 
-    assert "process 0 (rank 0 of link weights): head: " in _message_of_all(_three(act))
+    assert "process 0 (rank 0 of link weights): head: " in _message_of_all(_three(act, **mode))
 
 
-@pytest.mark.parametrize("double_buffered", [False, True])
-def test_a_corrupt_bucket_is_named_everywhere(double_buffered: bool) -> None:
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_corrupt_bucket_is_named_everywhere(mode: dict[str, Any]) -> None:
+    in_place = not any(mode.values())
+
     def act(rank: int, link: WeightLink, slices: list[HeldSlice]) -> SyncError:
         link.gate.publish(0)
         error = _error_of(lambda: link.transfer(1))
-        assert link.gate.version == (0 if double_buffered or rank == 0 else None)
+        assert link.gate.version == (None if in_place and rank else 0)
         untouched = all(float(slice_.tensor.min()) == 77 for slice_ in slices[:1])
-        assert rank == 0 or untouched == double_buffered
+        assert rank == 0 or untouched != in_place
         link.transfer(2)
         check_arrived(slices if rank else [], WEIGHTS)
         return error
 
-    message = _message_of_all(_three(act, corrupt=[3], double_buffered=double_buffered))
+    message = _message_of_all(_three(act, corrupt=[3], **mode))
     assert message.startswith("embed: [30:40, 0:48] arrived corrupt")
     assert "from process 0 (rank 0 of link weights) at process 2 (rank 2 of link" in message
 
 
-def test_weights_that_were_replaced_in_part_cannot_be_used() -> None:
+@pytest.mark.parametrize("mode", MODES[1:], ids=str)
+def test_weights_that_were_replaced_in_part_cannot_be_used(mode: dict[str, Any]) -> None:
     def rooms(rank: int) -> list[HeldSlice]:
         slices = _bfloat16_rooms(rank)
         if rank == 1:  # nothing can be copied into a tensor whose elements are one
@@ -192,10 +203,11 @@ def test_weights_that_were_replaced_in_part_cannot_be_used() -> None:
             pass
         return link.gate.version
 
-    assert _three(act, rooms, double_buffered=True)[1:] == [None, 1]
+    assert _three(act, rooms, **mode)[1:] == [None, 1]
 
 
-def test_later_corruption_is_found_by_samples() -> None:
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_later_corruption_is_found_by_samples(mode: dict[str, Any]) -> None:
     def act(rank: int, link: WeightLink, slices: list[HeldSlice]) -> int:
         for version in range(1, 2 + SAMPLING):
             try:
@@ -204,7 +216,7 @@ def test_later_corruption_is_found_by_samples() -> None:
                 return version
         return 0
 
-    found = _three(act, corrupt=range(NUM_MESSAGES, 10_000))
+    found = _three(act, corrupt=range(NUM_MESSAGES, 10_000), **mode)
     assert len(set(found)) == 1
     assert 2 <= found[0] <= 1 + SAMPLING
 
@@ -243,7 +255,8 @@ def test_layouts_that_do_not_match_fail_when_the_link_is_formed() -> None:
     assert "embed: its shape is (50, 48) in rank 0 and (9, 9) in rank 1" in message(lambda _: wide)
 
 
-def test_an_unforeseen_error_frees_the_others_with_its_cause() -> None:
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_an_unforeseen_error_frees_the_others_with_its_cause(mode: dict[str, Any]) -> None:
     def fall(number: int, bucket: torch.Tensor) -> None:
         del bucket
         if number == 3:
@@ -257,7 +270,7 @@ def test_an_unforeseen_error_frees_the_others_with_its_cause() -> None:
             store,
             place(rank, 3),
             tensors=tensors,
-            settings=settings(256, 256),
+            settings=settings(256, 256, **mode),
             make_group=make_group,
         )
         link.transfer(1)

@@ -117,6 +117,19 @@ def test_overlapping_holders_and_cut_receivers() -> None:
         )
 
 
+def test_all_receivers_of_a_message_are_of_one_island() -> None:
+    trainers, needs = _trainers((2, 1)), Layout(needs=_rollout())
+    layouts = [*(Layout(sends=specs) for specs in trainers), needs, needs, needs]
+    islands = ["npu", "npu", "musa", "musa", "cpu"]
+    plan = make_plan(layouts, message_bytes=1 << 20, islands=islands)
+    assert {route.receivers for route in plan.routes} == {(2, 3), (4,)}
+    assert {route.receivers for route in make_plan(layouts, message_bytes=1 << 20).routes} == {
+        (2, 3, 4)
+    }
+    for rank in (2, 3, 4):
+        assert _received(plan, rank) == _all_elements()
+
+
 def test_messages_take_turns_over_the_senders() -> None:
     plan = make_plan(
         [*(Layout(sends=specs) for specs in _trainers((2, 1))), Layout(needs=_rollout())],

@@ -20,8 +20,9 @@ NUM_READERS = 2
 def update_often(
     store: Store, place: LinkPlace, *, settings: LinkSettings, num_updates: int
 ) -> list[set[int]]:
-    """Rank 0 sends constant weights, the constant being the version, at random moments; rank 1
-    receives them while threads check that they read a single constant, and the right one.
+    """Rank 0 sends constant weights, the constant being the version, at random moments, and changes
+    them as soon as it may; rank 1 puts what has arrived in use at random moments, while threads
+    check that they read a single constant, and the right one.
 
     Returns:
         for each reader the versions that it met; of rank 0 nothing.
@@ -40,12 +41,29 @@ def update_often(
         if place.rank == 0:
             for tensor in weights.values():
                 tensor.fill_(version)
-        link.transfer(version)
+        link.begin(version)
+        if place.rank == 0:
+            for tensor in weights.values():
+                tensor.fill_(-version)
+        else:
+            _use_perhaps(link, version, chance=source.random())
+    link.wait()
+    if place.rank:
+        assert link.swap() == num_updates
     for reader in readers if place.rank else []:
         reader.join()
         assert reader.mixed is None, f"version {reader.mixed} was mixed"
     link.close()
     return [reader.versions for reader in readers] if place.rank else []
+
+
+def _use_perhaps(link: WeightLink, version: int, *, chance: float) -> None:
+    """Put it in use, or whatever is there, or leave it to be skipped."""
+    if chance < 0.3:
+        assert link.swap(version) == version
+    elif chance < 0.6:
+        time.sleep(chance * 5e-3)
+        link.swap()
 
 
 class _Reader(threading.Thread):

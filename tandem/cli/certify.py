@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tandem certify``: run the contract suite on the platform of this machine, unmodified, and write
+what it found as a certificate. Exit code 0 if everything passed, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tandem.errors import UserError
+from tandem.platforms.record import Platform
+from tandem.platforms.select import AUTO, select_platform
+from tandem.testing.certificates import certificate_of, write_certificate
+from tandem.testing.contracts.suite import MAX_RANKS, Outcome, run_suite
+from tandem.testing.processes import ProcessError
+
+FAILED = 1
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Certify, and print one line for each check; returns the exit code."""
+    options = _parse(arguments)
+    platform = select_platform(options.platform, key="--platform")
+    ranks = options.ranks or _ranks(platform)
+    try:
+        report = run_suite(platform, num_ranks=ranks, timeout_s=options.timeout)
+    except ProcessError as error:
+        raise UserError(f"--platform={platform.name}: the suite could not end: {error}") from error
+    for outcome in report.outcomes:
+        print(_line(outcome))
+    today = datetime.now(UTC).date()
+    certificate = certificate_of(platform, report, today=today)
+    path = write_certificate(certificate, Path(options.output))
+    verdict = "passed" if certificate.passed else f"{len(report.failures)} failed"
+    print(f"{certificate.device}, {ranks} process(es): {verdict}. Written to {path}")
+    return 0 if certificate.passed else FAILED
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tandem certify", description="Run the contract suite on this machine's platform."
+    )
+    parser.add_argument("--platform", default=AUTO, help="name of a platform (default: auto)")
+    parser.add_argument("--ranks", type=int, help="processes, sharing the devices in turn")
+    parser.add_argument("--output", default="certificates", help="folder of the certificate")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for the whole")
+    return parser.parse_args(arguments)
+
+
+def _ranks(platform: Platform) -> int:
+    """One process a device, but the host is enough for several."""
+    return min(MAX_RANKS, platform.num_devices()) if platform.has_own_memory else MAX_RANKS
+
+
+def _line(outcome: Outcome) -> str:
+    measured = ", ".join(f"{name} {value:.3g}" for name, value in outcome.measured.items())
+    state = "NO " if outcome.failure else "ok "
+    return f"{state} {outcome.name:<22} {outcome.seconds:6.2f} s  {outcome.failure or measured}"

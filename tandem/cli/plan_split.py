@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tandem plan --times RUN_OR_TABLE [--json] ARGUMENTS``: the plan, and how the devices are better
+divided, by the times of runs that were made (or of a JSON table, see ``metrics.task_times``).
+
+``--times`` may be given several times, with runs on other numbers of devices. Starts nothing; the
+pipeline is simulated (``pipeline.prediction``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tandem.cli.plan import plan_arguments, print_plan, print_rows
+from tandem.config.device_rules import run_device_problems
+from tandem.config.pools import HALVES, needed_tasks, place_run
+from tandem.config.run import RunConfig
+from tandem.errors import UserError
+from tandem.metrics.number_format import format_number
+from tandem.metrics.task_times import MeasuredRun, TaskTimes, measured_run, read_times
+from tandem.pipeline.planner import Split, Suggestion, floor_seconds, suggest
+from tandem.pipeline.prediction import predict_step, predictor
+
+_TIMES = "--times"
+_LAGS = (0, 1, 2, 3, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitAdvice:
+    """What is suggested for a configuration.
+
+    Attributes:
+        configured_seconds: predicted step as configured; ``suggestion`` has the one suggested.
+        floor: no step of the suggested split can be shorter.
+        overrides: the arguments that bring it about.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    suggestion: Suggestion
+    configured_seconds: float
+    floor: float
+    overrides: tuple[str, ...]
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the suggested split beats what is configured, such as shared devices."""
+        return self.suggestion.seconds < self.configured_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        split = self.suggestion.split
+        return {
+            "devices": {
+                "+".join(group): count
+                for group, count in zip(self.groups, split.devices, strict=True)
+            },
+            "lag": split.lag,
+            "is_better": self.is_better,
+            "step_s": self.suggestion.seconds,
+            "floor_s": self.floor,
+            "step_s_as_configured": self.configured_seconds,
+            "splits_simulated": len(self.suggestion.predictions),
+            "overrides": list(self.overrides),
+        }
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the plan and the advice."""
+    paths, words = _take_times([word for word in arguments if word not in ("--json", "--keys")])
+    plan = plan_arguments(words)
+    assert isinstance(plan.config, RunConfig), "plan_arguments plans runs"
+    advice = advise(plan.config, read_times(paths))
+    if "--json" in arguments:
+        print(json.dumps(plan.to_dict() | {"suggestion": advice.to_dict()}, indent=2))
+        return 0
+    console = Console()
+    print_plan(plan, console, with_keys="--keys" in arguments)
+    print_rows("Suggested split, simulated", _rows(advice), console=console)
+    line = "no split is faster than what is configured"
+    if advice.is_better:
+        line = f"arguments: {' '.join(advice.overrides)}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
+    """The fastest split of the run's devices among its groups (two halves, if it names none).
+
+    Raises:
+        UserError: there are no times of a task of the run, or too few devices to divide.
+    """
+    needed = needed_tasks(config)
+    for task in needed:
+        if not times.measured.get(task):
+            raise UserError(
+                f"{_TIMES}: holds no times of {task}, which this run performs. Add a table with "
+                f"them, or a run that performs it."
+            )
+    named = config.trainer.separated_node_tasks or HALVES
+    kept = (tuple(task for task in group if task in needed) for group in named)
+    groups = tuple(group for group in kept if group)
+    num_devices = config.trainer.num_devices
+    if num_devices < len(groups):
+        raise UserError(
+            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {num_devices} device(s) "
+            f"cannot be divided among {len(groups)} groups. Set trainer.n_gpus_per_node="
+            f"{len(groups)} or more, or name fewer groups."
+        )
+    suggestion = suggest(
+        times,
+        groups,
+        start=_start(config, groups),
+        lags=sorted({*_LAGS, config.trainer.max_lag}),
+        is_allowed=_rule(config, groups),
+        predict=predictor(config, times, groups=groups),
+    )
+    split = suggestion.split
+    return SplitAdvice(
+        groups=groups,
+        suggestion=suggestion,
+        configured_seconds=configured_seconds(config, times),
+        floor=floor_seconds(times, groups, devices=split.devices),
+        overrides=(
+            f"trainer.separated_node_tasks={_written(groups)}",
+            f"trainer.separated_node_ratios={list(_ratios(split.devices))}".replace(" ", ""),
+            f"trainer.async_pipeline={split.lag > 0}",
+            f"trainer.generate_ahead_steps={split.lag}",
+            "actor_rollout_ref.hybrid_engine=False",
+        ),
+    )
+
+
+def configured_seconds(config: RunConfig, times: TaskTimes) -> float:
+    """Predicted seconds of a step with the devices as ``config`` places them."""
+    pools = place_run(config).used_pools
+    split = Split(tuple(pool.num_devices for pool in pools), config.trainer.max_lag)
+    return predict_step(config, times, groups=[pool.tasks for pool in pools], split=split)
+
+
+def forecast_rows(folder: Path) -> list[tuple[str, str]]:
+    """For the report of an asynchronous run: what its own task times predict, beside what it took.
+
+    None for other runs, and for those with too few steps.
+    """
+    try:
+        measured = measured_run(folder)
+    except UserError:
+        return []
+    if measured.config.trainer.max_lag == 0:
+        return []
+    return _forecast(measured)
+
+
+def _forecast(measured: MeasuredRun) -> list[tuple[str, str]]:
+    times, config = measured.times, measured.config
+    pools = place_run(config).used_pools
+    devices = [pool.num_devices for pool in pools]
+    floor = floor_seconds(times, [pool.tasks for pool in pools], devices=devices)
+    predicted = configured_seconds(config, times)
+    difference = measured.step_s / predicted - 1
+    return [
+        ("step, predicted from its task times", _shown(predicted)),
+        ("step, achieved (median wall time)", f"{_shown(measured.step_s)} ({difference:+.0%})"),
+        ("busiest pool, the least a step can take", _shown(floor)),
+        ("overlap: busiest pool / step", f"{floor / measured.step_s:.2f}"),
+    ]
+
+
+def _start(config: RunConfig, groups: Sequence[tuple[str, ...]]) -> Split:
+    """The devices as configured, if these are the groups; else as even as can be."""
+    num_devices, lag = config.trainer.num_devices, config.trainer.max_lag
+    pools = place_run(config).used_pools
+    counts = tuple(pool.num_devices for pool in pools)
+    if tuple(pool.tasks for pool in pools) != groups or sum(counts) != num_devices:
+        share, more = divmod(num_devices, len(groups))
+        counts = tuple(share + (i < more) for i in range(len(groups)))
+    return Split(counts, lag)
+
+
+def _rule(
+    config: RunConfig, groups: Sequence[tuple[str, ...]]
+) -> Callable[[tuple[int, ...]], bool]:
+    """Whether a run could be placed so."""
+
+    def is_allowed(devices: tuple[int, ...]) -> bool:
+        trainer = config.trainer.model_copy(
+            update={
+                "separated_node_tasks": tuple(groups),
+                "separated_node_ratios": _ratios(devices),
+            }
+        )
+        return not any(run_device_problems(config.model_copy(update={"trainer": trainer})))
+
+    return is_allowed
+
+
+def _ratios(devices: Sequence[int]) -> tuple[float, ...]:
+    """Rounded down, so that they do not add up to more than 1; largest remainders do the rest."""
+    return tuple(int(1e6 * count / sum(devices) + 1e-6) / 1e6 for count in devices)
+
+
+def _written(groups: Sequence[Sequence[str]]) -> str:
+    return "[" + ",".join(f"[{','.join(group)}]" for group in groups) + "]"
+
+
+def _rows(advice: SplitAdvice) -> list[tuple[str, str]]:
+    suggestion = advice.suggestion
+    gain = advice.configured_seconds / suggestion.seconds
+    return [
+        *(
+            (", ".join(group), f"{count} device(s)")
+            for group, count in zip(advice.groups, suggestion.split.devices, strict=True)
+        ),
+        ("generate ahead, steps", str(suggestion.split.lag)),
+        ("step, predicted", _shown(suggestion.seconds)),
+        (
+            "step as configured, predicted",
+            f"{_shown(advice.configured_seconds)} ({gain:.2f} times)",
+        ),
+        ("busiest pool, the least a step can take", _shown(advice.floor)),
+        ("splits simulated", str(len(suggestion.predictions))),
+    ]
+
+
+def _shown(seconds: float) -> str:
+    return f"{format_number(seconds)} s"
+
+
+def _take_times(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The values of ``--times``, and the other words."""
+    paths: list[Path] = []
+    others: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        if word == _TIMES:
+            value = next(remaining, "")
+        elif word.startswith(f"{_TIMES}="):
+            value = word.removeprefix(f"{_TIMES}=")
+        else:
+            others.append(word)
+            continue
+        if not value:
+            raise UserError(f"{_TIMES}='': must name a run folder or a table. Give one.")
+        paths.append(Path(value).expanduser())
+    return paths, others

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups whose members have devices of different vendors, by FlagCX.
+
+Its calls may block without end when a peer is gone, so each group makes them in a thread of its
+own, which is waited for with a deadline and left behind where that is over. On a device, a
+broadcast runs on a stream of the group's own. Not here: when FlagCX is used, and the plug-in that
+makes it a back end of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from tandem.comm.calling import CallingThread
+from tandem.comm.deadline import POLL_S, Deadline, GroupError
+from tandem.comm.flagcx_library import FlagcxLibrary
+from tandem.comm.group import Group, GroupPlace, Pending, wait_for_device
+from tandem.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+StreamHandle = Callable[[Any], int]
+"""The vendor's own handle of a stream of a platform's device module."""
+
+_FAREWELL_S = 2.0
+"""A member that leaves waits this long for the others: that is how FlagCX says goodbye."""
+_PROOF_BYTES = 255
+_ALONE = "ASCEND"
+"""The vendor whose library FlagCX cannot combine with others."""
+
+
+def find_obstacle(vendors: Sequence[str]) -> str:
+    """Why FlagCX cannot connect ranks of these vendors in this order, "" if it can.
+
+    Example:
+        >>> find_obstacle(["NVIDIA", "NVIDIA", "MUSA"])
+        ''
+        >>> find_obstacle(["NVIDIA", "MUSA", "NVIDIA"])
+        'the ranks of one vendor must follow each other, and these are NVIDIA, MUSA, NVIDIA'
+    """
+    if len([vendor for vendor, _ in groupby(vendors)]) > len(set(vendors)):
+        # it would number them wrongly without an error
+        order = ", ".join(vendors)
+        return f"the ranks of one vendor must follow each other, and these are {order}"
+    if _ALONE in vendors and len(set(vendors)) > 1:
+        others = " and ".join(sorted(set(vendors) - {_ALONE}))
+        return f"FlagCX does not connect {_ALONE} with {others}"
+    return ""
+
+
+def vendors_with_one_rank(vendors: Sequence[str]) -> list[str]:
+    """Those for whose sake a group of several vendors goes through the host within FlagCX.
+
+    Example:
+        >>> vendors_with_one_rank(["NVIDIA", "MUSA", "MUSA"])
+        ['NVIDIA']
+    """
+    names = set(vendors)
+    return sorted(name for name in names if vendors.count(name) == 1) if len(names) > 1 else []
+
+
+def form_flagcx_group(
+    store: Store, place: GroupPlace, *, library: FlagcxLibrary, stream_handle: StreamHandle
+) -> Group:
+    """As ``form_group``: blocks until all members are connected.
+
+    Args:
+        library: of this process's vendor.
+        stream_handle: of this process's platform; not asked on the host.
+
+    Raises:
+        GroupError: not all came in time, or the library of one of them failed.
+        UserError: in all members, if FlagCX cannot connect them.
+    """
+    stream = None if place.device.type == "cpu" else _DeviceStream(place.device, stream_handle)
+    is_first = place.rank == place.members[0]
+    hello = _make_hello(library, stream, is_first=is_first)
+    store = PrefixStore(place.name, store)
+    hellos = _meet(store, place, hello=hello, stage="hello")
+    _check_members(hellos, place)
+    if is_first:
+        _warn_of_single_ranks(place, [hello.vendor for hello in hellos])
+    thread = CallingThread(f"flagcx {place.name}")
+    unique_id = bytes.fromhex(hellos[0].unique_id)
+    connected = thread.submit(
+        lambda: _Communicator(library, place, unique_id=unique_id, stream=stream)
+    )
+    if not wait([connected], timeout=place.timeout_s).done:
+        raise GroupError(f"group {place.name}: not all took part within {place.timeout_s:g} s")
+    communicator = connected.result()
+    group = _FlagcxGroup(place, thread=thread, communicator=communicator, stream=stream)
+    if not communicator.is_homogeneous:
+        _prove(store, place, group=group)
+    return group
+
+
+@dataclass(frozen=True, slots=True)
+class _Hello:
+    """What a member tells the others first. ``unique_id`` is the first member's, in hexadecimal."""
+
+    vendor: str = ""
+    abi: str = ""
+    unique_id: str = ""
+    failure: str = ""
+
+
+def _make_hello(library: FlagcxLibrary, stream: _DeviceStream | None, *, is_first: bool) -> _Hello:
+    """Never raises: the others must learn of a failure."""
+    try:
+        if stream:
+            stream.handle()
+        unique_id = library.make_id().hex() if is_first else ""
+        return _Hello(vendor=library.vendor(), abi=library.abi.value, unique_id=unique_id)
+    except (GroupError, UserError) as error:
+        return _Hello(failure=str(error))
+
+
+def _meet(store: Store, place: GroupPlace, *, hello: _Hello, stage: str) -> list[_Hello]:
+    """The hellos of all members, in their order."""
+    keys = [f"flagcx/{stage}/{rank}" for rank in place.members]
+    store.set(f"flagcx/{stage}/{place.rank}", json.dumps(asdict(hello)))
+    try:
+        store.wait(keys, timedelta(seconds=place.timeout_s))
+    except RuntimeError as error:
+        absent = [
+            rank for rank, key in zip(place.members, keys, strict=True) if not _has(store, key)
+        ]
+        raise GroupError(
+            f"group {place.name}: no answer from ranks {absent} within {place.timeout_s:g} s"
+        ) from error
+    return [_Hello(**json.loads(store.get(key))) for key in keys]
+
+
+def _has(store: Store, key: str) -> bool:
+    try:
+        return store.check([key])
+    except RuntimeError:  # the store is gone, and with it everybody
+        return False
+
+
+def _check_members(hellos: Sequence[_Hello], place: GroupPlace) -> None:
+    for rank, hello in zip(place.members, hellos, strict=True):
+        if hello.failure:
+            raise GroupError(f"group {place.name}: rank {rank}: {hello.failure}")
+    if len({hello.abi for hello in hellos}) > 1:
+        told = ", ".join(
+            f"rank {rank} {hello.abi}" for rank, hello in zip(place.members, hellos, strict=True)
+        )
+        raise UserError(
+            f"flagcx={place.name}: the versions differ ({told}). "
+            "Install the same version of FlagCX on all nodes."
+        )
+    obstacle = find_obstacle([hello.vendor for hello in hellos])
+    if obstacle:
+        raise UserError(f"flagcx={place.name}: {obstacle}. Use the host-staged transport.")
+
+
+def _warn_of_single_ranks(place: GroupPlace, vendors: Sequence[str]) -> None:
+    alone = vendors_with_one_rank(vendors)
+    if alone:
+        logger.warning(
+            "group %s: FlagCX goes through the host because %s has one rank only",
+            place.name,
+            " and ".join(alone),
+        )
+
+
+def _prove(store: Store, place: GroupPlace, *, group: Group) -> None:
+    """Broadcast something that all know. From 0.13 on, FlagCX delivers what stands behind the
+    sender's bytes wherever it goes through the host, without an error."""
+    deadline = Deadline(place.timeout_s, store=store, key="flagcx/failure")
+    known = torch.arange(_PROOF_BYTES, dtype=torch.uint8) + 1
+    first = place.members[0]
+    bucket = (known if place.rank == first else torch.zeros_like(known)).to(place.device)
+    group.broadcast(bucket, root=first).wait(deadline)
+    if place.device.type != "cpu":
+        wait_for_device(torch.accelerator.current_stream(place.device), deadline)
+    failure = "" if torch.equal(bucket.cpu(), known) else "wrong"
+    answers = _meet(store, place, hello=_Hello(failure=failure), stage="proof")
+    wrong = [r for r, answer in zip(place.members, answers, strict=True) if answer.failure]
+    if wrong:
+        group.abandon()
+        raise UserError(
+            f"flagcx={place.name}: what it broadcasts does not arrive as it was sent at ranks "
+            f"{wrong}. Use the host-staged transport, or at least two ranks of each vendor."
+        )
+
+
+class _DeviceStream:
+    """The stream on which a group's broadcasts run, beside those of its callers."""
+
+    def __init__(self, device: torch.device, stream_handle: StreamHandle) -> None:
+        self._device = device
+        # Streams and events are the vendor's own: torch's general ones do not wait for those.
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+        self._stream_handle = stream_handle
+
+    def handle(self) -> int:
+        """The vendor's.
+
+        Raises:
+            GroupError: the platform does not know it.
+        """
+        kind = f"{type(self._stream).__name__} of {self._device}"
+        try:
+            handle = self._stream_handle(self._stream)
+        except (AttributeError, TypeError) as error:
+            raise GroupError(f"{kind}: its platform does not know such a stream") from error
+        if not isinstance(handle, int) or handle == 0:  # 0 is a stream, but another one
+            raise GroupError(f"{kind}: its platform takes {handle!r} for the handle of the stream")
+        return handle
+
+    def follow_current(self) -> None:
+        """Run what comes after what the caller's current stream has been given."""
+        self._stream.wait_stream(self._module.current_stream(self._device))
+
+    def finish(self) -> None:
+        """Wait for what it has been given."""
+        self._stream.synchronize()
+
+    def record(self) -> torch.Event:
+        """What it has been given by now."""
+        return self._stream.record_event()
+
+    def lead_current(self, event: torch.Event) -> None:
+        """Let the caller's current stream go on after the event."""
+        self._module.current_stream(self._device).wait_event(event)
+
+
+class _Communicator:
+    """One member's end, used by one thread only."""
+
+    def __init__(
+        self,
+        library: FlagcxLibrary,
+        place: GroupPlace,
+        *,
+        unique_id: bytes,
+        stream: _DeviceStream | None,
+    ) -> None:
+        """Blocks until all members are connected."""
+        self._library = library
+        library.use_device(place.device.index or 0)
+        rank = place.members.index(place.rank)
+        self._communicator = library.connect(unique_id, rank=rank, size=len(place.members))
+        self.is_homogeneous = library.is_homogeneous(self._communicator)
+        self._stream = library.copy_stream(stream.handle()) if stream else 0
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Queue it on the group's stream."""
+        self._library.broadcast(
+            self._communicator,
+            tensor.data_ptr(),
+            num_bytes=tensor.nbytes,
+            root=root,
+            stream=self._stream,
+        )
+
+    def leave(self) -> None:
+        """Blocks until all members do."""
+        self._free_stream()
+        self._library.destroy(self._communicator)
+
+    def break_off(self) -> None:
+        """Waits for nobody. What FlagCX holds of a heterogeneous one stays: it cannot abort it."""
+        self._free_stream()
+        if self.is_homogeneous:
+            self._library.abort(self._communicator)
+
+    def _free_stream(self) -> None:
+        if self._stream:
+            self._library.free_stream(self._stream)
+            self._stream = 0
+
+
+class _FlagcxGroup:
+    """Implements ``Group``."""
+
+    def __init__(
+        self,
+        place: GroupPlace,
+        *,
+        thread: CallingThread,
+        communicator: _Communicator,
+        stream: _DeviceStream | None,
+    ) -> None:
+        self.members = place.members
+        self._place = place
+        self._thread: CallingThread | None = thread
+        self._communicator = communicator
+        self._stream = stream
+
+    def broadcast(self, tensor: Tensor, *, root: int) -> Pending:
+        if self._thread is None:
+            raise GroupError("the group is closed")
+        if tensor.device.type != self._place.device.type or not tensor.is_contiguous():
+            raise ValueError(
+                f"tensor={tuple(tensor.shape)} on {tensor.device}: must be contiguous "
+                f"and on {self._place.device}. Broadcast a contiguous copy."
+            )
+        stream, communicator = self._stream, self._communicator
+        if stream:
+            stream.follow_current()
+
+        def call() -> torch.Event | None:
+            if stream and not communicator.is_homogeneous:
+                stream.finish()  # through the host it reads and writes without regard to streams
+            if tensor.nbytes:  # not all ways of FlagCX know empty ones
+                communicator.broadcast(tensor, self.members.index(root))
+            return stream.record() if stream else None
+
+        return _Broadcast(self._thread.submit(call), stream)
+
+    def gather(self, value: Any, deadline: Deadline) -> list[Any]:
+        raise NotImplementedError("gather: values are gathered by groups of the host")
+
+    def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        left = thread.submit(self._communicator.leave)
+        thread.finish()
+        failure = left.exception() if wait([left], timeout=_FAREWELL_S).done else "others stay"
+        if failure:  # nothing is lost by it but memory
+            logger.warning("group %s: not left properly: %s", self._place.name, failure)
+
+    def abandon(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        thread.drop()
+        thread.submit(self._communicator.break_off)
+        thread.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _Broadcast:
+    called: Future[torch.Event | None]
+    stream: _DeviceStream | None
+
+    def wait(self, deadline: Deadline) -> None:
+        while not wait([self.called], timeout=POLL_S).done:
+            deadline.check()
+        event = self.called.result()
+        if self.stream and event:
+            self.stream.lead_current(event)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Off-policy correction of a batch whose proximal log-probs are known before the update: importance
+weights, rejection, and verl's ``rollout_corr/*`` metrics, also by lag.
+
+Where they are not known (one optimizer step a batch, or ``bypass_mode``), ``PolicyLoss`` does the
+same with the log-probs of its own forward pass, and a pass over the batch is saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.algorithms.kl import LOG_RATIO_LIMIT
+from tandem.algorithms.off_policy import (
+    PREFIX,
+    Correction,
+    ImportanceSampling,
+    Mismatch,
+    Rejection,
+    all_kept,
+    importance_weights,
+    kept_tokens,
+    lag_metrics,
+    lag_sums,
+    monitored,
+    normalized,
+    raw_weights,
+)
+from tandem.config.run import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectedBatch:
+    """``weights_R`` fp32 (R,) and ``kept_R`` bool (R,); None where there are none."""
+
+    weights_R: Tensor | None
+    kept_R: Tensor | None
+    metrics: dict[str, float]
+
+
+def correction_of(config: RunConfig) -> Correction | None:
+    """The correction as the config describes it; None if nothing compares rollout and trainer."""
+    if not config.compares_policies:
+        return None
+    keys = config.algorithm.rollout_correction
+    bounds = keys.importance_bounds
+    importance = None
+    if config.importance_level is not None:
+        importance = ImportanceSampling(
+            config.importance_level == "sequence", bounds.lower, bounds.upper
+        )
+    rejections = tuple(Rejection(name, b.lower, b.upper) for name, b in keys.rejections)
+    return Correction(importance, rejections, monitored_upper=bounds.upper)
+
+
+def correct(
+    mismatch: Mismatch, correction: Correction, *, normalizes: bool, lag_R: Tensor, num_lags: int
+) -> CorrectedBatch:
+    """Weights, kept tokens and metrics of a whole batch.
+
+    Args:
+        normalizes: divide weights by their mean.
+        lag_R: int64 (R,), below ``num_lags``.
+    """
+    sums = lag_sums(
+        monitored(mismatch, correction),
+        counts_R=mismatch.counts(),
+        lag_R=lag_R,
+        num_lags=num_lags,
+    )
+    metrics = lag_metrics({name: value.item() for name, value in sums.items()})
+    metrics |= _mismatch_metrics(mismatch)
+    weights_R = None
+    if correction.importance is not None:
+        weights_R = importance_weights(mismatch, correction.importance)
+        metrics |= _extremes(weights_R, mismatch)
+        if normalizes:
+            weights_R = normalized(
+                weights_R, mismatch, by_sequence=correction.importance.by_sequence
+            )
+    kept_R = None
+    if correction.rejections:
+        kept_R = all_kept(mismatch, correction.rejections)
+        metrics |= _rejection_metrics(mismatch, correction.rejections)
+    return CorrectedBatch(weights_R, kept_R, metrics)
+
+
+def _extremes(weights_R: Tensor, mismatch: Mismatch) -> dict[str, float]:
+    counted_R = weights_R[mismatch.counts() > 0]
+    if len(counted_R) == 0:
+        return {}
+    return {
+        f"{PREFIX}rollout_is_max": counted_R.max().item(),
+        f"{PREFIX}rollout_is_min": counted_R.min().item(),
+    }
+
+
+def _mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
+    """Perplexities (means over sequences) and chi-squared divergences."""
+    counts_R = mismatch.counts()
+    has_tokens_N = mismatch.sum(counts_R) > 0
+    if not has_tokens_N.any():
+        return {}
+    proximal_R = torch.where(counts_R > 0, mismatch.proximal_logp_R, 0.0)
+    behaviour_R = torch.where(counts_R > 0, mismatch.behaviour_logp_R, 0.0)
+    training_N = -mismatch.mean(proximal_R)[has_tokens_N]
+    rollout_N = -mismatch.mean(behaviour_R)[has_tokens_N]
+    difference_N = training_N - rollout_N
+    square_R = raw_weights(mismatch, by_sequence=False).square()
+    sum_N = mismatch.sum(mismatch.log_ratio())[has_tokens_N]
+    values = {
+        "training_ppl": training_N.exp().mean(),
+        "rollout_ppl": rollout_N.exp().mean(),
+        "log_ppl_diff": difference_N.mean(),
+        "log_ppl_abs_diff": difference_N.abs().mean(),
+        "ppl_ratio": difference_N.exp().mean(),
+        "chi2_token": (square_R * counts_R).sum() / counts_R.sum() - 1,
+        "chi2_seq": (2 * sum_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).exp().mean() - 1,
+    }
+    return {f"{PREFIX}{name}": value.item() for name, value in values.items()}
+
+
+def _rejection_metrics(mismatch: Mismatch, rejections: tuple[Rejection, ...]) -> dict[str, float]:
+    """Shares of tokens and of sequences (with a rejected token) of each option and of all."""
+    masks = {f"{r.option}_": kept_tokens(mismatch, r) for r in rejections}
+    masks[""] = all_kept(mismatch, rejections)
+    counts_R = mismatch.counts()
+    num_tokens = counts_R.sum().clamp(min=1)
+    num_sequences = (mismatch.sum(counts_R) > 0).sum().clamp(min=1)
+    metrics: dict[str, float] = {}
+    for name, kept_R in masks.items():
+        rejected_R = counts_R * ~kept_R
+        touched = (mismatch.sum(rejected_R) > 0).sum()
+        prefix = f"{PREFIX}rollout_rs_{name}"
+        metrics[f"{prefix}masked_fraction"] = (rejected_R.sum() / num_tokens).item()
+        metrics[f"{prefix}seq_masked_fraction"] = (touched / num_sequences).item()
+    return metrics

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The next batch, from groups to log-probs, as far as that can go on while this one is trained on.
+
+What has devices of its own computes ahead: the reference always (where it shares the trainer's, its
+passes fall between those of the trainer), the policy's own log-probs only if somebody else than the
+trainer computes them. In rounds those are computed in turn, so that their version is fixed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem.pipeline.buffer import GroupBuffer
+from tandem.pipeline.experience import ScoredBatch, lay_out
+from tandem.pipeline.parts import PipelineParts
+from tandem.pipeline.policy_phase import score_with_policy, score_with_reference
+
+TimedScores = tuple[Tensor | None, float]
+"""Log-probs (R,), and the seconds they took."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch on its way to the trainer.
+
+    Attributes:
+        old_logp_R: None also where the trainer is to compute them, see ``scores_ahead``.
+        taken_s: when the batch was formed, by the clock of the run.
+        policy_s, reference_s: what its log-probs took.
+        num_left: complete groups that were left for later batches.
+    """
+
+    scored: ScoredBatch
+    old_logp_R: Tensor | None
+    ref_logp_R: Tensor | None
+    taken_s: float
+    policy_s: float
+    reference_s: float
+    num_left: int
+
+
+def scores_ahead(parts: PipelineParts) -> bool:
+    """Whether the policy's log-probs of a batch are computed while another one is trained on."""
+    in_turn = parts.config.trainer.in_rounds
+    return parts.engines.scorer is not parts.engines.train and not in_turn
+
+
+async def prepare_batch(
+    parts: PipelineParts, buffer: GroupBuffer, *, version: int
+) -> PreparedBatch | None:
+    """The batch that the weights ``version`` are to be trained on; None if there is no more."""
+    groups = await buffer.take(version)
+    if len(groups) < parts.config.data.train_batch_size:
+        return None
+    taken_s, num_left = parts.clock(), buffer.num_complete
+    batch = lay_out(groups, version=version)
+    async with asyncio.TaskGroup() as passes:
+        reference = passes.create_task(timed_reference(parts, batch))
+        policy = passes.create_task(timed_policy(parts, batch)) if scores_ahead(parts) else None
+    old_logp_R, policy_s = (None, 0.0) if policy is None else policy.result()
+    ref_logp_R, reference_s = reference.result()
+    return PreparedBatch(
+        scored=batch,
+        old_logp_R=old_logp_R,
+        ref_logp_R=ref_logp_R,
+        taken_s=taken_s,
+        policy_s=policy_s,
+        reference_s=reference_s,
+        num_left=num_left,
+    )
+
+
+async def timed_policy(parts: PipelineParts, batch: ScoredBatch) -> TimedScores:
+    """Old log-probs, if something reads them."""
+    if not parts.config.needs_old_log_probs:
+        return await score_with_policy(parts, batch), 0.0
+    return await _timed(parts, "logp", scores=score_with_policy(parts, batch))
+
+
+async def timed_reference(parts: PipelineParts, batch: ScoredBatch) -> TimedScores:
+    """Reference log-probs, if something reads them."""
+    if not parts.config.needs_reference:
+        return None, 0.0
+    return await _timed(parts, "ref_logp", scores=score_with_reference(parts, batch))
+
+
+async def _timed(
+    parts: PipelineParts, role: str, *, scores: Awaitable[Tensor | None]
+) -> TimedScores:
+    begin_s = parts.clock()
+    with parts.trace.span(role, role):
+        scored_R = await scores
+    return scored_R, parts.clock() - begin_s

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that compute nothing and announce how long that would have taken, and the runtime that
+lets this time pass on the devices they share.
+
+A call has its effect when it begins and its result when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from tandem.api import Loss
+from tandem.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    LossScale,
+    PackedBatch,
+    UpdateReport,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TRAINER, SCORER, REFERENCE, ROLLOUT = "actor-train", "logp", "ref_logp", "generate"
+SYNC = "sync"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTimes:
+    """Seconds, and how many sequences are generated at a time.
+
+    Attributes:
+        response_s: of response k of draw uid, generated beside others. ``validation_s`` of one of
+            the validation's.
+        task_s: of call number i of ``actor-train`` (one optimizer step), ``logp``, ``ref_logp``,
+            ``sync`` (weights in use) and ``reward`` (a group).
+        num_slots: sequences under way at the same time; others wait.
+        num_tokens: of each response, spread evenly over its seconds.
+        decode_step_s: of the whole pool; a bounded advance stops after so many of them.
+    """
+
+    response_s: Callable[[int, int], float]
+    task_s: Callable[[str, int], float]
+    num_slots: int
+    num_tokens: int = 8
+    decode_step_s: float = 0.01
+    validation_s: float = 0.0
+
+
+class SimulatedEngine:
+    """What all simulated engines share: the pools of devices they need and the seconds announced.
+
+    A method leaves in ``announced_s`` how long it would have taken.
+    """
+
+    data_parallel_size = sequence_parallel_size = 1
+
+    def __init__(self, times: SimulatedTimes, pools: Sequence[str]) -> None:
+        self.pools = tuple(sorted(set(pools)))
+        self.announced_s = 0.0
+        self.times = times
+        self._num_calls: dict[str, int] = {}
+
+    def announce(self, task: str) -> None:
+        """The next call of ``task`` takes its time."""
+        number = self._num_calls.get(task, 0)
+        self._num_calls[task] = number + 1
+        self.announced_s = self.times.task_s(task, number)
+
+
+class SimulatedPolicy(SimulatedEngine):
+    """A trainer, or what only scores (``task`` says as what)."""
+
+    def __init__(self, times: SimulatedTimes, pools: Sequence[str], *, task: str) -> None:
+        super().__init__(times, pools)
+        self._task = task
+
+    def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+        """All alike."""
+        self.announce(self._task)
+        return [torch.full((len(batch.target_R),), -0.5) for batch in batches]
+
+    def update(
+        self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
+    ) -> UpdateReport:
+        """One optimizer step."""
+        self.announce(TRAINER)
+        return UpdateReport({}, grad_norm=1.0, learning_rate=1.0, skipped=False)
+
+    def advance_schedule(self) -> None:
+        """Takes no time."""
+        self.announced_s = 0.0
+
+    def save(self, folder: Path) -> None:
+        """Takes no time."""
+        self.announced_s = 0.0
+
+    def load(self, folder: Path) -> None:
+        """Takes no time."""
+
+    def export(self, folder: Path) -> None:
+        """Takes no time."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A response under way; ``left_s`` of its ``total_s`` are to come."""
+
+    sample_id: int
+    total_s: float
+    left_s: float
+    version: int
+    switches: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+
+class SimulatedRollout(SimulatedEngine):
+    """A pool that generates ``num_slots`` sequences at a time, each at its own speed."""
+
+    def __init__(
+        self,
+        times: SimulatedTimes,
+        pools: Sequence[str],
+        *,
+        num_samples: int,
+        sync: SimulatedEngine,
+    ) -> None:
+        super().__init__(times, pools)
+        self._num_samples = num_samples
+        self._sync = sync
+        self._waiting: list[int] = []
+        self._running: list[_Sequence] = []
+        self._version = -1
+        self.is_staged = False
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests."""
+        self.announced_s = 0.0
+        self._waiting.extend(i for request in requests for i in request.sample_ids)
+
+    def advance(self, max_steps: int | None = None) -> list[Completion]:
+        """To the next end of a sequence, or for ``max_steps``."""
+        while self._waiting and len(self._running) < self.times.num_slots:
+            sample_id = self._waiting.pop(0)
+            seconds = self._seconds(sample_id)
+            self._running.append(_Sequence(sample_id, seconds, seconds, self._version))
+        self.announced_s = min((s.left_s for s in self._running), default=0.0)
+        if max_steps is not None:
+            self.announced_s = min(self.announced_s, max_steps * self.times.decode_step_s)
+        for sequence in self._running:
+            sequence.left_s -= self.announced_s
+        ended = [s for s in self._running if s.left_s <= 1e-9]
+        self._running = [s for s in self._running if s.left_s > 1e-9]
+        return [self._completion(sequence) for sequence in ended]
+
+    def settle(self) -> None:
+        """Nothing is under way between two calls."""
+        self.announced_s = 0.0
+
+    def release_cache(self) -> bool:
+        """There is none."""
+        return not self._waiting and not self._running
+
+    def set_weights_version(self, version: int) -> bool:
+        """In use at once; the time of the transfer has passed, if the weights were staged."""
+        self.announced_s = 0.0
+        if version != self._version and self._version >= 0 and not self.is_staged:
+            self._sync.announce(SYNC)
+            self.announced_s = self._sync.announced_s
+        self._version = version
+        for sequence in self._running:
+            done = 1 - sequence.left_s / sequence.total_s
+            index = math.ceil(done * self.times.num_tokens - 1e-6)
+            if index == 0:
+                sequence.version = version
+            elif index < self.times.num_tokens:
+                sequence.switches = [s for s in sequence.switches if s[0] != index]
+                sequence.switches.append((index, version))
+        return True
+
+    def _seconds(self, sample_id: int) -> float:
+        if sample_id >= 1 << 59:
+            return self.times.validation_s
+        return self.times.response_s(*divmod(sample_id, self._num_samples))
+
+    def _completion(self, sequence: _Sequence) -> Completion:
+        count = self.times.num_tokens
+        return Completion(
+            sequence.sample_id,
+            (1,) * count,
+            (-0.5,) * count,
+            FinishReason.STOP,
+            sequence.version,
+            tuple(sequence.switches),
+        )
+
+
+class SimulatedStage(SimulatedEngine):
+    """Weights on their way while the trainer and the rollout work: only ``sync`` passes."""
+
+    def __init__(self, times: SimulatedTimes, rollout: SimulatedRollout) -> None:
+        super().__init__(times, ())
+        rollout.is_staged = True
+
+    def stage(self, version: int) -> None:
+        """Takes as long as a transfer."""
+        self.announce(SYNC)
+
+
+class SimulatedRuntime:
+    """Implements ``api.Runtime``: a call takes the seconds its engine announced, on its devices."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def call(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """One call at a time on the same devices."""
+        engine = cast(SimulatedEngine, cast(Any, function).__self__)
+        async with AsyncExitStack() as devices:
+            for pool in engine.pools:
+                lock = self._locks.setdefault(pool, asyncio.Lock())
+                await devices.enter_async_context(lock)
+            result = function(*args, **kwargs)
+            if engine.announced_s > 0:
+                await asyncio.sleep(engine.announced_s)
+        return result
+
+    async def watch(self) -> None:
+        """Nothing ends by itself."""
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        """Nothing to release."""

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks of one run and what they share, put together. What they do is in their own files."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tandem.config.run import RunConfig
+from tandem.pipeline.admission import AdmissionGate
+from tandem.pipeline.buffer import BatchRule, GroupBuffer
+from tandem.pipeline.journal import Journal
+from tandem.pipeline.parts import PipelineParts
+from tandem.pipeline.preparation import PreparedBatch, prepare_batch
+from tandem.pipeline.producer import GroupProducer
+from tandem.pipeline.router import RolloutRouter
+from tandem.pipeline.validation import Validator
+from tandem.pipeline.weights import FlowEnds, FlowRule, WeightFlow
+
+
+class Stages:
+    """The tasks of a run, started by and by."""
+
+    def __init__(
+        self, parts: PipelineParts, buffer: GroupBuffer, *, tasks: asyncio.TaskGroup, step: int
+    ) -> None:
+        config, batch_size = parts.config, parts.config.data.train_batch_size
+        num_steps = max(parts.schedule.total_training_steps - step, 0)
+        self._parts = parts
+        self._buffer = buffer
+        self.tasks = tasks
+        self.gate = AdmissionGate((config.trainer.max_lag + 1) * batch_size, num_steps * batch_size)
+        self.router = RolloutRouter(
+            parts.engines.rollout,
+            parts.runtime,
+            clock=parts.clock,
+            trace=parts.trace,
+            is_bounded=not config.trainer.in_rounds,
+        )
+        ends = FlowEnds(parts.runtime, parts.engines.stage, self.router, buffer, self.gate)
+        self.flow = WeightFlow(ends, _flow_rule(config), version=step)
+        self.producer = GroupProducer(
+            parts,
+            gate=self.gate,
+            router=self.router,
+            buffer=buffer,
+            version=lambda: self.flow.in_use,
+        )
+        self.validator = Validator(parts, self.router, flow=self.flow)
+        self.journal = Journal(parts.sinks)
+        endless = (parts.runtime.watch(), self.router.run(), self.flow.run(), self.journal.run())
+        self._endless = [tasks.create_task(stage) for stage in endless]
+        self._preparing: asyncio.Task[PreparedBatch | None] | None = None
+
+    def produce(self) -> None:
+        """Begin to generate for training."""
+        self._endless.append(self.tasks.create_task(self.producer.run()))
+
+    def prepare(self, version: int) -> asyncio.Task[PreparedBatch | None]:
+        """The batch that the weights ``version`` are to be trained on, once it is ready."""
+        preparing = prepare_batch(self._parts, self._buffer, version=version)
+        self._preparing = self.tasks.create_task(preparing)
+        return self._preparing
+
+    def close(self) -> None:
+        """End all tasks."""
+        for task in (*self._endless, self._preparing):
+            if task is not None:
+                task.cancel()
+
+
+def batch_rule(config: RunConfig) -> BatchRule:
+    """How the batches of a run are formed."""
+    trainer = config.trainer
+    return BatchRule(
+        config.data.train_batch_size, trainer.max_lag, passes_over=not trainer.in_rounds
+    )
+
+
+def _flow_rule(config: RunConfig) -> FlowRule:
+    in_rounds = config.trainer.in_rounds
+    drains = in_rounds or not config.actor_rollout_ref.rollout.partial_rollout
+    return FlowRule(in_rounds, drains, config.data.train_batch_size)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of the families that torch reaches through a vendor's extension or build.
+
+Their facts are the vendors' own documentation; which of them were seen on hardware stands in
+docs/platforms.md. Nothing of a vendor is loaded before its ``probe`` is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from tandem.platforms.capture import eager
+from tandem.platforms.isolation import ASCEND, MLU, MUSA, XPU, Visibility
+from tandem.platforms.record import CUDA, Platform, cuda_problem
+
+
+def extension_problem(device_type: str, extension: str) -> str:
+    """See ``Platform.probe``. An extension that is there and cannot be loaded is a reason too:
+    vendors' packages fail in all ways when a driver is missing."""
+    if extension and importlib.util.find_spec(extension) is None:
+        return f"the package {extension} is not installed"
+    try:
+        if extension:
+            importlib.import_module(extension)
+        found = torch.get_device_module(device_type).is_available()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return f"{extension or device_type} cannot be loaded: {error}"
+    return "" if found else "finds no device"
+
+
+def _vendor(
+    name: str,
+    *,
+    vendor: str,
+    aliases: tuple[str, ...],
+    extension: str,
+    collectives: str,
+    visibility: Visibility,
+) -> Platform:
+    """A family whose extension offers what torch asks of any device."""
+    ask = partial(partial, _ask, name)
+    return Platform(
+        name=name,
+        vendor=vendor,
+        aliases=aliases,
+        device_type=name,
+        extension=extension,
+        probe=partial(extension_problem, name, extension),
+        collectives=collectives,
+        averages=False,
+        maps_memory=False,
+        compute_dtype=torch.bfloat16,
+        has_bfloat16=partial(_has_bfloat16, name),
+        device_name=ask("get_device_name"),
+        total_memory_bytes=partial(_total_memory, name),
+        memory_allocated_bytes=ask("max_memory_allocated"),
+        memory_reserved_bytes=ask("max_memory_reserved"),
+        microbatch_tokens=None,
+        prepare_thread=_nothing,
+        kernels="torch",
+        make_capturer=eager,
+        has_own_memory=True,
+        num_multiprocessors=_one,
+        visibility=visibility,
+        num_devices=ask("device_count"),
+        use_device=ask("set_device"),
+    )
+
+
+def _ask(device_type: str, function: str, *arguments: object) -> Any:
+    """What the device's module in torch says."""
+    return getattr(torch.get_device_module(device_type), function)(*arguments)
+
+
+def _has_bfloat16(device_type: str) -> bool:
+    """Not every extension can tell; all chips of those that cannot compute in it."""
+    module = torch.get_device_module(device_type)
+    return not hasattr(module, "is_bf16_supported") or module.is_bf16_supported()
+
+
+def _total_memory(device_type: str) -> int:
+    module = torch.get_device_module(device_type)
+    return module.get_device_properties(module.current_device()).total_memory
+
+
+def _nothing() -> None:
+    return None
+
+
+def _one() -> int:
+    return 1
+
+
+NPU = _vendor(
+    "npu",
+    vendor="Huawei",
+    aliases=("ascend", "huawei"),
+    extension="torch_npu",
+    collectives="hccl",
+    visibility=ASCEND,
+)
+MUSA_PLATFORM = _vendor(
+    "musa",
+    vendor="Moore Threads",
+    aliases=("mthreads", "moorethreads"),
+    extension="torch_musa",
+    collectives="mccl",
+    visibility=MUSA,
+)
+MLU_PLATFORM = _vendor(
+    "mlu",
+    vendor="Cambricon",
+    aliases=("cambricon",),
+    extension="torch_mlu",
+    collectives="cncl",
+    visibility=MLU,
+)
+XPU_PLATFORM = _vendor(
+    "xpu",
+    vendor="Intel",
+    aliases=("intel",),
+    extension="",
+    collectives="xccl",
+    visibility=XPU,
+)
+ROCM = replace(
+    CUDA,
+    name="rocm",
+    vendor="AMD",
+    aliases=("amd", "hip"),
+    probe=partial(cuda_problem, "rocm"),
+    kernels="torch",
+    make_capturer=eager,
+)
+"""Its library of collectives is RCCL, which torch calls nccl. Our Triton kernels and graphs were
+not tried there, and are not used."""
+METAX = replace(
+    ROCM,
+    name="metax",
+    vendor="MetaX",
+    aliases=("maca",),
+    probe=partial(cuda_problem, "maca"),
+)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``tandem certify`` found on a machine, as a JSON file, and the table of support that a
+folder of such files makes. The table says of a platform no more than a file here shows.
+"""
+
+from __future__ import annotations
+
+import json
+import platform as system
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import tandem
+from tandem.platforms.record import Platform
+from tandem.platforms.registry import BUILT_IN
+from tandem.testing.contracts.suite import SuiteReport
+from tandem.testing.doubles import DOUBLES
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """A run of the suite.
+
+    Attributes:
+        is_hardware: False for a double.
+        day: ISO date.
+        checks: by name: whether it passed, the reason if not, seconds, measurements.
+    """
+
+    platform: str
+    device: str
+    is_hardware: bool
+    num_devices: int
+    num_ranks: int
+    day: str
+    passed: bool
+    versions: Mapping[str, str]
+    checks: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def file_name(self) -> str:
+        """One for each kind of device."""
+        device = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
+        parts = (self.platform, device) if device != self.platform else (device,)
+        return f"{'-'.join(parts)}.json"
+
+
+def certificate_of(platform: Platform, report: SuiteReport, *, today: date) -> Certificate:
+    """What a run of the suite shows."""
+    checks = {
+        one.name: {
+            "passed": not one.failure,
+            **({"failure": one.failure} if one.failure else {}),
+            "seconds": round(one.seconds, 3),
+            **{name: float(f"{value:.3g}") for name, value in one.measured.items()},
+        }
+        for one in report.outcomes
+    }
+    versions = {"tandem": tandem.__version__, "python": system.python_version()}
+    return Certificate(
+        platform=platform.name,
+        device=report.found.device_name,
+        is_hardware=not report.found.is_double,
+        num_devices=report.found.num_devices,
+        num_ranks=report.num_ranks,
+        day=today.isoformat(),
+        passed=not report.failures,
+        versions=versions | dict(report.found.versions),
+        checks=checks,
+    )
+
+
+def write_certificate(certificate: Certificate, folder: Path) -> Path:
+    """Into a file of the folder, which is made if need be; replaces an older one of the device."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / certificate.file_name
+    path.write_text(json.dumps(asdict(certificate), indent=1) + "\n")
+    return path
+
+
+def read_certificates(folder: Path) -> list[Certificate]:
+    """All of a folder, by file name."""
+    return [Certificate(**json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+
+
+def support_table(certificates: Sequence[Certificate]) -> str:
+    """Markdown: what is known to work on each platform, and from what."""
+    lines = [
+        "| platform | asked for as | torch device | collectives | support | seen on |",
+        "|---|---|---|---|---|---|",
+    ]
+    for platform in BUILT_IN:
+        own = [one for one in certificates if one.platform == platform.name and one.is_hardware]
+        passed = [one for one in own if one.passed]
+        seen = "; ".join(_seen(one) for one in passed) or "-"
+        names = ", ".join(f"`{name}`" for name in (platform.name, *platform.aliases))
+        lines.append(
+            f"| {platform.vendor if platform.vendor != 'any' else 'host'} | {names} "
+            f"| `{platform.device_type}` | {platform.collectives} "
+            f"| {_support(platform, passed)} | {seen} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _support(platform: Platform, passed: Sequence[Certificate]) -> str:
+    if passed:
+        return f"hardware-verified {max(one.day for one in passed)}"
+    return "contract-tested" if platform.name in DOUBLES else "record only"
+
+
+def _seen(certificate: Certificate) -> str:
+    torch = certificate.versions["torch"]
+    return f"{certificate.num_ranks} x {certificate.device}, torch {torch}, {certificate.day}"

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a check of the suite is given, what it gives back, and how results are compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.testing.processes import Here
+
+Measured = Mapping[str, float]
+"""Names end in ``_error`` (largest difference from the host's result) or ``_gb_s``."""
+
+EXACT = 1e-5
+"""Bound on an error in fp32, relative to the largest value: another order of adding up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where a check runs: in every process of a world at the same time, on its own device.
+
+    Attributes:
+        folder: empty, the same one for all processes and all checks.
+    """
+
+    here: Here
+    folder: Path
+
+    @property
+    def device(self) -> torch.device:
+        """This process's."""
+        return self.here.device
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the device is the host itself, against which others are compared."""
+        return self.device.type == "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that a platform must be able to do.
+
+    Attributes:
+        name: ``area/what``.
+        run: raises ContractError if it cannot; what else it raises is a failure too.
+    """
+
+    name: str
+    run: Callable[[Bench], Measured]
+
+
+class ContractError(Exception):
+    """A platform does not do what it must."""
+
+
+def require(is_so: bool, message: object) -> None:
+    """Raise ContractError with ``message`` unless it is so."""
+    if not is_so:
+        raise ContractError(str(message))
+
+
+def require_equal(found: Tensor, expected: Tensor, *, what: str) -> None:
+    """Raise ContractError unless both have the same values; ``expected`` lies on the host."""
+    found = found.detach().cpu()
+    require(torch.equal(found, expected), f"{what}: {found}, expected {expected}")
+
+
+def error_of(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest expected value; inf for values not finite."""
+    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
+    require(found.shape == expected.shape, f"shape {found.shape}, expected {expected.shape}")
+    if not found.numel():
+        return 0.0
+    error = float((found - expected).abs().max()) / max(1e-30, float(expected.abs().max()))
+    return float("inf") if math.isnan(error) else error
+
+
+def bounded(name: str, error: float, *, limit: float = EXACT) -> Measured:
+    """``error`` as a measurement, checked against its limit."""
+    require(error <= limit, f"{name}: differs from the host by {error:.2e}, at most {limit:.0e}")
+    return {f"{name}_error": error}

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of what tandem computes on a platform: log-probs, training over several devices, resuming,
+generation; each against the same on the host, in fp32, with a model that is drawn from a seed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed
+
+from tandem.algorithms.policy_loss import PolicyLoss
+from tandem.config.layout import FsdpConfig
+from tandem.config.optim import OptimConfig
+from tandem.config.pools import rank_layout
+from tandem.config.rollout import RolloutConfig
+from tandem.data.packing import TrainSequence, pack_microbatches, plan_microbatches
+from tandem.engines.fsdp import FsdpEngine
+from tandem.engines.resting import RestingParameters
+from tandem.engines.sharded_model import Sharding, open_sharded
+from tandem.engines.single import SingleDeviceEngine
+from tandem.engines.slices import in_whole
+from tandem.engines.steps import score
+from tandem.models.accelerate import operators_for
+from tandem.models.folder import check_folder, open_model
+from tandem.platforms.record import CPU, Platform
+from tandem.rollout.factory import make_rollout
+from tandem.testing.contracts.check import (
+    EXACT,
+    Bench,
+    Check,
+    Measured,
+    bounded,
+    error_of,
+    require,
+    require_equal,
+)
+from tandem.types import (
+    Completion,
+    GenerationRequest,
+    LossColumns,
+    LossScale,
+    PackedBatch,
+    SamplingParams,
+    SliceSpec,
+)
+
+_SEED = 7
+_VOCAB = 96
+_CONFIG = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": _VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+_OPTIM = OptimConfig(lr=2e-4, clip_grad=0.5)
+_LOSS = PolicyLoss(
+    loss_mode="vanilla",
+    clip_ratio_low=0.2,
+    clip_ratio_high=0.28,
+    clip_ratio_c=3.0,
+    loss_agg_mode="seq-mean-token-mean",
+    loss_scale_factor=None,
+    entropy_coeff=0.01,
+    calculate_entropy=True,
+    use_kl_loss=True,
+    kl_loss_coef=0.05,
+    kl_loss_type="low_var_kl",
+)
+_TEMPERATURE = 0.9
+_NUM_STEPS = 3
+_FUSED_ERROR = 2e-3
+"""Of kernels that multiply fp32 in a shorter format."""
+
+
+def log_probs_match(bench: Bench) -> Measured:
+    """Log-probs of a packed batch whose responses share their prompts."""
+    batch = _batches(max_sequences=None)[0]
+    found, expected = (
+        score(
+            open_model(
+                str(_model(bench)),
+                dtype=torch.float32,
+                device=device,
+                random_seed=_SEED,
+                operators=operators_for(platform),
+            ),
+            batch,
+            temperature=_TEMPERATURE,
+        )
+        for device, platform in ((bench.device, bench.here.platform), ("cpu", CPU))
+    )
+    return bounded("log_prob", error_of(found, expected), limit=_limit(bench.here.platform))
+
+
+def training_matches(bench: Bench) -> Measured:
+    """Steps of policy optimization with the weights over all devices of the world: every rank
+    reports the global loss and norm, which are those of one process, and so are the weights."""
+    engine = _engine(bench)
+    mine, rounds = _deal(bench)
+    single, of_host = _host_engine(bench)
+    errors = []
+    for _ in range(_NUM_STEPS):
+        report = engine.update(
+            mine, _LOSS, scale=_scale(), temperature=_TEMPERATURE, num_rounds=rounds
+        )
+        expected = single.update(
+            _batches(max_sequences=2), _LOSS, scale=_scale(), temperature=_TEMPERATURE
+        )
+        engine.advance_schedule()
+        single.advance_schedule()
+        require(not report.skipped, "a step was not finite")
+        names = sorted(expected.metrics)
+        found = torch.tensor([*(report.metrics[name] for name in names), report.grad_norm])
+        wanted = torch.tensor([*(expected.metrics[name] for name in names), expected.grad_norm])
+        errors.append(error_of(found, wanted))
+    limit = _limit(bench.here.platform)
+    weights = _whole(engine)
+    error = error_of(_flat(weights), _flat(of_host))
+    return {
+        **bounded("metrics", max(errors), limit=limit),
+        **bounded("weights", error, limit=limit),
+    }
+
+
+def training_resumes(bench: Bench) -> Measured:
+    """What is saved comes back bit by bit, and the next step is the one that would have been."""
+    mine, rounds = _deal(bench)
+    folder = bench.folder / "checkpoint"
+    folder.mkdir(exist_ok=True)
+    distributed.barrier()
+    engine = _engine(bench)
+    engine.update(mine, _LOSS, scale=_scale(), temperature=_TEMPERATURE, num_rounds=rounds)
+    engine.save(folder)
+    saved = _parts(engine)
+    resumed = _engine(bench)
+    resumed.load(folder)
+    for (_, before), (_, after) in zip(saved, _parts(resumed), strict=True):
+        require(torch.equal(before, after), "a weight changed on the way")
+    for one in (engine, resumed):
+        one.update(mine, _LOSS, scale=_scale(), temperature=_TEMPERATURE, num_rounds=rounds)
+    found, expected = (
+        torch.cat([part.flatten() for _, part in _parts(one)]) for one in (resumed, engine)
+    )
+    return bounded("resumed_step", error_of(found, expected))
+
+
+def weights_rest_on_the_host(bench: Bench) -> Measured:
+    """Weights leave the device's memory and come back as they were, twice, as the same objects."""
+    net = torch.nn.Linear(64, 64).to(bench.device)
+    before = [weight.detach().cpu().clone() for weight in net.parameters()]
+    resting = RestingParameters(net.parameters())
+    for _ in range(2):
+        resting.rest()
+        require(net.weight.device.type == "cpu", f"weights rest on {net.weight.device}")
+        resting.wake()
+        require(net.weight.device == bench.device, f"weights awake on {net.weight.device}")
+        for weight, expected in zip(net.parameters(), before, strict=True):
+            require_equal(weight, expected, what="a weight that rested")
+    net(torch.ones(1, 64, device=bench.device)).sum().backward()
+    require(net.weight.grad is not None, "weights that rested have no gradient")
+    return {}
+
+
+def generation_matches(bench: Bench) -> Measured:
+    """Greedy continuations are the host's, token by token, with their log-probs; where two tokens
+    are equally probable to the accuracy of the kernels, either may follow."""
+    found, expected = (
+        _generate(bench, device, platform=platform)
+        for device, platform in ((bench.device, bench.here.platform), ("cpu", CPU))
+    )
+    errors = []
+    for ours, theirs in zip(found, expected, strict=True):
+        same = [a == b for a, b in zip(ours.token_ids, theirs.token_ids, strict=False)]
+        length = same.index(False) + 1 if False in same else len(same)
+        require(False in same or len(ours.token_ids) == len(theirs.token_ids), "other lengths")
+        both = (torch.tensor(one.log_probs[:length]) for one in (ours, theirs))
+        errors.append(error_of(*both))
+    return bounded("generated_log_prob", max(errors), limit=_limit(bench.here.platform))
+
+
+def _limit(platform: Platform) -> float:
+    return EXACT if platform.kernels == "torch" else _FUSED_ERROR
+
+
+def _model(bench: Bench) -> Path:
+    """A folder with a configuration and no weights; each process has its own."""
+    folder = bench.folder / f"model-{bench.here.rank}"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    return folder
+
+
+def _sequences() -> list[TrainSequence]:
+    numbers = random.Random(2)
+
+    def draw(shortest: int, longest: int) -> tuple[int, ...]:
+        return tuple(
+            numbers.randrange(3, _VOCAB) for _ in range(numbers.randint(shortest, longest))
+        )
+
+    prompts = [draw(2, 12) for _ in range(4)]
+    return [TrainSequence(i // 2, prompts[i // 2], draw(1, 9)) for i in range(8)]
+
+
+def _scale() -> LossScale:
+    sequences = _sequences()
+    return LossScale(sum(one.num_loss_tokens for one in sequences), len(sequences))
+
+
+def _batches(*, max_sequences: int | None) -> list[PackedBatch]:
+    sequences, generator = _sequences(), torch.Generator().manual_seed(1)
+    num_tokens = _scale().num_tokens
+    columns = LossColumns(
+        advantages_R=torch.randn(num_tokens, generator=generator),
+        old_logp_R=-4 + 0.1 * torch.randn(num_tokens, generator=generator),
+        ref_logp_R=-4 + 0.1 * torch.randn(num_tokens, generator=generator),
+    )
+    plan = plan_microbatches(sequences, max_sequences=max_sequences, max_tokens=None)
+    return pack_microbatches(sequences, plan, columns=columns)
+
+
+def _deal(bench: Bench) -> tuple[list[PackedBatch], int]:
+    """A rank's micro-batches, and how many rounds there are."""
+    batches = _batches(max_sequences=2)
+    return batches[bench.here.rank :: bench.here.size], -(-len(batches) // bench.here.size)
+
+
+def _engine(bench: Bench) -> FsdpEngine:
+    config = FsdpConfig()
+    sharding = Sharding(
+        config,
+        rank_layout(config, bench.here.size),
+        rank=bench.here.rank,
+        device=bench.device,
+        stored=torch.float32,
+        compute=torch.float32,
+    )
+    model = open_sharded(
+        check_folder(str(_model(bench)), load_weight=False),
+        sharding,
+        random_seed=_SEED,
+        operators=operators_for(bench.here.platform),
+    )
+    return FsdpEngine(model, _OPTIM, total_training_steps=10)
+
+
+def _host_engine(bench: Bench) -> tuple[SingleDeviceEngine, dict[str, Tensor]]:
+    """What one process trains on the host, and its weights, in use."""
+    stored = open_model(str(_model(bench)), dtype=torch.float32, device="cpu", random_seed=_SEED)
+    engine = SingleDeviceEngine(stored, _OPTIM, total_training_steps=10)
+    return engine, {name: weight.detach() for name, weight in stored.module.named_parameters()}
+
+
+def _parts(engine: FsdpEngine) -> list[tuple[SliceSpec, Tensor]]:
+    return [(held.spec, held.tensor.detach().cpu().clone()) for held in engine.held_slices()]
+
+
+def _whole(engine: FsdpEngine) -> dict[str, Tensor]:
+    """All weights, from all ranks."""
+    gathered: list[Sequence[tuple[SliceSpec, Tensor]]] = [[]] * distributed.get_world_size()
+    distributed.all_gather_object(gathered, _parts(engine))
+    wholes: dict[str, Tensor] = {}
+    for spec, tensor in (part for parts in gathered for part in parts):
+        whole = wholes.setdefault(spec.name, torch.full(spec.shape, torch.nan, dtype=spec.dtype))
+        in_whole(whole, spec).copy_(tensor)
+    return wholes
+
+
+def _flat(weights: dict[str, Tensor]) -> Tensor:
+    return torch.cat([weights[name].flatten() for name in sorted(weights)])
+
+
+def _generate(bench: Bench, device: torch.device | str, *, platform: Platform) -> list[Completion]:
+    model = open_model(
+        str(_model(bench)),
+        dtype=torch.float32,
+        device=device,
+        random_seed=_SEED,
+        operators=operators_for(platform),
+    )
+    engine = make_rollout(
+        model, RolloutConfig(max_num_seqs=4, seed=1), eos_ids=(0,), platform=platform
+    )
+    greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=8)
+    prompts = ((5, 6, 7, 8), (11, 12), (20, 21, 22, 23, 24, 25, 26))
+    engine.add([GenerationRequest((i,), prompt, greedy) for i, prompt in enumerate(prompts)])
+    done: list[Completion] = []
+    while len(done) < len(prompts):
+        done += engine.advance()
+    return sorted(done, key=lambda completion: completion.sample_id)
+
+
+CHECKS = (
+    Check("model/log_probs", log_probs_match),
+    Check("model/training", training_matches),
+    Check("model/resuming", training_resumes),
+    Check("model/resting", weights_rest_on_the_host),
+    Check("model/generation", generation_matches),
+)

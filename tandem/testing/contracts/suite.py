@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole suite on a platform: the same for a vendor's hardware and for its double."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from tandem.platforms.record import Platform
+from tandem.testing.contracts import device, model, world
+from tandem.testing.contracts.check import Bench, Check
+from tandem.testing.doubles import is_double
+from tandem.testing.processes import Here, Launch, run_processes
+
+CHECKS: tuple[Check, ...] = (*device.CHECKS, *world.CHECKS, *model.CHECKS)
+MAX_RANKS = 2
+_REQUIRING = frozenset({"require", "require_equal", "bounded", "error_of"})
+"""Functions that say no more than that something is not so; where they were called says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one check on all ranks.
+
+    Attributes:
+        failure: "" if it passed; else what was raised, with its rank.
+        measured: rank 0's.
+    """
+
+    name: str
+    failure: str
+    seconds: float
+    measured: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The device that the suite ran on, as rank 0 saw it."""
+
+    device_name: str
+    num_devices: int
+    total_memory_bytes: int
+    is_double: bool
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteReport:
+    """All that a run of the suite gives."""
+
+    found: Found
+    num_ranks: int
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """``name: reason`` of each check that failed."""
+        return tuple(f"{one.name}: {one.failure}" for one in self.outcomes if one.failure)
+
+
+def run_suite(platform: Platform, *, num_ranks: int, timeout_s: float = 300) -> SuiteReport:
+    """Run every check on ``num_ranks`` processes of ``platform``, which share its devices in turn.
+
+    A check that fails on some rank may leave the world out of step: the ones after it fail too.
+
+    Raises:
+        ProcessError: a process ended, or the suite did not.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        told = run_processes(
+            _run_all,
+            [platform] * num_ranks,
+            args=(Path(folder),),
+            launch=Launch(timeout_s=timeout_s),
+        )
+    found, _ = told[0]
+    by_rank: list[Sequence[Outcome]] = [outcomes for _, outcomes in told]
+    return SuiteReport(
+        found, num_ranks, tuple(_together(row) for row in zip(*by_rank, strict=True))
+    )
+
+
+def _together(outcomes: Sequence[Outcome]) -> Outcome:
+    first = outcomes[0]
+    failed = (f"rank {i}: {one.failure}" for i, one in enumerate(outcomes) if one.failure)
+    return Outcome(first.name, next(failed, ""), first.seconds, first.measured)
+
+
+def _run_all(here: Here, folder: Path) -> tuple[Found, list[Outcome]]:
+    bench = Bench(here, folder)
+    outcomes = []
+    for check in CHECKS:
+        outcomes.append(_run_one(check, bench))
+        distributed.barrier()
+    return _found(here), outcomes
+
+
+def _run_one(check: Check, bench: Bench) -> Outcome:
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    failure, measured = "", {}
+    try:
+        measured = dict(check.run(bench))
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        place = next(f for f in reversed(frames) if f.name not in _REQUIRING)
+        failure = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+    return Outcome(check.name, failure, time.perf_counter() - start, measured)
+
+
+def _found(here: Here) -> Found:
+    platform = here.platform
+    versions = {"torch": str(torch.__version__)}
+    toolkit = torch.version.cuda or torch.version.hip
+    if toolkit is not None:
+        versions["toolkit"] = toolkit
+    if here.platform.extension and not is_double():
+        versions[here.platform.extension] = metadata.version(here.platform.extension)
+    return Found(
+        device_name=platform.device_name(),
+        num_devices=platform.num_devices(),
+        total_memory_bytes=platform.total_memory_bytes(),
+        is_double=is_double(),
+        versions=versions,
+    )

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's place in the weight link of a run, and FlagCX where the link may use it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from tandem.comm.flagcx import form_flagcx_group
+from tandem.comm.flagcx_library import find_library, load_library
+from tandem.errors import UserError
+from tandem.platforms.place import WorkerPlace
+from tandem.platforms.record import Platform
+from tandem.sync.forming import FlagcxEnd, LinkPlace
+from tandem.sync.ways import Way
+from tandem.workers.job import LinkSpec
+
+
+def link_place(
+    spec: LinkSpec, place: WorkerPlace, *, platform: Platform, device: torch.device
+) -> LinkPlace:
+    """Of the process at ``place``.
+
+    Raises:
+        UserError: FlagCX was asked for and is not here, or is here and cannot be used.
+    """
+    return LinkPlace(
+        name="weights",
+        rank=spec.first_rank + place.rank,
+        size=spec.size,
+        role=f"{place.pool} rank {place.rank}",
+        device=device,
+        platform=platform,
+        device_id=f"{place.node_address}/{place.physical_id}" if place.physical_id else "",
+        flagcx=_flagcx_end(spec, place, platform=platform),
+    )
+
+
+def _flagcx_end(spec: LinkSpec, place: WorkerPlace, *, platform: Platform) -> FlagcxEnd | None:
+    """Looked for where the link crosses to another platform, or where it was asked for."""
+    is_wanted = spec.way is Way.FLAGCX
+    may_help = spec.crosses and spec.way is None
+    if not platform.has_own_memory or not (is_wanted or may_help):
+        return None
+    environment = {"FLAGCX_PATH": place.flagcx_path} if place.flagcx_path else {}
+    try:
+        path = find_library(environment)
+    except UserError:
+        if is_wanted:
+            raise
+        return None
+    library = load_library(path)
+    handle = partial(stream_handle, platform.device_type)
+    make_group = partial(form_flagcx_group, library=library, stream_handle=handle)
+    return FlagcxEnd(library.vendor(), make_group)
+
+
+def stream_handle(device_type: str, stream: object) -> int:
+    """The vendor's own handle of a stream: every extension of torch calls it so."""
+    return getattr(stream, f"{device_type}_stream")

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous runs of several processes, as a user starts them: acceptance tests 4, 8, 10, 11 and
+22. What needs many timings is tested under the virtual clock (``tests/sim``).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tandem.data.tokenizer import TextCodec, load_codec
+from tandem.metrics.trace_file import TRACE_FILE, read_trace
+from tests.chaos.processes import MARK, none_left
+from tests.fakes.commands import Conditions, run_command
+from tests.fakes.tiny_run import (
+    Material,
+    metrics_of,
+    read_lines,
+    repeatable,
+    train_arguments,
+)
+
+LAG = 2
+NUM_BATCHES = 10
+"""Of the training data."""
+
+SLOW = (
+    "data.max_response_length=80",
+    "actor_rollout_ref.rollout.ignore_eos=True",
+    "actor_rollout_ref.rollout.max_num_seqs=5",
+)
+"""Generation takes longer than training, and a response more than one bounded advance, so that
+weights change within responses."""
+
+SETTINGS = (
+    "trainer.device=cpu",
+    "trainer.total_training_steps=null",
+    "trainer.total_epochs=1",
+    "trainer.save_freq=1",
+    "trainer.test_freq=4",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+)
+ASYNCHRONOUS = ("trainer.async_pipeline=True", f"trainer.generate_ahead_steps={LAG}")
+HALVES = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.hybrid_engine=False")
+APART = (
+    "trainer.n_gpus_per_node=3",
+    "trainer.separated_node_tasks=[[logp,actor-train],ref_logp,generate]",
+    "trainer.separated_node_ratios=[0.34,0.33,0.33]",
+)
+RUNS: Mapping[str, tuple[str, ...]] = {
+    "asynchronous": (*SETTINGS, *SLOW, *ASYNCHRONOUS, *APART),
+    "in turn": (*SETTINGS, *HALVES),
+    "no lag": (*SETTINGS, *HALVES, "trainer.async_pipeline=True"),
+    "rounds": (*SETTINGS, *ASYNCHRONOUS, *HALVES, "trainer.deterministic_async=True"),
+    "rounds, apart": (*SETTINGS, *ASYNCHRONOUS, *APART, "trainer.deterministic_async=True"),
+}
+Run = Callable[[str], Path]
+
+
+def train(material: Material, folder: Path, *overrides: str) -> Path:
+    """The folder of a run that ended well and left no process behind."""
+    mark = uuid.uuid4().hex
+    conditions = Conditions(environment={MARK: mark})
+    arguments = train_arguments(material, folder / "run", *overrides)
+    ended = run_command(arguments, folder=folder, conditions=conditions)
+    assert ended.code == 0, ended.stderr
+    assert none_left(mark, within_s=5)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def finished(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The folder of one of ``RUNS``, made when it is first asked for."""
+
+    @cache
+    def run(name: str) -> Path:
+        return train(material, tmp_path_factory.mktemp("async"), *RUNS[name])
+
+    return run
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """Metrics and weights are the same bit by bit."""
+    assert repeatable(metrics_of(one)) == repeatable(metrics_of(other))
+    last = f"global_step_{NUM_BATCHES}/actor"
+    files = sorted((one / last).glob("*.distcp"))
+    assert files
+    for file in files:
+        assert (other / last / file.name).read_bytes() == file.read_bytes()
+
+
+def test_04_no_lag_is_the_synchronous_run_bit_by_bit(finished: Run) -> None:
+    assert_same(finished("in turn"), finished("no lag"))
+
+
+def test_05_there_is_a_lag_and_it_is_bounded(finished: Run) -> None:
+    rows = metrics_of(finished("asynchronous"))
+    lags = [rows[step]["training/lag/max"] for step in range(1, NUM_BATCHES + 1)]
+    assert lags[0] == 0 < max(lags) <= LAG
+
+
+def test_08_every_token_names_the_version_that_drew_it(finished: Run, material: Material) -> None:
+    """Tokens of version 0 have the log-probs of the initial weights, and no others have."""
+    model = AutoModelForCausalLM.from_pretrained(material.policy)
+    codec = load_codec(
+        str(material.policy), template_settings={}, chat_template=None, trust_remote_code=False
+    )
+    ids = unambiguous_ids(codec)
+    gaps: dict[bool, list[float]] = {True: [], False: []}
+    for record in read_lines(finished("asynchronous") / "rollouts.jsonl"):
+        for is_initial, gap in initial_gaps(model, codec, ids=ids, record=record):
+            gaps[is_initial].append(gap)
+    assert len(gaps[True]) > 10 and max(gaps[True]) < 2e-3
+    assert len(gaps[False]) > 20 and sum(gap > 2e-3 for gap in gaps[False]) > 0.9 * len(gaps[False])
+    switched = [r for r in read_lines(finished("asynchronous") / "rollouts.jsonl") if r["switches"]]
+    assert switched, "no weights came into use within a response"
+
+
+def unambiguous_ids(codec: TextCodec) -> dict[str, int]:
+    """Token ids by text, where only one token has it."""
+    texts = [codec.decode([[token]], skip_special=False)[0] for token in range(400)]
+    counts = Counter(texts)
+    return {text: token for token, text in enumerate(texts) if counts[text] == 1}
+
+
+@torch.no_grad()
+def initial_gaps(
+    model: Any, codec: TextCodec, *, ids: Mapping[str, int], record: dict[str, Any]
+) -> list[tuple[bool, float]]:
+    """Of tokens before the first whose id is not known from its text: whether version 0 drew them,
+    and how far their log-probs are from those of the initial weights.
+    """
+    known = [ids.get(text) for text in record["tokens"]]
+    length = next((i for i, token in enumerate(known) if token is None), len(known))
+    (prompt,) = codec.encode([record["prompt"]])
+    tokens = [*prompt, *(token for token in known[:length] if token is not None)]
+    logits = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+    switches = record["switches"]
+    until = switches[0][0] if switches else len(known)
+    gaps = []
+    for i in range(length):
+        expected = logits[len(prompt) + i - 1, tokens[len(prompt) + i]].item()
+        is_initial = record["weights_version"] == 0 and i < until
+        gaps.append((is_initial, abs(expected - record["log_probs"][i])))
+    return gaps
+
+
+def test_10_reference_scores_of_the_next_batch_are_computed_during_an_update(
+    finished: Run,
+) -> None:
+    scoring, updating = (
+        spans(finished("rounds, apart"), track) for track in ("ref_logp", "actor-train")
+    )
+    overlaps = [(a, b) for a in scoring for b in updating if min(a[1], b[1]) - max(a[0], b[0]) > 0]
+    assert len(overlaps) >= NUM_BATCHES // 2
+
+
+def test_10_and_22_devices_of_its_own_change_nothing_of_what_the_reference_says(
+    finished: Run,
+) -> None:
+    """Also: rounds can be repeated bit by bit, on another number of devices."""
+    assert_same(finished("rounds"), finished("rounds, apart"))
+    lags = [row.get("training/lag/max") for row in metrics_of(finished("rounds")).values()]
+    assert lags[1:] == [0, 1, *[LAG] * (NUM_BATCHES - 2)]
+
+
+def spans(run: Path, track: str) -> list[tuple[float, float]]:
+    """Begin and end of the work on a track, microseconds."""
+    events = read_trace(run / TRACE_FILE)
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    return [
+        (e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e["ph"] == "X" and names[e["tid"]] == track and e["name"] in ("ref_logp", "update")
+    ]
+
+
+def test_11_and_13_the_data_end_the_run_with_a_checkpoint_and_a_validation(finished: Run) -> None:
+    run = finished("asynchronous")
+    rows = metrics_of(run)
+    assert list(rows) == list(range(NUM_BATCHES + 1))
+    validated = [step for step, row in rows.items() if any(n.startswith("val-") for n in row)]
+    assert validated == [0, 4, 8, 10]
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == str(NUM_BATCHES)
+    uids = [record["sample_id"] // 4 for record in read_lines(run / "rollouts.jsonl")]
+    assert sorted(set(uids)) == list(range(4 * NUM_BATCHES))
+    in_use = [e for e in read_trace(run / TRACE_FILE) if e["name"] == "version in use"]
+    assert in_use[-1]["args"]["version"] == NUM_BATCHES
+
+
+def test_22_a_run_that_was_killed_after_a_step_goes_on_with_every_other_prompt_once(
+    finished: Run, material: Material, tmp_path: Path
+) -> None:
+    whole, step = finished("asynchronous"), 3
+    resumed = train(
+        material,
+        tmp_path,
+        *RUNS["asynchronous"],
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={whole / f'global_step_{step}'}",
+    )
+    rows = metrics_of(resumed)
+    assert [s for s in rows if s > step] == list(range(step + 1, NUM_BATCHES + 1))
+    assert all(rows[s]["training/lag/max"] <= LAG for s in range(step + 1, NUM_BATCHES + 1))
+    assert rows[step + 1]["training/lag/max"] == 0
+    before = [r for r in read_lines(whole / "rollouts.jsonl") if r["step"] <= step]
+    after = [r for r in read_lines(resumed / "rollouts.jsonl") if r["step"] > step]
+    trained, retrained = ({r["sample_id"] // 4 for r in part} for part in (before, after))
+    assert not trained & retrained
+    assert sorted(trained | retrained) == list(range(4 * NUM_BATCHES))

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs whose pools have devices of different vendors (doubles): the results of a run on the
+host, and what is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tandem.testing.doubles import write_vendor_package
+from tests.fakes.commands import Conditions, check_refusal, run_command
+from tests.fakes.tiny_run import Material, metrics_of, repeatable, train_arguments
+
+pytestmark = pytest.mark.usefixtures("doubles")
+
+SETTINGS = (
+    "trainer.total_training_steps=2",
+    "trainer.n_gpus_per_node=4",
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
+    "trainer.device=cpu",
+)
+VENDORS = ("pools.actor-train.platform=npu", "pools.generate.platform=musa")
+Run = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def vendors(tmp_path_factory: pytest.TempPathFactory) -> Conditions:
+    """A node on which both vendors' extensions of torch are installed."""
+    folder = tmp_path_factory.mktemp("vendors")
+    for name in ("npu", "musa"):
+        write_vendor_package(folder, name)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return Conditions(environment={"PYTHONPATH": path})
+
+
+@pytest.fixture(scope="module")
+def finished(
+    material: Material, vendors: Conditions, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    """The folder of a run, made when it is first asked for."""
+
+    @cache
+    def run(*arguments: str) -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        words = train_arguments(material, folder / "run", *SETTINGS, *arguments)
+        ended = run_command(words, folder=folder, conditions=vendors)
+        assert ended.code == 0, ended.stderr
+        return folder / "run"
+
+    return run
+
+
+def test_a08_a_run_across_vendors_computes_what_one_on_the_host_computes(finished: Run) -> None:
+    host, mixed = (repeatable(metrics_of(finished(*words))) for words in ((), VENDORS))
+    assert host.keys() == mixed.keys()
+    for step, metrics in host.items():
+        assert metrics.keys() == mixed[step].keys()
+        for name, value in metrics.items():
+            assert mixed[step][name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
+
+
+def test_each_pool_runs_on_devices_of_its_platform(finished: Run) -> None:
+    records = json.loads((finished(*VENDORS) / "placement.json").read_text())
+    assert [(record["platform"], record["device"]) for record in records] == [
+        ("npu", "npu:0"),
+        ("npu", "npu:1"),
+        ("musa", "musa:0"),
+        ("musa", "musa:1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("pools.generate.platform=mussa",), ("pools.generate.platform=mussa", "musa")),
+        (
+            ("pools.generate.platform=mlu",),
+            (
+                "pools.*.platform: the cluster's 1 node(s) cannot hold the run",
+                "node 0: 2 mlu and 2 cpu",
+                "mlu 0 of 0",
+                '{"acc_mlu": 1}',
+            ),
+        ),
+        ((*VENDORS, "pools.transport=collective"), ("pools.transport=collective", "npu and musa")),
+        (
+            (*VENDORS, "pools.transport=flagcx"),
+            ("flagcx",),
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    material: Material,
+    vendors: Conditions,
+    tmp_path: Path,
+    *,
+    arguments: tuple[str, ...],
+    parts: tuple[str, ...],
+) -> None:
+    words = train_arguments(material, tmp_path / "run", *SETTINGS, *arguments)
+    check_refusal(run_command(words, folder=tmp_path, conditions=vendors), *parts)

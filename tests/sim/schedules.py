@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small runs under the virtual clock, and what the tests ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tandem.config.run import RunConfig
+from tandem.pipeline.simulated_engines import SimulatedTimes
+from tandem.pipeline.simulation import SimulatedRun, Surroundings, simulated_config
+
+APART = (("generate",), ("logp", "actor-train"), ("ref_logp",))
+BATCH, SAMPLES = 4, 2
+
+
+def config(lag: int, *further: str, num_steps: int = 24) -> RunConfig:
+    """Batches of four prompts with two samples each, one optimizer step a batch."""
+    return simulated_config(
+        num_prompts=BATCH, num_samples=SAMPLES, lag=lag, num_steps=num_steps, further=further
+    )
+
+
+def times(
+    *,
+    generate: float | Callable[[int, int], float],
+    slots: int = BATCH * SAMPLES,
+    decode_step_s: float = 0.001,
+    **tasks: float,
+) -> SimulatedTimes:
+    """Constant seconds by task (dashes are underscores, 0 if not named)."""
+    seconds = {name.replace("_", "-"): value for name, value in tasks.items()}
+    seconds["ref_logp"] = tasks.get("ref_logp", 0.0)
+    return SimulatedTimes(
+        response_s=generate if callable(generate) else lambda uid, k: generate,
+        task_s=lambda task, number: seconds.get(task, 0.0),
+        num_slots=slots,
+        decode_step_s=decode_step_s,
+        num_tokens=4,
+    )
+
+
+def around(num_steps: int = 24, groups: Sequence[Sequence[str]] = APART) -> Surroundings:
+    """Just enough data, every task but logp on devices of its own."""
+    return Surroundings(groups, num_rows=num_steps * BATCH)
+
+
+def lags(run: SimulatedRun) -> list[int]:
+    """Of all samples trained on, each by its oldest token."""
+    return [
+        step - 1 - completion.weights_version
+        for step, completions in run.samples.items()
+        for completion in completions
+    ]
+
+
+def spans(run: SimulatedRun, track: str, name: str) -> list[tuple[float, float]]:
+    """When something was done."""
+    return [(e.begin_s, e.end_s) for e in run.events if (e.track, e.name) == (track, name)]
+
+
+def updates(run: SimulatedRun) -> dict[int, tuple[float, float]]:
+    """Begin and end of the optimizer phase by step."""
+    return {
+        int(e.details["step"]): (e.begin_s, e.end_s)
+        for e in run.events
+        if (e.track, e.name) == ("actor-train", "update")
+    }

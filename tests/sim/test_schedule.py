@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule of asynchronous runs under the virtual clock: acceptance tests 5, 6, 7 and 9."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from tandem.pipeline.buffer import ScoredGroup
+from tandem.pipeline.simulated_engines import SimulatedTimes
+from tandem.pipeline.simulation import simulate
+from tandem.types import GenerationRequest, Prompt
+from tests.sim.schedules import APART, BATCH, SAMPLES, around, config, lags, spans, times, updates
+
+LOGP_AT_ITS_TURN = ("actor_rollout_ref.actor.ppo_mini_batch_size=2",)
+"""Two optimizer steps a batch: the trainer computes old log-probs before them."""
+
+
+def random_times(rng: random.Random) -> SimulatedTimes:
+    """Durations of an order of magnitude, another one for every call; some responses long."""
+    scale = {task: 10 ** rng.uniform(-1, 1) for task in ("actor-train", "sync", "reward")}
+
+    def response_s(uid: int, k: int) -> float:
+        tail = 10.0 if rng.random() < 0.1 else 1.0
+        return tail * rng.uniform(0.1, 4)
+
+    return SimulatedTimes(
+        response_s=response_s,
+        task_s=lambda task, number: scale.get(task, 0.0) * rng.uniform(0, 1),
+        num_slots=rng.randint(2, 4 * BATCH * SAMPLES),
+        decode_step_s=0.02,
+        num_tokens=4,
+    )
+
+
+@pytest.mark.parametrize("lag", range(5))
+def test_05_no_lag_exceeds_its_bound_on_random_traces(lag: int) -> None:
+    rng = random.Random(lag)
+    num_steps = 8
+    for _ in range(40):
+        partial = rng.random() < 0.7
+        settings = (f"actor_rollout_ref.rollout.partial_rollout={partial}",)
+        run = simulate(
+            config(lag, *settings, num_steps=num_steps),
+            random_times(rng),
+            around=replace(around(num_steps), stages_weights=rng.random() < 0.5),
+        )
+        assert run.summary.last_step == num_steps
+        assert min(lags(run)) >= 0
+        assert max(lags(run)) <= lag
+        trained = [c.sample_id // SAMPLES for step in run.samples.values() for c in step]
+        assert sorted(set(trained)) == list(range(num_steps * BATCH))
+        assert len(trained) == num_steps * BATCH * SAMPLES
+
+
+@pytest.mark.parametrize("lag", range(1, 5))
+def test_05_the_lag_is_reached_when_generation_is_fast(lag: int) -> None:
+    run = simulate(config(lag), times(generate=0.1, actor_train=3.0, sync=0.1), around=around())
+    assert max(lags(run)) == lag
+
+
+def test_06_two_batches_are_generated_within_one_long_update() -> None:
+    run = simulate(config(2), times(generate=1.0, actor_train=6.0), around=around())
+    begin, end = updates(run)[1]
+    generated = [
+        min(until, end) - max(since, begin)
+        for since, until in spans(run, "generate/0", "generate")
+        if since < end and until > begin
+    ]
+    assert sum(generated) == pytest.approx(2.0)
+    versions = {c.version_runs for step in (2, 3) for c in run.samples[step]}
+    assert versions == {((0, 4),)}
+
+
+def test_06_a_straggler_costs_the_trainer_nothing_while_batches_are_buffered() -> None:
+    straggler = 8 * BATCH
+
+    def generate(uid: int, k: int) -> float:
+        return 8.0 if (uid, k) == (straggler, 0) else 1.0
+
+    spread = times(generate=generate, actor_train=3.0, slots=2 * BATCH * SAMPLES)
+    run = simulate(config(3), spread, around=around())
+    steps = updates(run)
+    idle = [steps[step + 1][0] - steps[step][1] for step in range(5, 23)]
+    assert max(idle) < 0.5
+
+
+Generate = float | Callable[[int, int], float]
+
+
+def long_tailed(uid: int, k: int) -> float:
+    """Batches of 2, 2, 2 and 12 seconds in turn."""
+    return (2.0, 2.0, 2.0, 12.0)[uid // BATCH % 4]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Seconds of a batch; ``others``: of old log-probs and of the transfer."""
+
+    generate: Generate
+    train: float
+    others: float
+    lag: int
+    floor: float
+
+
+CASES = {
+    "balanced": Case(5.0, 4.0, 0.5, lag=1, floor=5.5),
+    "bound by training": Case(2.0, 6.0, 0.5, lag=1, floor=7.0),
+    "bound by generation": Case(8.0, 3.0, 0.5, lag=1, floor=8.5),
+    "long tail": Case(long_tailed, 4.0, 0.5, lag=3, floor=5.0),
+    "toy": Case(1.0, 1.0, 0.1, lag=1, floor=1.2),
+}
+
+
+def step_seconds(case: Case, *, lag: int, partial: bool = True) -> float:
+    """Of a step in the long run."""
+    settings = (*LOGP_AT_ITS_TURN, f"actor_rollout_ref.rollout.partial_rollout={partial}")
+    seconds = times(
+        generate=case.generate, actor_train=case.train / 2, logp=case.others, sync=case.others
+    )
+    run = simulate(config(lag, *settings, num_steps=28), seconds, around=around(28))
+    assert max(lags(run)) <= lag
+    return run.step_seconds(after=12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_07_steps_take_hardly_longer_than_any_schedule_could(name: str) -> None:
+    case = CASES[name]
+    assert 0.99 * case.floor <= step_seconds(case, lag=case.lag) <= 1.05 * case.floor
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_07_sequences_that_end_under_their_weights_cost_time_but_less_than_taking_turns(
+    name: str,
+) -> None:
+    case = CASES[name]
+    finishing = step_seconds(case, lag=case.lag, partial=False)
+    assert step_seconds(case, lag=case.lag) <= finishing * 1.01
+    assert finishing < 0.95 * step_seconds(case, lag=0)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_07_the_orchestration_takes_less_than_ten_milliseconds_a_step(lag: int) -> None:
+    num_steps = 100
+    nothing = times(generate=0.0, slots=BATCH * SAMPLES * (lag + 1))
+    begin = time.process_time()
+    run = simulate(config(lag, num_steps=num_steps), nothing, around=around(num_steps))
+    assert run.summary.last_step == num_steps
+    assert (time.process_time() - begin) / num_steps < 0.010
+
+
+def test_09_nothing_piles_up_behind_a_generator_that_is_far_ahead() -> None:
+    alive: dict[int, int] = {}
+
+    def task_s(task: str, number: int) -> float:
+        if task == "sync" and number in (20, 480):
+            kinds = (ScoredGroup, Prompt, GenerationRequest, asyncio.Task)
+            alive[number] = sum(type(one) in kinds for one in gc.get_objects())
+        return {"actor-train": 1.0}.get(task, 0.0)
+
+    seconds = SimulatedTimes(lambda uid, k: 0.01, task_s, num_slots=64, decode_step_s=0.1)
+    run = simulate(config(4, num_steps=500), seconds, around=around(500))
+    buffered = [row.metrics["pipeline/buffered_groups"] for _, row in run.rows]
+    assert max(buffered) <= 4 * BATCH
+    assert alive[480] <= alive[20] + 5
+
+
+def test_10_a_reference_on_devices_of_its_own_leaves_the_critical_path() -> None:
+    keys = (*LOGP_AT_ITS_TURN, "actor_rollout_ref.actor.use_kl_loss=True")
+    seconds = times(generate=3.0, actor_train=2.0, logp=0.5, ref_logp=1.5, sync=0.2)
+    together = (("generate",), ("logp", "ref_logp", "actor-train"))
+    shared, apart = (
+        simulate(config(2, *keys), seconds, around=around(groups=groups)).step_seconds(after=10)
+        for groups in (together, APART)
+    )
+    assert shared - apart >= 0.9 * 1.5
+
+
+def test_10_old_log_probs_on_devices_of_their_own_leave_it_too() -> None:
+    seconds = times(generate=3.0, actor_train=2.0, logp=1.5, sync=0.2)
+    own = (("generate",), ("logp",), ("actor-train",))
+    shared, apart = (
+        simulate(config(2, *LOGP_AT_ITS_TURN), seconds, around=around(groups=groups)).step_seconds(
+            after=10
+        )
+        for groups in (APART, own)
+    )
+    assert shared - apart >= 0.9 * 1.5

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation woven into training, under the virtual clock: acceptance tests 13, 14 and 15."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tandem.pipeline.simulated_engines import SimulatedTimes
+from tandem.pipeline.simulation import SimulatedRun, simulate
+from tests.sim.schedules import BATCH, around, config, spans, times, updates
+
+FILES = ("data.val_files=[some]", "data.train_files=[some]")
+
+
+def validated(run: SimulatedRun) -> list[int]:
+    """The steps in whose rows a validation stands."""
+    return [row.step for _, row in run.rows if any(n.startswith("val-") for n in row.metrics)]
+
+
+def test_13_validation_uses_the_weights_of_its_step_whatever_the_timing() -> None:
+    """The pipeline itself refuses a validation sample of any other version."""
+    rng = random.Random(13)
+    for _ in range(50):
+        scale = {task: rng.uniform(0, 3) for task in ("actor-train", "sync", "reward")}
+        seconds = SimulatedTimes(
+            response_s=lambda uid, k: rng.uniform(0.1, 3),
+            task_s=lambda task, number, scale=scale: scale.get(task, 0.0) * rng.random(),
+            num_slots=rng.randint(2, 20),
+            decode_step_s=0.05,
+            validation_s=rng.uniform(0.1, 8),
+            num_tokens=4,
+        )
+        lag, frequency = rng.randint(0, 4), rng.randint(1, 4)
+        keys = (*FILES, f"trainer.test_freq={frequency}", "trainer.val_before_train=False")
+        run = simulate(
+            config(lag, *keys, num_steps=7),
+            seconds,
+            around=replace(around(7), num_validation_rows=3, stages_weights=rng.random() < 0.5),
+        )
+        assert validated(run) == sorted({*range(frequency, 8, frequency), 7})
+        assert [row.step for _, row in run.rows] == list(range(1, 8))
+
+
+@pytest.mark.parametrize("frequency", [-1, 0])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_13_no_frequency_no_validation(lag: int, frequency: int) -> None:
+    keys = (*FILES, f"trainer.test_freq={frequency}", "trainer.val_before_train=False")
+    run = simulate(
+        config(lag, *keys, num_steps=5),
+        times(generate=1.0, actor_train=1.0),
+        around=replace(around(5), num_validation_rows=3),
+    )
+    assert validated(run) == []
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_14_validation_before_training_stands_at_step_0(lag: int) -> None:
+    keys = (*FILES, "trainer.test_freq=-1", "trainer.val_before_train=True")
+    run = simulate(
+        config(lag, *keys, num_steps=3),
+        times(generate=1.0, actor_train=1.0),
+        around=replace(around(3), num_validation_rows=3),
+    )
+    assert validated(run) == [0]
+    assert [row.step for _, row in run.rows] == [0, 1, 2, 3]
+
+
+def test_14_validation_only_trains_nothing() -> None:
+    keys = (*FILES, "trainer.val_only=True")
+    run = simulate(
+        config(2, *keys, num_steps=3),
+        times(generate=1.0, actor_train=1.0),
+        around=replace(around(3), num_validation_rows=3),
+    )
+    assert validated(run) == [0]
+    assert not updates(run) and run.summary.last_step == 0
+    assert run.summary.validation
+
+
+def test_15_training_goes_on_while_a_validation_runs() -> None:
+    keys = (*FILES, "trainer.test_freq=5", "trainer.val_before_train=False")
+    seconds = replace(times(generate=1.0, actor_train=2.0, slots=64), validation_s=5.0)
+    run = simulate(
+        config(3, *keys, num_steps=12), seconds, around=replace(around(12), num_validation_rows=3)
+    )
+    steps = updates(run)
+    (begin, end), *_ = spans(run, "validation", "validation")
+    assert end - begin == pytest.approx(5.0, abs=0.1)
+    within = [step for step, (since, _) in steps.items() if begin <= since < end]
+    assert within == [6, 7, 8]
+    assert steps[6][0] - steps[5][1] < 0.1
+    assert validated(run) == [5, 10, 12]
+
+
+def test_15_without_buffered_data_training_waits_and_ends_all_the_same() -> None:
+    keys = (*FILES, "trainer.test_freq=1", "trainer.val_before_train=True")
+    seconds = replace(times(generate=3.0, actor_train=0.1, sync=0.5), validation_s=20.0)
+    run = simulate(
+        config(1, *keys, num_steps=4), seconds, around=replace(around(4), num_validation_rows=BATCH)
+    )
+    assert validated(run) == [0, 1, 2, 3, 4]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tandem plan --times``: what it suggests, that what it suggests can be planned, and how well a
+run is predicted from its own times.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.cli.plan_split import forecast_rows, run
+from tandem.metrics.jsonl import BEFORE_FIRST_STEP, JsonLinesFile
+from tandem.pipeline.simulated_engines import SimulatedTimes
+from tandem.pipeline.simulation import Surroundings, simulate, simulated_config
+
+GROUPS = "trainer.separated_node_tasks=[[logp,actor-train],ref_logp,generate]"
+KEYS = (
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "data.val_files=[]",
+)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> str:
+    path = tmp_path / "times.json"
+    times = {"generate": {"4": 8.0}, "actor-train": {"4": 4.0}, "ref_logp": {"4": 2.0}, "sync": 0.2}
+    path.write_text(json.dumps(times))
+    return str(path)
+
+
+def suggested(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run(["--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)["suggestion"]
+
+
+def test_a_bad_split_is_mended_and_the_arguments_bring_it_about(
+    table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    split = (GROUPS, "trainer.separated_node_ratios=[0.75,0.125,0.125]")
+    devices = "trainer.n_gpus_per_node=8"
+    found = suggested(capsys, f"--times={table}", *KEYS, devices, *split)
+    assert found["devices"]["generate"] >= 4
+    assert found["step_s"] < 0.5 * found["step_s_as_configured"]
+    again = suggested(capsys, "--times", table, *KEYS, devices, *found["overrides"])
+    assert again["step_s_as_configured"] == pytest.approx(found["step_s"])
+    assert again["step_s"] <= found["step_s"]
+
+
+def test_a_run_on_shared_devices_is_offered_two_halves(
+    table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = suggested(capsys, f"--times={table}", *KEYS, "trainer.n_gpus_per_node=4")
+    assert list(found["devices"]) == ["actor-train+ref_logp", "generate"]
+    assert found["step_s_as_configured"] == pytest.approx(8 + 4 + 2 + 0.2, rel=0.02)
+
+
+def test_the_table_for_readers_ends_in_arguments_to_copy_if_they_help(
+    table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times, devices = f"--times={table}", "trainer.n_gpus_per_node=4"
+    bad = ("trainer.separated_node_tasks=[actor-train,ref_logp,generate]",)
+    ratios = "trainer.separated_node_ratios=[0.5,0.25,0.25]"
+    assert main(["plan", times, *KEYS, devices, *bad, ratios]) == 0
+    printed = capsys.readouterr().out
+    for text in ("Suggested split", "step as configured", "arguments: trainer.separated_node_ta"):
+        assert text in printed
+    assert main(["plan", times, *KEYS, devices]) == 0
+    assert "no split is faster than what is configured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--times=",), "--times='': must name a run folder or a table"),
+        (("--times=nowhere.json",), "--times='nowhere.json': must be a run folder, or a JSON"),
+        (("--times={table}",), "trainer.n_gpus_per_node=1: 1 device(s) cannot be divided among 2"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: tuple[str, ...], message: str, table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [argument.replace("{table}", table) for argument in arguments]
+    assert main(["plan", *words, *KEYS]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_task_without_times_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps({"generate": {"4": 8.0}, "actor-train": {"4": 4.0}}))
+    assert main(["plan", f"--times={path}", *KEYS, "trainer.n_gpus_per_node=4"]) == 2
+    assert "holds no times of ref_logp" in capsys.readouterr().err
+
+
+def recorded(folder: Path, *, generate_s: float, update_s: float) -> Path:
+    """The folder of a simulated asynchronous run on 2 + 2 devices."""
+    config = simulated_config(
+        num_prompts=4,
+        num_samples=2,
+        lag=2,
+        num_steps=12,
+        further=("trainer.n_gpus_per_node=4", "actor_rollout_ref.hybrid_engine=False"),
+    )
+    seconds = {"actor-train": update_s, "sync": 0.2}
+    times = SimulatedTimes(
+        response_s=lambda uid, k: generate_s,
+        task_s=lambda task, _: seconds.get(task, 0.0),
+        num_slots=8,
+    )
+    groups = (("actor-train", "logp", "ref_logp"), ("generate",))
+    made = simulate(config, times, around=Surroundings(groups=groups, num_rows=52))
+    (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+    metrics = JsonLinesFile(folder / "metrics.jsonl", keep_through_step=BEFORE_FIRST_STEP)
+    for _, report in made.rows:
+        metrics.append({"step": report.step, **report.metrics})
+    metrics.close()
+    return folder
+
+
+@pytest.mark.parametrize(("generate_s", "update_s"), [(8.0, 3.0), (3.0, 8.0), (5.0, 5.0)])
+def test_a_run_is_predicted_from_its_own_times(
+    tmp_path: Path, generate_s: float, update_s: float
+) -> None:
+    rows = dict(forecast_rows(recorded(tmp_path, generate_s=generate_s, update_s=update_s)))
+    predicted = float(rows["step, predicted from its task times"].split()[0])
+    achieved = float(rows["step, achieved (median wall time)"].split()[0])
+    assert predicted == pytest.approx(achieved, rel=0.05)
+    assert float(rows["overlap: busiest pool / step"]) > 0.9
+
+
+def test_what_is_no_asynchronous_run_has_no_forecast(tmp_path: Path) -> None:
+    assert forecast_rows(tmp_path) == []

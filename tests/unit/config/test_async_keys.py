@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of the asynchronous pipeline: what they resolve to, what is refused, what has no effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.config.effects import keys_without_effect
+from tandem.config.overrides import load_config
+from tandem.config.run import RunConfig
+from tandem.config.validate import check_run
+from tandem.errors import UserError
+
+ASYNCHRONOUS = "trainer.async_pipeline=True"
+HALVES = ("actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=2")
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(RunConfig, ["data.train_files=some", *overrides]).config
+
+
+def refusal(*overrides: str) -> str:
+    """The one line that refuses a configuration."""
+    with pytest.raises(UserError) as caught:
+        check_run(config(*overrides))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "max_lag", "in_rounds"),
+    [
+        ((), 0, True),
+        (("trainer.generate_ahead_steps=3",), 0, True),
+        ((ASYNCHRONOUS,), 0, True),
+        ((ASYNCHRONOUS, "trainer.generate_ahead_steps=3"), 3, False),
+        (
+            (ASYNCHRONOUS, "trainer.generate_ahead_steps=3", "trainer.deterministic_async=True"),
+            3,
+            True,
+        ),
+    ],
+)
+def test_the_largest_lag_and_whether_generation_goes_in_rounds(
+    overrides: tuple[str, ...], max_lag: int, in_rounds: bool
+) -> None:
+    trainer = config(*overrides).trainer
+    assert (trainer.max_lag, trainer.in_rounds) == (max_lag, in_rounds)
+
+
+def test_a_negative_lag_is_refused() -> None:
+    line = refusal(ASYNCHRONOUS, *HALVES, "trainer.generate_ahead_steps=-1")
+    assert "trainer.generate_ahead_steps=-1" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        ((), "Set actor_rollout_ref.hybrid_engine=False"),
+        (("trainer.n_gpus_per_node=4",), "Set actor_rollout_ref.hybrid_engine=False"),
+        (
+            (
+                "trainer.n_gpus_per_node=4",
+                "trainer.separated_node_tasks=[[logp,actor-train,generate],ref_logp]",
+                "trainer.separated_node_ratios=[0.5,0.5]",
+            ),
+            "Take generate out of the group of actor-train in trainer.separated_node_tasks",
+        ),
+    ],
+)
+def test_generation_on_the_trainers_devices_cannot_be_asynchronous(
+    overrides: tuple[str, ...], remedy: str
+) -> None:
+    line = refusal(ASYNCHRONOUS, "trainer.generate_ahead_steps=1", *overrides)
+    assert line.startswith("trainer.async_pipeline=True: ")
+    assert remedy in line
+
+
+def test_devices_of_its_own_are_enough() -> None:
+    check_run(config(ASYNCHRONOUS, "trainer.generate_ahead_steps=1", *HALVES))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "without_effect"),
+    [
+        (("trainer.generate_ahead_steps=2",), {"trainer.generate_ahead_steps"}),
+        ((ASYNCHRONOUS, *HALVES), {"trainer.async_pipeline"}),
+        ((ASYNCHRONOUS, *HALVES, "trainer.generate_ahead_steps=2"), set()),
+        ((f"{ROLLOUT}.partial_rollout=False",), {f"{ROLLOUT}.partial_rollout"}),
+        (
+            (
+                ASYNCHRONOUS,
+                *HALVES,
+                "trainer.generate_ahead_steps=2",
+                "trainer.deterministic_async=True",
+                f"{ROLLOUT}.partial_rollout=False",
+            ),
+            {f"{ROLLOUT}.partial_rollout"},
+        ),
+    ],
+)
+def test_keys_that_change_nothing_are_named(
+    overrides: tuple[str, ...], without_effect: set[str]
+) -> None:
+    loaded = load_config(RunConfig, ["data.train_files=some", *overrides])
+    assert set(keys_without_effect(loaded)) == without_effect

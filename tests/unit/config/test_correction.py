@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``algorithm.rollout_correction``: verl's spellings, when it is on, what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.config.correction import Bounds
+from tandem.config.effects import keys_without_effect
+from tandem.config.overrides import load_config
+from tandem.config.run import RunConfig
+from tandem.config.validate import check_run
+from tandem.errors import UserError
+
+KEY = "algorithm.rollout_correction"
+LAG = ("trainer.async_pipeline=True", "trainer.generate_ahead_steps=2")
+ONE_UPDATE = (
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+)
+BYPASS = f"{KEY}.bypass_mode=True"
+
+
+def config(*arguments: str) -> RunConfig:
+    return load_config(RunConfig, arguments).config
+
+
+def test_weights_are_on_where_rollouts_may_lag_and_only_there() -> None:
+    assert config().importance_level is None and not config().compares_policies
+    assert config("trainer.generate_ahead_steps=2").importance_level is None
+    assert config("trainer.async_pipeline=True").importance_level is None
+    assert config(*LAG).importance_level == "token"
+    off = config(*LAG, f"{KEY}.rollout_is=null")
+    assert off.importance_level is None and off.compares_policies
+    assert config(f"{KEY}.rollout_is=sequence").importance_level == "sequence"
+
+
+def test_bypass_mode_has_weights_only_with_reinforce() -> None:
+    assert config(*LAG, BYPASS).importance_level is None
+    assert config(BYPASS, f"{KEY}.rollout_is=token").importance_level is None
+    reinforce = f"{KEY}.loss_type=reinforce"
+    assert config(BYPASS, reinforce, f"{KEY}.rollout_is=token").importance_level == "token"
+    assert config(*LAG, BYPASS, reinforce).importance_level == "token"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        ((), False),
+        (LAG, False),
+        ((*LAG, f"{KEY}.rollout_is_batch_normalize=True"), True),
+        ((f"{KEY}.rollout_is_batch_normalize=True",), False),
+        ((f"{KEY}.rollout_rs=token_k1", f"{KEY}.rollout_rs_threshold=2"), True),
+        ((f"{KEY}.rollout_rs=token_k1", f"{KEY}.rollout_rs_threshold=2", BYPASS), False),
+        (("actor_rollout_ref.actor.ppo_epochs=2",), True),
+    ],
+)
+def test_the_batch_is_scored_before_the_update_only_for_what_needs_all_of_it(
+    arguments: tuple[str, ...], needed: bool
+) -> None:
+    assert config(*ONE_UPDATE, *arguments).needs_old_log_probs is needed
+
+
+def test_thresholds_are_read_as_verl_writes_them() -> None:
+    def bounds(*arguments: str) -> tuple[tuple[str, Bounds], ...]:
+        return config(*arguments).algorithm.rollout_correction.rejections
+
+    keys = config(f"{KEY}.rollout_is_threshold=0.5_5.0").algorithm.rollout_correction
+    assert keys.importance_bounds == Bounds(0.5, 5.0)
+    assert config().algorithm.rollout_correction.importance_bounds == Bounds(None, 2.0)
+    both = f"{KEY}.rollout_rs='token_k1,seq_mean_k3'"
+    assert bounds(both, f"{KEY}.rollout_rs_threshold=4") == (
+        ("token_k1", Bounds(0.25, 4.0)),
+        ("seq_mean_k3", Bounds(None, 4.0)),
+    )
+    assert bounds(both, f"{KEY}.rollout_rs_threshold='0.9_1.2,0.01'") == (
+        ("token_k1", Bounds(0.9, 1.2)),
+        ("seq_mean_k3", Bounds(None, 0.01)),
+    )
+    assert bounds() == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([f"{KEY}.rollout_is_threshold=0"], r"rollout_is_threshold=0\.0: must be a number"),
+        ([f"{KEY}.rollout_is_threshold='2_1'"], "rollout_is_threshold='2_1': must be a number"),
+        ([f"{KEY}.rollout_is_threshold=0.5_2"], r"rollout_is_threshold=0\.52: must be a number"),
+        ([f"{KEY}.rollout_is_threshold=high"], "rollout_is_threshold='high': must be a number"),
+        ([f"{KEY}.rollout_rs=token_k4"], "rollout_rs='token_k4': must name each once of token_k1"),
+        ([f"{KEY}.rollout_rs=token_k1"], "rollout_rs_threshold=None: must be one positive bound"),
+        (
+            [f"{KEY}.rollout_rs=token_k3", f"{KEY}.rollout_rs_threshold=0.1_0.2"],
+            "only k1 takes LOW_HIGH",
+        ),
+        (
+            [f"{KEY}.rollout_rs='token_k1,token_k2'", f"{KEY}.rollout_rs_threshold='1,2,3'"],
+            "or one for each of rollout_rs='token_k1,token_k2'",
+        ),
+        (
+            [BYPASS, f"{KEY}.rollout_is_batch_normalize=True"],
+            "rollout_is_batch_normalize=True: needs the weights of the whole batch",
+        ),
+        (
+            [
+                *LAG,
+                "actor_rollout_ref.hybrid_engine=False",
+                "trainer.n_gpus_per_node=2",
+                "actor_rollout_ref.rollout.do_sample=False",
+                "actor_rollout_ref.rollout.temperature=0.7",
+            ],
+            "temperature=0.7: must be 1 with",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_a_remedy(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        check_run(config(*arguments))
+    assert "\n" not in str(error.value) and "Set " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason", "switch"),
+    [
+        (f"{KEY}.loss_type=reinforce", "bypass_mode=True reads it", BYPASS),
+        (f"{KEY}.rollout_is_threshold=3", "no importance weights", f"{KEY}.rollout_is=token"),
+        (
+            f"{KEY}.rollout_rs_threshold=3",
+            "rollout_rs=null",
+            f"{KEY}.rollout_rs=token_k1",
+        ),
+    ],
+)
+def test_keys_in_vain_are_named(argument: str, reason: str, switch: str) -> None:
+    name = argument.split("=", maxsplit=1)[0]
+    assert reason in keys_without_effect(load_config(RunConfig, [argument]))[name]
+    assert name not in keys_without_effect(load_config(RunConfig, [argument, switch]))
+
+
+def test_what_bypass_mode_replaces_is_named() -> None:
+    arguments = [BYPASS, f"{KEY}.rollout_is=token", "actor_rollout_ref.actor.clip_ratio=0.1"]
+    clipped = keys_without_effect(load_config(RunConfig, arguments))
+    assert list(clipped) == [f"{KEY}.rollout_is"]
+    reinforced = keys_without_effect(
+        load_config(RunConfig, [*arguments, f"{KEY}.loss_type=reinforce"])
+    )
+    assert list(reinforced) == ["actor_rollout_ref.actor.clip_ratio"]

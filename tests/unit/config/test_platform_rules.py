@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Platforms of pools: what is refused, and how weights will cross (A11, A14)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.config.overrides import load_config
+from tandem.config.platform_rules import platform_key, weight_ways
+from tandem.config.pools import place_run
+from tandem.config.run import RunConfig
+from tandem.config.validate import check_run
+from tandem.errors import UserError
+
+HALVES = ("actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=4")
+APART = (
+    "trainer.n_gpus_per_node=4",
+    "trainer.separated_node_tasks=[[actor-train],[generate],[logp]]",
+    "trainer.separated_node_ratios=[0.5,0.25,0.25]",
+)
+
+
+def checked(*arguments: str) -> RunConfig:
+    config = load_config(RunConfig, arguments).config
+    check_run(config)
+    return config
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(UserError) as caught:
+        checked(*arguments)
+    return str(caught.value)
+
+
+def test_a14_each_pool_has_the_platform_that_one_of_its_tasks_names() -> None:
+    config = checked(*HALVES, "pools.actor-train.platform=npu", "pools.generate.platform=musa")
+    placement = place_run(config)
+    assert [pool.platform for pool in placement.pools] == ["npu", "musa"]
+    assert placement.is_mixed
+    assert [platform_key(pool, config) for pool in placement.pools] == [
+        "pools.actor-train.platform",
+        "pools.generate.platform",
+    ]
+    config = checked(*HALVES, "trainer.device=cuda", "pools.generate.platform=cpu")
+    placement = place_run(config)
+    assert [pool.platform for pool in placement.pools] == ["cuda", "cpu"]
+    assert platform_key(placement.pools[0], config) == "trainer.device"
+    assert not place_run(checked(*HALVES, "trainer.device=npu")).is_mixed
+
+
+def test_the_other_spelling_of_a_pool_is_understood() -> None:
+    loaded = load_config(RunConfig, ["pools.actor_train.platform=npu"])
+    assert loaded.config.pools.named == {"actor-train": "npu"}
+    again = RunConfig.model_validate_json(loaded.config.model_dump_json())
+    assert again == loaded.config
+
+
+def test_tasks_that_share_devices_have_one_platform() -> None:
+    assert refusal("pools.logp.platform=npu", "pools.actor-train.platform=musa") == (
+        "pools.actor-train.platform=musa, pools.logp.platform=npu: these tasks share devices, "
+        "which are of one platform. Name one, or give them pools of their own with "
+        "trainer.separated_node_tasks."
+    )
+    assert refusal("pools.generate.platform=musa") == (
+        "pools.generate.platform=musa: actor-train shares these devices. Set trainer.device=musa, "
+        "or actor_rollout_ref.hybrid_engine=False for devices of their own."
+    )
+    checked("pools.generate.platform=cpu", "trainer.device=cpu")
+
+
+def test_a11_interleaved_platforms_are_refused_with_the_order_that_works() -> None:
+    platforms = ("trainer.device=npu", "pools.generate.platform=musa")
+    assert refusal(*APART, *platforms) == (
+        "trainer.separated_node_tasks: pools of npu, musa, npu in this order: those of npu must "
+        "follow each other, as libraries between vendors count on it. Set "
+        "trainer.separated_node_tasks=[[actor-train],[logp],[generate]] "
+        "trainer.separated_node_ratios=[0.5,0.25,0.25]."
+    )
+    sorted_groups = "trainer.separated_node_tasks=[[actor-train],[logp],[generate]]"
+    checked(*APART, *platforms, sorted_groups)
+
+
+def test_a_transport_that_cannot_connect_the_platforms_is_refused() -> None:
+    mixed = (*HALVES, "trainer.device=npu", "pools.generate.platform=musa")
+    assert refusal(*mixed, "pools.transport=collective") == (
+        "pools.transport=collective: the pools have npu and musa, which share no library. "
+        "Set pools.transport=auto."
+    )
+    host = (*HALVES, "trainer.device=cpu", "pools.generate.platform=musa")
+    assert "a pool is on the host" in refusal(*host, "pools.transport=flagcx")
+    assert "must be one of auto, collective, flagcx, staged" in refusal("pools.transport=pigeon")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "way"),
+    [
+        (("trainer.device=npu",), "collective (one platform)"),
+        (
+            ("trainer.device=npu", "pools.generate.platform=cpu"),
+            "staged (one side is the host): from npu to cpu once, then collective inside",
+        ),
+        (
+            ("trainer.device=mlu", "pools.generate.platform=musa"),
+            "flagcx if both sides have it and it connects them, else staged: "
+            "from mlu to musa once, then collective inside",
+        ),
+        (
+            ("trainer.device=mlu", "pools.generate.platform=musa", "pools.transport=staged"),
+            "staged (as asked for): from mlu to musa once, then collective inside",
+        ),
+    ],
+)
+def test_the_way_of_the_weights_is_known_before_anything_starts(
+    arguments: tuple[str, ...], way: str
+) -> None:
+    config = checked(*HALVES, "actor_rollout_ref.actor.ppo_mini_batch_size=1024", *arguments)
+    assert weight_ways(config, place_run(config)) == {"actor-train -> generate": way}

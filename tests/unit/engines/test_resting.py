@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that rest in the host's memory: the same values elsewhere, and the same training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tandem.config.optim import OptimConfig
+from tandem.engines.resting import RestingParameters
+from tandem.engines.single import ReferenceModel, SingleDeviceEngine
+from tandem.models.folder import open_model
+from tandem.models.language_model import LanguageModel
+from tests.unit.engines.minibatch import LOSS, SCALE, cut_batches
+
+OPTIM = OptimConfig(lr=1e-3)
+
+
+def _model(folder: Path) -> LanguageModel:
+    return open_model(str(folder), dtype=torch.float32, device="cpu")
+
+
+def _engine(
+    folder: Path, *, offload: bool
+) -> tuple[SingleDeviceEngine, LanguageModel, LanguageModel]:
+    """With what it keeps, in fp32, and what it computes with."""
+    kept = _model(folder)
+    computed = kept.in_dtype(torch.bfloat16)
+    engine = SingleDeviceEngine(
+        kept,
+        OPTIM,
+        total_training_steps=10,
+        compute=computed,
+        offload_weights=offload,
+        offload_optimizer=offload,
+    )
+    return engine, kept, computed
+
+
+def _step(engine: SingleDeviceEngine) -> None:
+    report = engine.update(cut_batches(max_sequences=4), LOSS, scale=SCALE, temperature=1.0)
+    assert report.grad_norm > 0 and not report.skipped
+
+
+def _places(model: LanguageModel) -> list[int]:
+    return [parameter.data_ptr() for parameter in model.module.parameters()]
+
+
+def test_what_rests_leaves_its_place_and_comes_back_as_it_was() -> None:
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((3, 4), (5,))]
+    before = [(parameter.data_ptr(), parameter.detach().clone()) for parameter in parameters]
+    resting = RestingParameters(parameters)
+    for _ in range(2):
+        resting.rest()
+        hosted = [parameter.data_ptr() for parameter in parameters]
+        resting.rest()
+        assert [parameter.data_ptr() for parameter in parameters] == hosted
+        for parameter, (place, values) in zip(parameters, before, strict=True):
+            assert parameter.data_ptr() != place and torch.equal(parameter, values)
+        resting.wake()
+        for parameter, host, (_, values) in zip(parameters, hosted, before, strict=True):
+            assert parameter.data_ptr() != host and torch.equal(parameter, values)
+            assert parameter.requires_grad and parameter.is_leaf
+        resting.wake()
+
+
+def test_changes_while_awake_are_kept_unless_there_can_be_none() -> None:
+    for frozen in (False, True):
+        parameter = nn.Parameter(torch.zeros(3), requires_grad=False)
+        resting = RestingParameters([parameter], frozen=frozen)
+        resting.rest()
+        resting.wake()
+        parameter += 1
+        resting.rest()
+        assert bool((parameter == (0 if frozen else 1)).all())
+
+
+def test_training_is_the_same_bit_by_bit_and_the_kept_weights_rest(
+    tiny_policy_folder: Path,
+) -> None:
+    resting, kept, computed = _engine(tiny_policy_folder, offload=True)
+    awake, same, _ = _engine(tiny_policy_folder, offload=False)
+    hosted, generating = _places(kept), _places(computed)
+    for _ in range(3):
+        _step(resting)
+        _step(awake)
+        assert _places(kept) == hosted and _places(computed) == generating
+    for one, other in zip(kept.module.parameters(), same.module.parameters(), strict=True):
+        assert torch.equal(one, other) and one.grad is None
+
+
+def test_checkpoints_are_taken_and_read_at_rest(tiny_policy_folder: Path, tmp_path: Path) -> None:
+    first, kept, _ = _engine(tiny_policy_folder, offload=True)
+    _step(first)
+    first.save(tmp_path)
+    second, read, computed = _engine(tiny_policy_folder, offload=True)
+    places = _places(read)
+    second.load(tmp_path)
+    assert _places(read) == places
+    for one, other in zip(read.module.parameters(), computed.module.parameters(), strict=True):
+        assert torch.equal(one.bfloat16(), other)
+    _step(first)
+    _step(second)
+    for one, other in zip(kept.module.parameters(), read.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_reference_rests_between_scores(tiny_policy_folder: Path) -> None:
+    model, batches = _model(tiny_policy_folder), cut_batches(max_sequences=6)
+    expected = ReferenceModel(_model(tiny_policy_folder)).log_probs(batches, 1.0)
+    awake = _places(model)
+    reference = ReferenceModel(model, offload_weights=True)
+    places = _places(model)
+    assert not set(places) & set(awake)
+    for _ in range(2):
+        found = reference.log_probs(batches, 1.0)
+        assert all(map(torch.equal, found, expected))
+        assert _places(model) == places

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of tasks from runs and tables, and what they say of other numbers of devices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.config.overrides import load_config
+from tandem.config.run import RunConfig
+from tandem.errors import UserError
+from tandem.metrics.jsonl import BEFORE_FIRST_STEP, JsonLinesFile
+from tandem.metrics.task_times import TaskTimes, measured_run, read_times
+
+
+def table(folder: Path, content: object) -> Path:
+    path = folder / "times.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_seconds_follow_what_divides_and_what_does_not() -> None:
+    times = TaskTimes({"actor-train": ((2, 5.0), (4, 3.0)), "logp": ((4, 2.0),)}, (1.0,))
+    assert times.seconds("actor-train", 8) == pytest.approx(2.0)
+    assert times.seconds("logp", 8) == pytest.approx(1.0)
+    assert times.seconds("ref_logp", 8) == 0
+
+
+def test_a_fit_never_promises_negative_seconds() -> None:
+    faster = TaskTimes({"actor-train": ((2, 8.0), (4, 3.0))}, (1.0,))
+    assert faster.seconds("actor-train", 1000) > 0
+    slower = TaskTimes({"actor-train": ((2, 3.0), (4, 4.0))}, (1.0,))
+    assert slower.seconds("actor-train", 8) == pytest.approx(3.5)
+
+
+def test_weights_take_the_same_time_on_any_number_of_devices() -> None:
+    times = TaskTimes({"sync": ((2, 1.0), (4, 2.0))}, (1.0,))
+    assert times.seconds("sync", 2) == times.seconds("sync", 64) == 1.5
+
+
+def test_a_batch_alone_waits_for_its_longest_response(tmp_path: Path) -> None:
+    content = {
+        "generate": {"4": 9.0},
+        "actor-train": {"4": 2.0},
+        "sync": 0.5,
+        "response_lengths": [100, 100, 400],
+    }
+    times = read_times([table(tmp_path, content)])
+    assert times.relative_lengths == (0.5, 0.5, 2.0)
+    assert times.seconds("generate", 4) == pytest.approx(4.5)
+    assert times.seconds("sync", 4) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"generate": {"2": 1.0}}, "no actor-train"),
+        ({"generate": {"2": 1.0}, "actor-train": {"2": 1.0}, "train": {"2": 1.0}}, "unknown train"),
+        ({"generate": {"2": 1.0}, "actor-train": {"2": -1.0}}, "not > 0"),
+        ({"generate": {"two": 1.0}, "actor-train": {"2": 1.0}}, "must be a run folder, or a JSON"),
+        ([1], "must be a run folder, or a JSON"),
+    ],
+)
+def test_a_table_that_makes_no_sense_is_refused(
+    tmp_path: Path, content: object, message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        read_times([table(tmp_path, content)])
+    assert "\n" not in str(error.value) and "Write " in str(error.value)
+
+
+def run_folder(folder: Path, rows: list[dict[str, float]], *arguments: str) -> Path:
+    """A finished run with these metrics by step."""
+    config = load_config(RunConfig, ["trainer.n_gpus_per_node=4", *arguments]).config
+    (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+    metrics = JsonLinesFile(folder / "metrics.jsonl", keep_through_step=BEFORE_FIRST_STEP)
+    for step, row in enumerate(rows, start=1):
+        metrics.append({"step": step, **row})
+    metrics.close()
+    rollouts = JsonLinesFile(folder / "rollouts.jsonl", keep_through_step=BEFORE_FIRST_STEP)
+    for length in (10, 30):
+        rollouts.append({"step": len(rows), "tokens": ["a"] * length})
+    rollouts.close()
+    return folder
+
+
+SYNCHRONOUS = {"timing_s/gen": 6.0, "timing_s/update_actor": 3.0, "timing_s/step": 10.0}
+
+
+def test_a_synchronous_run_has_its_times_on_all_its_devices(tmp_path: Path) -> None:
+    rows = [{**SYNCHRONOUS, "timing_s/gen": 60.0}, SYNCHRONOUS, SYNCHRONOUS]
+    found = measured_run(run_folder(tmp_path, rows))
+    # The longest response is 1.5 times the mean.
+    assert found.times.measured["generate"] == ((4, 4.0),)
+    assert found.times.measured["actor-train"] == ((4, 3.0),)
+    assert found.step_s == 10.0
+
+
+def test_an_asynchronous_run_has_its_times_on_each_pool(tmp_path: Path) -> None:
+    row = {
+        "pipeline/busy_s/generate": 5.0,
+        "pipeline/idle_share/generate": 0.01,
+        "pipeline/busy_s/actor-train": 3.0,
+        "pipeline/wall_s": 5.1,
+    }
+    groups = (
+        "trainer.separated_node_tasks=[[actor-train,logp],generate]",
+        "trainer.separated_node_ratios=[0.75,0.25]",
+    )
+    found = measured_run(run_folder(tmp_path, [row, row], *groups))
+    assert found.times.measured["generate"] == ((1, 5.0),)
+    assert found.times.measured["actor-train"] == ((3, 3.0),)
+    assert found.step_s == 5.1
+
+
+def test_a_run_of_one_step_has_no_times(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="two steps or more"):
+        measured_run(run_folder(tmp_path, [SYNCHRONOUS]))
+
+
+def test_runs_on_other_numbers_of_devices_are_fitted_together(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run_folder(folder, [SYNCHRONOUS, SYNCHRONOUS])
+    other = table(tmp_path, {"generate": {"8": 3.0}, "actor-train": {"8": 2.0}})
+    times = read_times([folder, other])
+    assert times.seconds("actor-train", 8) == pytest.approx(2.0)
+    assert times.seconds("actor-train", 16) == pytest.approx(1.5)

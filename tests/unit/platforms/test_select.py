@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which platform is chosen, why, and what is said of one that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.errors import UserError
+from tandem.platforms.record import CPU
+from tandem.platforms.registry import BUILT_IN, platform_named
+from tandem.platforms.select import VARIABLE, choose_platform, probe_all, resolve_dtype
+
+NAMES = {
+    "cuda": "cuda",
+    "nvidia": "cuda",
+    "rocm": "rocm",
+    "amd": "rocm",
+    "npu": "npu",
+    "ascend": "npu",
+    "huawei": "npu",
+    "musa": "musa",
+    "mthreads": "musa",
+    "mlu": "mlu",
+    "cambricon": "mlu",
+    "xpu": "xpu",
+    "intel": "xpu",
+    "metax": "metax",
+    "maca": "metax",
+    "cpu": "cpu",
+}
+WITHOUT_DEVICES = pytest.mark.skipif(torch.accelerator.is_available(), reason="has a device")
+
+
+@pytest.mark.parametrize(("name", "expected"), NAMES.items())
+def test_names_and_aliases(name: str, expected: str) -> None:
+    assert platform_named(name).name == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("asend", "Did you mean ascend?"),
+        ("CUDA", "Known: cuda, rocm"),
+        ("", "no such platform"),
+        ("gpu", "no such platform"),
+    ],
+)
+def test_unknown_name_is_an_error_with_the_known_ones(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        platform_named(name, key="pools.rollout.platform")
+    assert str(raised.value).startswith(f"pools.rollout.platform={name}: ")
+
+
+@WITHOUT_DEVICES
+def test_the_first_that_is_found_is_chosen_and_the_reason_said() -> None:
+    chosen = choose_platform("auto", {})
+    assert chosen.platform is CPU
+    assert chosen.reason == "trainer.device=auto, and it is the first that is found"
+
+
+def test_key_goes_before_environment_and_environment_before_looking() -> None:
+    assert choose_platform("auto", {VARIABLE: "host"}).reason == "VERL_PLATFORM=host"
+    assert choose_platform("cpu", {VARIABLE: "nonsense"}).reason == "trainer.device=cpu"
+    with pytest.raises(UserError, match="VERL_PLATFORM=nonsense: there is no such platform"):
+        choose_platform("auto", {VARIABLE: "nonsense"})
+
+
+@WITHOUT_DEVICES
+@pytest.mark.parametrize("name", ["cuda", "rocm", "metax", "npu", "musa", "mlu", "xpu"])
+def test_what_is_asked_for_and_not_here_is_an_error_with_all_reasons(name: str) -> None:
+    with pytest.raises(UserError, match=f"trainer.device={name}: {name} cannot be used") as raised:
+        choose_platform(name, {})
+    assert "Name one that can: cpu" in str(raised.value)
+    for probed in probe_all():
+        assert not probed.problem or f"{probed.name}: {probed.problem}" in str(raised.value)
+
+
+def test_every_platform_is_probed_and_the_host_last() -> None:
+    probed = probe_all()
+    assert [one.name for one in probed][: len(BUILT_IN) - 1] == [p.name for p in BUILT_IN[:-1]]
+    assert (probed[-1].name, probed[-1].problem) == ("cpu", "")
+
+
+def test_auto_is_the_platforms_own_precision() -> None:
+    assert resolve_dtype("auto", CPU, key="x") is torch.float32
+    assert resolve_dtype("bfloat16", CPU, key="x") is torch.bfloat16

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The jobs of pools on several platforms."""
+
+from __future__ import annotations
+
+from tandem.config.overrides import load_config
+from tandem.config.pools import place_run
+from tandem.config.run import RunConfig
+from tandem.platforms.record import CPU, Platform
+from tandem.platforms.registry import platform_named
+from tandem.sync.ways import Way
+from tandem.workers.deployment import run_jobs
+from tandem.workers.job import WorkerJob
+
+NPU = platform_named("npu")
+APART = (
+    "trainer.n_gpus_per_node=4",
+    "trainer.separated_node_tasks=[[actor-train],[ref_logp],[logp],[generate]]",
+    "trainer.separated_node_ratios=[0.25,0.25,0.25,0.25]",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+)
+
+
+def jobs(*arguments: str, **platforms: Platform) -> dict[str, WorkerJob]:
+    config = load_config(RunConfig, [*APART, *arguments]).config
+    placement = place_run(config)
+    named = {pool.name: platforms.get(pool.name, NPU) for pool in placement.used_pools}
+    return run_jobs(
+        config, placement, platforms=named, store=("host", 1), eos_ids=(0,), total_steps=1
+    )
+
+
+def test_every_pool_computes_in_what_the_trainer_computes_in() -> None:
+    mixed = jobs(generate=CPU)
+    assert mixed["generate"].platform is CPU
+    assert mixed["generate"].rollout is not None
+    assert mixed["generate"].rollout.layout.dtype == "bfloat16"
+    named = jobs("actor_rollout_ref.actor.fsdp_config.dtype=float32", generate=CPU)
+    assert named["generate"].rollout is not None
+    assert named["generate"].rollout.layout.dtype == "float32"
+    alike = jobs()
+    assert alike["generate"].rollout is not None
+    assert alike["generate"].rollout.layout.dtype == "auto"
+
+
+def test_the_link_counts_the_pools_that_share_weights_and_knows_how_they_are_joined() -> None:
+    links = {name: job.link for name, job in jobs(generate=CPU).items()}
+    assert links.pop("ref_logp") is None
+    specs = {name: (link.first_rank, link.size) for name, link in links.items() if link}
+    assert specs == {"actor-train": (0, 3), "logp": (1, 3), "generate": (2, 3)}
+    assert {(link.crosses, link.way) for link in links.values() if link} == {(True, None)}
+    staged = jobs("pools.transport=staged")["generate"].link
+    assert staged is not None
+    assert (staged.crosses, staged.way) == (False, Way.STAGED)

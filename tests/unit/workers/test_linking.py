@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's place in the weight link, and FlagCX there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.comm.flagcx_library import LIBRARY, Abi
+from tandem.errors import UserError
+from tandem.platforms.place import WorkerPlace
+from tandem.platforms.record import CUDA
+from tandem.sync.forming import LinkPlace
+from tandem.sync.ways import Way
+from tandem.workers.job import LinkSpec
+from tandem.workers.linking import link_place
+from tests.fakes.flagcx.build import stub_library
+
+CROSSING = LinkSpec(
+    first_rank=2,
+    size=4,
+    send_bucket_bytes=1,
+    receive_bucket_bytes=1,
+    double_buffered=False,
+    staged=False,
+    way=None,
+    crosses=True,
+)
+ASKED_FOR = replace(CROSSING, way=Way.FLAGCX)
+
+
+def _place(spec: LinkSpec, flagcx_path: Path) -> LinkPlace:
+    place = WorkerPlace(
+        "generate", 1, 2, 0, "127.0.0.1", local_rank=1, local_size=2, flagcx_path=str(flagcx_path)
+    )
+    return link_place(spec, place, platform=CUDA, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("spec", [CROSSING, ASKED_FOR])
+def test_flagcx_is_taken_along_where_it_is(spec: LinkSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLAGCX_STUB_VENDOR", "NVIDIA")
+    folder = stub_library(Abi.DEVICE_HANDLE).parents[1]
+    place = _place(spec, folder)
+    assert place.rank == 3
+    assert place.flagcx is not None
+    assert place.flagcx.vendor == "NVIDIA"
+    assert _place(replace(spec, crosses=False, way=None), folder).flagcx is None, "no use for it"
+
+
+def test_a_missing_flagcx_matters_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    assert _place(CROSSING, tmp_path).flagcx is None
+    with pytest.raises(UserError, match="FlagCX is not installed there"):
+        _place(ASKED_FOR, tmp_path)
+
+
+@pytest.mark.parametrize("spec", [CROSSING, ASKED_FOR])
+def test_a_broken_flagcx_is_never_passed_over(spec: LinkSpec, tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / LIBRARY).write_text("no library")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        _place(spec, tmp_path)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout over several workers: each goes on by itself, and takes weights when it has them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams
+from tandem.workers.remote import RemoteRollout, RemoteStage, WeightWay
+
+SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=8)
+
+
+@dataclass
+class Group:
+    """``api.WorkerGroup`` of workers that do each call when its result is asked for.
+
+    A worker finishes one sequence an advance. What was sent to it arrives after ``delay`` swaps
+    that did not wait.
+    """
+
+    size: int
+    delay: int = 0
+    called: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    waiting: dict[int, deque[int]] = field(default_factory=dict[int, deque[int]])
+    arriving: int = -1
+    in_use: dict[int, int] = field(default_factory=dict[int, int])
+    asked: dict[int, int] = field(default_factory=dict[int, int])
+
+    def submit(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Note the call."""
+        self.called.append((rank, method, *args))
+        return (self, rank, method, args)
+
+    def gather(self, calls: Sequence[Any]) -> list[Any]:
+        """Do them."""
+        return [getattr(group, method)(rank, *args) for group, rank, method, args in calls]
+
+    def first(self, calls: Sequence[Any]) -> int:
+        """The last one."""
+        return len(calls) - 1
+
+    def add(self, rank: int, requests: Sequence[GenerationRequest]) -> None:
+        """Of a worker."""
+        ids = [i for request in requests for i in request.sample_ids]
+        self.waiting.setdefault(rank, deque()).extend(ids)
+
+    def advance(self, rank: int, max_steps: int | None) -> list[Completion]:
+        """Of a worker."""
+        sample_id = self.waiting[rank].popleft()
+        version = self.in_use.get(rank, 0)
+        return [Completion(sample_id, (1,), (-1.0,), FinishReason.STOP, version)]
+
+    def transfer(self, rank: int, version: int) -> None:
+        """Of a worker."""
+        self.arriving = version
+        self.asked[rank] = 0
+
+    def swap(self, rank: int, version: int | None = None) -> int:
+        """Of a worker."""
+        self.asked[rank] = self.asked.get(rank, 0) + 1
+        if version is not None or self.asked[rank] > self.delay:
+            self.in_use[rank] = self.arriving
+        return self.in_use.get(rank, 0)
+
+
+def request(*sample_ids: int) -> GenerationRequest:
+    return GenerationRequest(sample_ids, (1, 2), SAMPLING)
+
+
+def test_requests_go_to_whoever_has_the_least_to_do() -> None:
+    group = Group(2)
+    rollout = RemoteRollout(group, WeightWay([group]))
+    rollout.add([request(0, 1, 2), request(3), request(4)])
+    while completions := rollout.advance(32):
+        assert len(completions) == 1
+    added = [(rank, [r.sample_ids for r in mine]) for rank, method, mine in _of(group, "add")]
+    assert added == [(0, [(0, 1, 2)]), (1, [(3,), (4,)])]
+    assert {max_steps for _, _, max_steps in _of(group, "advance")} == {32}
+
+
+def test_without_staging_all_pools_take_weights_at_once() -> None:
+    generating, training = Group(2), Group(1)
+    rollout = RemoteRollout(generating, WeightWay([training, generating]))
+    rollout.add([request(0, 1)])
+    assert rollout.set_weights_version(3)
+    for group in (generating, training):
+        assert [call[2] for call in _of(group, "transfer")] == [3] * group.size
+    assert generating.in_use == {0: 3, 1: 3}
+
+
+def test_staged_weights_are_taken_by_each_worker_between_two_of_its_advances() -> None:
+    generating, training, scoring = Group(2, delay=1), Group(1), Group(1)
+    linked = [training, generating, scoring]
+    way = WeightWay(linked, [scoring], is_staged=True)
+    rollout, stage = RemoteRollout(generating, way), RemoteStage(linked)
+    rollout.add([request(*range(6)), request(*range(6, 12))])
+    stage.stage(1)
+    drawn_by: list[int] = []
+    num_asked = 1
+    while not rollout.set_weights_version(1):
+        drawn_by += [c.weights_version for c in rollout.advance(32)]
+        num_asked += 1
+    assert drawn_by and set(drawn_by) <= {0, 1} and drawn_by[0] == 0
+    assert num_asked > 3
+    assert generating.in_use == {0: 1, 1: 1}
+    assert _of(scoring, "swap") == [(0, "swap", 1)]
+    assert not _of(training, "swap"), "nobody waits for the trainer"
+
+
+def test_staged_weights_are_waited_for_without_work() -> None:
+    generating, training = Group(2, delay=1000), Group(1)
+    way = WeightWay([training, generating], is_staged=True)
+    rollout = RemoteRollout(generating, way)
+    RemoteStage(way.linked).stage(4)
+    assert rollout.set_weights_version(4)
+    assert generating.in_use == {0: 4, 1: 4}
+
+
+def _of(group: Group, method: str) -> list[tuple[Any, ...]]:
+    return [call for call in group.called if call[1] == method]

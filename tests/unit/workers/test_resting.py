@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout gives its memory away while the device trains, and generates the same afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.rotary import RopeConfig
+from tandem.rollout.native.engine import NativeRolloutEngine
+from tandem.rollout.settings import NativeRolloutConfig
+from tandem.sync.failure import SyncError
+from tandem.sync.gate import WeightGate
+from tandem.types import Completion, GenerationRequest, SamplingParams
+from tandem.workers.resting import RestingRollout
+
+CONFIG = NativeRolloutConfig(
+    seed=1, eos_ids=(0,), max_num_seqs=8, max_num_batched_tokens=64, max_cache_bytes=1 << 30
+)
+REQUEST = GenerationRequest(
+    (0, 1), (5, 6, 7), SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4)
+)
+
+
+def _decoder() -> Decoder:
+    config = DecoderConfig(
+        family="qwen2",
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(10_000.0),
+        max_position_embeddings=256,
+        tie_embeddings=True,
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        initializer_range=0.25,
+    )
+    decoder = Decoder(config)
+    decoder.initialize(torch.Generator().manual_seed(0))
+    return decoder.requires_grad_(False)
+
+
+def _generate(engine: NativeRolloutEngine) -> list[Completion]:
+    engine.add([REQUEST])
+    completions: list[Completion] = []
+    while finished := engine.advance():
+        completions += finished
+    return sorted(completions, key=lambda completion: completion.sample_id)
+
+
+def _held_bytes(decoder: Decoder, engine: NativeRolloutEngine) -> int:
+    weights = {weight.untyped_storage() for weight in decoder.parameters()}
+    return sum(storage.nbytes() for storage in weights) + engine._cache.num_bytes
+
+
+def test_it_holds_nothing_while_it_rests_and_generates_the_same_with_the_weights_back() -> None:
+    decoder, gate = _decoder(), WeightGate(3)
+    engine = NativeRolloutEngine(decoder, CONFIG)
+    resting = RestingRollout(engine, decoder, gate=gate, timeout_s=1)
+    expected = _generate(engine)
+    weights = [weight.clone() for weight in decoder.parameters()]
+    num_bytes = _held_bytes(decoder, engine)
+    assert engine._cache.num_bytes > 0
+
+    resting.rest()
+    resting.rest()
+    assert _held_bytes(decoder, engine) == 0
+    with pytest.raises(SyncError, match="cannot be used: the device trains"), gate.reading(1):
+        pass
+
+    resting.wake()
+    resting.wake()
+    for weight, kept in zip(decoder.parameters(), weights, strict=True):
+        weight.copy_(kept)
+    gate.publish(4)
+    assert _generate(engine) == expected
+    assert _held_bytes(decoder, engine) == num_bytes
+
+
+def test_it_does_not_rest_with_work_or_before_weights_have_come() -> None:
+    decoder, gate = _decoder(), WeightGate()
+    engine = NativeRolloutEngine(decoder, CONFIG)
+    resting = RestingRollout(engine, decoder, gate=gate, timeout_s=1)
+    resting.rest()
+    assert decoder.lm_head_weight.untyped_storage().nbytes() > 0
+    gate.publish(0)
+    engine.add([REQUEST])
+    resting.rest()
+    assert decoder.lm_head_weight.untyped_storage().nbytes() > 0
+    assert gate.version == 0
+    assert engine.advance()
