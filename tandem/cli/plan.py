@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tandem.cli.load import load_arguments
 from tandem.cli.model_fit import length_caution, position_caution, read_local_config
-from tandem.config.overrides import LoadedConfig, load_config
+from tandem.config.overrides import LoadedConfig
 from tandem.config.plan import Plan, make_plan
 from tandem.config.pools import Placement, Pool
 from tandem.config.run import RunConfig
@@ -50,14 +51,14 @@ def run(arguments: Sequence[str]) -> int:
 
 def plan_arguments(arguments: Sequence[str]) -> Plan:
     """The plan for the arguments of ``tandem train``. Raises UserError for mistakes in them."""
-    loaded = load_config(RunConfig, arguments)
+    loaded = load_arguments(RunConfig, arguments)
     hf_config = read_local_config(loaded.config.actor_rollout_ref.model.path)
     return _plan(loaded, hf_config, cautions=length_caution(loaded.config, hf_config))
 
 
 def plan_sft_arguments(arguments: Sequence[str]) -> Plan:
     """As ``plan_arguments``, for ``tandem sft``."""
-    loaded = load_config(SftConfig, arguments)
+    loaded = load_arguments(SftConfig, arguments)
     path = loaded.config.model.path
     hf_config = read_local_config(path)
     cautions = position_caution(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from tandem.cli.load import load_arguments
 from tandem.cli.notices import configure_logging, print_notices
-from tandem.config.overrides import load_config
 from tandem.config.sft import SftConfig
 from tandem.config.validate import check_built_sft, check_sft
 
@@ -18,7 +18,7 @@ from tandem.config.validate import check_built_sft, check_sft
 def parse(arguments: Sequence[str]) -> SftConfig:
     """The configuration of a run. Raises UserError for mistakes in it."""
     configure_logging()
-    loaded = load_config(SftConfig, arguments)
+    loaded = load_arguments(SftConfig, arguments)
     check_sft(loaded.config)
     check_built_sft(loaded.config)
     print_notices(loaded, sys.stderr)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from tandem.cli.load import load_arguments
 from tandem.cli.notices import configure_logging, print_notices
-from tandem.config.overrides import load_config
 from tandem.config.plan import cautions
 from tandem.config.run import RunConfig
 from tandem.config.validate import check_built_run, check_run
@@ -20,7 +20,7 @@ from tandem.config.validate import check_built_run, check_run
 def parse(arguments: Sequence[str]) -> RunConfig:
     """The configuration of a run. Raises UserError for mistakes in it."""
     configure_logging()
-    loaded = load_config(RunConfig, arguments)
+    loaded = load_arguments(RunConfig, arguments)
     check_run(loaded.config)
     check_built_run(loaded.config)
     print_notices(loaded, sys.stderr, cautions=tuple(cautions(loaded.config)))

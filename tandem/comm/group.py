@@ -204,7 +204,10 @@ class _DeviceWork:
 
     def wait(self, deadline: Deadline) -> None:
         del deadline
-        self.work.wait()  # the current stream waits, not this thread
+        try:
+            self.work.wait()  # the current stream waits, not this thread
+        except RuntimeError as error:
+            raise GroupError(_first_sentence(error)) from error
 
 
 def _within(timeout_s: float, make: Callable[[], _Backend]) -> _Backend:

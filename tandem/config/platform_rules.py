@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with the platforms that pools name, one line each, and how weights cross between
-them. Names are taken as they are written; whether such a platform exists is not asked here.
+them. Names are compared as they are written; whether such a platform exists is not asked here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from tandem.config.pools import Placement, Pool, place_run, task_groups
 from tandem.config.run import RunConfig
 
 _HOST = "cpu"
+_UNKNOWN = "auto"
+_ALONE_IN_FLAGCX = "npu"
+"""FlagCX connects Ascend to no other vendor."""
 _TRANSPORT = "pools.transport"
 _TURNS = ("actor-train", "generate")
 
@@ -54,13 +57,13 @@ def _is_receiver(pool: Pool) -> bool:
 def _way(one: Pool, other: Pool, *, wanted: str) -> str:
     if one.platform == other.platform:
         return "collective (one platform)" if wanted == "auto" else f"{wanted} (as asked for)"
+    if wanted not in ("auto", "staged"):
+        return f"{wanted} (as asked for): from {one.platform} to {other.platform}"
+    if wanted == "auto" and _UNKNOWN in (one.platform, other.platform):
+        return "collective if auto finds the platform of the other pool, else staged"
+    reason = "as asked for" if wanted == "staged" else "two platforms"
     crossing = f"from {one.platform} to {other.platform} once, then collective inside"
-    if wanted == "flagcx":
-        return f"flagcx (as asked for): from {one.platform} to {other.platform}"
-    if wanted == "staged" or _HOST in (one.platform, other.platform):
-        reason = "as asked for" if wanted == "staged" else "one side is the host"
-        return f"staged ({reason}): {crossing}"
-    return f"flagcx if both sides have it and it connects them, else staged: {crossing}"
+    return f"staged ({reason}): {crossing}"
 
 
 def _group_problems(config: RunConfig, tasks: Sequence[str]) -> Iterator[str]:
@@ -113,7 +116,8 @@ def _in_order(ratios: dict[tuple[str, ...], float], pools: Sequence[Pool]) -> It
 def _transport_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
     wanted = config.pools.transport
     platforms = list(dict.fromkeys(pool.platform for pool in placement.used_pools))
-    if len(platforms) > 1 and wanted == "collective":
+    is_mixed = len(platforms) > 1 and _UNKNOWN not in platforms
+    if is_mixed and wanted == "collective":
         yield (
             f"{_TRANSPORT}=collective: the pools have {' and '.join(platforms)}, which share no "
             f"library. Set {_TRANSPORT}=auto."
@@ -122,4 +126,9 @@ def _transport_problems(config: RunConfig, placement: Placement) -> Iterator[str
         yield (
             f"{_TRANSPORT}=flagcx: FlagCX connects devices, and a pool is on the host "
             f"({_HOST}). Set {_TRANSPORT}=staged."
+        )
+    elif is_mixed and _ALONE_IN_FLAGCX in platforms and wanted == "flagcx":
+        yield (
+            f"{_TRANSPORT}=flagcx: the pools have {' and '.join(platforms)}, and FlagCX connects "
+            f"{_ALONE_IN_FLAGCX} to no other vendor. Set {_TRANSPORT}=staged."
         )

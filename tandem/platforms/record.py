@@ -20,6 +20,7 @@ import torch
 
 from tandem.platforms.capture import Capturer, cuda_graphs, eager
 from tandem.platforms.isolation import CUDA_LIKE, HOST, Visibility
+from tandem.platforms.names import ALIASES
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def _cuda_multiprocessors() -> int:
 CPU = Platform(
     name="cpu",
     vendor="any",
-    aliases=("host",),
+    aliases=ALIASES["cpu"],
     device_type="cpu",
     extension="",
     probe=_no_problem,
@@ -176,7 +177,7 @@ CPU = Platform(
 CUDA = Platform(
     name="cuda",
     vendor="NVIDIA",
-    aliases=("nvidia",),
+    aliases=ALIASES["cuda"],
     device_type="cuda",
     extension="",
     probe=partial(cuda_problem, "cuda"),

@@ -8,15 +8,13 @@ be loaded is an error in the first case and a line of ``tandem doctor`` in the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
 from tandem.errors import UserError
+from tandem.platforms.names import ALIASES, platform_name, plug_ins
 from tandem.platforms.record import CPU, CUDA, Platform
 from tandem.platforms.vendors import METAX, MLU_PLATFORM, MUSA_PLATFORM, NPU, ROCM, XPU_PLATFORM
 
-GROUP = "tandem.platforms"
 BUILT_IN = (CUDA, ROCM, METAX, NPU, MUSA_PLATFORM, MLU_PLATFORM, XPU_PLATFORM, CPU)
 """In order of preference when none is asked for."""
 
@@ -34,33 +32,21 @@ def platform_named(name: str, *, key: str = "trainer.device") -> Platform:
     Raises:
         UserError: there is none, or its package cannot be loaded.
     """
-    for platform in BUILT_IN:
-        if name in (platform.name, *platform.aliases):
-            return platform
+    known = platform_name(name, key=key)
+    built_in = next((platform for platform in BUILT_IN if platform.name == known), None)
+    if built_in is not None:
+        return built_in
     found = {entry.name: entry for entry in plug_ins()}
-    if name not in found:
-        known = [alias for platform in BUILT_IN for alias in (platform.name, *platform.aliases)]
-        close = get_close_matches(name, [*known, *found], n=1)
-        names = ", ".join([platform.name for platform in BUILT_IN] + sorted(found))
-        raise UserError(
-            f"{key}={name}: there is no such platform. "
-            f"{f'Did you mean {close[0]}? ' if close else ''}Known: {names}."
-        )
     try:
         return load_plug_in(found[name])
     except PlugInError as error:
         raise UserError(f"{key}={name}: {error}. Mend or remove that package.") from error
 
 
-def plug_ins() -> Iterator[EntryPoint]:
-    """Platforms that installed packages declare."""
-    return iter(entry_points(group=GROUP))
-
-
 def load_plug_in(entry: EntryPoint) -> Platform:
     """Raises PlugInError: whatever a stranger's package does when it is loaded."""
     source = f"its plug-in {entry.value}"
-    if any(entry.name in (platform.name, *platform.aliases) for platform in BUILT_IN):
+    if any(entry.name in (name, *aliases) for name, aliases in ALIASES.items()):
         raise PlugInError(f"{source} takes the name of a built-in platform")
     try:
         platform = entry.load()

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from tandem.errors import UserError
+from tandem.platforms.names import AUTO, plug_ins
 from tandem.platforms.record import CPU, Platform
-from tandem.platforms.registry import BUILT_IN, PlugInError, load_plug_in, platform_named, plug_ins
+from tandem.platforms.registry import BUILT_IN, PlugInError, load_plug_in, platform_named
 
-AUTO = "auto"
 VARIABLE = "VERL_PLATFORM"
 """verl's variable, with our names and aliases."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -17,6 +17,7 @@ import torch
 
 from tandem.platforms.capture import eager
 from tandem.platforms.isolation import ASCEND, MLU, MUSA, XPU, Visibility
+from tandem.platforms.names import ALIASES
 from tandem.platforms.record import CUDA, Platform, cuda_problem
 
 
@@ -38,7 +39,6 @@ def _vendor(
     name: str,
     *,
     vendor: str,
-    aliases: tuple[str, ...],
     extension: str,
     collectives: str,
     visibility: Visibility,
@@ -48,7 +48,7 @@ def _vendor(
     return Platform(
         name=name,
         vendor=vendor,
-        aliases=aliases,
+        aliases=ALIASES[name],
         device_type=name,
         extension=extension,
         probe=partial(extension_problem, name, extension),
@@ -100,7 +100,6 @@ def _one() -> int:
 NPU = _vendor(
     "npu",
     vendor="Huawei",
-    aliases=("ascend", "huawei"),
     extension="torch_npu",
     collectives="hccl",
     visibility=ASCEND,
@@ -108,7 +107,6 @@ NPU = _vendor(
 MUSA_PLATFORM = _vendor(
     "musa",
     vendor="Moore Threads",
-    aliases=("mthreads", "moorethreads"),
     extension="torch_musa",
     collectives="mccl",
     visibility=MUSA,
@@ -116,7 +114,6 @@ MUSA_PLATFORM = _vendor(
 MLU_PLATFORM = _vendor(
     "mlu",
     vendor="Cambricon",
-    aliases=("cambricon",),
     extension="torch_mlu",
     collectives="cncl",
     visibility=MLU,
@@ -124,7 +121,6 @@ MLU_PLATFORM = _vendor(
 XPU_PLATFORM = _vendor(
     "xpu",
     vendor="Intel",
-    aliases=("intel",),
     extension="",
     collectives="xccl",
     visibility=XPU,
@@ -133,7 +129,7 @@ ROCM = replace(
     CUDA,
     name="rocm",
     vendor="AMD",
-    aliases=("amd", "hip"),
+    aliases=ALIASES["rocm"],
     probe=partial(cuda_problem, "rocm"),
     kernels="torch",
     make_capturer=eager,
@@ -144,6 +140,6 @@ METAX = replace(
     ROCM,
     name="metax",
     vendor="MetaX",
-    aliases=("maca",),
+    aliases=ALIASES["metax"],
     probe=partial(cuda_problem, "maca"),
 )

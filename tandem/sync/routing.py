@@ -78,7 +78,8 @@ def make_transports(
         transports[route] = _transport(route, path, groups=groups)
         if station.rank == route.sender:
             receivers = ", ".join(station.roles[rank] for rank in route.receivers)
-            logger.info("weights go to %s: %s", receivers, path)
+            level = logging.WARNING if path.choice.is_surprising else logging.INFO
+            logger.log(level, "weights go to %s: %s", receivers, path)
     return transports
 
 

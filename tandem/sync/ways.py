@@ -51,10 +51,11 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A way, and why it was taken."""
+    """A way, and why it was taken. ``is_surprising``: users expect another."""
 
     way: Way
     reason: str
+    is_surprising: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def _choose_crossing(ends: Sequence[Endpoint], wanted: Way | None) -> Choice:
     flagcx = Choice(Way.FLAGCX, f"it connects {names}")
     alone = " and ".join(vendors_with_one_rank([end.flagcx for end in ends]))
     why = f": with one rank of {alone}, FlagCX goes through the hosts too" if alone else ""
-    staged = Choice(Way.STAGED, f"between {names}{why}")
+    staged = Choice(Way.STAGED, f"between {names}{why}", is_surprising=bool(alone))
     return _take([staged, flagcx] if alone else [flagcx, staged], wanted, between=names)
 
 

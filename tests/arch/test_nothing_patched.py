@@ -44,7 +44,7 @@ print(json.dumps({
 """
 
 
-def test_importing_everything_loads_no_vendor_and_patches_nothing() -> None:
+def test_a3_importing_everything_loads_no_vendor_and_patches_nothing() -> None:
     command = [sys.executable, "-c", CODE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

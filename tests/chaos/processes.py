@@ -26,7 +26,7 @@ def dying(
     pool: str, rank: int, method: str, number: int, *, signal: str = "SIGKILL"
 ) -> dict[str, str]:
     """The environment of a run in which a worker sends itself a signal at a call of its method,
-    counted from 1."""
+    counted from 1; with ``signal="RAISE"`` it raises instead."""
     path = os.pathsep.join([str(_DYING), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     return {"PYTHONPATH": path, "TANDEM_TEST_DIE": f"{pool}:{rank}:{method}:{number}:{signal}"}
 

@@ -20,11 +20,11 @@ def require_passed(report: SuiteReport) -> None:
     assert [outcome.name for outcome in report.outcomes] == [check.name for check in CHECKS]
 
 
-def test_host_passes_the_suite() -> None:
+def test_a5_the_host_passes_the_suite() -> None:
     require_passed(run_suite(CPU, num_ranks=RANKS))
 
 
-def test_vendors_pass_the_suite(vendor_double: Platform) -> None:
+def test_a5_a17_vendors_pass_the_suite(vendor_double: Platform) -> None:
     """A5; A17 too: these libraries have no averages, and every rank reports the global loss."""
     assert not vendor_double.averages
     report = run_suite(vendor_double, num_ranks=RANKS)

@@ -27,6 +27,7 @@ from tandem.platforms.registry import platform_named
 from tandem.sync.failure import SyncError
 from tandem.sync.forming import FlagcxEnd
 from tandem.sync.link import WeightLink, open_link
+from tandem.sync.ways import Way
 from tandem.testing.doubles import become
 from tandem.types import HeldSlice
 from tests.distributed.spawn import HOST, run_ranks
@@ -175,7 +176,7 @@ def _link(rank: int, size: int, port: int, abi: Abi) -> str:
         store,
         own,
         tensors=sending(sends) if rank == 0 else receiving(rooms),
-        settings=settings(4096, 4096, timeout_s=20.0),
+        settings=settings(4096, 4096, timeout_s=20.0, way=Way.FLAGCX),
     )
     failure = ""
     for version in (1, 2, 3, 4):

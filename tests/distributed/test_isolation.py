@@ -71,7 +71,7 @@ def require_apart(told: list[dict[str, Any]], *, vendor: str) -> list[str]:
 
 
 @pytest.mark.parametrize("switch", [{}, {"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"}])
-def test_masked_workers_of_a_slice_see_their_device_alone(
+def test_a13_masked_workers_of_a_slice_see_their_device_alone(
     doubles: Callable[..., Platform], switch: dict[str, str]
 ) -> None:
     platform = doubles("npu", num_devices=NUM_DEVICES)
@@ -81,7 +81,7 @@ def test_masked_workers_of_a_slice_see_their_device_alone(
         assert (one["seen"], one["environment"][NPU]) == (1, physical)
 
 
-def test_selecting_workers_of_a_slice_use_theirs_by_index(
+def test_a13_selecting_workers_of_a_slice_use_theirs_by_index(
     doubles: Callable[..., Platform],
 ) -> None:
     """The operator's list stays, whatever Ray does to variables of others."""

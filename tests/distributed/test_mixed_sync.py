@@ -239,7 +239,7 @@ def check(told: list[dict[str, Any]], num_links: int) -> None:
         assert one["digests"] == [expected] * num_links
 
 
-def test_a08_every_parameter_arrives_and_crosses_to_each_vendor_once() -> None:
+def test_a8_every_parameter_arrives_and_crosses_to_each_vendor_once() -> None:
     buckets = (MIB, 100_003)
     told = run_ranks(transfer, 5, Ends(buckets=buckets), joined=False, timeout_s=150)
     check(told, len(buckets))
@@ -254,7 +254,7 @@ def test_a08_every_parameter_arrives_and_crosses_to_each_vendor_once() -> None:
         assert num_bytes <= size / len(buckets) < num_bytes * 1.01, names
 
 
-def test_a08_weights_cross_while_the_devices_go_on() -> None:
+def test_a8_weights_cross_while_the_devices_go_on() -> None:
     told = run_ranks(transfer, 5, Ends(staged=True), joined=False, timeout_s=100)
     check(told, 1)
     groups = {names for one in told for names, _ in one["broadcasts"]}
@@ -262,7 +262,7 @@ def test_a08_weights_cross_while_the_devices_go_on() -> None:
 
 
 @pytest.mark.parametrize("abi", list(Abi))
-def test_a09_weights_cross_by_flagcx_where_it_is_asked_for(abi: Abi) -> None:
+def test_a9_weights_cross_by_flagcx_where_it_is_asked_for(abi: Abi) -> None:
     vendors = Ends().platforms[:4]
     ends = Ends(vendors, abi=abi, way=Way.FLAGCX)
     told = run_ranks(transfer, 4, ends, joined=False, timeout_s=100)
@@ -270,7 +270,7 @@ def test_a09_weights_cross_by_flagcx_where_it_is_asked_for(abi: Abi) -> None:
     assert not [one["broadcasts"] for one in told if one["broadcasts"]], "all are FlagCX's"
 
 
-def test_a09_one_sender_of_its_vendor_goes_through_the_hosts_though_flagcx_is_there() -> None:
+def test_a9_one_sender_of_its_vendor_goes_through_the_hosts_though_flagcx_is_there() -> None:
     ends = Ends(Ends().platforms[:4], abi=Abi.DEVICE_HANDLE)
     told = run_ranks(transfer, 4, ends, joined=False, timeout_s=100)
     check(told, 1)

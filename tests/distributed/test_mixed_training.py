@@ -58,7 +58,7 @@ def finished(
     return run
 
 
-def test_a08_a_run_across_vendors_computes_what_one_on_the_host_computes(finished: Run) -> None:
+def test_a8_a_run_across_vendors_computes_what_one_on_the_host_computes(finished: Run) -> None:
     host, mixed = (repeatable(metrics_of(finished(*words))) for words in ((), VENDORS))
     assert host.keys() == mixed.keys()
     for step, metrics in host.items():

@@ -59,7 +59,7 @@ def _devices_of_one_vendor(rank: int, size: int, store_port: int) -> dict[str, A
     return told | {"totals": totals}
 
 
-def test_a06_compound_backends_groups_in_them_and_tensors_on_the_host() -> None:
+def test_a6_compound_backends_groups_in_them_and_tensors_on_the_host() -> None:
     told = run_ranks(_devices_of_one_vendor, 2, joined=False)
     for one in told:
         assert one["backend"] == one["of a group"] == "cpu:gloo,musa:mccl"
@@ -131,7 +131,7 @@ def _become_with_flagcx(name: str) -> torch.device:
     return device
 
 
-def test_a07_one_world_of_two_vendors_and_the_host() -> None:
+def test_a7_one_world_of_two_vendors_and_the_host() -> None:
     musa, npu, host = run_ranks(_one_world, 3, joined=False)
     for refused in (musa["refused"], npu["refused"]):
         assert refused.startswith(

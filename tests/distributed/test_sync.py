@@ -164,7 +164,7 @@ def _make_mistakes(rank: int, size: int, store: Store) -> list[str]:
     return errors
 
 
-def test_mistakes_are_named_in_all_processes(results: list[dict[str, Any]]) -> None:
+def test_a12_mistakes_are_named_in_all_processes(results: list[dict[str, Any]]) -> None:
     first, *others = (result["mistakes"] for result in results)
     assert others == [first, first]
     corrupt, missing, shape = first
@@ -254,7 +254,7 @@ def _open_when_asked(store_port: int, *, name: str) -> WeightLink:
     ("way", "cause", "within_s"),
     [("killed", "[Cc]onnection", 3.0), ("stopped", "not all took part|Timed out", TIMEOUT_S + 3)],
 )
-def test_a_lost_process_ends_the_transfer_everywhere_and_can_be_replaced(
+def test_a12_a_lost_process_ends_the_transfer_everywhere_and_can_be_replaced(
     results: list[dict[str, Any]], way: str, cause: str, within_s: float
 ) -> None:
     survivors = [result[way] for result in results[:2]]

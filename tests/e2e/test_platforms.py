@@ -38,7 +38,7 @@ def compare(found: Path, expected: Path, *, metric: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["musa"])
-def test_steps_on_a_double_equal_those_on_the_host(
+def test_a5_steps_on_a_double_equal_those_on_the_host(
     material: Material, tmp_path: Path, doubles: Callable[..., Platform], name: str
 ) -> None:
     """A5."""
@@ -60,7 +60,7 @@ def test_steps_on_a_double_equal_those_on_the_host(
         compare(tmp_path / f"{kind}-{name}", tmp_path / f"{kind}-cpu", metric=metric)
 
 
-def test_platform_that_is_not_here_is_named_with_the_reason(
+def test_a1_a_platform_that_is_not_here_is_named_with_the_reason(
     material: Material, tmp_path: Path
 ) -> None:
     """A1."""
@@ -102,7 +102,7 @@ def write_wheel(folder: Path, name: str, code: str) -> Path:
     return path
 
 
-def test_platform_of_another_package_trains_and_a_broken_one_hurts_nobody_else(
+def test_a4_a_platform_of_another_package_trains_and_a_broken_one_hurts_nobody_else(
     material: Material, tmp_path: Path
 ) -> None:
     """A4."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a worker process kill or stop itself as a method of ``Worker`` is called: Python runs this
-file at start where its folder is in PYTHONPATH.
+"""Makes a worker process kill or stop itself, or raise, as a method of ``Worker`` is called: Python
+runs this file at start where its folder is in PYTHONPATH.
 
-``TANDEM_TEST_DIE`` holds pool, rank, method, which call of it, and the name of the signal, with
-colons between them.
+``TANDEM_TEST_DIE`` holds pool, rank, method, which call of it, and the name of the signal or
+``RAISE``, with colons between them.
 """
 
 import os
@@ -48,6 +48,8 @@ def _wrap(worker):
         if (place.pool, place.rank) == (pool, int(rank)):
             calls.append(None)
             if len(calls) == int(number):
+                if name == "RAISE":
+                    raise RuntimeError("a test asked for it")
                 os.kill(os.getpid(), signal.Signals[name])
         return original(self, *args, **kwargs)
 

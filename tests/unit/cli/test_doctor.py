@@ -35,7 +35,7 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"name", "version", "purpose"} <= diagnosis["dependencies"][0].keys()
 
 
-def test_the_platform_is_told_with_the_reason_and_why_no_other(
+def test_a1_the_platform_is_told_with_the_reason_and_why_no_other(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A1."""
@@ -45,7 +45,7 @@ def test_the_platform_is_told_with_the_reason_and_why_no_other(
     assert "not used      musa     the package torch_musa is not installed" in lines
 
 
-def test_a_platform_that_is_wanted_and_not_here_is_a_problem(
+def test_a1_a_platform_that_is_wanted_and_not_here_is_a_problem(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A1."""

@@ -81,7 +81,7 @@ def test_platforms_of_pools_and_the_way_of_the_weights_are_shown(
     assert run(["--json", *arguments]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert [pool["platform"] for pool in plan["pools"]] == ["npu", "musa"]
-    assert plan["weights"]["actor-train -> generate"].startswith("flagcx if both sides have it")
+    assert plan["weights"]["actor-train -> generate"].startswith("staged (two platforms)")
 
 
 def test_supervised_arguments_are_planned_behind_the_word_sft(

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
         ("musa", "flagcx", "cpu:gloo,musa:flagcx"),
     ],
 )
-def test_a06_tensors_on_the_host_have_a_backend_everywhere(
+def test_a6_tensors_on_the_host_have_a_backend_everywhere(
     device: str, library: str, backend: str
 ) -> None:
     assert world_backend(device, library) == backend

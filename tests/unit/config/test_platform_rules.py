@@ -88,6 +88,13 @@ def test_a_transport_that_cannot_connect_the_platforms_is_refused() -> None:
     )
     host = (*HALVES, "trainer.device=cpu", "pools.generate.platform=musa")
     assert "a pool is on the host" in refusal(*host, "pools.transport=flagcx")
+    assert refusal(*mixed, "pools.transport=flagcx") == (
+        "pools.transport=flagcx: the pools have npu and musa, and FlagCX connects npu to no other "
+        "vendor. Set pools.transport=staged."
+    )
+    checked(*HALVES, "trainer.device=npu", "pools.transport=flagcx")
+    # What auto finds may be the platform of the other pool.
+    checked(*HALVES, "pools.generate.platform=cuda", "pools.transport=collective")
     assert "must be one of auto, collective, flagcx, staged" in refusal("pools.transport=pigeon")
 
 
@@ -97,16 +104,23 @@ def test_a_transport_that_cannot_connect_the_platforms_is_refused() -> None:
         (("trainer.device=npu",), "collective (one platform)"),
         (
             ("trainer.device=npu", "pools.generate.platform=cpu"),
-            "staged (one side is the host): from npu to cpu once, then collective inside",
+            "staged (two platforms): from npu to cpu once, then collective inside",
         ),
         (
             ("trainer.device=mlu", "pools.generate.platform=musa"),
-            "flagcx if both sides have it and it connects them, else staged: "
-            "from mlu to musa once, then collective inside",
+            "staged (two platforms): from mlu to musa once, then collective inside",
         ),
         (
             ("trainer.device=mlu", "pools.generate.platform=musa", "pools.transport=staged"),
             "staged (as asked for): from mlu to musa once, then collective inside",
+        ),
+        (
+            ("trainer.device=mlu", "pools.generate.platform=musa", "pools.transport=flagcx"),
+            "flagcx (as asked for): from mlu to musa",
+        ),
+        (
+            ("pools.generate.platform=cpu",),
+            "collective if auto finds the platform of the other pool, else staged",
         ),
     ],
 )

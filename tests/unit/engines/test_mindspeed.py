@@ -39,7 +39,7 @@ def vendor_packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("vendor_packages")
-def test_settings_reach_mindspeed_before_groups_are_formed() -> None:
+def test_a18_settings_reach_mindspeed_before_groups_are_formed() -> None:
     config = load_config(RunConfig, ARGUMENTS).config.actor_rollout_ref.actor.megatron
     told = start_megatron(config, key=KEY)
     (first, settings), (second, sizes) = importlib.import_module("mindspeed.megatron_adaptor").CALLS
@@ -56,12 +56,12 @@ def test_settings_reach_mindspeed_before_groups_are_formed() -> None:
     assert (sizes["context_parallel_size"], sizes["tensor_model_parallel_size"]) == (2, 4)
 
 
-def test_missing_package_is_named() -> None:
+def test_a18_a_missing_package_is_named() -> None:
     config = load_config(RunConfig, ARGUMENTS).config.actor_rollout_ref.actor.megatron
     with pytest.raises(UserError, match=f"{KEY}=megatron: on this platform it takes .*mindspeed"):
         start_megatron(config, key=KEY)
 
 
-def test_strategy_is_refused_until_there_is_an_engine() -> None:
+def test_a18_the_strategy_is_refused_until_there_is_an_engine() -> None:
     config = load_config(RunConfig, ARGUMENTS).config
     assert any(f"{KEY}='megatron': is not built yet" in line for line in unbuilt_run(config))

@@ -55,13 +55,13 @@ def differing(ours: LoadedConfig[Any], theirs: LoadedConfig[Any]) -> set[str]:
     return {name for name in left | right if left.get(name) != right.get(name)}
 
 
-def test_every_row_has_a_recipe() -> None:
+def test_a19_every_row_has_a_recipe() -> None:
     files = {path.stem for path in FOLDER.glob("*.yaml")}
     assert files == RUNS.keys() | FINE_TUNES.keys() | set(OVERLAYS)
 
 
 @pytest.mark.parametrize(("recipe", "row"), RUNS.items())
-def test_recipe_has_the_rows_settings_and_differs_in_device_keys_only(
+def test_a19_a_recipe_has_the_rows_settings_and_differs_in_device_keys_only(
     recipe: str, row: tuple[Any, ...]
 ) -> None:
     npu, cuda = (load_config(RunConfig, paths(recipe, overlay)) for overlay in OVERLAYS)
@@ -82,7 +82,9 @@ def test_recipe_has_the_rows_settings_and_differs_in_device_keys_only(
 
 
 @pytest.mark.parametrize(("recipe", "row"), FINE_TUNES.items())
-def test_recipe_of_fine_tuning_has_the_rows_settings(recipe: str, row: tuple[Any, ...]) -> None:
+def test_a19_a_recipe_of_fine_tuning_has_the_rows_settings(
+    recipe: str, row: tuple[Any, ...]
+) -> None:
     npu, cuda = (load_config(SftConfig, paths(recipe, overlay)) for overlay in OVERLAYS)
     config = npu.config
     found = (

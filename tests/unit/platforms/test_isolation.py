@@ -84,7 +84,7 @@ MASKED = [
 
 
 @pytest.mark.parametrize(("platform", "assigned", "inherited", "node_visible", "expected"), MASKED)
-def test_masking_platform_shows_a_process_its_device_alone(
+def test_a13_a_masking_platform_shows_a_process_its_device_alone(
     platform: Visibility,
     assigned: str,
     inherited: dict[str, str],
@@ -111,7 +111,7 @@ SELECTED = [
 
 
 @pytest.mark.parametrize(("assigned", "inherited", "node_visible", "index", "physical"), SELECTED)
-def test_selecting_platform_leaves_the_environment_and_picks_the_index(
+def test_a13_a_selecting_platform_leaves_the_environment_and_picks_the_index(
     assigned: str, inherited: dict[str, str], node_visible: str, index: int, physical: str
 ) -> None:
     visible = node_visible.split(",") if node_visible else ()

@@ -33,7 +33,7 @@ WITHOUT_DEVICES = pytest.mark.skipif(torch.accelerator.is_available(), reason="h
 
 
 @pytest.mark.parametrize(("name", "expected"), NAMES.items())
-def test_names_and_aliases(name: str, expected: str) -> None:
+def test_a2_names_and_aliases(name: str, expected: str) -> None:
     assert platform_named(name).name == expected
 
 

@@ -46,7 +46,7 @@ def facts(platform: Platform) -> dict[str, Any]:
     }
 
 
-def test_facts_are_those_written_down() -> None:
+def test_a2_facts_are_those_written_down() -> None:
     found = {platform.name: facts(platform) for platform in BUILT_IN}
     assert found == json.loads(RECORDED.read_text())
 
@@ -58,7 +58,7 @@ def test_records_can_be_sent_to_other_processes(platform: Platform) -> None:
     assert sent.probe() == platform.probe()
 
 
-def test_names_and_aliases_are_unique() -> None:
+def test_a2_names_and_aliases_are_unique() -> None:
     names = [name for platform in BUILT_IN for name in (platform.name, *platform.aliases)]
     assert len(names) == len(set(names))
 

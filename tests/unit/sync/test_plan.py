@@ -117,7 +117,7 @@ def test_overlapping_holders_and_cut_receivers() -> None:
         )
 
 
-def test_all_receivers_of_a_message_are_of_one_island() -> None:
+def test_a8_all_receivers_of_a_message_are_of_one_island() -> None:
     trainers, needs = _trainers((2, 1)), Layout(needs=_rollout())
     layouts = [*(Layout(sends=specs) for specs in trainers), needs, needs, needs]
     islands = ["npu", "npu", "musa", "musa", "cpu"]

@@ -67,7 +67,7 @@ def test_flagcx_where_both_sides_have_it_and_it_connects_them() -> None:
     assert choose_path(route, endpoints, wanted=Way.STAGED).choice.reason == "as asked for"
 
 
-def test_flagcx_only_where_asked_for_if_a_vendor_has_one_rank() -> None:
+def test_a11_flagcx_only_where_asked_for_if_a_vendor_has_one_rank() -> None:
     """It would go through the hosts, which its newer versions do wrongly."""
     endpoints = [*_with_flagcx(GPUS, "NVIDIA"), *_with_flagcx(MUSAS, "MUSA")]
     route = Route(1, (3, 4))
@@ -76,8 +76,9 @@ def test_flagcx_only_where_asked_for_if_a_vendor_has_one_rank() -> None:
     assert path.choice.reason == (
         "between cuda and musa: with one rank of NVIDIA, FlagCX goes through the hosts too"
     )
+    assert path.choice.is_surprising
     forced = choose_path(route, endpoints, wanted=Way.FLAGCX)
-    assert forced.choice.way is Way.FLAGCX
+    assert (forced.choice.way, forced.choice.is_surprising) == (Way.FLAGCX, False)
     assert forced.relay is None, "it fans out by itself"
 
 

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the arguments of a command that takes keys, with platforms by the names of their records.
+
+All that follows compares platforms by name: aliases end here. Free of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from tandem.config.overrides import LoadedConfig, load_config
+from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+from tandem.platforms.names import AUTO, platform_name
+
+ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
+
+
+def load_arguments(schema: type[ConfigT], arguments: Sequence[str]) -> LoadedConfig[ConfigT]:
+    """See ``load_config``.
+
+    Raises:
+        UserError: a mistake in the arguments, or a platform that does not exist.
+    """
+    loaded = load_config(schema, arguments)
+    config = loaded.config
+    device = _named(config.trainer.device, key="trainer.device")
+    changes = {"trainer": config.trainer.model_copy(update={"device": device})}
+    if isinstance(config, RunConfig):
+        changes |= {"pools": _with_names(config)}
+    return replace(loaded, config=config.model_copy(update=changes))
+
+
+def _with_names(config: RunConfig) -> object:
+    pools, named = config.pools, config.pools.named
+    changes = {
+        task.replace("-", "_"): getattr(pools, task.replace("-", "_")).model_copy(
+            update={"platform": _named(name, key=f"pools.{task}.platform")}
+        )
+        for task, name in named.items()
+    }
+    return pools.model_copy(update=changes)
+
+
+def _named(name: str, *, key: str) -> str:
+    return name if name == AUTO else platform_name(name, key=key)

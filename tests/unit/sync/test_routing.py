@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users are told of the ways that weights take."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from tandem.comm.group import Group, GroupPlace, form_group
+from tandem.sync.plan import Route
+from tandem.sync.routing import Station, make_transports
+from tandem.sync.ways import Endpoint
+
+CPU = torch.device("cpu")
+ROLES = ("trainer 0", "rollout 0", "rollout 1")
+
+
+@pytest.mark.parametrize(("flagcx", "level"), [("MUSA", logging.WARNING), ("", logging.INFO)])
+def test_users_are_warned_where_flagcx_is_passed_over(
+    flagcx: str, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoints = [
+        Endpoint("npu", "0", "npu", flagcx="NVIDIA"),
+        *(Endpoint("musa", f"{n}", "musa", flagcx=flagcx) for n in range(2)),
+    ]
+    store, route = HashStore(), Route(0, (1, 2))
+
+    def make(rank: int) -> None:
+        def form(name: str, members: tuple[int, ...], **_: object) -> Group:
+            return form_group(store, GroupPlace(name, members, rank, CPU, timeout_s=10))
+
+        station = Station(rank, CPU, ROLES)
+        make_transports([route], endpoints, wanted=[None] * 3, station=station, form=form)
+
+    with caplog.at_level(logging.INFO, "tandem.sync"), ThreadPoolExecutor(3) as pool:
+        list(pool.map(make, range(3)))
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert record.getMessage().startswith("weights go to rollout 0, rollout 1: staged, between npu")
