@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from tandem.errors import UserError
 from tandem.platforms.record import Platform
@@ -24,7 +25,10 @@ def run(arguments: Sequence[str]) -> int:
     """Certify, and print one line for each check; returns the exit code."""
     options = _parse(arguments)
     platform = select_platform(options.platform, key="--platform")
-    ranks = options.ranks or _ranks(platform)
+    ranks = _ranks(platform) if options.ranks is None else options.ranks
+    if ranks < 1:
+        raise UserError(f"--ranks={ranks}: must be at least 1. Leave it out for one a device.")
+    folder = _writable(Path(options.output))
     try:
         report = run_suite(platform, num_ranks=ranks, timeout_s=options.timeout)
     except ProcessError as error:
@@ -33,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
         print(_line(outcome))
     today = datetime.now(UTC).date()
     certificate = certificate_of(platform, report, today=today)
-    path = write_certificate(certificate, Path(options.output))
+    path = write_certificate(certificate, folder)
     verdict = "passed" if certificate.passed else f"{len(report.failures)} failed"
     print(f"{certificate.device}, {ranks} process(es): {verdict}. Written to {path}")
     return 0 if certificate.passed else FAILED
@@ -48,6 +52,18 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output", default="certificates", help="folder of the certificate")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for the whole")
     return parser.parse_args(arguments)
+
+
+def _writable(folder: Path) -> Path:
+    """Found out before the suite runs for a minute."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise UserError(
+            f"--output={folder}: cannot be written to ({error.strerror}). Name another folder."
+        ) from error
 
 
 def _ranks(platform: Platform) -> int:

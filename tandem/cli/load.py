@@ -11,9 +11,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tandem.config.overrides import LoadedConfig, load_config
+from tandem.config.pools import place_run
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
-from tandem.platforms.names import AUTO, platform_name
+from tandem.errors import UserError
+from tandem.platforms.names import ALONE_IN_FLAGCX, AUTO, platform_name
 
 ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
 
@@ -31,6 +33,18 @@ def load_arguments(schema: type[ConfigT], arguments: Sequence[str]) -> LoadedCon
     if isinstance(config, RunConfig):
         changes |= {"pools": _with_names(config)}
     return replace(loaded, config=config.model_copy(update=changes))
+
+
+def check_flagcx(config: RunConfig) -> None:
+    """Of a configuration that is checked: raise UserError if FlagCX cannot do what it is to do."""
+    platforms = list(dict.fromkeys(pool.platform for pool in place_run(config).used_pools))
+    alone = ALONE_IN_FLAGCX.intersection(platforms)
+    is_mixed = len(platforms) > 1 and AUTO not in platforms
+    if config.pools.transport == "flagcx" and is_mixed and alone:
+        raise UserError(
+            f"pools.transport=flagcx: the pools have {' and '.join(platforms)}, and FlagCX "
+            f"connects {min(alone)} to no other vendor. Set pools.transport=staged."
+        )
 
 
 def _with_names(config: RunConfig) -> object:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.cli.load import load_arguments
+from tandem.cli.load import check_flagcx, load_arguments
 from tandem.cli.model_fit import length_caution, position_caution, read_local_config
 from tandem.config.overrides import LoadedConfig
 from tandem.config.plan import Plan, make_plan
@@ -53,7 +53,9 @@ def plan_arguments(arguments: Sequence[str]) -> Plan:
     """The plan for the arguments of ``tandem train``. Raises UserError for mistakes in them."""
     loaded = load_arguments(RunConfig, arguments)
     hf_config = read_local_config(loaded.config.actor_rollout_ref.model.path)
-    return _plan(loaded, hf_config, cautions=length_caution(loaded.config, hf_config))
+    plan = _plan(loaded, hf_config, cautions=length_caution(loaded.config, hf_config))
+    check_flagcx(loaded.config)
+    return plan
 
 
 def plan_sft_arguments(arguments: Sequence[str]) -> Plan:

@@ -24,10 +24,11 @@ from tandem.config.trainer import TrainerConfig
 from tandem.data.source import Source
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.errors import UserError
-from tandem.metrics.jsonl import BEFORE_FIRST_STEP, last_step
+from tandem.metrics.jsonl import BEFORE_FIRST_STEP, last_step, read_records
 from tandem.metrics.jsonl_sink import METRICS_FILE
 from tandem.metrics.run_folder import CONFIG_FILE
 from tandem.models.folder import ModelFolder, check_folder
+from tandem.pipeline.validation import VALIDATION_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,17 @@ def is_logged(checkpoint: Checkpoint, folder: Path) -> bool:
     """
     is_own = checkpoint.folder.resolve().parent == folder.resolve()
     return not is_own or last_step(folder / METRICS_FILE) >= checkpoint.step
+
+
+def is_validated(checkpoint: Checkpoint, folder: Path) -> bool:
+    """Whether a validation of the checkpoint's step is on record, in this or another run folder.
+
+    Where training goes on meanwhile, the step may have been logged without it by a run that failed.
+    """
+    is_own = checkpoint.folder.resolve().parent == folder.resolve()
+    records = read_records(folder / METRICS_FILE) if is_own else []
+    of_step = [record for record in records if record["step"] == checkpoint.step]
+    return not is_own or any(VALIDATION_SECONDS in record for record in of_step)
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:

@@ -22,6 +22,7 @@ from tandem.cli.model_fit import length_caution, require_known_tokens
 from tandem.cli.run_folder import (
     Start,
     is_logged,
+    is_validated,
     last_step_to_keep,
     open_run_folder,
     write_config,
@@ -178,7 +179,11 @@ async def _run(
     try:
         if checkpoint is not None:
             run_folder = parts.config.trainer.run_folder
-            await pipeline.restore(checkpoint, is_logged=is_logged(checkpoint, run_folder))
+            await pipeline.restore(
+                checkpoint,
+                is_logged=is_logged(checkpoint, run_folder),
+                is_validated=is_validated(checkpoint, run_folder),
+            )
         switch.on_stop(pipeline.stop)
         with naming_step(lambda: pipeline.step):
             return await pipeline.run()

@@ -14,8 +14,6 @@ from tandem.config.run import RunConfig
 
 _HOST = "cpu"
 _UNKNOWN = "auto"
-_ALONE_IN_FLAGCX = "npu"
-"""FlagCX connects Ascend to no other vendor."""
 _TRANSPORT = "pools.transport"
 _TURNS = ("actor-train", "generate")
 
@@ -126,9 +124,4 @@ def _transport_problems(config: RunConfig, placement: Placement) -> Iterator[str
         yield (
             f"{_TRANSPORT}=flagcx: FlagCX connects devices, and a pool is on the host "
             f"({_HOST}). Set {_TRANSPORT}=staged."
-        )
-    elif is_mixed and _ALONE_IN_FLAGCX in platforms and wanted == "flagcx":
-        yield (
-            f"{_TRANSPORT}=flagcx: the pools have {' and '.join(platforms)}, and FlagCX connects "
-            f"{_ALONE_IN_FLAGCX} to no other vendor. Set {_TRANSPORT}=staged."
         )

@@ -56,7 +56,7 @@ class Pipeline:
         learning_rate = parts.config.actor_rollout_ref.actor.optim.lr
         self._divergence = DivergenceGuard("actor_rollout_ref.actor.optim.lr", learning_rate)
         self._metrics: dict[str, float] = {}
-        self._must_log_again = False
+        self._must_log_again = self._must_validate_again = False
         self._stopping = False
         self._timers = Timers(parts.clock)
         self._step_ended_s = parts.clock()
@@ -67,18 +67,23 @@ class Pipeline:
         """The training step under way, with its saving and validation; 0 before the first."""
         return self._step_under_way
 
-    async def restore(self, checkpoint: Checkpoint, *, is_logged: bool) -> None:
+    async def restore(
+        self, checkpoint: Checkpoint, *, is_logged: bool, is_validated: bool = True
+    ) -> None:
         """Continue after ``checkpoint``: data, version, KL coefficient. Weights and optimizer have
         been loaded into the engines already.
 
         Args:
             is_logged: whether the metrics of that step are on record. A run that was killed after
                 saving and before logging has left them to us.
+            is_validated: whether a validation of that step is on record. One that was due and
+                under way when a run failed is made up for.
         """
         state = checkpoint.read_state()
         self._parts.source.restore(state["data"])
         self._step = self._saved_step = self._step_under_way = checkpoint.step
         self._metrics, self._must_log_again = state["metrics"], not is_logged
+        self._must_validate_again = not is_validated
         if isinstance(self._controller, AdaptiveKl):
             self._controller = replace(self._controller, coefficient=state["kl_coefficient"])
         logger.info("resumed from %s", checkpoint.folder)
@@ -101,7 +106,7 @@ class Pipeline:
         return RunSummary(self._step, self._stopping, stages.validator.metrics)
 
     async def _log_beginning(self, stages: Stages) -> None:
-        """The validation before training, and the step that a resumed run has not logged."""
+        """The validation before training, and what of its step a resumed run has not logged."""
         schedule = self._parts.schedule
         total_steps = schedule.total_training_steps
         validates = schedule.validates_before_training and (
@@ -111,8 +116,11 @@ class Pipeline:
             await self._log(stages, {"training/global_step": float(self._step)}, validates=True)
         elif self._step >= total_steps:
             logger.info("step %d of %d: nothing is left to train", self._step, total_steps)
+        is_due = schedule.is_test_step(self._step)
         if self._must_log_again:
-            await self._log(stages, self._metrics, validates=schedule.is_test_step(self._step))
+            await self._log(stages, self._metrics, validates=is_due)
+        elif self._must_validate_again and is_due and not validates:
+            await self._log(stages, {"training/global_step": float(self._step)}, validates=True)
 
     async def _train(self, stages: Stages) -> None:
         total_steps = self._parts.schedule.total_training_steps

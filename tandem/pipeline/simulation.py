@@ -159,7 +159,7 @@ class Surroundings:
         num_rows, num_validation_rows: of the data.
         stages_weights: weights travel while training and generation go on.
         store: takes checkpoints, if the configuration asks for any.
-        checkpoint: the run goes on from there.
+        checkpoint: the run goes on from there. ``is_validated``: as in ``Pipeline.restore``.
         stop_s: when the run is asked to stop.
         score: the reward of sample k of a row.
     """
@@ -170,6 +170,7 @@ class Surroundings:
     stages_weights: bool = False
     store: Store | None = None
     checkpoint: Checkpoint | None = None
+    is_validated: bool = True
     stop_s: float | None = None
     score: Callable[[int, int], float] = _alternately
 
@@ -187,7 +188,7 @@ async def _simulate(
     parts = _parts(config, times, around=around, world=world)
     pipeline = Pipeline(parts)
     if around.checkpoint is not None:
-        await pipeline.restore(around.checkpoint, is_logged=True)
+        await pipeline.restore(around.checkpoint, is_logged=True, is_validated=around.is_validated)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(pipeline.run())
         if around.stop_s is not None:

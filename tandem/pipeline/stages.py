@@ -34,7 +34,7 @@ class Stages:
             parts.runtime,
             clock=parts.clock,
             trace=parts.trace,
-            is_bounded=not config.trainer.in_rounds,
+            is_bounded=config.trainer.max_lag > 0,
         )
         ends = FlowEnds(parts.runtime, parts.engines.stage, self.router, buffer, self.gate)
         self.flow = WeightFlow(ends, _flow_rule(config), version=step)

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
 
+VALIDATION_SECONDS = "timing_s/testing"
+"""In the row of every step that was validated, whatever came of it."""
+
 
 class Validator:
     """Validates on request, one step at a time.
@@ -63,7 +66,7 @@ class Validator:
         warn_of_failed_rewards(groups, f"validation of step {step}")
         self._dump(step, groups)
         self.metrics = summarize(groups)
-        return {**self.metrics, "timing_s/testing": self._parts.clock() - begin_s}
+        return {**self.metrics, VALIDATION_SECONDS: self._parts.clock() - begin_s}
 
     async def _generate_and_score(self) -> tuple[Group, ...]:
         """``val_kwargs.n`` samples of every validation prompt, in row order."""

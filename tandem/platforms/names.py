@@ -25,6 +25,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "cpu": ("host",),
 }
 """Of those that are built in."""
+ALONE_IN_FLAGCX = frozenset({"npu"})
+"""FlagCX connects them to no other platform."""
 
 
 def platform_name(name: str, *, key: str) -> str:

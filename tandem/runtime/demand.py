@@ -136,8 +136,11 @@ def is_held(needs: Sequence[Resources], nodes: Sequence[Resources]) -> bool:
 def refuse(
     needs: Mapping[int, Resources], nodes: Sequence[NodeState], *, platforms: Mapping[str, Platform]
 ) -> UserError:
-    """The error of a run with several platforms that a cluster cannot hold: it lists what each
-    planned node needs, and what there is."""
+    """The error of a run that a cluster cannot hold, though it may have enough of everything: it
+    lists what each planned node needs, and what there is."""
+    if not is_marked(nodes, platforms):
+        resource = next(iter(platforms.values())).visibility.resource
+        return _refuse_unmarked(needs, nodes, resource=resource)
     distinct = list({platform.name: platform for platform in platforms.values()}.values())
     wanted = "; ".join(f"node {number}: {_words(need, distinct)}" for number, need in needs.items())
     there = [_supply(platform, nodes) for platform in distinct]
@@ -155,6 +158,24 @@ def refuse(
     return UserError(
         f"pools.*.platform: the cluster's {len(nodes)} node(s) cannot hold the run ({wanted}). "
         f"Free: {', '.join(there)}. {remedy}."
+    )
+
+
+def _refuse_unmarked(
+    needs: Mapping[int, Resources], nodes: Sequence[NodeState], *, resource: str
+) -> UserError:
+    """Of one platform, whose nodes all have the same sort of devices."""
+
+    def words(amounts: Resources) -> str:
+        names = dict.fromkeys(("CPU", resource))
+        return " and ".join(f"{amounts[name]:g} {name}" for name in names if amounts.get(name))
+
+    wanted = "; ".join(f"node {number}: {words(need)}" for number, need in needs.items())
+    there = ", ".join(f"{words(node.total)} on {node.address}" for node in nodes)
+    return UserError(
+        f"trainer.n_gpus_per_node: no node has all that one of the run needs ({wanted}). "
+        f"There are: {there}. Lower trainer.n_gpus_per_node, or start Ray with more on a node "
+        "(--num-cpus)."
     )
 
 

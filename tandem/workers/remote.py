@@ -194,7 +194,7 @@ class RemoteRollout:
                 self._advancing[rank] = self._group.submit(rank, "advance", max_steps)
         if not self._advancing:
             return []
-        ranks = sorted(self._advancing)
+        ranks = list(self._advancing)  # who was asked first comes first
         rank = ranks[self._group.first([self._advancing[rank] for rank in ranks])]
         calls = [*self._added[rank], self._advancing.pop(rank)]
         self._added[rank] = []

@@ -102,7 +102,7 @@ def check_same_run(run: Path, whole: Path) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "seed"), [("grpo", 1), ("grpo", 2), ("dapo", 1), ("sft", 1)])
-def test_killed_before_random_file_operations(
+def test_23_killed_before_random_file_operations(
     recipe: str, seed: int, whole_run: WholeRun, material: Material, tmp_path: Path
 ) -> None:
     """So that every moment of a save has its chance, however short it is."""
@@ -118,7 +118,7 @@ def test_killed_before_random_file_operations(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_killed_at_random_times(
+def test_22_killed_at_random_times(
     recipe: str, whole_run: WholeRun, material: Material, tmp_path: Path
 ) -> None:
     run, draw = tmp_path / "run", random.Random(3)

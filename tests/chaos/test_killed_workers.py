@@ -56,7 +56,7 @@ DEATHS = {
 }
 
 
-def test_a_run_that_dies_at_every_stage_is_the_run_that_never_did(
+def test_12_and_23_a_run_that_dies_at_every_stage_is_the_run_that_never_did(
     material: Material, tmp_path: Path
 ) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
-from tandem.platforms.record import CPU, Platform
+from tandem.cli import certify
+from tandem.platforms.record import Platform
+from tandem.testing.certificates import read_certificates
 from tandem.testing.contracts.check import EXACT
 from tandem.testing.contracts.suite import CHECKS, SuiteReport, run_suite
 from tandem.testing.doubles import DOUBLES
@@ -20,8 +23,13 @@ def require_passed(report: SuiteReport) -> None:
     assert [outcome.name for outcome in report.outcomes] == [check.name for check in CHECKS]
 
 
-def test_a5_the_host_passes_the_suite() -> None:
-    require_passed(run_suite(CPU, num_ranks=RANKS))
+def test_a5_the_host_passes_the_suite_and_is_certified(tmp_path: Path) -> None:
+    arguments = ["--platform", "cpu", "--ranks", str(RANKS), "--output", str(tmp_path)]
+    assert certify.run(arguments) == 0
+    (certificate,) = read_certificates(tmp_path)
+    assert certificate.passed and certificate.is_hardware
+    assert (certificate.platform, certificate.num_ranks) == ("cpu", RANKS)
+    assert list(certificate.checks) == [check.name for check in CHECKS]
 
 
 def test_a5_a17_vendors_pass_the_suite(vendor_double: Platform) -> None:

@@ -57,7 +57,13 @@ class _End:
         self.link: WeightLink = open_link(
             connect_store(HOST, store_port, timeout_s=40),
             LinkPlace(
-                "weights", rank, len(PLATFORMS), f"{name} {rank}", device, platform, f"{name}:{rank}"
+                "weights",
+                rank,
+                len(PLATFORMS),
+                f"{name} {rank}",
+                device,
+                platform,
+                f"{name}:{rank}",
             ),
             tensors=sending(slices) if self.is_trainer else receiving(slices),
             settings=settings(BUCKET, BUCKET, timeout_s=TIMEOUT_S),
@@ -76,7 +82,7 @@ class _End:
 
 
 def _drill(rank: int, size: int, store_port: int, victim: int) -> tuple[str, float]:
-    """What a survivor says, and after how many seconds; nothing of the one in the victim's place."""
+    """What a survivor says, and after how many seconds; nothing in the victim's place."""
     del size
     if rank == victim:
         child = os.fork()

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tandem.comm.flagcx_library import Abi
 from tandem.testing.doubles import write_vendor_package
 from tests.fakes.commands import Conditions, check_refusal, run_command
+from tests.fakes.flagcx.build import stub_library
 from tests.fakes.tiny_run import Material, metrics_of, repeatable, train_arguments
 
 pytestmark = pytest.mark.usefixtures("doubles")
@@ -77,33 +80,45 @@ def test_each_pool_runs_on_devices_of_its_platform(finished: Run) -> None:
     ]
 
 
+def test_a14_a_platform_that_no_node_has_is_refused_with_what_there_is(
+    material: Material, vendors: Conditions, tmp_path: Path
+) -> None:
+    words = train_arguments(material, tmp_path / "run", *SETTINGS, "pools.generate.platform=mlu")
+    check_refusal(
+        run_command(words, folder=tmp_path, conditions=vendors),
+        "pools.*.platform: the cluster's 1 node(s) cannot hold the run",
+        "node 0: 2 mlu and 2 cpu",
+        "mlu 0 of 0",
+        '{"acc_mlu": 1}',
+    )
+
+
 @pytest.mark.parametrize(
-    ("arguments", "parts"),
+    ("arguments", "without", "says"),
     [
-        (("pools.generate.platform=mussa",), ("pools.generate.platform=mussa", "musa")),
+        (VENDORS, ("flagcxDeviceHandleInit", "flagcxHandleInit"), "exports no function that makes"),
         (
-            ("pools.generate.platform=mlu",),
-            (
-                "pools.*.platform: the cluster's 1 node(s) cannot hold the run",
-                "node 0: 2 mlu and 2 cpu",
-                "mlu 0 of 0",
-                '{"acc_mlu": 1}',
-            ),
-        ),
-        ((*VENDORS, "pools.transport=collective"), ("pools.transport=collective", "npu and musa")),
-        (
-            (*VENDORS, "pools.transport=flagcx"),
-            ("flagcx",),
+            ("trainer.device=musa", "pools.transport=flagcx"),
+            None,
+            "FLAGCX_PATH",
         ),
     ],
+    ids=["of an unknown version, though nobody asked for it", "asked for and not there"],
 )
-def test_what_cannot_be_is_refused(
+def test_a9_a_flagcx_that_cannot_be_used_is_refused(
     material: Material,
     vendors: Conditions,
     tmp_path: Path,
     *,
     arguments: tuple[str, ...],
-    parts: tuple[str, ...],
+    without: tuple[str, ...] | None,
+    says: str,
 ) -> None:
-    words = train_arguments(material, tmp_path / "run", *SETTINGS, *arguments)
-    check_refusal(run_command(words, folder=tmp_path, conditions=vendors), *parts)
+    folder = tmp_path / "flagcx"
+    folder.mkdir()
+    if without is not None:
+        folder = stub_library(Abi.DEVICE_HANDLE, without=without).parents[1]
+    conditions = replace(vendors, environment={**vendors.environment, "FLAGCX_PATH": str(folder)})
+    settings = (*SETTINGS, "trainer.n_gpus_per_node=2", *arguments)
+    words = train_arguments(material, tmp_path / "run", *settings)
+    check_refusal(run_command(words, folder=tmp_path, conditions=conditions), "flagcx", says)

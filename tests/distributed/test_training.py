@@ -89,7 +89,7 @@ def test_split_pools_compute_what_shared_devices_compute_bit_by_bit(finished: Ru
         assert (split / "global_step_5/actor" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_each_task_runs_where_it_was_placed(finished: Run) -> None:
+def test_01_each_task_runs_where_it_was_placed(finished: Run) -> None:
     run = finished("apart")
     records = json.loads((run / "placement.json").read_text())
     assert [record["tasks"] for record in records] == [
@@ -100,6 +100,8 @@ def test_each_task_runs_where_it_was_placed(finished: Run) -> None:
     ]
     assert len({record["pid"] for record in records}) == 4
     assert largest_difference(finished("one"), run) < 1e-5
+    halves = json.loads((finished("split") / "placement.json").read_text())
+    assert [record["tasks"][-1] for record in halves] == ["ref_logp"] * 2 + ["generate"] * 2
 
 
 def test_checkpoints_resume_on_other_numbers_of_ranks(

@@ -359,3 +359,11 @@ def test_validating_nothing(expect_refusal: Callable[..., None]) -> None:
         "data.val_files=[]",
         says=("data.val_files=[]", "trainer.val_only=True"),
     )
+
+
+def test_quickstart_refuses_before_it_trains_anything(tmp_path: Path) -> None:
+    two = run_command(["quickstart", "trainer.n_gpus_per_node=2"], folder=tmp_path)
+    check_refusal(two, "trainer.n_gpus_per_node=2", "in one process", "use tandem train")
+    typo = run_command(["quickstart", "trainer.total_epoch=2"], folder=tmp_path)
+    check_refusal(typo, "trainer.total_epoch=2: no such key", "trainer.total_epochs")
+    assert not (tmp_path / "outputs").exists()

@@ -129,3 +129,35 @@ def test_22_rounds_still_overlap_generation_and_training() -> None:
     seconds = times(generate=3.0, actor_train=3.0)
     overlapped = simulate(config(1, *keys), seconds, around=around()).step_seconds(after=8)
     assert overlapped == pytest.approx(3.0, rel=0.05)
+
+
+def test_22_weights_on_their_way_need_not_wait_for_a_sequence_of_a_round_to_end() -> None:
+    """A worker takes part in a transfer between two advances, and others wait for it."""
+    keys = ("trainer.deterministic_async=True",)
+    seconds = times(generate=10.0, actor_train=1.0, decode_step_s=0.01)
+    run = simulate(config(1, *keys, num_steps=3), seconds, around=around(3))
+    advances = [e for e in run.events if (e.track, e.name) == ("generate/0", "generate")]
+    longest = max((e.end_s - e.begin_s) / e.num_calls for e in advances)
+    assert longest <= 10.0 / 8
+
+
+class BrokenRowError(Exception):
+    """What a data set can hold."""
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a15_an_error_of_the_data_ends_the_run_and_is_told(lag: int) -> None:
+    """Also one of a batch that is generated ahead of the step under way."""
+    seen: list[int] = []
+
+    def score(row: int, k: int) -> float:
+        del k
+        seen.append(row)
+        if len(seen) > 3 * BATCH * SAMPLES:
+            raise BrokenRowError(f"row {row}")
+        return 1.0
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        simulate(config(lag), uneven(1), around=replace(around(), score=score))
+    assert caught.value.subgroup(BrokenRowError) is not None
+    assert len(seen) <= 4 * BATCH * SAMPLES, "nothing goes on for long after it"

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tandem.checkpoint.store import CheckpointStore, open_checkpoint
 from tandem.pipeline.simulated_engines import SimulatedTimes
 from tandem.pipeline.simulation import SimulatedRun, simulate
 from tests.sim.schedules import BATCH, around, config, spans, times, updates
@@ -102,3 +104,23 @@ def test_15_without_buffered_data_training_waits_and_ends_all_the_same() -> None
         config(1, *keys, num_steps=4), seconds, around=replace(around(4), num_validation_rows=BATCH)
     )
     assert validated(run) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("is_validated", [False, True])
+def test_15_a_validation_that_a_failure_cut_off_is_made_up_for(
+    is_validated: bool, tmp_path: Path
+) -> None:
+    """The row of its step may have been written without it."""
+    keys = (*FILES, "trainer.test_freq=2", "trainer.save_freq=1", "trainer.val_before_train=False")
+    surroundings = replace(around(5), num_validation_rows=3, store=CheckpointStore(tmp_path))
+    seconds = times(generate=1.0, actor_train=1.0)
+    simulate(config(1, *keys, num_steps=5), seconds, around=surroundings)
+    for step, expected in ((2, [2, 4, 5]), (3, [4, 5])):
+        checkpoint = open_checkpoint(tmp_path / f"global_step_{step}")
+        resumed = simulate(
+            config(1, *keys, "trainer.save_freq=-1", num_steps=5),
+            seconds,
+            around=replace(surroundings, checkpoint=checkpoint, is_validated=is_validated),
+        )
+        assert validated(resumed) == (expected if not is_validated else [4, 5])
+        assert [r.step for _, r in resumed.rows][-2:] == [4, 5]

@@ -26,8 +26,10 @@ from tandem.cli.quickstart.materials import DATA_SOURCE, Materials, prepare
 from tandem.cli.supervised import run_supervised
 from tandem.cli.training import run_training
 from tandem.config.overrides import load_config
+from tandem.config.pools import place_run
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
+from tandem.errors import UserError
 from tandem.metrics.report import write_report
 from tandem.metrics.run_folder import read_run
 from tandem.pipeline.loop import RunSummary
@@ -52,6 +54,7 @@ def run(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)
     begin_s = time.perf_counter()
     folder: Path = options.folder
+    _check_overrides(options.overrides)
     try:
         summary = _run(folder, seed=options.seed, overrides=options.overrides)
     except _Interrupted as stop:
@@ -126,6 +129,18 @@ def _grpo_config(
             *overrides,
         ],
     ).config
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Before anything is trained. Raises UserError if they are wrong, or need several devices."""
+    stand_ins = ("actor_rollout_ref.model.path=.", "data.train_files=.", "data.val_files=.")
+    config = load_config(RunConfig, [str(_HERE / "grpo.yaml"), *stand_ins, *overrides]).config
+    if not place_run(config).is_one_process or config.trainer.nnodes > 1:
+        raise UserError(
+            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}, trainer.nnodes="
+            f"{config.trainer.nnodes}: the quickstart trains in one process. Leave them out, or "
+            "use tandem train with the files that the quickstart makes."
+        )
 
 
 def _accuracy_on_unseen(materials: Materials, model: Path, *, folder: Path) -> float:

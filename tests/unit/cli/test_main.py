@@ -55,6 +55,14 @@ def test_a_mistyped_key_is_found_before_torch_is_imported(command: str) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("command", ["train", "sft", "plan"])
+def test_a_mistyped_platform_is_found_before_torch_is_imported(command: str) -> None:
+    result = run_python("-c", WITHOUT_TORCH % ["hydra"], command, "trainer.device=asend")
+    assert result.returncode == 2
+    assert "trainer.device=asend: there is no such platform. Did you mean" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("module", "key"),
     [("main_ppo", "data.filter_overlong_prompt"), ("fsdp_sft_trainer", "enginee")],

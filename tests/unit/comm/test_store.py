@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import pytest
@@ -12,11 +13,13 @@ from tandem.comm.store import connect_store, host_store
 from tandem.errors import UserError
 
 
-def test_clients_meet_at_the_hosted_store() -> None:
+def test_a12_clients_meet_at_the_hosted_store_and_nobody_else_gets_its_port() -> None:
     server = host_store(timeout_s=5)
     first, second = (connect_store("127.0.0.1", server.port, timeout_s=5) for _ in range(2))
     first.set("key", "value")
     assert second.get("key") == b"value"
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("0.0.0.0", server.port))
 
 
 def test_a_store_that_cannot_be_reached_is_the_users_mistake() -> None:

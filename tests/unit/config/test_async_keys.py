@@ -49,7 +49,7 @@ def test_the_largest_lag_and_whether_generation_goes_in_rounds(
     assert (trainer.max_lag, trainer.in_rounds) == (max_lag, in_rounds)
 
 
-def test_a_negative_lag_is_refused() -> None:
+def test_02_a_negative_lag_is_refused() -> None:
     line = refusal(ASYNCHRONOUS, *HALVES, "trainer.generate_ahead_steps=-1")
     assert "trainer.generate_ahead_steps=-1" in line
 
@@ -69,7 +69,7 @@ def test_a_negative_lag_is_refused() -> None:
         ),
     ],
 )
-def test_generation_on_the_trainers_devices_cannot_be_asynchronous(
+def test_02_generation_on_the_trainers_devices_cannot_be_asynchronous(
     overrides: tuple[str, ...], remedy: str
 ) -> None:
     line = refusal(ASYNCHRONOUS, "trainer.generate_ahead_steps=1", *overrides)

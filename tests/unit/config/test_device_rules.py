@@ -54,7 +54,7 @@ def problem(schema: type[BaseModel], *arguments: str) -> str | None:
         ("[]", "[1.0]", "must have one ratio for each of the 0 groups"),
     ],
 )
-def test_groups_that_make_no_sense_are_refused(tasks: str, ratios: str, message: str) -> None:
+def test_02_groups_that_make_no_sense_are_refused(tasks: str, ratios: str, message: str) -> None:
     said = problem(
         RunConfig,
         f"trainer.separated_node_tasks={tasks}",
@@ -143,7 +143,7 @@ def test_tasks_need_a_group_only_if_the_run_performs_them() -> None:
         ),
     ],
 )
-def test_what_does_not_divide_or_suffice_is_refused_and_the_remedy_works(
+def test_02_what_does_not_divide_or_suffice_is_refused_and_the_remedy_works(
     arguments: list[str], message: str
 ) -> None:
     said = problem(RunConfig, *arguments)
@@ -204,7 +204,7 @@ def test_weights_that_generate_score_whole_sequences() -> None:
         f"{ACTOR}.ulysses_sequence_parallel_size",
     ],
 )
-def test_sizes_and_deadlines_are_positive(key: str) -> None:
+def test_02_sizes_and_deadlines_are_positive(key: str) -> None:
     said = problem(RunConfig, f"{key}=0")
     assert said is not None and "=0: must be at least 1. Set " in said
 

@@ -120,7 +120,9 @@ def test_what_deserves_a_look_is_a_warning(arguments: list[str], warning: str) -
         ("[[logp,actor-train,ref_logp],generate]", "[0.5,0.5]", [8, 8]),
     ],
 )
-def test_the_examples_of_dots_rl_at_16_devices(tasks: str, ratios: str, devices: list[int]) -> None:
+def test_01_the_examples_of_dots_rl_at_16_devices(
+    tasks: str, ratios: str, devices: list[int]
+) -> None:
     """Every task has its own group, logp included; pools follow each other over both nodes."""
     found = plan(
         f"+trainer.sperated_node_tasks={tasks}",

@@ -48,13 +48,13 @@ def placed(*arguments: str) -> Placement:
         ((0.9, 0.1), 4, (4, 0)),
     ],
 )
-def test_devices_are_shared_by_largest_remainder(
+def test_02_devices_are_shared_by_largest_remainder(
     ratios: tuple[float, ...], devices: int, shares: tuple[int, ...]
 ) -> None:
     assert share_devices(ratios, devices) == shares
 
 
-def test_largest_remainders_lose_no_device() -> None:
+def test_02_largest_remainders_lose_no_device() -> None:
     for parts in ((1, 1, 1), (3, 2, 2), (5, 1, 1, 1), (1, 2, 4, 6)):
         ratios = [part / sum(parts) for part in parts]
         for devices in range(1, 40):
@@ -80,7 +80,7 @@ def test_without_a_hybrid_engine_half_of_the_devices_generate() -> None:
     ]
 
 
-def test_groups_keep_their_order_and_a_bare_task_is_a_group() -> None:
+def test_02_groups_keep_their_order_and_a_bare_task_is_a_group() -> None:
     pools = placed(*RED_MOE, KL, "trainer.n_gpus_per_node=8").pools
     assert [pool.tasks for pool in pools] == [("logp", "actor-train"), ("ref_logp",), ("generate",)]
     assert [pool.name for pool in pools] == ["logp+actor-train", "ref_logp", "generate"]
@@ -102,7 +102,7 @@ def test_pools_are_contiguous_and_know_their_nodes() -> None:
     assert everywhere == [Device(node, index) for node in range(3) for index in range(4)]
 
 
-def test_a_pool_whose_tasks_nothing_asks_for_is_not_used() -> None:
+def test_03_a_pool_whose_tasks_nothing_asks_for_is_not_used() -> None:
     placement = placed(*RED_MOE, "trainer.n_gpus_per_node=4")
     assert [pool.tasks for pool in placement.pools] == [("logp", "actor-train"), (), ("generate",)]
     assert placement.pools[1].unused_tasks == ("ref_logp",)

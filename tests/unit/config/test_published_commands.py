@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,68 +11,7 @@ import pytest
 
 from tandem.cli.plan import plan_arguments
 from tandem.errors import UserError
-from tests.fakes.published_commands import ASCEND_COMMAND
-
-RED_MOE_COMMAND = r"""
-  python3 -m verl.trainer.main_ppo --config-path=$ROOT_PATH/run_verl --config-name='redmoe_megatron' \
-	++hydra.run.dir=outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}-${env:RANK,0} \
-	algorithm.adv_estimator=grpo \
-	data.train_files="$TRAIN_DATA_PATH" \
-	data.val_files="$TEST_DATA_PATH" \
-	data.train_batch_size=128 \
-	data.max_prompt_length=$max_prompt_length \
-	data.max_response_length=$max_response_length \
-	data.filter_overlong_prompts=True \
-	data.filter_overlong_prompts_workers=32 \
-	data.truncation='error' \
-	actor_rollout_ref.hybrid_engine=False \
-	actor_rollout_ref.model.path=$MODEL_PATH \
-	actor_rollout_ref.model.trust_remote_code=True \
-	actor_rollout_ref.actor.optim.lr=1e-6 \
-	actor_rollout_ref.actor.load_weight=True \
-	actor_rollout_ref.actor.ppo_mini_batch_size=128 \
-	actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \
-	actor_rollout_ref.actor.megatron.param_offload=False \
-	actor_rollout_ref.actor.megatron.grad_offload=False \
-	actor_rollout_ref.actor.megatron.optimizer_offload=False \
-	actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1 \
-	actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1 \
-	actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 \
-  actor_rollout_ref.ref.megatron.param_offload=False \
-  actor_rollout_ref.ref.megatron.grad_offload=False \
-  actor_rollout_ref.ref.megatron.optimizer_offload=False \
-  actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1 \
-  actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=1 \
-  actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1 \
-  actor_rollout_ref.ref.megatron.expert_model_parallel_size=1 \
-	actor_rollout_ref.actor.use_kl_loss=True \
-  actor_rollout_ref.rollout.n=16 \
-  +actor_rollout_ref.rollout.enable_dual_buffer=True \
-  +actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb=256 \
-  +actor_rollout_ref.rollout.param_update_consume_bucket_size_mb=128 \
-	actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-	actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1 \
-	actor_rollout_ref.rollout.name=sglang \
-	actor_rollout_ref.rollout.gpu_memory_utilization=0.7 \
-	actor_rollout_ref.rollout.free_cache_engine=False \
-	actor_rollout_ref.rollout.max_num_batched_tokens=$((max_prompt_length + max_response_length)) \
-	algorithm.use_kl_in_reward=False \
-  +trainer.async_pipeline=True \
-  +trainer.sperated_node_tasks=[[logp,actor-train],ref_logp,generate] \
-  +trainer.sperated_node_ratios=[0.5,0.25,0.25] \
-  +trainer.generate_ahead_steps=1 \
-	trainer.val_only=False \
-	trainer.critic_warmup=0 \
-  trainer.resume_mode=disable \
-	trainer.logger=['console','tensorboard'] \
-	trainer.project_name="verl_async_rl_redmoe16b" \
-	trainer.experiment_name=$EXP_NAME \
-	trainer.n_gpus_per_node=8 \
-	trainer.nnodes=${WORLD_SIZE} \
-	trainer.save_freq=200 \
-	trainer.test_freq=64 \
-	trainer.total_epochs=100 2>&1 | tee log_async_rl_n16_${RANK}.txt $@
-"""  # noqa: E501
+from tests.fakes.published_commands import ASCEND_COMMAND, RED_MOE_COMMAND, words_of
 
 RED_MOE_SNIPPET = r"""
 python3 -m verl.trainer.main_ppo \
@@ -107,21 +44,6 @@ ASYNC_KEYS_OF_SEED_2 = {
     "actor_rollout_ref.async_pipeline",
     "actor_rollout_ref.rollout.enable_param_async",
 }
-
-
-def words_of(command: str, folder: Path, **variables: str) -> list[str]:
-    """The arguments that bash makes of a published command in which these variables are set."""
-    program = "python3 -m verl.trainer.main_ppo"
-    assert command.count(program) == 1
-    result = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command.replace(program, "printf '%s\\0'")],
-        cwd=folder,
-        env={"PATH": os.environ["PATH"], **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return result.stdout.rstrip("\0").split("\0")
 
 
 def planned(command: str, folder: Path, **variables: str) -> dict[str, Any]:

@@ -14,12 +14,12 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.models.attention import PackedAttention
-from tandem.models.decoder import Decoder, DecoderConfig
-from tandem.models.rotary import RopeConfig
+from tandem.models.decoder import Decoder
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
 from tandem.rollout.sampler import DrawRule, draw_tokens
 from tandem.types import Completion, GenerationRequest, SamplingParams, Segments
+from tests.fakes.tiny_decoder import tiny_decoder
 
 SEED = 11
 SAMPLED = SamplingParams(temperature=0.9, top_p=1.0, top_k=-1, max_new_tokens=12, ignore_eos=True)
@@ -37,28 +37,7 @@ PROMPTS = {i: request.prompt_ids for request in REQUESTS for i in request.sample
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
     """Two layers, four heads over two key/value heads, weights large enough for variety."""
-    config = DecoderConfig(
-        family="qwen2",
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(10_000.0),
-        max_position_embeddings=256,
-        tie_embeddings=True,
-        qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        initializer_range=0.25,
-    )
-    decoder = Decoder(config)
-    decoder.initialize(torch.Generator().manual_seed(0))
-    return decoder
+    return tiny_decoder()
 
 
 @contextmanager

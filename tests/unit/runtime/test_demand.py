@@ -87,6 +87,21 @@ def test_a14_a_refusal_lists_what_is_free_of_each_platform() -> None:
     )
 
 
+def test_a_refusal_of_nodes_that_say_nothing_lists_what_each_has() -> None:
+    """Each node has too little of one thing: GPUs of one, CPUs of the other."""
+    platforms = {"train": CUDA}
+    nodes = [
+        NodeState("10.0.0.1", {"CPU": 1, "GPU": 8}, {"CPU": 1, "GPU": 7}),
+        NodeState("10.0.0.2", {"CPU": 64}, {"CPU": 64}),
+    ]
+    needs = demands({"train": [0, 0]}, platforms, marked=is_marked(nodes, platforms))
+    assert str(refuse(needs, nodes, platforms=platforms)) == (
+        "trainer.n_gpus_per_node: no node has all that one of the run needs "
+        "(node 0: 2 CPU and 2 GPU). There are: 1 CPU and 8 GPU on 10.0.0.1, 64 CPU on 10.0.0.2. "
+        "Lower trainer.n_gpus_per_node, or start Ray with more on a node (--num-cpus)."
+    )
+
+
 def test_a_node_of_the_runs_own_cluster_declares_whose_devices_it_has() -> None:
     def declared(*devices: OwnDevices, **ray_init: object) -> dict[str, object]:
         settings = ClusterSettings(2, 2, ray_init=ray_init)

@@ -164,7 +164,7 @@ def test_a_storage_that_is_gone_is_named_everywhere_and_the_next_transfer_works(
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_a_corrupt_bucket_is_named_everywhere(mode: dict[str, Any]) -> None:
+def test_a12_a_corrupt_bucket_is_named_everywhere(mode: dict[str, Any]) -> None:
     in_place = not any(mode.values())
 
     def act(rank: int, link: WeightLink, slices: list[HeldSlice]) -> SyncError:
@@ -183,7 +183,7 @@ def test_a_corrupt_bucket_is_named_everywhere(mode: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES[1:], ids=str)
-def test_weights_that_were_replaced_in_part_cannot_be_used(mode: dict[str, Any]) -> None:
+def test_a12_weights_that_were_replaced_in_part_cannot_be_used(mode: dict[str, Any]) -> None:
     def rooms(rank: int) -> list[HeldSlice]:
         slices = _bfloat16_rooms(rank)
         if rank == 1:  # nothing can be copied into a tensor whose elements are one
@@ -235,7 +235,7 @@ def test_a_storage_of_another_shape_stops_before_a_byte_moves() -> None:
     assert "process 1 (rank 1 of link weights): embed: its storage is torch.bfloat16 of" in message
 
 
-def test_processes_that_mean_different_versions_are_told() -> None:
+def test_a12_processes_that_mean_different_versions_are_told() -> None:
     message = _message_of_all(_three(lambda rank, link, slices: link.transfer(rank)))
     assert "the processes do not transfer the same version" in message
 

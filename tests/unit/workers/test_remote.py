@@ -120,5 +120,22 @@ def test_staged_weights_are_waited_for_without_work() -> None:
     assert generating.in_use == {0: 4, 1: 4}
 
 
+@dataclass
+class QuickGroup(Group):
+    """Whatever is asked has ended before the driver looks."""
+
+    def first(self, calls: Sequence[Any]) -> int:
+        """The lowest of several, as ``api.WorkerGroup`` says."""
+        return 0
+
+
+def test_no_worker_waits_for_the_others_to_run_dry() -> None:
+    group = QuickGroup(3)
+    rollout = RemoteRollout(group, WeightWay([group]))
+    rollout.add([request(0, 1), request(2, 3), request(4, 5)])
+    collected = [rollout.advance(32)[0].sample_id for _ in range(6)]
+    assert collected == [0, 2, 4, 1, 3, 5]
+
+
 def _of(group: Group, method: str) -> list[tuple[Any, ...]]:
     return [call for call in group.called if call[1] == method]

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tandem.models.decoder import Decoder, DecoderConfig
-from tandem.models.rotary import RopeConfig
+from tandem.models.decoder import Decoder
 from tandem.rollout.native.engine import NativeRolloutEngine
 from tandem.rollout.settings import NativeRolloutConfig
 from tandem.sync.failure import SyncError
 from tandem.sync.gate import WeightGate
 from tandem.types import Completion, GenerationRequest, SamplingParams
 from tandem.workers.resting import RestingRollout
+from tests.fakes.tiny_decoder import tiny_decoder
 
 CONFIG = NativeRolloutConfig(
     seed=1, eos_ids=(0,), max_num_seqs=8, max_num_batched_tokens=64, max_cache_bytes=1 << 30
@@ -24,28 +23,7 @@ REQUEST = GenerationRequest(
 
 
 def _decoder() -> Decoder:
-    config = DecoderConfig(
-        family="qwen2",
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(10_000.0),
-        max_position_embeddings=256,
-        tie_embeddings=True,
-        qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        initializer_range=0.25,
-    )
-    decoder = Decoder(config)
-    decoder.initialize(torch.Generator().manual_seed(0))
-    return decoder.requires_grad_(False)
+    return tiny_decoder().requires_grad_(False)
 
 
 def _generate(engine: NativeRolloutEngine) -> list[Completion]:

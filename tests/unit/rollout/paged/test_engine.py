@@ -17,13 +17,13 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tandem.errors import UserError
-from tandem.models.decoder import Decoder, DecoderConfig
-from tandem.models.rotary import RopeConfig
+from tandem.models.decoder import Decoder
 from tandem.platforms.capture import eager
 from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
 from tandem.rollout.paged.cache import PAGE_TOKENS
 from tandem.rollout.paged.engine import PagedRolloutEngine
 from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams
+from tests.fakes.tiny_decoder import tiny_decoder
 
 VOCABULARY = 40
 EOS = (0, 1)
@@ -42,27 +42,7 @@ CONFIG = NativeRolloutConfig(
 @pytest.fixture(scope="module")
 def decoder(device: torch.device) -> Decoder:
     """Two layers, six heads over two key/value heads, weights large enough for variety."""
-    config = DecoderConfig(
-        family="qwen2",
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(10_000.0),
-        max_position_embeddings=256,
-        tie_embeddings=False,
-        qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        initializer_range=0.25,
-    )
-    decoder = Decoder(config)
-    decoder.initialize(torch.Generator().manual_seed(0))
+    decoder = tiny_decoder(vocab_size=VOCABULARY, num_heads=6, head_dim=16, tie_embeddings=False)
     return decoder.to(device)
 
 

@@ -13,14 +13,14 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from tandem.models.decoder import Decoder, DecoderConfig
-from tandem.models.rotary import RopeConfig
+from tandem.models.decoder import Decoder
 from tandem.platforms.capture import eager
 from tandem.rollout.native.engine import NativeRolloutEngine
 from tandem.rollout.paged.cache import PAGE_TOKENS
 from tandem.rollout.paged.engine import WINDOW_TOKENS, PagedRolloutEngine
 from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest, SamplingParams
+from tests.fakes.tiny_decoder import tiny_decoder
 
 SAMPLED = SamplingParams(
     temperature=0.9, top_p=1.0, top_k=-1, max_new_tokens=WINDOW_TOKENS + 12, ignore_eos=True
@@ -41,28 +41,10 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def decoder(device: torch.device) -> Decoder:
-    """One layer, six heads over two key/value heads."""
-    config = DecoderConfig(
-        family="qwen2",
-        vocab_size=2 + PAGE_TOKENS,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(10_000.0),
-        max_position_embeddings=256,
-        tie_embeddings=False,
-        qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        initializer_range=0.25,
+    """Two layers, six heads over two key/value heads."""
+    decoder = tiny_decoder(
+        vocab_size=2 + PAGE_TOKENS, num_heads=6, head_dim=16, tie_embeddings=False
     )
-    decoder = Decoder(config)
-    decoder.initialize(torch.Generator().manual_seed(0))
     return decoder.to(device)
 
 

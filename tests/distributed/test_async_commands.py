@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous commands of several processes that only have to run: dots.rl's own in small
+(acceptance tests 1 and 3 with it), validation alone (14), and other ways to score (24).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.fakes.commands import run_command
+from tests.fakes.published_commands import RED_MOE_COMMAND, words_of
+from tests.fakes.tiny_run import Material, metrics_of, read_lines, train_arguments
+
+ASYNCHRONOUS = (
+    "trainer.device=cpu",
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.hybrid_engine=False",
+    "trainer.async_pipeline=True",
+    "trainer.generate_ahead_steps=1",
+)
+SMALLER = {
+    "data.train_batch_size": "4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "4",
+    "actor_rollout_ref.rollout.n": "4",
+    "trainer.n_gpus_per_node": "4",
+    "trainer.total_epochs": "1",
+}
+"""Sizes of dots.rl's command that are changed."""
+
+BESIDES = (
+    # The name of its configuration file implies Megatron, which is not built; the model is dense.
+    "actor_rollout_ref.actor.strategy=fsdp",
+    "trainer.device=cpu",
+    "trainer.total_training_steps=3",
+)
+
+
+def test_01_the_red_moe_command_trains_a_small_model_on_the_devices_it_names(
+    material: Material, tmp_path: Path
+) -> None:
+    variables = {
+        "ROOT_PATH": str(tmp_path),
+        "TRAIN_DATA_PATH": str(material.train),
+        "TEST_DATA_PATH": str(material.test),
+        "MODEL_PATH": str(material.policy),
+        "EXP_NAME": "run_1",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "max_prompt_length": "96",
+        "max_response_length": "12",
+    }
+    words = words_of(RED_MOE_COMMAND, tmp_path, **variables)
+    ended = run_command(["train", *map(smaller, words), *BESIDES], folder=tmp_path)
+    assert ended.code == 0, ended.stderr
+    run = tmp_path / "checkpoints/verl_async_rl_redmoe16b/run_1"
+    rows = metrics_of(run)
+    assert list(rows) == [0, 1, 2, 3]
+    assert rows[3]["training/lag/max"] <= 1
+    places = [tuple(record["tasks"]) for record in json.loads((run / "placement.json").read_text())]
+    assert places == [("actor-train",), ("actor-train",), ("ref_logp",), ("generate",)]
+
+
+def smaller(word: str) -> str:
+    """The word of the command with the value of ``SMALLER``, if its key stands there."""
+    key = word.partition("=")[0]
+    return f"{key}={SMALLER[key]}" if key in SMALLER else word
+
+
+def test_03_nobody_holds_a_reference_that_no_kl_asks_for_though_it_has_a_group(
+    material: Material, tmp_path: Path
+) -> None:
+    """Also 14: validation alone trains nothing, is logged and ends well."""
+    run = tmp_path / "run"
+    keys = (
+        *ASYNCHRONOUS,
+        "trainer.n_gpus_per_node=3",
+        "trainer.separated_node_tasks=[[logp,actor-train],ref_logp,generate]",
+        "trainer.separated_node_ratios=[0.34,0.33,0.33]",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "trainer.val_only=True",
+    )
+    ended = run_command(train_arguments(material, run, *keys), folder=tmp_path)
+    assert ended.code == 0, ended.stderr
+    places = json.loads((run / "placement.json").read_text())
+    assert [place["tasks"] for place in places] == [["logp", "actor-train"], ["generate"]]
+    rows = metrics_of(run)
+    assert list(rows) == [0]
+    assert any(name.startswith("val-core/") for name in rows[0])
+    assert "step:0 - " in ended.stdout
+    assert not list(run.glob("global_step_*"))
+
+
+def test_14_validation_without_a_reward_is_refused(material: Material, tmp_path: Path) -> None:
+    strange = tmp_path / "strange.jsonl"
+    strange.write_text(
+        json.dumps(
+            {
+                "data_source": "mine/own",
+                "prompt": [{"role": "user", "content": "Who speaks?"}],
+                "reward_model": {"style": "rule", "ground_truth": "5"},
+            }
+        )
+    )
+    keys = (*ASYNCHRONOUS, f"data.val_files={strange}", "~custom_reward_function.path")
+    ended = run_command(train_arguments(material, tmp_path / "run", *keys), folder=tmp_path)
+    assert ended.code == 2
+    (line,) = ended.errors
+    assert "mine/own" in line and "custom_reward_function.path" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_24_a_kl_penalty_in_the_reward_trains_three_steps_behind(
+    material: Material, tmp_path: Path
+) -> None:
+    keys = ("algorithm.use_kl_in_reward=True", "trainer.total_training_steps=3")
+    run = tmp_path / "run"
+    arguments = train_arguments(material, run, *ASYNCHRONOUS, *keys, "data.val_files=[]")
+    ended = run_command(arguments, folder=tmp_path)
+    assert ended.code == 0, ended.stderr
+    rows = metrics_of(run)
+    assert list(rows) == [1, 2, 3]
+    assert all("actor/reward_kl_penalty" in row for row in rows.values())
+    assert {record["step"] for record in read_lines(run / "rollouts.jsonl")} == {1, 2, 3}
