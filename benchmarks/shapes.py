@@ -141,6 +141,7 @@ WORKLOADS = {
     "A": Workload(64, 16, 256, 512),
     "B": Workload(32, 16, 512, 2048),
     "T": Workload(64, 8, 128, 2048, mean_response=512),
+    "L": Workload(64, 16, 128, 4096, mean_response=512),
 }
 
 
