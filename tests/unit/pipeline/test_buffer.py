@@ -9,6 +9,7 @@ import random
 import pytest
 
 from tandem.pipeline.buffer import BatchRule, GroupBuffer, ScoredGroup
+from tandem.pipeline.virtual_time import run_virtually
 from tandem.types import Group, Prompt
 
 IN_TURN = BatchRule(2, max_lag=0, passes_over=False)
@@ -45,7 +46,7 @@ def batch(
     async def run() -> list[int] | None:
         return await taken(await filled(rule, complete, admitted), version)
 
-    return asyncio.run(run())
+    return run_virtually(run())
 
 
 def test_groups_leave_in_the_order_of_their_draw() -> None:
@@ -94,7 +95,7 @@ def test_a_batch_can_always_be_formed_in_time(max_lag: int) -> None:
 
     rng = random.Random(max_lag)
     for _ in range(5):
-        asyncio.run(run(rng))
+        run_virtually(run(rng))
 
 
 def test_close_lets_take_return_what_there_is() -> None:
@@ -105,7 +106,7 @@ def test_close_lets_take_return_what_there_is() -> None:
         await buffer.close()
         return [scored.group.prompt.uid for scored in await waiting]
 
-    assert asyncio.run(take()) == [5]
+    assert run_virtually(take()) == [5]
 
 
 def test_all_is_settled_when_what_is_left_is_complete_or_dropped() -> None:
@@ -120,4 +121,4 @@ def test_all_is_settled_when_what_is_left_is_complete_or_dropped() -> None:
         await settled
         return seen
 
-    assert asyncio.run(run()) == [False, True]
+    assert run_virtually(run()) == [False, True]
