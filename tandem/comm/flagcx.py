@@ -324,7 +324,8 @@ class _FlagcxGroup:
         return _Broadcast(self._thread.submit(call), stream)
 
     def gather(self, value: Any, deadline: Deadline) -> list[Any]:
-        raise NotImplementedError("gather: values are gathered by groups of the host")
+        del value, deadline
+        raise GroupError("values are gathered by groups of the host, not by FlagCX")
 
     def close(self) -> None:
         thread, self._thread = self._thread, None

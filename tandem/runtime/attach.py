@@ -144,7 +144,7 @@ def reserve(
     numbers = sorted(needs)
     group = ray.util.placement_group([needs[n] for n in numbers], strategy="STRICT_SPREAD")
     if not group.wait(_RESERVE_S):
-        raise _in_use(ray, plan, needs=needs, platforms=platforms)
+        raise _refusal(ray, plan, needs=needs, platforms=platforms, is_large_enough=True)
     placed = ray.util.placement_group_table(group)["bundles_to_node_id"]
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     reserved: dict[int, Reservation] = {}
@@ -183,22 +183,30 @@ def _wait_for_nodes(
             else num_equipped([node.total for node in nodes], list(needs.values()))
         )
         if late or present >= settings.num_nodes:
-            raise _too_few(ray, plan, needs=needs, platforms=platforms)
+            raise _refusal(ray, plan, needs=needs, platforms=platforms, is_large_enough=False)
         time.sleep(_POLL_S)
 
 
-def _too_few(
+def _refusal(
     ray: ModuleType,
     plan: ClusterPlan,
     *,
     needs: Mapping[int, Resources],
     platforms: Mapping[str, Platform],
+    is_large_enough: bool,
 ) -> UserError:
-    """No cluster of these nodes can hold the run."""
+    """Why the cluster does not hold the run: others use it, or no nodes of this kind could."""
     nodes = _states(ray)
     if is_marked(nodes, platforms):
         return refuse(needs, nodes, platforms=platforms)
     resource = next(iter(platforms.values())).visibility.resource
+    if is_large_enough:
+        free = ray.available_resources().get(resource, 0)
+        return UserError(
+            f"trainer.n_gpus_per_node={plan.settings.devices_per_node}, trainer.nnodes="
+            f"{plan.settings.num_nodes}: so many {resource}s exist, but others use them; {free:g} "
+            "are free. Wait until the others have ended, or lower these."
+        )
     for what in (resource, "CPU"):
         require_fit(
             {number: int(need[what]) for number, need in needs.items()},
@@ -207,26 +215,6 @@ def _too_few(
             what=what,
         )
     return refuse(needs, nodes, platforms=platforms)
-
-
-def _in_use(
-    ray: ModuleType,
-    plan: ClusterPlan,
-    *,
-    needs: Mapping[int, Resources],
-    platforms: Mapping[str, Platform],
-) -> UserError:
-    """The cluster could hold the run, and others use it."""
-    nodes = _states(ray)
-    if is_marked(nodes, platforms):
-        return refuse(needs, nodes, platforms=platforms)
-    resource = next(iter(platforms.values())).visibility.resource
-    free = ray.available_resources().get(resource, 0)
-    return UserError(
-        f"trainer.n_gpus_per_node={plan.settings.devices_per_node}, trainer.nnodes="
-        f"{plan.settings.num_nodes}: so many {resource}s exist, but others use them; {free:g} "
-        "are free. Wait until the others have ended, or lower these."
-    )
 
 
 def _states(ray: ModuleType) -> list[NodeState]:

@@ -17,29 +17,17 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 pytest.importorskip("pydantic", reason="the engine's configuration needs pydantic")
 
-from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.config.optim import OptimConfig
 from tandem.data.packing import TrainSequence, pack_microbatches, plan_microbatches
 from tandem.engines.single import SingleDeviceEngine
 from tandem.models.decoder import Granularity
 from tandem.models.operators import TORCH
 from tandem.types import LossColumns, LossScale, PackedBatch
+from tests.fakes.losses import WITH_ALL_TERMS
 from tests.gpu.machine import Machine, Shape, make_pair, open_ours
 
 # Nothing is clipped: where clipping begins the gradient jumps, and rounding decides who jumps.
-LOSS = PolicyLoss(
-    loss_mode="vanilla",
-    clip_ratio_low=0.999,
-    clip_ratio_high=1e3,
-    clip_ratio_c=1e4,
-    loss_agg_mode="seq-mean-token-mean",
-    loss_scale_factor=None,
-    entropy_coeff=0.01,
-    calculate_entropy=True,
-    use_kl_loss=True,
-    kl_loss_coef=0.05,
-    kl_loss_type="low_var_kl",
-)
+LOSS = replace(WITH_ALL_TERMS, clip_ratio_low=0.999, clip_ratio_high=1e3, clip_ratio_c=1e4)
 TEMPERATURE = 0.9
 SHAPES = {
     "qwen2": Shape("qwen2", 64, 2, 7, vocabulary=3001),

@@ -24,23 +24,12 @@ from tandem.algorithms.off_policy import (
 )
 from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.types import LossColumns, LossInputs, LossScale
+from tests.fakes.losses import PLAIN
 
 LENGTHS = [3, 0, 1, 5]
 TOKEN = ImportanceSampling(by_sequence=False, lower=None, upper=1.2)
 SEQUENCE = ImportanceSampling(by_sequence=True, lower=None, upper=1.2)
-LOSS = PolicyLoss(
-    loss_mode="vanilla",
-    clip_ratio_low=0.2,
-    clip_ratio_high=0.2,
-    clip_ratio_c=3.0,
-    loss_agg_mode="token-mean",
-    loss_scale_factor=None,
-    entropy_coeff=0.0,
-    calculate_entropy=False,
-    use_kl_loss=False,
-    kl_loss_coef=0.0,
-    kl_loss_type="low_var_kl",
-)
+LOSS = replace(PLAIN, clip_ratio_high=0.2)
 
 
 def mismatch(seed: int = 1) -> Mismatch:

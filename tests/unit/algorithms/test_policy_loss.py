@@ -9,24 +9,11 @@ import torch
 
 from tandem.algorithms.aggregation import AGGREGATIONS
 from tandem.algorithms.losses import POLICY_LOSSES
-from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.errors import UserError
 from tandem.types import LossColumns, LossInputs, LossScale
+from tests.fakes.losses import PLAIN
 
 LENGTHS = [3, 1, 6, 4]
-PLAIN = PolicyLoss(
-    loss_mode="vanilla",
-    clip_ratio_low=0.2,
-    clip_ratio_high=0.28,
-    clip_ratio_c=3.0,
-    loss_agg_mode="token-mean",
-    loss_scale_factor=None,
-    entropy_coeff=0.0,
-    calculate_entropy=False,
-    use_kl_loss=False,
-    kl_loss_coef=0.0,
-    kl_loss_type="low_var_kl",
-)
 FULL = replace(PLAIN, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
 
 

@@ -8,24 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.algorithms.sft import SftLoss
 from tandem.data.packing import TrainSequence, pack_microbatches, plan_microbatches
 from tandem.types import LossColumns, LossInputs, LossOutputs, LossScale, PackedBatch
+from tests.fakes.losses import WITH_ALL_TERMS
 
-LOSS = PolicyLoss(
-    loss_mode="vanilla",
-    clip_ratio_low=0.2,
-    clip_ratio_high=0.28,
-    clip_ratio_c=3.0,
-    loss_agg_mode="seq-mean-token-mean",
-    loss_scale_factor=None,
-    entropy_coeff=0.01,
-    calculate_entropy=True,
-    use_kl_loss=True,
-    kl_loss_coef=0.05,
-    kl_loss_type="low_var_kl",
-)
+LOSS = WITH_ALL_TERMS
 
 
 @dataclass(frozen=True)
