@@ -232,6 +232,12 @@ def rollout_difference(records: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
+def pipeline(records: list[dict[str, float]]) -> dict[str, float]:
+    """What each role did and waited for, and lags; medians. Empty for a synchronous run."""
+    names = {name for r in records for name in r if name.startswith(("pipeline/", "training/lag/"))}
+    return {name: statistics.median(r.get(name, 0.0) for r in records) for name in sorted(names)}
+
+
 def compare_to_limits(
     shape: Shape, workload: Workload, *, step_s: float, phases_s: dict[str, float]
 ) -> dict[str, float]:
@@ -241,6 +247,7 @@ def compare_to_limits(
     update_s = update_floor_s(shape, workload, flops=flops, bandwidth=bandwidth)
     update_rate = update_flops(shape, workload, shared=False) / phases_s["update_actor"]
     moved = sum(num_bytes for _, num_bytes in decode_steps(shape, workload))
+    generating_s = phases_s["gen"] or float("inf")  # beside training: the step waits for nothing
     return {
         "matmul_tflops": flops / 1e12,
         "copy_tb_per_s": bandwidth / 1e12,
@@ -250,7 +257,7 @@ def compare_to_limits(
         "ratio_to_floor": step_s / (generation_s + update_s),
         "update_mfu_989": update_rate / PEAK_FLOPS,
         "update_mfu_matmul": update_rate / flops,
-        "generation_bandwidth_share": moved / phases_s["gen"] / bandwidth,
+        "generation_bandwidth_share": moved / generating_s / bandwidth,
     }
 
 
@@ -307,6 +314,7 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         **summary,
         **limits,
         "rollout_difference": rollout_difference(counted),
+        "pipeline": pipeline(counted),
     }
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 _WORD_BYTES = 4
 _CHUNK_WORDS = {"cpu": 1 << 16}
-_MANY_WORDS = 1 << 22
-"""Words of one step, which bound the memory that their products take: what fits into a CPU's cache,
-elsewhere enough to pay for the launches."""
+_MANY_WORDS = 1 << 20
+"""Words of one step, which bound the memory that their products take (16 bytes a word): what fits
+into a CPU's cache, elsewhere enough to pay for the launches."""
 SAMPLING = 32
 """After a first transfer in which all are checked, one piece in so many is."""
 

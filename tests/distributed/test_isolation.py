@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tandem.testing.processes import Here, Launch, run_processes
 
 NPU = "ASCEND_RT_VISIBLE_DEVICES"
 MUSA = "MUSA_VISIBLE_DEVICES"
+CUDA = "CUDA_VISIBLE_DEVICES"
 NUM_DEVICES = 8
 SLICE = "4,5,6,7"
 
@@ -37,26 +39,31 @@ class Probe:
         current = module.current_device()
         return {
             "planned": (self.place.device_index, self.place.physical_id),
-            "used": (current, module.get_device_properties(current).uuid),
+            "used": (current, str(module.get_device_properties(current).uuid)),
             "tensor": str(torch.empty(1, device=accelerator.type).device),
             "seen": module.device_count(),
-            "environment": {name: os.environ.get(name) for name in (NPU, MUSA)},
+            "environment": {name: os.environ.get(name) for name in (NPU, MUSA, CUDA)},
         }
 
 
-def drive(here: Here, platform: Platform, resources: dict[str, Any]) -> list[dict[str, Any]]:
-    """Two workers, by rank."""
+def drive(
+    here: Here, platform: Platform, resources: dict[str, Any], *, size: int
+) -> list[dict[str, Any]]:
+    """All workers, by rank."""
     del here
     assert platform.is_available(), "commands ask this before they start anything"
-    plan = plan_cluster(ClusterSettings(1, 2, ray_init=resources), {})
-    with RayRuntime(plan, platform=platform, pools={"train": [0, 0]}) as runtime:
+    plan = plan_cluster(ClusterSettings(1, size, ray_init=resources), {})
+    with RayRuntime(plan, platform=platform, pools={"train": [0] * size}) as runtime:
         group = runtime.start_pools({"train": Probe})["train"]
-        return group.gather([group.submit(rank, "tell") for rank in range(2)])
+        return group.gather([group.submit(rank, "tell") for rank in range(size)])
 
 
-def run(platform: Platform, resources: dict[str, Any], **environment: str) -> list[dict[str, Any]]:
+def run(
+    platform: Platform, resources: dict[str, Any], *, size: int = 2, **environment: str
+) -> list[dict[str, Any]]:
     launch = Launch(joined=False, environment=environment)
-    return run_processes(drive, [CPU], launch=launch, args=(platform, resources))[0]
+    driver = partial(drive, size=size)
+    return run_processes(driver, [CPU], launch=launch, args=(platform, resources))[0]
 
 
 def require_apart(told: list[dict[str, Any]], *, vendor: str) -> list[str]:

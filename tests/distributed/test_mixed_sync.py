@@ -186,12 +186,18 @@ def _flagcx(platform: Platform, abi: Abi | None) -> FlagcxEnd | None:
     return FlagcxEnd(library.vendor(), make_group)
 
 
+def real_or_double(name: str) -> Platform:
+    """The platform of a process, which is there."""
+    platform = {"cpu": CPU, "cuda": CUDA}.get(name) or double_platform(name)
+    assert platform.is_available()
+    return platform
+
+
 def transfer(rank: int, size: int, store_port: int, ends: Ends) -> dict[str, Any]:
     """What a rank has afterwards, as SHA-256 of all tensors for each link, and who took part in its
     broadcasts."""
     name = ends.platforms[rank]
-    platform = {"cpu": CPU, "cuda": CUDA}.get(name) or double_platform(name)
-    assert platform.is_available()
+    platform = real_or_double(name)
     device = torch.device("cpu") if platform is CPU else torch.device(name, rank % 2)
     platform.use_device(rank % 2)
     store = connect_store(HOST, store_port, timeout_s=40)

@@ -147,6 +147,8 @@ def test_a_lost_process_ends_a_collective_in_time_and_can_be_replaced() -> None:
 
 
 MODEL_MIB, BUCKET_MIB = 64, 4
+CHECKSUM_MIB = 16
+"""While a bucket of that size is summed up: two int64 tensors."""
 
 
 def _update_beside(rank: int, size: int, store_port: int) -> list[int]:
@@ -205,8 +207,8 @@ def test_20_a_rollout_captures_and_replays_while_weights_arrive() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     trainer, rollout = run_ranks(_update_beside, 2, joined=False, timeout_s=180)
-    assert max(trainer) <= 2 * BUCKET_MIB + 2, "never more than two buckets on the device"
+    assert max(trainer) <= 2 * BUCKET_MIB + CHECKSUM_MIB, "never more than two buckets"
     in_place, second, host, hosts = rollout
-    graphs_mib = 3 * 4
-    assert max(in_place, host, hosts) <= 2 * BUCKET_MIB + graphs_mib
-    assert MODEL_MIB <= second <= MODEL_MIB + 2 * BUCKET_MIB + graphs_mib
+    around_mib = 2 * BUCKET_MIB + CHECKSUM_MIB + 3 * 4  # and three captured graphs
+    assert max(in_place, host, hosts) <= around_mib < MODEL_MIB
+    assert MODEL_MIB <= second <= MODEL_MIB + around_mib
