@@ -13,6 +13,7 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from tandem.errors import UserError
 from tandem.runtime.cluster import OwnDevices
 from tandem.runtime.demand import marker_of
 
@@ -25,8 +26,16 @@ _ASK = (
 )
 
 
+_LIMIT_S = 60.0
+"""For an answer. Loading a vendor's extension from a cold disk takes ten seconds."""
+
+
 def own_devices(platforms: Collection[Platform]) -> list[OwnDevices]:
-    """What this node has of them, marked where they are several."""
+    """What this node has of them, marked where they are several.
+
+    Raises:
+        UserError: a vendor's driver does not answer.
+    """
     distinct = list({platform.name: platform for platform in platforms}.values())
     if len(distinct) == 1:
         return [OwnDevices(distinct[0].visibility, distinct[0].num_devices())]
@@ -52,6 +61,16 @@ def _count(platforms: Collection[Platform]) -> Mapping[str, int]:
     }
     counts: dict[str, int] = {}
     for platform in platforms:
-        answer = asked[platform.name].communicate(pickle.dumps(platform))[0].split()
-        counts[platform.name] = int(answer[-1]) if answer else 0
+        name = platform.name
+        try:
+            told, _ = asked[name].communicate(pickle.dumps(platform), timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            for process in asked.values():
+                process.kill()
+            raise UserError(
+                f"platform {name}: its driver does not say within {_LIMIT_S:.0f} s what devices "
+                "this node has. Look at them with the vendor's tool, or leave them out of pools.*."
+            ) from error
+        answer = told.split()
+        counts[name] = int(answer[-1]) if answer else 0
     return counts
