@@ -5,9 +5,9 @@
     [--output FILE]
 
 Prints one JSON object and a table. A repeat generates the whole workload; the first two are warm-up
-(compilation, graph capture) and not counted. The roofline of a decode step is the larger of matrix
-products at the measured rate and bytes (weights and cached keys and values) at the measured copy
-rate.
+(compilation, graph capture) and not counted. The floor adds up, position by position, the larger of
+matrix products at the measured rate and bytes (weights, cached keys and values) at the measured
+copy rate; where lengths are drawn, for the rows that are expected to be left.
 """
 
 import argparse
@@ -20,7 +20,17 @@ from pathlib import Path
 
 import torch
 from measure import copy_rate, describe, matmul_rate, peak_gib, synchronize
-from shapes import EOS_ID, SHAPES, WORKLOADS, Shape, Workload, plant_end, random_decoder
+from shapes import (
+    EOS_ID,
+    PEAK_FLOPS,
+    SHAPES,
+    WORKLOADS,
+    Workload,
+    decode_steps,
+    generation_floor_s,
+    plant_end,
+    random_decoder,
+)
 
 from tandem.models.accelerate import operators_for
 from tandem.platforms.select import select_platform
@@ -54,15 +64,6 @@ def generate(engine: PagedRolloutEngine, requests: list[GenerationRequest]) -> l
     while finished := engine.advance():
         completions += finished
     return completions
-
-
-def step_floor_s(shape: Shape, workload: Workload, *, flops: float, bandwidth: float) -> float:
-    """A decode step of all sequences, at their mean context."""
-    rows = workload.prompts * workload.samples
-    context = workload.prompt + workload.response / 2
-    matrices = shape.layer_parameters + shape.head_parameters
-    moved = 2 * matrices + rows * context * shape.kv_bytes_per_token()
-    return max(2 * matrices * rows / flops, moved / bandwidth)
 
 
 def run(name: str, workload_name: str, *, repeats: int) -> dict[str, object]:
@@ -105,20 +106,24 @@ def run(name: str, workload_name: str, *, repeats: int) -> dict[str, object]:
             counts.append(num_tokens)
         else:
             print(f"warm-up {repeat}: {elapsed:.2f} s", flush=True)
-    step_s = statistics.median(seconds) / workload.response
+    median_s = statistics.median(seconds)
     flops, bandwidth = matmul_rate(), copy_rate()
-    floor_s = step_floor_s(shape, workload, flops=flops, bandwidth=bandwidth)
+    floor_s = generation_floor_s(shape, workload, flops=flops, bandwidth=bandwidth)
+    steps = decode_steps(shape, workload)
+    operations, moved = (sum(numbers) for numbers in zip(*steps, strict=True))
     return {
         "model": name,
         "workload": workload_name,
         "settings": asdict(workload),
         "tokens_per_s": statistics.median(rates),
         "all_tokens_per_s": rates,
-        "seconds": statistics.median(seconds),
+        "seconds": median_s,
         "tokens": statistics.median(counts),
-        "seconds_per_position": step_s,
-        "step_floor_s": floor_s,
-        "ratio_to_floor": step_s / floor_s,
+        "floor_s": floor_s,
+        "ratio_to_floor": median_s / floor_s,
+        "bandwidth_share": moved / median_s / bandwidth,
+        "mfu_989": operations / median_s / PEAK_FLOPS,
+        "mfu_matmul": operations / median_s / flops,
         "matmul_tflops": flops / 1e12,
         "copy_tb_per_s": bandwidth / 1e12,
         "peak_gib": peak_gib(),

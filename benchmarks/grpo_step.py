@@ -26,6 +26,7 @@ from measure import copy_rate, describe, matmul_rate
 from shapes import (
     EOS_ID,
     PAD_ID,
+    PEAK_FLOPS,
     SHAPES,
     WORKLOADS,
     Shape,
@@ -40,7 +41,6 @@ from shapes import (
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from update import PEAK_FLOPS
 
 from tandem.models.accelerate import operators_for
 from tandem.models.weights import save_hf_folder

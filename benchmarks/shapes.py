@@ -19,6 +19,8 @@ from tandem.models.rotary import RopeConfig
 from tandem.types import Segments
 
 PAD_ID, EOS_ID = 256, 257
+PEAK_FLOPS = 989e12
+"""Of one H100 or H200, dense bf16, as published."""
 ADAM_BYTES_PER_PARAMETER = 30
 """fp32 weight, gradient and moments, and the bf16 copy of the weight: read or written once each."""
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from measure import describe, peak_gib, synchronize
-from shapes import SHAPES, WORKLOADS, Workload, random_decoder
+from measure import copy_rate, describe, matmul_rate, peak_gib, synchronize
+from shapes import PEAK_FLOPS, SHAPES, WORKLOADS, Workload, random_decoder, update_floor_s
 
 from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.config.optim import MomentsDtype, OptimConfig
@@ -37,7 +37,6 @@ from tandem.platforms.select import select_platform
 from tandem.types import LossColumns, LossScale
 
 NUM_WARMUP = 2
-PEAK_FLOPS = 989e12
 RECOMPUTE = ("nothing", *get_args(Granularity))
 
 
@@ -135,6 +134,8 @@ def run(name: str, workload_name: str, *, how: How, repeats: int) -> dict[str, A
         shape.train_flops(count, num_loss_tokens, key_pairs=pairs)
         for count in (num_tokens, num_computed)
     )
+    matmul, bandwidth = matmul_rate(), copy_rate()
+    floor_s = update_floor_s(shape, workload, flops=matmul, bandwidth=bandwidth)
     return {
         "model": name,
         "workload": workload_name,
@@ -145,6 +146,9 @@ def run(name: str, workload_name: str, *, how: How, repeats: int) -> dict[str, A
         "tokens_per_s": num_tokens / seconds,
         "mfu_989": flops / seconds / PEAK_FLOPS,
         "mfu_989_computed": computed / seconds / PEAK_FLOPS,
+        "mfu_matmul": flops / seconds / matmul,
+        "floor_s": floor_s,
+        "ratio_to_floor": seconds / floor_s,
         "peak_gib": peak_gib(),
     }
 

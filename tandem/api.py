@@ -40,7 +40,7 @@ class Loss(Protocol):
 
 
 class TrainEngine(Protocol):
-    """Holds a policy (and its optimizer) in one process or spread over several."""
+    """Holds a policy or a critic (and its optimizer) in one process or spread over several."""
 
     @property
     def data_parallel_size(self) -> int:
@@ -52,9 +52,9 @@ class TrainEngine(Protocol):
         """How many devices share the tokens of a micro-batch."""
         ...
 
-    def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """Log-probs of the response tokens under the current weights, fp32 (R,) a batch, on the
-        CPU.
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+        """What the current weights say of the response tokens, fp32 (R,) a batch, on the CPU: a
+        policy's log-probs, a critic's values, which have no temperature.
         """
         ...
 
@@ -94,8 +94,8 @@ class ReferencePolicy(Protocol):
         """As ``TrainEngine.sequence_parallel_size``."""
         ...
 
-    def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """As ``TrainEngine.log_probs``."""
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+        """As ``TrainEngine.score``."""
         ...
 
 

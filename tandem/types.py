@@ -10,8 +10,7 @@ optimizer phases (0 = the initial weights).
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -92,6 +91,9 @@ class FinishReason(Enum):
 class Completion:
     """One finished response. ``token_ids`` includes the end-of-sequence token when there is one.
 
+    Numbers are best ``array``s ("i" and "f"), as our engines give them: an object for every number
+    takes as long to pickle and to pack as its generation.
+
     Attributes:
         log_probs: one float a token, under the version that drew it.
         weights_version: the one that drew the first token, and hence the oldest.
@@ -99,8 +101,8 @@ class Completion:
     """
 
     sample_id: int
-    token_ids: TokenIds
-    log_probs: tuple[float, ...]
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
     finish_reason: FinishReason
     weights_version: int
     switches: tuple[tuple[int, int], ...] = ()
@@ -112,6 +114,8 @@ class Completion:
         Example:
             5 tokens, weights_version=3, switches=((2, 4),): ((3, 2), (4, 3)).
         """
+        if not self.switches:
+            return ((self.weights_version, len(self.token_ids)),)
         starts = ((0, self.weights_version), *self.switches)
         ends = [*(index for index, _ in self.switches), len(self.token_ids)]
         return tuple(
@@ -119,18 +123,9 @@ class Completion:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as arrays: objects for every number would take as long as their generation."""
-        tokens, log_probs = array("q", self.token_ids), array("d", self.log_probs)
-        others = (self.sample_id, self.finish_reason, self.weights_version, self.switches)
-        return _unpickled_completion, (others, (tokens, log_probs))
-
-
-def _unpickled_completion(
-    others: tuple[int, FinishReason, int, tuple[tuple[int, int], ...]],
-    numbers: tuple[array[int], array[float]],
-) -> Completion:
-    (sample_id, reason, version, switches), (tokens, log_probs) = others, numbers
-    return Completion(sample_id, tuple(tokens), tuple(log_probs), reason, version, switches)
+        """What dataclasses with slots do by themselves takes several times as long."""
+        others = (self.finish_reason, self.weights_version, self.switches)
+        return Completion, (self.sample_id, self.token_ids, self.log_probs, *others)
 
 
 class RewardStatus(Enum):
@@ -171,6 +166,11 @@ class RewardRequest:
     extra_info: Mapping[str, Any]
     num_tokens: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As ``Completion``'s."""
+        others = (self.ground_truth, self.extra_info, self.num_tokens)
+        return RewardRequest, (self.data_source, self.solution, *others)
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -194,9 +194,9 @@ class Segments:
     """How T packed tokens attend, as S segments; int64 tensors of shape (S,) on the CPU.
 
     Token i of segment s attends to the whole of its prefix (``prefix_start .. + prefix_length``,
-    another segment of the same batch, length 0 if it has none) and to tokens 0..i of s. Segments
-    tile 0..T in order. A prompt shared by its samples is one segment and each response is another
-    one that names it as prefix.
+    another segment of the same batch, or without gradients keys behind its T; length 0 if it has
+    none) and to tokens 0..i of s. Segments tile 0..T in order. A prompt shared by its samples is
+    one segment and each response is another one that names it as prefix.
 
     Example:
         prompt of 3 tokens with responses of 2 and 4, whose last tokens predict nothing and are left
@@ -215,6 +215,8 @@ class LossColumns:
     on-policy (the loss then uses the current ones, detached), no reference without KL.
 
     Attributes:
+        values_R, returns_R: for a critic's loss: its values before the update, and what it is to
+            predict.
         weights_R: importance weights that were computed before the update.
         rollout_logp_R: of the policy that sampled the tokens, where the loss compares it with the
             current one.
@@ -227,6 +229,8 @@ class LossColumns:
     weights_R: Tensor | None = None
     rollout_logp_R: Tensor | None = None
     lag_R: Tensor | None = None
+    values_R: Tensor | None = None
+    returns_R: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LossColumns:
         """Every column that is there through ``function``."""
@@ -272,9 +276,11 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What a loss sees of one micro-batch. ``entropy_R`` is None unless the loss asked for it."""
+    """What a loss sees of one micro-batch. ``score_R`` is what the model says of its response
+    tokens: a policy's log-probs, a critic's values. ``entropy_R`` is None unless the loss asked for
+    it."""
 
-    logp_R: Tensor
+    score_R: Tensor
     entropy_R: Tensor | None
     sequence_R: Tensor
     num_sequences: int

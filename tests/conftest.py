@@ -38,7 +38,10 @@ def fixed_seeds() -> None:
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
         torch.set_num_threads(1)
-        torch.manual_seed(0)
+        if torch.accelerator.is_available():
+            torch.manual_seed(0)
+        else:  # the same, but for the caller's stack that it keeps for each device that may come
+            torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

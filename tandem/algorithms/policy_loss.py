@@ -115,8 +115,8 @@ class PolicyLoss:
         assert columns is not None, "a policy loss needs LossColumns"
         old_logp_R = columns.old_logp_R
         terms = PolicyTerms(
-            logp_R=inputs.logp_R,
-            old_logp_R=inputs.logp_R.detach() if old_logp_R is None else old_logp_R,
+            logp_R=inputs.score_R,
+            old_logp_R=inputs.score_R.detach() if old_logp_R is None else old_logp_R,
             advantages_R=columns.advantages_R,
             sequence_R=inputs.sequence_R,
             num_sequences=inputs.num_sequences,
@@ -147,7 +147,7 @@ class PolicyLoss:
         factor_R, values = columns.weights_R, {CLIPPED: tokens.clipped_R.float()}
         if columns.rollout_logp_R is not None:
             mismatch = Mismatch(
-                inputs.logp_R.detach(),
+                inputs.score_R.detach(),
                 columns.rollout_logp_R,
                 inputs.sequence_R,
                 inputs.num_sequences,
@@ -160,7 +160,7 @@ class PolicyLoss:
                 values[REJECTED] = (~kept_R).float()
                 factor_R = kept_R.float() if factor_R is None else factor_R * kept_R
         lag_R = torch.zeros_like(inputs.sequence_R) if columns.lag_R is None else columns.lag_R
-        counts_R = torch.ones_like(inputs.logp_R.detach())
+        counts_R = torch.ones_like(inputs.score_R.detach())
         sums = lag_sums(values, counts_R=counts_R, lag_R=lag_R, num_lags=self.max_lag + 1)
         return factor_R, sums
 
@@ -168,7 +168,7 @@ class PolicyLoss:
         assert inputs.columns is not None and inputs.columns.ref_logp_R is not None, (
             "use_kl_loss needs ref_logp_R"
         )
-        kl_R = estimate_kl(inputs.logp_R, inputs.columns.ref_logp_R, kind=self.kl_loss_type)
+        kl_R = estimate_kl(inputs.score_R, inputs.columns.ref_logp_R, kind=self.kl_loss_type)
         return self._aggregate(kl_R, inputs)
 
     def _aggregate(self, values_R: Tensor, inputs: LossInputs) -> Tensor:

@@ -23,5 +23,5 @@ class SftLoss:
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """This micro-batch's share of the loss."""
-        loss = -inputs.logp_R.sum() / inputs.scale.num_tokens
+        loss = -inputs.score_R.sum() / inputs.scale.num_tokens
         return LossOutputs(loss=loss, metrics={"train/loss": loss.detach()})

@@ -6,6 +6,7 @@ what it found as a certificate. Exit code 0 if everything passed, else 1.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +29,11 @@ def run(arguments: Sequence[str]) -> int:
     ranks = _ranks(platform) if options.ranks is None else options.ranks
     if ranks < 1:
         raise UserError(f"--ranks={ranks}: must be at least 1. Leave it out for one a device.")
+    if not 0 < options.timeout < math.inf:
+        raise UserError(
+            f"--timeout={options.timeout:g}: must be a positive number of seconds. "
+            "Leave it out for 600."
+        )
     folder = _writable(Path(options.output))
     try:
         report = run_suite(platform, num_ranks=ranks, timeout_s=options.timeout)
@@ -73,5 +79,5 @@ def _ranks(platform: Platform) -> int:
 
 def _line(outcome: Outcome) -> str:
     measured = ", ".join(f"{name} {value:.3g}" for name, value in outcome.measured.items())
-    state = "NO " if outcome.failure else "ok "
+    state = "NO " if outcome.failure else "ok " if outcome.was_run else "-  "
     return f"{state} {outcome.name:<22} {outcome.seconds:6.2f} s  {outcome.failure or measured}"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem export RUN --output FOLDER``: the trained model of a run as a Hugging Face folder."""
+"""``tandem export RUN --output FOLDER``: the trained model of a run as a Hugging Face folder, or
+with ``--critic`` its critic.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ def run(arguments: Sequence[str]) -> int:
             f"--output={str(output)!r}: must be a new or an empty folder. Give another name."
         )
     dtype = None if options.dtype == "keep" else options.dtype
-    folder = checkpoint.folder / "actor"
+    folder = checkpoint.folder / ("critic" if options.critic else "actor")
+    if not folder.is_dir():
+        raise UserError(
+            f"--critic: {checkpoint.folder} has none. Leave --critic out, or train one with "
+            "algorithm.adv_estimator=gae."
+        )
     if (folder / SHARDED_FILE).is_file():
         export_sharded(folder, output, dtype=dtype)
     else:
@@ -70,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run, or global_step_N")
     parser.add_argument("--step", type=int, help="which checkpoint (default: the latest)")
+    parser.add_argument(
+        "--critic", action="store_true", help="the critic, for token classification with one label"
+    )
     parser.add_argument("--output", type=Path, required=True, help="the folder to write")
     parser.add_argument(
         "--dtype", choices=_DTYPES, default="keep", help="precision (default: as trained)"

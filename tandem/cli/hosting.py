@@ -18,11 +18,12 @@ from tandem.api import Runtime, TrainEngine, WorkerGroup
 from tandem.cli.execution import first_cause
 from tandem.cli.failure import RunFailure
 from tandem.comm.store import host_store
-from tandem.config.memory import ModelSizes, require_memory
+from tandem.config.memory_remedy import require_cache, require_memory
 from tandem.config.platform_rules import platform_key
-from tandem.config.pools import Placement, Pool, place_run, place_sft
+from tandem.config.pools import CRITIC, Placement, Pool, place_run, place_sft
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
+from tandem.config.sizes import ModelSizes
 from tandem.metrics.throughput import ModelShape
 from tandem.models.folder import ModelFolder, require_decoder
 from tandem.models.parallel import check_layout
@@ -30,7 +31,10 @@ from tandem.pipeline.parts import Engines
 from tandem.platforms.record import Platform
 from tandem.platforms.registry import platform_named
 from tandem.platforms.select import AUTO, select_platform
+from tandem.rollout.factory import require_kernels
+from tandem.runtime.census import own_devices
 from tandem.runtime.cluster import ClusterPlan, ClusterSettings, plan_cluster
+from tandem.runtime.demand import demands, require_here
 from tandem.runtime.failure import NodeFailure, WorkerFailure
 from tandem.runtime.inprocess import InProcessRuntime
 from tandem.runtime.nodes import run_on_nodes
@@ -38,8 +42,16 @@ from tandem.runtime.ray import RayRuntime
 from tandem.runtime.rendezvous import Meeting
 from tandem.types import TokenIds
 from tandem.workers.colocated import build_colocated, build_trainer, shape_of
-from tandem.workers.deployment import remote_engines, remote_trainer, run_jobs, section_of, sft_jobs
+from tandem.workers.deployment import (
+    RemoteEngines,
+    remote_engines,
+    remote_trainer,
+    run_jobs,
+    section_of,
+    sft_jobs,
+)
 from tandem.workers.job import WorkerJob, build_worker
+from tandem.workers.precision import require_precision
 from tandem.workers.remote import PeakMemory, call_each
 
 PLACEMENT_FILE = "placement.json"
@@ -78,6 +90,15 @@ class Site:
         return len({platform.name for platform in self.platforms.values()}) > 1
 
     @property
+    def nodes(self) -> Mapping[str, list[int]]:
+        """Per pool the number of the planned node of each rank."""
+        place = self.placement
+        return {
+            pool.name: [device.node for device in place.devices_of(pool)]
+            for pool in place.used_pools
+        }
+
+    @property
     def num_devices(self) -> int:
         """Those with something to do."""
         return sum(pool.num_devices for pool in self.placement.used_pools)
@@ -108,7 +129,7 @@ def on_site(config: RunConfig | SftConfig, body: Callable[[Site], int]) -> int:
     that has ended. Returns the exit code, the same on all nodes.
 
     Raises:
-        UserError: the nodes do not find each other.
+        UserError: the nodes do not find each other, or cannot have what the run needs.
         RunFailure: a process or a node of the run failed.
     """
     site = site_here(config)
@@ -123,11 +144,17 @@ def on_site(config: RunConfig | SftConfig, body: Callable[[Site], int]) -> int:
         ray_init=config.ray_kwargs.ray_init,
     )
     cluster = plan_cluster(settings, os.environ)
+    platforms = tuple(site.platforms.values())
+    needs = demands(site.nodes, site.platforms, marked=site.is_mixed)
+    if cluster.role == "local" and site.is_mixed:
+        devices = tuple(own_devices(platforms))
+        require_here(needs[0], devices, num_cores=os.cpu_count() or 1)
+        cluster = replace(cluster, devices=devices)
     try:
         return run_on_nodes(
             cluster,
             lambda meeting: body(replace(site, cluster=cluster, meeting=meeting)),
-            platforms=tuple(site.platforms.values()),
+            platforms=platforms,
         )
     except (WorkerFailure, NodeFailure) as failure:
         raise RunFailure(str(failure)) from None
@@ -174,28 +201,59 @@ def naming_step(step: Callable[[], int]) -> Iterator[None]:
         raise RunFailure(f"step {step()}: {cause}") from None
 
 
-def require_fit(site: Site, model: ModelFolder, *, key: str) -> None:
-    """Raise UserError if the model cannot be laid out as asked for, or needs too much memory.
+def require_fit(
+    site: Site, model: ModelFolder, *, key: str, critic: ModelFolder | None = None
+) -> None:
+    """Raise UserError if the models cannot be laid out as asked for, or the devices do not compute
+    them, or not have the memory. Of devices that may be elsewhere their workers tell.
 
-    ``key`` is the configuration key the model came from, for the message.
+    ``key`` is the configuration key that ``model`` came from, for the message.
     """
     if site.cluster is not None:
         require_decoder(model, key=key)
     for task, layout in site.placement.layouts.items():
+        of_task = critic if task == CRITIC and critic is not None else model
         check_layout(
-            model.decoder_config,
+            of_task.decoder_config,
             tensor=layout.tensor_parallel,
             sequence=layout.sequence_parallel,
             section=section_of(task) if isinstance(site.config, RunConfig) else "engine",
         )
+    if isinstance(site.config, RunConfig):
+        generates = site.platforms[site.placement.pool_of("generate").name]
+        require_kernels(model.decoder_config, generates, key=f"{key}={str(model.path)!r}")
+    if not site.is_mixed:
+        _require_precision(site)
     sizes = ModelSizes.of(model.hf_config)
     if site.platform.has_own_memory and sizes is not None and not site.is_mixed:
         require_memory(
             site.config,
             sizes,
+            critic=None if critic is None else ModelSizes.of(critic.hf_config),
             available_bytes=site.platform.total_memory_bytes(),
             recomputes_parts=model.decoder_config is not None,
         )
+        has_pages = site.platform.kernels == "triton" and model.decoder_config is not None
+        if has_pages and isinstance(site.config, RunConfig):
+            available_bytes = site.platform.total_memory_bytes()
+            require_cache(site.config, sizes, available_bytes=available_bytes)
+
+
+def _require_precision(site: Site) -> None:
+    """Raise UserError if the devices do not compute in what a layout asks for."""
+    config = site.config
+    if isinstance(config, SftConfig):
+        require_precision(config.engine, site.platform, section="engine")
+        return
+    roles = config.actor_rollout_ref
+    layouts = {
+        "actor-train": roles.actor.fsdp_config,
+        "ref_logp": roles.ref.fsdp_config,
+        CRITIC: config.critic.model.fsdp_config,
+    }
+    for task, layout in layouts.items():
+        if task in site.placement.layouts:
+            require_precision(layout, site.platform, section=section_of(task))
 
 
 @asynccontextmanager
@@ -214,7 +272,13 @@ async def hosted_run(
             built = await runtime.call(
                 build_colocated, config, platform=platform, eos_ids=eos_ids, total_steps=total_steps
             )
-            engines = Engines(built.train, built.rollout, built.reference, scorer=built.train)
+            engines = Engines(
+                built.train,
+                built.rollout,
+                built.reference,
+                scorer=built.train,
+                critic=built.critic,
+            )
             peak = partial(_peak_here, platform)
             yield HostedRun(runtime, engines, built.shape, platform.device_name(), peak)
         return
@@ -235,10 +299,11 @@ async def hosted_run(
             remote.reference,
             scorer=remote.scorer,
             stage=remote.stage,
+            critic=remote.critic,
         )
         shape = None if model.decoder_config is None else shape_of(model.decoder_config)
         chip = await runtime.call(_chip, groups[site.placement.pool_of("actor-train").name])
-        yield HostedRun(runtime, engines, shape, chip, lambda: remote.train.peak)
+        yield HostedRun(runtime, engines, shape, chip, partial(_peak_of, remote))
 
 
 @asynccontextmanager
@@ -274,15 +339,11 @@ async def _in_pools(
     site: Site, cluster: ClusterPlan, *, make_jobs: MakeJobs
 ) -> AsyncIterator[tuple[RayRuntime, Mapping[str, WorkerGroup]]]:
     """Processes on all devices, each with its engines built."""
-    placement = site.placement
     runtime = RayRuntime(
         cluster,
         platforms=site.platforms,
         platform=site.platform,
-        pools={
-            pool.name: [device.node for device in placement.devices_of(pool)]
-            for pool in placement.used_pools
-        },
+        pools=site.nodes,
         meeting=site.meeting,
     )
     try:
@@ -311,6 +372,12 @@ def _write_placement(site: Site, groups: Mapping[str, WorkerGroup]) -> None:
 def _chip(group: WorkerGroup) -> str:
     """The name of its devices."""
     return group.gather([group.submit(0, "describe")])[0]["chip"]
+
+
+def _peak_of(engines: RemoteEngines) -> PeakMemory:
+    """While the policy waits for the critic to warm up, there is only the critic's."""
+    peaks = [engine.peak for engine in (engines.train, engines.critic) if engine is not None]
+    return PeakMemory(max(x.allocated for x in peaks), max(x.reserved for x in peaks))
 
 
 def _peak_here(platform: Platform) -> PeakMemory:

@@ -15,7 +15,8 @@ from tandem.config.pools import place_run
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.errors import UserError
-from tandem.platforms.names import ALONE_IN_FLAGCX, AUTO, platform_name
+from tandem.platforms.names import ALONE_IN_FLAGCX, AUTO, GPUS_OF_RAY, platform_name
+from tandem.runtime.demand import require_told_apart
 
 ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
 
@@ -35,9 +36,17 @@ def load_arguments(schema: type[ConfigT], arguments: Sequence[str]) -> LoadedCon
     return replace(loaded, config=config.model_copy(update=changes))
 
 
-def check_flagcx(config: RunConfig) -> None:
-    """Of a configuration that is checked: raise UserError if FlagCX cannot do what it is to do."""
-    platforms = list(dict.fromkeys(pool.platform for pool in place_run(config).used_pools))
+def check_platforms(config: RunConfig) -> None:
+    """Of a configuration that is checked: raise UserError if its platforms cannot share nodes, or
+    FlagCX cannot do what it is to do."""
+    placement = place_run(config)
+    require_told_apart(
+        (device.node, "GPU", pool.platform)
+        for pool in placement.used_pools
+        if pool.platform in GPUS_OF_RAY
+        for device in placement.devices_of(pool)
+    )
+    platforms = list(dict.fromkeys(pool.platform for pool in placement.used_pools))
     alone = ALONE_IN_FLAGCX.intersection(platforms)
     is_mixed = len(platforms) > 1 and AUTO not in platforms
     if config.pools.transport == "flagcx" and is_mixed and alone:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tandem.config.families import NATIVE_FAMILIES, foreign_rollout, require_family
 from tandem.config.run import RunConfig
 from tandem.errors import UserError
 
@@ -27,6 +29,32 @@ def read_local_config(path: str) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def require_local_family(
+    hf_config: Mapping[str, Any], *, source: str, trust_remote_code: bool
+) -> None:
+    """See ``require_family``; nothing is said of a model that is not there.
+
+    Transformers' tables of families are read as text: to import them takes torch, and seconds.
+    """
+    family = hf_config.get("model_type")
+    spec = find_spec("transformers")
+    if family is None or family in NATIVE_FAMILIES or spec is None or spec.origin is None:
+        return
+    tables = (Path(spec.origin).parent / "models/auto").glob("*.py")
+    is_known = any(f'"{family}"' in table.read_text(encoding="utf-8") for table in tables)
+    require_family(hf_config, source=source, is_known=is_known, trust_remote_code=trust_remote_code)
+
+
+def rollout_caution(config: RunConfig, hf_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """A warning if our engine does not generate with the model, where that is not what was meant
+    and costs nothing."""
+    family, roles = hf_config.get("model_type"), config.actor_rollout_ref
+    is_meant = roles.rollout.name == "hf" and config.trainer.device == "cpu"
+    if family is None or family in NATIVE_FAMILIES or is_meant:
+        return ()
+    return (f"actor_rollout_ref.model.path={roles.model.path!r}: {foreign_rollout(family)}",)
 
 
 def max_positions(hf_config: Mapping[str, Any]) -> int | None:
@@ -78,4 +106,19 @@ def require_known_tokens(
         raise UserError(
             f"{key}={path!r}: its tokenizer gives token id {largest}, its model has only "
             f"{num_known} tokens (vocab_size in config.json). Use the tokenizer of this model."
+        )
+
+
+def require_vocabulary(critic: Mapping[str, Any], policy: Mapping[str, Any], *, path: str) -> None:
+    """Raise UserError if the policy can say a token that the critic has no embedding for.
+
+    Args:
+        critic, policy: the contents of their config.json.
+        path: ``critic.model.path``, for the message.
+    """
+    num_known, num_said = (model.get("vocab_size") for model in (critic, policy))
+    if isinstance(num_known, int) and isinstance(num_said, int) and num_known < num_said:
+        raise UserError(
+            f"critic.model.path={path!r}: it has only {num_known} tokens (vocab_size in "
+            f"config.json), the policy {num_said}. Use a model with the policy's tokenizer."
         )

@@ -18,8 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.cli.load import check_flagcx, load_arguments
-from tandem.cli.model_fit import length_caution, position_caution, read_local_config
+from tandem.cli.load import check_platforms, load_arguments
+from tandem.cli.model_fit import (
+    length_caution,
+    position_caution,
+    read_local_config,
+    require_local_family,
+    rollout_caution,
+)
 from tandem.config.overrides import LoadedConfig
 from tandem.config.plan import Plan, make_plan
 from tandem.config.pools import Placement, Pool
@@ -52,9 +58,16 @@ def run(arguments: Sequence[str]) -> int:
 def plan_arguments(arguments: Sequence[str]) -> Plan:
     """The plan for the arguments of ``tandem train``. Raises UserError for mistakes in them."""
     loaded = load_arguments(RunConfig, arguments)
-    hf_config = read_local_config(loaded.config.actor_rollout_ref.model.path)
-    plan = _plan(loaded, hf_config, cautions=length_caution(loaded.config, hf_config))
-    check_flagcx(loaded.config)
+    model = loaded.config.actor_rollout_ref.model
+    hf_config = read_local_config(model.path)
+    require_local_family(
+        hf_config,
+        source=f"actor_rollout_ref.model.path={model.path!r}",
+        trust_remote_code=model.trust_remote_code,
+    )
+    cautions = length_caution(loaded.config, hf_config) + rollout_caution(loaded.config, hf_config)
+    plan = _plan(loaded, hf_config, cautions=cautions)
+    check_platforms(loaded.config)
     return plan
 
 
@@ -63,6 +76,11 @@ def plan_sft_arguments(arguments: Sequence[str]) -> Plan:
     loaded = load_arguments(SftConfig, arguments)
     path = loaded.config.model.path
     hf_config = read_local_config(path)
+    require_local_family(
+        hf_config,
+        source=f"model.path={path!r}",
+        trust_remote_code=loaded.config.model.trust_remote_code,
+    )
     cautions = position_caution(
         hf_config,
         loaded.config.data.max_length,
@@ -78,7 +96,10 @@ def _plan(
     *,
     cautions: Sequence[str],
 ) -> Plan:
-    data = loaded.config.data
+    config, data = loaded.config, loaded.config.data
+    critic_sizes = None
+    if isinstance(config, RunConfig) and config.uses_critic:
+        critic_sizes = ModelSizes.of(read_local_config(config.critic.model.path))
     train = count("data.train_files", data.train_files)
     val = count("data.val_files", data.val_files) if data.val_files else RowCount(0, "")
     return make_plan(
@@ -86,6 +107,7 @@ def _plan(
         num_train_rows=train.rows,
         num_val_rows=val.rows,
         sizes=ModelSizes.of(hf_config),
+        critic_sizes=critic_sizes,
         warnings=[*(found.problem for found in (train, val) if found.problem), *cautions],
     )
 
@@ -129,7 +151,10 @@ def plan_tables(plan: Plan) -> tuple[tuple[str, list[tuple[str, str]]], ...]:
         ("validations at", _shown_steps(plan.validation_steps)),
     ]
     pools = [
-        (", ".join(pool.tasks) or f"idle ({pool.name})", _shown_devices(pool, plan.placement))
+        (
+            ", ".join(plan.tasks_of(pool)) or f"idle ({pool.name})",
+            _shown_devices(pool, plan.placement),
+        )
         for pool in plan.placement.pools
     ]
     memory = [

@@ -200,8 +200,9 @@ def _rule(
 
 
 def _ratios(devices: Sequence[int]) -> tuple[float, ...]:
-    """Rounded down, so that they do not add up to more than 1; largest remainders do the rest."""
-    return tuple(int(1e6 * count / sum(devices) + 1e-6) / 1e6 for count in devices)
+    """They add up to 1, which leaves no device over; largest remainders do the rest."""
+    first = [round(count / sum(devices), 6) for count in devices[:-1]]
+    return (*first, round(1 - sum(first), 6))
 
 
 def _written(groups: Sequence[Sequence[str]]) -> str:

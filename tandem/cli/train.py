@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from tandem.cli.load import check_flagcx, load_arguments
+from tandem.cli.load import check_platforms, load_arguments
 from tandem.cli.notices import configure_logging, print_notices
 from tandem.config.plan import cautions
 from tandem.config.run import RunConfig
@@ -22,7 +22,7 @@ def parse(arguments: Sequence[str]) -> RunConfig:
     configure_logging()
     loaded = load_arguments(RunConfig, arguments)
     check_run(loaded.config)
-    check_flagcx(loaded.config)
+    check_platforms(loaded.config)
     check_built_run(loaded.config)
     print_notices(loaded, sys.stderr, cautions=tuple(cautions(loaded.config)))
     return loaded.config

@@ -8,7 +8,6 @@ Nothing here computes.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from tandem.checkpoint.store import Checkpoint
 from tandem.cli.execution import Ended, StopSwitch, execute
 from tandem.cli.hosting import HostedRun, Site, hosted_run, naming_step, on_site, require_fit
-from tandem.cli.model_fit import length_caution, require_known_tokens
+from tandem.cli.model_fit import length_caution, require_known_tokens, require_vocabulary
 from tandem.cli.run_folder import (
     Start,
     is_logged,
@@ -51,6 +50,7 @@ from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
 from tandem.rewards.routing import check_sources
 from tandem.rewards.scoring import RewardSpec
 from tandem.rewards.shaping import OverlongBuffer
+from tandem.workers.colocated import critic_folder
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class Prepared:
 
     config: RunConfig
     model: ModelFolder
+    critic: ModelFolder | None
     codec: TextCodec
     source: PromptSource
     validation_entries: list[PromptEntry]
@@ -83,7 +84,7 @@ def run_training(config: RunConfig, site: Site) -> Ended[RunSummary]:
         RunFailure, WorkerFailure: a process of the run failed, in a step or at its start.
     """
     prepared = prepare(config)
-    require_fit(site, prepared.model, key=KEY)
+    require_fit(site, prepared.model, key=KEY, critic=prepared.critic)
     folder = open_run_folder(config.trainer, prepared.source, model=prepared.model, key=KEY)
     with folder as start:
         return execute(lambda switch: _train(prepared, start, site=site, switch=switch))
@@ -98,6 +99,7 @@ def prepare(config: RunConfig) -> Prepared:
         trust_remote_code=model.trust_remote_code,
         load_weight=config.actor_rollout_ref.actor.load_weight,
     )
+    critic = _check_critic(config, folder) if config.uses_critic else None
     codec = load_codec(
         model.path,
         template_settings=config.data.apply_chat_template_kwargs,
@@ -116,7 +118,13 @@ def prepare(config: RunConfig) -> Prepared:
         logger.warning("%s", warning)
     _check_reward(config, entries)
     source = open_source(train_entries, config.data, total_epochs=config.trainer.total_epochs)
-    return Prepared(config, folder, codec, source, validation_entries, schedule)
+    return Prepared(config, folder, critic, codec, source, validation_entries, schedule)
+
+
+def _check_critic(config: RunConfig, policy: ModelFolder) -> ModelFolder:
+    critic = critic_folder(config)
+    require_vocabulary(critic.hf_config, policy.hf_config, path=config.critic.model.path)
+    return critic
 
 
 def _check_reward(config: RunConfig, entries: list[PromptEntry]) -> None:
@@ -167,6 +175,9 @@ async def _train(prepared: Prepared, start: Start, *, site: Site, switch: StopSw
     async with hosted as run:
         if start.checkpoint is not None:
             await run.runtime.call(run.engines.train.load, start.checkpoint.folder / "actor")
+            if run.engines.critic is not None:
+                folder = start.checkpoint.folder / "critic"
+                await run.runtime.call(run.engines.critic.load, folder)
         async with RewardPool(reward_spec(config), reward_limits(config)) as rewards:
             parts = _assemble(prepared, start, site=site, hosted=run, rewards=rewards)
             return await _run(parts, start.checkpoint, switch=switch)
@@ -217,9 +228,7 @@ def _assemble(
     recorder = RolloutRecorder(
         run_folder,
         max_per_step=MAX_ROLLOUTS_RECORDED_PER_STEP,
-        token_text=functools.cache(
-            lambda token: codec.decode([[token]], skip_special=False)[0],
-        ),
+        token_texts=lambda ids: codec.decode([[token] for token in ids], skip_special=False),
         keep_through_step=keep_through_step,
     )
     return PipelineParts(

@@ -28,7 +28,8 @@ from tandem.comm.world import create_backend
 
 _DEVICE_POLL_S = 1e-4
 _FORMING_MARGIN_S = 1.0
-"""A library that has a time limit of its own, and says more, comes first."""
+"""A library that has a time limit of its own, and says more, comes first: by so much, at most by
+half of the limit."""
 _BLOCK = 1024
 """Bytes that a process tells all others at once; if any has more, they do it twice."""
 _SIZE = 8
@@ -99,8 +100,9 @@ def form_group(store: Store, place: GroupPlace) -> Group:
     """
     store = PrefixStore(place.name, store)
     make = {"gloo": _make_gloo, "nccl": _make_nccl}.get(place.library, _make_registered)
+    margin_s = min(_FORMING_MARGIN_S, place.timeout_s / 2)
     try:
-        backend = _within(place.timeout_s + _FORMING_MARGIN_S, lambda: make(store, place))
+        backend = _within(place.timeout_s + margin_s, lambda: make(store, place))
     except TimeoutError as error:
         raise GroupError(
             f"group {place.name}: not all were connected within {place.timeout_s:g} s"

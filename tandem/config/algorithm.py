@@ -65,7 +65,7 @@ class AlgorithmConfig(BaseModel):
 
     adv_estimator: AdvantageEstimator = Field(
         default="grpo",
-        description="Advantage estimator; gae needs a critic, which is not built yet.",
+        description="Advantage estimator; gae takes the values of a critic (see critic.*).",
     )
     gamma: float = Field(default=1.0, ge=0, le=1, description="Discount of rewards.")
     lam: float = Field(default=1.0, ge=0, le=1, description="Lambda of gae.")

@@ -23,6 +23,12 @@ ALIASES: dict[str, str] = {
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes": (
         "actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb"
     ),
+    "critic.fsdp": "critic.model.fsdp_config",
+    "critic.grad_clip": "critic.optim.clip_grad",
+    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
+    "critic.ulysses_sequence_parallel_size": (
+        "critic.model.fsdp_config.ulysses_sequence_parallel_size"
+    ),
     "data.balance_dp_token": "trainer.balance_batch",
     "engine.cpu_offload": "engine.param_offload",
     "engine.offload_params": "engine.param_offload",

@@ -14,6 +14,7 @@ from itertools import chain
 from tandem.config.layout import FsdpConfig
 from tandem.config.platform_rules import platform_problems
 from tandem.config.pools import (
+    CRITIC,
     HALVES,
     ROUNDING,
     TASKS,
@@ -132,6 +133,9 @@ def _run_layout_problems(config: RunConfig, pool: Pool) -> Iterator[str]:
     if "ref_logp" in pool.tasks:
         section = f"{_ROLES}.ref.fsdp_config"
         yield from _layout_problems(roles.ref.fsdp_config, pool, section=section)
+    if "actor-train" in pool.tasks and config.uses_critic:
+        layout = config.critic.model.fsdp_config
+        yield from _layout_problems(layout, pool, section="critic.model.fsdp_config")
 
 
 def _layout_problems(config: FsdpConfig, pool: Pool, *, section: str) -> Iterator[str]:
@@ -162,28 +166,33 @@ def _layout_problems(config: FsdpConfig, pool: Pool, *, section: str) -> Iterato
 
 def _run_batch_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
     layouts = placement.layouts
-    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
-    num_ranks = layouts["actor-train"].data_parallel
-    if actor.ppo_mini_batch_size * n < num_ranks:
-        yield (
-            f"{_ROLES}.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}: times "
-            f"{_ROLES}.rollout.n={n} must give each of {num_ranks} data-parallel ranks a sequence. "
-            f"{_larger_mini_batch(config, -(-num_ranks // n))}"
-        )
-    for task in ("logp", "ref_logp"):
+    n = config.actor_rollout_ref.rollout.n
+    mini_batches = {
+        "actor-train": (f"{_ROLES}.actor", config.actor_rollout_ref.actor.ppo_mini_batch_size),
+        CRITIC: ("critic", config.critic.ppo_mini_batch_size),
+    }
+    for task, (section, size) in mini_batches.items():
+        if task in layouts and size * n < layouts[task].data_parallel:
+            num_ranks = layouts[task].data_parallel
+            yield (
+                f"{section}.ppo_mini_batch_size={size}: times {_ROLES}.rollout.n={n} must give "
+                f"each of {num_ranks} data-parallel ranks a sequence. "
+                f"{_larger_mini_batch(config, -(-num_ranks // n), section=section)}"
+            )
+    for task in ("logp", "ref_logp", CRITIC):
         if task in layouts and config.sequences_per_step < layouts[task].data_parallel:
             yield _larger_batch(config, -(-layouts[task].data_parallel // n), task=task)
     if config.data.train_batch_size < layouts["generate"].data_parallel:
         yield _larger_batch(config, layouts["generate"].data_parallel, task="generate")
 
 
-def _larger_mini_batch(config: RunConfig, num_prompts: int) -> str:
+def _larger_mini_batch(config: RunConfig, num_prompts: int, *, section: str) -> str:
     batch = config.data.train_batch_size
     fitting = [size for size in range(num_prompts, batch + 1) if batch % size == 0]
     if fitting:
-        return f"Set {_ROLES}.actor.ppo_mini_batch_size={fitting[0]} or fewer devices."
+        return f"Set {section}.ppo_mini_batch_size={fitting[0]} or fewer devices."
     return (
-        f"Set data.train_batch_size={num_prompts} and {_ROLES}.actor.ppo_mini_batch_size="
+        f"Set data.train_batch_size={num_prompts} and {section}.ppo_mini_batch_size="
         f"{num_prompts}, or fewer devices."
     )
 

@@ -17,6 +17,7 @@ from tandem.config.switches import Condition
 _ACTOR = "actor_rollout_ref.actor.fsdp_config"
 _REF = "actor_rollout_ref.ref.fsdp_config"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_CRITIC = "critic.model.fsdp_config"
 _SHARDING = ("fsdp_size", "reshard_after_forward", "forward_prefetch")
 
 
@@ -88,6 +89,11 @@ def _computes_with_trained_weights(config: RunConfig | SftConfig) -> bool:
     return layout.model_dtype == layout.dtype and _is_one_process(config)
 
 
+def _computes_with_critics_weights(config: RunConfig) -> bool:
+    layout = config.critic.model.fsdp_config
+    return layout.model_dtype == layout.dtype and _is_one_process(config)
+
+
 _COMPUTED_WITH = (
     "model_dtype and dtype are the same: what is computed with are the trained weights themselves, "
     "which stay on the device"
@@ -107,6 +113,8 @@ _RUN_ONLY = (
     ),
     Condition((f"{_ACTOR}.param_offload",), _computes_with_trained_weights, _COMPUTED_WITH),
     *_layout_conditions(_REF, lambda c: c.actor_rollout_ref.ref.fsdp_config, tasks=("ref_logp",)),
+    *_layout_conditions(_CRITIC, lambda c: c.critic.model.fsdp_config, tasks=("actor-train",)),
+    Condition((f"{_CRITIC}.param_offload",), _computes_with_critics_weights, _COMPUTED_WITH),
     Condition(
         (
             "actor_rollout_ref.nccl_timeout",

@@ -16,9 +16,6 @@ from pydantic.config import JsonDict
 SECTION = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
 """Every section of the schema is frozen and knows all its keys."""
 
-OPEN_SECTION = ConfigDict(frozen=True, extra="allow", coerce_numbers_to_str=True)
-"""A section that accepts further keys."""
-
 NOT_BUILT = "not built yet"
 ENGINE_ONLY = "it tunes an engine that is not built yet; the native engine does not need it"
 ALWAYS_PACKED = "batches are always packed without padding, and no result depends on it"

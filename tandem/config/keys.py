@@ -64,19 +64,19 @@ def is_section(schema: type[BaseModel], name: str) -> bool:
 
 
 def nearest_key(schema: type[BaseModel], name: str) -> str:
-    """The known key that looks most like ``name``; its last part counts as much as the whole."""
+    """The known key that looks most like ``name``: one that ends so, if there is one; else the last
+    part counts as much as the whole."""
     last = name.rpartition(".")[2]
 
     def likeness(known: str) -> float:
         whole = SequenceMatcher(None, name, known).ratio()
-        return whole + SequenceMatcher(None, last, known.rpartition(".")[2]).ratio()
+        ends_so = known.endswith(f".{name}")
+        return whole + 2 * ends_so + SequenceMatcher(None, last, known.rpartition(".")[2]).ratio()
 
     return max(keys_of(schema), key=likeness)
 
 
 def _walk(schema: type[BaseModel], prefix: str, *, inherited: str) -> Iterator[Key]:
-    if schema.model_config.get("extra") == "allow":
-        yield Key(prefix.rstrip("."), {}, schema.__doc__ or "", inherited, True, (), False)
     for attribute, field in schema.model_fields.items():
         reason = no_effect_reason(field.json_schema_extra) or inherited
         name = field.alias or attribute

@@ -8,28 +8,24 @@ swapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
-
-from pydantic import BaseModel
 
 from tandem.config.layout import FsdpConfig
-from tandem.config.model import RecomputeGranularity
-from tandem.config.pools import Placement, Pool, RankLayout, place_run, place_sft, scorer_of
+from tandem.config.model import ModelConfig, RecomputeGranularity
+from tandem.config.optim import OptimConfig
+from tandem.config.pools import CRITIC, Placement, Pool, RankLayout, place_run, place_sft, scorer_of
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.config.sizes import ModelSizes
-from tandem.errors import UserError
-
-ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 GIB = 1 << 30
 LOGITS_BYTES = 3 * GIB
 """A chunk of fp32 logits and its gradient in half precision (``models.kernels.logprob``)."""
 ALLOWANCE = 1.1
 """For work space and gaps; chosen, not measured."""
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+"""Of a number, by the name of its precision; what ``auto`` is on accelerators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +41,8 @@ class MemoryPlan:
             what does not fit there either.
         gathered: layers that are whole for a moment, with their gradients.
         reference: this device's shard of a frozen copy, 0 without one.
+        critic: its weights and optimizer, 0 without one. Its gradients and the policy's are not
+            there at the same time: those above are the larger ones.
         rollout: the weights that generate, and the copy in which new ones arrive if it is on the
             device; 0 where those in training generate. With ``free_cache_engine``, where several
             devices train and generate in turns, only what does not fit where training has been.
@@ -58,6 +56,7 @@ class MemoryPlan:
     optimizer: int = 0
     gathered: int = 0
     reference: int = 0
+    critic: int = 0
     rollout: int = 0
     cache: int = 0
     activations: int = 0
@@ -84,11 +83,11 @@ class _Model:
 
     @property
     def stored(self) -> int:
-        return _BYTES[self.config.model_dtype]
+        return BYTES[self.config.model_dtype]
 
     @property
     def computed(self) -> int:
-        return _BYTES[self.config.dtype]
+        return BYTES[self.config.dtype]
 
     @property
     def held_parameters(self) -> int:
@@ -124,59 +123,50 @@ class _Model:
         largest = max(self.sizes.embedding_parameters, self.sizes.layer_parameters) // split
         if self.config.reshard_after_forward:
             return self.visiting + (self.computed + self.stored) * largest
-        summed = (self.computed + _BYTES["float32"]) * self.sizes.num_parameters // split
+        summed = (self.computed + BYTES["float32"]) * self.sizes.num_parameters // split
         return summed + self.computed * largest
 
 
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """A model in training, with ``tokens`` of the largest micro-batch on a device."""
+
+    model: _Model
+    optim: OptimConfig
+    recomputed: RecomputeGranularity | None
+    tokens: int
+
+
 def plan_memory(
-    config: RunConfig | SftConfig, sizes: ModelSizes, *, available_bytes: int | None = None
+    config: RunConfig | SftConfig,
+    sizes: ModelSizes,
+    *,
+    critic: ModelSizes | None = None,
+    available_bytes: int | None = None,
 ) -> Mapping[str, MemoryPlan]:
     """What one device of each pool holds, by the pool's name, if it is an accelerator.
 
     Args:
+        critic: sizes of the model that a critic begins as; None: those of the policy.
         available_bytes: the device's memory, of which ``rollout.gpu_memory_utilization`` bounds
             weights and cache; None if no device is known.
     """
     if isinstance(config, SftConfig):
         placement = place_sft(config)
         model = _Model(sizes, config.engine, placement.layouts["actor-train"])
-        return {
-            placement.pools[0].name: _trained(
-                MemoryPlan(), model, config=config, placement=placement
-            )
-        }
+        training = _policy_training(config, model)
+        return {placement.pools[0].name: _trained(MemoryPlan(), training, placement=placement)}
     placement = place_run(config)
-    return {
+    plans = {
         pool.name: _of_pool(
             pool, config, sizes=sizes, placement=placement, available_bytes=available_bytes
         )
         for pool in placement.used_pools
     }
-
-
-def require_memory(
-    config: RunConfig | SftConfig,
-    sizes: ModelSizes,
-    *,
-    available_bytes: int,
-    recomputes_parts: bool = True,
-) -> None:
-    """Raise UserError, with an override that fits, if a device of the run needs more than
-    ``available_bytes``. ``recomputes_parts``: of layers, as the model can; else whole ones."""
-    plans = plan_memory(config, sizes, available_bytes=available_bytes)
-    name, plan = max(plans.items(), key=lambda entry: entry[1].total)
-    if plan.total <= available_bytes:
-        return
-    candidates = _candidates(config, recomputes_parts=recomputes_parts)
-    remedy = _remedy(config, sizes, candidates=candidates, available_bytes=available_bytes)
-    held = plan.weights + plan.gradients + plan.optimizer + plan.gathered
-    whose = "this run" if config.trainer.num_devices == 1 else f"a device of {name}"
-    raise UserError(
-        f"memory: {whose} needs about {plan.total / GIB:.0f} GiB (weights, gradients and "
-        f"optimizer {held / GIB:.0f}, reference and rollout "
-        f"{(plan.reference + plan.rollout) / GIB:.0f}, cache {plan.cache / GIB:.0f}, activations "
-        f"{plan.activations / GIB:.0f}) of {available_bytes / GIB:.0f} GiB. {remedy}"
-    )
+    if CRITIC in placement.layouts:
+        name = placement.pool_of("actor-train").name
+        plans[name] = _with_critic(plans[name], config, sizes=critic or sizes, placement=placement)
+    return plans
 
 
 def _of_pool(
@@ -203,7 +193,7 @@ def _of_pool(
         plan = replace(plan, weights=copies * _frozen(model, placement) if scorer == "logp" else 0)
     if "actor-train" in pool.tasks:
         model = _Model(sizes, roles.actor.fsdp_config, layouts["actor-train"])
-        plan = _trained(plan, model, config=config, placement=placement)
+        plan = _trained(plan, _policy_training(config, model), placement=placement)
         if roles.rollout.free_cache_engine and not placement.is_one_process:
             plan = _taking_turns(plan)
     return plan
@@ -220,7 +210,7 @@ def _generating(
     config: RunConfig, sizes: ModelSizes, *, placement: Placement, available_bytes: int | None
 ) -> MemoryPlan:
     rollout, data = config.actor_rollout_ref.rollout, config.data
-    computed = _BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
+    computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
     prompts = -(-data.train_batch_size // placement.layouts["generate"].num_ranks)
     running = min(rollout.max_num_seqs, prompts * rollout.n)
     prompts = -(-running // rollout.n)
@@ -245,7 +235,7 @@ def _scoring(
     plan: MemoryPlan, model: _Model, *, config: RunConfig, placement: Placement
 ) -> MemoryPlan:
     """With the forward passes of a frozen model: one layer's activations at a time."""
-    tokens = _microbatch_tokens(config, model.ranks.sequence_parallel)
+    tokens = training_tokens(config, model.ranks.sequence_parallel)
     kept = model.computed * tokens
     kept *= model.sizes.layer_numbers_per_token(model.ranks.tensor_parallel)
     return replace(
@@ -263,17 +253,45 @@ def _frozen(model: _Model, placement: Placement) -> int:
     return model.held_frozen
 
 
-def _trained(
-    plan: MemoryPlan, model: _Model, *, config: RunConfig | SftConfig, placement: Placement
-) -> MemoryPlan:
-    """With training; what can rest elsewhere takes the room that something else leaves."""
-    numbers = model.sizes.kept_numbers_per_token(
-        _recomputed(config), tensor_parallel=model.ranks.tensor_parallel
+def _policy_training(config: RunConfig | SftConfig, model: _Model) -> _Training:
+    is_sft = isinstance(config, SftConfig)
+    return _Training(
+        model,
+        config.optim if is_sft else config.actor_rollout_ref.actor.optim,
+        _recomputed(config.model if is_sft else config.actor_rollout_ref.model),
+        training_tokens(config, model.ranks.sequence_parallel),
     )
-    tokens = _microbatch_tokens(config, model.ranks.sequence_parallel)
-    activations = max(plan.activations, model.computed * tokens * numbers)
-    optim = config.optim if isinstance(config, SftConfig) else config.actor_rollout_ref.actor.optim
-    moment = model.stored if optim.moments_dtype == "auto" else _BYTES[optim.moments_dtype]
+
+
+def _with_critic(
+    plan: MemoryPlan, config: RunConfig, *, sizes: ModelSizes, placement: Placement
+) -> MemoryPlan:
+    """With a second model in training, whose updates take turns with the policy's."""
+    critic, ranks = config.critic, placement.layouts[CRITIC]
+    # Its head is one row: there is no second matrix of the vocabulary's size.
+    model = _Model(replace(sizes, tied=True), critic.model.fsdp_config, ranks)
+    count, tokens = critic.ppo_micro_batch_size_per_gpu or 1, critic.microbatch_tokens
+    if tokens is None:
+        tokens = -(-count * longest_sequence(config) // ranks.sequence_parallel)
+    training = _Training(model, critic.optim, _recomputed(critic.model), tokens)
+    own = _trained(MemoryPlan(), training, placement=placement)
+    return replace(
+        plan,
+        critic=own.weights + own.optimizer,
+        gradients=max(plan.gradients, own.gradients),
+        gathered=max(plan.gathered, own.gathered),
+        activations=max(plan.activations, own.activations),
+    )
+
+
+def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> MemoryPlan:
+    """With training; what can rest elsewhere takes the room that something else leaves."""
+    model, optim = training.model, training.optim
+    numbers = model.sizes.kept_numbers_per_token(
+        training.recomputed, tensor_parallel=model.ranks.tensor_parallel
+    )
+    activations = max(plan.activations, model.computed * training.tokens * numbers)
+    moment = model.stored if optim.moments_dtype == "auto" else BYTES[optim.moments_dtype]
     optimizer = 2 * moment * model.held_parameters
     plan = replace(plan, activations=activations, logits=LOGITS_BYTES)
     room = activations + LOGITS_BYTES  # while the optimizer steps
@@ -296,82 +314,22 @@ def _trained(
     return replace(plan, weights=held, gradients=held)
 
 
-def _remedy(
-    config: RunConfig | SftConfig,
-    sizes: ModelSizes,
-    *,
-    candidates: Iterable[Mapping[str, Any]],
-    available_bytes: int,
-) -> str:
-    """The first overrides that make it fit."""
-    for overrides in candidates:
-        changed = config
-        for key, value in overrides.items():
-            changed = _with(changed, key.split("."), value=value)
-        plans = plan_memory(changed, sizes, available_bytes=available_bytes)
-        if all(plan.total <= available_bytes for plan in plans.values()):
-            return f"Set {' '.join(f'{key}={value}' for key, value in overrides.items())}."
-    return "Use a smaller model, more devices or devices with more memory."
-
-
-def _candidates(
-    config: RunConfig | SftConfig, *, recomputes_parts: bool
-) -> Iterator[dict[str, Any]]:
-    """Overrides from the cheapest to the dearest."""
-    if isinstance(config, SftConfig):
-        model, layout = "model", "engine"
-        dynamic, limit = "data.use_dynamic_bsz", "data.max_token_len_per_gpu"
-        ranks = config.engine.ulysses_sequence_parallel_size
-    else:
-        actor = "actor_rollout_ref.actor"
-        model, layout = "actor_rollout_ref.model", f"{actor}.fsdp_config"
-        dynamic, limit = f"{actor}.use_dynamic_bsz", f"{actor}.ppo_max_token_len_per_gpu"
-        ranks = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
-    shortest = -(-_longest(config) // ranks)
-    enable, granularity = f"{model}.enable_gradient_checkpointing", f"{model}.recompute_granularity"
-    recompute = {enable: True, granularity: "full"}
-    dearer: list[dict[str, Any]] = [{}]
-    if isinstance(config, RunConfig) and config.trainer.num_devices > 1:
-        freed = {"actor_rollout_ref.rollout.free_cache_engine": True}
-        yield freed
-        dearer.append(freed)
-    parts = ("pointwise", "feed_forward") if recomputes_parts else ()
-    dearer += [{enable: True, granularity: part} for part in parts]
-    dearer.append(recompute)
-    if config.trainer.num_devices > 1:
-        dearer.append(recompute | {f"{layout}.offload_policy": True})
-    for extra in dearer:
-        budget = max(shortest, _microbatch_tokens(config, ranks))
-        while budget > shortest:
-            yield {dynamic: True, limit: budget} | extra
-            budget = max(shortest, budget // 2)
-        yield {dynamic: True, limit: shortest} | extra
-
-
-def _with(config: ConfigT, path: list[str], *, value: Any) -> ConfigT:
-    """A copy of ``config`` with one key changed."""
-    name, *below = path
-    inner = _with(dict(config)[name], below, value=value) if below else value
-    return config.model_copy(update={name: inner})
-
-
-def _recomputed(config: RunConfig | SftConfig) -> RecomputeGranularity | None:
+def _recomputed(model: ModelConfig) -> RecomputeGranularity | None:
     """None if nothing is."""
-    model = config.model if isinstance(config, SftConfig) else config.actor_rollout_ref.model
     return model.recompute_granularity if model.enable_gradient_checkpointing else None
 
 
-def _microbatch_tokens(config: RunConfig | SftConfig, ranks: int) -> int:
+def training_tokens(config: RunConfig | SftConfig, ranks: int) -> int:
     """Tokens of one of the ``ranks`` that share the largest micro-batch in training."""
     if isinstance(config, SftConfig):
         limit, count = config.data.microbatch_tokens, config.data.micro_batch_size_per_gpu
     else:
         actor = config.actor_rollout_ref.actor
         limit, count = actor.microbatch_tokens, actor.ppo_micro_batch_size_per_gpu
-    return -(-(count or 1) * _longest(config) // ranks) if limit is None else limit
+    return -(-(count or 1) * longest_sequence(config) // ranks) if limit is None else limit
 
 
-def _longest(config: RunConfig | SftConfig) -> int:
+def longest_sequence(config: RunConfig | SftConfig) -> int:
     """Tokens of the longest sequence that can be."""
     if isinstance(config, SftConfig):
         return config.data.max_length

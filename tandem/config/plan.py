@@ -14,7 +14,7 @@ from tandem.config.effects import key_effects, keys_without_effect
 from tandem.config.memory import MemoryPlan, plan_memory
 from tandem.config.overrides import LoadedConfig
 from tandem.config.platform_rules import weight_ways
-from tandem.config.pools import Placement, Pool, place_run, place_sft
+from tandem.config.pools import CRITIC, Placement, Pool, place_run, place_sft
 from tandem.config.run import RunConfig
 from tandem.config.schedule import Schedule, schedule_run, schedule_sft
 from tandem.config.sft import SftConfig
@@ -87,6 +87,11 @@ class Plan:
             "config": self.config.model_dump(mode="json"),
         }
 
+    def tasks_of(self, pool: Pool) -> tuple[str, ...]:
+        """Those of the pool, and the critic where it is."""
+        has_critic = "actor-train" in pool.tasks and CRITIC in self.placement.layouts
+        return (*pool.tasks, CRITIC) if has_critic else pool.tasks
+
     def _pool_dict(self, pool: Pool) -> dict[str, Any]:
         layouts = self.placement.layouts
         memory = (self.memory or {}).get(pool.name)
@@ -99,7 +104,7 @@ class Plan:
                 {"node": run.node, "first": run.first, "last": run.last}
                 for run in self.placement.node_ranges(pool)
             ],
-            "data_parallel": {task: layouts[task].data_parallel for task in pool.tasks},
+            "data_parallel": {task: layouts[task].data_parallel for task in self.tasks_of(pool)},
             "memory_gib": None if memory is None else memory.to_gib(),
         }
 
@@ -110,13 +115,14 @@ def make_plan(
     num_train_rows: int | None = None,
     num_val_rows: int | None = None,
     sizes: ModelSizes | None = None,
+    critic_sizes: ModelSizes | None = None,
     warnings: Sequence[str] = (),
 ) -> Plan:
     """Plan a run of ``tandem train`` or ``tandem sft``, as the configuration's type says.
 
     Args:
         num_train_rows, num_val_rows: rows of the files, None where they could not be counted.
-        sizes: of the model, None if they could not be read.
+        sizes: of the model, None if they could not be read; ``critic_sizes`` of the critic's.
         warnings: what the caller found out, put first.
 
     Raises:
@@ -139,7 +145,7 @@ def make_plan(
         sequences_per_step=known.sequences_per_step,
         optimizer_steps_per_step=known.optimizer_steps_per_step,
         placement=known.placement,
-        memory=None if sizes is None else plan_memory(config, sizes),
+        memory=None if sizes is None else plan_memory(config, sizes, critic=critic_sizes),
         key_effects=key_effects(loaded),
         keys_without_effect=keys_without_effect(loaded),
         unknown_keys=loaded.unknown_keys,
@@ -246,7 +252,7 @@ def cautions(config: RunConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.val_kwargs.n={val_kwargs.n}: all samples are the same, as "
             "val_kwargs.do_sample=False is greedy"
         )
-    if trainer.critic_warmup > 1:
+    if trainer.critic_warmup > 1 and not config.uses_critic:
         yield (
             f"trainer.critic_warmup={trainer.critic_warmup}: there is no critic to warm up, and "
             "nothing is learned before that step"

@@ -18,6 +18,8 @@ from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 
 TASKS = ("actor-train", "logp", "ref_logp", "generate")
+CRITIC = "critic"
+"""No task of its own: it is scored with and trained on the devices of actor-train."""
 HALVES = (("actor-train", "logp", "ref_logp"), ("generate",))
 """The groups of ``hybrid_engine=False`` where none are named."""
 ROUNDING = 1e-9
@@ -100,7 +102,7 @@ class Placement:
     Attributes:
         pools: in the order of their devices; what follows the last one is idle.
         num_nodes, devices_per_node: of the whole run.
-        layouts: of each task that the run performs.
+        layouts: of each task that the run performs, and of the critic, if there is one.
     """
 
     pools: tuple[Pool, ...]
@@ -164,6 +166,9 @@ def place_run(config: RunConfig) -> Placement:
         platform=partial(platform_of, config),
     )
     layouts = {task: _layout(task, pool, config=config) for pool in pools for task in pool.tasks}
+    if config.uses_critic:
+        num_ranks = layouts["actor-train"].num_ranks
+        layouts[CRITIC] = rank_layout(config.critic.model.fsdp_config, num_ranks)
     return Placement(pools, trainer.nnodes, trainer.n_gpus_per_node, layouts)
 
 

@@ -9,8 +9,9 @@ from pydantic import BaseModel, Field, model_validator
 
 from tandem.config.actor import ActorConfig
 from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.critic import CriticConfig, follow_actor
 from tandem.config.data import DataConfig
-from tandem.config.fields import NOT_BUILT, OPEN_SECTION, SECTION, follow_seed, no_effect
+from tandem.config.fields import NOT_BUILT, SECTION, follow_seed, no_effect
 from tandem.config.model import ModelConfig
 from tandem.config.pool_platforms import PoolsConfig
 from tandem.config.reference import RefConfig
@@ -30,16 +31,6 @@ SEEDED_KEYS = (
     "actor_rollout_ref.actor.data_loader_seed",
 )
 """Keys that take ``trainer.seed`` if they are not set."""
-
-
-class CriticConfig(BaseModel):
-    """``critic.*``: any key is accepted, none is read."""
-
-    model_config = OPEN_SECTION
-
-    enable: bool | None = Field(
-        default=None, description="Train a critic; null asks adv_estimator. Not built yet."
-    )
 
 
 class ActorRolloutRefConfig(BaseModel):
@@ -118,12 +109,8 @@ class RunConfig(BaseModel):
         default_factory=PoolsConfig, description="On whose devices each task runs."
     )
     ray_kwargs: RayConfig = Field(default_factory=RayConfig, description="Settings of Ray.")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="The critic.")
 
-    critic: CriticConfig = Field(
-        default_factory=CriticConfig,
-        description="The critic.",
-        json_schema_extra=no_effect("not built yet: the critic"),
-    )
     global_profiler: dict[str, Any] = Field(
         default_factory=dict[str, Any],
         description="Profilers.",
@@ -137,8 +124,8 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _follow_seed(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return follow_seed(values, SEEDED_KEYS)
+    def _follow(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return follow_actor(follow_seed(values, SEEDED_KEYS))
 
     @property
     def sequences_per_step(self) -> int:
@@ -150,6 +137,12 @@ class RunConfig(BaseModel):
         """``data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs``."""
         actor = self.actor_rollout_ref.actor
         return self.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+
+    @property
+    def uses_critic(self) -> bool:
+        """``critic.enable``, or if that is null whether the advantages need values."""
+        needs_values = self.algorithm.adv_estimator == "gae"
+        return needs_values if self.critic.enable is None else self.critic.enable
 
     @property
     def needs_reference(self) -> bool:

@@ -59,6 +59,8 @@ def _seeds_nothing(config: RunConfig | SftConfig) -> bool:
     """Every other seed that is read was set to something else."""
     if isinstance(config, SftConfig):
         return config.trainer.seed != config.data.seed
+    if config.uses_critic:
+        return False  # it draws the value head
     roles = config.actor_rollout_ref
     followers = [roles.rollout.seed]
     followers += [config.data.seed] * config.data.shuffle
@@ -81,7 +83,8 @@ def _has_no_overlong_penalty(config: RunConfig) -> bool:
     return not config.reward_model.reward_kwargs.overlong_buffer_cfg.enable
 
 
-def _optimizer_conditions(prefix: str, optim: Callable[[Any], Any]) -> tuple[Condition, ...]:
+def optimizer_conditions(prefix: str, optim: Callable[[Any], Any]) -> tuple[Condition, ...]:
+    """Of the section of an optimizer, ``prefix``, which ``optim`` finds."""
     return (
         Condition(
             (f"{prefix}.min_lr_ratio", f"{prefix}.num_cycles"),
@@ -106,7 +109,8 @@ def _optimizer_conditions(prefix: str, optim: Callable[[Any], Any]) -> tuple[Con
     )
 
 
-def _model_conditions(prefix: str, model: Callable[[Any], Any]) -> tuple[Condition, ...]:
+def model_conditions(prefix: str, model: Callable[[Any], Any]) -> tuple[Condition, ...]:
+    """As ``optimizer_conditions``, of a trained model."""
     return (
         Condition(
             (f"{prefix}.recompute_granularity",),
@@ -117,8 +121,8 @@ def _model_conditions(prefix: str, model: Callable[[Any], Any]) -> tuple[Conditi
 
 
 RUN_CONDITIONS: tuple[Condition, ...] = (
-    *_model_conditions("actor_rollout_ref.model", lambda c: c.actor_rollout_ref.model),
-    *_optimizer_conditions(f"{_ACTOR}.optim", lambda c: c.actor_rollout_ref.actor.optim),
+    *model_conditions("actor_rollout_ref.model", lambda c: c.actor_rollout_ref.model),
+    *optimizer_conditions(f"{_ACTOR}.optim", lambda c: c.actor_rollout_ref.actor.optim),
     Condition(
         ("algorithm.kl_ctrl", "algorithm.kl_penalty"),
         lambda c: not c.algorithm.use_kl_in_reward,
@@ -146,6 +150,7 @@ RUN_CONDITIONS: tuple[Condition, ...] = (
     Condition(
         (
             f"{_ACTOR}.optim",
+            "critic",
             "trainer.rollout_data_dir",
             "trainer.save_freq",
             "trainer.test_freq",
@@ -358,8 +363,8 @@ SHARED_CONDITIONS: tuple[Condition, ...] = (
 )
 
 SFT_CONDITIONS: tuple[Condition, ...] = (
-    *_model_conditions("model", lambda c: c.model),
-    *_optimizer_conditions("optim", lambda c: c.optim),
+    *model_conditions("model", lambda c: c.model),
+    *optimizer_conditions("optim", lambda c: c.optim),
     Condition(
         ("data.micro_batch_size_per_gpu",),
         lambda c: c.data.use_dynamic_bsz,

@@ -59,7 +59,9 @@ class TrainerConfig(BaseModel):
     val_before_train: bool = Field(default=True, description="Validate before the first step.")
     val_only: bool = Field(default=False, description="Validate once and stop.")
     critic_warmup: int = Field(
-        default=0, ge=0, description="The actor is updated from this step on (verl's meaning)."
+        default=0,
+        ge=0,
+        description="The actor is updated from this step on (verl's meaning), the critic always.",
     )
     resume_mode: ResumeMode = Field(
         default="auto",
@@ -125,7 +127,9 @@ class TrainerConfig(BaseModel):
     max_critic_ckpt_to_keep: int | None = Field(
         default=None,
         description="Critic checkpoints to keep.",
-        json_schema_extra=no_effect("not built yet: the critic"),
+        json_schema_extra=no_effect(
+            "a checkpoint holds actor and critic: max_actor_ckpt_to_keep decides"
+        ),
     )
     default_hdfs_dir: str | None = Field(
         default=None,

@@ -15,7 +15,7 @@ from typing import Any
 
 from tandem.config.correction import correction_problems
 from tandem.config.device_rules import run_device_problems, sft_device_problems
-from tandem.config.pools import place_run
+from tandem.config.pools import CRITIC, place_run
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.config.trainer import TrainerConfig
@@ -72,14 +72,21 @@ def _run_problems(config: RunConfig) -> Iterator[str]:
     yield from _token_problems(config)
     yield from _sampling_problems(config)
     yield from correction_problems(config.algorithm.rollout_correction)
+    yield from _critic_problems(config)
     yield from _reward_problems(config)
     yield from _validation_problems(config)
 
 
 def _batch_problems(config: RunConfig) -> Iterator[str]:
+    actor, critic = config.actor_rollout_ref.actor, config.critic
     batch = config.data.train_batch_size
-    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    key = f"{_ACTOR}.ppo_mini_batch_size"
+    yield from _mini_batch_problems(_ACTOR, actor.ppo_mini_batch_size, batch=batch)
+    if config.uses_critic and critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
+        yield from _mini_batch_problems("critic", critic.ppo_mini_batch_size, batch=batch)
+
+
+def _mini_batch_problems(section: str, mini: int, *, batch: int) -> Iterator[str]:
+    key = f"{section}.ppo_mini_batch_size"
     if mini > batch:
         yield (
             f"{key}={mini}: must not exceed data.train_batch_size={batch}. "
@@ -115,12 +122,17 @@ def _token_problems(config: RunConfig) -> Iterator[str]:
         "actor-train": (f"{_ACTOR}.ppo_max_token_len_per_gpu", roles.actor.microbatch_tokens),
         "logp": (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", roles.rollout.microbatch_tokens),
         "ref_logp": (f"{_REF}.log_prob_max_token_len_per_gpu", roles.ref.microbatch_tokens),
+        CRITIC: ("critic.ppo_max_token_len_per_gpu", config.critic.microbatch_tokens),
     }
     layouts = place_run(config).layouts
     for task, (key, limit) in limits.items():
         if task in layouts:
             ranks = layouts[task].sequence_parallel
             yield from _limit_problems(key, limit, ranks=ranks, longest=longest, what=what)
+    if CRITIC in layouts:
+        ranks, limit = layouts[CRITIC].sequence_parallel, config.critic.forward_tokens
+        key = "critic.forward_max_token_len_per_gpu"
+        yield from _limit_problems(key, limit, ranks=ranks, longest=longest, what=what)
 
 
 def _limit_problems(
@@ -166,6 +178,14 @@ def _sampling_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"{_ACTOR}.clip_ratio_low={low}: must be less than 1, as ratios are positive. "
             f"Set {_ACTOR}.clip_ratio_low=0.2."
+        )
+
+
+def _critic_problems(config: RunConfig) -> Iterator[str]:
+    if config.algorithm.adv_estimator == "gae" and not config.uses_critic:
+        yield (
+            "critic.enable=False: must be True or null with algorithm.adv_estimator='gae', which "
+            "takes a critic's values. Set critic.enable=True or algorithm.adv_estimator=grpo."
         )
 
 
@@ -235,12 +255,6 @@ def _unbuilt_run(config: RunConfig) -> Iterator[str]:
     model = config.actor_rollout_ref.model
     if config.actor_rollout_ref.actor.strategy == "megatron":
         yield f"{_ACTOR}.strategy='megatron': is not built yet. Set {_ACTOR}.strategy=fsdp."
-    if config.algorithm.adv_estimator == "gae" or config.critic.enable:
-        key = "critic.enable=True" if config.critic.enable else "algorithm.adv_estimator='gae'"
-        yield (
-            f"{key}: needs a critic, which is not built yet. "
-            "Set algorithm.adv_estimator=grpo and critic.enable=False."
-        )
     if config.reward_model.enable:
         yield (
             "reward_model.enable=True: neural reward models are not built yet. "
@@ -250,6 +264,9 @@ def _unbuilt_run(config: RunConfig) -> Iterator[str]:
         key = f"{_ROLLOUT}.multi_turn.enable"
         yield f"{key}=True: multi-turn rollouts are not built yet. Set {key}=False."
     yield from _unbuilt_model(model.path, model.lora_rank, prefix="actor_rollout_ref.model")
+    if config.uses_critic:
+        model = config.critic.model
+        yield from _unbuilt_model(model.path, model.lora_rank, prefix="critic.model")
 
 
 def _unbuilt_model(path: str, lora_rank: int, *, prefix: str) -> Iterator[str]:

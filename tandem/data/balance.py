@@ -155,7 +155,8 @@ def plan_evenly(
         parts: list[_Part] = []
         for whole in wholes:
             num_parts = math.ceil(min(grain * whole.cost / even_share, len(whole.chosen)))
-            parts += work.split(whole.group, max(num_parts, 1))
+            stays = num_parts <= 1 and measure.fits(whole.size)
+            parts += [whole] if stays else work.split(whole.group, max(num_parts, 1))
         bins = _fill(parts, measure, fewest=fewest, step=multiple_of)
         if bins is None:
             continue

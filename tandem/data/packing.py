@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tandem.data.balance import GroupLengths, Measure, plan_evenly
 from tandem.errors import UserError
-from tandem.types import LossColumns, PackedBatch, Segments, TokenIds
+from tandem.types import LossColumns, PackedBatch, Segments
 
 Plan = list[list[int]]
 """Micro-batches as lists of indices into the sequences; every index occurs once."""
@@ -37,11 +37,13 @@ class TrainSequence:
         prompt_ids: at least one token.
         response_ids: may be empty, then the sequence carries no loss.
         loss_mask: one entry per response token; None means all of them.
+
+    Ids are read fastest from ``array``s.
     """
 
     prompt_key: int
-    prompt_ids: TokenIds
-    response_ids: TokenIds
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
     loss_mask: tuple[bool, ...] | None = None
 
     @property
@@ -65,8 +67,9 @@ def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None)
             another length.
     """
     first_N = _starts_group(sequences)
-    prompt_N = _lengths([sequence.prompt_ids for sequence in sequences])
-    response_N = _lengths([sequence.response_ids for sequence in sequences])
+    responses = [_ids(sequence.response_ids) for sequence in sequences]
+    prompt_N = np.array([len(sequence.prompt_ids) for sequence in sequences])
+    response_N = np.array([len(response) for response in responses])
     # Two chunks per sequence, its prompt (only where a group starts) and its response.
     fed_N = np.maximum(response_N - 1, 0)
     chunk_lengths = np.stack([prompt_N * first_N, fed_N], axis=1).ravel()
@@ -77,11 +80,10 @@ def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None)
     num_tokens = int(chunk_lengths.sum())
     chunk_positions = np.stack([np.zeros_like(prompt_N), prompt_N], axis=1).ravel()
     position_T = np.arange(num_tokens) - np.repeat(chunk_starts - chunk_positions, chunk_lengths)
-    token_T = np.fromiter(_tokens(sequences, first_N), dtype=np.int64, count=num_tokens)
+    token_T = np.concatenate(_fed_tokens(sequences, responses, first_N=first_N), dtype=np.int64)
 
     source_R = _ranges(response_start_N - 1, response_N)
-    responses = chain.from_iterable(sequence.response_ids for sequence in sequences)
-    target_R = np.fromiter(responses, dtype=np.int64, count=int(response_N.sum()))
+    target_R = np.concatenate(responses, dtype=np.int64)
     responds_N = response_N > 0
     first_token_N = _exclusive_sum(response_N)[responds_N]
     source_R[first_token_N] = (prompt_start_N + prompt_N - 1)[responds_N]
@@ -167,7 +169,7 @@ def pack_microbatches(
     _check_columns(columns, int(counts_N.sum()))
     batches: list[PackedBatch] = []
     for members in plan:
-        share = None if columns is None else _take(columns, _loss_token_index(counts_N, members))
+        share = None if columns is None else _take(columns, _spans(counts_N, members))
         batches.append(pack([sequences[i] for i in members], share))
     return batches
 
@@ -176,10 +178,12 @@ def in_sequence_order(
     parts: Sequence[Tensor], *, sequences: Sequence[TrainSequence], plan: Plan
 ) -> Tensor:
     """Results of the micro-batches, (R,) of each, as one (R,) in sequence order."""
-    index_R = _loss_token_index(_loss_token_counts(sequences), list(chain.from_iterable(plan)))
+    spans = _spans(_loss_token_counts(sequences), list(chain.from_iterable(plan)))
     joined_R = torch.cat(list(parts))
     ordered_R = torch.empty_like(joined_R)
-    ordered_R[index_R.to(joined_R.device)] = joined_R
+    pieces = joined_R.split([end - start for start, end in spans])
+    for (start, end), piece_R in zip(spans, pieces, strict=True):
+        ordered_R[start:end] = piece_R
     return ordered_R
 
 
@@ -204,8 +208,8 @@ def _check_same_prompt(one: TrainSequence, other: TrainSequence) -> None:
         raise ValueError(f"two different prompts have the key {one.prompt_key}")
 
 
-def _lengths(parts: list[TokenIds]) -> np.ndarray:
-    return np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+def _ids(numbers: Sequence[int]) -> np.ndarray:
+    return np.asarray(numbers, dtype=np.int32)
 
 
 def _exclusive_sum(lengths: np.ndarray) -> np.ndarray:
@@ -217,13 +221,16 @@ def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.repeat(starts - _exclusive_sum(lengths), lengths) + np.arange(lengths.sum())
 
 
-def _tokens(sequences: Sequence[TrainSequence], first_N: np.ndarray) -> chain[int]:
-    chunks: list[TokenIds] = []
-    for sequence, first in zip(sequences, first_N, strict=True):
+def _fed_tokens(
+    sequences: Sequence[TrainSequence], responses: Sequence[np.ndarray], *, first_N: np.ndarray
+) -> list[np.ndarray]:
+    """Prompts where a group starts, and responses without their last tokens."""
+    chunks: list[np.ndarray] = []
+    for sequence, response, first in zip(sequences, responses, first_N, strict=True):
         if first:
-            chunks.append(sequence.prompt_ids)
-        chunks.append(sequence.response_ids[:-1])
-    return chain.from_iterable(chunks)
+            chunks.append(_ids(sequence.prompt_ids))
+        chunks.append(response[:-1])
+    return chunks
 
 
 def _segments(
@@ -274,14 +281,24 @@ def _loss_token_counts(sequences: Sequence[TrainSequence]) -> np.ndarray:
     return np.array([sequence.num_loss_tokens for sequence in sequences], dtype=np.int64)
 
 
-def _loss_token_index(counts_N: np.ndarray, members: Sequence[int]) -> Tensor:
-    """Where the loss tokens of ``members``, in that order, stand in flat columns of all N."""
-    chosen = np.array(members, dtype=np.int64)
-    return torch.from_numpy(_ranges(_exclusive_sum(counts_N)[chosen], counts_N[chosen]))
+def _spans(counts_N: np.ndarray, members: Sequence[int]) -> list[tuple[int, int]]:
+    """Where the loss tokens of ``members``, in that order, begin and end in flat columns of all N;
+    neighbours together."""
+    ends_N = np.cumsum(counts_N)
+    ends = ends_N[list(members)]
+    starts = ends - counts_N[list(members)]
+    breaks = np.flatnonzero(starts[1:] != ends[:-1])
+    return list(
+        zip(
+            [*starts[:1].tolist(), *starts[breaks + 1].tolist()],
+            [*ends[breaks].tolist(), *ends[-1:].tolist()],
+            strict=True,
+        )
+    )
 
 
-def _take(columns: LossColumns, index_R: Tensor) -> LossColumns:
-    return columns.map(lambda column_R: column_R[index_R.to(column_R.device)])
+def _take(columns: LossColumns, spans: Sequence[tuple[int, int]]) -> LossColumns:
+    return columns.map(lambda column_R: torch.cat([column_R[a:b] for a, b in spans]))
 
 
 def _groups(sequences: Sequence[TrainSequence]) -> list[list[int]]:
@@ -311,7 +328,7 @@ def _num_tokens(sequences: Sequence[TrainSequence], members: Sequence[int]) -> i
 
 
 def _check_budget(sequences: Sequence[TrainSequence], max_tokens: int, *, key: str) -> None:
-    longest = max(_num_tokens(sequences, [i]) for i in range(len(sequences)))
+    longest = max(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
     if longest > max_tokens:
         raise UserError(
             f"{key}={max_tokens}: must hold the longest sequence, which has {longest} tokens. "

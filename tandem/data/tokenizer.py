@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import jinja2
+import tokenizers
 import transformers
 from httpx import HTTPError
 from huggingface_hub import model_info
@@ -30,6 +31,10 @@ TEMPLATE_FILE = "chat_template.jinja"
 """What takes the place of the template in tokenizer_config.json, for transformers too."""
 _TEMPLATE_SUFFIX = ".jinja"
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+_DECODING = ("decode", "batch_decode", "_decode")
+_MIN_IDS_FOR_THREADS = 4096
+"""Fewer are decoded before the threads have begun."""
 
 Message = Mapping[str, Any]
 Chat = Sequence[Message]
@@ -69,6 +74,7 @@ class TextCodec:
         self.eos_ids = eos_ids
         self._template_settings = dict(template_settings or {})
         self._own_template = own_template
+        self._decoder = _plain_decoder(tokenizer)
 
     @property
     def has_chat_template(self) -> bool:
@@ -155,9 +161,12 @@ class TextCodec:
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
         """Text of each sequence of ids; rewards see it without special tokens, as in verl."""
-        return self.tokenizer.batch_decode(
-            [list(sequence) for sequence in ids], skip_special_tokens=skip_special
-        )
+        if self._decoder is None:
+            sequences = [list(sequence) for sequence in ids]
+            return self.tokenizer.batch_decode(sequences, skip_special_tokens=skip_special)
+        if sum(map(len, ids)) < _MIN_IDS_FOR_THREADS:
+            return [self._decoder.decode(one, skip_special_tokens=skip_special) for one in ids]
+        return self._decoder.decode_batch(list(ids), skip_special_tokens=skip_special)
 
 
 def load_codec(
@@ -207,6 +216,16 @@ def load_codec(
         own_template=own_template,
         key=key,
     )
+
+
+def _plain_decoder(tokenizer: Any) -> tokenizers.Tokenizer | None:
+    """The fast tokenizer below one of transformers, which decodes a batch on all cores and not one
+    sequence after the other; None if a text is more than what that makes of the ids."""
+    plain, own = transformers.PreTrainedTokenizerFast, type(tokenizer)
+    is_plain = all(getattr(own, name) is getattr(plain, name) for name in _DECODING)
+    if not is_plain or tokenizer.clean_up_tokenization_spaces:
+        return None
+    return tokenizer.backend_tokenizer
 
 
 def _read_template(value: str) -> str:

@@ -67,8 +67,8 @@ def require_model(folder: Path, model: str, *, saved: str) -> None:
     if saved != model:
         raise UserError(
             f"checkpoint={str(folder)!r}: it belongs to another model. "
-            "Set actor_rollout_ref.model.path (of tandem sft: model.path) to the one it was "
-            "trained from, or trainer.resume_mode=disable."
+            "Set actor_rollout_ref.model.path (of a critic: critic.model.path, of tandem sft: "
+            "model.path) to the one it was trained from, or trainer.resume_mode=disable."
         )
 
 

@@ -65,10 +65,12 @@ class FsdpEngine:
         """Ranks that share the tokens of a micro-batch."""
         return self._model.sharding.layout.sequence_parallel
 
-    def log_probs(
+    def score(
         self, batches: Sequence[PackedBatch], temperature: float, *, num_rounds: int | None = None
     ) -> list[Tensor]:
-        """Log-probs of the response tokens of this rank's batches, fp32 (R,), on the CPU."""
+        """What the model says of the response tokens of this rank's batches, fp32 (R,) each, on the
+        CPU.
+        """
         return self._model.score(batches, temperature=temperature, num_rounds=num_rounds)
 
     def update(
@@ -107,7 +109,7 @@ class FsdpEngine:
         self._model.rest()
 
     def wake(self) -> None:
-        """Undo ``rest``, as ``log_probs`` and ``update`` do by themselves."""
+        """Undo ``rest``, as ``score`` and ``update`` do by themselves."""
         self._model.wake()
 
     def held_slices(self) -> list[HeldSlice]:
@@ -181,7 +183,7 @@ class FsdpEngine:
                 totals.add(backward(model, batch, loss=loss, scale=scale, temperature=temperature))
             else:
                 scores = score_batch(model, idle_batch(), temperature=1.0, with_entropy=False)
-                (scores.logp_R.sum() * 0.0).backward()
+                (scores.score_R.sum() * 0.0).backward()
         return totals
 
     def _agree_on_whole(self, gradients: Mapping[str, Tensor]) -> None:

@@ -121,7 +121,7 @@ class ShardedModel:
     def score(
         self, batches: Sequence[PackedBatch], *, temperature: float, num_rounds: int | None
     ) -> list[Tensor]:
-        """Log-probs of the response tokens of each batch, fp32 (R,), on the CPU.
+        """What the model says of the response tokens of each batch, fp32 (R,), on the CPU.
 
         All ranks call it with the same ``num_rounds``, which is at least the number of batches;
         None if that is the same on all ranks.
@@ -209,7 +209,7 @@ def _shard(decoder: Decoder, sharding: Sharding) -> None:
         fully_shard(layer, **settings, reshard_after_forward=config.reshard_after_forward)
         for layer in layers
     ]
-    # Log-probs are taken from the language-model head after the forward pass.
+    # What the model says is taken from its head after the forward pass.
     root = fully_shard(decoder, **settings, reshard_after_forward=False)
     for unit in (*units, root):
         unit.set_gradient_divide_factor(1.0)

@@ -95,8 +95,8 @@ class SingleDeviceEngine:
         """One."""
         return 1
 
-    def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """Log-probs of the response tokens, fp32 (R,) a batch, on the CPU."""
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+        """What the model says of the response tokens, fp32 (R,) a batch, on the CPU."""
         return [score(self._compute, batch, temperature=temperature) for batch in batches]
 
     def update(
@@ -269,7 +269,7 @@ class ReferenceModel:
         """One."""
         return 1
 
-    def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
         """Log-probs of the response tokens, fp32 (R,) a batch, on the CPU."""
         if self._resting is not None:
             self._resting.wake()

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.api import Loss
-from tandem.models.language_model import LanguageModel, score_batch
-from tandem.models.logprob import TokenLogProbs
+from tandem.models.language_model import LanguageModel, TokenScores, score_batch
 from tandem.models.upload import upload
 from tandem.types import (
     LossColumns,
@@ -33,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def score(model: LanguageModel, batch: PackedBatch, *, temperature: float) -> Tensor:
-    """Log-probs of the response tokens, fp32 (R,), on the CPU."""
-    return score_batch(model, batch, temperature=temperature, with_entropy=False).logp_R.cpu()
+    """What the model says of the response tokens, fp32 (R,), on the CPU."""
+    return score_batch(model, batch, temperature=temperature, with_entropy=False).score_R.cpu()
 
 
 def backward(
@@ -77,10 +76,10 @@ def report_step(
     return UpdateReport(metrics=metrics, grad_norm=norm, learning_rate=rate, skipped=skipped)
 
 
-def _loss_inputs(batch: PackedBatch, scores: TokenLogProbs, *, scale: LossScale) -> LossInputs:
-    device = scores.logp_R.device
+def _loss_inputs(batch: PackedBatch, scores: TokenScores, *, scale: LossScale) -> LossInputs:
+    device = scores.score_R.device
     return LossInputs(
-        logp_R=scores.logp_R,
+        score_R=scores.score_R,
         entropy_R=scores.entropy_R,
         sequence_R=upload(batch.sequence_R, device),
         num_sequences=batch.num_sequences,

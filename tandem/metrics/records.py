@@ -27,17 +27,17 @@ class RolloutRecorder:
         run_folder: Path,
         *,
         max_per_step: int,
-        token_text: Callable[[int], str],
+        token_texts: Callable[[Sequence[int]], list[str]],
         keep_through_step: int,
     ) -> None:
         """Open the file, without what it holds of steps after ``keep_through_step``.
 
         Args:
             max_per_step: the largest number of samples recorded a step; 0 records nothing.
-            token_text: the text of one token id, special tokens included.
+            token_texts: the text of each token id, special tokens included.
         """
         self._max_per_step = max_per_step
-        self._token_text = token_text
+        self._token_texts = token_texts
         path = run_folder / ROLLOUTS_FILE
         self._file = JsonLinesFile(path, keep_through_step=keep_through_step)
 
@@ -82,7 +82,7 @@ class RolloutRecorder:
             "extra": dict(sample.reward.extra),
             "advantage": advantage,
             "finish_reason": completion.finish_reason.value,
-            "tokens": [self._token_text(token) for token in completion.token_ids],
+            "tokens": self._token_texts(completion.token_ids),
             "log_probs": [float(f"{value:.5g}") for value in completion.log_probs],
         }
 

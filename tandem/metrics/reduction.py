@@ -63,8 +63,9 @@ def reduce_metrics(
     }
 
 
-def update_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
-    """The ``actor/*`` metrics of the optimizer steps of one training step, under verl's names.
+def update_metrics(reports: Sequence[UpdateReport], role: str = "actor") -> dict[str, float]:
+    """The ``actor/*`` metrics of the optimizer steps of one training step, under verl's names, or
+    those of another ``role``.
 
     Metrics of a loss are averaged over the steps that were taken; ``actor/lr`` is the last one in
     force; ``actor/skipped_updates`` counts steps not taken because loss or gradient was not finite.
@@ -73,8 +74,8 @@ def update_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
     metrics = reduce_metrics(
         [{**report.metrics, "grad_norm": report.grad_norm} for report in taken], reductions={}
     )
-    named = {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
+    named = {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}
     if reports:
-        named["actor/lr"] = reports[-1].learning_rate
-        named["actor/skipped_updates"] = float(len(reports) - len(taken))
+        named[f"{role}/lr"] = reports[-1].learning_rate
+        named[f"{role}/skipped_updates"] = float(len(reports) - len(taken))
     return named

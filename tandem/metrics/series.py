@@ -97,6 +97,13 @@ CHARTS = (
         exact=True,
     ),
     ChartSpec(_OPTIMIZATION, "Policy loss", "clipped surrogate", {"actor/pg_loss": "loss"}),
+    ChartSpec(_OPTIMIZATION, "Value loss", "of the critic", {"critic/vf_loss": "loss"}),
+    ChartSpec(
+        _OPTIMIZATION,
+        "Explained variance",
+        "of the returns, by the critic's values",
+        {"critic/vf_explained_var": "share"},
+    ),
     ChartSpec(
         _OPTIMIZATION,
         "Effective sample size",

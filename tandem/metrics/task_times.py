@@ -25,13 +25,14 @@ SYNC = "sync"
 _GENERATE = "generate"
 _LENGTHS = "response_lengths"
 _SECTIONS = {
-    _GENERATE: "gen",
-    "logp": "old_log_prob",
-    "ref_logp": "ref",
-    "actor-train": "update_actor",
-    SYNC: "update_weights",
+    _GENERATE: ("gen",),
+    "logp": ("old_log_prob",),
+    "ref_logp": ("ref",),
+    "actor-train": ("update_actor", "values", "update_critic"),
+    SYNC: ("update_weights",),
 }
-"""Sections of a synchronous step, for runs without ``pipeline/busy_s``."""
+"""Sections of a synchronous step, for runs without ``pipeline/busy_s``; not every run has more than
+the first."""
 _NUM_WARMUP_STEPS = 1
 _MAX_LENGTHS = 256
 _SATURATED_IDLE_SHARE = 0.1
@@ -131,7 +132,10 @@ def _config_of(run: RunData) -> RunConfig:
 
 def _task_seconds(run: RunData, task: str) -> float | None:
     busy = _median(run, f"pipeline/busy_s/{task}")
-    return busy if busy is not None else _median(run, f"timing_s/{_SECTIONS[task]}")
+    if busy is not None:
+        return busy
+    first, *others = (_median(run, f"timing_s/{section}") for section in _SECTIONS[task])
+    return None if first is None else first + sum(seconds or 0.0 for seconds in others)
 
 
 def _is_saturated(run: RunData) -> bool:

@@ -13,7 +13,7 @@ E head dimension, F feed-forward, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -56,6 +56,9 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     initializer_range: float
+    # Not part of its name in checkpoints: the parameters, which are, tell a critic from a policy.
+    has_value_head: bool = field(default=False, repr=False)
+    """A critic: the head is a number with a bias instead of the vocabulary, and never tied."""
 
 
 class _Linear(nn.Linear):
@@ -165,15 +168,11 @@ class Decoder(nn.Module):
         )
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.final_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = (
-            None
-            if config.tie_embeddings
-            else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        )
+        self.lm_head = _head(config)
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(V, D): the embedding itself when tied."""
+        """(V, D): the embedding itself when tied. Of a critic (1, D)."""
         return self.embedding.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, token_ids_T: Tensor, position_ids_T: Tensor, attention: Attention) -> Tensor:
@@ -205,6 +204,14 @@ class Decoder(nn.Module):
         """Random weights, parameter by parameter."""
         for name, parameter in self.named_parameters():
             draw_parameter(name, parameter, config=self.config, generator=generator)
+
+
+def _head(config: DecoderConfig) -> nn.Linear | None:
+    if config.has_value_head:
+        return nn.Linear(config.hidden_size, 1)
+    if config.tie_embeddings:
+        return None
+    return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
 
 def _recomputed(run: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:

@@ -27,6 +27,8 @@ from tandem.models.rotary import (
 
 HfConfig = Mapping[str, Any]
 
+_CRITIC = "ForTokenClassification"
+
 
 @dataclass(frozen=True)
 class _Traits:
@@ -78,13 +80,34 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
         rms_norm_eps=hf_config.get("rms_norm_eps", 1e-6),
         rope=rope,
         max_position_embeddings=_size(hf_config, "max_position_embeddings"),
-        tie_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
+        tie_embeddings=bool(hf_config.get("tie_word_embeddings", False))
+        and not has_value_head(hf_config),
         qkv_bias=attention_bias if traits.qkv_bias is None else traits.qkv_bias,
         o_bias=attention_bias if traits.o_bias is None else traits.o_bias,
         mlp_bias=traits.has_mlp_bias and bool(hf_config.get("mlp_bias", False)),
         qk_norm=traits.qk_norm,
         initializer_range=hf_config.get("initializer_range", 0.02),
+        has_value_head=has_value_head(hf_config),
     )
+
+
+def has_value_head(hf_config: HfConfig) -> bool:
+    """Whether it is a critic's: transformers' token classification with one label."""
+    architectures: Any = hf_config.get("architectures") or ()
+    labels = hf_config.get("id2label") or range(hf_config.get("num_labels") or 2)
+    return any(name.endswith(_CRITIC) for name in architectures) and len(labels) == 1
+
+
+def critic_config(hf_config: HfConfig) -> dict[str, Any]:
+    """config.json of a critic that begins as this language model."""
+    architectures = hf_config.get("architectures") or [f"{hf_config['model_type']}ForCausalLM"]
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {
+        **hf_config,
+        **labels,
+        "architectures": [architectures[0].rpartition("For")[0] + _CRITIC],
+        "tie_word_embeddings": False,
+    }
 
 
 def _is_plain(hf_config: HfConfig) -> bool:

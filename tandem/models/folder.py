@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From ``actor_rollout_ref.model.path`` to a language model.
+"""From ``actor_rollout_ref.model.path`` to a language model, from ``critic.model.path`` to a
+critic.
 
 A path is a local folder, or the id of a model in the hub's cache or on the hub. Everything a user
 can have got wrong about it is said by ``check_folder``, which builds no model.
@@ -8,7 +9,7 @@ can have got wrong about it is said by ``check_folder``, which builds no model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from huggingface_hub import model_info, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from tandem.config.families import require_family
 from tandem.errors import UserError
 from tandem.models.decoder import DecoderConfig
-from tandem.models.families import FAMILIES, decoder_config
+from tandem.models.families import FAMILIES, critic_config, decoder_config
 from tandem.models.hf import is_known_family, open_transformers_model
 from tandem.models.language_model import LanguageModel, NativeModel
 from tandem.models.operators import TORCH, Operators
@@ -37,17 +39,24 @@ from tandem.models.weights import (
 from tandem.types import HeldSlice
 
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py")
+_HEAD = ("lm_head.weight", "lm_head.bias")
 _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A checked folder. ``decoder_config`` is None if transformers' modelling code is needed."""
+    """A checked folder. ``decoder_config`` is None if transformers' modelling code is needed.
+
+    ``value_head_seed`` draws the head of a critic that begins as a language model; None where all
+    weights are there.
+    """
 
     path: Path
     hf_config: dict[str, Any]
     decoder_config: DecoderConfig | None
     trust_remote_code: bool
+    value_head_seed: int | None = None
+    key: str = KEY
 
 
 def check_folder(
@@ -59,17 +68,63 @@ def check_folder(
         key: the configuration key ``path`` came from, for messages.
 
     Raises:
-        UserError: no such folder or hub model, no readable config.json, a family nobody knows, or
-            no weights (unless ``load_weight`` is off).
+        UserError: no such folder or hub model, no readable config.json, a family nobody knows, a
+            critic, or no weights (unless ``load_weight`` is off).
     """
+    checked = _checked(path, trust_remote_code, load_weight=load_weight, key=key)
+    config = checked.decoder_config
+    if config is not None and config.has_value_head:
+        raise UserError(
+            f"{key}={str(checked.path)!r}: it is a critic (architectures in config.json), which "
+            "has no language-model head. Use a causal language model."
+        )
+    return checked
+
+
+def check_critic_folder(
+    path: str, *, seed: int, trust_remote_code: bool = False, load_weight: bool = True, key: str
+) -> ModelFolder:
+    """As ``check_folder``, for a critic: the folder of one, or of a language model, which then has
+    a value head in place of its own.
+
+    Args:
+        seed: draws the value head, if the folder has none.
+
+    Raises:
+        UserError: also if our decoder does not compute the model.
+    """
+    checked = _checked(path, trust_remote_code, load_weight=load_weight, key=key)
+    config = checked.decoder_config
+    if config is None:
+        raise UserError(
+            f"{key}={str(checked.path)!r}: a model of type {checked.hf_config['model_type']!r} "
+            f"cannot be a critic. Use a model of {', '.join(FAMILIES)}."
+        )
+    if config.has_value_head:
+        return checked
+    hf_config = critic_config(checked.hf_config)
+    return replace(
+        checked,
+        hf_config=hf_config,
+        decoder_config=decoder_config(hf_config),
+        value_head_seed=seed,
+    )
+
+
+def _checked(path: str, trust_remote_code: bool, *, load_weight: bool, key: str) -> ModelFolder:
     folder = resolve_folder(path, key=key)
     hf_config = read_config(folder, key=key)
     own_config = decoder_config(hf_config)
     if own_config is None:
-        _check_family(folder, hf_config, trust_remote_code=trust_remote_code, key=key)
+        require_family(
+            hf_config,
+            source=f"{key}={str(folder)!r}",
+            is_known=is_known_family(hf_config["model_type"]),
+            trust_remote_code=trust_remote_code,
+        )
     if load_weight and (own_config is not None or not _has_any(folder, _OTHER_WEIGHTS)):
         weight_files(folder, key=key)
-    return ModelFolder(folder, hf_config, own_config, trust_remote_code)
+    return ModelFolder(folder, hf_config, own_config, trust_remote_code, key=key)
 
 
 def open_model(
@@ -153,10 +208,16 @@ def fill_slices(
     """Fill slices of a decoder of ours as ``open_part`` fills a whole one."""
     config = folder.decoder_config
     assert config is not None, "transformers' models are not read in slices"
-    if random_seed is None:
-        load_slices(config, folder.path, slices=slices)
-    else:
+    if random_seed is not None:
         draw_slices(config, slices, seed=random_seed)
+        return
+    if folder.value_head_seed is not None:
+        head = [held for held in slices if held.spec.name in _HEAD]
+        draw_slices(config, head, seed=folder.value_head_seed, names=_HEAD)
+        slices = [held for held in slices if held.spec.name not in _HEAD]
+        # Of a language model's weights all but the head: as if that were the embedding.
+        config = replace(config, has_value_head=False, tie_embeddings=True)
+    load_slices(config, folder.path, slices=slices, key=folder.key)
 
 
 def resolve_folder(path: str, *, key: str = KEY) -> Path:
@@ -197,20 +258,6 @@ def _fetch(path: str, key: str) -> Path:
             f"from the hub ({reason}). Give a folder, or fetch it where there is a network: "
             f"hf download {path}"
         ) from error
-
-
-def _check_family(
-    folder: Path, hf_config: dict[str, Any], *, trust_remote_code: bool, key: str
-) -> None:
-    family = hf_config["model_type"]
-    if is_known_family(family) or (trust_remote_code and "auto_map" in hf_config):
-        return
-    remedy = (
-        "Set actor_rollout_ref.model.trust_remote_code=True if you trust the code it comes with"
-        if "auto_map" in hf_config
-        else f"Use one of {', '.join(FAMILIES)} or a family that transformers knows"
-    )
-    raise UserError(f"{key}={str(folder)!r}: model_type {family!r} is unknown. {remedy}.")
 
 
 def _has_any(folder: Path, names: tuple[str, ...]) -> bool:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What engines know of a model, and its implementation by our own decoder.
 
-The interface hides whose modelling code runs, and over how many processes it is spread: log-probs
-of a packed batch come from ``score_batch``, which all processes of the model's layout call with the
-same batch. Only a model with a ``decoder`` can generate with the native rollout engine.
+The interface hides whose modelling code runs, and over how many processes it is spread: what a
+model says of a packed batch comes from ``score_batch``, which all processes of the model's layout
+call with the same batch. A policy says log-probs, a critic values. Only a model with a ``decoder``
+can generate with the native rollout engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.models.decoder import Decoder, DecoderConfig, Granularity
-from tandem.models.logprob import TokenLogProbs
 from tandem.models.operators import Operators
 from tandem.models.parallel import (
     WHOLE,
@@ -29,7 +30,7 @@ from tandem.models.parallel import (
 )
 from tandem.models.sequence_parallel import (
     UlyssesAttention,
-    gather_scores,
+    gather_responses,
     own_responses,
     own_tokens,
 )
@@ -40,7 +41,7 @@ from tandem.types import HeldSlice, PackedBatch
 
 
 class LanguageModel(Protocol):
-    """A causal language model on one device, or one process's part of it.
+    """A causal language model, or a critic, on one device, or one process's part of it.
 
     Shapes: T packed tokens, L those that this process computes, D hidden, V vocabulary.
     """
@@ -67,7 +68,13 @@ class LanguageModel(Protocol):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(V, D), differentiable: logits are ``hidden @ lm_head_weight.T``."""
+        """(V, D), differentiable: logits are ``hidden @ lm_head_weight.T``. Of a critic (1, D)."""
+        ...
+
+    @property
+    def value_bias(self) -> Tensor | None:
+        """(1,), differentiable: values are ``hidden @ lm_head_weight.T + value_bias``. None unless
+        the model is a critic."""
         ...
 
     @property
@@ -156,8 +163,14 @@ class NativeModel:
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(V, D), the embedding itself when tied."""
+        """(V, D), the embedding itself when tied. Of a critic (1, D)."""
         return self.decoder.lm_head_weight
+
+    @property
+    def value_bias(self) -> Tensor | None:
+        """(1,); None unless the model is a critic."""
+        head = self.decoder.lm_head
+        return None if head is None else head.bias
 
     @property
     def num_parameters(self) -> int:
@@ -231,10 +244,24 @@ class NativeModel:
         copy_companions(self._source, folder)
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """What a model says of each response token, fp32 (R,).
+
+    Attributes:
+        score_R: a policy's log-prob, a critic's value of what stands before the token.
+        entropy_R: None unless asked for; a critic has none.
+    """
+
+    score_R: Tensor
+    entropy_R: Tensor | None
+
+
 def score_batch(
     model: LanguageModel, batch: PackedBatch, *, temperature: float, with_entropy: bool
-) -> TokenLogProbs:
-    """Log-probs of the response tokens (R,) of a packed batch, and their entropies if asked for.
+) -> TokenScores:
+    """Log-probs of the response tokens of a packed batch, and their entropies if asked for; of a
+    critic values, to which ``temperature`` is nothing.
 
     Each process of the model's layout gets all of them, differentiable with respect to what it
     computed itself: where the layout shares out the tokens, gradients of parameters are to be
@@ -245,6 +272,10 @@ def score_batch(
     # Responses to one prompt begin at the same row. What index_select would do on accelerators, add
     # up their gradients in the order of chance, embedding does in a fixed one.
     h_ND = F.embedding(upload(own.source_N, h_LD.device), h_LD)
+    if model.value_bias is not None:
+        wide = torch.promote_types(h_ND.dtype, torch.float32)
+        head = (weight.to(wide) for weight in (model.lm_head_weight, model.value_bias))
+        return TokenScores(gather_responses(F.linear(h_ND.to(wide), *head)[:, 0], own), None)
     scores = model.operators.token_log_probs(
         h_ND,
         model.lm_head_weight,
@@ -252,7 +283,11 @@ def score_batch(
         temperature=temperature,
         with_entropy=with_entropy,
     )
-    return gather_scores(scores, own)
+    entropy_N = scores.entropy_R
+    return TokenScores(
+        gather_responses(scores.logp_R, own),
+        None if entropy_N is None else gather_responses(entropy_N, own),
+    )
 
 
 def count_parameters(module: nn.Module) -> int:

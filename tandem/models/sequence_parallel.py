@@ -3,7 +3,7 @@
 
 Each peer computes a run of L consecutive tokens, the last ones padding. For attention, tokens are
 exchanged for heads and back, so that a peer attends over the whole batch with some of the heads;
-key/value heads fewer than peers are repeated. A peer computes the log-probs of the response tokens
+key/value heads fewer than peers are repeated. A peer computes the scores of the response tokens
 that follow its own tokens, and all get all of them. Summed over peers, gradients are the batch's.
 
 Shapes: T tokens of the batch, L = ceil(T / P) tokens of a peer, P peers, R response tokens, N those
@@ -13,14 +13,12 @@ of a peer, H query heads, K key/value heads, M both kinds together at one peer, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.models.collectives import exchange, sum_values
-from tandem.models.logprob import TokenLogProbs
 from tandem.models.operators import Attention
 from tandem.models.parallel import Peers
 from tandem.models.upload import upload
@@ -52,7 +50,7 @@ class UlyssesAttention:
 
 @dataclass(frozen=True, slots=True)
 class OwnResponses:
-    """The response tokens whose log-probs a peer computes, at least one.
+    """The response tokens whose scores a peer computes, at least one.
 
     A peer without any computes one that counts for nothing, since kernels want rows: its place is
     behind the last.
@@ -94,16 +92,12 @@ def own_responses(batch: PackedBatch, peers: Peers) -> OwnResponses:
     return OwnResponses(source_N, target_N, place_N, num_responses, peers)
 
 
-def gather_scores(scores: TokenLogProbs, own: OwnResponses) -> TokenLogProbs:
-    """Those of all peers, (R,) each; the gradient of each one's reaches what it computed."""
+def gather_responses(x_N: Tensor, own: OwnResponses) -> Tensor:
+    """The numbers of all peers' response tokens, (R,); the gradient of each one's reaches what it
+    computed."""
     if own.place_N is None:
-        return scores
-    entropy_N = scores.entropy_R
-    gather = partial(_gather, place_N=upload(own.place_N, scores.logp_R.device), own=own)
-    return TokenLogProbs(gather(scores.logp_R), None if entropy_N is None else gather(entropy_N))
-
-
-def _gather(x_N: Tensor, place_N: Tensor, *, own: OwnResponses) -> Tensor:
+        return x_N
+    place_N = upload(own.place_N, x_N.device)
     spread = x_N.new_zeros(own.num_responses + 1).index_copy(0, place_N, x_N)
     return sum_values(spread, own.peers)[: own.num_responses]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,10 @@ def file_tensors(config: DecoderConfig) -> Iterator[FileTensor]:
     for index in range(config.num_layers):
         yield from _layer_tensors(config, index)
     yield FileTensor("model.norm.weight", "final_norm.weight", 0, config.hidden_size)
-    if not config.tie_embeddings:
+    if config.has_value_head:
+        yield FileTensor("score.weight", "lm_head.weight", 0, 1)
+        yield FileTensor("score.bias", "lm_head.bias", 0, 1)
+    elif not config.tie_embeddings:
         yield FileTensor("lm_head.weight", "lm_head.weight", 0, config.vocab_size)
 
 
@@ -130,14 +133,25 @@ def load_slices(
                 _read(tensors.get_slice(source.name), source, slices=wanted[source.ours])
 
 
-def draw_slices(config: DecoderConfig, slices: Iterable[HeldSlice], *, seed: int) -> None:
+def draw_slices(
+    config: DecoderConfig,
+    slices: Iterable[HeldSlice],
+    *,
+    seed: int,
+    names: Collection[str] | None = None,
+) -> None:
     """Fill slices with the random weights of the decoder of ``config``, one tensor at a time.
 
     They are those of ``Decoder.initialize`` in fp32 on the CPU, whatever the slices are.
+
+    Args:
+        names: only these parameters are drawn, as if there were no others.
     """
     wanted = _by_name(slices)
     generator = torch.Generator().manual_seed(seed)
     for name, shape in parameter_shapes(config).items():
+        if names is not None and name not in names:
+            continue
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         draw_parameter(name, whole, config=config, generator=generator)
         for held in wanted[name]:

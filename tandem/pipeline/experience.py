@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 import torch
@@ -35,12 +34,13 @@ from tandem.types import Completion, Group, LossColumns, RewardStatus
 
 @dataclass(frozen=True, slots=True)
 class PolicyScores:
-    """Log-probs of the response tokens under the frozen policies, fp32 (R,); None where nothing
-    reads them.
+    """Log-probs of the response tokens under the frozen policies, and the critic's values before
+    its update, fp32 (R,); None where nothing reads them.
     """
 
     old_logp_R: Tensor | None
     ref_logp_R: Tensor | None
+    values_R: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ class Experience:
         columns: loss columns over all R response tokens.
         active_N: has a reward, and an advantage other than 0 somewhere.
         rewards_N: rewards after a KL penalty, if any.
-        returns_R: what a critic would be trained on.
+        returns_R: what a critic is trained on.
+        values_R: the critic's before its update, None without one.
         mean_kl: mean KL of the sequences from the reference, 0 without KL in the reward.
         kept_R: tokens that rejection leaves, bool (R,); None if it was not asked for.
         correction_metrics: ``rollout_corr/*`` as far as known before the update.
@@ -63,6 +64,7 @@ class Experience:
     active_N: Tensor
     rewards_N: Tensor
     returns_R: Tensor
+    values_R: Tensor | None
     mean_kl: float
     kept_R: Tensor | None
     correction_metrics: Mapping[str, float]
@@ -93,7 +95,8 @@ class ScoredBatch:
 
     def mean_tokens(self, values_R: Tensor) -> Tensor:
         """Mean over the tokens of each sequence, 0 for an empty one, (N,)."""
-        return self.sum_tokens(values_R) / self.sum_tokens(torch.ones_like(values_R)).clamp(min=1)
+        lengths_N = torch.tensor([len(sequence.response_ids) for sequence in self.sequences])
+        return self.sum_tokens(values_R) / lengths_N.clamp(min=1)
 
 
 def as_floats(values: Tensor) -> list[float]:
@@ -119,7 +122,7 @@ def lay_out(scored: Sequence[ScoredGroup], *, version: int = 0) -> ScoredBatch:
         for prompt, sample in samples
     ]
     lengths_N = torch.tensor([len(sample.completion.token_ids) for _, sample in samples])
-    log_probs = chain.from_iterable(sample.completion.log_probs for _, sample in samples)
+    log_probs = [np.asarray(sample.completion.log_probs, np.float32) for _, sample in samples]
     has_value = [sample.reward.status is RewardStatus.VALUE for _, sample in samples]
     valid_N = torch.tensor(has_value)
     greedy_scores_N = _greedy_scores(scored)
@@ -132,7 +135,7 @@ def lay_out(scored: Sequence[ScoredGroup], *, version: int = 0) -> ScoredBatch:
         group_N=torch.tensor([prompt.uid for prompt, _ in samples]),
         scores_N=torch.tensor([sample.reward.score for _, sample in samples]),
         valid_N=valid_N,
-        rollout_logp_R=torch.tensor(np.fromiter(log_probs, dtype=np.float32)),
+        rollout_logp_R=torch.as_tensor(np.concatenate(log_probs)),
         lag_R=_lags([sample.completion for _, sample in samples], version),
         greedy_scores_N=greedy_scores_N,
     )
@@ -141,8 +144,8 @@ def lay_out(scored: Sequence[ScoredGroup], *, version: int = 0) -> ScoredBatch:
 def _lags(completions: Sequence[Completion], version: int) -> Tensor:
     """``version`` minus the version of each token, int64 (R,)."""
     runs = [run for completion in completions for run in completion.version_runs]
-    versions = torch.tensor([drawn for drawn, _ in runs], dtype=torch.int64)
-    return version - versions.repeat_interleave(torch.tensor([count for _, count in runs]))
+    lags = np.array([version - drawn for drawn, _ in runs], dtype=np.int64)
+    return torch.as_tensor(np.repeat(lags, [count for _, count in runs]))
 
 
 def _greedy_scores(scored: Sequence[ScoredGroup]) -> Tensor | None:
@@ -178,6 +181,7 @@ def assign_credit(
             num_sequences=num_sequences,
             group_N=batch.group_N,
             valid_N=batch.valid_N,
+            values_R=scores.values_R,
             greedy_scores_N=batch.greedy_scores_N,
         ),
         algorithm,
@@ -195,6 +199,7 @@ def assign_credit(
         active_N=batch.valid_N & (magnitude_N > 0),
         rewards_N=batch.sum_tokens(token_rewards_R),
         returns_R=advantages.returns_R,
+        values_R=scores.values_R,
         mean_kl=mean_kl,
         kept_R=None if corrected is None else corrected.kept_R,
         correction_metrics={} if corrected is None else corrected.metrics,

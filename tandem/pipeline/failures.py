@@ -106,10 +106,12 @@ class DivergenceGuard:
     Args:
         key: the configuration key of the learning rate, for the message.
         learning_rate: its value.
+        model: what diverges, for the message.
     """
 
-    def __init__(self, key: str, learning_rate: float) -> None:
+    def __init__(self, key: str, learning_rate: float, *, model: str = "policy") -> None:
         self._key = key
+        self._model = model
         self._learning_rate = learning_rate
         self._num_steps = 0
 
@@ -124,5 +126,5 @@ class DivergenceGuard:
             raise UserError(
                 f"{self._key}={self._learning_rate:g}: loss or gradient was not finite in "
                 f"{MAX_STEPS_WITHOUT_UPDATE} training steps in a row, up to step {step}. "
-                "Lower it, or look for what else makes the policy diverge."
+                f"Lower it, or look for what else makes the {self._model} diverge."
             )

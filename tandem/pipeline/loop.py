@@ -23,11 +23,17 @@ from tandem.metrics.records import dump_samples
 from tandem.metrics.reduction import update_metrics
 from tandem.metrics.timers import Timers
 from tandem.pipeline.buffer import GroupBuffer
+from tandem.pipeline.critic_phase import update_critic
 from tandem.pipeline.experience import Experience, PolicyScores, as_floats, assign_credit
 from tandem.pipeline.failures import DivergenceGuard, require_fresh, warn_of_failed_rewards
 from tandem.pipeline.parts import PipelineParts
 from tandem.pipeline.policy_phase import update_policy
-from tandem.pipeline.preparation import PreparedBatch, scores_ahead, timed_policy
+from tandem.pipeline.preparation import (
+    PreparedBatch,
+    scores_ahead,
+    timed_policy,
+    timed_values,
+)
 from tandem.pipeline.stages import Stages, batch_rule
 from tandem.pipeline.step_metrics import batch_metrics, speed_metrics
 from tandem.types import UpdateReport
@@ -55,6 +61,9 @@ class Pipeline:
         self._controller = initial_kl_controller(parts.config)
         learning_rate = parts.config.actor_rollout_ref.actor.optim.lr
         self._divergence = DivergenceGuard("actor_rollout_ref.actor.optim.lr", learning_rate)
+        self._critic_divergence = DivergenceGuard(
+            "critic.optim.lr", parts.config.critic.optim.lr, model="critic"
+        )
         self._metrics: dict[str, float] = {}
         self._must_log_again = self._must_validate_again = False
         self._stopping = False
@@ -162,15 +171,19 @@ class Pipeline:
             await stages.flow.begin_training()
         experience = await self._credit(prepared)
         coefficient = self._controller.coefficient
-        reports = await self._update(experience)
+        updating = stages.tasks.create_task(self._update_models(experience))
+        await asyncio.sleep(0)  # the update is under way, and this thread free
+        self._record(experience, step=self._step + 1)
+        described = batch_metrics(self._parts, experience, kl_coefficient=coefficient)
+        updated = await updating
         self._step += 1
         warn_of_failed_rewards(groups, f"step {self._step}")
         self._parts.source.mark_trained([group.prompt.uid for group in groups])
         self._parts.source.mark_dropped(dropped)
         await self._offer_weights(stages)
         self._metrics = {
-            **batch_metrics(self._parts, experience, kl_coefficient=coefficient),
-            **update_metrics(reports),
+            **described,
+            **updated,
             "training/global_step": float(self._step),
             "training/epoch": float(self._parts.source.epoch),
             "training/dropped_groups": float(len(dropped)),
@@ -185,13 +198,35 @@ class Pipeline:
             old_logp_R, policy_s = await timed_policy(self._parts, prepared.scored)
         self._timers.add("old_log_prob", policy_s)
         self._timers.add("ref", prepared.reference_s)
+        values_R = None
+        if self._parts.engines.critic is not None:
+            values_R, values_s = await timed_values(self._parts, prepared.scored)
+            self._timers.add("values", values_s)
         with self._timers.section("adv"):
             return assign_credit(
                 prepared.scored,
-                PolicyScores(old_logp_R, prepared.ref_logp_R),
+                PolicyScores(old_logp_R, prepared.ref_logp_R, values_R),
                 config=self._config,
                 controller=self._controller,
             )
+
+    async def _update_models(self, experience: Experience) -> dict[str, float]:
+        """All optimizer steps on one batch; their metrics."""
+        critic_reports = await self._update_critic(experience)
+        reports = await self._update(experience)
+        return update_metrics(critic_reports, "critic") | update_metrics(reports)
+
+    async def _update_critic(self, experience: Experience) -> list[UpdateReport]:
+        """Its optimizer steps; none without a critic."""
+        if self._parts.engines.critic is None:
+            return []
+        with (
+            self._timers.section("update_critic"),
+            self._parts.trace.span("actor-train", "update critic"),
+        ):
+            reports = await update_critic(self._parts, experience)
+        self._critic_divergence.check(self._step + 1, reports)
+        return reports
 
     async def _update(self, experience: Experience) -> list[UpdateReport]:
         """Optimizer steps, unless the critic is still warming up (verl: the actor waits)."""
@@ -222,8 +257,7 @@ class Pipeline:
             await stages.flow.offer(self._step, is_required=is_required)
 
     async def _end_step(self, experience: Experience, stages: Stages) -> None:
-        """Record, save, validate and log, whatever of it is due."""
-        self._record(experience)
+        """Save, validate and log, whatever of it is due."""
         schedule = self._parts.schedule
         if schedule.is_save_step(self._step):
             with self._timers.section("step"):
@@ -250,18 +284,21 @@ class Pipeline:
             (folder / "actor").mkdir()
             await self._parts.runtime.call(self._parts.engines.train.save, folder / "actor")
             self._parts.codec.save_own_template(folder / "actor")
+            if self._parts.engines.critic is not None:
+                (folder / "critic").mkdir()
+                await self._parts.runtime.call(self._parts.engines.critic.save, folder / "critic")
         self._saved_step = self._step
 
-    def _record(self, experience: Experience) -> None:
+    def _record(self, experience: Experience, *, step: int) -> None:
         """Keep some rollouts for the report; a record that cannot be written stops nothing."""
         groups, trainer = experience.batch.groups, self._config.trainer
         means = as_floats(experience.batch.mean_tokens(experience.columns.advantages_R))
         try:
-            self._parts.recorder.write(self._step, groups, advantages=means)
+            self._parts.recorder.write(step, groups, advantages=means)
             if trainer.rollout_data_dir is not None:
-                dump_samples(trainer.rollout_data_folder, self._step, groups=groups)
+                dump_samples(trainer.rollout_data_folder, step, groups=groups)
         except OSError as error:
-            logger.warning("rollouts of step %d are not recorded: %s", self._step, error)
+            logger.warning("rollouts of step %d are not recorded: %s", step, error)
 
     async def _log(
         self,

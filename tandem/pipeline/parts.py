@@ -33,7 +33,7 @@ from tandem.types import Group, Prompt, RewardOutcome, RewardRequest
 @dataclass(frozen=True, slots=True)
 class Engines:
     """The policy in training, the same policy generating and scoring (the trainer itself, unless
-    that has devices of its own), and the frozen reference if one is needed.
+    that has devices of its own), the frozen reference and the critic if they are needed.
 
     ``stage`` is there if weights can be on their way to the rollout while training goes on.
     """
@@ -43,6 +43,7 @@ class Engines:
     reference: ReferencePolicy | None
     scorer: ReferencePolicy
     stage: WeightStage | None = None
+    critic: TrainEngine | None = None
 
 
 class Codec(Protocol):

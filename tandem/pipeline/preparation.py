@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem.pipeline.buffer import GroupBuffer
+from tandem.pipeline.critic_phase import score_with_critic
 from tandem.pipeline.experience import ScoredBatch, lay_out
 from tandem.pipeline.parts import PipelineParts
 from tandem.pipeline.policy_phase import score_with_policy, score_with_reference
 
 TimedScores = tuple[Tensor | None, float]
-"""Log-probs (R,), and the seconds they took."""
+"""Log-probs or values (R,), and the seconds they took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,15 @@ async def timed_reference(parts: PipelineParts, batch: ScoredBatch) -> TimedScor
     return await _timed(parts, "ref_logp", scores=score_with_reference(parts, batch))
 
 
+async def timed_values(parts: PipelineParts, batch: ScoredBatch) -> TimedScores:
+    """The critic's values. They are the trainer's to compute, as its updates change them."""
+    return await _timed(parts, "actor-train", scores=score_with_critic(parts, batch), name="values")
+
+
 async def _timed(
-    parts: PipelineParts, role: str, *, scores: Awaitable[Tensor | None]
+    parts: PipelineParts, role: str, *, scores: Awaitable[Tensor | None], name: str | None = None
 ) -> TimedScores:
     begin_s = parts.clock()
-    with parts.trace.span(role, role):
+    with parts.trace.span(role, name or role):
         scored_R = await scores
     return scored_R, parts.clock() - begin_s

@@ -76,6 +76,7 @@ class GroupProducer:
             learning_rate=parts.config.actor_rollout_ref.actor.optim.lr,
         )
         self._dropped_uids: list[int] = []
+        self._decoding = asyncio.Lock()
 
     def take_dropped(self) -> list[int]:
         """The draws that dynamic sampling dropped since the last call."""
@@ -151,10 +152,16 @@ class GroupProducer:
     ) -> Group | None:
         """Score a generated group and pass it on, unless dynamic sampling drops it: then return
         it.
+
+        Of groups that end together one is decoded an iteration of the event loop, so that meanwhile
+        the rewards of those before it go out and come back.
         """
         completions = [*await future, *(() if baseline is None else await baseline)]
         with self._parts.trace.span("reward", "reward"):
-            scored = await score_samples(self._parts, prompt, completions=completions)
+            async with self._decoding:
+                texts = self._parts.codec.decode([c.token_ids for c in completions])
+                await asyncio.sleep(0)
+            scored = await score_texts(self._parts, prompt, completions=completions, texts=texts)
         self._rewards.check(sample.reward for sample in scored)
         group = Group(prompt, scored[: self._num_samples])
         filter_groups = self._parts.config.algorithm.filter_groups
@@ -198,8 +205,19 @@ def training_sampling(parts: PipelineParts) -> SamplingParams:
 async def score_samples(
     parts: PipelineParts, prompt: Prompt, *, completions: Sequence[Completion]
 ) -> tuple[Sample, ...]:
-    """Decode and score the completions of one prompt. A generation that failed has no reward."""
+    """Decode and score the completions of one prompt."""
     texts = parts.codec.decode([completion.token_ids for completion in completions])
+    return await score_texts(parts, prompt, completions=completions, texts=texts)
+
+
+async def score_texts(
+    parts: PipelineParts,
+    prompt: Prompt,
+    *,
+    completions: Sequence[Completion],
+    texts: Sequence[str],
+) -> tuple[Sample, ...]:
+    """Score the completions of one prompt. A generation that failed has no reward."""
     requests = [
         RewardRequest(
             data_source=prompt.data_source,

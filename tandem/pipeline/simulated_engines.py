@@ -85,7 +85,7 @@ class SimulatedPolicy(SimulatedEngine):
         super().__init__(times, pools)
         self._task = task
 
-    def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
         """All alike."""
         self.announce(self._task)
         return [torch.full((len(batch.target_R),), -0.5) for batch in batches]

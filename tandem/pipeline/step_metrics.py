@@ -25,6 +25,9 @@ from tandem.metrics.throughput import (
 from tandem.pipeline.experience import Experience, ScoredBatch, as_floats
 from tandem.pipeline.parts import PipelineParts
 
+_VARIANCE_EPSILON = 1e-5
+"""verl's."""
+
 
 def batch_metrics(
     parts: PipelineParts, experience: Experience, *, kl_coefficient: float
@@ -47,6 +50,7 @@ def batch_metrics(
             max_prompt_length=data.max_prompt_length,
             max_response_length=data.max_response_length,
         ),
+        **value_metrics(experience),
         **rollout_difference(experience),
         **experience.correction_metrics,
     }
@@ -106,6 +110,26 @@ def lag_metrics(batch: ScoredBatch) -> dict[str, float]:
         "training/lag/mean": batch.lag_R.float().mean().item(),
         "training/lag/max": float(lags.max().item()),
         **{f"training/lag/share/lag_{lag}": s for lag, s in enumerate(as_floats(shares))},
+    }
+
+
+def value_metrics(experience: Experience) -> dict[str, float]:
+    """``critic/values/*``, and the share of the returns' variance that they explain, over the
+    tokens whose reward has a value. Empty without a critic.
+    """
+    batch, values_R = experience.batch, experience.values_R
+    if values_R is None:
+        return {}
+    counted_R = batch.valid_N[batch.sequence_R]
+    values_R, returns_R = values_R[counted_R], experience.returns_R[counted_R]
+    if len(values_R) < 2:
+        return {}
+    explained = 1 - (returns_R - values_R).var() / (returns_R.var() + _VARIANCE_EPSILON)
+    return {
+        "critic/values/mean": values_R.mean().item(),
+        "critic/values/max": values_R.max().item(),
+        "critic/values/min": values_R.min().item(),
+        "critic/vf_explained_var": explained.item(),
     }
 
 

@@ -160,9 +160,7 @@ class SupervisedLoop:
 
         async def score(plan: Plan) -> list[Tensor]:
             batches = pack_microbatches(sequences, plan)
-            return await self._parts.runtime.call(
-                self._parts.engine.log_probs, batches, _TEMPERATURE
-            )
+            return await self._parts.runtime.call(self._parts.engine.score, batches, _TEMPERATURE)
 
         columns = await self._memory.run(score, sequences, limits=self._limits)
         total = sum(float(column_R.double().sum()) for column_R in columns)

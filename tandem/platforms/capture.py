@@ -35,9 +35,10 @@ def eager() -> Capturer:
 def cuda_graphs() -> Capturer:
     """CUDA graphs that share one memory pool, so only one of them may be in use at a time."""
     pool = torch.cuda.graph_pool_handle()
+    # One for all that is captured: the allocator keeps freed memory for the stream it was on.
+    stream = torch.cuda.Stream()
 
     def capture(function: Callable[[], None]) -> Replay:
-        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             function()  # compiles kernels and lets libraries allocate what must not be captured

@@ -28,6 +28,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 ALONE_IN_FLAGCX = frozenset({"npu"})
 """FlagCX connects them to no other platform."""
 
+GPUS_OF_RAY = frozenset({"cuda", "rocm", "metax", "musa", "mlu", "xpu"})
+"""Built-in ones whose devices Ray all calls GPU."""
+
 
 def platform_name(name: str, *, key: str) -> str:
     """The name of the platform that a name or alias means; it need not be usable here.

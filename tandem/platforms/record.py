@@ -10,17 +10,22 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import psutil
 import torch
+from torch.cuda import nccl
 
 from tandem.platforms.capture import Capturer, cuda_graphs, eager
 from tandem.platforms.isolation import CUDA_LIKE, HOST, Visibility
 from tandem.platforms.names import ALIASES
+
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class Platform:
         num_multiprocessors: how many programs run at the same time.
         visibility: how several processes of a node are kept to a device each.
         num_devices: how many this process sees.
+        versions: of its library of collectives and of its driver, where they can be told.
         use_device: makes the one of an index the device of the calling thread.
     """
 
@@ -77,6 +83,7 @@ class Platform:
     num_multiprocessors: Callable[[], int]
     visibility: Visibility
     num_devices: Callable[[], int]
+    versions: Callable[[], Mapping[str, str]]
     use_device: Callable[[int], object]
 
     def is_available(self) -> bool:
@@ -147,6 +154,14 @@ def _cuda_multiprocessors() -> int:
     return torch.cuda.get_device_properties(None).multi_processor_count
 
 
+def _cuda_versions() -> dict[str, str]:
+    versions = {"nccl": ".".join(map(str, nccl.version()))}
+    if _DRIVER.is_file():
+        found = re.search(r"\d+(\.\d+)+", _DRIVER.read_text())
+        versions |= {"driver": found.group()} if found else {}
+    return versions
+
+
 CPU = Platform(
     name="cpu",
     vendor="any",
@@ -171,6 +186,7 @@ CPU = Platform(
     num_multiprocessors=_one,
     visibility=HOST,
     num_devices=_one,
+    versions=dict,
     use_device=_ignore,
 )
 
@@ -198,5 +214,6 @@ CUDA = Platform(
     num_multiprocessors=_cuda_multiprocessors,
     visibility=CUDA_LIKE,
     num_devices=torch.cuda.device_count,
+    versions=_cuda_versions,
     use_device=torch.cuda.set_device,
 )

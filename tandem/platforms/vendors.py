@@ -69,6 +69,7 @@ def _vendor(
         num_multiprocessors=_one,
         visibility=visibility,
         num_devices=ask("device_count"),
+        versions=dict,
         use_device=ask("set_device"),
     )
 

@@ -137,9 +137,9 @@ class RewardProcess:
             return
         self._silent_since_s = self._loop.time()
         *lines, self._incoming = (self._incoming + received).split(b"\n")
-        for line in lines:
+        for message in json.loads(b"[%s]" % b",".join(lines)):
             if self._lifeline_fd is not None:
-                self._take(json.loads(line))
+                self._take(message)
         if lines and self._lifeline_fd is not None and not self.in_flight:
             self._owner.on_idle(self)
 

@@ -6,14 +6,16 @@ from __future__ import annotations
 import logging
 
 from tandem.api import RolloutEngine
+from tandem.config.families import foreign_rollout
 from tandem.config.rollout import RolloutConfig
 from tandem.errors import UserError
-from tandem.models.decoder import Decoder
+from tandem.models.decoder import Decoder, DecoderConfig
 from tandem.models.language_model import LanguageModel
 from tandem.platforms.capture import Capturer, eager
 from tandem.platforms.record import Platform
 from tandem.rollout.hf import HfRolloutConfig, HfRolloutEngine
 from tandem.rollout.native.engine import NativeRolloutEngine
+from tandem.rollout.paged.cache import HEAD_DIMS
 from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import TokenIds
 
@@ -30,13 +32,13 @@ def make_rollout(
     are, because rounding depends on that, and a resumed run must repeat it.
 
     Args:
+        model: one that ``require_kernels`` accepts.
         eos_ids: tokens that end a response.
-
-    Raises:
-        UserError: there is no kernel for the model's head dimension.
     """
     if model.decoder is None:
-        logger.info("rollout by transformers' generate: family %s has no decoder", model.family)
+        is_meant = config.name == "hf" and not platform.has_own_memory
+        level = logging.INFO if is_meant else logging.WARNING
+        logger.log(level, "%s", foreign_rollout(model.family))
         hf_settings = HfRolloutConfig(config.seed, eos_ids, max_num_seqs=config.max_num_seqs)
         return HfRolloutEngine(model.module, hf_settings)
     total_bytes = platform.total_memory_bytes()
@@ -48,6 +50,22 @@ def make_rollout(
     settings = _settings(config, eos_ids, cache_bytes=cache_bytes)
     capturer = eager() if config.enforce_eager else platform.make_capturer()
     return _paged(model.decoder, settings, capturer=capturer, platform=platform)
+
+
+def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: str) -> None:
+    """Raise UserError if a model would be generated with by kernels, and they do not compute it.
+
+    Args:
+        config: None for a model of transformers', which needs no kernels.
+        key: the configuration key and value that the model came from, for the message.
+    """
+    if config is None or platform.kernels == "torch" or config.head_dim in HEAD_DIMS:
+        return
+    raise UserError(
+        f"{key}: its head dimension {config.head_dim} has no attention kernel for "
+        f"{platform.name} (there are {', '.join(map(str, HEAD_DIMS))}). "
+        "Set trainer.device=cpu or use another model."
+    )
 
 
 def _settings(config: RolloutConfig, eos_ids: TokenIds, *, cache_bytes: int) -> NativeRolloutConfig:
@@ -64,14 +82,7 @@ def _paged(
     decoder: Decoder, settings: NativeRolloutConfig, *, capturer: Capturer, platform: Platform
 ) -> RolloutEngine:
     from tandem.rollout.paged.engine import PagedRolloutEngine
-    from tandem.rollout.paged.kernels.attention import HEAD_DIMS
 
-    if decoder.config.head_dim not in HEAD_DIMS:
-        raise UserError(
-            f"actor_rollout_ref.model.path: its head dimension {decoder.config.head_dim} has no "
-            f"attention kernel (there are {', '.join(map(str, HEAD_DIMS))}). "
-            "Set trainer.device=cpu or use another model."
-        )
     return PagedRolloutEngine(
         decoder, settings, capturer=capturer, busy_programs=2 * platform.num_multiprocessors()
     )

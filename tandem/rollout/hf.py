@@ -10,6 +10,7 @@ Shapes: B rows, J new tokens, V vocabulary.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -130,8 +131,8 @@ class HfRolloutEngine:
         stopped = token_ids[length - 1] in eos_ids
         return Completion(
             sample_id=sample.sample_id,
-            token_ids=tuple(token_ids[:length]),
-            log_probs=tuple(log_probs[:length]),
+            token_ids=array("i", token_ids[:length]),
+            log_probs=array("f", log_probs[:length]),
             finish_reason=finish_reason(log_probs[length - 1], stopped=stopped),
             weights_version=self._weights_version,
         )

@@ -49,6 +49,7 @@ class ClusterPlan:
         address: host:port; "" for ``local``.
         source: where the address comes from, for messages.
         node_rank: of a head (0) or member.
+        devices: of this node, if they have been looked for already.
     """
 
     role: Literal["local", "existing", "head", "member"]
@@ -56,6 +57,7 @@ class ClusterPlan:
     address: str = ""
     source: str = ""
     node_rank: int = 0
+    devices: tuple[OwnDevices, ...] | None = None
 
     @property
     def host_and_port(self) -> tuple[str, int]:
@@ -102,11 +104,12 @@ def plan_cluster(settings: ClusterSettings, environment: Mapping[str, str]) -> C
 @dataclass(frozen=True, slots=True)
 class OwnDevices:
     """Devices of one platform that a process on this node sees; ``marker`` says whose they are, ""
-    where all nodes have the same."""
+    where all nodes have the same; ``problem`` why there are none."""
 
     visibility: Visibility
     number: int
     marker: str = ""
+    problem: str = ""
 
 
 def node_resources(
@@ -117,6 +120,8 @@ def node_resources(
     resources: dict[str, Any] = {"num_cpus": max(num_cores, settings.devices_per_node)}
     others: dict[str, float] = {}
     for own in devices:
+        if own.marker and not own.number:
+            continue
         if not own.visibility.is_known_to_ray:
             resources["num_gpus"] = own.number
         elif own.marker and own.visibility.resource != "GPU":

@@ -8,7 +8,7 @@ resource, and a run takes a little of the marker of every platform that it needs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,11 @@ from tandem.errors import UserError
 
 if TYPE_CHECKING:
     from tandem.platforms.record import Platform
+    from tandem.runtime.cluster import OwnDevices
 
 MARKER = "acc_"
 """What the names of marker resources begin with."""
+_HOSTS = "CPU"
 _SHARE = 1e-4
 """Ray's smallest: a node's marker is never used up."""
 
@@ -59,14 +61,18 @@ def demands(
         marked: whether nodes say what they have.
 
     Raises:
-        UserError: a node is to have devices of two vendors which Ray cannot tell apart.
+        UserError: as ``require_told_apart``.
 
     Example:
         >>> demands({"train": [0, 0]}, {"train": NPU}, marked=True)
         {0: {'CPU': 2, 'NPU': 2, 'acc_npu': 0.0001}}
     """
+    require_told_apart(
+        (node, platforms[pool].visibility.resource, platforms[pool].name)
+        for pool, nodes in pools.items()
+        for node in nodes
+    )
     found: dict[int, dict[str, float]] = {}
-    owners: dict[tuple[int, str], str] = {}
     for pool, nodes in pools.items():
         platform = platforms[pool]
         resource = platform.visibility.resource
@@ -75,17 +81,27 @@ def demands(
             needed["CPU"] += number
             if platform.visibility.mode == "none":
                 continue
-            owner = owners.setdefault((node, resource), platform.name)
-            if owner != platform.name:
-                raise UserError(
-                    f"trainer.n_gpus_per_node: node {node} would have devices of {owner} and of "
-                    f"{platform.name}, which Ray both calls {resource}. Give each its own nodes by "
-                    "trainer.separated_node_ratios."
-                )
             needed[resource] = needed.get(resource, 0) + number
             if marked:
                 needed[marker_of(platform)] = _SHARE
     return found
+
+
+def require_told_apart(devices: Iterable[tuple[int, str, str]]) -> None:
+    """Raise UserError if a node is to have devices of two vendors which Ray cannot tell apart.
+
+    Args:
+        devices: of each the number of its node, Ray's name for it, and its platform's.
+    """
+    owners: dict[tuple[int, str], str] = {}
+    for node, resource, name in devices:
+        owner = owners.setdefault((node, resource), name)
+        if owner != name and resource != _HOSTS:
+            raise UserError(
+                f"pools.*.platform: node {node} would have devices of {owner} and of {name}, which "
+                f"Ray both calls {resource}. Give each nodes of its own: trainer.nnodes of at "
+                "least 2, divided by trainer.separated_node_ratios."
+            )
 
 
 def is_marked(nodes: Sequence[NodeState], platforms: Mapping[str, Platform]) -> bool:
@@ -158,6 +174,37 @@ def refuse(
     return UserError(
         f"pools.*.platform: the cluster's {len(nodes)} node(s) cannot hold the run ({wanted}). "
         f"Free: {', '.join(there)}. {remedy}."
+    )
+
+
+def require_here(need: Resources, devices: Sequence[OwnDevices], *, num_cores: int) -> None:
+    """Raise UserError unless this machine has what a run on it alone needs.
+
+    Args:
+        need: of the run's only node.
+        devices: of each platform but the host's what there is.
+    """
+    found = {own.marker.removeprefix(MARKER): own for own in devices}
+    wanted = {
+        name: need[own.visibility.resource] for name, own in found.items() if own.marker in need
+    }
+    short = [name for name, number in wanted.items() if found[name].number < number]
+    if not short:
+        return
+    num_hosts = need[_HOSTS] - sum(wanted.values())
+    words = [f"{number:g} {name}" for name, number in wanted.items()]
+    words += [f"{num_hosts:g} {_HOSTS.lower()}"] if num_hosts else []
+    there = [
+        f"{name} {own.number}{f' ({own.problem})' if own.problem else ''}"
+        for name, own in found.items()
+    ]
+    there.append(f"{_HOSTS.lower()} {num_cores}")
+    remedy = "Lower trainer.n_gpus_per_node"
+    if any(found[name].problem for name in short):
+        remedy = "Name platforms that are here (tandem doctor lists them)"
+    raise UserError(
+        f"pools.*.platform: this machine cannot hold the run ({' and '.join(words)}). "
+        f"Free: {', '.join(there)}. {remedy}, or use a Ray cluster that has them (RAY_ADDRESS)."
     )
 
 

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from tandem.errors import UserError
 from tandem.runtime.attach import Reservation, interruptible, reserve, start_ray
 from tandem.runtime.census import own_devices
-from tandem.runtime.cluster import ClusterPlan
+from tandem.runtime.cluster import ClusterPlan, OwnDevices
 from tandem.runtime.failure import (
     Kind,
     ReportedError,
@@ -135,7 +135,7 @@ class RayRuntime:
         assert threading.current_thread() is threading.main_thread(), "see the class"
         try:
             with interruptible():
-                start_ray(ray, plan, devices=lambda: own_devices(self._platforms.values()))
+                start_ray(ray, plan, devices=lambda: _devices(plan, self._platforms.values()))
                 self.address: str = ray.util.get_node_ip_address()
                 if meeting is not None:
                     meeting.announce(ray.get_runtime_context().gcs_address)
@@ -286,6 +286,10 @@ class RayWorkerGroup:
 
     def first(self, calls: Sequence[Call]) -> int:
         return self._waits.first(calls)
+
+
+def _devices(plan: ClusterPlan, platforms: Collection[Platform]) -> Sequence[OwnDevices]:
+    return own_devices(platforms) if plan.devices is None else plan.devices
 
 
 def _load_ray(plan: ClusterPlan) -> ModuleType:

@@ -26,9 +26,6 @@ from tandem.runtime.failure import (
     first_failed,
 )
 
-_LOOK_S = 1.0
-"""A thread that waits looks this often whether all was closed, or a worker hangs."""
-
 _SETTLE_S = 0.5
 """The end of a process may be known this long before that of the calls it was busy with."""
 
@@ -68,6 +65,7 @@ class Waits:
             most so many seconds.
         result: of a finished reference. Raises ReportedError.
         grace_s: after a failure, others that may have caused it are waited for so long.
+        look_s: a thread that waits looks this often whether all was closed, or a worker hangs.
     """
 
     def __init__(
@@ -76,8 +74,10 @@ class Waits:
         result: Callable[[Reference], Any],
         *,
         grace_s: float = 1.5,
+        look_s: float = 1.0,
     ) -> None:
         self._grace_s = grace_s
+        self._look_s = look_s
         self._finished = finished
         self._result = result
         self._workers: list[Worker] = []
@@ -147,7 +147,7 @@ class Waits:
         """Those that are finished, at least one."""
         watches = [worker.watch for worker in self._workers]
         while (left_s := deadline - time.monotonic()) > 0:
-            finished = set(self._finished([*references, *watches], min(_LOOK_S, left_s)))
+            finished = set(self._finished([*references, *watches], min(self._look_s, left_s)))
             if self._is_closed:
                 raise ClosedError("the runtime was closed")
             if finished.intersection(watches) or self._first_end is not None:

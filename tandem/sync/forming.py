@@ -83,6 +83,8 @@ class LinkSettings:
         staged: weights move from host to host, where a whole version is copied before it is sent
             and when it has been received; the devices go on meanwhile.
         way: the transport of every route, None for the fastest that each has.
+        roll_call_s: how long the survivors of a broken link wait for each other, to tell who is
+            gone.
     """
 
     send_bucket_bytes: int
@@ -91,6 +93,7 @@ class LinkSettings:
     double_buffered: bool = False
     staged: bool = False
     way: Way | None = None
+    roll_call_s: float = 1.0
 
     @property
     def num_copies(self) -> int:

@@ -358,7 +358,7 @@ class WeightLink:
             self._store,
             self._place,
             generation=generation,
-            timeout_s=self._settings.timeout_s,
+            settings=self._settings,
             make_group=self._make_group,
         )
 

@@ -14,12 +14,9 @@ from torch._C._distributed_c10d import Store
 from tandem.comm.deadline import Deadline, report_failure
 from tandem.comm.group import Group, GroupPlace
 from tandem.sync.failure import SyncError
-from tandem.sync.forming import LinkPlace
+from tandem.sync.forming import LinkPlace, LinkSettings
 
 MakeGroup = Callable[[Store, GroupPlace], Group]
-
-_ROLL_CALL_S = 1.0
-"""How long the survivors of a broken link wait for each other, to tell who is gone."""
 
 
 class Membership:
@@ -31,14 +28,15 @@ class Membership:
         place: LinkPlace,
         *,
         generation: int,
-        timeout_s: float,
+        settings: LinkSettings,
         make_group: MakeGroup,
     ) -> None:
-        """``timeout_s`` bounds forming a group and each wait of a ``deadline``."""
+        """``settings.timeout_s`` bounds forming a group and each wait of a ``deadline``."""
         self._store = store
         self._place = place
         self._generation = generation
-        self._timeout_s = timeout_s
+        self._timeout_s = settings.timeout_s
+        self._roll_call_s = settings.roll_call_s
         self._make_group = make_group
         self._key = failure_key(place.name, generation)
         self._groups: list[Group] = []
@@ -101,7 +99,7 @@ class Membership:
         """The processes that do not say within a moment that they are still there."""
         keys = [self._survivor(rank) for rank in range(self._place.size)]
         try:
-            self._store.wait(keys, timedelta(seconds=_ROLL_CALL_S))
+            self._store.wait(keys, timedelta(seconds=self._roll_call_s))
         except RuntimeError:  # some are missing, or the store itself is gone
             pass
         else:

@@ -20,6 +20,8 @@ from tandem.platforms.registry import BUILT_IN
 from tandem.testing.contracts.suite import SuiteReport
 from tandem.testing.doubles import DOUBLES
 
+NOTHING = "there is nothing to check with these devices"
+
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
@@ -28,7 +30,8 @@ class Certificate:
     Attributes:
         is_hardware: False for a double.
         day: ISO date.
-        checks: by name: whether it passed, the reason if not, seconds, measurements.
+        checks: by name: whether it passed, the reason if not, seconds, measurements; or why it was
+            not run.
     """
 
     platform: str
@@ -53,7 +56,7 @@ def certificate_of(platform: Platform, report: SuiteReport, *, today: date) -> C
     """What a run of the suite shows."""
     checks = {
         one.name: {
-            "passed": not one.failure,
+            **({"passed": not one.failure} if one.was_run else {"not_run": NOTHING}),
             **({"failure": one.failure} if one.failure else {}),
             "seconds": round(one.seconds, 3),
             **{name: float(f"{value:.3g}") for name, value in one.measured.items()},
@@ -114,4 +117,5 @@ def _support(platform: Platform, passed: Sequence[Certificate]) -> str:
 
 def _seen(certificate: Certificate) -> str:
     torch = certificate.versions["torch"]
-    return f"{certificate.num_ranks} x {certificate.device}, torch {torch}, {certificate.day}"
+    seen = f"{certificate.num_ranks} x {certificate.device}, torch {torch}, {certificate.day}"
+    return seen if certificate.num_ranks > 1 else f"{seen}, collectives: not run (1 device)"

@@ -95,7 +95,7 @@ def double_platform(name: str, *, num_devices: int = DEFAULT_DEVICES) -> Platfor
         'musa'
     """
     platform = platform_named(name)
-    return replace(platform, probe=partial(_probe, platform.name, num_devices))
+    return replace(platform, extension="", probe=partial(_probe, platform.name, num_devices))
 
 
 def write_vendor_package(folder: Path, name: str, *, num_devices: int = DEFAULT_DEVICES) -> None:

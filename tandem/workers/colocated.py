@@ -4,7 +4,7 @@
 Sharing is by storage: the rollout generates with the very module the trainer computes with, so that
 an update is in use as soon as it is made, and nothing is copied. Where that module is of lower
 precision than the weights are kept in, the update itself ends by rounding into it. The reference is
-a frozen copy, and only exists if something reads it.
+a frozen copy, and only exists if something reads it; so does the critic, a model of its own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from tandem.engines.single import ReferenceModel, SingleDeviceEngine
 from tandem.metrics.throughput import ModelShape
 from tandem.models.accelerate import operators_for
 from tandem.models.decoder import DecoderConfig
-from tandem.models.folder import open_model
+from tandem.models.folder import ModelFolder, check_critic_folder, open_model, open_part
 from tandem.models.language_model import LanguageModel
+from tandem.models.parallel import WHOLE
 from tandem.platforms.record import Platform
 from tandem.rollout.factory import make_rollout
 from tandem.types import TokenIds
@@ -39,6 +40,7 @@ class ColocatedEngines:
     train: TrainEngine
     rollout: RolloutEngine
     reference: ReferencePolicy | None
+    critic: TrainEngine | None
     shape: ModelShape | None
 
 
@@ -61,6 +63,7 @@ def build_colocated(
         ),
         rollout=make_rollout(model, roles.rollout, eos_ids=eos_ids, platform=platform),
         reference=_reference(config, platform) if config.needs_reference else None,
+        critic=_critic(config, platform, total_steps=total_steps) if config.uses_critic else None,
         shape=None if model.decoder is None else shape_of(model.decoder.config),
     )
 
@@ -150,6 +153,41 @@ def _reference(config: RunConfig, platform: Platform) -> ReferenceModel:
     key = "actor_rollout_ref.ref.fsdp_config.param_offload"
     rests = own.param_offload and _is_on_accelerator(model, key)
     return ReferenceModel(model, offload_weights=rests)
+
+
+def _critic(config: RunConfig, platform: Platform, *, total_steps: int) -> SingleDeviceEngine:
+    critic = config.critic
+    layout = critic.model.fsdp_config
+    section = "critic.model.fsdp_config"
+    random_seed = _random_seed(config)
+    stored = open_part(
+        critic_folder(config),
+        WHOLE,
+        dtype=stored_dtype(layout, platform, section=section),
+        device=platform.device_type,
+        random_seed=random_seed,
+        operators=operators_for(platform),
+    )
+    return _trainer(
+        stored,
+        stored.in_dtype(compute_dtype(layout, platform, section=section)),
+        config=critic.model,
+        layout=layout,
+        optim=critic.optim,
+        total_steps=total_steps,
+    )
+
+
+def critic_folder(config: RunConfig) -> ModelFolder:
+    """The folder of the critic. Raises UserError if it cannot be one."""
+    model = config.critic.model
+    return check_critic_folder(
+        model.path,
+        seed=config.trainer.seed,
+        trust_remote_code=model.trust_remote_code,
+        load_weight=_random_seed(config) is None,
+        key="critic.model.path",
+    )
 
 
 def shape_of(config: DecoderConfig) -> ModelShape:

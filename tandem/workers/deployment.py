@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from tandem.api import ReferencePolicy, WorkerGroup
 from tandem.config.layout import FsdpConfig
-from tandem.config.pools import Placement, Pool, scorer_of
+from tandem.config.pools import CRITIC, Placement, Pool, scorer_of
 from tandem.config.rollout import RolloutConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
@@ -42,6 +42,7 @@ class RemoteEngines:
     reference: ReferencePolicy | None
     scorer: ReferencePolicy
     stage: RemoteStage | None
+    critic: RemoteTrainer | None
 
 
 def run_jobs(
@@ -80,6 +81,14 @@ def run_jobs(
             trainer=TrainerSpec(policy("actor-train"), roles.actor.optim, total_steps)
             if "actor-train" in pool.tasks
             else None,
+            critic=_critic(
+                config,
+                placement,
+                layout=settled(config.critic.model.fsdp_config),
+                total_steps=total_steps,
+            )
+            if "actor-train" in pool.tasks and config.uses_critic
+            else None,
             scorer=policy("logp") if scorer_of(pool) == "logp" else None,
             reference=policy("ref_logp") if "ref_logp" in pool.tasks else None,
             rollout=RolloutSpec(roles.model, actor_layout, roles.rollout, eos_ids)
@@ -91,8 +100,24 @@ def run_jobs(
     }
 
 
+def _critic(
+    config: RunConfig, placement: Placement, *, layout: FsdpConfig, total_steps: int
+) -> TrainerSpec:
+    policy = PolicySpec(
+        config.critic.model,
+        layout,
+        placement.layouts[CRITIC],
+        random_seed=None if config.actor_rollout_ref.actor.load_weight else config.trainer.seed,
+        section=section_of(CRITIC),
+        value_head_seed=config.trainer.seed,
+    )
+    return TrainerSpec(policy, config.critic.optim, total_steps)
+
+
 def section_of(task: str) -> str:
-    """Of the keys that lay out the weights of a task of ``tandem train``."""
+    """Of the keys that lay out the weights of a task of ``tandem train``, or of the critic."""
+    if task == CRITIC:
+        return "critic.model.fsdp_config"
     role = "ref" if task == "ref_logp" else "actor"
     return f"actor_rollout_ref.{role}.fsdp_config"
 
@@ -146,13 +171,18 @@ def remote_engines(
         reference=_reference(groups, placement),
         scorer=_scorer(groups, placement, train=train),
         stage=RemoteStage(way.linked) if way.is_staged else None,
+        critic=remote_trainer(groups, placement, task=CRITIC)
+        if CRITIC in placement.layouts
+        else None,
     )
 
 
-def remote_trainer(groups: Mapping[str, WorkerGroup], placement: Placement) -> RemoteTrainer:
-    """The engine that trains."""
+def remote_trainer(
+    groups: Mapping[str, WorkerGroup], placement: Placement, *, task: str = "actor-train"
+) -> RemoteTrainer:
+    """The engine that trains the policy, or the critic."""
     group = groups[placement.pool_of("actor-train").name]
-    return RemoteTrainer(group, layout=placement.layouts["actor-train"])
+    return RemoteTrainer(group, task, layout=placement.layouts[task])
 
 
 def _reference(groups: Mapping[str, WorkerGroup], placement: Placement) -> RemotePolicy | None:

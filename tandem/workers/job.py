@@ -20,8 +20,9 @@ from tandem.types import TokenIds
 class PolicySpec:
     """A model that the ranks of a pool hold and compute together.
 
-    ``random_seed`` draws its weights; None loads them. ``section`` is that of the keys that
-    ``layout`` came from, for messages.
+    ``random_seed`` draws its weights; None loads them. ``value_head_seed`` makes it a critic, see
+    ``models.folder.check_critic_folder``. ``section`` is that of the keys that ``layout`` came
+    from, for messages.
     """
 
     model: ModelConfig
@@ -29,11 +30,12 @@ class PolicySpec:
     ranks: RankLayout
     random_seed: int | None
     section: str
+    value_head_seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
-    """A policy that is trained."""
+    """A policy or a critic that is trained."""
 
     policy: PolicySpec
     optim: OptimConfig
@@ -76,6 +78,7 @@ class WorkerJob:
         platform: of the pool's devices.
         store: host and port of the driver's store.
         timeout_s: of every collective.
+        critic: in the pool that trains, if the run has one.
         scorer: the policy as it is trained, in a pool that neither trains nor generates.
         reference: the policy as it was.
     """
@@ -84,6 +87,7 @@ class WorkerJob:
     store: tuple[str, int]
     timeout_s: float
     trainer: TrainerSpec | None = None
+    critic: TrainerSpec | None = None
     scorer: PolicySpec | None = None
     reference: PolicySpec | None = None
     rollout: RolloutSpec | None = None

@@ -38,6 +38,12 @@ def stored_dtype(
     return stored
 
 
+def require_precision(layout: FsdpConfig, platform: Platform, *, section: str) -> None:
+    """Raise UserError, as ``stored_dtype``, before anything is loaded."""
+    for name, wanted in (("dtype", layout.dtype), ("model_dtype", layout.model_dtype)):
+        resolve_dtype(wanted, platform, key=f"{section}.{name}")
+
+
 def compute_dtype(
     layout: FsdpConfig, platform: Platform, *, section: str = ACTOR_SECTION
 ) -> torch.dtype:

@@ -21,6 +21,7 @@ from torch import Tensor
 from tandem.api import Loss, WorkerGroup
 from tandem.config.pools import RankLayout
 from tandem.data.balance import batch_cost, deal
+from tandem.data.sending import SentBatches
 from tandem.types import Completion, GenerationRequest, LossScale, PackedBatch, UpdateReport
 
 _SUBMITTING = threading.Lock()
@@ -59,12 +60,10 @@ class RemotePolicy:
         """See ``api.TrainEngine.sequence_parallel_size``."""
         return self._layout.sequence_parallel
 
-    def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """See ``api.TrainEngine.log_probs``."""
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+        """See ``api.TrainEngine.score``."""
         dealt = deal([batch_cost(batch) for batch in batches], self.data_parallel_size)
-        results = self._call_all(
-            "log_probs", batches, self._task, dealt=dealt, temperature=temperature
-        )
+        results = self._call_all("score", batches, self._task, dealt=dealt, temperature=temperature)
         columns: list[Tensor | None] = [None] * len(batches)
         for members, scored in zip(
             dealt, results[:: self._layout.ranks_per_microbatch], strict=True
@@ -88,7 +87,9 @@ class RemotePolicy:
                 self._group.submit(
                     rank,
                     method,
-                    [batches[i] for i in dealt[rank // self._layout.ranks_per_microbatch]],
+                    SentBatches(
+                        [batches[i] for i in dealt[rank // self._layout.ranks_per_microbatch]]
+                    ),
                     *args,
                     num_rounds=num_rounds,
                     **kwargs,
@@ -99,10 +100,14 @@ class RemotePolicy:
 
 
 class RemoteTrainer(RemotePolicy):
-    """``api.TrainEngine`` over a group of workers."""
+    """``api.TrainEngine`` over a group of workers.
 
-    def __init__(self, group: WorkerGroup, *, layout: RankLayout) -> None:
-        super().__init__(group, "actor-train", layout=layout)
+    Args:
+        task: ``actor-train`` or ``critic``.
+    """
+
+    def __init__(self, group: WorkerGroup, task: str, *, layout: RankLayout) -> None:
+        super().__init__(group, task, layout=layout)
         self.peak = PeakMemory()
 
     def update(
@@ -111,7 +116,13 @@ class RemoteTrainer(RemotePolicy):
         """See ``api.TrainEngine.update``; all ranks report the same."""
         dealt = deal([batch_cost(batch) for batch in batches], self.data_parallel_size)
         results = self._call_all(
-            "update", batches, loss, dealt=dealt, scale=scale, temperature=temperature
+            "update",
+            batches,
+            self._task,
+            dealt=dealt,
+            loss=loss,
+            scale=scale,
+            temperature=temperature,
         )
         peaks = [peak for _, peak in results]
         self.peak = PeakMemory(
@@ -121,19 +132,19 @@ class RemoteTrainer(RemotePolicy):
 
     def advance_schedule(self) -> None:
         """See ``api.TrainEngine.advance_schedule``."""
-        call_each([self._group], "advance_schedule")
+        call_each([self._group], "advance_schedule", self._task)
 
     def save(self, folder: Path) -> None:
         """All ranks write into ``folder``, which every node must see."""
-        call_each([self._group], "save", folder)
+        call_each([self._group], "save", self._task, folder)
 
     def load(self, folder: Path) -> None:
         """See ``api.TrainEngine.load``."""
-        call_each([self._group], "load", folder)
+        call_each([self._group], "load", self._task, folder)
 
     def export(self, folder: Path) -> None:
         """See ``api.TrainEngine.export``."""
-        call_each([self._group], "export", folder)
+        call_each([self._group], "export", self._task, folder)
 
 
 @dataclass(frozen=True, slots=True)

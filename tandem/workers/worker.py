@@ -28,7 +28,7 @@ from tandem.engines.sharded_model import ShardedModel, Sharding, open_sharded
 from tandem.engines.steps import score
 from tandem.errors import UserError
 from tandem.models.accelerate import operators_for
-from tandem.models.folder import check_folder, open_part
+from tandem.models.folder import ModelFolder, check_critic_folder, check_folder, open_part
 from tandem.models.language_model import NativeModel
 from tandem.models.parallel import WHOLE
 from tandem.models.weights import allocate
@@ -77,6 +77,7 @@ class Worker:
             ),
         )
         self._trainer, trained = self._open_trainer(job.trainer)
+        self._critic, _ = self._open_trainer(job.critic)
         self._frozen = {
             task: self._open_policy(spec, frozen=True)
             for task, spec in (("logp", job.scorer), ("ref_logp", job.reference))
@@ -101,14 +102,16 @@ class Worker:
             "chip": self._platform.device_name(),
         }
 
-    def log_probs(
+    def score(
         self, batches: Sequence[PackedBatch], task: str, *, temperature: float, num_rounds: int
     ) -> list[Tensor]:
-        """Of this rank's micro-batches, under the policy that does ``task``."""
+        """This rank's micro-batches, by the model that does ``task``."""
         if self._resting is not None:
             self._resting.rest()
-        if task == "actor-train":
-            return self._training().log_probs(batches, temperature, num_rounds=num_rounds)
+        if task in ("actor-train", "critic"):
+            scores = self._training(task).score(batches, temperature, num_rounds=num_rounds)
+            self._rest_critic(task)
+            return scores
         if task == "generate":
             assert self._generator is not None, f"pool {self._place.pool} does not generate"
             with self._whole_version():
@@ -123,30 +126,33 @@ class Worker:
     def update(
         self,
         batches: Sequence[PackedBatch],
-        loss: Loss,
+        task: str,
         *,
+        loss: Loss,
         scale: LossScale,
         temperature: float,
         num_rounds: int,
     ) -> tuple[UpdateReport, PeakMemory]:
-        """One optimizer step with this rank's micro-batches, and what it took."""
+        """One optimizer step of the model that does ``task`` with this rank's micro-batches, and
+        what it took."""
         if self._resting is not None:
             self._resting.rest()
-        report = self._training().update(
+        report = self._training(task).update(
             batches, loss, scale=scale, temperature=temperature, num_rounds=num_rounds
         )
         platform = self._platform
         peak = PeakMemory(platform.memory_allocated_bytes(), platform.memory_reserved_bytes())
         return report, peak
 
-    def advance_schedule(self) -> None:
+    def advance_schedule(self, task: str) -> None:
         """See ``api.TrainEngine``."""
-        self._training().advance_schedule()
+        self._training(task).advance_schedule()
+        self._rest_critic(task)
 
-    def save(self, folder: Path) -> None:
+    def save(self, task: str, folder: Path) -> None:
         """See ``api.TrainEngine``. Raises UserError if this rank's part cannot be written."""
         try:
-            self._training().save(folder)
+            self._training(task).save(folder)
         except OSError as error:
             raise UserError(
                 f"trainer.default_local_dir={str(folder.parents[1])!r}: {self._place.pool} rank "
@@ -155,13 +161,13 @@ class Worker:
                 "folder that all nodes share, and run the same command again to resume."
             ) from error
 
-    def load(self, folder: Path) -> None:
+    def load(self, task: str, folder: Path) -> None:
         """See ``api.TrainEngine``."""
-        self._training().load(folder)
+        self._training(task).load(folder)
 
-    def export(self, folder: Path) -> None:
+    def export(self, task: str, folder: Path) -> None:
         """See ``api.TrainEngine``."""
-        self._training().export(folder)
+        self._training(task).export(folder)
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """See ``api.RolloutEngine``."""
@@ -228,9 +234,15 @@ class Worker:
         assert self._link is not None, f"pool {self._place.pool} has no part in the weights"
         return self._link
 
-    def _training(self) -> FsdpEngine:
-        assert self._trainer is not None, f"pool {self._place.pool} does not train"
-        return self._trainer
+    def _training(self, task: str) -> FsdpEngine:
+        engine = self._critic if task == "critic" else self._trainer
+        assert engine is not None, f"pool {self._place.pool} does not train for {task}"
+        return engine
+
+    def _rest_critic(self, task: str) -> None:
+        """Weights that are offloaded leave the device; the policy's do so with their transfer."""
+        if task == "critic":
+            self._training(task).rest()
 
     def _generating(self) -> RolloutEngine:
         assert self._rollout is not None, f"pool {self._place.pool} does not generate"
@@ -251,11 +263,6 @@ class Worker:
     def _open_policy(self, spec: PolicySpec, *, frozen: bool) -> ShardedModel:
         """What does not train is kept in the precision it is computed with."""
         compute = compute_dtype(spec.layout, self._platform, section=spec.section)
-        folder = check_folder(
-            spec.model.path,
-            trust_remote_code=spec.model.trust_remote_code,
-            load_weight=spec.random_seed is None,
-        )
         sharding = Sharding(
             config=spec.layout,
             layout=spec.ranks,
@@ -267,7 +274,7 @@ class Worker:
             compute=compute,
         )
         return open_sharded(
-            folder,
+            _folder(spec),
             sharding,
             random_seed=spec.random_seed,
             operators=operators_for(self._platform),
@@ -329,6 +336,20 @@ class Worker:
                 way=spec.way,
             ),
         )
+
+
+def _folder(spec: PolicySpec) -> ModelFolder:
+    model, loads = spec.model, spec.random_seed is None
+    trusts = model.trust_remote_code
+    if spec.value_head_seed is None:
+        return check_folder(model.path, trust_remote_code=trusts, load_weight=loads)
+    return check_critic_folder(
+        model.path,
+        seed=spec.value_head_seed,
+        trust_remote_code=trusts,
+        load_weight=loads,
+        key="critic.model.path",
+    )
 
 
 def _device(platform: Platform, place: WorkerPlace) -> torch.device:

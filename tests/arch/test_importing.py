@@ -45,6 +45,14 @@ keys = sorted(before.keys() | after.keys())
 print(json.dumps({k: [before.get(k), after.get(k)] for k in keys if before.get(k) != after.get(k)}))
 """
 
+OPTIMIZER_STEP = """
+import sys, torch
+from tandem.engines.adamw import AdamW
+optimizer = AdamW(betas=(0.9, 0.999), weight_decay=0.01, stored=torch.float32)
+optimizer.step({"x": torch.ones(3)}, {"x": torch.ones(3)}, rate=0.1)
+print("torch._dynamo" in sys.modules)
+"""
+
 
 def run_python(code: str, stdin: str = "") -> str:
     """The standard output of a fresh interpreter."""
@@ -90,3 +98,7 @@ def test_light_modules_load_no_heavy_package(module: str) -> None:
     loaded = set(json.loads(run_python(code)))
     heavy = [package for package in HEAVY_PACKAGES if package in loaded]
     assert not heavy, f"importing {module} loads {heavy}"
+
+
+def test_a_step_of_an_optimizer_loads_no_compiler() -> None:
+    assert run_python(OPTIMIZER_STEP) == "False\n"

@@ -68,8 +68,8 @@ class Failure:
 FAILURES = {
     "actor-train": Failure(("actor-train", "generate+logp+ref_logp"), "update", 3),
     "generate": Failure(("generate", "actor-train+logp+ref_logp"), "advance", 2),
-    "logp": Failure(("logp", "actor-train+ref_logp", "generate"), "log_probs", 2),
-    "ref_logp": Failure(("ref_logp", "actor-train+logp", "generate"), "log_probs", 2),
+    "logp": Failure(("logp", "actor-train+ref_logp", "generate"), "score", 2),
+    "ref_logp": Failure(("ref_logp", "actor-train+logp", "generate"), "score", 2),
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tandem.cli import certify
-from tandem.platforms.record import Platform
+from tandem.platforms.record import CPU, Platform
 from tandem.testing.certificates import read_certificates
 from tandem.testing.contracts.check import EXACT
 from tandem.testing.contracts.suite import CHECKS, SuiteReport, run_suite
@@ -42,6 +42,13 @@ def test_a5_a17_vendors_pass_the_suite(vendor_double: Platform) -> None:
     measured = {name: x for one in report.outcomes for name, x in one.measured.items()}
     assert measured["metrics_error"] <= A5_ERROR and measured["weights_error"] <= A5_ERROR
     assert measured["log_prob_error"] <= EXACT
+
+
+def test_one_process_runs_no_collectives() -> None:
+    report = run_suite(CPU, num_ranks=1)
+    assert not report.failures
+    idle = {one.name for one in report.outcomes if not one.was_run and one.name.startswith("world")}
+    assert idle == {"world/collectives", "world/averages", "world/subgroups", "world/broadcast"}
 
 
 def test_a_device_that_counts_no_memory_fails_that_check_alone(

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous commands of several processes that only have to run: dots.rl's own in small
-(acceptance tests 1 and 3 with it), validation alone (14), and other ways to score (24).
+(acceptance tests 1 and 3 with it), validation alone (14), and a critic (24).
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
 
 from tests.fakes.commands import run_command
 from tests.fakes.published_commands import RED_MOE_COMMAND, words_of
@@ -122,3 +125,42 @@ def test_24_a_kl_penalty_in_the_reward_trains_three_steps_behind(
     assert list(rows) == [1, 2, 3]
     assert all("actor/reward_kl_penalty" in row for row in rows.values())
     assert {record["step"] for record in read_lines(run / "rollouts.jsonl")} == {1, 2, 3}
+
+
+def test_24_a_critic_and_kl_in_the_reward_take_asynchronous_steps(
+    material: Material, tmp_path: Path
+) -> None:
+    """The critic on the trainer's devices, two of them, whatever else has devices of its own."""
+    run = tmp_path / "run"
+    keys = (
+        *ASYNCHRONOUS,
+        "trainer.n_gpus_per_node=4",
+        "trainer.separated_node_tasks=[[actor-train],[logp,ref_logp],generate]",
+        "trainer.separated_node_ratios=[0.5,0.25,0.25]",
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_ctrl.kl_coef=0.1",
+        "critic.optim.lr=0.01",
+        "critic.model.fsdp_config.param_offload=True",
+        "critic.model.fsdp_config.ulysses_sequence_parallel_size=2",
+        "data.val_files=[]",
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=3",
+    )
+    ended = run_command(train_arguments(material, run, *keys), folder=tmp_path)
+    assert ended.code == 0, ended.stderr
+    rows = metrics_of(run)
+    assert list(rows) == [1, 2, 3]
+    assert rows[3]["training/lag/max"] <= 1
+    assert all(row["critic/grad_norm"] > 0 and row["actor/grad_norm"] > 0 for row in rows.values())
+    assert rows[3]["critic/vf_loss"] < rows[1]["critic/vf_loss"]
+    assert rows[1]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
+    assert abs(rows[3]["actor/reward_kl_penalty"]) > 1e-5
+    folder = tmp_path / "critic"
+    export = ["export", str(run), "--critic", "--output", str(folder)]
+    assert run_command(export, folder=tmp_path).code == 0
+    assert load_file(folder / "model.safetensors")["score.weight"].shape[0] == 1
+
+    again = (*keys, "trainer.total_training_steps=4")
+    assert run_command(train_arguments(material, run, *again), folder=tmp_path).code == 0
+    assert list(metrics_of(run)) == [1, 2, 3, 4]

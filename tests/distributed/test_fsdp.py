@@ -61,7 +61,7 @@ def _train_all(rank: int, size: int, store_port: int, cases: Sequence[Case]) -> 
     for case in cases:
         engine = open_engine(case, rank=rank, size=size)
         batches, num_rounds = deal(case, engine, rank=rank, size=size)
-        outcomes.append(train_rank(engine, batches, num_rounds=num_rounds))
+        outcomes.append(train_rank(engine, batches, num_rounds=num_rounds, loss=case.loss))
     return outcomes
 
 
@@ -103,6 +103,10 @@ def test_two_ranks(folders: dict[str, Path]) -> None:
         replace(untied, config={"fsdp_size": 1}),
         replace(qwen3, config={"tensor_model_parallel_size": 2}),
         replace(tied, config={"ulysses_sequence_parallel_size": 2}),
+        replace(tied, is_critic=True),
+        replace(untied, is_critic=True, optim=MUON, config=OFFLOADED),
+        replace(qwen3, is_critic=True, config={"ulysses_sequence_parallel_size": 2}),
+        replace(untied, is_critic=True, config={"tensor_model_parallel_size": 2}),
     ]
     by_rank = run_ranks(_train_all, 2, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
@@ -196,7 +200,7 @@ def test_steps_that_are_not_finite_references_and_random_weights(folders: dict[s
     batches = cut_batches(case.max_sequences)
     healthy = engine.update(batches, SftLoss(), scale=SCALE, temperature=1.0)
     model = open_model(str(case.folder), dtype=torch.float32, device="cpu")
-    scores = ReferenceModel(model).log_probs(batches, TEMPERATURE)
+    scores = ReferenceModel(model).score(batches, TEMPERATURE)
     for number, rank in enumerate(ranks):
         assert all(report.skipped for report in rank.poisoned)
         for (spec, before), (_, after) in zip(rank.before, rank.after, strict=True):

@@ -17,7 +17,8 @@ from tandem.config.optim import OptimConfig
 from tandem.engines.checkpoint import OPTIMIZER_FILE, SHARDED_FILE
 from tandem.engines.sharded import export_sharded
 from tandem.errors import UserError
-from tandem.models.folder import open_model
+from tandem.models.folder import open_part
+from tandem.models.parallel import WHOLE
 from tandem.types import SliceSpec
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training import (
@@ -71,11 +72,12 @@ def _start(
     saved, exported = folders
     engine = open_engine(case, rank=rank, size=size)
     batches, num_rounds = deal(case, engine, rank=rank, size=size)
-    train_rank(engine, batches, num_rounds=num_rounds, num_steps=2)
+    train_rank(engine, batches, num_rounds=num_rounds, num_steps=2, loss=case.loss)
     engine.save(saved)
     engine.export(exported)
     before = copied_parts(engine)
-    return Resumed(before, train_rank(engine, batches, num_rounds=num_rounds, num_steps=2))
+    after = train_rank(engine, batches, num_rounds=num_rounds, num_steps=2, loss=case.loss)
+    return Resumed(before, after)
 
 
 def _resume(
@@ -88,7 +90,7 @@ def _resume(
         engine.save(visit.target)
         loaded = copied_parts(engine)
         batches, num_rounds = deal(case, engine, rank=rank, size=size)
-        outcome = train_rank(engine, batches, num_rounds=num_rounds, num_steps=2)
+        outcome = train_rank(engine, batches, num_rounds=num_rounds, num_steps=2, loss=case.loss)
         resumed.append(Resumed(loaded, outcome))
     return resumed
 
@@ -111,7 +113,9 @@ def _check_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         torch.testing.assert_close(actual[name], tensor, rtol=0, atol=TOLERANCE)
 
 
-def test_two_ranks_continue_as_one_and_as_four(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_critic", [False, True])
+def test_two_ranks_continue_as_one_and_as_four(case: Case, tmp_path: Path, is_critic: bool) -> None:
+    case = replace(case, is_critic=is_critic)
     saved, exported, single, *targets = (tmp_path / str(i) for i in range(8))
     for folder in (saved, exported, single, *targets):
         folder.mkdir()
@@ -143,7 +147,9 @@ def test_two_ranks_continue_as_one_and_as_four(case: Case, tmp_path: Path) -> No
             _check_close(weights, final)
 
 
-def test_exports_are_the_trained_weights(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_critic", [False, True])
+def test_exports_are_the_trained_weights(case: Case, tmp_path: Path, is_critic: bool) -> None:
+    case = replace(case, is_critic=is_critic)
     for number, config in enumerate(({}, SPLIT)):
         saved, exported, later = (tmp_path / f"{number} {name}" for name in "abc")
         saved.mkdir()
@@ -152,7 +158,9 @@ def test_exports_are_the_trained_weights(case: Case, tmp_path: Path) -> None:
         weights, _ = _wholes(ranks)
         export_sharded(saved, later)
         for folder in (exported, later):
-            model = open_model(str(folder), dtype=torch.float32, device="cpu")
+            found = replace(case, folder=folder).model
+            assert found.value_head_seed is None, "its head is the trained one"
+            model = open_part(found, WHOLE, dtype=torch.float32, device="cpu")
             _check_equal(dict(model.module.named_parameters()), weights)
             assert (folder / "tokenizer_config.json").read_text() == "{}"
         files = [load_file(folder / "model.safetensors") for folder in (exported, later)]

@@ -62,9 +62,9 @@ def _results(model: LanguageModel, batch: PackedBatch) -> tuple[Tensor, Tensor, 
     scores = score_batch(model, batch, temperature=0.7, with_entropy=True)
     assert scores.entropy_R is not None
     weight_2R = torch.randn((2, len(batch.target_R)), generator=torch.Generator().manual_seed(1))
-    loss = (weight_2R[0] * scores.logp_R.exp() + weight_2R[1] * scores.entropy_R).sum()
+    loss = (weight_2R[0] * scores.score_R.exp() + weight_2R[1] * scores.entropy_R).sum()
     loss.backward()
-    return scores.logp_R.detach(), scores.entropy_R.detach(), loss.detach()
+    return scores.score_R.detach(), scores.entropy_R.detach(), loss.detach()
 
 
 def _gradients(model: LanguageModel) -> dict[str, Tensor]:
@@ -81,7 +81,7 @@ def _compare(whole: Expected, part: NativeModel, *, batch: PackedBatch, case: st
         torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE, msg=case)
     with torch.no_grad():
         scored = score_batch(part, batch, temperature=0.7, with_entropy=False)
-    assert torch.equal(scored.logp_R, actual[0]), case
+    assert torch.equal(scored.score_R, actual[0]), case
     found, boxes = _summed(_gradients(part), part.layout.sequence), part.boxes()
     _require_alike({n: x for n, x in found.items() if is_whole(boxes[n])}, part.layout.tensor)
     for held in (held for n, x in found.items() for held in slices_of_rows(boxes[n], x)):

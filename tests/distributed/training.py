@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.api import Loss
 from tandem.config.layout import FsdpConfig
 from tandem.config.optim import OptimConfig
 from tandem.config.pools import rank_layout
@@ -19,9 +20,10 @@ from tandem.engines.fsdp import FsdpEngine
 from tandem.engines.sharded_model import ShardedModel, Sharding, open_sharded
 from tandem.engines.single import SingleDeviceEngine
 from tandem.engines.slices import in_whole
-from tandem.models.folder import check_folder, open_model
+from tandem.models.folder import ModelFolder, check_critic_folder, check_folder, open_part
+from tandem.models.parallel import WHOLE
 from tandem.types import PackedBatch, SliceSpec, UpdateReport
-from tests.unit.engines.minibatch import LOSS, SCALE, cut_batches
+from tests.unit.engines.minibatch import LOSS, SCALE, VALUE_LOSS, cut_batches
 
 TEMPERATURE = 0.9
 TOTAL_STEPS = 10
@@ -30,7 +32,10 @@ NUM_STEPS = 5
 
 @dataclass(frozen=True)
 class Case:
-    """How to train: from a model folder, by ``config``, with micro-batches of some sequences."""
+    """How to train: from a model folder, by ``config``, with micro-batches of some sequences.
+
+    ``is_critic``: a critic that begins as the folder's model.
+    """
 
     folder: Path
     optim: OptimConfig
@@ -38,6 +43,19 @@ class Case:
     compute: torch.dtype = torch.float32
     max_sequences: int = 3
     recompute: bool = False
+    is_critic: bool = False
+
+    @property
+    def loss(self) -> Loss:
+        """A policy's or a critic's."""
+        return VALUE_LOSS if self.is_critic else LOSS
+
+    @property
+    def model(self) -> ModelFolder:
+        """The folder, checked."""
+        folder = str(self.folder)
+        is_critic = self.is_critic
+        return check_critic_folder(folder, seed=7, key="k") if is_critic else check_folder(folder)
 
 
 @dataclass(frozen=True)
@@ -69,13 +87,12 @@ def open_sharded_model(
         stored=torch.float32,
         compute=case.compute,
     )
-    folder = check_folder(str(case.folder))
-    return open_sharded(folder, sharding, frozen=frozen, random_seed=random_seed)
+    return open_sharded(case.model, sharding, frozen=frozen, random_seed=random_seed)
 
 
 def open_single(case: Case) -> tuple[SingleDeviceEngine, dict[str, Tensor]]:
     """The engine that the sharded ones must equal, and its weights, in use."""
-    stored = open_model(str(case.folder), dtype=torch.float32, device="cpu")
+    stored = open_part(case.model, WHOLE, dtype=torch.float32, device="cpu")
     engine = SingleDeviceEngine(
         stored,
         case.optim,
@@ -97,18 +114,19 @@ def train_rank(
     *,
     num_rounds: int,
     num_steps: int = NUM_STEPS,
+    loss: Loss = LOSS,
 ) -> Outcome:
     """Train some steps as one rank, resting in between."""
     reports: list[UpdateReport] = []
     for _ in range(num_steps):
         reports.append(
             engine.update(
-                batches, LOSS, scale=SCALE, temperature=TEMPERATURE, num_rounds=num_rounds
+                batches, loss, scale=SCALE, temperature=TEMPERATURE, num_rounds=num_rounds
             )
         )
         engine.advance_schedule()
         engine.rest()
-    log_probs = engine.log_probs(batches, TEMPERATURE, num_rounds=num_rounds)
+    log_probs = engine.score(batches, TEMPERATURE, num_rounds=num_rounds)
     return Outcome(reports, log_probs, copied_parts(engine))
 
 
@@ -123,9 +141,9 @@ def train_single(
     """The same in one process, which computes all micro-batches: reports and log-probs."""
     batches, reports = cut_batches(case.max_sequences), []
     for _ in range(num_steps):
-        reports.append(engine.update(batches, LOSS, scale=SCALE, temperature=TEMPERATURE))
+        reports.append(engine.update(batches, case.loss, scale=SCALE, temperature=TEMPERATURE))
         engine.advance_schedule()
-    return reports, engine.log_probs(batches, TEMPERATURE)
+    return reports, engine.score(batches, TEMPERATURE)
 
 
 def assembled(parts: Iterable[tuple[SliceSpec, Tensor]]) -> dict[str, Tensor]:

@@ -154,7 +154,6 @@ def test_prompt_longer_than_the_limit(expect_refusal: Callable[..., None]) -> No
         (f"{ACTOR}.ppo_mini_batch_size=3", ("ppo_mini_batch_size=3", "divide", "Set")),
         (f"{ACTOR}.ppo_max_token_len_per_gpu=50", ("ppo_max_token_len_per_gpu=50", "108", "Set")),
         ("data.train_batch_size=64", ("data.train_batch_size=64", "40", "Set")),
-        ("algorithm.adv_estimator=gae", ("algorithm.adv_estimator='gae'", "critic", "grpo")),
         ("trainer.resume_mode=resume_path", ("trainer.resume_from_path=None", "Set")),
         ("trainer.logger=[console,wandb]", ("trainer.logger='wandb'", "pip install wandb")),
         ("trainer.save_freq=True", ("trainer.save_freq=True", "number", "Set")),

@@ -6,11 +6,16 @@ in their place. What only a cluster can tell is in tests/distributed/test_mixed_
 from __future__ import annotations
 
 import time
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.fakes.commands import check_refusal, run_command
+from tandem.testing.doubles import write_vendor_package
+from tests.e2e.test_platforms import write_wheel
+from tests.fakes.commands import Conditions, check_refusal, run_command
+from tests.fakes.tiny_policy import TINY, write_tiny_policy
 from tests.fakes.tiny_run import Material, sft_arguments, train_arguments
 
 MAX_S = 5.0
@@ -35,9 +40,11 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> None:
     run_command(["--version"], folder=tmp_path_factory.mktemp("first"))
 
 
-def refuse(arguments: list[str], folder: Path, *parts: str) -> None:
+def refuse(
+    arguments: list[str], folder: Path, *parts: str, conditions: Conditions | None = None
+) -> None:
     begin_s = time.monotonic()
-    ended = run_command(arguments, folder=folder)
+    ended = run_command(arguments, folder=folder, conditions=conditions)
     assert time.monotonic() - begin_s < MAX_S
     check_refusal(ended, *parts)
     assert not (folder / "run").exists()
@@ -65,11 +72,30 @@ def refuse(arguments: list[str], folder: Path, *parts: str) -> None:
             ("pools.transport=flagcx:", "a pool is on the host (cpu)"),
         ),
         (
+            (
+                *APART,
+                "pools.actor-train.platform=musa",
+                "pools.generate.platform=mlu",
+            ),
+            (
+                "pools.*.platform: node 0 would have devices of musa and of mlu, which Ray both",
+                "trainer.nnodes of at least 2",
+            ),
+        ),
+        (
             INTERLEAVED,
             ("those of npu must follow each other", "[[actor-train],[logp,ref_logp],[generate]]"),
         ),
     ],
-    ids=["typo", "typo of a pool", "collective", "flagcx of Ascend", "flagcx of the host", "order"],
+    ids=[
+        "typo",
+        "typo of a pool",
+        "collective",
+        "flagcx of Ascend",
+        "flagcx of the host",
+        "one node",
+        "order",
+    ],
 )
 def test_what_cannot_be_is_refused_by_the_run_and_by_its_plan(
     material: Material, tmp_path: Path, *, command: str, keys: tuple[str, ...], parts: tuple[str]
@@ -91,6 +117,105 @@ def test_a_platform_that_is_not_here(material: Material, tmp_path: Path) -> None
     arguments = train_arguments(material, tmp_path / "run", "trainer.device=cambricon")
     refuse(arguments, tmp_path, "trainer.device=mlu: ", *says)
     refuse(["certify", "--platform", "mlu"], tmp_path, "--platform=mlu: ", *says)
+
+
+def without_ray(folder: Path) -> Conditions:
+    """A machine on which Ray ends whoever loads it."""
+    (folder / "ray").mkdir(parents=True)
+    (folder / "ray/__init__.py").write_text("raise AssertionError('Ray was loaded')\n")
+    return Conditions(environment={"PYTHONPATH": str(folder)})
+
+
+def test_a_pool_that_this_machine_cannot_hold_is_refused_before_ray_is_loaded(
+    material: Material, tmp_path: Path
+) -> None:
+    refuse(
+        train_arguments(material, tmp_path / "run", *ON_HOST),
+        tmp_path,
+        "pools.*.platform: this machine cannot hold the run (1 musa and 1 cpu). Free: musa 0 (the "
+        "package torch_musa is not installed), cpu ",
+        "Name platforms that are here",
+        conditions=without_ray(tmp_path / "path"),
+    )
+
+
+@pytest.mark.usefixtures("doubles")
+def test_a_pool_with_more_devices_than_this_machine_has_is_refused_before_ray_is_loaded(
+    material: Material, tmp_path: Path
+) -> None:
+    """The time is not bounded: a vendor's extension is loaded in a process of its own."""
+    conditions = without_ray(tmp_path / "path")
+    write_vendor_package(tmp_path / "path", "musa", num_devices=1)
+    ended = run_command(
+        train_arguments(material, tmp_path / "run", *ON_HOST, "trainer.n_gpus_per_node=4"),
+        folder=tmp_path,
+        conditions=conditions,
+    )
+    says = ("cannot hold the run (2 musa and 2 cpu). Free: musa 1, cpu ", "Lower trainer.n_gpus")
+    check_refusal(ended, *says)
+    assert not (tmp_path / "run").exists()
+
+
+OLD = """
+from dataclasses import replace
+import torch
+from tandem.platforms.record import CPU
+
+def cannot() -> bool:
+    return False
+
+def name() -> str:
+    return "Acme 1"
+
+PLATFORM = replace(
+    CPU, name="old", vendor="Acme", aliases=(), compute_dtype=torch.bfloat16,
+    has_bfloat16=cannot, device_name=name,
+)
+"""
+PAGED = """
+from dataclasses import replace
+from tandem.platforms.record import CPU
+
+PLATFORM = replace(CPU, name="paged", vendor="Acme", aliases=(), kernels="triton")
+"""
+
+
+def installed(folder: Path, name: str, code: str) -> Conditions:
+    """A machine with a platform of another package."""
+    with zipfile.ZipFile(write_wheel(folder / "wheels", name, code)) as wheel:
+        wheel.extractall(folder / "site")
+    return Conditions(environment={"PYTHONPATH": str(folder / "site")})
+
+
+def test_a_device_without_bfloat16_is_named_before_a_run_is_begun(
+    material: Material, tmp_path: Path
+) -> None:
+    conditions = installed(tmp_path, "old", OLD)
+    for arguments, section in (
+        (train_arguments, "actor_rollout_ref.actor.fsdp_config"),
+        (sft_arguments, "engine"),
+    ):
+        words = arguments(material, tmp_path / "run", "trainer.device=old")
+        says = f"{section}.dtype=auto: Acme 1 does not compute in bfloat16. Set {section}.dtype="
+        refuse(words, tmp_path, says, conditions=conditions)
+        for key in ("dtype", "model_dtype"):
+            keys = (f"{section}.dtype=float32", f"{section}.{key}=bfloat16")
+            refuse([*words, *keys], tmp_path, f"{section}.{key}=bfloat16: ", conditions=conditions)
+
+
+def test_a_head_size_without_a_kernel_is_named_before_a_run_is_begun(
+    material: Material, tmp_path: Path
+) -> None:
+    folder, size = tmp_path / "model", replace(TINY, hidden=48)
+    write_tiny_policy(folder, size=size)
+    key = "actor_rollout_ref.model.path"
+    refuse(
+        train_arguments(material, tmp_path / "run", f"{key}={folder}", "trainer.device=paged"),
+        tmp_path,
+        f"{key}='{folder}': its head dimension 24 has no attention kernel for paged",
+        "trainer.device=cpu",
+        conditions=installed(tmp_path, "paged", PAGED),
+    )
 
 
 def test_an_engine_that_is_not_built_is_said_to_be_without_effect(

@@ -83,7 +83,8 @@ def by_transformers(
     for request in requests:
         for sample_id in request.sample_ids:
             response = finished[sample_id].token_ids
-            ids_1T = torch.tensor([request.prompt_ids + response], device=pair.theirs.device)
+            ids = (*request.prompt_ids, *response)
+            ids_1T = torch.tensor([ids], device=pair.theirs.device)
             logits_TV = pair.theirs(input_ids=ids_1T, use_cache=False).logits[0]
             logits_RV = logits_TV[len(request.prompt_ids) - 1 : -1].double() / SAMPLED.temperature
             target_R1 = ids_1T[0, len(request.prompt_ids) :, None]

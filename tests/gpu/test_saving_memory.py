@@ -47,7 +47,7 @@ def dtype_of(machine: Machine) -> torch.dtype:
 def gradients_of(model, batch: PackedBatch) -> dict[str, Tensor]:
     """Of the sum of all log-probs."""
     model.module.zero_grad()
-    score_batch(model, batch, temperature=1.0, with_entropy=False).logp_R.sum().backward()
+    score_batch(model, batch, temperature=1.0, with_entropy=False).score_R.sum().backward()
     return {name: parameter.grad for name, parameter in model.module.named_parameters()}
 
 
@@ -108,6 +108,7 @@ def test_gradients_of_shared_rows_add_up_in_a_fixed_order(machine: Machine, tmp_
         """The model, after its hidden states."""
 
         operators, layout, lm_head_weight = model.operators, model.layout, model.lm_head_weight
+        value_bias = None
 
         def hidden(self, packed: PackedBatch) -> Tensor:
             return h_TD
@@ -117,7 +118,7 @@ def test_gradients_of_shared_rows_add_up_in_a_fixed_order(machine: Machine, tmp_
     found = []
     for _ in range(10):
         scores = score_batch(Fixed(), batch, temperature=1.0, with_entropy=False)
-        loss = (scores.logp_R * weights_R.to(machine.device)).sum()
+        loss = (scores.score_R * weights_R.to(machine.device)).sum()
         found += torch.autograd.grad(loss, h_TD)
     assert bool(found[0].any())
     assert all(torch.equal(gradient, found[0]) for gradient in found)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -158,31 +159,37 @@ def _update_beside(rank: int, size: int, store_port: int) -> list[int]:
         by mode, MiB that a transfer took of this GPU beside the weights.
     """
     del size
-    device = _device(rank, shared=False)
     taken: list[int] = []
     for mode in MODES:
-        weight = torch.zeros(MODEL_MIB, 1 << 18, device=device)
-        slices = cut({"w": weight}, (1, 1), rank=0)
-        link = open_link(
-            connect_store(HOST, store_port, timeout_s=30),
-            LinkPlace(f"{mode}", rank, 2, f"process {rank}", device, platform_named(device.type)),
-            tensors=receiving(slices) if rank else sending(slices),
-            settings=settings(BUCKET_MIB << 20, BUCKET_MIB << 20, timeout_s=TIMEOUT_S, **mode),
-        )
-        link.gate.publish(0)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        for version in (1, 2):
-            if rank == 0:
-                weight.fill_(version)
-            link.begin(version)
-            if rank == 0:
-                weight.fill_(-version)
-            else:
-                _generate_until(link, weight, version)
-        link.wait()
-        taken.append((torch.cuda.max_memory_allocated() - before) >> 20)
-        link.close()
+        taken.append(_update_twice(rank, store_port, mode))
+        gc.collect()  # a link is garbage in a cycle, and holds its weights
+    return taken
+
+
+def _update_twice(rank: int, store_port: int, mode: dict[str, Any]) -> int:
+    device = _device(rank, shared=False)
+    weight = torch.zeros(MODEL_MIB, 1 << 18, device=device)
+    slices = cut({"w": weight}, (1, 1), rank=0)
+    link = open_link(
+        connect_store(HOST, store_port, timeout_s=30),
+        LinkPlace(f"{mode}", rank, 2, f"process {rank}", device, platform_named(device.type)),
+        tensors=receiving(slices) if rank else sending(slices),
+        settings=settings(BUCKET_MIB << 20, BUCKET_MIB << 20, timeout_s=TIMEOUT_S, **mode),
+    )
+    link.gate.publish(0)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for version in (1, 2):
+        if rank == 0:
+            weight.fill_(version)
+        link.begin(version)
+        if rank == 0:
+            weight.fill_(-version)
+        else:
+            _generate_until(link, weight, version)
+    link.wait()
+    taken = (torch.cuda.max_memory_allocated() - before) >> 20
+    link.close()
     return taken
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+from array import array
 
 import pytest
 
@@ -21,6 +22,7 @@ from tandem.types import Completion, FinishReason
 def test_version_runs_cover_the_tokens(
     switches: tuple[tuple[int, int], ...], runs: tuple[tuple[int, int], ...]
 ) -> None:
-    completion = Completion(1, (1, 2, 3, 4, 5), (-0.5,) * 5, FinishReason.STOP, 3, switches)
+    tokens, log_probs = array("i", [1, 2, 3, 4, 5]), array("f", [-0.5] * 5)
+    completion = Completion(1, tokens, log_probs, FinishReason.STOP, 3, switches)
     assert completion.version_runs == runs
     assert pickle.loads(pickle.dumps(completion)) == completion

@@ -6,8 +6,8 @@ Decode writes one key and value a row into the cache and attends to all columns 
 query heads that share a key/value head are the rows of one matrix product, so keys and values are
 never repeated. Plain torch, any device; an accelerator replaces both by kernels.
 
-Shapes: B rows, W visible columns, P prompts, T packed tokens, H query heads, K key/value heads, G =
-H / K, E head dimension.
+Shapes: B rows, W visible columns, T packed tokens, H query heads, K key/value heads, G = H / K, E
+head dimension.
 """
 
 from __future__ import annotations
@@ -16,34 +16,37 @@ import torch
 from torch import Tensor
 
 from tandem.models.attention import PackedAttention
-from tandem.rollout.native.cache import PromptStates, RowCache
-from tandem.types import Segments
+from tandem.rollout.native.cache import RowCache, TokenStates
+from tandem.rollout.packing import Packed
 
 
 class PrefillAttention:
-    """Attention over packed prompts that keeps every layer's keys and values."""
+    """Attention over packed runs that keeps every layer's keys and values.
 
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
-        length_P = torch.tensor(lengths)
-        start_P = length_P.cumsum(0) - length_P
-        none_P = torch.zeros_like(length_P)
-        self._attention = PackedAttention(Segments(start_P, length_P, none_P, none_P), device)
-        self._lengths = tuple(lengths)
+    Attributes:
+        packed: what the decoder is fed.
+    """
+
+    def __init__(self, packed: Packed, prefix: TokenStates | None = None) -> None:
+        """``prefix``: what runs have before them; without it all begin at position 0."""
+        self.packed = packed
+        self._attention = PackedAttention(packed.segments, packed.token_T.device)
+        self._prefix = prefix
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        position_T = torch.arange(sum(lengths)) - start_P.repeat_interleave(length_P)
-        self.position_ids_T = position_T.to(device)
-        self.last_P = (start_P + length_P - 1).to(device)
 
     def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
-        """Attend causally within each prompt. Layers must come in order."""
+        """Attend causally to each run and what is before it. Layers must come in order."""
         self._keys.append(k_TKE.permute(1, 2, 0).contiguous())
         self._values.append(v_TKE.transpose(0, 1).contiguous())
+        if self._prefix is not None:
+            k_TKE = torch.cat((k_TKE, self._prefix.keys[layer].permute(2, 0, 1)))
+            v_TKE = torch.cat((v_TKE, self._prefix.values[layer].transpose(0, 1)))
         return self._attention(layer, q_THE, k_TKE, v_TKE)
 
-    def states(self) -> PromptStates:
+    def states(self) -> TokenStates:
         """What has been kept."""
-        return PromptStates(tuple(self._keys), tuple(self._values), self._lengths)
+        return TokenStates(tuple(self._keys), tuple(self._values))
 
 
 class DecodeAttention:

@@ -42,18 +42,16 @@ class CacheShape:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptStates:
-    """Keys (K, E, T) and values (K, T, E) a layer of packed prompts of the given lengths."""
+class TokenStates:
+    """Keys (K, E, T) and values (K, T, E) a layer of packed tokens."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
-    lengths: tuple[int, ...]
 
-    def last(self) -> PromptStates:
-        """The last prompt alone, without holding on to the others."""
-        length = self.lengths[-1]
-        keys = tuple(key[..., -length:].clone() for key in self.keys)
-        return PromptStates(keys, tuple(v[:, -length:].clone() for v in self.values), (length,))
+    def part(self, tokens: slice) -> TokenStates:
+        """Some of them, without holding on to the others."""
+        keys = tuple(key[..., tokens].clone() for key in self.keys)
+        return TokenStates(keys, tuple(value[:, tokens].clone() for value in self.values))
 
 
 class RowCache:
@@ -131,20 +129,20 @@ class RowCache:
         self.facts_3R = F.pad(self.facts_3R, (0, new_rows))
         self.uniform_RJ = F.pad(self.uniform_RJ, (0, 0, 0, new_rows))
 
-    def write_prompts(
-        self, first_row: int, states: PromptStates, *, num_rows: Sequence[int], column: int
-    ) -> None:
-        """Give each prompt's states to its ``num_rows`` rows, from ``first_row`` on, ending before
-        ``column``.
-        """
-        stop, token = column - self.first_column, 0
-        for length, count in zip(states.lengths, num_rows, strict=True):
-            rows, tokens = slice(first_row, first_row + count), slice(token, token + length)
-            columns = slice(stop - length, stop)
-            for layer in range(self.shape.num_layers):
-                self.keys[layer][rows, :, :, columns] = states.keys[layer][..., tokens]
-                self.values[layer][rows, :, columns] = states.values[layer][:, tokens]
-            first_row, token = first_row + count, token + length
+    def write(self, rows: slice, states: TokenStates, *, tokens: slice, column: int) -> None:
+        """Give each of ``rows`` the states of ``tokens``, ending before ``column``."""
+        stop = column - self.first_column
+        columns = slice(stop - (tokens.stop - tokens.start), stop)
+        for layer in range(self.shape.num_layers):
+            self.keys[layer][rows, :, :, columns] = states.keys[layer][..., tokens]
+            self.values[layer][rows, :, columns] = states.values[layer][:, tokens]
+
+    def read(self, places: Sequence[tuple[int, range]]) -> TokenStates:
+        """The states of some columns of some rows, behind each other."""
+        where = [(row, self.index(columns)) for row, columns in places]
+        keys = [torch.cat([key[row, :, :, at] for row, at in where], 2) for key in self.keys]
+        values = [torch.cat([value[row, :, at] for row, at in where], 1) for value in self.values]
+        return TokenStates(tuple(keys), tuple(values))
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int], *, columns: range) -> None:
         """Copy rows ``sources`` over rows ``targets`` within ``columns``."""

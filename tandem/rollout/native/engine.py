@@ -2,10 +2,10 @@
 """The native rollout engine: continuous batching over the decoder that the trainer trains, in the
 same storage.
 
-Each prompt is prefilled once for all its samples, finished sequences leave the batch, waiting ones
-enter. Tokens depend on the weights, the prompt, the sampling parameters and (seed, sample id)
-alone, up to the rounding of logits; not on what else is in the batch. One process, one device,
-plain torch operations: no graphs, no paging, no preemption.
+Each prompt is prefilled once for all its samples, again if other weights come into use meanwhile;
+finished sequences leave the batch, waiting ones enter. Tokens depend on weights, prompt, sampling
+parameters and (seed, sample id), up to rounding of logits; not on the batch. One process, one
+device, plain torch operations: no graphs, no paging, no preemption.
 
 Shapes: B running rows, n rows entering, P prompts, T packed tokens, D hidden, V vocabulary, J
 columns.
@@ -13,9 +13,10 @@ columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import accumulate, repeat
 
 import torch
 from torch import Tensor
@@ -25,8 +26,9 @@ from tandem.models.decoder import Decoder
 from tandem.rollout.ending import finish_reason
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.native.attention import DecodeAttention, PrefillAttention
-from tandem.rollout.native.cache import NUM_UNIFORMS, CacheShape, PromptStates, RowCache
+from tandem.rollout.native.cache import NUM_UNIFORMS, CacheShape, RowCache, TokenStates
 from tandem.rollout.native.scheduler import Admission, Limits, Row, Scheduler
+from tandem.rollout.packing import cost_of, in_passes, pack
 from tandem.rollout.sampler import Draw, draw_tokens
 from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest, TokenIds
@@ -37,10 +39,17 @@ _SMALL_CACHE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """States of P prompts and the logits that follow them."""
+    """States of P prompts behind each other, where each stands, and the logits that follow them."""
 
-    states: PromptStates
+    states: TokenStates
+    tokens: tuple[slice, ...]
     logits_PV: Tensor
+
+    def part(self, index: int) -> _Prefill:
+        """One prompt, without holding on to the others."""
+        tokens = self.tokens[index]
+        alone = slice(0, tokens.stop - tokens.start)
+        return _Prefill(self.states.part(tokens), (alone,), self.logits_PV[index, None].clone())
 
 
 class NativeRolloutEngine:
@@ -70,6 +79,7 @@ class NativeRolloutEngine:
         self._attention: DecodeAttention | None = None
         self._carried: _Prefill | None = None
         self._uniform_start = 0
+        self._is_outdated = False
         self.num_prefilled_tokens = 0
         self.num_decoded_tokens = 0
 
@@ -95,17 +105,19 @@ class NativeRolloutEngine:
         self._cache.release()
         return True
 
-    @torch.inference_mode()
     def set_weights_version(self, version: int) -> bool:
-        """See ``api.RolloutEngine``. Keys and values of running rows are computed anew."""
-        if self._scheduler.set_weights_version(version):
-            self._carried = None
-            self._prefill_running()
+        """See ``api.RolloutEngine``. Keys and values are computed again before the next step: once,
+        however often the weights have changed by then.
+        """
+        self._is_outdated |= self._scheduler.set_weights_version(version)
         return True
 
     @torch.inference_mode()
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """See ``api.RolloutEngine``."""
+        if self._is_outdated:
+            self._recompute()
+            self._is_outdated = False
         completions: list[Completion] = []
         steps = repeat(None) if max_steps is None else range(max_steps)
         for _ in steps:
@@ -129,9 +141,11 @@ class NativeRolloutEngine:
         scheduler, cache = self._scheduler, self._cache
         first_row = len(scheduler.rows) - len(admission.rows)
         self._make_room(live_rows=first_row)
-        cache.write_prompts(
-            first_row, prefill.states, num_rows=admission.num_rows, column=scheduler.column
-        )
+        row = first_row
+        for tokens, num_rows in zip(prefill.tokens, admission.num_rows, strict=True):
+            rows = slice(row, row + num_rows)
+            cache.write(rows, prefill.states, tokens=tokens, column=scheduler.column)
+            row += num_rows
         self._write_facts(first_row, admission.rows)
         self._draw_uniforms()
         self._attention = None
@@ -140,44 +154,80 @@ class NativeRolloutEngine:
         return self._sample(prefill.logits_PV.repeat_interleave(num_rows_P, 0), first_row)
 
     def _prefill(self, prompts: Sequence[TokenIds]) -> _Prefill:
-        lengths = [len(prompt) for prompt in prompts]
-        attention = PrefillAttention(lengths, self._device)
-        token_T = torch.tensor([token for prompt in prompts for token in prompt]).to(self._device)
-        h_TD = self._decoder(token_T, attention.position_ids_T, attention)
-        logits_PV = F.linear(h_TD[attention.last_P], self._decoder.lm_head_weight)
-        self.num_prefilled_tokens += len(token_T)
-        return _Prefill(attention.states(), logits_PV)
+        nowhere = [0] * len(prompts)
+        packed = pack(prompts, nowhere, prefix_starts=nowhere, device=self._device)
+        attention = PrefillAttention(packed)
+        h_PD = self._compute(attention).index_select(0, packed.last_S)
+        logits_PV = F.linear(h_PD, self._decoder.lm_head_weight)
+        return _Prefill(attention.states(), _places(prompts), logits_PV)
 
-    def _prefill_running(self) -> None:
-        """Keys and values of all rows but those of their newest tokens, which follow when these are
-        fed to the decoder.
+    def _compute(self, attention: PrefillAttention) -> Tensor:
+        """Hidden states (T, D) of what ``attention`` has been packed for."""
+        packed = attention.packed
+        self.num_prefilled_tokens += len(packed.token_T)
+        return self._decoder(packed.token_T, packed.position_T, attention)
+
+    def _recompute(self) -> None:
+        """Keys and values of all rows anew, but for those of their newest tokens, which follow when
+        these are fed to the decoder: each prompt once, then what its rows have behind it.
         """
-        scheduler, cache, first_row = self._scheduler, self._cache, 0
-        for contexts in _in_passes(self._contexts(), self._config.max_num_batched_tokens):
-            states = self._prefill(contexts).states
-            num_rows = [1] * len(contexts)
-            cache.write_prompts(first_row, states, num_rows=num_rows, column=scheduler.column)
-            first_row += len(contexts)
+        scheduler, max_tokens = self._scheduler, self._config.max_num_batched_tokens
+        rows_of, responses = scheduler.rows_by_prompt(), self._responses()
+        prompts = list(rows_of)
+        self._carried = None
+        for chosen in in_passes([len(prompt) for prompt in prompts], max_tokens):
+            prefill = self._prefill(prompts[chosen])
+            for index, prompt in enumerate(prompts[chosen]):
+                for row in rows_of[prompt]:
+                    first, tokens = scheduler.rows[row].first, prefill.tokens[index]
+                    self._cache.write(
+                        slice(row, row + 1), prefill.states, tokens=tokens, column=first
+                    )
+                if prompt == scheduler.prefilled_head:
+                    self._carried = prefill.part(index)
+        behind = [row for rows in rows_of.values() for row in rows if responses[row]]
+        costs = [
+            cost_of(len(responses[row]), len(scheduler.rows[row].prompt_ids)) for row in behind
+        ]
+        for chosen in in_passes(costs, max_tokens):
+            self._extend({row: responses[row] for row in behind[chosen]})
 
-    def _contexts(self) -> list[TokenIds]:
-        """Prompt and tokens of each row, without the newest."""
+    def _extend(self, responses: dict[int, list[int]]) -> None:
+        """Compute what some rows have behind their prompts, which are in the cache."""
+        rows, cache = self._scheduler.rows, self._cache
+        source = {rows[row].prompt_ids: row for row in responses}  # one reads it for all
+        prompts = dict(zip(source, _places(list(source)), strict=True))
+        prefix = cache.read(
+            [(row, range(rows[row].start, rows[row].first)) for row in source.values()]
+        )
+        runs = list(responses.values())
+        before = [rows[row].prompt_ids for row in responses]
+        packed = pack(
+            runs,
+            [len(prompt) for prompt in before],
+            prefix_starts=[prompts[prompt].start for prompt in before],
+            device=self._device,
+        )
+        attention = PrefillAttention(packed, prefix)
+        self._compute(attention)
+        states, column = attention.states(), self._scheduler.column
+        for row, tokens in zip(responses, _places(runs), strict=True):
+            cache.write(slice(row, row + 1), states, tokens=tokens, column=column)
+
+    def _responses(self) -> list[list[int]]:
+        """The tokens of each row without the newest."""
         rows, column = self._scheduler.rows, self._scheduler.column
-        if not rows:
-            return []
-        first = min(row.first for row in rows)
+        first = min((row.first for row in rows), default=column)
         window = self._cache.index(range(first, column))
         tokens = self._cache.tokens_RC[: len(rows), window].tolist()
-        return [
-            (*row.prompt_ids, *ids[row.first - first :])
-            for row, ids in zip(rows, tokens, strict=True)
-        ]
+        return [ids[row.first - first :] for row, ids in zip(rows, tokens, strict=True)]
 
     def _carry(self, prefill: _Prefill, admission: Admission) -> None:
         """Keep the last prompt while samples of it wait for rows."""
-        if not self._scheduler.head_is_prefilled:
+        if self._scheduler.prefilled_head is None:
             self._carried = None
         elif admission.prompts:
-            self._carried = _Prefill(prefill.states.last(), prefill.logits_PV[-1:].clone())
+            self._carried = prefill.part(-1)
 
     def _make_room(self, *, live_rows: int) -> None:
         """Room for the rows and their next column; where it lacks, for twice the columns in use."""
@@ -286,8 +336,8 @@ class NativeRolloutEngine:
         stopped = not row.ignore_eos and token_ids[-1] in self._config.eos_ids
         return Completion(
             sample_id=row.sample_id,
-            token_ids=tuple(token_ids),
-            log_probs=tuple(log_probs),
+            token_ids=array("i", token_ids),
+            log_probs=array("f", log_probs),
             finish_reason=finish_reason(log_probs[-1], stopped=stopped),
             weights_version=row.weights_version,
             switches=tuple(
@@ -298,15 +348,7 @@ class NativeRolloutEngine:
         )
 
 
-def _in_passes(contexts: Sequence[TokenIds], max_tokens: int) -> Iterator[list[TokenIds]]:
-    """Cut into runs of at most ``max_tokens`` tokens; a longer one stands alone."""
-    chosen: list[TokenIds] = []
-    num_tokens = 0
-    for context in contexts:
-        if chosen and num_tokens + len(context) > max_tokens:
-            yield chosen
-            chosen, num_tokens = [], 0
-        chosen.append(context)
-        num_tokens += len(context)
-    if chosen:
-        yield chosen
+def _places(runs: Sequence[Sequence[int]]) -> tuple[slice, ...]:
+    """Where each of several runs stands behind the others."""
+    stops = list(accumulate(len(run) for run in runs))
+    return tuple(slice(stop - len(run), stop) for run, stop in zip(runs, stops, strict=True))

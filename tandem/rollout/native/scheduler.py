@@ -99,9 +99,18 @@ class Scheduler:
         return bool(self.rows or self._waiting)
 
     @property
-    def head_is_prefilled(self) -> bool:
-        """Whether samples of an already prefilled prompt still wait for rows."""
-        return self._head_is_prefilled
+    def prefilled_head(self) -> TokenIds | None:
+        """The prompt that has been prefilled, and of which samples still wait for rows."""
+        return self._waiting[0].prompt_ids if self._head_is_prefilled else None
+
+    def rows_by_prompt(self) -> dict[TokenIds, list[int]]:
+        """The rows of each prompt whose states are in use; those of the head may all have ended."""
+        rows: dict[TokenIds, list[int]] = {}
+        for index, row in enumerate(self.rows):
+            rows.setdefault(row.prompt_ids, []).append(index)
+        if self._head_is_prefilled:
+            rows.setdefault(self._waiting[0].prompt_ids, [])
+        return rows
 
     @property
     def rules(self) -> tuple[DrawRule, ...]:
@@ -139,13 +148,9 @@ class Scheduler:
         self._num_waiting += sum(len(request.sample_ids) for request in requests)
 
     def set_weights_version(self, version: int) -> bool:
-        """Tag tokens from the next column on; forget a prompt prefilled under another version.
-
-        Returns whether it is another version.
-        """
+        """Tag tokens from the next column on; returns whether it is another version."""
         if version == self._weights_version:
             return False
-        self._head_is_prefilled = False
         self._weights_version = version
         self.rows = [_switched(row, self.column + 1, version=version) for row in self.rows]
         return True

@@ -10,13 +10,18 @@ heads, E head dimension, S shares, W tokens of a window.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from tandem.models.upload import upload
+
 PAGE_TOKENS = 64
+HEAD_DIMS = (16, 32, 64, 128, 256)
+"""Head dimensions that there are attention kernels for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,15 @@ class LayerCache:
     values: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TailCopy:
+    """The first ``num_tokens`` tokens of page ``source`` belong in page ``target``, too."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
 class PageStore:
     """The pages of all layers. ``layers[i]`` are layer i's."""
 
@@ -68,15 +82,19 @@ class PageStore:
             new.values[: len(old.values)] = old.values
         return larger
 
-    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """Copy whole pages in every layer."""
-        if not sources:
+    def copy_tails(self, copies: Sequence[TailCopy]) -> None:
+        """Carry out ``copies`` in every layer."""
+        if not copies:
             return
-        device = self.layers[0].keys.device
-        source, target = torch.tensor((sources, targets)).to(device, non_blocking=True)
+        pages = torch.tensor([(copy.source, copy.target) for copy in copies])
+        counts = [copy.num_tokens for copy in copies]
+        page_Y2 = pages.repeat_interleave(torch.tensor(counts), 0)
+        offset_Y = torch.cat([torch.arange(count) for count in counts])
+        places_3Y = torch.stack((*page_Y2.unbind(1), offset_Y))
+        source_Y, target_Y, offset_Y = upload(places_3Y, self.layers[0].keys.device)
         for layer in self.layers:
-            layer.keys.index_copy_(0, target, layer.keys.index_select(0, source))
-            layer.values.index_copy_(0, target, layer.values.index_select(0, source))
+            for states in (layer.keys, layer.values):
+                states[target_Y, :, offset_Y] = states[source_Y, :, offset_Y]
 
 
 @dataclass(frozen=True, slots=True)

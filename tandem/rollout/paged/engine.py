@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native rollout engine for accelerators, over the decoder that the trainer trains, in the same
-storage.
+"""The native rollout engine for accelerators, over the trainer's decoder in the trainer's storage.
 
-Prompts are prefilled once for all their samples; steps are captured, sample and find ends on the
-device. The host launches a window of steps before it reads the last one, so that the device never
-waits; a sequence that has ended is carried along for up to a window more. Tokens depend on weights,
-prompt, sampling parameters and (seed, sample id), up to rounding of logits; not on the batch.
+Prompts are prefilled once for all their samples, again if other weights come into use meanwhile.
+Steps are captured, sample and find ends on the device. The host launches a window of steps before
+it reads the last one, so that the device never waits; a sequence that has ended is carried along
+for up to a window more. Tokens depend on weights, prompt, sampling parameters and (seed, sample
+id), up to rounding of logits; not on the batch.
 
 Shapes: B running rows, n rows entering, P prompts, T packed tokens, W tokens of a window, N pages
 of a block table.
@@ -13,6 +13,7 @@ of a block table.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -22,12 +23,13 @@ import torch
 from torch import Tensor
 
 from tandem.models.decoder import Decoder
+from tandem.models.upload import upload
 from tandem.platforms.capture import Capturer
 from tandem.rollout.ending import finish_reason
 from tandem.rollout.keyed_random import stream_keys, uniforms
-from tandem.rollout.paged.cache import PAGE_TOKENS, PageShape, PageStore, RowState, Window
+from tandem.rollout.paged.cache import PageShape, PageStore, RowState, Window
 from tandem.rollout.paged.kernels.sampling import draw_next
-from tandem.rollout.paged.prefill import PrefillAttention, packed_positions
+from tandem.rollout.paged.prefill import PrefillAttention
 from tandem.rollout.paged.scheduler import Entry, Limits, PagedScheduler, Running
 from tandem.rollout.paged.step import DecodeStep
 from tandem.rollout.settings import NativeRolloutConfig
@@ -85,6 +87,7 @@ class PagedRolloutEngine:
         self._slots: dict[int, int] = {}
         self._pins = self._device.type != "cpu"
         self._weights_version = 0
+        self._is_outdated = False
         self._finished: list[Completion] = []
         self.num_prefilled_tokens = 0
         self.num_decoded_tokens = 0
@@ -115,18 +118,13 @@ class PagedRolloutEngine:
         return True
 
     def set_weights_version(self, version: int) -> bool:
-        """See ``api.RolloutEngine``. What runs is preempted, to be prefilled under the new weights.
-
-        Their pages are no longer shared then: where that takes more of them, the store is made
-        anew while it is empty.
+        """See ``api.RolloutEngine``. What pages hold is computed again before the next step: once,
+        however often the weights have changed by then.
         """
         if version == self._weights_version:
             return True
         self.settle()
-        self._scheduler.preempt_all()
-        if self._store is not None and self._store.num_pages < self._scheduler.wanted_pages:
-            self._store = self._step = None
-        self._weights_version = version
+        self._weights_version, self._is_outdated = version, True
         return True
 
     @torch.inference_mode()
@@ -153,6 +151,7 @@ class PagedRolloutEngine:
             return None
         scheduler.reserve_window()
         kept = list(scheduler.rows)
+        outdated = scheduler.recompute() if self._is_outdated else []
         entries = scheduler.admit()
         rows = scheduler.rows
         new = rows[len(kept) :]
@@ -164,6 +163,9 @@ class PagedRolloutEngine:
         self._arrange(step, rows, num_kept=len(kept) if last is not None else 0)
         replay = step.prepare(len(rows), store, filtered=any(map(_is_filtered, rows)))
         self._draw_uniforms(step, len(rows))
+        for again in outdated:
+            self._fill(again, store)
+        self._is_outdated = False
         if entries:
             self._prefill(entries, step, store=store, first_row=len(kept))
         for _ in range(num_steps):
@@ -212,7 +214,7 @@ class PagedRolloutEngine:
         last window, and only the device knows how far they are."""
         state, kept = step.state, rows[:num_kept]
         if kept:
-            slots = self._to_device(torch.tensor([self._slots[id(row)] for row in kept]))
+            slots = upload(torch.tensor([self._slots[id(row)] for row in kept]), self._device)
             numbers = state.numbers.index_select(0, slots)
             numbers[:, RowState.NUM_DRAWN] += numbers[:, RowState.COUNT]
             numbers[:, RowState.COUNT] = 0
@@ -225,13 +227,13 @@ class PagedRolloutEngine:
                 self._config.seed, [row.sample_id for row in new]
             )
             settings = torch.tensor([(row.sampling.temperature, row.sampling.top_p) for row in new])
-            state.numbers[num_kept : len(rows)] = self._to_device(numbers)
-            state.settings[num_kept : len(rows)] = self._to_device(settings)
+            state.numbers[num_kept : len(rows)] = upload(numbers, self._device)
+            state.settings[num_kept : len(rows)] = upload(settings, self._device)
         self._slots = {id(row): slot for slot, row in enumerate(rows)}
         table = np.zeros((len(rows), step.table_RN.shape[1]), dtype=np.int32)
         for line, row in zip(table, rows, strict=True):
             line[: len(row.pages)] = row.pages
-        step.table_RN[: len(rows)] = self._to_device(torch.from_numpy(table))
+        step.table_RN[: len(rows)] = upload(torch.from_numpy(table), self._device)
 
     def _draw_uniforms(self, step: DecodeStep, num_rows: int) -> None:
         """The random numbers of the next window."""
@@ -245,19 +247,7 @@ class PagedRolloutEngine:
         self, entries: Sequence[Entry], step: DecodeStep, *, store: PageStore, first_row: int
     ) -> None:
         """Fill the pages of the entering rows and draw their first tokens."""
-        contexts = [entry.context_ids for entry in entries]
-        owners = [entry.sequences[0] for entry in entries]
-        attention = PrefillAttention(
-            [len(context) for context in contexts],
-            [owner.pages for owner in owners],
-            store=store,
-            packed=self._decoder.operators.packed_attention,
-        )
-        token_T = torch.tensor([token for context in contexts for token in context])
-        positions = packed_positions([len(context) for context in contexts])
-        h_TD = self._decoder(self._to_device(token_T), self._to_device(positions), attention)
-        store.copy_pages(*_tail_copies(entries))
-        logits_PV = step.logits(h_TD.index_select(0, attention.last_P))
+        logits_PV = step.logits(self._fill(entries, store))
         counts = torch.tensor([len(entry.sequences) for entry in entries])
         source_n = torch.arange(len(entries), dtype=torch.int32).repeat_interleave(counts)
         rows = slice(first_row, first_row + len(source_n))
@@ -267,9 +257,21 @@ class PagedRolloutEngine:
             step.state.rows(rows),
             window=step.window.rows(rows),
             filtered=any(map(_is_filtered, sequences)),
-            logits_row_B=self._to_device(source_n),
+            logits_row_B=upload(source_n, self._device),
         )
-        self.num_prefilled_tokens += len(token_T)
+
+    def _fill(self, entries: Sequence[Entry], store: PageStore) -> Tensor:
+        """Compute the runs of one pass and fill pages; hidden states (P, D) at their ends."""
+        attention = PrefillAttention(
+            [entry.run for entry in entries],
+            store,
+            make_attention=self._decoder.operators.packed_attention,
+        )
+        packed = attention.packed
+        h_TD = self._decoder(packed.token_T, packed.position_T, attention)
+        store.copy_tails([copy for entry in entries for copy in entry.tail_copies])
+        self.num_prefilled_tokens += len(h_TD)
+        return h_TD.index_select(0, packed.last_S)
 
     def _read(self, step: DecodeStep, rows: Sequence[Running], *, launched: list[int]) -> _Flight:
         """Queue the copies to the host behind the window."""
@@ -315,17 +317,12 @@ class PagedRolloutEngine:
         stopped = not row.sampling.ignore_eos and row.token_ids[-1] in self._config.eos_ids
         return Completion(
             sample_id=row.sample_id,
-            token_ids=tuple(row.token_ids),
-            log_probs=tuple(row.log_probs),
+            token_ids=array("i", row.token_ids),
+            log_probs=array("f", row.log_probs),
             finish_reason=finish_reason(row.log_probs[-1], stopped=stopped),
             weights_version=row.version_starts[0][1],
             switches=tuple(row.version_starts[1:]),
         )
-
-    def _to_device(self, values: Tensor) -> Tensor:
-        """Without waiting for what the device is doing, which takes pinned memory."""
-        pinned = values.pin_memory() if self._pins else values
-        return pinned.to(self._device, non_blocking=True)
 
 
 def _numbers(row: Running) -> tuple[int, ...]:
@@ -341,13 +338,3 @@ def _numbers(row: Running) -> tuple[int, ...]:
 
 def _is_filtered(row: Running) -> bool:
     return row.sampling.top_k > 0 or row.sampling.top_p < 1
-
-
-def _tail_copies(entries: Sequence[Entry]) -> tuple[list[int], list[int]]:
-    sources: list[int] = []
-    targets: list[int] = []
-    for entry in entries:
-        tail = entry.sequences[0].pages[len(entry.context_ids) // PAGE_TOKENS :][:1]
-        sources += tail * len(entry.tail_copies)
-        targets += entry.tail_copies
-    return sources, targets

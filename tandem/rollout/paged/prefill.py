@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of packed prompts that also writes their keys and values into pages.
+"""Attention of packed runs of tokens that also writes their keys and values into pages.
 
-Shapes: P prompts, T packed tokens, H query heads, K key/value heads, E head dimension.
+What runs have before them is read from pages, once for all runs that name the same. It may be what
+another run of the same pass has just written.
+
+Shapes: S runs, T packed tokens, C tokens before them, H query heads, K key/value heads, E head
+dimension.
 """
 
 from __future__ import annotations
@@ -13,51 +17,69 @@ import torch
 from torch import Tensor
 
 from tandem.models.operators import MakeAttention
+from tandem.models.upload import upload
+from tandem.rollout.packing import pack
 from tandem.rollout.paged.cache import PAGE_TOKENS, PageStore
-from tandem.types import Segments
-
-
-def packed_positions(lengths: Sequence[int]) -> Tensor:
-    """0..length-1 of each prompt, int64 (T,)."""
-    return torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
+from tandem.rollout.paged.scheduler import Run
 
 
 class PrefillAttention:
-    """Causal attention within each prompt, for all layers of one pass.
+    """Causal attention of ``runs`` to themselves and to what is before them, for all layers of one
+    pass.
 
     Attributes:
-        last_P: index into T of each prompt's last token.
+        packed: what the decoder is fed.
     """
 
     def __init__(
-        self,
-        lengths: Sequence[int],
-        pages: Sequence[Sequence[int]],
-        *,
-        store: PageStore,
-        packed: MakeAttention,
+        self, runs: Sequence[Run], store: PageStore, *, make_attention: MakeAttention
     ) -> None:
         device = store.layers[0].keys.device
-        length_P = torch.tensor(lengths)
-        stop_P = length_P.cumsum(0)
-        none_P = torch.zeros_like(length_P)
-        segments = Segments(stop_P - length_P, length_P, none_P, none_P)
-        self._attention = packed(segments, device)
-        self._layers = store.layers
-        position = packed_positions(lengths)
-        page = np.concatenate(
-            [
-                np.repeat(np.array(own), PAGE_TOKENS)[:length]
-                for own, length in zip(pages, lengths, strict=True)
-            ]
+        prefixes = {_prefix(run): 0 for run in runs if run.start > 0}
+        num_prefixed = 0
+        for prefix in prefixes:
+            prefixes[prefix] = num_prefixed
+            num_prefixed += prefix[1]
+        self.packed = pack(
+            [run.token_ids for run in runs],
+            [run.start for run in runs],
+            prefix_starts=[prefixes.get(_prefix(run), 0) for run in runs],
+            device=device,
         )
-        self._page_T = torch.from_numpy(page).to(device)
-        self._offset_T = (position % PAGE_TOKENS).to(device)
-        self.last_P = (stop_P - 1).to(device)
+        self._attention = make_attention(self.packed.segments, device)
+        self._layers = store.layers
+        stops = [run.start + len(run.token_ids) for run in runs]
+        self._places_2T = upload(
+            _places([(run.pages, run.start, stop) for run, stop in zip(runs, stops, strict=True)]),
+            device,
+        )
+        self._prefix_2C = (
+            upload(_places([(pages, 0, stop) for pages, stop in prefixes]), device)
+            if prefixes
+            else None
+        )
 
     def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
         """Store, then attend."""
         cache = self._layers[layer]
-        cache.keys[self._page_T, :, self._offset_T] = k_TKE
-        cache.values[self._page_T, :, self._offset_T] = v_TKE
+        page_T, offset_T = self._places_2T
+        cache.keys[page_T, :, offset_T] = k_TKE
+        cache.values[page_T, :, offset_T] = v_TKE
+        if self._prefix_2C is not None:
+            page_C, offset_C = self._prefix_2C
+            k_TKE = torch.cat((k_TKE, cache.keys[page_C, :, offset_C]))
+            v_TKE = torch.cat((v_TKE, cache.values[page_C, :, offset_C]))
         return self._attention(layer, q_THE, k_TKE, v_TKE)
+
+
+def _prefix(run: Run) -> tuple[tuple[int, ...], int]:
+    return run.prefix_pages, run.start
+
+
+def _places(stretches: Sequence[tuple[Sequence[int], int, int]]) -> Tensor:
+    """Page and offset of positions start..stop-1 in each list of pages, int64 (2, tokens)."""
+    page = [
+        np.array(pages)[np.arange(start, stop) // PAGE_TOKENS] for pages, start, stop in stretches
+    ]
+    offset = [np.arange(start, stop) % PAGE_TOKENS for _, start, stop in stretches]
+    return torch.from_numpy(np.stack((np.concatenate(page), np.concatenate(offset))))

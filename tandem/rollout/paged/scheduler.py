@@ -3,18 +3,20 @@
 
 A sequence waits, runs and finishes. Waiting ones enter in order as soon as there are rows and pages
 for them; when pages run out, the newest running one goes back to the head of the queue with the
-tokens it has, to be prefilled again. The samples of a prompt that enter together share its full
-pages; the page that the prompt fills in part is each one's own.
+tokens it has, to be computed again. The samples of a prompt that run share its full pages, whenever
+they entered; the page that the prompt fills in part is each one's own. The prompt itself is
+computed for the first of them alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem.errors import UserError
-from tandem.rollout.paged.cache import PAGE_TOKENS
+from tandem.rollout.packing import cost_of, in_passes
+from tandem.rollout.paged.cache import PAGE_TOKENS, TailCopy
 from tandem.rollout.paged.pages import PagePool
 from tandem.types import GenerationRequest, SamplingParams, TokenIds
 
@@ -27,6 +29,7 @@ class Running:
         token_ids, log_probs: as far as the host has read them.
         num_launched: tokens beyond those that steps under way may have drawn.
         pages: what it owns, in order.
+        holders: the samples of its prompt that own pages; one list for all of them.
         version_starts: (index, version) of the first token that each version drew.
     """
 
@@ -37,6 +40,7 @@ class Running:
     log_probs: list[float] = field(default_factory=list[float])
     num_launched: int = 0
     pages: list[int] = field(default_factory=list[int])
+    holders: list[Running] = field(default_factory=list["Running"], repr=False)
     version_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
     @property
@@ -50,9 +54,14 @@ class Running:
         return len(self.prompt_ids) + len(self.token_ids) + self.num_launched
 
     @property
-    def context_ids(self) -> TokenIds:
-        """What has to be prefilled before the next token can be drawn."""
-        return (*self.prompt_ids, *self.token_ids)
+    def num_shared_pages(self) -> int:
+        """Pages that its prompt fills."""
+        return len(self.prompt_ids) // PAGE_TOKENS
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that it owns at its greatest length."""
+        return pages_for(len(self.prompt_ids) + self.sampling.max_new_tokens)
 
     def extend(self, token_ids: list[int], log_probs: list[float], *, version: int) -> None:
         """Take in tokens that ``version`` has drawn."""
@@ -63,15 +72,33 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Sequences with one context that enter together; the first one's pages are to be filled.
+class Run:
+    """Tokens of a sequence to be computed, from position ``start`` on.
 
-    ``tail_copies``: pages to copy the first one's last, partly filled page to.
+    Attributes:
+        pages: of the whole sequence, where their keys belong.
+        prefix_pages: what holds positions 0..start-1, or will once the runs of the same pass that
+            begin at 0 are stored.
     """
 
-    context_ids: TokenIds
+    token_ids: TokenIds
+    start: int
+    pages: tuple[int, ...]
+    prefix_pages: tuple[int, ...] = ()
+
+    @property
+    def cost(self) -> int:
+        """In tokens of a pass."""
+        return cost_of(len(self.token_ids), self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A run, the sequences that stand at its end, and what is to be copied once it is stored."""
+
+    run: Run
     sequences: tuple[Running, ...]
-    tail_copies: tuple[int, ...]
+    tail_copies: tuple[TailCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +113,6 @@ class Limits:
 def pages_for(num_tokens: int) -> int:
     """Pages that hold so many tokens."""
     return -(-num_tokens // PAGE_TOKENS)
-
-
-def _most_pages(group: Sequence[Running]) -> int:
-    """Pages of sequences with one context when all have reached their greatest length."""
-    first = group[0]
-    shared = len(first.prompt_ids) // PAGE_TOKENS if len(group) > 1 else 0
-    longest = pages_for(len(first.prompt_ids) + first.sampling.max_new_tokens)
-    return shared + len(group) * (longest - shared)
 
 
 class PagedScheduler:
@@ -141,9 +160,10 @@ class PagedScheduler:
                     f"cache holds {self._num_pages * PAGE_TOKENS} tokens. Raise "
                     "actor_rollout_ref.rollout.gpu_memory_utilization or shorten the sequences."
                 )
+            holders: list[Running] = []
             self._waiting.append(
                 tuple(
-                    Running(sample_id, request.prompt_ids, request.sampling)
+                    Running(sample_id, request.prompt_ids, request.sampling, holders=holders)
                     for sample_id in request.sample_ids
                 )
             )
@@ -162,15 +182,33 @@ class PagedScheduler:
             return entries
         budget = self._limits.max_prefill_tokens
         while self._waiting:
-            context = self._waiting[0][0].context_ids
-            if entries and len(context) > budget:
+            run = _next_run(self._waiting[0][0])
+            if entries and run.cost > budget:
                 break
-            entry = self._enter_head(context)
+            entry = self._enter_head(run)
             if entry is None:
                 break
             entries.append(entry)
-            budget -= len(context)
+            budget -= run.cost
         return entries
+
+    def recompute(self) -> list[list[Entry]]:
+        """Passes that compute again what the pages of all rows hold: first each prompt, once for
+        all its samples, then what these have behind it but for the newest token, which is fed to
+        the next step. Nothing may be under way.
+        """
+        groups: dict[int, list[Running]] = {}
+        for row in self.rows:
+            groups.setdefault(id(row.holders), []).append(row)
+        prompts = [_prompt_again(group) for group in groups.values()]
+        responses = [_response_again(row) for row in self.rows if len(row.token_ids) > 1]
+        return [
+            entries[chosen]
+            for entries in (prompts, responses)
+            for chosen in in_passes(
+                [entry.run.cost for entry in entries], self._limits.max_prefill_tokens
+            )
+        ]
 
     def has_window(self) -> bool:
         """Whether the pages that all rows' next window may fill can be had."""
@@ -184,12 +222,6 @@ class PagedScheduler:
         for sequence in self.rows:
             sequence.pages += self._pool.take(self._missing(sequence))
 
-    def preempt_all(self) -> None:
-        """Put everything that runs back, in order; nothing may be under way."""
-        while self.rows:
-            self._preempt_newest()
-        self.wanted_pages = max(self.wanted_pages, self._most_pages())
-
     def remove(self, finished: Sequence[Running]) -> None:
         """Take out finished rows and free what they alone own; the others keep their order."""
         leaving = set(map(id, finished))
@@ -199,35 +231,41 @@ class PagedScheduler:
 
     def _most_pages(self) -> int:
         """A bound on the pages in use at any time from now on."""
-        groups = [*((row,) for row in self.rows), *self._waiting]
-        total, num_sequences = sum(map(_most_pages, groups)), sum(map(len, groups))
-        if num_sequences > self._limits.max_rows or total + num_sequences > self._num_pages:
-            # A group may then enter in parts, each with shared pages of its own.
-            total = sum(_most_pages((sequence,)) for group in groups for sequence in group)
-        return min(total, self._limits.max_rows * self.longest_pages, self._num_pages)
+        sequences = [*self.rows, *(sequence for unit in self._waiting for sequence in unit)]
+        own = sum(sequence.most_pages - sequence.num_shared_pages for sequence in sequences)
+        shared = {id(sequence.holders): sequence.num_shared_pages for sequence in sequences}
+        most = own + sum(shared.values())
+        return min(most, self._limits.max_rows * self.longest_pages, self._num_pages)
 
-    def _enter_head(self, context: TokenIds) -> Entry | None:
+    def _enter_head(self, run: Run) -> Entry | None:
         """The head of the queue, or as much of it as there is room for."""
         head = self._waiting[0]
-        num_full, tail = divmod(len(context), PAGE_TOKENS)
-        own = pages_for(self._first_end(head[0])) - num_full
-        spare = self._pool.num_free - num_full - len(self.rows)
+        first = head[0]
+        num_shared = first.num_shared_pages
+        missing = 0 if first.holders else num_shared
+        own = pages_for(self._first_end(first)) - num_shared
+        spare = self._pool.num_free - missing - len(self.rows)
         count = min(len(head), self._limits.max_rows - len(self.rows), spare // max(1, own))
-        if count <= 0 and not self.rows and own + num_full <= self._pool.num_free:
+        if count <= 0 and not self.rows and own + missing <= self._pool.num_free:
             count = 1
         if count <= 0:
             return None
-        shared = self._pool.take(num_full)
-        self._pool.share(shared, owners=count - 1)
-        entering = head[:count]
-        for sequence in entering:
-            sequence.pages = shared + self._pool.take(own)
         self._waiting.popleft()
         if count < len(head):
             self._waiting.appendleft(head[count:])
+        entering = head[:count]
+        if first.holders:
+            shared = first.holders[0].pages[:num_shared]
+            self._pool.share(shared, owners=count)
+        else:
+            shared = self._pool.take(num_shared)
+            self._pool.share(shared, owners=count - 1)
+        for sequence in entering:
+            sequence.pages = shared + self._pool.take(own)
+        first.holders += entering
         self.rows += entering
-        copies = tuple(sequence.pages[num_full] for sequence in entering[1:]) if tail else ()
-        return Entry(context, entering, copies)
+        run = replace(run, pages=tuple(first.pages))
+        return Entry(run, entering, _tail_copies(first.holders[0], entering))
 
     def _first_end(self, sequence: Running) -> int:
         """Tokens whose keys are stored after the first draw and a window behind it."""
@@ -249,3 +287,43 @@ class PagedScheduler:
     def _free(self, sequence: Running) -> None:
         self._pool.release(sequence.pages)
         sequence.pages = []
+        sequence.holders.remove(sequence)
+
+
+def _next_run(sequence: Running) -> Run:
+    """What has to be computed before its next token can be drawn; it has no pages yet."""
+    prompt, response = sequence.prompt_ids, tuple(sequence.token_ids)
+    if not sequence.holders:
+        return Run((*prompt, *response), 0, ())
+    # The last token of a prompt whose keys are there is computed for its logits. Where it ends a
+    # page its key is stored there once more, the same up to rounding.
+    run, start = (response, len(prompt)) if response else (prompt[-1:], len(prompt) - 1)
+    return Run(run, start, (), _prompt_pages(sequence.holders[0]))
+
+
+def _prompt_again(group: Sequence[Running]) -> Entry:
+    first = group[0]
+    run = Run(first.prompt_ids, 0, tuple(first.pages))
+    return Entry(run, tuple(group), _tail_copies(first, group))
+
+
+def _response_again(row: Running) -> Entry:
+    run = tuple(row.token_ids[:-1])
+    start = len(row.prompt_ids)
+    return Entry(Run(run, start, tuple(row.pages), _prompt_pages(row.holders[0])), (row,))
+
+
+def _prompt_pages(sequence: Running) -> tuple[int, ...]:
+    return tuple(sequence.pages[: pages_for(len(sequence.prompt_ids))])
+
+
+def _tail_copies(source: Running, sequences: Sequence[Running]) -> tuple[TailCopy, ...]:
+    """From ``source`` to the others: what the prompt fills of its last page."""
+    num_full, num_tokens = divmod(len(source.prompt_ids), PAGE_TOKENS)
+    if num_tokens == 0:
+        return ()
+    return tuple(
+        TailCopy(source.pages[num_full], sequence.pages[num_full], num_tokens)
+        for sequence in sequences
+        if sequence is not source
+    )

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tandem.testing.processes import Here
 
-Measured = Mapping[str, float]
-"""Names end in ``_error`` (largest difference from the host's result) or ``_gb_s``."""
+Measured = Mapping[str, float] | None
+"""Names end in ``_error`` (largest difference from the host's result) or ``_gb_s``. None where
+there is nothing to check, such as collectives of one process."""
 
 EXACT = 1e-5
 """Bound on an error in fp32, relative to the largest value: another order of adding up."""
@@ -81,7 +82,7 @@ def error_of(found: Tensor, expected: Tensor) -> float:
     return float("inf") if math.isnan(error) else error
 
 
-def bounded(name: str, error: float, *, limit: float = EXACT) -> Measured:
+def bounded(name: str, error: float, *, limit: float = EXACT) -> dict[str, float]:
     """``error`` as a measurement, checked against its limit."""
     require(error <= limit, f"{name}: differs from the host by {error:.2e}, at most {limit:.0e}")
     return {f"{name}_error": error}

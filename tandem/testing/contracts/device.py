@@ -83,7 +83,7 @@ def memory_is_counted(bench: Bench) -> Measured:
     """The peaks of allocated memory include a tensor that is there."""
     platform = bench.here.platform
     if not platform.has_own_memory:
-        return {}
+        return None
     held = torch.ones(4 * 1024**2, device=bench.device)
     allocated, reserved = platform.memory_allocated_bytes(), platform.memory_reserved_bytes()
     require(held.nbytes <= allocated <= platform.total_memory_bytes(), f"{allocated} allocated")
@@ -94,7 +94,7 @@ def memory_is_counted(bench: Bench) -> Measured:
 def streams_are_ordered(bench: Bench) -> Measured:
     """Work on another stream sees what was queued before, and its event tells the end."""
     if bench.is_host:
-        return {}
+        return None
     first, second = torch.Stream(bench.device), torch.Stream(bench.device)
     require(first.stream_id != second.stream_id, "two streams are one")
     with first:
@@ -115,7 +115,7 @@ def streams_are_ordered(bench: Bench) -> Measured:
 def copies_are_pinned(bench: Bench) -> Measured:
     """Page-locked memory goes over and back unchanged; how fast is measured."""
     if bench.is_host:
-        return {}
+        return None
     source = torch.arange(_COPY_BYTES // 8).pin_memory()
     require(source.is_pinned() and not torch.ones(1).is_pinned(), "pinned memory is not known")
     there, back = torch.empty_like(source, device=bench.device), torch.empty_like(source)

@@ -7,7 +7,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -33,12 +33,14 @@ class Outcome:
     Attributes:
         failure: "" if it passed; else what was raised, with its rank.
         measured: rank 0's.
+        was_run: False where there was nothing to check.
     """
 
     name: str
     failure: str
     seconds: float
     measured: Mapping[str, float]
+    was_run: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ def run_suite(platform: Platform, *, num_ranks: int, timeout_s: float = 300) -> 
 def _together(outcomes: Sequence[Outcome]) -> Outcome:
     first = outcomes[0]
     failed = (f"rank {i}: {one.failure}" for i, one in enumerate(outcomes) if one.failure)
-    return Outcome(first.name, next(failed, ""), first.seconds, first.measured)
+    failure = next(failed, "")
+    return replace(first, failure=failure, was_run=first.was_run or bool(failure))
 
 
 def _run_all(here: Here, folder: Path) -> tuple[Found, list[Outcome]]:
@@ -106,19 +109,21 @@ def _run_all(here: Here, folder: Path) -> tuple[Found, list[Outcome]]:
 def _run_one(check: Check, bench: Bench) -> Outcome:
     torch.manual_seed(0)
     start = time.perf_counter()
-    failure, measured = "", {}
+    failure, measured = "", None
     try:
-        measured = dict(check.run(bench))
+        measured = check.run(bench)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         place = next(f for f in reversed(frames) if f.name not in _REQUIRING)
         failure = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-    return Outcome(check.name, failure, time.perf_counter() - start, measured)
+    seconds = time.perf_counter() - start
+    was_run = measured is not None or bool(failure)
+    return Outcome(check.name, failure, seconds, dict(measured or {}), was_run=was_run)
 
 
 def _found(here: Here) -> Found:
     platform = here.platform
-    versions = {"torch": str(torch.__version__)}
+    versions = {"torch": str(torch.__version__), **platform.versions()}
     toolkit = torch.version.cuda or torch.version.hip
     if toolkit is not None:
         versions["toolkit"] = toolkit

@@ -31,6 +31,8 @@ def backend_is_compound(bench: Bench) -> Measured:
 
 def collectives_are_right(bench: Bench) -> Measured:
     """Those that training and weight transport are made of."""
+    if bench.here.size == 1:
+        return None
     rank, size, device = bench.here.rank, bench.here.size, bench.device
     ranks = torch.arange(size, dtype=torch.float32)
     total = torch.full((3,), float(rank), device=device)
@@ -60,12 +62,14 @@ def averages_are_sums_divided(bench: Bench) -> Measured:
     """A mean over ranks exists on every platform: by the library where the record says that it can,
     by a sum and a division everywhere."""
     rank, size = bench.here.rank, bench.here.size
+    if size == 1:
+        return None
     mean = torch.tensor([float(rank), 1.0], device=bench.device)
     by_library = mean.clone()
     distributed.all_reduce(mean)
     mean /= size
     require_equal(mean, torch.tensor([(size - 1) / 2, 1.0]), what="a sum, divided")
-    if bench.here.platform.averages and size > 1:
+    if bench.here.platform.averages:
         distributed.all_reduce(by_library, op=ReduceOp.AVG)
         require_equal(by_library, mean.cpu(), what="ReduceOp.AVG")
     return {}
@@ -73,6 +77,8 @@ def averages_are_sums_divided(bench: Bench) -> Measured:
 
 def subgroups_work_alone(bench: Bench) -> Measured:
     """A group of some ranks does collectives that the others know nothing of."""
+    if bench.here.size == 1:
+        return None
     members = list(range((bench.here.size + 1) // 2))
     group = distributed.new_group(members)
     if bench.here.rank in members:
@@ -104,7 +110,7 @@ def sharded_weights_come_together(bench: Bench) -> Measured:
 def broadcast_is_measured(bench: Bench) -> Measured:
     """How fast bytes reach the other devices."""
     if bench.here.size == 1:
-        return {}
+        return None
     data = torch.full((_BROADCAST_BYTES,), bench.here.rank, dtype=torch.uint8, device=bench.device)
     distributed.broadcast(data, src=0)
     _synchronize(bench)

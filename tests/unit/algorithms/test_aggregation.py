@@ -9,7 +9,7 @@ from tandem.types import LossInputs, LossScale
 
 # Two sequences of 1 and 3 tokens out of a step of 8 tokens in 4 sequences.
 INPUTS = LossInputs(
-    logp_R=torch.zeros(4),
+    score_R=torch.zeros(4),
     entropy_R=None,
     sequence_R=torch.tensor([0, 1, 1, 1]),
     num_sequences=2,

@@ -167,7 +167,7 @@ def test_figures_by_lag_equal_the_formulas_and_add_up_over_microbatches() -> Non
 def inputs(columns: LossColumns, current_R: torch.Tensor) -> LossInputs:
     of = mismatch()
     return LossInputs(
-        logp_R=current_R.detach().requires_grad_(),
+        score_R=current_R.detach().requires_grad_(),
         entropy_R=None,
         sequence_R=of.sequence_R,
         num_sequences=of.num_sequences,
@@ -180,7 +180,7 @@ ADVANTAGES_R = torch.tensor([1.0, 1.0, 1.0, -0.5, 2.0, 2.0, 2.0, 2.0, 2.0])
 
 
 def gradient(loss: PolicyLoss, given: LossInputs) -> torch.Tensor:
-    (found,) = torch.autograd.grad(loss(given).loss, given.logp_R)
+    (found,) = torch.autograd.grad(loss(given).loss, given.score_R)
     return found
 
 

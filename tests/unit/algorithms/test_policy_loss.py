@@ -21,7 +21,7 @@ def scalar_inputs(logps, olds, advantages) -> LossInputs:
     """Each token is a sequence of its own; scale as if it were the whole step."""
     count = len(logps)
     return LossInputs(
-        logp_R=torch.tensor(logps, requires_grad=True),
+        score_R=torch.tensor(logps, requires_grad=True),
         entropy_R=None,
         sequence_R=torch.arange(count),
         num_sequences=count,
@@ -37,7 +37,7 @@ def random_inputs(seed: int = 0) -> LossInputs:
     old_R = -2 * torch.rand(size, generator=generator)
     advantages_R = torch.tensor([1.0, -0.5, 0.3, -2.0])[sequence_R]
     return LossInputs(
-        logp_R=(old_R + 0.5 * torch.randn(size, generator=generator)).requires_grad_(),
+        score_R=(old_R + 0.5 * torch.randn(size, generator=generator)).requires_grad_(),
         entropy_R=torch.rand(size, generator=generator).requires_grad_(),
         sequence_R=sequence_R,
         num_sequences=len(LENGTHS),
@@ -55,7 +55,7 @@ def part(inputs: LossInputs, first: int, last: int) -> LossInputs:
     assert columns is not None and columns.old_logp_R is not None
     assert columns.ref_logp_R is not None and inputs.entropy_R is not None
     return LossInputs(
-        logp_R=inputs.logp_R[tokens],
+        score_R=inputs.score_R[tokens],
         entropy_R=inputs.entropy_R[tokens],
         sequence_R=inputs.sequence_R[tokens] - first,
         num_sequences=last - first,
@@ -68,7 +68,7 @@ def part(inputs: LossInputs, first: int, last: int) -> LossInputs:
 
 def gradients(loss: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
     assert inputs.entropy_R is not None
-    got = torch.autograd.grad(loss, (inputs.logp_R, inputs.entropy_R), allow_unused=True)
+    got = torch.autograd.grad(loss, (inputs.score_R, inputs.entropy_R), allow_unused=True)
     return got[0], torch.zeros_like(inputs.entropy_R) if got[1] is None else got[1]
 
 
@@ -91,9 +91,9 @@ def padded_aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str) -> tor
 def padded_policy_loss(inputs: LossInputs, mode: str, agg: str) -> torch.Tensor:
     """Losses written over padded rows, straight from the papers' formulas."""
     assert inputs.columns is not None and inputs.columns.old_logp_R is not None
-    logp, old = padded(inputs.logp_R), padded(inputs.columns.old_logp_R)
+    logp, old = padded(inputs.score_R), padded(inputs.columns.old_logp_R)
     advantage = padded(inputs.columns.advantages_R)
-    mask = padded(torch.ones_like(inputs.logp_R))
+    mask = padded(torch.ones_like(inputs.score_R))
     ratio = torch.exp(logp - old)
     mean_log_ratio = ((logp - old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
     if mode == "gpg":
@@ -122,7 +122,7 @@ def test_vanilla_clips_above_below_and_by_the_dual_bound():
     assert outputs.metrics["actor/pg_clipfrac"].item() == pytest.approx(0.5)
     assert outputs.metrics["actor/pg_clipfrac_lower"].item() == pytest.approx(0.25)
     assert outputs.metrics["actor/ppo_kl"].item() == pytest.approx((-0.5 + 0.5 - 0.5 - 2) / 4)
-    (gradient,) = torch.autograd.grad(outputs.loss, inputs.logp_R)
+    (gradient,) = torch.autograd.grad(outputs.loss, inputs.score_R)
     assert gradient.tolist() == pytest.approx([0, 0, 1.6487213 / 4, 0])
 
 
@@ -134,7 +134,7 @@ def test_on_policy_ratio_is_exactly_one():
     assert outputs.loss.item() == pytest.approx((-0.7 + 0.2) / 2)
     assert outputs.metrics["actor/ppo_kl"].item() == 0
     assert outputs.metrics["actor/pg_clipfrac"].item() == 0
-    (gradient,) = torch.autograd.grad(outputs.loss, inputs.logp_R)
+    (gradient,) = torch.autograd.grad(outputs.loss, inputs.score_R)
     assert gradient.tolist() == pytest.approx([-0.35, 0.1])
 
 
@@ -142,7 +142,7 @@ def test_on_policy_ratio_is_exactly_one():
 def test_huge_log_ratios_stay_finite(mode: str):
     inputs = scalar_inputs([0.0, -500.0], [-500.0, 0.0], [-1.0, 1.0])
     outputs = replace(PLAIN, loss_mode=mode)(inputs)
-    (gradient,) = torch.autograd.grad(outputs.loss, inputs.logp_R)
+    (gradient,) = torch.autograd.grad(outputs.loss, inputs.score_R)
     assert outputs.loss.isfinite() and gradient.isfinite().all()
 
 
@@ -164,8 +164,8 @@ def test_total_is_policy_minus_entropy_plus_kl(agg: str):
     assert inputs.columns is not None and inputs.columns.ref_logp_R is not None
     assert inputs.entropy_R is not None
     outputs = replace(FULL, loss_agg_mode=agg, loss_scale_factor=10.0)(inputs)
-    mask = padded(torch.ones_like(inputs.logp_R))
-    difference = inputs.columns.ref_logp_R - inputs.logp_R
+    mask = padded(torch.ones_like(inputs.score_R))
+    difference = inputs.columns.ref_logp_R - inputs.score_R
     kl = padded_aggregate(padded(difference.exp() - difference - 1), mask, agg)
     entropy = padded_aggregate(padded(inputs.entropy_R), mask, agg)
     expected = padded_policy_loss(inputs, "vanilla", agg) - 0.01 * entropy + 0.1 * kl

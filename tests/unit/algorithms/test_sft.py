@@ -12,7 +12,7 @@ from tandem.types import LossInputs, LossScale
 
 def micro_batch(logp_R: torch.Tensor, lengths: list[int]) -> LossInputs:
     return LossInputs(
-        logp_R=logp_R,
+        score_R=logp_R,
         entropy_R=None,
         sequence_R=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
         num_sequences=len(lengths),

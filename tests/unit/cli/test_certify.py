@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cli import certify
+from tandem.cli.main import EXIT_USER_ERROR, main
 from tandem.errors import UserError
 
 
@@ -16,6 +17,17 @@ def test_a_number_of_processes_that_cannot_be(number: str, tmp_path: Path) -> No
     arguments = ["--platform", "cpu", "--output", str(tmp_path / "new")]
     with pytest.raises(UserError, match=f"--ranks={number}: must be at least 1"):
         certify.run([*arguments, "--ranks", number])
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_time_limit_that_cannot_be(
+    seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["certify", "--platform", "cpu", "--output", str(tmp_path / "new")]
+    assert main([*arguments, "--timeout", seconds]) == EXIT_USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --timeout={seconds}: must be a positive number of seconds.")
     assert not (tmp_path / "new").exists()
 
 

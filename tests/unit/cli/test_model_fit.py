@@ -9,10 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import CONFIG_MAPPING
 
-from tandem.cli.model_fit import max_positions, position_caution, require_known_tokens
+from tandem.cli.main import EXIT_USER_ERROR, main
+from tandem.cli.model_fit import (
+    max_positions,
+    position_caution,
+    require_known_tokens,
+    require_local_family,
+)
 from tandem.cli.plan import plan_arguments
 from tandem.errors import UserError
+from tests.fakes.tiny_run import Material, sft_arguments, train_arguments
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
@@ -53,6 +61,48 @@ def test_the_plan_warns_of_a_local_model_and_asks_for_no_other(tmp_path: Path) -
     warnings = plan_arguments([f"{key}={tmp_path}", *fitting]).warnings
     assert not [line for line in warnings if "positions" in line]
     assert plan_arguments([f"{key}=nobody/nothing"]).warnings
+
+
+@pytest.mark.parametrize("command", ["plan", "plan sft", "train", "sft"])
+def test_a_family_that_nobody_knows_is_refused(
+    command: str, material: Material, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
+    is_sft = command.endswith("sft")
+    key = "model.path" if is_sft else "actor_rollout_ref.model.path"
+    arguments = (sft_arguments if is_sft else train_arguments)(material, tmp_path / "run")
+    words = [*command.split(), *arguments[1:], f"{key}={tmp_path}"]
+    assert main(words) == EXIT_USER_ERROR
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: {key}='{tmp_path}': model_type 'perceptron' is unknown. Use one of qwen2, qwen3, "
+        "llama or a family that transformers knows."
+    )
+
+
+def test_a_family_that_transformers_knows_is_known_without_loading_it() -> None:
+    for family in CONFIG_MAPPING:
+        require_local_family({"model_type": family}, source="k", trust_remote_code=False)
+    own = {"model_type": "perceptron", "auto_map": {}}
+    require_local_family(own, source="k", trust_remote_code=True)
+    with pytest.raises(UserError, match=r"^k: model_type .*Set actor_rollout_ref.model.trust_rem"):
+        require_local_family(own, source="k", trust_remote_code=False)
+
+
+def test_the_plan_says_that_the_native_engine_does_not_generate(tmp_path: Path) -> None:
+    def said(*arguments: str) -> list[str]:
+        warnings = plan_arguments([f"actor_rollout_ref.model.path={tmp_path}", *arguments]).warnings
+        return [line for line in warnings if "transformers' generate" in line]
+
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "gpt2"}')
+    (line,) = said()
+    assert line.startswith(f"actor_rollout_ref.model.path='{tmp_path}': rollout by transformers'")
+    assert "type 'gpt2', but qwen2, qwen3, llama" in line
+    meant = "actor_rollout_ref.rollout.name=hf"
+    assert said(meant, "trainer.device=cuda") and said("trainer.device=cpu")
+    assert not said(meant, "trainer.device=cpu")
+    config.write_text('{"model_type": "qwen3"}')
+    assert not said()
 
 
 def test_a_token_without_an_embedding_is_refused() -> None:

@@ -12,12 +12,19 @@ from typing import Any
 import pytest
 
 from tandem.cli.main import main
-from tandem.cli.plan_split import forecast_rows, run
+from tandem.cli.plan import plan_arguments
+from tandem.cli.plan_split import configured_seconds, forecast_rows, run
+from tandem.config.run import RunConfig
 from tandem.metrics.jsonl import BEFORE_FIRST_STEP, JsonLinesFile
+from tandem.metrics.task_times import read_times
 from tandem.pipeline.simulated_engines import SimulatedTimes
 from tandem.pipeline.simulation import Surroundings, simulate, simulated_config
 
-GROUPS = "trainer.separated_node_tasks=[[logp,actor-train],ref_logp,generate]"
+BAD_SPLIT = (
+    "trainer.n_gpus_per_node=4",
+    "trainer.separated_node_tasks=[[logp,actor-train],ref_logp,generate]",
+    "trainer.separated_node_ratios=[0.5,0.25,0.25]",
+)
 KEYS = (
     "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
@@ -42,35 +49,45 @@ def suggested(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 def test_a_bad_split_is_mended_and_the_arguments_bring_it_about(
     table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    split = (GROUPS, "trainer.separated_node_ratios=[0.75,0.125,0.125]")
-    devices = "trainer.n_gpus_per_node=8"
-    found = suggested(capsys, f"--times={table}", *KEYS, devices, *split)
-    assert found["devices"]["generate"] >= 4
+    found = suggested(capsys, f"--times={table}", *KEYS, *BAD_SPLIT)
+    assert found["devices"]["generate"] == 2
     assert found["step_s"] < 0.5 * found["step_s_as_configured"]
-    again = suggested(capsys, "--times", table, *KEYS, devices, *found["overrides"])
-    assert again["step_s_as_configured"] == pytest.approx(found["step_s"])
-    assert again["step_s"] <= found["step_s"]
+    mended = plan_arguments([*KEYS, BAD_SPLIT[0], *found["overrides"]]).config
+    assert isinstance(mended, RunConfig)
+    times = read_times([Path(table)])
+    assert configured_seconds(mended, times) == pytest.approx(found["step_s"])
+
+
+def test_ratios_that_are_no_decimals_leave_no_device_over(
+    table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = (BAD_SPLIT[1], "trainer.n_gpus_per_node=6")
+    ratios = "trainer.separated_node_ratios=[0.66666,0.16667,0.16667]"
+    found = suggested(capsys, f"--times={table}", *KEYS, *tasks, ratios)
+    assert sum(found["devices"].values()) == 6
+    mended = plan_arguments([*KEYS, *tasks, *found["overrides"]])
+    assert isinstance(mended.config, RunConfig)
+    times = read_times([Path(table)])
+    assert configured_seconds(mended.config, times) == pytest.approx(found["step_s"])
 
 
 def test_a_run_on_shared_devices_is_offered_two_halves(
     table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = suggested(capsys, f"--times={table}", *KEYS, "trainer.n_gpus_per_node=4")
+    found = suggested(capsys, "--times", table, *KEYS, "trainer.n_gpus_per_node=2")
     assert list(found["devices"]) == ["actor-train+ref_logp", "generate"]
-    assert found["step_s_as_configured"] == pytest.approx(8 + 4 + 2 + 0.2, rel=0.02)
+    assert found["step_s_as_configured"] == pytest.approx(2 * (8 + 4 + 2) + 0.2, rel=0.02)
 
 
 def test_the_table_for_readers_ends_in_arguments_to_copy_if_they_help(
     table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    times, devices = f"--times={table}", "trainer.n_gpus_per_node=4"
-    bad = ("trainer.separated_node_tasks=[actor-train,ref_logp,generate]",)
-    ratios = "trainer.separated_node_ratios=[0.5,0.25,0.25]"
-    assert main(["plan", times, *KEYS, devices, *bad, ratios]) == 0
+    shared = ["plan", f"--times={table}", *KEYS, "trainer.n_gpus_per_node=2"]
+    assert main([*shared, "actor_rollout_ref.hybrid_engine=False"]) == 0
     printed = capsys.readouterr().out
     for text in ("Suggested split", "step as configured", "arguments: trainer.separated_node_ta"):
         assert text in printed
-    assert main(["plan", times, *KEYS, devices]) == 0
+    assert main(shared) == 0
     assert "no split is faster than what is configured" in capsys.readouterr().out
 
 

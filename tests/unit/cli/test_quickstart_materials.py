@@ -12,6 +12,7 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
+from tandem.cli.quickstart import materials as module
 from tandem.cli.quickstart.materials import (
     NUM_DEMONSTRATIONS,
     NUM_TEST,
@@ -59,11 +60,15 @@ def test_prompts_have_the_schema_of_verl(materials: Materials) -> None:
 
 
 def test_tests_do_not_depend_on_the_seed_but_training_does(
-    materials: Materials, tmp_path: Path
+    materials: Materials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    few = 100
+    for name in ("NUM_TRAIN", "NUM_DEMONSTRATIONS", "NUM_UNSEEN"):
+        monkeypatch.setattr(module, name, few)
     other = prepare(tmp_path, seed=1)
     assert questions(other.test) == questions(materials.test)
-    assert questions(other.train) != questions(materials.train)
+    assert len(questions(other.train)) == few
+    assert questions(other.train) != questions(materials.train)[:few]
     name = "model.safetensors"
     assert (other.model / name).read_bytes() != (materials.model / name).read_bytes()
 
@@ -80,9 +85,10 @@ def test_tokenizer_loads_and_renders_chatml(materials: Materials) -> None:
     assert [tokenizer.decode([i]) for i in tokenizer(" 18")["input_ids"]] == [" ", "1", "8"]
 
 
-def test_every_prompt_and_answer_fits_the_recipe(materials: Materials) -> None:
+def test_the_longest_prompts_fit_the_recipe(materials: Materials) -> None:
     tokenizer = AutoTokenizer.from_pretrained(materials.model)
-    chats = [[{"role": "user", "content": question}] for question in questions(materials.train)]
+    longest = sorted(questions(materials.train), key=len)[-300:]
+    chats = [[{"role": "user", "content": question}] for question in longest]
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     assert max(map(len, tokenizer(texts)["input_ids"])) <= MAX_PROMPT_TOKENS
 

@@ -68,7 +68,7 @@ def _tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.bool, torch.float16]
 )
-@pytest.mark.parametrize("shape", [(1000,), (), (0, 5), (3, 700_001)])
+@pytest.mark.parametrize("shape", [(1000,), (), (0, 5), (3, 100_001)])
 def test_a9_a_broadcast_is_bit_exact(abi: Abi, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     groups = _form(abi)
     tensors = _tensors(dtype, shape)
@@ -132,8 +132,8 @@ def test_a9_a_wait_ends_with_its_deadline_and_leaving_does_not_wait(abi: Abi) ->
     behind = groups[0].broadcast(torch.zeros(9), root=6)
     started = time.monotonic()
     for pending in (work, behind):
-        with pytest.raises(GroupError, match=r"within 0\.2 s"):
-            pending.wait(_deadline(0.2))
+        with pytest.raises(GroupError, match=r"within 0\.1 s"):
+            pending.wait(_deadline(0.1))
     for group in groups:
         group.abandon()
         group.abandon()
@@ -145,9 +145,9 @@ def test_a9_a_wait_ends_with_its_deadline_and_leaving_does_not_wait(abi: Abi) ->
 @both_abis
 def test_a9_a_group_is_not_formed_without_all(abi: Abi) -> None:
     store = HashStore()
-    place = GroupPlace("alone", (0, 1), 0, CPU, 0.5)
+    place = GroupPlace("alone", (0, 1), 0, CPU, 0.2)
     started = time.monotonic()
-    with pytest.raises(GroupError, match=r"group alone: no answer from ranks \[1\] within 0\.5 s"):
+    with pytest.raises(GroupError, match=r"group alone: no answer from ranks \[1\] within 0\.2 s"):
         _form_one(store, place, abi=abi)
     assert time.monotonic() - started < 3
 

@@ -78,7 +78,7 @@ def test_abandoning_does_not_wait_for_what_is_under_way() -> None:
 def test_a_group_is_not_formed_without_all() -> None:
     started = time.monotonic()
     with pytest.raises(GroupError, match="group alone: "):
-        form_group(HashStore(), GroupPlace("alone", (0, 1), 0, CPU, 0.5))
+        form_group(HashStore(), GroupPlace("alone", (0, 1), 0, CPU, 0.2))
     assert time.monotonic() - started < 3
 
 

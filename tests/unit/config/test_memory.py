@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.memory import GIB, MemoryPlan, plan_memory, require_memory
+from tandem.config.memory import GIB, MemoryPlan, plan_memory
+from tandem.config.memory_remedy import CACHE_PAGE_TOKENS, require_cache, require_memory
 from tandem.config.overrides import load_config
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.config.sizes import ModelSizes
 from tandem.errors import UserError
+from tandem.rollout.paged.cache import PAGE_TOKENS
 
 HALF_BILLION = {
     "num_hidden_layers": 24,
@@ -273,3 +275,17 @@ def test_the_remedy_of_a_supervised_run_fits() -> None:
     override = str(caught.value).split("Set ")[1].rstrip(".").split()
     changed = sft("model.enable_gradient_checkpointing=False", *override)
     require_memory(changed, sizes(), available_bytes=20 * GIB)
+
+
+def test_a_cache_that_cannot_hold_the_longest_sequence_is_refused_with_a_share_that_fits() -> None:
+    key = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    long = ("data.max_prompt_length=30000", "data.max_response_length=512")
+    with pytest.raises(UserError, match=rf"^{key}=0\.01: .*30000.* Set {key}=0\.02\.$"):
+        require_cache(config(*long, f"{key}=0.01"), sizes(), available_bytes=80 * GIB)
+    require_cache(config(*long, f"{key}=0.02"), sizes(), available_bytes=80 * GIB)
+    with pytest.raises(UserError, match=r"Shorten the sequences\.$"):
+        require_cache(config("data.max_response_length=200000"), sizes(), available_bytes=3 * GIB)
+
+
+def test_the_cache_hands_out_pages_of_the_size_that_is_reckoned_with() -> None:
+    assert CACHE_PAGE_TOKENS == PAGE_TOKENS

@@ -127,11 +127,10 @@ def test_token_limits_matter_only_for_passes_that_are_made() -> None:
     ("argument", "message"),
     [
         (f"{ACTOR}.strategy=megatron", f"is not built yet. Set {ACTOR}.strategy=fsdp."),
-        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator='gae': needs a critic, which is"),
-        ("critic.enable=True", "critic.enable=True: needs a critic, which is not built yet"),
         ("reward_model.enable=True", "neural reward models are not built yet"),
         (f"{ROLLOUT}.multi_turn.enable=True", "multi-turn rollouts are not built yet"),
         ("actor_rollout_ref.model.lora_rank=8", "LoRA is not built yet"),
+        ("critic={enable:True,model:{lora_rank:8}}", "critic.model.lora_rank=8: LoRA is not built"),
     ],
 )
 def test_what_is_not_built_passes_the_plan_and_stops_training(argument: str, message: str) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import random
 import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,8 +111,12 @@ def test_a_prompt_with_one_response_is_one_segment() -> None:
     assert batch.source_R.tolist() == [2, 3, 4, 5]
 
 
-def test_tensors_are_int64() -> None:
-    batch = pack(SHARED)
+@pytest.mark.parametrize("numbers", [tuple, lambda ids: array("i", ids)])
+def test_tensors_are_int64(numbers: Callable[[tuple[int, ...]], Sequence[int]]) -> None:
+    sequences = [replace(s, response_ids=numbers(s.response_ids)) for s in SHARED]
+    batch = pack([*sequences, TrainSequence(1, numbers((5,)), numbers(()))])
+    assert batch.token_ids_T.tolist() == [10, 11, 12, 20, 30, 31, 32, 5]
+    assert batch.target_R.tolist() == [20, 21, 30, 31, 32, 33]
     segments = batch.segments
     for tensor in (
         batch.token_ids_T,

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 
 from tandem.data.tokenizer import ChatRefused, TextCodec, is_chat, load_codec
 from tandem.errors import UserError
@@ -63,6 +67,28 @@ def test_decoding_drops_special_tokens_unless_told(codec: TextCodec) -> None:
     ids = codec.encode(["#### 72<|im_end|>", "a  b\n"])
     assert codec.decode(ids) == ["#### 72", "a  b\n"]
     assert codec.decode(ids, skip_special=False)[0] == "#### 72<|im_end|>"
+
+
+class LoudTokenizer(transformers.PreTrainedTokenizerFast):
+    """One whose texts are more than what its ids stand for."""
+
+    def _decode(self, *args: Any, **kwargs: Any) -> str:
+        return super()._decode(*args, **kwargs).upper()
+
+
+@pytest.mark.parametrize("kind", [transformers.PreTrainedTokenizerFast, LoudTokenizer])
+@pytest.mark.parametrize("length", [3, 512])
+def test_texts_are_those_of_transformers(
+    kind: type[transformers.PreTrainedTokenizerFast], length: int, folder: Path
+) -> None:
+    """Also of so many ids that threads share them, and of a tokenizer with its own ways."""
+    tokenizer = kind.from_pretrained(folder)
+    chance = random.Random(0)
+    ids = [array("i", chance.choices(range(len(tokenizer)), k=length)) for _ in range(16)]
+    codec = TextCodec(tokenizer, eos_ids=(TURN_END,))
+    for skips in (True, False):
+        expected = [tokenizer.decode(one.tolist(), skip_special_tokens=skips) for one in ids]
+        assert codec.decode(ids, skip_special=skips) == expected
 
 
 def test_ends_of_response_are_the_tokenizers_and_those_of_the_generation_config(

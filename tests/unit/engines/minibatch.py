@@ -9,11 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from tandem.algorithms.sft import SftLoss
+from tandem.algorithms.value_loss import ValueLoss
 from tandem.data.packing import TrainSequence, pack_microbatches, plan_microbatches
 from tandem.types import LossColumns, LossInputs, LossOutputs, LossScale, PackedBatch
 from tests.fakes.losses import WITH_ALL_TERMS
 
 LOSS = WITH_ALL_TERMS
+VALUE_LOSS = ValueLoss(
+    cliprange_value=0.2, loss_agg_mode="seq-mean-token-mean", loss_scale_factor=None
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class PoisonedLoss:
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         outputs = SftLoss()(inputs)
-        if len(inputs.logp_R) != self.num_tokens:
+        if len(inputs.score_R) != self.num_tokens:
             return outputs
         return LossOutputs(loss=outputs.loss * self.value, metrics=outputs.metrics)
 
@@ -58,6 +62,8 @@ def cut_batches(
         advantages_R=torch.randn(NUM_TOKENS, generator=generator),
         old_logp_R=-4 + 0.1 * torch.randn(NUM_TOKENS, generator=generator),
         ref_logp_R=-4 + 0.1 * torch.randn(NUM_TOKENS, generator=generator),
+        values_R=0.1 * torch.randn(NUM_TOKENS, generator=generator),
+        returns_R=torch.randn(NUM_TOKENS, generator=generator),
     )
     plan = plan_microbatches(SEQUENCES, max_sequences=max_sequences, max_tokens=max_tokens)
     return pack_microbatches(SEQUENCES, plan, columns=columns)

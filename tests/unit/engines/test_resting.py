@@ -109,12 +109,12 @@ def test_checkpoints_are_taken_and_read_at_rest(tiny_policy_folder: Path, tmp_pa
 
 def test_a_reference_rests_between_scores(tiny_policy_folder: Path) -> None:
     model, batches = _model(tiny_policy_folder), cut_batches(max_sequences=6)
-    expected = ReferenceModel(_model(tiny_policy_folder)).log_probs(batches, 1.0)
+    expected = ReferenceModel(_model(tiny_policy_folder)).score(batches, 1.0)
     awake = _places(model)
     reference = ReferenceModel(model, offload_weights=True)
     places = _places(model)
     assert not set(places) & set(awake)
     for _ in range(2):
-        found = reference.log_probs(batches, 1.0)
+        found = reference.score(batches, 1.0)
         assert all(map(torch.equal, found, expected))
         assert _places(model) == places

@@ -247,7 +247,7 @@ def test_log_probs_are_those_of_the_full_softmax(tiny_policy_folder: Path) -> No
         expected.append(torch.log_softmax(logits / 0.7, -1).gather(1, target)[:, 0])
     reference = ReferenceModel(_model(tiny_policy_folder))
     for scorer in (_engine(tiny_policy_folder), reference):
-        parts = scorer.log_probs(batches, 0.7)
+        parts = scorer.score(batches, 0.7)
         assert all(part.dtype == torch.float32 and not part.requires_grad for part in parts)
         actual = in_sequence_order(parts, sequences=SEQUENCES, plan=plan)
         torch.testing.assert_close(actual, torch.cat(expected), rtol=0, atol=2e-5)

@@ -61,7 +61,7 @@ def _recorder(folder, max_per_step, *, keep_through_step=BEFORE_FIRST_STEP):
     return RolloutRecorder(
         folder,
         max_per_step=max_per_step,
-        token_text=lambda token: f"<{token}>",
+        token_texts=lambda ids: [f"<{token}>" for token in ids],
         keep_through_step=keep_through_step,
     )
 

@@ -143,20 +143,20 @@ def test_hostile_text_stays_text(tmp_path):
 
 
 def test_a_long_run_gives_a_bounded_page(tmp_path):
-    _metrics(tmp_path, 10_000, **{f"m/{index}": 0.5 for index in range(10)})
+    _metrics(tmp_path, 2000)
     _append(
         tmp_path / "rollouts.jsonl",
-        [_rollout(step, num_tokens=500) for step in range(1, 1001)],
+        [_rollout(step, num_tokens=500) for step in range(1, 501)],
     )
 
     page = _page(tmp_path)
 
     assert max(len(curve["x"]) for curve in page.data["curves"].values()) <= 400
-    assert page.data["curves"]["critic/score/mean"]["x"][-1] == 10_000
+    assert page.data["curves"]["critic/score/mean"]["x"][-1] == 2000
     shown = page.data["rollouts"]
     assert 100 <= len(shown) <= 400
     assert sum(len(record["tokens"]) for record in shown) <= 150_000
-    assert shown[0]["step"] < 20 and shown[-1]["step"] > 980
+    assert shown[0]["step"] < 20 and shown[-1]["step"] > 480
     assert (tmp_path / "report.html").stat().st_size < 4e6
 
 

@@ -98,6 +98,12 @@ def test_a_synchronous_run_has_its_times_on_all_its_devices(tmp_path: Path) -> N
     assert found.step_s == 10.0
 
 
+def test_training_takes_as_long_as_policy_and_critic_together(tmp_path: Path) -> None:
+    row = {**SYNCHRONOUS, "timing_s/values": 0.5, "timing_s/update_critic": 2.0}
+    found = measured_run(run_folder(tmp_path, [row, row]))
+    assert found.times.measured["actor-train"] == ((4, 5.5),)
+
+
 def test_an_asynchronous_run_has_its_times_on_each_pool(tmp_path: Path) -> None:
     row = {
         "pipeline/busy_s/generate": 5.0,

@@ -4,8 +4,9 @@
 import pytest
 from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
+from tandem.config.families import NATIVE_FAMILIES
 from tandem.errors import UserError
-from tandem.models.families import decoder_config
+from tandem.models.families import FAMILIES, decoder_config
 from tandem.models.rotary import Llama3Scaling, RopeConfig, YarnScaling
 from tests.unit.models.tiny_models import NATIVE, SIZES
 
@@ -26,6 +27,10 @@ def test_qwen2_biases(case, biases):
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == biases
     assert config.tie_embeddings
     assert not config.qk_norm
+
+
+def test_the_plan_knows_our_families():
+    assert tuple(FAMILIES) == NATIVE_FAMILIES
 
 
 def test_llama_biases_follow_the_file():

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tandem.errors import UserError
-from tandem.models.folder import check_folder, open_model
+from tandem.models.folder import check_critic_folder, check_folder, open_model, open_part
+from tandem.models.parallel import WHOLE
 from tests.unit.models.tiny_models import NATIVE, SIZES, open_fp32, write_hf
 
 
@@ -94,3 +95,51 @@ def test_facts(tmp_path):
     model = open_fp32(tmp_path)
     assert model.family == "qwen2"
     assert model.num_parameters == theirs.num_parameters()
+
+
+def open_critic(path, seed: int, random_seed: int | None = None) -> dict:
+    folder = check_critic_folder(
+        str(path), seed=seed, load_weight=random_seed is None, key="critic.model.path"
+    )
+    dtype, device = torch.float32, "cpu"
+    model = open_part(folder, WHOLE, dtype=dtype, device=device, random_seed=random_seed)
+    return model.module.state_dict()
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "llama"])
+def test_a_critic_begins_as_the_language_model_with_a_head_of_the_seeds(family, tmp_path):
+    write_hf(NATIVE[family](), tmp_path)
+    policy = open_fp32(tmp_path).module.state_dict()
+    one, same, other = (open_critic(tmp_path, seed) for seed in (0, 0, 1))
+    body = [name for name in policy if name != "lm_head.weight"]
+    assert all(torch.equal(one[name], policy[name]) for name in body)
+    assert one.keys() - set(body) == {"lm_head.weight", "lm_head.bias"}
+    assert one["lm_head.weight"].shape == (1, SIZES["hidden_size"])
+    assert one["lm_head.weight"].std() == pytest.approx(0.02, rel=0.4)
+    assert one["lm_head.bias"] == 0
+    assert torch.equal(one["lm_head.weight"], same["lm_head.weight"])
+    assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_a_random_critic_has_the_body_of_a_random_policy(tmp_path):
+    NATIVE["qwen2_tied"]().save_pretrained(tmp_path)
+    policy = open_model(str(tmp_path), dtype=torch.float32, device="cpu", random_seed=5)
+    critic = open_critic(tmp_path, 5, random_seed=5)
+    for name, weight in policy.module.state_dict().items():
+        assert torch.equal(critic[name], weight)
+    assert critic["lm_head.weight"].abs().max() > 0
+
+
+def test_what_cannot_be_a_critic_or_a_policy_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "model.safetensors").write_text("")
+    with pytest.raises(
+        UserError, match=r"^critic\.model\.path='.*': a model of type 'gpt2' cannot"
+    ):
+        check_critic_folder(str(tmp_path), seed=0, key="critic.model.path")
+    with pytest.raises(UserError, match=r"^critic\.model\.path='nowhere/a/b': no such folder"):
+        check_critic_folder("nowhere/a/b", seed=0, key="critic.model.path")
+    config = {**NATIVE["llama"]().to_dict(), "architectures": ["LlamaForTokenClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "id2label": {"0": "value"}}))
+    refused(tmp_path, "it is a critic .* Use a causal language model")
+    assert check_critic_folder(str(tmp_path), seed=0, key="k").value_head_seed is None

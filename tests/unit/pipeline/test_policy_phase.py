@@ -50,7 +50,7 @@ class RecordingEngine:
         self.temperatures: list[float] = []
         self.num_advances = 0
 
-    def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
+    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
         """Nothing is certain."""
         self.temperatures.append(temperature)
         return [torch.full((len(batch.target_R),), -0.5) for batch in batches]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tandem.comm.world import world_backend
+from tandem.platforms.names import GPUS_OF_RAY
 from tandem.platforms.record import Platform
 from tandem.platforms.registry import BUILT_IN
 from tandem.platforms.vendors import extension_problem
@@ -44,6 +45,10 @@ def facts(platform: Platform) -> dict[str, Any]:
         "kernels": platform.kernels,
         "graphs": platform.make_capturer.__name__,
     }
+
+
+def test_the_plan_knows_which_devices_ray_calls_by_one_name() -> None:
+    assert {one.name for one in BUILT_IN if one.visibility.resource == "GPU"} == GPUS_OF_RAY
 
 
 def test_a2_facts_are_those_written_down() -> None:

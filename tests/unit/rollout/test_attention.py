@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.rollout.native.attention import DecodeAttention, PrefillAttention
 from tandem.rollout.native.cache import CacheShape, RowCache
+from tandem.rollout.packing import Packed, pack
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 8
 SHAPE = CacheShape(
@@ -18,6 +22,12 @@ SHAPE = CacheShape(
     dtype=torch.float32,
     device=torch.device("cpu"),
 )
+
+
+def _packed(lengths: Sequence[int]) -> Packed:
+    nowhere = [0] * len(lengths)
+    runs = [range(length) for length in lengths]
+    return pack(runs, nowhere, prefix_starts=nowhere, device=torch.device("cpu"))
 
 
 def _full(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -30,11 +40,13 @@ def _full(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torc
 def test_each_row_attends_to_its_own_tokens(lengths: list[int]) -> None:
     num_tokens, num_rows = sum(lengths), len(lengths)
     keys, values = torch.randn(2, num_tokens, KV_HEADS, WIDTH).unbind()
-    prefill = PrefillAttention(lengths, torch.device("cpu"))
+    prefill = PrefillAttention(_packed(lengths))
     assert prefill(0, torch.randn(num_tokens, HEADS, WIDTH), keys, values).shape[0] == num_tokens
     cache = RowCache(SHAPE)
     cache.reserve(num_rows, range(-max(lengths), 4), live_rows=0)
-    cache.write_prompts(0, prefill.states(), num_rows=[1] * num_rows, column=0)
+    for row, stop in enumerate(itertools.accumulate(lengths)):
+        tokens = slice(stop - lengths[row], stop)
+        cache.write(slice(row, row + 1), prefill.states(), tokens=tokens, column=0)
     cache.facts_3R[0, :num_rows] = -torch.tensor(lengths)
     masked = len(set(lengths)) > 1
     attention = DecodeAttention(cache, num_rows, first_column=-max(lengths), masked=masked)
@@ -52,7 +64,31 @@ def test_each_row_attends_to_its_own_tokens(lengths: list[int]) -> None:
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
-def test_prefill_positions_and_last_tokens() -> None:
-    prefill = PrefillAttention([3, 1, 2], torch.device("cpu"))
-    assert prefill.position_ids_T.tolist() == [0, 1, 2, 0, 0, 1]
-    assert prefill.last_P.tolist() == [2, 3, 5]
+def test_runs_attend_to_what_is_before_them() -> None:
+    """Two responses behind a prompt of 4 tokens and one behind another of 3, against whole ones."""
+    prompts, responses = (4, 3), ((2, 0), (1, 0), (3, 1))
+    keys, values = torch.randn(2, sum(prompts), KV_HEADS, WIDTH).unbind()
+    prefill = PrefillAttention(_packed(prompts))
+    prefill(0, torch.randn(sum(prompts), HEADS, WIDTH), keys, values)
+    lengths = [length for length, _ in responses]
+    queries = torch.randn(sum(lengths), HEADS, WIDTH)
+    own_keys, own_values = torch.randn(2, sum(lengths), KV_HEADS, WIDTH).unbind()
+    packed = pack(
+        [range(length) for length in lengths],
+        [prompts[prompt] for _, prompt in responses],
+        prefix_starts=[(0, prompts[0])[prompt] for _, prompt in responses],
+        device=torch.device("cpu"),
+    )
+    actual = PrefillAttention(packed, prefill.states())(0, queries, own_keys, own_values)
+    token = 0
+    for length, prompt in responses:
+        before, own = slice(4 * prompt, 4 + 3 * prompt), slice(token, token + length)
+        for index in range(length):
+            seen = slice(token, token + index + 1)
+            expected = _full(
+                queries[own][index],
+                torch.cat((keys[before], own_keys[seen])),
+                torch.cat((values[before], own_values[seen])),
+            )
+            torch.testing.assert_close(actual[own][index], expected, rtol=0, atol=1e-6)
+        token += length

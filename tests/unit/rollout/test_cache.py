@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.rollout.native.cache import CacheShape, PromptStates, RowCache
+from tandem.rollout.native.cache import CacheShape, RowCache, TokenStates
 
 SHAPE = CacheShape(
     num_layers=2, num_kv_heads=2, head_dim=3, dtype=torch.float32, device=torch.device("cpu")
@@ -72,10 +72,14 @@ def test_prompts_end_before_the_current_column_of_their_rows() -> None:
     cache = RowCache(SHAPE)
     cache.reserve(4, range(0, 8), live_rows=0)
     key_KET = torch.randn(2, 3, 5)
-    states = PromptStates((key_KET, -key_KET), (key_KET.mT, -key_KET.mT), lengths=(2, 3))
-    cache.write_prompts(1, states, num_rows=(1, 2), column=6)
+    states = TokenStates((key_KET, -key_KET), (key_KET.mT, -key_KET.mT))
+    cache.write(slice(1, 2), states, tokens=slice(0, 2), column=6)
+    cache.write(slice(2, 4), states, tokens=slice(2, 5), column=6)
     for row, tokens, columns in ((1, slice(0, 2), slice(4, 6)), (3, slice(2, 5), slice(3, 6))):
         assert torch.equal(cache.keys[0][row, :, :, columns], key_KET[..., tokens])
         assert torch.equal(cache.values[1][row, :, columns], -key_KET.mT[:, tokens])
     assert torch.equal(cache.keys[0][2], cache.keys[0][3])
-    assert torch.equal(states.last().keys[1], -key_KET[..., 2:]) and states.last().lengths == (3,)
+    read = cache.read([(3, range(4, 6)), (1, range(4, 5))])
+    assert torch.equal(read.keys[1], -key_KET[..., [3, 4, 0]])
+    assert torch.equal(read.values[0], key_KET.mT[:, [3, 4, 0]])
+    assert torch.equal(states.part(slice(2, 5)).keys[1], -key_KET[..., 2:])

@@ -48,7 +48,9 @@ def test_our_families_run_natively_whatever_the_name(qwen2_folder: Path) -> None
         assert isinstance(engine, NativeRolloutEngine)
 
 
-def test_other_families_run_by_transformers(tmp_path: Path) -> None:
+def test_other_families_run_by_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = transformers.GPT2Config(vocab_size=24, n_positions=32, n_embd=16, n_layer=1, n_head=2)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     model = open_model(str(tmp_path), dtype=torch.float32, device="cpu")
@@ -56,6 +58,10 @@ def test_other_families_run_by_transformers(tmp_path: Path) -> None:
     assert isinstance(engine, HfRolloutEngine)
     engine.add([GenerationRequest((0,), (5, 6), GREEDY)])
     assert [completion.sample_id for completion in engine.advance()] == [0]
+    make_rollout(model, RolloutConfig(name="hf"), eos_ids=(0,), platform=CPU)
+    said = [record for record in caplog.records if record.name == "tandem.rollout.factory"]
+    assert [record.levelname for record in said if record.levelname != "INFO"] == ["WARNING"]
+    assert "does not compute this model of type 'gpt2'" in said[0].getMessage()
 
 
 def test_greedy_equals_transformers_generate(qwen2_folder: Path) -> None:
@@ -76,7 +82,7 @@ def test_greedy_equals_transformers_generate(qwen2_folder: Path) -> None:
         for i, row in enumerate(expected):
             ends = [j for j, token in enumerate(row.tolist()) if token in eos_ids]
             length = ends[0] + 1 if ends else 12
-            assert finished[i].token_ids == tuple(row[:length].tolist())
+            assert list(finished[i].token_ids) == row[:length].tolist()
 
 
 def test_sampling_settings_reach_the_engine(qwen2_folder: Path) -> None:

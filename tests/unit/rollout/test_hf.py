@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -55,7 +56,8 @@ def _one_by_one(module: torch.nn.Module, request: GenerationRequest, sample_id: 
             break
     stopped = ids[-1] in EOS and not request.sampling.ignore_eos
     reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-    return Completion(sample_id, tuple(ids[len(request.prompt_ids) :]), tuple(logps), reason, 2)
+    drawn = array("i", ids[len(request.prompt_ids) :])
+    return Completion(sample_id, drawn, array("f", logps), reason, 2)
 
 
 def test_batches_equal_one_by_one_generation(module: transformers.PreTrainedModel) -> None:

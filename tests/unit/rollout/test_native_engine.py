@@ -6,6 +6,7 @@ batching.
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -93,7 +94,8 @@ def _one_by_one(decoder: Decoder, request: GenerationRequest, sample_id: int) ->
             break
     stopped = ids[-1] in EOS and not request.sampling.ignore_eos
     reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-    return Completion(sample_id, ids[len(request.prompt_ids) :], tuple(logps), reason, 0)
+    drawn = array("i", ids[len(request.prompt_ids) :])
+    return Completion(sample_id, drawn, array("f", logps), reason, 0)
 
 
 def _assert_same(actual: dict[int, Completion], expected: dict[int, Completion]) -> None:
@@ -209,7 +211,7 @@ def test_samples_of_a_prompt_differ_and_seeds_differ(decoder: Decoder) -> None:
     requests = _requests(4, n=4, sampling=replace(SAMPLED, ignore_eos=True))
     first = _generate(decoder, requests)
     other = _generate(decoder, requests, replace(CONFIG, seed=SEED + 1))
-    assert len({completion.token_ids for completion in first.values()}) == 16
+    assert len({tuple(completion.token_ids) for completion in first.values()}) == 16
     assert all(first[i].token_ids != other[i].token_ids for i in first)
 
 
@@ -219,7 +221,7 @@ def test_log_probs_equal_the_trainers(decoder: Decoder) -> None:
     differences: list[torch.Tensor] = []
     for request in requests:
         for completion in (finished[sample_id] for sample_id in request.sample_ids):
-            ids = request.prompt_ids + completion.token_ids
+            ids = (*request.prompt_ids, *completion.token_ids)
             with torch.no_grad():
                 h_TD = _hidden(decoder, ids)[len(request.prompt_ids) - 1 : -1]
                 trained = token_log_probs(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from tandem.rollout.native.scheduler import Admission, Limits, Scheduler
 from tandem.types import GenerationRequest, SamplingParams
 
+PROMPT = (0, 1, 2)
 UNLIMITED = Limits(max_sequences=1000, max_prefill_tokens=10_000, max_cache_tokens=1_000_000)
 
 
@@ -50,26 +51,29 @@ def test_samples_beyond_the_rows_follow_from_the_same_prefill() -> None:
     scheduler = Scheduler(_limits(sequences=3))
     scheduler.add([_request(0, n=5), _request(10, n=1)])
     (first,) = _admit_all(scheduler)
-    assert (len(first.prompts), first.num_rows, scheduler.head_is_prefilled) == (1, (3,), True)
+    assert (first.prompts, first.num_rows, scheduler.prefilled_head) == ((PROMPT,), (3,), PROMPT)
     assert scheduler.admit() is None
     scheduler.remove([0, 2])
     second = scheduler.admit()
     assert second is not None
-    assert (second.prompts, second.num_rows, scheduler.head_is_prefilled) == ((), (2,), False)
+    assert (second.prompts, second.num_rows, scheduler.prefilled_head) == ((), (2,), None)
     assert _running(scheduler) == [1, 3, 4]
     scheduler.remove([0, 1, 2])
     (third,) = _admit_all(scheduler)
     assert (len(third.prompts), _running(scheduler)) == (1, [10])
 
 
-def test_a_new_weights_version_forgets_the_prefill_and_tags_later_rows() -> None:
+def test_a_new_weights_version_tags_later_rows_and_the_head_stays_with_its_rows() -> None:
     scheduler = Scheduler(_limits(sequences=2))
     scheduler.add([_request(0, n=3)])
     _admit_all(scheduler)
-    scheduler.set_weights_version(4)
+    assert scheduler.set_weights_version(4)
+    assert not scheduler.set_weights_version(4)
+    assert scheduler.rows_by_prompt() == {PROMPT: [0, 1]}
     scheduler.remove([0, 1])
+    assert scheduler.rows_by_prompt() == {PROMPT: []}  # one of its samples waits
     (admission,) = _admit_all(scheduler)
-    assert len(admission.prompts) == 1
+    assert (admission.prompts, scheduler.prefilled_head) == ((), None)
     assert admission.rows[0].weights_version == 4
 
 

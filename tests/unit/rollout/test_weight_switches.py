@@ -5,21 +5,16 @@ the new weights, and every token says which version drew it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import itertools
 from dataclasses import replace
 
 import pytest
-import torch
-from torch.nn import functional as F  # noqa: N812
 
-from tandem.models.attention import PackedAttention
 from tandem.models.decoder import Decoder
-from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
-from tandem.rollout.sampler import DrawRule, draw_tokens
-from tandem.types import Completion, GenerationRequest, SamplingParams, Segments
+from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams
 from tests.fakes.tiny_decoder import tiny_decoder
+from tests.unit.rollout.definition import assert_drawn, weights_of
 
 SEED = 11
 SAMPLED = SamplingParams(temperature=0.9, top_p=1.0, top_k=-1, max_new_tokens=12, ignore_eos=True)
@@ -31,7 +26,6 @@ REQUESTS = [
     GenerationRequest((2,), (9,), SAMPLED),
     GenerationRequest((3, 4), (8, 3, 2, 11, 30), replace(SAMPLED, max_new_tokens=7)),
 ]
-PROMPTS = {i: request.prompt_ids for request in REQUESTS for i in request.sample_ids}
 
 
 @pytest.fixture(scope="module")
@@ -40,44 +34,11 @@ def decoder() -> Decoder:
     return tiny_decoder()
 
 
-@contextmanager
-def other_weights(decoder: Decoder) -> Iterator[None]:
-    """Version 1: all matrices of the layers are negated."""
-    changed = [p for name, p in decoder.named_parameters() if "layers" in name and p.dim() > 1]
-    with torch.no_grad():
-        for parameter in changed:
-            parameter.neg_()
-    yield
-    with torch.no_grad():
-        for parameter in changed:
-            parameter.neg_()
-
-
-@torch.no_grad()
-def next_draw(decoder: Decoder, sample_id: int, tokens: tuple[int, ...]) -> tuple[int, float]:
-    """The definition: a full forward pass over prompt and tokens under the weights of now."""
-    ids = (*PROMPTS[sample_id], *tokens)
-    none = torch.zeros(1, dtype=torch.int64)
-    attention = PackedAttention(Segments(none, torch.tensor([len(ids)]), none, none))
-    h_TD = decoder(torch.tensor(ids), torch.arange(len(ids)), attention)
-    logits = F.linear(h_TD[-1:], decoder.lm_head_weight)
-    uniform = uniforms(stream_keys(SEED, [sample_id]), torch.tensor([[len(tokens)]]))[0]
-    draw = draw_tokens(logits, uniform, rule=DrawRule.of(SAMPLED))
-    return int(draw.token_B), float(draw.logp_B)
-
-
 def drain(engine: NativeRolloutEngine) -> list[Completion]:
     finished: list[Completion] = []
     while completions := engine.advance():
         finished += completions
     return finished
-
-
-def assert_drawn_by(decoder: Decoder, completion: Completion, *, tokens: range) -> None:
-    for index in tokens:
-        token, log_prob = next_draw(decoder, completion.sample_id, completion.token_ids[:index])
-        assert completion.token_ids[index] == token
-        assert completion.log_probs[index] == pytest.approx(log_prob, abs=1e-5)
 
 
 @pytest.mark.parametrize("max_prefill_tokens", [1, 20, 512])
@@ -88,16 +49,72 @@ def test_tokens_after_a_switch_are_those_of_the_new_weights(
     engine = NativeRolloutEngine(decoder, config)
     engine.add(REQUESTS)
     assert engine.advance(max_steps=4) == []
-    with other_weights(decoder):
+    with weights_of(decoder, 1):
         assert engine.set_weights_version(1)
         finished = drain(engine)
-    assert sorted(c.sample_id for c in finished) == [0, 1, 2, 3, 4]
-    for completion in finished:
-        (old, num_old), (new, num_new) = completion.version_runs
-        assert (old, num_old, new) == (0, 5, 1)
-        assert_drawn_by(decoder, completion, tokens=range(num_old))
-        with other_weights(decoder):
-            assert_drawn_by(decoder, completion, tokens=range(num_old, num_old + num_new))
+    assert {completion.version_runs[0] for completion in finished} == {(0, 5)}
+    assert_drawn(decoder, REQUESTS, finished, seed=SEED)
+
+
+@pytest.mark.parametrize("max_prefill_tokens", [9, 512])
+def test_samples_of_a_group_that_end_run_and_wait_while_weights_change(
+    decoder: Decoder, max_prefill_tokens: int
+) -> None:
+    """Three rows for nine samples, a change every other step, many tokens that end a response."""
+    ending = replace(SAMPLED, ignore_eos=False)
+    requests = [
+        GenerationRequest(tuple(range(5)), (5, 6, 7, 8, 9, 10), ending),
+        GenerationRequest((5, 6), (9,), ending),
+        GenerationRequest((7, 8), (30, 12), replace(ending, temperature=0.0)),
+    ]
+    config = replace(
+        CONFIG,
+        eos_ids=(0, 1, 2, 3),
+        max_num_seqs=3,
+        max_num_batched_tokens=max_prefill_tokens,
+    )
+    engine = NativeRolloutEngine(decoder, config)
+    engine.add(requests)
+    finished: list[Completion] = []
+    for version in itertools.count():
+        with weights_of(decoder, version):
+            engine.set_weights_version(version)
+            finished += engine.advance(max_steps=2)
+        if len(finished) == 9:
+            break
+    assert_drawn(decoder, requests, finished, seed=SEED)
+    assert {c.finish_reason for c in finished} == {FinishReason.STOP, FinishReason.LENGTH}
+    assert max(len(completion.version_runs) for completion in finished) > 3
+
+
+@pytest.mark.parametrize("num_switches", [1, 3])
+def test_each_prompt_is_prefilled_again_once_and_samples_behind_it(
+    decoder: Decoder, num_switches: int
+) -> None:
+    engine = NativeRolloutEngine(decoder, CONFIG)
+    engine.add(REQUESTS)
+    engine.advance(max_steps=4)
+    before = engine.num_prefilled_tokens
+    for version in range(1, 1 + num_switches):
+        engine.set_weights_version(version)
+    engine.advance(max_steps=1)
+    # Of five tokens each the newest is fed to the next step.
+    assert engine.num_prefilled_tokens - before == (3 + 1 + 5) + 5 * 4
+
+
+def test_what_waits_of_a_group_enters_behind_the_prompt_that_was_prefilled_again(
+    decoder: Decoder,
+) -> None:
+    (request,) = REQUESTS[2:]
+    engine = NativeRolloutEngine(decoder, replace(CONFIG, max_num_seqs=1))
+    engine.add([request])
+    engine.advance(max_steps=3)
+    with weights_of(decoder, 1):
+        engine.set_weights_version(1)
+        finished = drain(engine)
+    assert engine.num_prefilled_tokens == 5 + (5 + 3)
+    assert [c.version_runs for c in finished] == [((0, 4), (1, 3)), ((1, 7),)]
+    assert_drawn(decoder, [request], finished, seed=SEED)
 
 
 def test_rows_that_wait_and_rows_that_have_ended_know_their_versions(decoder: Decoder) -> None:
@@ -119,8 +136,8 @@ def test_a_version_that_is_in_use_changes_nothing(decoder: Decoder) -> None:
     engine.advance(max_steps=2)
     num_prefilled = engine.num_prefilled_tokens
     assert engine.set_weights_version(5)
-    assert engine.num_prefilled_tokens == num_prefilled
     assert {c.version_runs for c in drain(engine)} == {((5, 7),), ((5, 12),)}
+    assert engine.num_prefilled_tokens == num_prefilled
 
 
 def test_a_bounded_advance_changes_no_token(decoder: Decoder) -> None:

@@ -24,13 +24,13 @@ def test_signals_end_what_blocks_the_main_thread_of_an_event_loop(
 
     async def block() -> None:
         asyncio.get_running_loop().add_signal_handler(number, noted.append, number)
-        threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+        threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
         started_s = time.monotonic()
         with pytest.raises(error), interruptible():
             time.sleep(10)
         assert time.monotonic() - started_s < 5
         os.kill(os.getpid(), number)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.02)
 
     asyncio.run(block())
     assert noted == [number], "afterwards it is the loop's matter again"

@@ -20,7 +20,15 @@ def hang() -> str:
     return ""
 
 
+def test_a_package_that_is_not_installed_is_named_without_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(census, "_LIMIT_S", 0.0)
+    (own,) = census.own_devices([CPU, platform_named("musa")])
+    assert (own.number, own.problem) == (0, "the package torch_musa is not installed")
+
+
 def test_a_driver_that_does_not_answer_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(census, "_LIMIT_S", 0.2)
     with pytest.raises(UserError, match=r"^platform musa: its driver does not say"):
-        census.own_devices([CPU, replace(platform_named("musa"), probe=hang)])
+        census.own_devices([CPU, replace(platform_named("musa"), extension="", probe=hang)])

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
 import pytest
-from ray.cloudpickle import cloudpickle
 
 from tandem.platforms.isolation import CUDA_LIKE, MUSA, Visibility
 from tandem.platforms.place import WorkerPlace
@@ -39,7 +40,23 @@ def seat(visibility: Visibility) -> Seat:
 
 def payload(build: Callable[[WorkerPlace], Any], **facts: Any) -> bytes:
     platform: Platform = replace(CPU, **facts)
-    return cloudpickle.dumps((platform, build))
+    return pickle.dumps((platform, build))
+
+
+def itself(place: WorkerPlace) -> WorkerPlace:
+    return place
+
+
+def listed(place: WorkerPlace) -> list[WorkerPlace]:
+    return [place]
+
+
+def numbers(place: WorkerPlace) -> list[int]:
+    return [3, 1]
+
+
+def use_the_third(index: int) -> None:
+    assert index == 2, index
 
 
 def test_process_is_isolated_before_its_object_is_made(
@@ -51,7 +68,7 @@ def test_process_is_isolated_before_its_object_is_made(
     assert (opened.place.physical_id, opened.place.rank) == ("6", 1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
     assert os.environ["OMP_NUM_THREADS"] == "3"
-    hosted.build(payload(lambda place: [place], visibility=CUDA_LIKE))
+    hosted.build(payload(listed, visibility=CUDA_LIKE))
     assert hosted.call("index", opened.place).value == 0
 
 
@@ -60,23 +77,25 @@ def test_selecting_process_uses_the_device_of_its_index(clean_process: pytest.Mo
     hosted = HostedObject()
     opened = hosted.open(seat(MUSA), ["2"])
     assert (opened.place.physical_id, opened.place.device_index) == ("6", 2)
-
-    def use_device(index: int) -> None:
-        assert index == 2, index
-
-    facts = {"visibility": MUSA, "use_device": use_device}
-    hosted.build(payload(lambda place: place, num_devices=lambda: 4, **facts))
+    facts = {"visibility": MUSA, "use_device": use_the_third}
+    hosted.build(payload(itself, num_devices=partial(int, 4), **facts))
     with pytest.raises(ReportedError) as raised:
-        hosted.build(payload(lambda place: place, num_devices=lambda: 2, **facts))
+        hosted.build(payload(itself, num_devices=partial(int, 2), **facts))
     assert "shows 2 devices here" in raised.value.symptom.cause
 
 
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"num_devices": lambda: 2}, "cpu shows 2 devices here, against: CUDA_VISIBLE_DEVICES=0"),
-        ({"num_devices": lambda: 0}, "cpu shows 0 devices here"),
-        ({"probe": lambda: "finds no device"}, "platform=cpu: train rank 1 cannot use it on "),
+        (
+            {"num_devices": partial(int, 2)},
+            "cpu shows 2 devices here, against: CUDA_VISIBLE_DEVICES=0",
+        ),
+        ({"num_devices": partial(int, 0)}, "cpu shows 0 devices here"),
+        (
+            {"probe": partial(str, "finds no device")},
+            "platform=cpu: train rank 1 cannot use it on ",
+        ),
     ],
 )
 def test_isolation_without_effect_ends_the_worker(
@@ -86,7 +105,7 @@ def test_isolation_without_effect_ends_the_worker(
     hosted = HostedObject()
     hosted.open(seat(CUDA_LIKE), ["0"])
     with pytest.raises(ReportedError) as raised:
-        hosted.build(payload(lambda place: place, **facts))
+        hosted.build(payload(itself, **facts))
     assert message in raised.value.symptom.cause
 
 
@@ -94,7 +113,7 @@ def test_isolation_without_effect_ends_the_worker(
 def test_warnings_travel_with_the_next_reply() -> None:
     hosted = HostedObject()
     hosted.open(replace(seat(CUDA_LIKE), visibility=CPU.visibility), [])
-    hosted.build(payload(lambda place: [3, 1]))
+    hosted.build(payload(numbers))
     logging.getLogger("tandem.engines").warning("odd: %d", 7)
     (notice,) = hosted.call("sort").notices
     assert (notice.source, notice.text) == ("train rank 1", "odd: 7")

@@ -46,7 +46,7 @@ def test_run_that_ends_before_it_has_a_cluster_tells_only_its_end() -> None:
     plan = head_plan()
     meeting = Meeting(plan)
     member = Attendance(member_plan(plan, 1))
-    closing = threading.Timer(0.2, meeting.close, args=(2,))
+    closing = threading.Timer(0.05, meeting.close, args=(2,))
     closing.start()
     assert member.receive() == {"exit": 2}
     closing.join()
@@ -56,7 +56,7 @@ def test_run_that_ends_before_it_has_a_cluster_tells_only_its_end() -> None:
 def test_member_may_come_before_the_head() -> None:
     plan = head_plan()
     meetings: list[Meeting] = []
-    timer = threading.Timer(0.5, lambda: meetings.append(Meeting(plan)))
+    timer = threading.Timer(0.05, lambda: meetings.append(Meeting(plan)))
     timer.start()
     member = Attendance(member_plan(plan, 1))
     timer.join()

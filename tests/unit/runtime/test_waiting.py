@@ -14,7 +14,7 @@ from tandem.errors import UserError
 from tandem.runtime.failure import Kind, ReportedError, Symptom, WorkerFailure, WorkerName
 from tandem.runtime.waiting import Call, ClosedError, Waits, Worker
 
-GRACE_S = 0.5
+GRACE_S = 0.2
 DIED = Symptom(Kind.DIED, "killed", "last words", 0)
 RAISED = Symptom(Kind.RAISED, "ValueError: x", "", 2)
 LOST = Symptom(Kind.LOST_PEER, "RuntimeError: closed by peer", "", 1)
@@ -52,7 +52,7 @@ class Answers:
 
 def two_workers() -> tuple[Answers, Waits, list[Worker]]:
     answers = Answers()
-    waits = Waits(answers.finished, answers.result, grace_s=GRACE_S)
+    waits = Waits(answers.finished, answers.result, grace_s=GRACE_S, look_s=0.05)
     workers = [
         Worker(WorkerName("train", rank, host="a", pid=rank), f"watch{rank}") for rank in range(2)
     ]
@@ -100,7 +100,7 @@ def test_first_cause_may_show_after_its_consequences(
     answers, waits, workers = two_workers()
     calls = start(waits, workers)
     answers.put(**now)
-    answers.later(0.2, **later)
+    answers.later(GRACE_S / 4, **later)
     with pytest.raises(WorkerFailure) as raised:
         waits.gather(calls)
     assert (raised.value.rank, raised.value.method) == (rank, "update")
@@ -119,8 +119,8 @@ def test_failure_comes_although_a_peer_hangs() -> None:
 
 def test_death_of_a_worker_that_nobody_called_ends_every_wait() -> None:
     answers, waits, workers = two_workers()
-    (call, _) = start(waits, workers)
-    answers.later(0.1, watch1=DIED)
+    call = waits.started(workers[0], "update", reference="call0")
+    answers.later(0.05, watch1=DIED)
     with pytest.raises(WorkerFailure) as raised:
         waits.first([call])
     assert raised.value.rank == 1
@@ -156,7 +156,7 @@ def test_threads_that_fail_of_the_same_cause_name_the_same_worker() -> None:
     for thread in threads:
         thread.start()
     answers.put(call0=LOST)
-    answers.later(0.1, call1=DIED, watch1=DIED)
+    answers.later(GRACE_S / 4, call1=DIED, watch1=DIED)
     for thread in threads:
         thread.join(10)
     assert ranks == [1, 1]
@@ -173,7 +173,7 @@ def test_user_error_of_a_worker_is_raised_as_one() -> None:
 def test_closing_ends_waits() -> None:
     _, waits, workers = two_workers()
     calls = start(waits, workers)
-    threading.Timer(0.1, waits.close).start()
+    threading.Timer(0.05, waits.close).start()
     with pytest.raises(ClosedError):
         waits.gather(calls)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Container
 from typing import Any
@@ -59,7 +60,7 @@ def test_readers_never_see_two_versions(mode: dict[str, Any]) -> None:
 
     def run(rank: int, store: Store) -> list[set[int]]:
         buckets = settings(512, 512, **mode)
-        return update_often(store, place(rank, 2), settings=buckets, num_updates=60)
+        return update_often(store, place(rank, 2), settings=buckets, num_updates=20)
 
     for versions in run_threads(run, 2)[1]:
         assert len(versions) > 5, "readers met many versions"
@@ -78,10 +79,8 @@ def test_bucket_sizes_decide_how_often_is_packed_and_loaded(mode: dict[str, Any]
         return run_threads(run, 2)
 
     for send_bytes, receive_bytes, num_packs, num_loads in (
-        (1024, 1024, 4, 4),
         (2048, 512, 2, 8),
-        (512, 4096, 8, 1),
-        (1 << 20, 1 << 20, 1, 1),
+        (512, 1 << 20, 8, 1),
     ):
         (sent, sender_loads), (received, receiver_loads) = transfer(send_bytes, receive_bytes)
         assert (sent.num_packs, receiver_loads) == (num_packs, num_loads)
@@ -208,17 +207,18 @@ def test_a12_weights_that_were_replaced_in_part_cannot_be_used(mode: dict[str, A
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_later_corruption_is_found_by_samples(mode: dict[str, Any]) -> None:
+    """All pieces of the first version are checked, then one in so many."""
+    first, last = SAMPLING - NUM_MESSAGES - 2, SAMPLING - NUM_MESSAGES + 1
+
     def act(rank: int, link: WeightLink, slices: list[HeldSlice]) -> int:
-        for version in range(1, 2 + SAMPLING):
+        for version in range(first, last + 1):
             try:
                 link.transfer(version)
             except SyncError:
                 return version
         return 0
 
-    found = _three(act, corrupt=range(NUM_MESSAGES, 10_000), **mode)
-    assert len(set(found)) == 1
-    assert 2 <= found[0] <= 1 + SAMPLING
+    assert _three(act, corrupt=range(NUM_MESSAGES, 10_000), **mode) == [last] * 3
 
 
 def test_a_storage_of_another_shape_stops_before_a_byte_moves() -> None:
@@ -289,21 +289,24 @@ def test_weights_in_use_end_the_transfer_everywhere() -> None:
         with link.gate.reading(1):
             return link.transfer(2)
 
-    message = _message_of_all(_three(act, timeout_s=1.0))
+    message = _message_of_all(_three(act, timeout_s=0.5))
     assert "process 1 (rank 1 of link weights): weights are in use for longer" in message
 
 
 def test_whoever_watches_can_end_a_link() -> None:
     links: list[WeightLink] = []
+    formed = threading.Barrier(3)
 
     def run(rank: int, store: Store) -> Any:
         slices = cut(WEIGHTS, (1, 1), rank=0)
         tensors = receiving(slices) if rank == 1 else sending(slices)
         if rank == 2:
-            time.sleep(0.2)
+            formed.wait(5)
             return end_link(store, "weights", generation=0, cause="rollout 0 was killed")
-        link = open_link(store, place(rank, 2), tensors=tensors, settings=settings())
+        briefly = settings(roll_call_s=0.1)
+        link = open_link(store, place(rank, 2), tensors=tensors, settings=briefly)
         links.append(link)  # so that its end of the connection stays
+        formed.wait(5)
         if rank == 0:
             started = time.monotonic()
             with pytest.raises(SyncError, match="rollout 0 was killed; no answer from rank 1"):
@@ -322,7 +325,10 @@ def test_a_process_that_never_comes_ends_the_others_in_time() -> None:
         started = time.monotonic()
         with pytest.raises(SyncError, match="link weights: .* no answer from rank 2"):
             open_link(
-                store, place(rank, 3), tensors=sending(slices), settings=settings(timeout_s=1.0)
+                store,
+                place(rank, 3),
+                tensors=sending(slices),
+                settings=settings(timeout_s=0.3, roll_call_s=0.3),
             )
         assert time.monotonic() - started < 5
 

@@ -171,7 +171,7 @@ def test_20_weights_are_read_while_the_next_ones_arrive(mode: dict[str, Any]) ->
                 assert version == 0
                 assert _versions(slices) == {0.0}
             assert link.swap() == 0
-        assert trained.wait(0.2) == mode["staged"]
+        assert trained.wait(5 if mode["staged"] else 0.05) == mode["staged"]
         go_on.set()
         assert link.swap(1) == 1
         assert _versions(slices) == {1.0}
@@ -229,7 +229,7 @@ def test_weights_in_use_can_be_replaced_later(mode: dict[str, Any]) -> None:
         link.wait()
         with (
             link.gate.reading(1) as version,
-            pytest.raises(SyncError, match="in use for longer than 1 s"),
+            pytest.raises(SyncError, match=r"in use for longer than 0\.4 s"),
         ):
             assert version == 0
             link.swap()
@@ -239,7 +239,7 @@ def test_weights_in_use_can_be_replaced_later(mode: dict[str, Any]) -> None:
 
     def run(rank: int, store: Store) -> None:
         slices = cut(_weights(), (1, 1), rank=0)
-        link = _link(rank, store, slices, mode={**mode, "timeout_s": 1.0})
+        link = _link(rank, store, slices, mode={**mode, "timeout_s": 0.4})
         (receive if rank else _sends(1))(link, slices)
 
     assert run_threads(run, 2) == [None, None]
@@ -329,7 +329,7 @@ def test_21_who_waits_for_a_version_is_told_why_it_does_not_come(mode: dict[str,
     def corrupt(number: int, data: Tensor) -> None:
         if number == 3:
             assert waits.wait(5)
-            time.sleep(0.05)
+            time.sleep(0.02)
             data[0] ^= 1
 
     def send(link: WeightLink, slices: list[HeldSlice]) -> None:
@@ -366,4 +366,4 @@ def test_whoever_leaves_during_a_transfer_does_so_at_once_and_frees_the_others(
         with pytest.raises(SyncError, match=r"process 1 \(rank 1\) left during a transfer"):
             _sends(1)(link, slices)
 
-    _pair(send, receive, mode)
+    _pair(send, receive, {**mode, "roll_call_s": 0.05})

@@ -13,6 +13,7 @@ from pathlib import Path
 from tandem.platforms.record import CPU, CUDA
 from tandem.platforms.vendors import MUSA_PLATFORM
 from tandem.testing.certificates import (
+    NOTHING,
     Certificate,
     certificate_of,
     read_certificates,
@@ -59,6 +60,16 @@ def test_certificate_comes_back_from_its_file(tmp_path: Path) -> None:
             "seconds": 1.0,
         },
     }
+
+
+def test_what_was_not_run_is_not_said_to_have_passed() -> None:
+    idle = Outcome("world/broadcast", "", 0.0, {}, was_run=False)
+    made = certificate(PASSED, idle)
+    assert made.passed
+    assert made.checks["world/broadcast"] == {"not_run": NOTHING, "seconds": 0.0}
+    alone = table_row("cuda", replace(made, num_ranks=1))
+    assert alone.endswith("2030-01-02, collectives: not run (1 device) |")
+    assert "not run" not in table_row("cuda", made)
 
 
 def test_only_passing_hardware_is_called_verified() -> None:

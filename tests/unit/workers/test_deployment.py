@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs of pools on several platforms."""
+"""The jobs of pools: on several platforms, and with a critic."""
 
 from __future__ import annotations
 
@@ -52,3 +52,22 @@ def test_the_link_counts_the_pools_that_share_weights_and_knows_how_they_are_joi
     staged = jobs("pools.transport=staged")["generate"].link
     assert staged is not None
     assert (staged.crosses, staged.way) == (False, Way.STAGED)
+
+
+def test_a_critic_is_trained_where_the_policy_is_by_its_own_keys() -> None:
+    keys = (
+        "critic.enable=True",
+        "critic.model.path=c",
+        "critic.optim.lr=0.1",
+        "critic.model.fsdp_config.dtype=float32",
+        "actor_rollout_ref.model.path=m",
+        "trainer.seed=5",
+    )
+    found = {name: job.critic for name, job in jobs(*keys).items()}
+    critic = found.pop("actor-train")
+    assert set(found.values()) == {None}
+    assert critic is not None and critic.optim.lr == 0.1
+    policy = critic.policy
+    assert (policy.model.path, policy.layout.dtype, policy.value_head_seed) == ("c", "float32", 5)
+    assert (policy.section, policy.random_seed) == ("critic.model.fsdp_config", None)
+    assert jobs()["actor-train"].critic is None

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from tandem.rollout.paged.cache import LayerCache, RowTables
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
-"""Head dimensions that the kernel computes."""
 _MIN_DOT_ROWS = 16
 
 

@@ -26,10 +26,10 @@ from tandem.types import Completion, FinishReason, GenerationRequest, SamplingPa
 from tests.fakes.tiny_decoder import tiny_decoder
 
 VOCABULARY = 40
-EOS = (0, 1)
+EOS = (0, 1, 2, 3)
 SEED = 11
 SAMPLED = SamplingParams(temperature=0.9, top_p=1.0, top_k=-1, max_new_tokens=5)
-PAGE_BYTES = 2 * 2 * 2 * PAGE_TOKENS * 16 * 4
+PAGE_BYTES = 2 * 2 * PAGE_TOKENS * 16 * 4
 CONFIG = NativeRolloutConfig(
     seed=SEED,
     eos_ids=EOS,
@@ -41,8 +41,11 @@ CONFIG = NativeRolloutConfig(
 
 @pytest.fixture(scope="module")
 def decoder(device: torch.device) -> Decoder:
-    """Two layers, six heads over two key/value heads, weights large enough for variety."""
-    decoder = tiny_decoder(vocab_size=VOCABULARY, num_heads=6, head_dim=16, tie_embeddings=False)
+    """Two layers, weights large enough for variety; a single key/value head, since the kernels have
+    tests of their own with several."""
+    decoder = tiny_decoder(
+        vocab_size=VOCABULARY, num_heads=3, num_kv_heads=1, head_dim=16, tie_embeddings=False
+    )
     return decoder.to(device)
 
 
@@ -50,7 +53,7 @@ def _request(
     first_id: int, *, n: int = 1, length: int = 6, sampling: SamplingParams = SAMPLED
 ) -> GenerationRequest:
     rng = random.Random(first_id)
-    prompt = tuple(rng.randrange(2, VOCABULARY - 1) for _ in range(length))
+    prompt = tuple(rng.randrange(4, VOCABULARY - 1) for _ in range(length))
     return GenerationRequest(tuple(range(first_id, first_id + n)), prompt, sampling)
 
 

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from tandem.errors import UserError
-from tandem.rollout.paged.cache import PAGE_TOKENS
-from tandem.rollout.paged.scheduler import Entry, Limits, PagedScheduler, Running
+from tandem.rollout.paged.cache import PAGE_TOKENS, TailCopy
+from tandem.rollout.paged.scheduler import Entry, Limits, PagedScheduler, Run, Running
 from tandem.types import GenerationRequest, SamplingParams
 
 PAGE = 4
@@ -54,10 +54,52 @@ def test_samples_share_full_pages_and_own_the_one_filled_in_part() -> None:
         own_pages = [page for own in pages for page in own[num_shared:]]
         assert len(own_pages) == len(set(own_pages)) == 3
     first, *others = in_part.sequences
-    assert in_part.tail_copies == tuple(other.pages[2] for other in others)
-    assert first.pages[2] not in in_part.tail_copies
+    source = first.pages[2]
+    assert in_part.tail_copies == tuple(TailCopy(source, own.pages[2], 5) for own in others)
     assert full.tail_copies == ()  # nothing is filled in part
     assert len(short.tail_copies) == 2
+
+
+def test_samples_that_enter_later_share_the_prompt_of_those_that_run() -> None:
+    scheduler = PagedScheduler(Limits(2, max_prefill_tokens=1000, window_tokens=8), 100)
+    scheduler.add([_request(0, n=4, prompt=PAGE_TOKENS + 5)])
+    scheduler.admit()
+    first, second = scheduler.rows
+    scheduler.remove([second])
+    (entry,) = scheduler.admit()
+    third = entry.sequences[0]
+    assert third.pages[0] == first.pages[0] and third.pages[1] != first.pages[1]
+    # Its last token alone is computed, for the logits; the rest of the last page is copied.
+    assert entry.run == Run(
+        (PAGE_TOKENS + 4,), PAGE_TOKENS + 4, tuple(third.pages), tuple(first.pages)
+    )
+    assert entry.tail_copies == (TailCopy(first.pages[1], third.pages[1], 5),)
+    scheduler.remove(scheduler.rows)
+    (entry,) = scheduler.admit()
+    assert (entry.run.start, len(entry.run.token_ids)) == (0, PAGE_TOKENS + 5)  # nobody has it
+    scheduler.remove(scheduler.rows)
+    assert scheduler.num_free_pages == 100
+
+
+def test_a_prompt_is_computed_again_once_and_responses_behind_it_without_their_newest() -> None:
+    scheduler = PagedScheduler(Limits(1000, max_prefill_tokens=170, window_tokens=8), 100)
+    scheduler.add([_request(0, n=3, prompt=100, new=99), _request(10, n=2, prompt=64, new=99)])
+    while scheduler.admit():
+        pass
+    for row, length in zip(scheduler.rows, (60, 1, 70, 50, 2), strict=True):
+        row.token_ids += range(length)
+    passes = scheduler.recompute()
+    computed = [
+        [(entry.sequences[0].sample_id, len(entry.run.token_ids)) for entry in entries]
+        for entries in passes
+    ]
+    # 49 + 69 + 59 are more than 170; 1 token counts as a quarter of the 65 keys it attends to.
+    assert computed == [[(0, 100), (10, 64)], [(0, 59), (2, 69)], [(10, 49), (11, 1)]]
+    (first, second), *_ = passes
+    assert [_ids(entry.sequences) for entry in (first, second)] == [[0, 1, 2], [10, 11]]
+    assert [copy.num_tokens for copy in first.tail_copies] == [36, 36]
+    assert second.tail_copies == ()  # the prompt fills its page
+    assert {entry.run.start for entry in passes[1]} == {100}
 
 
 def test_the_prefill_budget_holds_but_a_long_prompt_passes_alone() -> None:
@@ -137,7 +179,7 @@ def test_the_newest_leaves_when_pages_run_out_and_comes_back_with_its_tokens() -
     scheduler.remove([older])
     entry, later = scheduler.admit()
     assert (entry.sequences, _ids(later.sequences)) == ((newer,), [10])
-    assert entry.context_ids == (*newer.prompt_ids, *newer.token_ids)
+    assert entry.run.token_ids == (*newer.prompt_ids, *newer.token_ids)
 
 
 def test_nothing_under_way_may_be_preempted() -> None:
@@ -166,19 +208,23 @@ def test_wanted_pages_suffice_when_a_group_enters_in_parts() -> None:
 class Simulation:
     """The engine's way with a scheduler, on a memory that knows who wrote what.
 
-    A window is launched before the last one is read. ``lengths``: after how many tokens a sample
-    really ends, which the scheduler learns a window late. ``memory``: (page, offset) to the prompt
-    or the sample that wrote it, and the position.
+    A window is launched before the last one is read; now and then the weights change. ``lengths``:
+    after how many tokens a sample really ends, which the scheduler learns a window late.
+    ``memory``: (page, offset) to the prompt or the sample that wrote it, the position, and the
+    version of the weights.
     """
 
     scheduler: PagedScheduler
     limits: Limits
     lengths: dict[int, int]
+    switches: Callable[[], bool]
     num_pages: int = 0
+    version: int = 0
+    is_outdated: bool = False
     drawn: dict[int, int] = field(default_factory=dict[int, int])
     finished: list[int] = field(default_factory=list[int])
-    memory: dict[tuple[int, int], tuple[object, int]] = field(
-        default_factory=dict[tuple[int, int], tuple[object, int]]
+    memory: dict[tuple[int, int], tuple[object, int, int]] = field(
+        default_factory=dict[tuple[int, int], tuple[object, int, int]]
     )
 
     def run(self, arrivals: Iterator[GenerationRequest]) -> None:
@@ -187,6 +233,11 @@ class Simulation:
         self.scheduler.add([next(arrivals)])
         self.num_pages = self.scheduler.num_free_pages
         while self.scheduler.has_work:
+            if self.switches():
+                self._read(flight or [])
+                flight, self.is_outdated = None, True
+                self.version += 1
+                continue
             last = flight
             flight = self._launch(under_way=last is not None)
             if last is not None:
@@ -203,8 +254,17 @@ class Simulation:
             return None
         scheduler.reserve_window()
         kept = len(scheduler.rows)
-        for entry in scheduler.admit():
-            self._prefill(entry)
+        outdated = scheduler.recompute() if self.is_outdated else []
+        entries = scheduler.admit()
+        for again in outdated:
+            self._fill(again)
+        self.is_outdated = False
+        self._fill(entries)
+        for row in scheduler.rows[:kept]:
+            self._check_context(row, row.num_tokens - row.num_launched - 1)
+        for row in scheduler.rows[kept:]:
+            assert len(row.token_ids) == self.drawn.setdefault(row.sample_id, 0), "lost tokens"
+            self._check_context(row, row.num_tokens)
         flight: list[tuple[Running, int, int]] = []
         wanted = [row.num_remaining - (i >= kept) for i, row in enumerate(scheduler.rows)]
         num_steps = min(window, max(wanted, default=0))
@@ -222,40 +282,44 @@ class Simulation:
             flight.append((row, launched, count))
         return flight
 
-    def _prefill(self, entry: Entry) -> None:
-        first = entry.sequences[0]
-        for position in range(len(entry.context_ids)):
-            self._write(first, position)
-        num_full = len(entry.context_ids) // PAGE
-        for target in entry.tail_copies:
-            for offset in range(PAGE):
-                found = self.memory.get((first.pages[num_full], offset))
-                if found is not None:
-                    self.memory[target, offset] = found
-        for row in entry.sequences:
-            self.drawn.setdefault(row.sample_id, 0)
-            assert len(row.token_ids) == self.drawn[row.sample_id], "tokens were lost"
-            self._check_context(row, len(entry.context_ids))
+    def _fill(self, entries: Sequence[Entry]) -> None:
+        """A pass: all runs are stored, then they read what is before them, then tails are copied.
+        Runs are of tokens that are known, at their positions."""
+        for entry in entries:
+            row, run = entry.sequences[0], entry.run
+            context = (*row.prompt_ids, *row.token_ids)
+            assert context[run.start :][: len(run.token_ids)] == run.token_ids
+            for position in range(run.start, run.start + len(run.token_ids)):
+                self._write(row, run.pages, position=position)
+        for entry in entries:
+            self._check(entry.sequences[0], entry.run.prefix_pages, length=entry.run.start)
+        for copy in (copy for entry in entries for copy in entry.tail_copies):
+            for offset in range(copy.num_tokens):
+                self.memory[copy.target, offset] = self.memory[copy.source, offset]
 
     def _decode(self, row: Running, num_steps: int) -> None:
         """Each step stores the newest token's key and reads all before it."""
         start = len(row.prompt_ids) + self.drawn[row.sample_id] - 1
         for position in range(start, start + num_steps):
-            self._write(row, position)
+            self._write(row, row.pages, position=position)
         if num_steps > 0:
             self._check_context(row, start + num_steps)
 
-    def _write(self, row: Running, position: int) -> None:
-        place = (row.pages[position // PAGE], position % PAGE)
-        self.memory[place] = (self._author(row, position), position)
+    def _write(self, row: Running, pages: Sequence[int], *, position: int) -> None:
+        place = (pages[position // PAGE], position % PAGE)
+        self.memory[place] = (self._author(row, position), position, self.version)
 
     def _author(self, row: Running, position: int) -> object:
         return row.prompt_ids if position < len(row.prompt_ids) else row.sample_id
 
     def _check_context(self, row: Running, length: int) -> None:
+        self._check(row, row.pages, length=length)
+
+    def _check(self, row: Running, pages: Sequence[int], *, length: int) -> None:
         for position in range(length):
-            found = self.memory[row.pages[position // PAGE], position % PAGE]
-            assert found == (self._author(row, position), position), "another's key is read"
+            found = self.memory[pages[position // PAGE], position % PAGE]
+            expected = (self._author(row, position), position, self.version)
+            assert found == expected, "another's key is read"
 
     def _read(self, flight: list[tuple[Running, int, int]]) -> None:
         ended: list[Running] = []
@@ -302,10 +366,11 @@ def test_a_long_time_loses_nothing_and_mixes_nothing_up(
         for sample_id in request.sample_ids
     }
     scheduler = PagedScheduler(limits, num_pages)
-    simulation = Simulation(scheduler, limits, lengths)
+    simulation = Simulation(scheduler, limits, lengths, switches=lambda: rng.random() < 0.1)
     for start in range(0, len(requests), 40):
         simulation.run(iter(requests[start : start + 40]))
     assert sorted(simulation.finished) == sorted(lengths)
     assert simulation.drawn == lengths
-    assert scheduler.num_free_pages == simulation.num_pages
+    assert scheduler.num_free_pages == simulation.num_pages == num_pages
     assert scheduler.num_preempted > 0 or num_pages > 20
+    assert simulation.version > 20

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Doubles look like devices: numbers, names, memory, streams, isolation, collectives."""
+"""Doubles look like devices, in processes of their own: numbers, names, memory, streams, isolation,
+collectives."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from torch.distributed import ReduceOp
 
 from tandem.errors import UserError
 from tandem.platforms.record import CPU, Platform
-from tandem.testing import extension
 from tandem.testing.doubles import become, make_backend
 from tandem.testing.processes import Here, Launch, ProcessError, run_processes
 
@@ -140,26 +140,3 @@ def _fail(here: Here, kind: str) -> None:
 def test_failures_of_processes_are_told() -> None:
     with pytest.raises(ProcessError, match="has had enough"):
         run_processes(_fail, [CPU, CPU], launch=ALONE, args=("raise",))
-
-
-def test_without_a_compiler_the_reason_is_said(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert extension.build_problem().startswith("there is no C++ compiler (no-such-compiler")
-    with pytest.raises(UserError, match="vendor doubles: there is no C"):
-        extension.built_extension()
-
-
-def test_a_failing_build_says_what_the_compiler_said(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such thing' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(UserError, match="compiler failed: x.cpp:1: error: no such thing"):
-        extension.built_extension()
-    assert not list((tmp_path / "cache").rglob("*.so"))

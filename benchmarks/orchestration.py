@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training step costs beside its engines: the pipeline as it is, with engines that return at
+once.
+
+    python benchmarks/orchestration.py [--prompts 128] [--samples 16] [--prompt 256]
+    [--response 512] [--budget 24576] [--devices 2] [--steps 7] [--output FILE]
+
+Prints one JSON object. Tokenizer, packing, reward processes, metrics, records, sinks and journal
+are those of a run; all responses end at the same moment, which is the worst case. ``step_s`` are
+the sections of a step (medians; of ``gen`` only what making up random tokens takes, which is not
+counted in ``sum``); ``update_actor`` is packing, and what is done while a real trainer computes
+(metrics, records); ``other`` is what no section names. ``parts_s`` are the pieces by themselves on
+the data of the last step, and the way of completions and micro-batches to another process and back.
+"""
+
+import argparse
+import asyncio
+import json
+import pickle
+import statistics
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from grpo_step import PHASES, REWARD, write_tokenizer
+from measure import describe
+
+from tandem.checkpoint.store import CheckpointStore
+from tandem.cli.training import MAX_ROLLOUTS_RECORDED_PER_STEP, reward_limits, reward_spec
+from tandem.config.overrides import load_config
+from tandem.config.run import RunConfig
+from tandem.config.schedule import schedule_run
+from tandem.data.packing import pack_microbatches, plan_microbatches
+from tandem.data.prompts import PromptEntry, PromptSource, open_source
+from tandem.data.sending import SentBatches
+from tandem.data.tokenizer import TextCodec, load_codec
+from tandem.metrics.jsonl_sink import METRICS_FILE
+from tandem.metrics.records import RolloutRecorder
+from tandem.metrics.sinks import open_sinks
+from tandem.metrics.throughput import ComputeFacts
+from tandem.pipeline.buffer import ScoredGroup
+from tandem.pipeline.experience import PolicyScores, as_floats, assign_credit, lay_out
+from tandem.pipeline.loop import Pipeline, initial_kl_controller
+from tandem.pipeline.parts import Engines, PipelineParts
+from tandem.pipeline.simulated_engines import TRAINER, SimulatedPolicy, SimulatedTimes
+from tandem.pipeline.step_metrics import batch_metrics
+from tandem.rewards.pool import RewardPool
+from tandem.runtime.inprocess import InProcessRuntime
+from tandem.types import Completion, FinishReason, GenerationRequest, Group
+
+VOCABULARY = 151936
+FIRST_WORD = 258
+"""Ids below are the tokenizer's special ones."""
+NUM_WARMUP = 2
+NO_TIME = SimulatedTimes(lambda uid, k: 0.0, lambda task, number: 0.0, num_slots=1)
+
+
+class InstantRollout:
+    """Implements ``api.RolloutEngine``: everything asked for is complete at once."""
+
+    def __init__(self) -> None:
+        self._complete: list[Completion] = []
+        self._version = -1
+        self._random = np.random.default_rng(0)
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Draw all responses."""
+        for request in requests:
+            shape = (len(request.sample_ids), request.sampling.max_new_tokens)
+            tokens = self._random.integers(FIRST_WORD, VOCABULARY, shape)
+            log_probs = -self._random.random(shape, dtype=np.float32)
+            self._complete += [
+                Completion(
+                    sample_id,
+                    array("i", tokens[k].tolist()),
+                    array("f", log_probs[k].tolist()),
+                    FinishReason.LENGTH,
+                    self._version,
+                )
+                for k, sample_id in enumerate(request.sample_ids)
+            ]
+
+    def advance(self, max_steps: int | None = None) -> list[Completion]:
+        """All of them."""
+        complete, self._complete = self._complete, []
+        return complete
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def release_cache(self) -> bool:
+        """There is none."""
+        return not self._complete
+
+    def set_weights_version(self, version: int) -> bool:
+        """In use at once."""
+        self._version = version
+        return True
+
+
+class InstantTrainer(SimulatedPolicy):
+    """Steps at once; ``devices`` compute at the same time."""
+
+    def __init__(self, devices: int) -> None:
+        super().__init__(NO_TIME, (), task=TRAINER)
+        self.data_parallel_size = devices
+
+
+@dataclass
+class Keeping:
+    """Implements ``parts.Recorder``: passes on, and keeps the last step's groups."""
+
+    recorder: RolloutRecorder
+    groups: Sequence[Group] = ()
+
+    def write(self, step: int, groups: Sequence[Group], *, advantages: Sequence[float]) -> None:
+        """As ``RolloutRecorder.write``."""
+        self.groups = groups
+        self.recorder.write(step, groups, advantages=advantages)
+
+    def close(self) -> None:
+        """As ``RolloutRecorder.close``."""
+        self.recorder.close()
+
+
+def make_config(options: argparse.Namespace, folder: Path) -> RunConfig:
+    """GRPO without KL, strictly on-policy."""
+    actor = "actor_rollout_ref.actor"
+    keys = (
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        f"{actor}.use_dynamic_bsz=True",
+        f"{actor}.ppo_max_token_len_per_gpu={options.budget}",
+        f"{actor}.ppo_mini_batch_size={options.prompts}",
+        f"{actor}.use_kl_loss=False",
+        f"actor_rollout_ref.rollout.n={options.samples}",
+        "actor_rollout_ref.rollout.ignore_eos=True",
+        f"custom_reward_function.path={folder / 'reward.py'}",
+        "data.val_files=[]",
+        f"data.train_batch_size={options.prompts}",
+        f"data.max_prompt_length={options.prompt}",
+        f"data.max_response_length={options.response}",
+        f"trainer.total_training_steps={NUM_WARMUP + options.steps}",
+        f"trainer.default_local_dir={folder / 'run'}",
+        "trainer.logger=[]",
+        *options.keys,
+    )
+    return load_config(RunConfig, list(keys)).config
+
+
+def make_source(
+    options: argparse.Namespace, config: RunConfig, *, codec: TextCodec
+) -> PromptSource:
+    """Random prompts of two batches."""
+    rows = 2 * options.prompts
+    random = np.random.default_rng(1)
+    tokens = random.integers(FIRST_WORD, VOCABULARY, (rows, options.prompt), dtype=np.int32)
+    texts = codec.decode(tokens.tolist())
+    entries = [PromptEntry(i, "random", "", {}, texts[i], texts[i], tokens[i]) for i in range(rows)]
+    return open_source(entries, config.data, total_epochs=NUM_WARMUP + options.steps)
+
+
+def make_parts(
+    options: argparse.Namespace, folder: Path, *, rewards: RewardPool, config: RunConfig
+) -> PipelineParts:
+    """A run's parts but for its engines."""
+    codec = load_codec(str(folder / "model"))
+    run_folder = folder / "run"
+    recorder = RolloutRecorder(
+        run_folder,
+        max_per_step=MAX_ROLLOUTS_RECORDED_PER_STEP,
+        token_texts=lambda ids: codec.decode([[token] for token in ids], skip_special=False),
+        keep_through_step=-1,
+    )
+    total_steps = NUM_WARMUP + options.steps
+    trainer = InstantTrainer(options.devices)
+    return PipelineParts(
+        config=config,
+        schedule=schedule_run(config, total_steps * options.prompts),
+        runtime=InProcessRuntime(),
+        engines=Engines(trainer, InstantRollout(), None, trainer),
+        source=make_source(options, config, codec=codec),
+        validation_prompts=[],
+        codec=codec,
+        rewards=rewards,
+        store=CheckpointStore(run_folder, max_to_keep=None),
+        sinks=open_sinks(
+            config.trainer,
+            run_folder,
+            total_steps=total_steps,
+            keep_through_step=-1,
+            environment={},
+            stream=sys.stdout,
+        ),
+        recorder=Keeping(recorder),
+        facts=ComputeFacts(None, "", num_devices=1, num_training_devices=1),
+        preferred_tokens=None,
+        clock=time.perf_counter,
+        allocated_bytes=lambda: 0,
+        reserved_bytes=lambda: 0,
+    )
+
+
+async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The whole measurement."""
+    config = make_config(options, folder)
+    async with RewardPool(reward_spec(config), reward_limits(config)) as rewards:
+        parts = make_parts(options, folder, rewards=rewards, config=config)
+        await Pipeline(parts).run()
+        await parts.runtime.close()
+    rows = (folder / "run" / METRICS_FILE).read_text().splitlines()
+    records = [json.loads(row) for row in rows][NUM_WARMUP:]
+    return {"step_s": sections(records), "parts_s": pieces(options, parts)}
+
+
+def sections(records: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Medians of what the steps say of themselves."""
+    walls = [r["perf/total_num_tokens"] / r["perf/wall_throughput"] for r in records]
+    seconds = {name: [r.get(f"timing_s/{name}", 0.0) for r in records] for name in PHASES}
+    named = [sum(values) for values in zip(*seconds.values(), strict=True)]
+    seconds["other"] = [wall - part for wall, part in zip(walls, named, strict=True)]
+    seconds["sum"] = [wall - made_up for wall, made_up in zip(walls, seconds["gen"], strict=True)]
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def pieces(options: argparse.Namespace, parts: PipelineParts) -> dict[str, float]:
+    """Each piece of a step alone, on the groups of the last one."""
+    assert isinstance(parts.recorder, Keeping), "the parts are not those of make_parts"
+    config, recorder = parts.config, parts.recorder.recorder
+    groups = parts.recorder.groups
+    scored = [ScoredGroup(group) for group in groups]
+    completions = [sample.completion for group in groups for sample in group.samples]
+    controller = initial_kl_controller(config)
+    batch = lay_out(scored)
+    experience = assign_credit(
+        batch, PolicyScores(None, None), config=config, controller=controller
+    )
+    means = as_floats(batch.mean_tokens(experience.columns.advantages_R))
+    plan = plan_microbatches(
+        batch.sequences, max_tokens=options.budget, multiple_of=options.devices
+    )
+    packed = pack_microbatches(batch.sequences, plan, columns=experience.columns)
+    steps = iter(range(10**6))
+    calls: dict[str, Callable[[], object]] = {
+        "decode": lambda: [
+            parts.codec.decode([sample.completion.token_ids for sample in group.samples])
+            for group in groups
+        ],
+        "lay_out": lambda: lay_out(scored),
+        "adv": lambda: assign_credit(
+            batch, PolicyScores(None, None), config=config, controller=controller
+        ),
+        "plan": lambda: plan_microbatches(
+            batch.sequences, max_tokens=options.budget, multiple_of=options.devices
+        ),
+        "pack": lambda: pack_microbatches(batch.sequences, plan, columns=experience.columns),
+        "metrics": lambda: batch_metrics(parts, experience, kl_coefficient=0.0),
+        "record": lambda: recorder.write(next(steps), groups, advantages=means),
+        "pickle_completions": lambda: pickle.loads(pickle.dumps(completions, protocol=5)),
+        "pickle_microbatches": lambda: pickle.loads(pickle.dumps(SentBatches(packed), protocol=5)),
+    }
+    return {name: median_s(call, options.steps) for name, call in calls.items()}
+
+
+def median_s(function: Callable[[], object], repeats: int) -> float:
+    """Median seconds of a call."""
+    seconds: list[float] = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def main() -> None:
+    """See the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--response", type=int, default=512, help="tokens")
+    parser.add_argument("--budget", type=int, default=24576, help="tokens of a micro-batch")
+    parser.add_argument("--devices", type=int, default=2, help="ranks that the update is dealt to")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("keys", nargs="*", help="further keys of tandem")
+    options = parser.parse_intermixed_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for part in ("model", "run"):
+            (folder / part).mkdir()
+        write_tokenizer(folder / "model", VOCABULARY)
+        (folder / "reward.py").write_text(REWARD)
+        figures = asyncio.run(run(options, folder))
+    settings = {name: getattr(options, name) for name in ("prompts", "samples", "prompt")}
+    settings |= {"response": options.response, "budget": options.budget, "keys": options.keys}
+    report = {
+        "benchmark": "orchestration",
+        **describe(),
+        "threads": torch.get_num_threads(),
+        "devices": options.devices,
+        "settings": settings,
+        **figures,
+    }
+    text = json.dumps(report, indent=1)
+    print(text)
+    if options.output:
+        options.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The refusal of a run that does not fit its devices' memory, with overrides that make it fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from tandem.config.memory import BYTES, GIB, longest_sequence, plan_memory, training_tokens
+from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
+from tandem.config.sizes import ModelSizes
+from tandem.errors import UserError
+
+CACHE_PAGE_TOKENS = 64
+"""The paged cache hands out (``rollout.paged.cache``)."""
+
+_CRITICS_SECTION = {
+    "actor_rollout_ref.actor.fsdp_config.": "critic.model.fsdp_config.",
+    "actor_rollout_ref.actor.": "critic.",
+    "actor_rollout_ref.model.": "critic.model.",
+}
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def require_memory(
+    config: RunConfig | SftConfig,
+    sizes: ModelSizes,
+    *,
+    available_bytes: int,
+    critic: ModelSizes | None = None,
+    recomputes_parts: bool = True,
+) -> None:
+    """Raise UserError, with an override that fits, if a device of the run needs more than
+    ``available_bytes``. ``recomputes_parts``: of layers, as the model can; else whole ones."""
+    plans = plan_memory(config, sizes, critic=critic, available_bytes=available_bytes)
+    name, plan = max(plans.items(), key=lambda entry: entry[1].total)
+    if plan.total <= available_bytes:
+        return
+    candidates = _candidates(config, recomputes_parts=recomputes_parts)
+    remedy = _remedy(
+        config, sizes, candidates=candidates, critic=critic, available_bytes=available_bytes
+    )
+    held = plan.critic + plan.weights + plan.gradients + plan.optimizer + plan.gathered
+    whose = "this run" if config.trainer.num_devices == 1 else f"a device of {name}"
+    raise UserError(
+        f"memory: {whose} needs about {plan.total / GIB:.0f} GiB (weights, gradients and "
+        f"optimizer {held / GIB:.0f}, reference and rollout "
+        f"{(plan.reference + plan.rollout) / GIB:.0f}, cache {plan.cache / GIB:.0f}, activations "
+        f"{plan.activations / GIB:.0f}) of {available_bytes / GIB:.0f} GiB. {remedy}"
+    )
+
+
+def require_cache(config: RunConfig, sizes: ModelSizes, *, available_bytes: int) -> None:
+    """Raise UserError if the paged cache of a device could not hold the longest sequence, whatever
+    else waits."""
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    key, share = "actor_rollout_ref.rollout.gpu_memory_utilization", rollout.gpu_memory_utilization
+    computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
+    weights = computed * sizes.num_parameters
+    longest = longest_sequence(config)
+    pages = -(-longest // CACHE_PAGE_TOKENS)
+    needed = computed * sizes.cache_numbers_per_token * pages * CACHE_PAGE_TOKENS
+    if int(share * available_bytes) - weights >= needed:
+        return
+    fitting = math.ceil(100 * (weights + needed) / available_bytes) / 100
+    raise UserError(
+        f"{key}={share:g}: of {available_bytes / GIB:.0f} GiB that leaves no room beside the "
+        f"weights ({weights / GIB:.1f} GiB) for the keys and values of the longest sequence "
+        f"({needed / GIB:.1f} GiB: data.max_prompt_length={data.max_prompt_length} + "
+        f"data.max_response_length={data.max_response_length} tokens). "
+        + (f"Set {key}={fitting:g}." if fitting <= 1 else "Shorten the sequences.")
+    )
+
+
+def _remedy(
+    config: RunConfig | SftConfig,
+    sizes: ModelSizes,
+    *,
+    candidates: Iterable[Mapping[str, Any]],
+    critic: ModelSizes | None,
+    available_bytes: int,
+) -> str:
+    """The first overrides that make it fit."""
+    for candidate in candidates:
+        changed, overrides = config, _for_both(config, candidate)
+        for key, value in overrides.items():
+            changed = _with(changed, key.split("."), value=value)
+        plans = plan_memory(changed, sizes, critic=critic, available_bytes=available_bytes)
+        if all(plan.total <= available_bytes for plan in plans.values()):
+            return f"Set {' '.join(f'{key}={value}' for key, value in overrides.items())}."
+    return "Use a smaller model, more devices or devices with more memory."
+
+
+def _for_both(config: RunConfig | SftConfig, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is set for the policy is set for the critic, too, if there is one."""
+    if isinstance(config, SftConfig) or not config.uses_critic:
+        return overrides
+    both: dict[str, Any] = {}
+    for key, value in overrides.items():
+        both[key] = value
+        for section, critics in _CRITICS_SECTION.items():
+            if key.startswith(section):
+                both[critics + key.removeprefix(section)] = value
+                break
+    return both
+
+
+def _candidates(
+    config: RunConfig | SftConfig, *, recomputes_parts: bool
+) -> Iterator[dict[str, Any]]:
+    """Overrides from the cheapest to the dearest."""
+    if isinstance(config, SftConfig):
+        model, layout = "model", "engine"
+        dynamic, limit = "data.use_dynamic_bsz", "data.max_token_len_per_gpu"
+        ranks = config.engine.ulysses_sequence_parallel_size
+    else:
+        actor = "actor_rollout_ref.actor"
+        model, layout = "actor_rollout_ref.model", f"{actor}.fsdp_config"
+        dynamic, limit = f"{actor}.use_dynamic_bsz", f"{actor}.ppo_max_token_len_per_gpu"
+        ranks = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    shortest = -(-longest_sequence(config) // ranks)
+    enable, granularity = f"{model}.enable_gradient_checkpointing", f"{model}.recompute_granularity"
+    recompute = {enable: True, granularity: "full"}
+    dearer: list[dict[str, Any]] = [{}]
+    if isinstance(config, RunConfig) and config.trainer.num_devices > 1:
+        freed = {"actor_rollout_ref.rollout.free_cache_engine": True}
+        yield freed
+        dearer.append(freed)
+    parts = ("pointwise", "feed_forward") if recomputes_parts else ()
+    dearer += [{enable: True, granularity: part} for part in parts]
+    dearer.append(recompute)
+    if config.trainer.num_devices > 1:
+        dearer.append(recompute | {f"{layout}.offload_policy": True})
+    for extra in dearer:
+        budget = max(shortest, training_tokens(config, ranks))
+        while budget > shortest:
+            yield {dynamic: True, limit: budget} | extra
+            budget = max(shortest, budget // 2)
+        yield {dynamic: True, limit: shortest} | extra
+
+
+def _with(config: ConfigT, path: list[str], *, value: Any) -> ConfigT:
+    """A copy of ``config`` with one key changed."""
+    name, *below = path
+    inner = _with(dict(config)[name], below, value=value) if below else value
+    return config.model_copy(update={name: inner})

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of tokens that one prefill pass computes, behind each other and without padding.
+
+A run begins at some position of its sequence. The keys of what comes before it, a prompt say, are
+there already: they stand behind the keys of the pass itself, once for all runs that name them.
+
+Shapes: S runs, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.models.upload import upload
+from tandem.types import Segments
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What a pass is fed, int64. ``last_S``: index into T of each run's last token."""
+
+    token_T: Tensor
+    position_T: Tensor
+    last_S: Tensor
+    segments: Segments
+
+
+def pack(
+    runs: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    *,
+    prefix_starts: Sequence[int],
+    device: torch.device,
+) -> Packed:
+    """Pack ``runs``, which begin at positions ``starts``.
+
+    Args:
+        prefix_starts: where the keys of positions 0..start-1 begin among those that are there
+            already; of no meaning for a run that begins at 0.
+    """
+    length_S, start_S = torch.tensor([len(run) for run in runs]), torch.tensor(starts)
+    stop_S = length_S.cumsum(0)
+    first_S = stop_S - length_S
+    prefix_start_S = torch.tensor(prefix_starts) + stop_S[-1]
+    token_T = torch.from_numpy(np.concatenate([np.array(run, dtype=np.int64) for run in runs]))
+    position_T = torch.arange(len(token_T)) + (start_S - first_S).repeat_interleave(length_S)
+    segments = Segments(first_S, length_S, prefix_start_S, start_S)
+    last_S = upload(stop_S - 1, device)
+    return Packed(upload(token_T, device), upload(position_T, device), last_S, segments)
+
+
+def cost_of(num_tokens: int, start: int) -> int:
+    """What a run costs, in tokens of a pass. The keys before it are laid out once more for it,
+    which takes memory even where the run is short."""
+    return max(num_tokens, (start + num_tokens) // 4)
+
+
+def in_passes(costs: Sequence[int], max_cost: int) -> list[slice]:
+    """Cut items into runs that cost at most ``max_cost``; one that costs more stands alone."""
+    starts, total = [0], 0
+    for index, cost in enumerate(costs):
+        if index > starts[-1] and total + cost > max_cost:
+            starts.append(index)
+            total = 0
+        total += cost
+    stops = [*starts[1:], len(costs)]
+    return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward pool against rewards that hang, crash, raise, lie and eat memory."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.errors import UserError
+from tandem.rewards.custom import CustomReward
+from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
+from tandem.rewards.scoring import RewardSpec
+from tandem.types import RewardOutcome, RewardRequest, RewardStatus
+
+UNRULY = """
+import asyncio, os, signal, subprocess, sys, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    word, _, rest = solution_str.partition(" ")
+    if word == "hang":
+        while True:
+            pass
+    if word == "exit":
+        os._exit(3)
+    if word == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if word == "quit":
+        sys.exit(1)
+    if word == "raise":
+        raise KeyError("no such thing")
+    if word == "nan":
+        return float("nan")
+    if word == "hog":
+        return len(bytearray(1 << 30))
+    if word == "sleep":
+        time.sleep(float(rest))
+    if word == "note":
+        with open(rest, "a") as file:
+            file.write("x")
+        time.sleep(0.01)
+    if word == "child":
+        return subprocess.Popen(["sleep", "100"]).pid
+    if word == "modules":
+        return float(any(name in sys.modules for name in ("torch", "pydantic", "numpy")))
+    if word == "print":
+        print("from the reward")
+    return float(len(solution_str))
+
+async def concurrent(data_source, solution_str, ground_truth, extra_info):
+    word, _, rest = solution_str.partition(" ")
+    if word == "wait":
+        await asyncio.sleep(float(rest))
+        return 1.0
+    return compute_score(data_source, solution_str, ground_truth, extra_info)
+"""
+DETAILS = {
+    "hang": (RewardStatus.TIMEOUT, "no result within 0.5 s"),
+    "exit": (RewardStatus.ERROR, "process ended with exit code 3"),
+    "segfault": (RewardStatus.ERROR, "process killed by SIGSEGV"),
+    "quit": (RewardStatus.ERROR, "SystemExit: 1 (unruly.py:14)"),
+    "raise": (RewardStatus.ERROR, "KeyError: 'no such thing' (unruly.py:16)"),
+    "nan": (RewardStatus.ERROR, "returned nan (float), which is no finite number"),
+}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RewardSpec:
+    return unruly_spec(tmp_path, "compute_score")
+
+
+@pytest.fixture
+def concurrent_spec(tmp_path: Path) -> RewardSpec:
+    return unruly_spec(tmp_path, "concurrent")
+
+
+def unruly_spec(folder: Path, name: str) -> RewardSpec:
+    file = folder / "unruly.py"
+    file.write_text(UNRULY)
+    return RewardSpec(custom=CustomReward(str(file), name))
+
+
+def limits(
+    num_processes: int = 2, deadline_s: float = 20.0, memory_limit_bytes: int | None = None
+) -> RewardLimits:
+    return RewardLimits(num_processes, deadline_s, memory_limit_bytes)
+
+
+def request(solution: str) -> RewardRequest:
+    return RewardRequest("my/task", solution, "12", {}, num_tokens=1)
+
+
+def score_all(spec: RewardSpec, solutions: list[str], limits: RewardLimits) -> list[RewardOutcome]:
+    async def work() -> list[RewardOutcome]:
+        async with RewardPool(spec, limits) as pool:
+            return await pool.score([request(solution) for solution in solutions])
+
+    return asyncio.run(work())
+
+
+def in_pool(
+    spec: RewardSpec,
+    limits: RewardLimits,
+    work: Callable[[RewardPool], Coroutine[Any, Any, Any]],
+) -> Any:
+    async def main() -> Any:
+        async with RewardPool(spec, limits) as pool:
+            return await work(pool)
+
+    return asyncio.run(main())
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+def children_before() -> list[psutil.Process]:
+    """What this process has started before the test; other tests keep a fork server."""
+    return psutil.Process().children()
+
+
+def test_many_requests_keep_their_order_and_no_process_is_left(
+    spec: RewardSpec, children_before: list[psutil.Process]
+):
+    outcomes = score_all(spec, ["x" * (i % 50) for i in range(300)], limits())
+    assert [outcome.score for outcome in outcomes] == [i % 50 for i in range(300)]
+    assert all(outcome.extra == {"acc": outcome.score} for outcome in outcomes)
+    assert psutil.Process().children() == children_before
+
+
+def test_built_in_rules_need_no_custom_function():
+    async def work(pool: RewardPool) -> list[RewardOutcome]:
+        rows = [RewardRequest("openai/gsm8k", f"#### {i}", "7", {}, 5) for i in range(9)]
+        return await pool.score(rows)
+
+    outcomes = in_pool(RewardSpec(), limits(), work)
+    assert [outcome.score for outcome in outcomes] == [0, 0, 0, 0, 0, 0, 0, 1, 0]
+    assert [outcome.prediction for outcome in outcomes] == list("012345678")
+
+
+def test_concurrent_callers_get_their_own_outcomes(spec: RewardSpec):
+    async def work(pool: RewardPool) -> list[list[RewardOutcome]]:
+        return await asyncio.gather(*(pool.score([request("x" * i)] * (i % 3)) for i in range(60)))
+
+    for i, outcomes in enumerate(in_pool(spec, limits(), work)):
+        assert [outcome.score for outcome in outcomes] == [i] * (i % 3)
+
+
+@pytest.mark.parametrize("word", sorted(DETAILS))
+def test_only_the_offender_fails(spec: RewardSpec, word: str):
+    outcomes = score_all(spec, ["x"] * 5 + [word] + ["xx"] * 5, limits(1, deadline_s=0.5))
+    offender = outcomes.pop(5)
+    assert (offender.status, offender.detail) == DETAILS[word]
+    assert [outcome.score for outcome in outcomes] == [1.0] * 5 + [2.0] * 5
+
+
+def test_a_tenth_of_failures_mixed(spec: RewardSpec):
+    words = ["hang", "exit", "raise", "nan", "segfault", "quit"]
+    solutions = [words[i // 10] if i % 10 == 7 else "x" * i for i in range(60)]
+    outcomes = score_all(spec, solutions, limits(deadline_s=0.5))
+    for i, (solution, outcome) in enumerate(zip(solutions, outcomes, strict=True)):
+        if i % 10 == 7:
+            assert (outcome.status, outcome.detail) == DETAILS[solution]
+        else:
+            assert (outcome.status, outcome.score) == (RewardStatus.VALUE, i)
+
+
+def test_memory_hog_is_stopped(spec: RewardSpec):
+    hog, other = score_all(spec, ["hog", "x"], limits(1, memory_limit_bytes=512 << 20))
+    assert hog.status is RewardStatus.ERROR
+    assert hog.detail.startswith("MemoryError")
+    assert other.score == 1.0
+
+
+def test_children_import_neither_torch_nor_config(spec: RewardSpec):
+    assert score_all(spec, ["modules"], limits(1))[0].score == 0.0
+
+
+def test_a_slow_reward_within_the_deadline_of_a_busy_loop(spec: RewardSpec):
+    """A loop that was blocked for longer than the deadline must not blame the rewards for it."""
+
+    async def work(pool: RewardPool) -> list[RewardOutcome]:
+        await pool.start()
+        scoring = asyncio.create_task(pool.score([request("sleep 0.1")] * 6))
+        await asyncio.sleep(0.05)
+        time.sleep(0.55)  # noqa: ASYNC251
+        return await scoring
+
+    outcomes = in_pool(spec, limits(1, deadline_s=0.5), work)
+    assert [outcome.status for outcome in outcomes] == [RewardStatus.VALUE] * 6
+
+
+def test_the_deadline_starts_anew_for_each_call(spec: RewardSpec):
+    async def work(pool: RewardPool) -> list[RewardOutcome]:
+        outcomes = []
+        for _ in range(3):
+            outcomes += await pool.score([request("sleep 0.25")])
+        return outcomes
+
+    outcomes = in_pool(spec, limits(1, deadline_s=0.5), work)
+    assert [outcome.status for outcome in outcomes] == [RewardStatus.VALUE] * 3
+
+
+def test_coroutine_functions_wait_together(concurrent_spec: RewardSpec):
+    started_s = time.monotonic()
+    outcomes = score_all(concurrent_spec, ["wait 0.2"] * 40, limits(1))
+    assert [outcome.score for outcome in outcomes] == [1.0] * 40
+    assert time.monotonic() - started_s < 4  # 8 s one after the other
+
+
+def test_coroutine_that_waits_too_long_times_out_alone(concurrent_spec: RewardSpec):
+    solutions = ["wait 0.01", "wait 60", "wait 0.02"]
+    outcomes = score_all(concurrent_spec, solutions, limits(1, deadline_s=0.5))
+    assert [outcome.score for outcome in (outcomes[0], outcomes[2])] == [1.0, 1.0]
+    assert (outcomes[1].status, outcomes[1].detail) == DETAILS["hang"]
+
+
+@pytest.mark.parametrize("word", ["exit", "hang", "raise"])
+def test_offender_among_coroutines_is_found(concurrent_spec: RewardSpec, word: str):
+    solutions = ["wait 0.05"] * 2 + [word] + ["wait 0.05"]
+    outcomes = score_all(concurrent_spec, solutions, limits(1, deadline_s=0.2))
+    offender = outcomes.pop(2)
+    assert offender.status is DETAILS[word][0]
+    assert [outcome.score for outcome in outcomes] == [1.0] * 3
+
+
+def test_cancelled_call_is_dropped_and_leaves_the_pool_usable(tmp_path: Path, spec: RewardSpec):
+    notes = tmp_path / "notes"
+
+    async def work(pool: RewardPool) -> list[RewardOutcome]:
+        await pool.start()
+        doomed = asyncio.create_task(pool.score([request(f"note {notes}")] * 200))
+        await asyncio.sleep(0.05)
+        doomed.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await doomed
+        return await pool.score([request("xyz")] * 3)
+
+    outcomes = in_pool(spec, limits(1), work)
+    assert [outcome.score for outcome in outcomes] == [3.0] * 3
+    assert 0 < notes.stat().st_size < 200
+
+
+def test_closing_ends_grandchildren_and_waiting_calls(
+    spec: RewardSpec, children_before: list[psutil.Process]
+):
+    async def main() -> int:
+        pool = RewardPool(spec, limits(1))
+        (child,) = await pool.score([request("child")])
+        waiting = asyncio.create_task(pool.score([request("hang")]))
+        await asyncio.sleep(0.05)
+        await pool.close()
+        await pool.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await waiting
+        with pytest.raises(RuntimeError, match="closed"):
+            await pool.score([request("x")])
+        return int(child.score)
+
+    grandchild = asyncio.run(main())
+    assert eventually(lambda: is_gone(grandchild))
+    assert psutil.Process().children() == children_before
+
+
+PARENT = """
+import asyncio, sys
+from tandem.rewards.custom import CustomReward
+from tandem.rewards.pool import RewardLimits, RewardPool
+from tandem.rewards.scoring import RewardSpec
+from tandem.types import RewardRequest
+
+async def main():
+    pool = RewardPool(RewardSpec(custom=CustomReward(sys.argv[1], "compute_score")),
+                      RewardLimits(2, deadline_s=60))
+    request = lambda text: RewardRequest("my/task", text, "12", {}, 1)
+    outcomes = await pool.score([request("child"), request("print")])
+    print(int(outcomes[0].score), flush=True)
+    if sys.argv[2] == "hang":
+        await pool.score([request("hang")] * 2)
+    await pool.close()
+
+asyncio.run(main())
+"""
+
+
+def test_killed_parent_takes_hanging_children_along(tmp_path: Path, spec: RewardSpec):
+    assert spec.custom is not None
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, spec.custom.path, "hang"], stdout=subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    pids = [int(parent.stdout.readline())]
+    pids += [child.pid for child in psutil.Process(parent.pid).children()]
+    time.sleep(0.3)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert len(pids) > 1
+    assert eventually(lambda: all(is_gone(pid) for pid in pids))
+
+
+def test_what_a_reward_prints_stays_out_of_standard_output(spec: RewardSpec):
+    assert spec.custom is not None
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT, spec.custom.path, "end"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().isdigit()
+    assert "from the reward" in done.stderr
+
+
+def test_check_finds_a_function_that_cannot_be_loaded(
+    tmp_path: Path, spec: RewardSpec, children_before: list[psutil.Process]
+):
+    check_reward(spec, limits())
+    for path, message in [(tmp_path / "gone.py", "no such file"), (tmp_path, "no such file")]:
+        with pytest.raises(UserError, match=rf"custom_reward_function\.path=.*{message}"):
+            check_reward(RewardSpec(custom=CustomReward(str(path), "f")), limits())
+    assert psutil.Process().children() == children_before
+
+
+def test_score_reports_a_function_that_cannot_be_loaded(spec: RewardSpec):
+    assert spec.custom is not None
+    wrong = RewardSpec(custom=CustomReward(spec.custom.path, "not_there"))
+    with pytest.raises(UserError, match="not_there"):
+        score_all(wrong, ["x"] * 3, limits())
+
+
+def test_file_that_ends_its_process_while_it_is_imported(tmp_path: Path):
+    file = tmp_path / "fatal.py"
+    file.write_text("import os\nos._exit(5)\n")
+    with pytest.raises(RuntimeError, match="did not start: process ended with exit code 5"):
+        check_reward(RewardSpec(custom=CustomReward(str(file), "f")), limits())
+
+
+def test_many_small_calls_are_cheap():
+    async def work(pool: RewardPool) -> float:
+        rows = [RewardRequest("openai/gsm8k", "#### 7", "7", {}, 5)] * 8
+        await asyncio.gather(*(pool.score(rows) for _ in range(32)))
+        started_s = time.perf_counter()
+        for _ in range(5):
+            await asyncio.gather(*(pool.score(rows) for _ in range(32)))
+        return (time.perf_counter() - started_s) / 5
+
+    # About 6 ms on an idle machine; one process start each would take seconds.
+    assert in_pool(RewardSpec(), limits(), work) < 0.2
