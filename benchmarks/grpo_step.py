@@ -59,6 +59,7 @@ NUM_BATCHES = 16
 
 PAD, END = "<pad>", "<end>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+ASYNCHRONOUS = ("pipeline/", "training/lag/", "rollout_corr/")
 PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
 REWARD = '''"""Cheap, and different for all samples of a prompt, so that no advantage is 0."""
 
@@ -234,7 +235,7 @@ def rollout_difference(records: list[dict[str, float]]) -> dict[str, float]:
 
 def pipeline(records: list[dict[str, float]]) -> dict[str, float]:
     """What each role did and waited for, and lags; medians. Empty for a synchronous run."""
-    names = {name for r in records for name in r if name.startswith(("pipeline/", "training/lag/"))}
+    names = {name for r in records for name in r if name.startswith(ASYNCHRONOUS)}
     return {name: statistics.median(r.get(name, 0.0) for r in records) for name in sorted(names)}
 
 

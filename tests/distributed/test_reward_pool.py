@@ -135,7 +135,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture
 def children_before() -> list[psutil.Process]:
-    """What this process has started before the test; other tests keep a fork server."""
+    """Of this process before the test: of other tests, which may end meanwhile."""
     return psutil.Process().children()
 
 
@@ -145,7 +145,7 @@ def test_many_requests_keep_their_order_and_no_process_is_left(
     outcomes = score_all(spec, ["x" * (i % 50) for i in range(300)], limits())
     assert [outcome.score for outcome in outcomes] == [i % 50 for i in range(300)]
     assert all(outcome.extra == {"acc": outcome.score} for outcome in outcomes)
-    assert psutil.Process().children() == children_before
+    assert {*psutil.Process().children()} <= {*children_before}
 
 
 def test_built_in_rules_need_no_custom_function():
@@ -279,7 +279,7 @@ def test_closing_ends_grandchildren_and_waiting_calls(
 
     grandchild = asyncio.run(main())
     assert eventually(lambda: is_gone(grandchild))
-    assert psutil.Process().children() == children_before
+    assert {*psutil.Process().children()} <= {*children_before}
 
 
 PARENT = """
@@ -339,7 +339,7 @@ def test_check_finds_a_function_that_cannot_be_loaded(
     for path, message in [(tmp_path / "gone.py", "no such file"), (tmp_path, "no such file")]:
         with pytest.raises(UserError, match=rf"custom_reward_function\.path=.*{message}"):
             check_reward(RewardSpec(custom=CustomReward(str(path), "f")), limits())
-    assert psutil.Process().children() == children_before
+    assert {*psutil.Process().children()} <= {*children_before}
 
 
 def test_score_reports_a_function_that_cannot_be_loaded(spec: RewardSpec):
