@@ -25,6 +25,7 @@ from shapes import (
     PEAK_FLOPS,
     SHAPES,
     WORKLOADS,
+    Shape,
     Workload,
     decode_steps,
     generation_floor_s,
@@ -66,9 +67,8 @@ def generate(engine: PagedRolloutEngine, requests: list[GenerationRequest]) -> l
     return completions
 
 
-def run(name: str, workload_name: str, *, repeats: int) -> dict[str, object]:
-    """One row of the table."""
-    shape, workload = SHAPES[name], WORKLOADS[workload_name]
+def make_engine(shape: Shape, workload: Workload) -> PagedRolloutEngine:
+    """The engine over random weights."""
     platform = select_platform("auto")
     decoder = random_decoder(
         shape,
@@ -85,12 +85,18 @@ def run(name: str, workload_name: str, *, repeats: int) -> dict[str, object]:
         max_num_batched_tokens=8192,
         max_cache_bytes=CACHE_BYTES,
     )
-    engine = PagedRolloutEngine(
+    return PagedRolloutEngine(
         decoder,
         config,
         capturer=platform.make_capturer(),
         busy_programs=2 * platform.num_multiprocessors(),
     )
+
+
+def run(name: str, workload_name: str, *, repeats: int) -> dict[str, object]:
+    """One row of the table."""
+    shape, workload = SHAPES[name], WORKLOADS[workload_name]
+    engine = make_engine(shape, workload)
     rates, seconds, counts = [], [], []
     for repeat in range(NUM_WARMUP + repeats):
         requests = requests_of(workload, repeat)

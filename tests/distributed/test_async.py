@@ -50,6 +50,7 @@ SETTINGS = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
 )
 ASYNCHRONOUS = ("trainer.async_pipeline=True", f"trainer.generate_ahead_steps={LAG}")
+ROUNDS = (*ASYNCHRONOUS, "trainer.deterministic_async=True")
 HALVES = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.hybrid_engine=False")
 APART = (
     "trainer.n_gpus_per_node=3",
@@ -60,8 +61,8 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "asynchronous": (*SETTINGS, *SLOW, *ASYNCHRONOUS, *APART),
     "in turn": (*SETTINGS, *HALVES),
     "no lag": (*SETTINGS, *HALVES, "trainer.async_pipeline=True"),
-    "rounds": (*SETTINGS, *ASYNCHRONOUS, *HALVES, "trainer.deterministic_async=True"),
-    "rounds, apart": (*SETTINGS, *ASYNCHRONOUS, *APART, "trainer.deterministic_async=True"),
+    "rounds": (*SETTINGS, *ROUNDS, *HALVES),
+    "rounds, apart": (*SETTINGS, *ROUNDS, *APART),
 }
 Run = Callable[[str], Path]
 
@@ -157,12 +158,13 @@ def initial_gaps(
 def test_10_reference_scores_of_the_next_batch_are_computed_during_an_update(
     finished: Run,
 ) -> None:
-    scoring, updating = (
-        spans(finished("rounds, apart"), track) for track in ("ref_logp", "actor-train")
-    )
-    overlaps = [(a, b) for a in scoring for b in updating if min(a[1], b[1]) - max(a[0], b[0]) > 0]
-    # Not all: an update of this model takes no longer than what the driver does between two.
-    assert len(overlaps) >= NUM_BATCHES // 4
+    """Or during the pass for old log-probs before it, if they are there already: the trainer works
+    on another batch in any case, as it begins with a batch when that has been scored.
+    """
+    run = finished("rounds, apart")
+    scoring, working = spans(run, "ref_logp"), spans(run, "logp") + spans(run, "actor-train")
+    overlaps = [a for a in scoring if any(min(a[1], b[1]) > max(a[0], b[0]) for b in working)]
+    assert len(overlaps) >= NUM_BATCHES // 2
 
 
 def test_10_and_22_devices_of_its_own_change_nothing_of_what_the_reference_says(
@@ -181,7 +183,9 @@ def spans(run: Path, track: str) -> list[tuple[float, float]]:
     return [
         (e["ts"], e["ts"] + e["dur"])
         for e in events
-        if e["ph"] == "X" and names[e["tid"]] == track and e["name"] in ("ref_logp", "update")
+        if e["ph"] == "X"
+        and names[e["tid"]] == track
+        and e["name"] in ("logp", "ref_logp", "update")
     ]
 
 
