@@ -206,6 +206,7 @@ class RayRuntime:
                     ray.kill(actor)
             for _, executor in self._threads.values():
                 executor.shutdown(wait=True, cancel_futures=True)
+            self._waits.until_left()  # whoever asks Ray after its end starts it again
             ray.shutdown()
 
     def __enter__(self) -> RayRuntime:

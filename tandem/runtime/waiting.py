@@ -12,7 +12,8 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -88,6 +89,8 @@ class Waits:
         self._first_end: Failed | None = None
         self._last: tuple[float, Failed | None] = (-math.inf, None)
         self._is_closed = False
+        self._left = threading.Condition()
+        self._num_waiting = 0
 
     def watch(self, worker: Worker) -> None:
         """From now on the end of ``worker`` ends every wait."""
@@ -112,9 +115,10 @@ class Waits:
         pending = {call.reference: call for call in calls}
         results: dict[Reference, Any] = {}
         try:
-            while pending:
-                for reference in self._wait(list(pending), deadline):
-                    results[reference] = self._read(pending.pop(reference))
+            with self._waiting():
+                while pending:
+                    for reference in self._wait(list(pending), deadline):
+                        results[reference] = self._read(pending.pop(reference))
         finally:
             with self._noting:
                 self._calls.difference_update(calls)
@@ -122,7 +126,8 @@ class Waits:
 
     def first(self, calls: Sequence[Call]) -> int:
         """Index of a finished call, the lowest of several. Raises WorkerFailure."""
-        finished = set(self._wait([call.reference for call in calls], math.inf))
+        with self._waiting():
+            finished = set(self._wait([call.reference for call in calls], math.inf))
         return next(i for i, call in enumerate(calls) if call.reference in finished)
 
     def hangs(self, worker: Worker, symptom: Symptom) -> None:
@@ -137,11 +142,31 @@ class Waits:
 
     def until_death(self) -> None:
         """Wait until any worker has ended, or hangs. Raises WorkerFailure."""
-        self._wait([], math.inf)
+        with self._waiting():
+            self._wait([], math.inf)
 
     def close(self) -> None:
-        """End all waits, with ``ClosedError``."""
-        self._is_closed = True
+        """End all waits, and those that would begin, with ``ClosedError``."""
+        with self._left:
+            self._is_closed = True
+
+    def until_left(self) -> None:
+        """After ``close``: until no thread waits any more, and none looks at a reference."""
+        with self._left:
+            self._left.wait_for(lambda: self._num_waiting == 0)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with self._left:
+            if self._is_closed:
+                raise ClosedError("the runtime was closed")
+            self._num_waiting += 1
+        try:
+            yield
+        finally:
+            with self._left:
+                self._num_waiting -= 1
+                self._left.notify_all()
 
     def _wait(self, references: Sequence[Reference], deadline: float) -> list[Reference]:
         """Those that are finished, at least one."""

@@ -178,6 +178,49 @@ def test_closing_ends_waits() -> None:
         waits.gather(calls)
 
 
+def test_closed_waits_are_left_before_references_end_and_none_begins() -> None:
+    answers = Answers()
+    asked, may_go_on = threading.Event(), threading.Event()
+    after_the_end: list[str] = []
+    has_ended = threading.Event()
+
+    def finished(references: Sequence[str], timeout_s: float) -> list[str]:
+        asked.set()
+        may_go_on.wait()
+        after_the_end.extend(references if has_ended.is_set() else [])
+        return []
+
+    waits = Waits(finished, answers.result)
+    waits.watch(Worker(WorkerName("train", 0, host="a", pid=1), "watch"))
+    outcome: list[type[BaseException]] = []
+
+    def wait() -> None:
+        with pytest.raises(ClosedError) as caught:
+            waits.until_death()
+        outcome.append(caught.type)
+
+    def end() -> None:
+        waits.until_left()
+        has_ended.set()
+
+    waiter, ender = threading.Thread(target=wait), threading.Thread(target=end)
+    waiter.start()
+    asked.wait()
+    waits.close()
+    ender.start()
+    assert not has_ended.wait(0.05)
+    may_go_on.set()
+    for thread in (waiter, ender):
+        thread.join(5)
+    assert has_ended.is_set()
+    assert outcome == [ClosedError]
+    asked.clear()
+    with pytest.raises(ClosedError):
+        waits.until_death()
+    assert not asked.is_set()
+    assert not after_the_end
+
+
 def test_wait_with_a_limit_ends() -> None:
     _, waits, workers = two_workers()
     with pytest.raises(TimeoutError):
