@@ -9,7 +9,7 @@ not wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,50 +24,73 @@ from tandem.sync.checksum import checksum
 from tandem.sync.failure import FirstFailure, SyncError
 from tandem.sync.plan import ALIGNMENT, Message, Part, Route
 from tandem.sync.transport import Transport
-from tandem.types import HeldSlice
+from tandem.types import HeldSlice, SliceSpec
 
 
-class SliceTable:
-    """Finds the storage of a part among the slices of a process."""
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a part lies among the slices of a process: in number ``index`` of them, within
+    (dimension, start, length) in each dimension that it does not fill."""
 
-    def __init__(self, slices: Sequence[HeldSlice]) -> None:
-        self._tensors: dict[str, list[tuple[Box, Tensor]]] = {}
-        for held in slices:
-            box = Box(held.spec.offset, held.spec.size)
-            self._tensors.setdefault(held.spec.name, []).append((box, held.tensor.detach()))
+    index: int
+    intervals: tuple[tuple[int, int, int], ...]
 
-    def view(self, part: Part) -> Tensor:
-        """Of shape ``part.box.size``.
+    def view(self, slices: Sequence[HeldSlice]) -> Tensor:
+        """Of the part's shape. Without gradients: the caller sees to that.
 
         Raises:
             SyncError: its storage has been freed.
         """
-        box, view = next(item for item in self._tensors[part.name] if contains(item[0], part.box))
+        held = slices[self.index]
+        view = held.tensor
         try:
-            for dimension, size in enumerate(part.box.size):
-                if size < box.size[dimension]:
-                    start = part.box.offset[dimension] - box.offset[dimension]
-                    view = view.narrow(dimension, start, size)
+            for dimension, start, length in self.intervals:
+                view = view.narrow(dimension, start, length)
         except RuntimeError as error:
-            raise SyncError(f"{part.name}: its storage cannot be used ({error})") from error
+            raise SyncError(f"{held.spec.name}: its storage cannot be used ({error})") from error
         return view
 
 
-def copy_local(parts: Sequence[Part], source: SliceTable, *, target: SliceTable) -> None:
+def locate(parts: Iterable[Part], specs: Sequence[SliceSpec]) -> list[Location]:
+    """Where each part lies among slices with these specs, one of which contains it."""
+    listed: dict[str, list[tuple[int, Box]]] = {}
+    for index, spec in enumerate(specs):
+        listed.setdefault(spec.name, []).append((index, Box(spec.offset, spec.size)))
+    locations: list[Location] = []
+    for part in parts:
+        index, box = next(item for item in listed[part.name] if contains(item[1], part.box))
+        intervals = (
+            (dimension, part.box.offset[dimension] - box.offset[dimension], size)
+            for dimension, size in enumerate(part.box.size)
+            if size < box.size[dimension]
+        )
+        locations.append(Location(index, tuple(intervals)))
+    return locations
+
+
+def copy_local(
+    parts: Sequence[tuple[Location, Location]],
+    sends: Sequence[HeldSlice],
+    *,
+    targets: Sequence[HeldSlice],
+) -> None:
     """What a process both holds and needs; nothing where both are the same storage."""
-    views = [(part.name, source.view(part), target.view(part)) for part in parts]
-    apart = [(name, held, needed) for name, held, needed in views if not _is_same(held, needed)]
+    views = [(held.view(sends), needed.view(targets), needed) for held, needed in parts]
+    apart = [item for item in views if not _is_same(item[0], item[1])]
     copy_all(
-        [name for name, _, _ in apart],
-        [held for _, held, _ in apart],
-        targets=[needed for _, _, needed in apart],
+        [targets[location.index].spec.name for _, _, location in apart],
+        [held for held, _, _ in apart],
+        targets=[needed for _, needed, _ in apart],
     )
 
 
 def _is_same(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors of one shape are the same storage."""
-    places = {(tensor.data_ptr(), tensor.dtype, tensor.stride()) for tensor in (left, right)}
-    return len(places) == 1
+    return (
+        left.data_ptr() == right.data_ptr()
+        and left.dtype == right.dtype
+        and left.stride() == right.stride()
+    )
 
 
 def copy_all(names: Sequence[str], sources: list[Tensor], *, targets: list[Tensor]) -> None:
@@ -117,7 +140,8 @@ class Side:
     """What packing or loading needs to know.
 
     Attributes:
-        table: the slices to pack from, or to load into.
+        slices: to pack from, or to load into.
+        locations: among them, of each piece by its number.
         device: where they lie.
         bucket_bytes: of each of the two buckets.
         message_bytes: the most that a message has.
@@ -126,7 +150,8 @@ class Side:
         stream: of ``device``, for this side alone; None on the host.
     """
 
-    table: SliceTable
+    slices: Sequence[HeldSlice]
+    locations: Mapping[int, Location]
     device: torch.device
     bucket_bytes: int
     message_bytes: int
@@ -207,7 +232,8 @@ class Lane:
                 for number in numbers
                 for view in packed_views(self._messages[number], self._bucket(number))
             ]
-            stored = [self._side.table.view(piece.part) for piece in pieces]
+            slices, locations = self._side.slices, self._side.locations
+            stored = [locations[piece.number].view(slices) for piece in pieces]
             sources, targets = (stored, packed) if self._packs else (packed, stored)
             copy_all([piece.part.name for piece in pieces], sources, targets=targets)
             for piece, tensor in zip(pieces, stored, strict=True):

@@ -12,12 +12,13 @@ from torch._C._distributed_c10d import Store
 from tandem.comm.deadline import Deadline
 from tandem.comm.group import Group, GroupPlace
 from tandem.platforms.record import CPU, Platform
+from tandem.sync.buckets import Location, locate
 from tandem.sync.failure import FirstFailure, SyncError
 from tandem.sync.plan import ALIGNMENT, Layout, Message, Plan, Route, make_plan
 from tandem.sync.routing import FormGroup, Station, make_transports
 from tandem.sync.transport import Transport
 from tandem.sync.ways import Endpoint, Way
-from tandem.types import HeldSlice
+from tandem.types import HeldSlice, SliceSpec
 
 HOST = torch.device("cpu")
 
@@ -129,6 +130,8 @@ class FormedLink:
         roles: what errors call each process.
         layout: of this process.
         sent, received: the messages of this process, in the order of the plan.
+        locations: of their pieces, by number: among what it sends, or receives.
+        local: of what it both holds and needs, among the one and among the other.
         message_bytes: the most that a message has.
         transports: for each route of this process.
     """
@@ -139,6 +142,8 @@ class FormedLink:
     plan: Plan
     sent: tuple[Message, ...]
     received: tuple[Message, ...]
+    locations: dict[int, Location]
+    local: tuple[tuple[Location, Location], ...]
     message_bytes: int
     transports: dict[Route, Transport]
 
@@ -204,6 +209,12 @@ def _uuid(device: torch.device) -> str:
     return str(getattr(properties, "uuid", ""))
 
 
+def _locations(messages: Sequence[Message], specs: Sequence[SliceSpec]) -> dict[int, Location]:
+    pieces = [piece for message in messages for piece in message.pieces]
+    located = locate([piece.part for piece in pieces], specs)
+    return {piece.number: location for piece, location in zip(pieces, located, strict=True)}
+
+
 def form_link(
     place: LinkPlace,
     tensors: LinkTensors,
@@ -238,13 +249,17 @@ def form_link(
                 f"{local[0].name}: {hello.role} holds and needs it, and is to receive it in a copy"
             )
     roles = tuple(hello.role for hello in hellos)
+    layout, local = hellos[place.rank].layout, plan.local[place.rank]
+    sent, received = plan.sent_by(place.rank), plan.received_by(place.rank)
     return FormedLink(
         control=control,
         roles=roles,
-        layout=hellos[place.rank].layout,
+        layout=layout,
         plan=plan,
-        sent=tuple(m for m in plan.messages if place.rank == m.route.sender),
-        received=tuple(m for m in plan.messages if place.rank in m.route.receivers),
+        sent=tuple(sent),
+        received=tuple(received),
+        locations=_locations(sent, layout.sends) | _locations(received, layout.needs),
+        local=tuple(zip(locate(local, layout.sends), locate(local, layout.needs), strict=True)),
         message_bytes=message_bytes,
         transports=make_transports(
             plan.routes,

@@ -290,9 +290,9 @@ class WeightLink:
                 self.gate.forbid(f"version {version} did not arrive whole")
             source = self._outbox.sending(transfer) if self._outbox else transfer.packing(sends)
             target = copy.receiving(transfer) if copy else transfer.loading(live)
-            if copy is None:
-                transfer.copy_local(sends, live)
-            moved = transfer.run(source, target)
+            transfer.post(source, target)
+            transfer.copy_local(sends, live)
+            moved = transfer.finish(source, target)
             self._checks_all = True
             answers = formed.control.gather((failure.cause, moved.checksums), deadline)
             agree_on_end(formed, answers)

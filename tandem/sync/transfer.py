@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tandem.comm.deadline import Deadline
-from tandem.sync.buckets import End, Lane, Side, SliceTable, copy_local
+from tandem.sync.buckets import End, Lane, Side, copy_local
 from tandem.sync.failure import FirstFailure
 from tandem.sync.forming import FormedLink, LinkPlace, LinkSettings
 from tandem.sync.plan import Route
@@ -74,8 +74,8 @@ class Transfer:
     failure: FirstFailure
     deadline: Deadline
 
-    def run(self, source: End, target: End) -> Moved:
-        """Take part in every message of this process. A failure of this process alone ends up in
+    def post(self, source: End, target: End) -> None:
+        """Start every message of this process. A failure of this process alone ends up in
         ``failure``.
 
         Raises:
@@ -87,6 +87,9 @@ class Transfer:
                 source.post(self.deadline)
             elif rank in message.route.receivers:
                 target.post(self.deadline)
+
+    def finish(self, source: End, target: End) -> Moved:
+        """Until all messages are where they go. Errors as ``post``."""
         return Moved(
             checksums={**source.finish(self.deadline), **target.finish(self.deadline)},
             sent_bytes=sum(message.num_bytes for message in self.formed.sent),
@@ -99,8 +102,7 @@ class Transfer:
         """What this process both holds and needs."""
         if not self.failure.cause:
             with self.failure.noted("copying what the process holds itself"):
-                parts = self.formed.plan.local[self.place.rank]
-                copy_local(parts, SliceTable(sends), target=SliceTable(targets))
+                copy_local(self.formed.local, sends, targets=targets)
 
     def packing(
         self, sends: Sequence[HeldSlice], transports: Mapping[Route, Transport] | None = None
@@ -126,7 +128,8 @@ class Transfer:
         transports: Mapping[Route, Transport] | None,
     ) -> Side:
         return Side(
-            table=SliceTable(slices),
+            slices=slices,
+            locations=self.formed.locations,
             device=self.place.device,
             bucket_bytes=bucket_bytes,
             message_bytes=self.formed.message_bytes,
