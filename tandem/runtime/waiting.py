@@ -90,7 +90,7 @@ class Waits:
         self._last: tuple[float, Failed | None] = (-math.inf, None)
         self._is_closed = False
         self._left = threading.Condition()
-        self._num_waiting = 0
+        self._num_looking = 0
 
     def watch(self, worker: Worker) -> None:
         """From now on the end of ``worker`` ends every wait."""
@@ -115,10 +115,9 @@ class Waits:
         pending = {call.reference: call for call in calls}
         results: dict[Reference, Any] = {}
         try:
-            with self._waiting():
-                while pending:
-                    for reference in self._wait(list(pending), deadline):
-                        results[reference] = self._read(pending.pop(reference))
+            while pending:
+                for reference in self._wait(list(pending), deadline):
+                    results[reference] = self._read(pending.pop(reference))
         finally:
             with self._noting:
                 self._calls.difference_update(calls)
@@ -126,8 +125,7 @@ class Waits:
 
     def first(self, calls: Sequence[Call]) -> int:
         """Index of a finished call, the lowest of several. Raises WorkerFailure."""
-        with self._waiting():
-            finished = set(self._wait([call.reference for call in calls], math.inf))
+        finished = set(self._wait([call.reference for call in calls], math.inf))
         return next(i for i, call in enumerate(calls) if call.reference in finished)
 
     def hangs(self, worker: Worker, symptom: Symptom) -> None:
@@ -142,8 +140,7 @@ class Waits:
 
     def until_death(self) -> None:
         """Wait until any worker has ended, or hangs. Raises WorkerFailure."""
-        with self._waiting():
-            self._wait([], math.inf)
+        self._wait([], math.inf)
 
     def close(self) -> None:
         """End all waits, and those that would begin, with ``ClosedError``."""
@@ -151,41 +148,43 @@ class Waits:
             self._is_closed = True
 
     def until_left(self) -> None:
-        """After ``close``: until no thread waits any more, and none looks at a reference."""
+        """After ``close``: until no thread looks at a reference any more."""
         with self._left:
-            self._left.wait_for(lambda: self._num_waiting == 0)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        with self._left:
-            if self._is_closed:
-                raise ClosedError("the runtime was closed")
-            self._num_waiting += 1
-        try:
-            yield
-        finally:
-            with self._left:
-                self._num_waiting -= 1
-                self._left.notify_all()
+            self._left.wait_for(lambda: self._num_looking == 0)
 
     def _wait(self, references: Sequence[Reference], deadline: float) -> list[Reference]:
         """Those that are finished, at least one."""
         watches = [worker.watch for worker in self._workers]
         while (left_s := deadline - time.monotonic()) > 0:
-            finished = set(self._finished([*references, *watches], min(self._look_s, left_s)))
-            if self._is_closed:
-                raise ClosedError("the runtime was closed")
-            if finished.intersection(watches) or self._first_end is not None:
-                self._raise_first_cause([])
-            if finished:
+            with self._looking():
+                finished = set(self._finished([*references, *watches], min(self._look_s, left_s)))
+                has_ended = finished.intersection(watches) or self._first_end is not None
+                if has_ended and not self._is_closed:
+                    self._raise_first_cause([])
+            if finished and not self._is_closed:
                 return [reference for reference in references if reference in finished]
         raise TimeoutError(f"{len(references)} calls have not finished in time")
 
     def _read(self, call: Call) -> Any:
+        with self._looking():
+            try:
+                return self._result(call.reference)
+            except ReportedError as error:
+                self._raise_first_cause([self._failed(call, error.symptom)])
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """While references are looked at. Raises ClosedError."""
+        with self._left:
+            if self._is_closed:
+                raise ClosedError("the runtime was closed")
+            self._num_looking += 1
         try:
-            return self._result(call.reference)
-        except ReportedError as error:
-            self._raise_first_cause([self._failed(call, error.symptom)])
+            yield
+        finally:
+            with self._left:
+                self._num_looking -= 1
+                self._left.notify_all()
 
     def _raise_first_cause(self, failures: list[Failed]) -> NoReturn:
         """Several threads may fail of the same cause: one looks for it at a time."""
