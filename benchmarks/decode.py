@@ -88,7 +88,7 @@ def make_engine(shape: Shape, workload: Workload) -> PagedRolloutEngine:
     return PagedRolloutEngine(
         decoder,
         config,
-        capturer=platform.make_capturer(),
+        make_capturer=platform.make_capturer,
         busy_programs=2 * platform.num_multiprocessors(),
     )
 

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -33,10 +34,9 @@ def eager() -> Capturer:
 
 
 def cuda_graphs() -> Capturer:
-    """CUDA graphs that share one memory pool, so only one of them may be in use at a time."""
-    pool = torch.cuda.graph_pool_handle()
-    # One for all that is captured: the allocator keeps freed memory for the stream it was on.
-    stream = torch.cuda.Stream()
+    """CUDA graphs that share one memory pool, so only one of them may be in use at a time. Once all
+    of them are gone, the pool is used up: another capturer makes another."""
+    pool, stream = torch.cuda.graph_pool_handle(), _capture_stream()
 
     def capture(function: Callable[[], None]) -> Replay:
         stream.wait_stream(torch.cuda.current_stream())
@@ -47,12 +47,19 @@ def cuda_graphs() -> Capturer:
         # What other threads do meanwhile, such as receiving weights, is not part of it.
         with (
             _no_collection(),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):
             function()
         return _Captured(graph, function)
 
     return capture
+
+
+@cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all that a process captures: libraries and the allocator keep memory for each stream
+    that they ever worked on."""
+    return torch.cuda.Stream()
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from tandem.api import RolloutEngine
 from tandem.config.families import foreign_rollout
@@ -48,8 +49,8 @@ def make_rollout(
     weights_bytes = sum(weight.nbytes for weight in model.decoder.parameters())
     cache_bytes = max(0, int(total_bytes * config.gpu_memory_utilization) - weights_bytes)
     settings = _settings(config, eos_ids, cache_bytes=cache_bytes)
-    capturer = eager() if config.enforce_eager else platform.make_capturer()
-    return _paged(model.decoder, settings, capturer=capturer, platform=platform)
+    make_capturer = eager if config.enforce_eager else platform.make_capturer
+    return _paged(model.decoder, settings, make_capturer=make_capturer, platform=platform)
 
 
 def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: str) -> None:
@@ -79,10 +80,15 @@ def _settings(config: RolloutConfig, eos_ids: TokenIds, *, cache_bytes: int) -> 
 
 
 def _paged(
-    decoder: Decoder, settings: NativeRolloutConfig, *, capturer: Capturer, platform: Platform
+    decoder: Decoder,
+    settings: NativeRolloutConfig,
+    *,
+    make_capturer: Callable[[], Capturer],
+    platform: Platform,
 ) -> RolloutEngine:
     from tandem.rollout.paged.engine import PagedRolloutEngine
 
+    busy_programs = 2 * platform.num_multiprocessors()
     return PagedRolloutEngine(
-        decoder, settings, capturer=capturer, busy_programs=2 * platform.num_multiprocessors()
+        decoder, settings, make_capturer=make_capturer, busy_programs=busy_programs
     )

@@ -293,6 +293,8 @@ class WeightLink:
             transfer.post(source, target)
             transfer.copy_local(sends, live)
             moved = transfer.finish(source, target)
+            if formed.local:
+                finish_queued(self._place.device)
             self._checks_all = True
             answers = formed.control.gather((failure.cause, moved.checksums), deadline)
             agree_on_end(formed, answers)

@@ -138,7 +138,7 @@ def make_engine(
     return PagedRolloutEngine(
         decoder,
         config,
-        capturer=machine.platform.make_capturer(),
+        make_capturer=machine.platform.make_capturer,
         busy_programs=2 * machine.platform.num_multiprocessors(),
     )
 

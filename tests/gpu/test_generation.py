@@ -238,6 +238,22 @@ def test_captured_steps_see_weights_that_changed_in_place(
     assert sum(changed) > 0.9 * len(changed) or machine.trial
 
 
+def test_memory_is_given_back_and_taken_again(decoder: Decoder, machine: Machine) -> None:
+    """As often as a device both trains and generates; captured steps go and come with the cache."""
+    requests = prompts(machine, 5, 60, 64, 90, new=20, samples=1 if machine.trial else 12)
+    expected = generate(decoder, requests, machine)
+    engine = make_engine(decoder, machine)
+    left: list[int] = []
+    for _ in range(2 if machine.trial else 6):
+        engine.add(requests)
+        check_same(drain(engine), expected)
+        assert engine.release_cache()
+        if not machine.trial:
+            torch.cuda.empty_cache()
+            left.append(torch.cuda.memory_reserved())
+    assert len(set(left[1:])) <= 1, f"bytes left behind after each time: {left}"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_weights_that_change_within_groups_of_samples(
     dtype: torch.dtype, machine: Machine, tmp_path: Path

@@ -73,15 +73,6 @@ class PageStore:
             for _ in range(shape.num_layers)
         ]
 
-    @classmethod
-    def grown(cls, store: PageStore | None, shape: PageShape, *, num_pages: int) -> PageStore:
-        """A store of ``num_pages`` that begins with what ``store`` holds."""
-        larger = cls(shape, num_pages)
-        for old, new in zip(store.layers if store else [], larger.layers, strict=False):
-            new.keys[: len(old.keys)] = old.keys
-            new.values[: len(old.values)] = old.values
-        return larger
-
     def copy_tails(self, copies: Sequence[TailCopy]) -> None:
         """Carry out ``copies`` in every layer."""
         if not copies:

@@ -14,7 +14,7 @@ of a block table.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -60,15 +60,19 @@ class PagedRolloutEngine:
         decoder: Decoder,
         config: NativeRolloutConfig,
         *,
-        capturer: Capturer,
+        make_capturer: Callable[[], Capturer],
         busy_programs: int,
     ) -> None:
-        """``busy_programs``: attention programs that keep the device busy; with fewer rows than
-        that the pages of a row are divided among several."""
+        """
+        Args:
+            make_capturer: once for each set of buffers.
+            busy_programs: attention programs that keep the device busy; with fewer rows than that
+                the pages of a row are divided among several.
+        """
         weight = decoder.lm_head_weight
         self._decoder = decoder
         self._config = config
-        self._capturer = capturer
+        self._make_capturer = make_capturer
         self._busy_programs = busy_programs
         self._device = weight.device
         self._shape = PageShape(
@@ -150,6 +154,10 @@ class PagedRolloutEngine:
         if last is not None and not (scheduler.has_window() and self._fits()):
             return None
         scheduler.reserve_window()
+        if self._store is not None and self._store.num_pages < scheduler.wanted_pages:
+            # The device need not have room for both: what these pages hold is computed again.
+            self._store = self._step = None
+            self._is_outdated = True
         kept = list(scheduler.rows)
         outdated = scheduler.recompute() if self._is_outdated else []
         entries = scheduler.admit()
@@ -185,13 +193,12 @@ class PagedRolloutEngine:
         )
 
     def _memory(self) -> tuple[PageStore, DecodeStep]:
-        """Pages and buffers for what runs and waits; what was captured over smaller ones goes."""
-        num_pages, table_pages = self._scheduler.wanted_pages, self._scheduler.longest_pages
-        store, step = self._store, self._step
-        if store is None or store.num_pages < num_pages:
-            self._step = step = None
-            store = self._store = PageStore.grown(store, self._shape, num_pages=num_pages)
-        if step is None or step.table_RN.shape[1] < table_pages:
+        """Pages and buffers for what runs and waits."""
+        table_pages = self._scheduler.longest_pages
+        if self._store is None:
+            self._store = PageStore(self._shape, self._scheduler.wanted_pages)
+        if self._step is None or self._step.table_RN.shape[1] < table_pages:
+            self._step = None
             config = self._config
             window = Window.allocate(
                 config.max_num_seqs,
@@ -200,14 +207,14 @@ class PagedRolloutEngine:
                 device=self._device,
             )
             size = (config.max_num_seqs, table_pages)
-            step = self._step = DecodeStep(
+            self._step = DecodeStep(
                 self._decoder,
-                self._capturer,
+                self._make_capturer(),
                 table_RN=torch.zeros(size, dtype=torch.int32, device=self._device),
                 window=window,
                 busy_programs=self._busy_programs,
             )
-        return store, step
+        return self._store, self._step
 
     def _arrange(self, step: DecodeStep, rows: Sequence[Running], *, num_kept: int) -> None:
         """State and page tables of all rows, in their order. The first ``num_kept`` were in the

@@ -46,6 +46,34 @@ class _PageAttention:
         return decode_attention(q_BHE, k_BKE, v_BKE=v_BKE, cache=cache, rows=self.rows)
 
 
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """What a step works on, and the step itself: what is captured refers to this alone, so that it
+    goes with the ``DecodeStep`` at once and not when Python next looks for cycles."""
+
+    decoder: Decoder
+    state: RowState
+    window: Window
+    row_R: Tensor
+
+    def logits(self, h_BD: Tensor) -> Tensor:
+        """(B, V), fp32."""
+        return self.decoder.operators.logits(h_BD, self.decoder.lm_head_weight)
+
+    def run(self, store: PageStore, rows: RowTables, *, filtered: bool) -> None:
+        """One token for each row."""
+        size = len(rows.table_BN)
+        token_B = self.state.numbers[:size, RowState.TOKEN]
+        logits_BV = self.logits(self.decoder(token_B, rows.position_B, _PageAttention(store, rows)))
+        draw_next(
+            logits_BV,
+            self.state.rows(slice(size)),
+            window=self.window.rows(slice(size)),
+            filtered=filtered,
+            logits_row_B=self.row_R[:size],
+        )
+
+
 class DecodeStep:
     """Captured steps over one set of buffers.
 
@@ -66,15 +94,15 @@ class DecodeStep:
         """``busy_programs``: how many attention programs keep the device busy."""
         max_rows = len(table_RN)
         device = decoder.lm_head_weight.device
-        self._decoder = decoder
         self._capture = capturer
         self._sizes = batch_sizes(max_rows)
         self._replays: dict[tuple[int, bool], Replay] = {}
-        self._row_R = torch.arange(max_rows, dtype=torch.int32, device=device)
         self.state = RowState.allocate(max_rows, device)
         self.window = window
         self.table_RN = table_RN
         self._busy_programs = busy_programs
+        row_R = torch.arange(max_rows, dtype=torch.int32, device=device)
+        self._buffers = _Buffers(decoder, self.state, window, row_R)
 
     def prepare(self, num_rows: int, store: PageStore, *, filtered: bool) -> Replay:
         """The step for at least ``num_rows`` rows; those beyond become inactive."""
@@ -82,34 +110,20 @@ class DecodeStep:
         self.state.numbers[num_rows:size] = 0
         replay = self._replays.get((size, filtered))
         if replay is None:
-            tables = self._tables(size)
+            buffers, tables = self._buffers, self._tables(size)
             numbers = self.state.numbers.clone()
             self.state.numbers.zero_()  # what is captured may run, and must change nothing
-            replay = self._capture(lambda: self._run(store, tables, filtered=filtered))
+            replay = self._capture(lambda: buffers.run(store, tables, filtered=filtered))
             self._replays[size, filtered] = replay
             self.state.numbers.copy_(numbers)
         return replay
 
     def logits(self, h_BD: Tensor) -> Tensor:
         """(B, V), fp32."""
-        return self._decoder.operators.logits(h_BD, self._decoder.lm_head_weight)
-
-    def _run(self, store: PageStore, rows: RowTables, *, filtered: bool) -> None:
-        size = len(rows.table_BN)
-        token_B = self.state.numbers[:size, RowState.TOKEN]
-        logits_BV = self.logits(
-            self._decoder(token_B, rows.position_B, _PageAttention(store, rows))
-        )
-        draw_next(
-            logits_BV,
-            self.state.rows(slice(size)),
-            window=self.window.rows(slice(size)),
-            filtered=filtered,
-            logits_row_B=self._row_R[:size],
-        )
+        return self._buffers.logits(h_BD)
 
     def _tables(self, size: int) -> RowTables:
-        config, numbers = self._decoder.config, self.state.numbers[:size]
+        config, numbers = self._buffers.decoder.config, self.state.numbers[:size]
         shares = max(1, min(_MAX_SHARES, self._busy_programs // (size * config.num_kv_heads)))
         room = (size, config.num_heads, shares) if shares > 1 else (0, 0, 0)
         device = numbers.device
