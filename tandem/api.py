@@ -54,7 +54,7 @@ class TrainEngine(Protocol):
 
     def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
         """What the current weights say of the response tokens, fp32 (R,) a batch, on the CPU: a
-        policy's log-probs, a critic's values, which have no temperature.
+        policy's log-probs, else values, which have no temperature.
         """
         ...
 
@@ -82,7 +82,7 @@ class TrainEngine(Protocol):
 
 
 class ReferencePolicy(Protocol):
-    """A policy that only scores."""
+    """A policy, or a reward model, that only scores."""
 
     @property
     def data_parallel_size(self) -> int:
@@ -135,8 +135,9 @@ class RolloutEngine(Protocol):
         under way keep their tokens and log-probs; what was computed of them under other weights is
         computed again, and they go on under these.
 
-        Returns whether all of the engine uses them: staged weights may still be on their way while
-        there is work to go on with. Then ask again after the next ``advance``.
+        Returns whether all of the engine uses them: staged weights may still be on their way, or
+        one of several engines generating, while there is work to go on with. Then ask again after
+        the next ``advance``.
         """
         ...
 

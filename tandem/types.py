@@ -38,6 +38,7 @@ class Prompt:
         data_source: routes the reward and groups validation metrics.
         ground_truth: what the reward compares with.
         extra_info: passed to the reward as it is.
+        messages: the prompt as the row has it, before the chat template.
 
     Example:
         >>> Prompt(uid=0, row=17, token_ids=(1, 2), text="hi", data_source="openai/gsm8k",
@@ -51,6 +52,7 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    messages: Sequence[Mapping[str, Any]] | str = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +130,22 @@ class Completion:
         return Completion, (self.sample_id, self.token_ids, self.log_probs, *others)
 
 
+class EngineWork(Enum):
+    """What one of the engines behind a rollout has to do."""
+
+    NONE = "none"
+    NEXT = "next"
+    """It generates from the next ``advance`` on."""
+    UNDER_WAY = "under way"
+    """It generates, although no ``advance`` is waited for."""
+
+
 class RewardStatus(Enum):
     """What became of a reward computation."""
 
     VALUE = "value"
+    PENDING = "pending"
+    """A reward model scores it with its batch."""
     TIMEOUT = "timeout"
     ERROR = "error"
 

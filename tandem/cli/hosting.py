@@ -17,10 +17,11 @@ from typing import Protocol
 from tandem.api import Runtime, TrainEngine, WorkerGroup
 from tandem.cli.execution import first_cause
 from tandem.cli.failure import RunFailure
+from tandem.cli.load import with_found
 from tandem.comm.store import host_store
 from tandem.config.memory_remedy import require_cache, require_memory
 from tandem.config.platform_rules import platform_key
-from tandem.config.pools import CRITIC, Placement, Pool, place_run, place_sft
+from tandem.config.pools import Placement, Pool, models_beside, place_run, place_sft
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.config.sizes import ModelSizes
@@ -168,7 +169,11 @@ def _timeout_s(config: RunConfig | SftConfig) -> float:
 def site_here(config: RunConfig | SftConfig) -> Site:
     """That of a run which needs no other process."""
     placement = place_run(config) if isinstance(config, RunConfig) else place_sft(config)
-    return Site(config, _platforms(config, placement), placement, cluster=None)
+    platforms = _platforms(config, placement)
+    if isinstance(config, RunConfig):
+        found = {pool: platform.name for pool, platform in platforms.items()}
+        placement = with_found(config, placement, found=found)
+    return Site(config, platforms, placement, cluster=None)
 
 
 def _platforms(config: RunConfig | SftConfig, placement: Placement) -> dict[str, Platform]:
@@ -202,19 +207,21 @@ def naming_step(step: Callable[[], int]) -> Iterator[None]:
 
 
 def require_fit(
-    site: Site, model: ModelFolder, *, key: str, critic: ModelFolder | None = None
+    site: Site, model: ModelFolder, *, key: str, beside: Mapping[str, ModelFolder] | None = None
 ) -> None:
     """Raise UserError if the models cannot be laid out as asked for, or the devices do not compute
     them, or not have the memory. Of devices that may be elsewhere their workers tell.
 
-    ``key`` is the configuration key that ``model`` came from, for the message.
+    Args:
+        key: the configuration key that ``model`` came from, for the message.
+        beside: by their names in ``site.placement.layouts``.
     """
+    others = beside or {}
     if site.cluster is not None:
         require_decoder(model, key=key)
     for task, layout in site.placement.layouts.items():
-        of_task = critic if task == CRITIC and critic is not None else model
         check_layout(
-            of_task.decoder_config,
+            others.get(task, model).decoder_config,
             tensor=layout.tensor_parallel,
             sequence=layout.sequence_parallel,
             section=section_of(task) if isinstance(site.config, RunConfig) else "engine",
@@ -225,11 +232,12 @@ def require_fit(
     if not site.is_mixed:
         _require_precision(site)
     sizes = ModelSizes.of(model.hf_config)
+    known = {name: ModelSizes.of(other.hf_config) for name, other in others.items()}
     if site.platform.has_own_memory and sizes is not None and not site.is_mixed:
         require_memory(
             site.config,
             sizes,
-            critic=None if critic is None else ModelSizes.of(critic.hf_config),
+            beside={name: own for name, own in known.items() if own is not None},
             available_bytes=site.platform.total_memory_bytes(),
             recomputes_parts=model.decoder_config is not None,
         )
@@ -249,7 +257,7 @@ def _require_precision(site: Site) -> None:
     layouts = {
         "actor-train": roles.actor.fsdp_config,
         "ref_logp": roles.ref.fsdp_config,
-        CRITIC: config.critic.model.fsdp_config,
+        **models_beside(config),
     }
     for task, layout in layouts.items():
         if task in site.placement.layouts:
@@ -278,6 +286,7 @@ async def hosted_run(
                 built.reference,
                 scorer=built.train,
                 critic=built.critic,
+                reward_model=built.reward_model,
             )
             peak = partial(_peak_here, platform)
             yield HostedRun(runtime, engines, built.shape, platform.device_name(), peak)
@@ -300,6 +309,8 @@ async def hosted_run(
             scorer=remote.scorer,
             stage=remote.stage,
             critic=remote.critic,
+            reward_model=remote.reward_model,
+            work=remote.rollout.work,
         )
         shape = None if model.decoder_config is None else shape_of(model.decoder_config)
         chip = await runtime.call(_chip, groups[site.placement.pool_of("actor-train").name])

@@ -6,12 +6,13 @@ All that follows compares platforms by name: aliases end here. Free of torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from tandem.config.overrides import LoadedConfig, load_config
-from tandem.config.pools import place_run
+from tandem.config.platform_rules import known_platforms, placement_problems
+from tandem.config.pools import Placement, place_run
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.errors import UserError
@@ -39,17 +40,38 @@ def load_arguments(schema: type[ConfigT], arguments: Sequence[str]) -> LoadedCon
 def check_platforms(config: RunConfig) -> None:
     """Of a configuration that is checked: raise UserError if its platforms cannot share nodes, or
     FlagCX cannot do what it is to do."""
-    placement = place_run(config)
+    _check_placement(config, place_run(config))
+
+
+def with_found(config: RunConfig, placement: Placement, *, found: Mapping[str, str]) -> Placement:
+    """The placement with the platforms that ``auto`` has found.
+
+    Args:
+        found: of each pool with something to do, by its name.
+
+    Raises:
+        UserError: what ``check_run`` and ``check_platforms`` refuse where the names are written.
+    """
+    pools = tuple(
+        replace(pool, platform=found.get(pool.name, pool.platform)) for pool in placement.pools
+    )
+    known = replace(placement, pools=pools)
+    for problem in placement_problems(config, known):
+        raise UserError(problem)
+    _check_placement(config, known)
+    return known
+
+
+def _check_placement(config: RunConfig, placement: Placement) -> None:
     require_told_apart(
         (device.node, "GPU", pool.platform)
         for pool in placement.used_pools
         if pool.platform in GPUS_OF_RAY
         for device in placement.devices_of(pool)
     )
-    platforms = list(dict.fromkeys(pool.platform for pool in placement.used_pools))
+    platforms = list(dict.fromkeys(known_platforms(placement)))
     alone = ALONE_IN_FLAGCX.intersection(platforms)
-    is_mixed = len(platforms) > 1 and AUTO not in platforms
-    if config.pools.transport == "flagcx" and is_mixed and alone:
+    if config.pools.transport == "flagcx" and len(platforms) > 1 and alone:
         raise UserError(
             f"pools.transport=flagcx: the pools have {' and '.join(platforms)}, and FlagCX "
             f"connects {min(alone)} to no other vendor. Set pools.transport=staged."

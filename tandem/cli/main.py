@@ -77,15 +77,10 @@ COMMANDS_WITH_KEYS = ("train", "sft", "plan")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, by default with the arguments of the process; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(help_text())
-        return 0 if words else EXIT_USER_ERROR
     try:
-        if words[0] in COMMANDS_WITH_KEYS and {"-h", "--help"} & set(words[1:]):
-            import_module("tandem.cli.keys").print_help(words[0])
-            return 0
-        return _run(words[0], words[1:])
+        code = _answer(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()  # not at exit, where nobody catches that the reader has left
+        return code
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -120,6 +115,16 @@ def help_text() -> str:
         "tandem plan --help lists all keys.",
     ]
     return "\n".join(lines)
+
+
+def _answer(words: Sequence[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0 if words else EXIT_USER_ERROR
+    if words[0] in COMMANDS_WITH_KEYS and {"-h", "--help"} & set(words[1:]):
+        import_module("tandem.cli.keys").print_help(words[0])
+        return 0
+    return _run(words[0], words[1:])
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:

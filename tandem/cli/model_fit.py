@@ -48,13 +48,12 @@ def require_local_family(
 
 
 def rollout_caution(config: RunConfig, hf_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """A warning if our engine does not generate with the model, where that is not what was meant
-    and costs nothing."""
+    """A warning if our engine does not generate with the model, unless that is what was meant."""
     family, roles = hf_config.get("model_type"), config.actor_rollout_ref
-    is_meant = roles.rollout.name == "hf" and config.trainer.device == "cpu"
-    if family is None or family in NATIVE_FAMILIES or is_meant:
+    if family is None or family in NATIVE_FAMILIES or roles.rollout.name == "hf":
         return ()
-    return (f"actor_rollout_ref.model.path={roles.model.path!r}: {foreign_rollout(family)}",)
+    notice = foreign_rollout(family, is_meant=False)
+    return (f"actor_rollout_ref.model.path={roles.model.path!r}: {notice}",)
 
 
 def max_positions(hf_config: Mapping[str, Any]) -> int | None:
@@ -109,16 +108,18 @@ def require_known_tokens(
         )
 
 
-def require_vocabulary(critic: Mapping[str, Any], policy: Mapping[str, Any], *, path: str) -> None:
-    """Raise UserError if the policy can say a token that the critic has no embedding for.
+def require_vocabulary(
+    model: Mapping[str, Any], policy: Mapping[str, Any], *, path: str, key: str
+) -> None:
+    """Raise UserError if the policy can say a token that a model has no embedding for.
 
     Args:
-        critic, policy: the contents of their config.json.
-        path: ``critic.model.path``, for the message.
+        model, policy: the contents of their config.json.
+        path: of ``model``; ``key`` is where that comes from, for the message.
     """
-    num_known, num_said = (model.get("vocab_size") for model in (critic, policy))
+    num_known, num_said = (known.get("vocab_size") for known in (model, policy))
     if isinstance(num_known, int) and isinstance(num_said, int) and num_known < num_said:
         raise UserError(
-            f"critic.model.path={path!r}: it has only {num_known} tokens (vocab_size in "
+            f"{key}={path!r}: it has only {num_known} tokens (vocab_size in "
             f"config.json), the policy {num_said}. Use a model with the policy's tokenizer."
         )

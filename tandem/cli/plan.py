@@ -28,7 +28,7 @@ from tandem.cli.model_fit import (
 )
 from tandem.config.overrides import LoadedConfig
 from tandem.config.plan import Plan, make_plan
-from tandem.config.pools import Placement, Pool
+from tandem.config.pools import CRITIC, REWARD_MODEL, Placement, Pool
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.config.sizes import ModelSizes
@@ -97,9 +97,10 @@ def _plan(
     cautions: Sequence[str],
 ) -> Plan:
     config, data = loaded.config, loaded.config.data
-    critic_sizes = None
-    if isinstance(config, RunConfig) and config.uses_critic:
-        critic_sizes = ModelSizes.of(read_local_config(config.critic.model.path))
+    paths: dict[str, str] = {}
+    if isinstance(config, RunConfig):
+        paths = {CRITIC: config.critic.model.path, REWARD_MODEL: config.reward_model.model.path}
+    found = {name: ModelSizes.of(read_local_config(path)) for name, path in paths.items() if path}
     train = count("data.train_files", data.train_files)
     val = count("data.val_files", data.val_files) if data.val_files else RowCount(0, "")
     return make_plan(
@@ -107,8 +108,8 @@ def _plan(
         num_train_rows=train.rows,
         num_val_rows=val.rows,
         sizes=ModelSizes.of(hf_config),
-        critic_sizes=critic_sizes,
-        warnings=[*(found.problem for found in (train, val) if found.problem), *cautions],
+        beside={name: known for name, known in found.items() if known is not None},
+        warnings=[*(rows.problem for rows in (train, val) if rows.problem), *cautions],
     )
 
 

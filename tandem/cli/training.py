@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from tandem.checkpoint.store import Checkpoint
 from tandem.cli.execution import Ended, StopSwitch, execute
 from tandem.cli.hosting import HostedRun, Site, hosted_run, naming_step, on_site, require_fit
-from tandem.cli.model_fit import length_caution, require_known_tokens, require_vocabulary
+from tandem.cli.model_fit import length_caution, require_known_tokens
+from tandem.cli.models_beside import Beside, check_beside
 from tandem.cli.run_folder import (
     Start,
     is_logged,
@@ -45,12 +46,11 @@ from tandem.models.folder import ModelFolder, check_folder
 from tandem.models.weights import KEY
 from tandem.pipeline.loop import Pipeline, RunSummary
 from tandem.pipeline.parts import PipelineParts
+from tandem.pipeline.reward_phase import overlong_buffer
 from tandem.rewards.custom import CustomReward
 from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
 from tandem.rewards.routing import check_sources
 from tandem.rewards.scoring import RewardSpec
-from tandem.rewards.shaping import OverlongBuffer
-from tandem.workers.colocated import critic_folder
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Prepared:
 
     config: RunConfig
     model: ModelFolder
-    critic: ModelFolder | None
+    beside: Beside
     codec: TextCodec
     source: PromptSource
     validation_entries: list[PromptEntry]
@@ -84,7 +84,7 @@ def run_training(config: RunConfig, site: Site) -> Ended[RunSummary]:
         RunFailure, WorkerFailure: a process of the run failed, in a step or at its start.
     """
     prepared = prepare(config)
-    require_fit(site, prepared.model, key=KEY, critic=prepared.critic)
+    require_fit(site, prepared.model, key=KEY, beside=prepared.beside.folders)
     folder = open_run_folder(config.trainer, prepared.source, model=prepared.model, key=KEY)
     with folder as start:
         return execute(lambda switch: _train(prepared, start, site=site, switch=switch))
@@ -99,35 +99,35 @@ def prepare(config: RunConfig) -> Prepared:
         trust_remote_code=model.trust_remote_code,
         load_weight=config.actor_rollout_ref.actor.load_weight,
     )
-    critic = _check_critic(config, folder) if config.uses_critic else None
     codec = load_codec(
         model.path,
         template_settings=config.data.apply_chat_template_kwargs,
         chat_template=model.custom_chat_template,
         trust_remote_code=model.trust_remote_code,
     )
-    train_entries = load_prompts(config.data, codec)
+    by_model = config.reward_model.enable
+    train_entries = load_prompts(config.data, codec, by_model=by_model)
     schedule = schedule_run(config, len(train_entries))
     validates = bool(schedule.validation_steps)
-    validation_entries = load_prompts(config.data, codec, validation=True) if validates else []
+    validation_entries = (
+        load_prompts(config.data, codec, validation=True, by_model=by_model) if validates else []
+    )
     entries = [*train_entries, *validation_entries]
     require_known_tokens(
         (entry.token_ids for entry in entries), folder.hf_config, path=model.path, key=KEY
     )
     for warning in length_caution(config, folder.hf_config):
         logger.warning("%s", warning)
-    _check_reward(config, entries)
+    beside = check_beside(config, folder, entries=train_entries)
+    _check_reward(config, validation_entries if by_model else entries)
     source = open_source(train_entries, config.data, total_epochs=config.trainer.total_epochs)
-    return Prepared(config, folder, critic, codec, source, validation_entries, schedule)
-
-
-def _check_critic(config: RunConfig, policy: ModelFolder) -> ModelFolder:
-    critic = critic_folder(config)
-    require_vocabulary(critic.hf_config, policy.hf_config, path=config.critic.model.path)
-    return critic
+    return Prepared(config, folder, beside, codec, source, validation_entries, schedule)
 
 
 def _check_reward(config: RunConfig, entries: list[PromptEntry]) -> None:
+    """Of rules and functions, which score ``entries``."""
+    if not entries:
+        return
     spec = reward_spec(config)
     if spec.custom is None:
         check_sources({entry.data_source for entry in entries})
@@ -141,16 +141,7 @@ def reward_spec(config: RunConfig) -> RewardSpec:
     custom = None
     if function.path is not None:
         custom = CustomReward(function.path, function.name, function.reward_kwargs)
-    manager = config.reward_model.reward_kwargs
-    overlong = None
-    if config.reward_model.reward_manager == "dapo" and manager.overlong_buffer_cfg.enable:
-        overlong = OverlongBuffer(
-            max_tokens=manager.max_resp_len or config.data.max_response_length,
-            buffer_tokens=manager.overlong_buffer_cfg.len,
-            penalty_factor=manager.overlong_buffer_cfg.penalty_factor,
-            log=manager.overlong_buffer_cfg.log,
-        )
-    return RewardSpec(custom=custom, overlong=overlong)
+    return RewardSpec(custom=custom, overlong=overlong_buffer(config))
 
 
 def reward_limits(config: RunConfig) -> RewardLimits:
@@ -251,6 +242,7 @@ def _assemble(
         ),
         preferred_tokens=site.platform.microbatch_tokens,
         clock=time.perf_counter,
+        conversations=prepared.beside.conversations,
         trace=_trace(config, resumes=start.checkpoint is not None),
         allocated_bytes=lambda: hosted.peak_memory().allocated,
         reserved_bytes=lambda: hosted.peak_memory().reserved,

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 
 from torch import distributed
 
-from tandem.comm.world import world_backend
 from tandem.errors import UserError
+from tandem.platforms.record import Platform
 
 BACKEND = "flagcx"
 
@@ -22,27 +22,25 @@ def plugin_devices() -> tuple[str, ...]:
     return tuple(distributed.Backend.backend_capability.get(BACKEND, ()))
 
 
-def flagcx_world_backend(device_type: str) -> str:
-    """The backends of a default world whose devices communicate by FlagCX.
+def pool_library(platform: Platform, *, wants_flagcx: bool) -> str:
+    """What does the collectives inside a pool, as torch.distributed knows it: the platform's own,
+    or FlagCX where that is wanted and the pool has devices.
 
     Raises:
-        UserError: the plug-in is not here, or serves no such device.
-
-    Example:
-        where it is installed, on a node with such devices::
-
-            flagcx_world_backend("musa") == "cpu:gloo,musa:flagcx"
+        UserError: it is wanted, and the plug-in is not here or serves no such device.
     """
+    if not wants_flagcx or not platform.has_own_memory:
+        return platform.collectives
     devices = plugin_devices()
-    if device_type in devices:
-        return world_backend(device_type, BACKEND)
+    if platform.device_type in devices:
+        return BACKEND
     if devices:
-        reason = f"serves {', '.join(devices)}, as it was built. Build it for {device_type}"
+        reason = f"serves {', '.join(devices)}, as it was built. Build it for {platform.name}"
     elif find_spec(BACKEND) is None:
         reason = "is not installed. Install FlagCX's Python package"
     else:
         reason = "is installed, but torch has not loaded it. Unset TORCH_DEVICE_BACKEND_AUTOLOAD"
     raise UserError(
-        f"backend={world_backend(device_type, BACKEND)}: FlagCX's plug-in for torch {reason}, "
-        "or use the device's own library."
+        f"USE_FLAGCX=1: FlagCX's plug-in for torch {reason}, or unset USE_FLAGCX for "
+        f"{platform.collectives}, the device's own library."
     )

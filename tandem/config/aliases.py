@@ -44,6 +44,9 @@ ALIASES: dict[str, str] = {
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.reward_model": "reward_model",
     "reward.sandbox_fusion": "reward_model.sandbox_fusion",
+    "reward_model.ulysses_sequence_parallel_size": (
+        "reward_model.model.fsdp_config.ulysses_sequence_parallel_size"
+    ),
     "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
     "trainer.sperated_node_ratios": "trainer.separated_node_ratios",

@@ -7,7 +7,7 @@ It lives on the devices of actor-train, laid out as its own keys say.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from pydantic import BaseModel, Field
 
@@ -17,9 +17,7 @@ from tandem.config.layout import FsdpConfig, MegatronConfig
 from tandem.config.model import ModelConfig
 from tandem.config.optim import OptimConfig
 
-_Section = dict[str, Any]
-
-FOLLOWS_ACTOR = (
+_FOLLOWS_ACTOR = (
     "ppo_mini_batch_size",
     "ppo_epochs",
     "use_dynamic_bsz",
@@ -28,15 +26,15 @@ FOLLOWS_ACTOR = (
     "loss_agg_mode",
     "loss_scale_factor",
 )
-"""Keys that take the actor's value if they are not set, as in verl."""
-
-FOLLOWS_ACTORS_MODEL = ("path", "trust_remote_code")
-"""Keys of ``critic.model`` that take that of ``actor_rollout_ref.model`` if they are not set."""
-
-_FOLLOWS_UPDATE = {
-    "forward_micro_batch_size_per_gpu": "ppo_micro_batch_size_per_gpu",
-    "forward_max_token_len_per_gpu": "ppo_max_token_len_per_gpu",
+CRITIC_FOLLOWS: Mapping[str, str] = {
+    **{f"critic.{key}": f"actor_rollout_ref.actor.{key}" for key in _FOLLOWS_ACTOR},
+    "critic.model.path": "actor_rollout_ref.model.path",
+    "critic.model.trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
+    "critic.forward_micro_batch_size_per_gpu": "critic.ppo_micro_batch_size_per_gpu",
+    "critic.forward_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu",
 }
+"""Keys that take the value of others if they are not set, as in verl."""
+
 _ACTORS_STRATEGY = "one engine trains both models; actor_rollout_ref.actor.strategy decides"
 
 
@@ -191,23 +189,3 @@ class CriticConfig(BaseModel):
         """As ``microbatch_tokens``, for values."""
         by_tokens = self.use_dynamic_bsz or self.forward_micro_batch_size_per_gpu is None
         return self.forward_max_token_len_per_gpu if by_tokens else None
-
-
-def follow_actor(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is set (by section), with the values that ``critic.*`` follows where it sets none."""
-    critic = _section(values, "critic")
-    model: Any = critic.get("model", {})
-    if not (isinstance(values.get("critic", {}), dict) and isinstance(model, dict)):
-        return dict(values)  # a mistake that is said elsewhere
-    roles = _section(values, "actor_rollout_ref")
-    actor, policy = _section(roles, "actor"), _section(roles, "model")
-    filled = {key: actor[key] for key in FOLLOWS_ACTOR if key in actor} | critic
-    forward = {key: filled[source] for key, source in _FOLLOWS_UPDATE.items() if source in filled}
-    models = {key: policy[key] for key in FOLLOWS_ACTORS_MODEL if key in policy}
-    models |= cast(_Section, model)
-    return {**values, "critic": {**forward, **filled, "model": models}}
-
-
-def _section(values: Mapping[str, Any], name: str) -> _Section:
-    section: Any = values.get(name, {})
-    return cast(_Section, section) if isinstance(section, dict) else {}

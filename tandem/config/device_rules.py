@@ -16,10 +16,12 @@ from tandem.config.platform_rules import platform_problems
 from tandem.config.pools import (
     CRITIC,
     HALVES,
+    REWARD_MODEL,
     ROUNDING,
     TASKS,
     Placement,
     Pool,
+    models_beside,
     needed_tasks,
     place_run,
     place_sft,
@@ -79,9 +81,10 @@ def _task_problems(groups: Sequence[tuple[str, ...]], needed: Sequence[str]) -> 
             yield f"{_TASKS_KEY}={tasks}: {task!r} {rule}. Name each of {', '.join(TASKS)} once."
     for task in needed:
         if task not in tasks:
+            where = ", which may be that of actor-train" if task != "actor-train" else ""
             yield (
                 f"{_TASKS_KEY}={tasks}: {task} is missing, and this run needs it. Add it to a "
-                "group, which may be that of actor-train."
+                f"group{where}."
             )
 
 
@@ -133,9 +136,8 @@ def _run_layout_problems(config: RunConfig, pool: Pool) -> Iterator[str]:
     if "ref_logp" in pool.tasks:
         section = f"{_ROLES}.ref.fsdp_config"
         yield from _layout_problems(roles.ref.fsdp_config, pool, section=section)
-    if "actor-train" in pool.tasks and config.uses_critic:
-        layout = config.critic.model.fsdp_config
-        yield from _layout_problems(layout, pool, section="critic.model.fsdp_config")
+    for name, layout in models_beside(config).items() if "actor-train" in pool.tasks else ():
+        yield from _layout_problems(layout, pool, section=f"{name}.model.fsdp_config")
 
 
 def _layout_problems(config: FsdpConfig, pool: Pool, *, section: str) -> Iterator[str]:
@@ -179,7 +181,7 @@ def _run_batch_problems(config: RunConfig, placement: Placement) -> Iterator[str
                 f"each of {num_ranks} data-parallel ranks a sequence. "
                 f"{_larger_mini_batch(config, -(-num_ranks // n), section=section)}"
             )
-    for task in ("logp", "ref_logp", CRITIC):
+    for task in ("logp", "ref_logp", CRITIC, REWARD_MODEL):
         if task in layouts and config.sequences_per_step < layouts[task].data_parallel:
             yield _larger_batch(config, -(-layouts[task].data_parallel // n), task=task)
     if config.data.train_batch_size < layouts["generate"].data_parallel:

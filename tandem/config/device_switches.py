@@ -18,6 +18,7 @@ _ACTOR = "actor_rollout_ref.actor.fsdp_config"
 _REF = "actor_rollout_ref.ref.fsdp_config"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CRITIC = "critic.model.fsdp_config"
+_REWARD_MODEL = "reward_model.model.fsdp_config"
 _SHARDING = ("fsdp_size", "reshard_after_forward", "forward_prefetch")
 
 
@@ -114,6 +115,9 @@ _RUN_ONLY = (
     Condition((f"{_ACTOR}.param_offload",), _computes_with_trained_weights, _COMPUTED_WITH),
     *_layout_conditions(_REF, lambda c: c.actor_rollout_ref.ref.fsdp_config, tasks=("ref_logp",)),
     *_layout_conditions(_CRITIC, lambda c: c.critic.model.fsdp_config, tasks=("actor-train",)),
+    *_layout_conditions(
+        _REWARD_MODEL, lambda c: c.reward_model.model.fsdp_config, tasks=("actor-train",)
+    ),
     Condition((f"{_CRITIC}.param_offload",), _computes_with_critics_weights, _COMPUTED_WITH),
     Condition(
         (

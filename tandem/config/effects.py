@@ -16,6 +16,7 @@ from tandem.config.critic_switches import CRITIC_CONDITIONS
 from tandem.config.device_switches import RUN_DEVICE_CONDITIONS, SFT_DEVICE_CONDITIONS
 from tandem.config.keys import find_key
 from tandem.config.overrides import LoadedConfig
+from tandem.config.reward_switches import REWARD_CONDITIONS
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.config.switches import (
@@ -31,7 +32,13 @@ def keys_without_effect(
 ) -> Mapping[str, str]:
     """The keys that were set in vain, as they were spelt -> why."""
     config = loaded.config
-    conditions = CORRECTION_CONDITIONS + CRITIC_CONDITIONS + RUN_CONDITIONS + RUN_DEVICE_CONDITIONS
+    conditions = (
+        *CORRECTION_CONDITIONS,
+        *CRITIC_CONDITIONS,
+        *REWARD_CONDITIONS,
+        *RUN_CONDITIONS,
+        *RUN_DEVICE_CONDITIONS,
+    )
     if isinstance(config, SftConfig):
         conditions = SFT_CONDITIONS + SFT_DEVICE_CONDITIONS
     active = [c for c in (*conditions, *SHARED_CONDITIONS) if c.holds(config)]

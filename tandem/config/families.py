@@ -12,6 +12,7 @@ from tandem.errors import UserError
 
 NATIVE_FAMILIES = ("qwen2", "qwen3", "llama")
 """Those that our decoder computes. The others are transformers'."""
+_MEANT = "actor_rollout_ref.rollout.name=hf"
 
 
 def require_family(
@@ -30,14 +31,17 @@ def require_family(
     remedy = (
         "Set actor_rollout_ref.model.trust_remote_code=True if you trust the code it comes with"
         if has_own_code
-        else f"Use one of {', '.join(NATIVE_FAMILIES)} or a family that transformers knows"
+        else f"Use one of {', '.join(NATIVE_FAMILIES)}, or a family that transformers knows, with "
+        f"which a policy generates by transformers' generate ({_MEANT})"
     )
     raise UserError(f"{source}: model_type {hf_config['model_type']!r} is unknown. {remedy}.")
 
 
-def foreign_rollout(family: str) -> str:
-    """The notice that our engine does not generate with a model."""
-    return (
+def foreign_rollout(family: str, *, is_meant: bool) -> str:
+    """The notice that our engine does not generate with a model; it is a warning unless that
+    ``is_meant``."""
+    notice = (
         f"rollout by transformers' generate, which is slow on accelerators: the native engine "
         f"does not compute this model of type {family!r}, but {', '.join(NATIVE_FAMILIES)}"
     )
+    return notice if is_meant else f"{notice}. Set {_MEANT} if that is meant"

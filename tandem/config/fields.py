@@ -23,6 +23,7 @@ ALWAYS_PACKED = "batches are always packed without padding, and no result depend
 _NO_EFFECT = "no_effect"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
 _DEFAULT_SEED = 1
+_UNSET = object()
 
 
 def no_effect(reason: str) -> JsonDict:
@@ -53,15 +54,19 @@ def _seed(value: Any) -> Any:
     return _DEFAULT_SEED if value is None else value
 
 
-def follow_seed(values: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """What is set (by section), with ``trainer.seed``, if it is, for those of ``keys`` that are
-    not."""
-    trainer: Any = values.get("trainer", {})
-    if not isinstance(trainer, dict) or "seed" not in trainer:
-        return dict(values)
-    filled: Any = values
-    for key in keys:
-        filled = _with_default(filled, key.split("."), value=trainer["seed"])
+def follow(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+    """What is set (by section), where the keys that are not have the values of others that are.
+
+    Args:
+        sources: key -> the other one, which may be one that stands before it.
+    """
+    filled: Any = dict(values)
+    for key, source in sources.items():
+        node: Any = filled
+        for name in source.split("."):
+            node = node.get(name, _UNSET) if isinstance(node, dict) else _UNSET  # pyright: ignore
+        if node is not _UNSET:
+            filled = _with_default(filled, key.split("."), value=node)
     return filled
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -102,10 +103,16 @@ def parse_override(argument: str) -> Assignment:
             f"{argument!r}: must be key=value or a recipe file (.yaml). Write {argument}=VALUE."
         )
     try:
-        override = OverridesParser.create().parse_override(argument)
+        override = _parsed(argument)
     except HydraException as error:
         return _plain_text(argument, error)
     return _assignment(override, argument)
+
+
+@lru_cache(maxsize=1024)
+def _parsed(argument: str) -> Override:
+    """Hydra takes milliseconds for each, and a planner asks for the same again and again."""
+    return OverridesParser.create().parse_override(argument)
 
 
 def _assignment(override: Override, argument: str) -> Assignment:

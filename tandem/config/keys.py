@@ -60,7 +60,13 @@ def find_key(schema: type[BaseModel], name: str) -> Key | None:
 
 def is_section(schema: type[BaseModel], name: str) -> bool:
     """Whether keys stand below ``name``."""
-    return any(key.startswith(f"{name}.") for key in keys_of(schema))
+    return name in _sections(schema)
+
+
+@cache
+def _sections(schema: type[BaseModel]) -> frozenset[str]:
+    parts = [name.split(".") for name in keys_of(schema)]
+    return frozenset(".".join(above[:size]) for above in parts for size in range(1, len(above)))
 
 
 def nearest_key(schema: type[BaseModel], name: str) -> str:

@@ -71,6 +71,21 @@ class FsdpConfig(BaseModel):
     )
 
 
+class FrozenFsdpConfig(FsdpConfig):
+    """Of a model that only scores."""
+
+    model_dtype: Dtype = Field(
+        default="float32",
+        description="Precision of the weights.",
+        json_schema_extra=no_effect("frozen weights are kept as they are computed with: dtype"),
+    )
+    optimizer_offload: bool = Field(
+        default=False,
+        description="The optimizer rests on the CPU.",
+        json_schema_extra=no_effect("a frozen model has no optimizer"),
+    )
+
+
 class MegatronConfig(BaseModel):
     """Megatron's layout; accepted for ``strategy=megatron``, which is not built yet."""
 

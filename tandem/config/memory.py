@@ -14,7 +14,16 @@ from dataclasses import asdict, dataclass, replace
 from tandem.config.layout import FsdpConfig
 from tandem.config.model import ModelConfig, RecomputeGranularity
 from tandem.config.optim import OptimConfig
-from tandem.config.pools import CRITIC, Placement, Pool, RankLayout, place_run, place_sft, scorer_of
+from tandem.config.pools import (
+    CRITIC,
+    REWARD_MODEL,
+    Placement,
+    Pool,
+    RankLayout,
+    place_run,
+    place_sft,
+    scorer_of,
+)
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.config.sizes import ModelSizes
@@ -26,6 +35,7 @@ ALLOWANCE = 1.1
 """For work space and gaps; chosen, not measured."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 """Of a number, by the name of its precision; what ``auto`` is on accelerators."""
+NONE_BESIDE: Mapping[str, ModelSizes] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +50,7 @@ class MemoryPlan:
         optimizer: two moments a weight, in their own precision; with ``optimizer_offload`` only
             what does not fit there either.
         gathered: layers that are whole for a moment, with their gradients.
-        reference: this device's shard of a frozen copy, 0 without one.
+        reference: this device's shard of a frozen copy, 0 without one; ``reward_model`` likewise.
         critic: its weights and optimizer, 0 without one. Its gradients and the policy's are not
             there at the same time: those above are the larger ones.
         rollout: the weights that generate, and the copy in which new ones arrive if it is on the
@@ -57,6 +67,7 @@ class MemoryPlan:
     gathered: int = 0
     reference: int = 0
     critic: int = 0
+    reward_model: int = 0
     rollout: int = 0
     cache: int = 0
     activations: int = 0
@@ -141,13 +152,13 @@ def plan_memory(
     config: RunConfig | SftConfig,
     sizes: ModelSizes,
     *,
-    critic: ModelSizes | None = None,
+    beside: Mapping[str, ModelSizes] = NONE_BESIDE,
     available_bytes: int | None = None,
 ) -> Mapping[str, MemoryPlan]:
     """What one device of each pool holds, by the pool's name, if it is an accelerator.
 
     Args:
-        critic: sizes of the model that a critic begins as; None: those of the policy.
+        beside: sizes of ``CRITIC`` and ``REWARD_MODEL``; those of the policy if they are not known.
         available_bytes: the device's memory, of which ``rollout.gpu_memory_utilization`` bounds
             weights and cache; None if no device is known.
     """
@@ -163,9 +174,16 @@ def plan_memory(
         )
         for pool in placement.used_pools
     }
+    name = placement.pool_of("actor-train").name
+    # A value head is one row: there is no second matrix of the vocabulary's size.
+    own = {task: replace(beside.get(task, sizes), tied=True) for task in (CRITIC, REWARD_MODEL)}
     if CRITIC in placement.layouts:
-        name = placement.pool_of("actor-train").name
-        plans[name] = _with_critic(plans[name], config, sizes=critic or sizes, placement=placement)
+        plans[name] = _with_critic(plans[name], config, sizes=own[CRITIC], placement=placement)
+    if REWARD_MODEL in placement.layouts:
+        layout, ranks = config.reward_model.model.fsdp_config, placement.layouts[REWARD_MODEL]
+        model = _Model(own[REWARD_MODEL], layout, ranks)
+        plan = _scoring(plans[name], model, tokens=_scored(config, ranks), placement=placement)
+        plans[name] = replace(plan, reward_model=_frozen(model, placement))
     return plans
 
 
@@ -183,12 +201,14 @@ def _of_pool(
         plan = _generating(config, sizes, placement=placement, available_bytes=available_bytes)
     if "ref_logp" in pool.tasks:
         model = _Model(sizes, roles.ref.fsdp_config, layouts["ref_logp"])
-        plan = _scoring(plan, model, config=config, placement=placement)
+        tokens = training_tokens(config, model.ranks.sequence_parallel)
+        plan = _scoring(plan, model, tokens=tokens, placement=placement)
         plan = replace(plan, reference=_frozen(model, placement))
     scorer = scorer_of(pool)
     if scorer in ("generate", "logp"):
         model = _Model(sizes, roles.actor.fsdp_config, layouts["logp"])
-        plan = _scoring(plan, model, config=config, placement=placement)
+        tokens = training_tokens(config, model.ranks.sequence_parallel)
+        plan = _scoring(plan, model, tokens=tokens, placement=placement)
         copies = _device_copies(config, placement)
         plan = replace(plan, weights=copies * _frozen(model, placement) if scorer == "logp" else 0)
     if "actor-train" in pool.tasks:
@@ -231,11 +251,8 @@ def _device_copies(config: RunConfig, placement: Placement) -> int:
     return 2 if has_second and placement.generates_apart else 1
 
 
-def _scoring(
-    plan: MemoryPlan, model: _Model, *, config: RunConfig, placement: Placement
-) -> MemoryPlan:
+def _scoring(plan: MemoryPlan, model: _Model, *, tokens: int, placement: Placement) -> MemoryPlan:
     """With the forward passes of a frozen model: one layer's activations at a time."""
-    tokens = training_tokens(config, model.ranks.sequence_parallel)
     kept = model.computed * tokens
     kept *= model.sizes.layer_numbers_per_token(model.ranks.tensor_parallel)
     return replace(
@@ -268,11 +285,10 @@ def _with_critic(
 ) -> MemoryPlan:
     """With a second model in training, whose updates take turns with the policy's."""
     critic, ranks = config.critic, placement.layouts[CRITIC]
-    # Its head is one row: there is no second matrix of the vocabulary's size.
-    model = _Model(replace(sizes, tied=True), critic.model.fsdp_config, ranks)
-    count, tokens = critic.ppo_micro_batch_size_per_gpu or 1, critic.microbatch_tokens
-    if tokens is None:
-        tokens = -(-count * longest_sequence(config) // ranks.sequence_parallel)
+    model = _Model(sizes, critic.model.fsdp_config, ranks)
+    tokens = critic.microbatch_tokens or _counted(
+        config, critic.ppo_micro_batch_size_per_gpu, ranks=ranks.sequence_parallel
+    )
     training = _Training(model, critic.optim, _recomputed(critic.model), tokens)
     own = _trained(MemoryPlan(), training, placement=placement)
     return replace(
@@ -326,7 +342,18 @@ def training_tokens(config: RunConfig | SftConfig, ranks: int) -> int:
     else:
         actor = config.actor_rollout_ref.actor
         limit, count = actor.microbatch_tokens, actor.ppo_micro_batch_size_per_gpu
-    return -(-(count or 1) * longest_sequence(config) // ranks) if limit is None else limit
+    return limit or _counted(config, count, ranks=ranks)
+
+
+def _scored(config: RunConfig, layout: RankLayout) -> int:
+    """Tokens on a device of the reward model's largest micro-batch."""
+    model, ranks = config.reward_model, layout.sequence_parallel
+    return model.microbatch_tokens or _counted(config, model.micro_batch_size_per_gpu, ranks=ranks)
+
+
+def _counted(config: RunConfig | SftConfig, count: int | None, *, ranks: int) -> int:
+    """Tokens of one of the ``ranks`` that share a micro-batch of ``count`` sequences."""
+    return -(-(count or 1) * longest_sequence(config) // ranks)
 
 
 def longest_sequence(config: RunConfig | SftConfig) -> int:

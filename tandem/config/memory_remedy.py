@@ -9,7 +9,15 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from tandem.config.memory import BYTES, GIB, longest_sequence, plan_memory, training_tokens
+from tandem.config.memory import (
+    BYTES,
+    GIB,
+    NONE_BESIDE,
+    longest_sequence,
+    plan_memory,
+    training_tokens,
+)
+from tandem.config.pools import CRITIC, REWARD_MODEL, models_beside
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.config.sizes import ModelSizes
@@ -18,11 +26,20 @@ from tandem.errors import UserError
 CACHE_PAGE_TOKENS = 64
 """The paged cache hands out (``rollout.paged.cache``)."""
 
-_CRITICS_SECTION = {
-    "actor_rollout_ref.actor.fsdp_config.": "critic.model.fsdp_config.",
-    "actor_rollout_ref.actor.": "critic.",
-    "actor_rollout_ref.model.": "critic.model.",
+_ACTOR = "actor_rollout_ref.actor."
+_ALSO_SET = {
+    CRITIC: {
+        f"{_ACTOR}fsdp_config.": "critic.model.fsdp_config.",
+        _ACTOR: "critic.",
+        "actor_rollout_ref.model.": "critic.model.",
+    },
+    REWARD_MODEL: {
+        f"{_ACTOR}fsdp_config.": "reward_model.model.fsdp_config.",
+        f"{_ACTOR}use_dynamic_bsz": "reward_model.use_dynamic_bsz",
+        f"{_ACTOR}ppo_max_token_len_per_gpu": "reward_model.forward_max_token_len_per_gpu",
+    },
 }
+"""What is as the policy's keys in a model beside it; the first that fits counts."""
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -32,25 +49,26 @@ def require_memory(
     sizes: ModelSizes,
     *,
     available_bytes: int,
-    critic: ModelSizes | None = None,
+    beside: Mapping[str, ModelSizes] = NONE_BESIDE,
     recomputes_parts: bool = True,
 ) -> None:
     """Raise UserError, with an override that fits, if a device of the run needs more than
     ``available_bytes``. ``recomputes_parts``: of layers, as the model can; else whole ones."""
-    plans = plan_memory(config, sizes, critic=critic, available_bytes=available_bytes)
+    plans = plan_memory(config, sizes, beside=beside, available_bytes=available_bytes)
     name, plan = max(plans.items(), key=lambda entry: entry[1].total)
     if plan.total <= available_bytes:
         return
     candidates = _candidates(config, recomputes_parts=recomputes_parts)
     remedy = _remedy(
-        config, sizes, candidates=candidates, critic=critic, available_bytes=available_bytes
+        config, sizes, candidates=candidates, beside=beside, available_bytes=available_bytes
     )
     held = plan.critic + plan.weights + plan.gradients + plan.optimizer + plan.gathered
+    frozen = plan.reference + plan.reward_model + plan.rollout
     whose = "this run" if config.trainer.num_devices == 1 else f"a device of {name}"
     raise UserError(
         f"memory: {whose} needs about {plan.total / GIB:.0f} GiB (weights, gradients and "
         f"optimizer {held / GIB:.0f}, reference and rollout "
-        f"{(plan.reference + plan.rollout) / GIB:.0f}, cache {plan.cache / GIB:.0f}, activations "
+        f"{frozen / GIB:.0f}, cache {plan.cache / GIB:.0f}, activations "
         f"{plan.activations / GIB:.0f}) of {available_bytes / GIB:.0f} GiB. {remedy}"
     )
 
@@ -82,32 +100,31 @@ def _remedy(
     sizes: ModelSizes,
     *,
     candidates: Iterable[Mapping[str, Any]],
-    critic: ModelSizes | None,
+    beside: Mapping[str, ModelSizes],
     available_bytes: int,
 ) -> str:
     """The first overrides that make it fit."""
     for candidate in candidates:
-        changed, overrides = config, _for_both(config, candidate)
+        changed, overrides = config, _for_all(config, candidate)
         for key, value in overrides.items():
             changed = _with(changed, key.split("."), value=value)
-        plans = plan_memory(changed, sizes, critic=critic, available_bytes=available_bytes)
+        plans = plan_memory(changed, sizes, beside=beside, available_bytes=available_bytes)
         if all(plan.total <= available_bytes for plan in plans.values()):
             return f"Set {' '.join(f'{key}={value}' for key, value in overrides.items())}."
     return "Use a smaller model, more devices or devices with more memory."
 
 
-def _for_both(config: RunConfig | SftConfig, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What is set for the policy is set for the critic, too, if there is one."""
-    if isinstance(config, SftConfig) or not config.uses_critic:
+def _for_all(config: RunConfig | SftConfig, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is set for the policy is set for the models beside it, too."""
+    if isinstance(config, SftConfig):
         return overrides
-    both: dict[str, Any] = {}
-    for key, value in overrides.items():
-        both[key] = value
-        for section, critics in _CRITICS_SECTION.items():
-            if key.startswith(section):
-                both[critics + key.removeprefix(section)] = value
-                break
-    return both
+    settings = dict(overrides)
+    for name in models_beside(config):
+        for key, value in overrides.items():
+            fitting = [section for section in _ALSO_SET[name] if key.startswith(section)]
+            for section in fitting[:1]:
+                settings[_ALSO_SET[name][section] + key.removeprefix(section)] = value
+    return settings
 
 
 def _candidates(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.effects import key_effects, keys_without_effect
-from tandem.config.memory import MemoryPlan, plan_memory
+from tandem.config.memory import NONE_BESIDE, MemoryPlan, plan_memory
 from tandem.config.overrides import LoadedConfig
 from tandem.config.platform_rules import weight_ways
-from tandem.config.pools import CRITIC, Placement, Pool, place_run, place_sft
+from tandem.config.pools import CRITIC, REWARD_MODEL, Placement, Pool, place_run, place_sft
 from tandem.config.run import RunConfig
 from tandem.config.schedule import Schedule, schedule_run, schedule_sft
 from tandem.config.sft import SftConfig
@@ -88,9 +88,9 @@ class Plan:
         }
 
     def tasks_of(self, pool: Pool) -> tuple[str, ...]:
-        """Those of the pool, and the critic where it is."""
-        has_critic = "actor-train" in pool.tasks and CRITIC in self.placement.layouts
-        return (*pool.tasks, CRITIC) if has_critic else pool.tasks
+        """Those of the pool, and the critic and the reward model where they are."""
+        beside = (CRITIC, REWARD_MODEL) if "actor-train" in pool.tasks else ()
+        return (*pool.tasks, *(name for name in beside if name in self.placement.layouts))
 
     def _pool_dict(self, pool: Pool) -> dict[str, Any]:
         layouts = self.placement.layouts
@@ -115,14 +115,14 @@ def make_plan(
     num_train_rows: int | None = None,
     num_val_rows: int | None = None,
     sizes: ModelSizes | None = None,
-    critic_sizes: ModelSizes | None = None,
+    beside: Mapping[str, ModelSizes] = NONE_BESIDE,
     warnings: Sequence[str] = (),
 ) -> Plan:
     """Plan a run of ``tandem train`` or ``tandem sft``, as the configuration's type says.
 
     Args:
         num_train_rows, num_val_rows: rows of the files, None where they could not be counted.
-        sizes: of the model, None if they could not be read; ``critic_sizes`` of the critic's.
+        sizes: of the model, None if they could not be read; ``beside``: see ``plan_memory``.
         warnings: what the caller found out, put first.
 
     Raises:
@@ -145,7 +145,7 @@ def make_plan(
         sequences_per_step=known.sequences_per_step,
         optimizer_steps_per_step=known.optimizer_steps_per_step,
         placement=known.placement,
-        memory=None if sizes is None else plan_memory(config, sizes, critic=critic_sizes),
+        memory=None if sizes is None else plan_memory(config, sizes, beside=beside),
         key_effects=key_effects(loaded),
         keys_without_effect=keys_without_effect(loaded),
         unknown_keys=loaded.unknown_keys,
@@ -230,7 +230,7 @@ def _planners_cautions(config: RunConfig, schedule: Schedule | None) -> Iterator
 
 
 def _device_cautions(config: RunConfig | SftConfig) -> Iterator[str]:
-    if config.trainer.device != "auto":
+    if config.trainer.device not in ("auto", "cpu"):
         yield (
             f"trainer.device={config.trainer.device}: not looked for by the plan; where it is not "
             "available, the run ends before it starts"

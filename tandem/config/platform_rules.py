@@ -32,9 +32,20 @@ def platform_problems(config: RunConfig) -> Iterator[str]:
     ]
     yield from problems
     if not problems:
-        placement = place_run(config)
-        yield from _order_problems(config, placement)
-        yield from _transport_problems(config, placement)
+        yield from placement_problems(config, place_run(config))
+
+
+def placement_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
+    """Of pools whose platforms ``placement`` names. One that is still to be found could be any of
+    the others', and is not judged."""
+    yield from _order_problems(config, placement)
+    yield from _transport_problems(config, placement)
+
+
+def known_platforms(placement: Placement) -> list[str]:
+    """Those of the pools with something to do, in their order, as often as they stand there; none
+    for a pool whose platform is still to be found."""
+    return [pool.platform for pool in placement.used_pools if pool.platform != _UNKNOWN]
 
 
 def weight_ways(config: RunConfig, placement: Placement) -> dict[str, str]:
@@ -85,8 +96,7 @@ def _group_problems(config: RunConfig, tasks: Sequence[str]) -> Iterator[str]:
 
 
 def _order_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
-    pools = placement.used_pools
-    platforms = [pool.platform for pool in pools]
+    platforms = known_platforms(placement)
     runs = Counter(platform for platform, _ in groupby(platforms))
     scattered = next((platform for platform, number in runs.items() if number > 1), None)
     if scattered is None:
@@ -113,9 +123,8 @@ def _in_order(ratios: dict[tuple[str, ...], float], pools: Sequence[Pool]) -> It
 
 def _transport_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
     wanted = config.pools.transport
-    platforms = list(dict.fromkeys(pool.platform for pool in placement.used_pools))
-    is_mixed = len(platforms) > 1 and _UNKNOWN not in platforms
-    if is_mixed and wanted == "collective":
+    platforms = list(dict.fromkeys(known_platforms(placement)))
+    if len(platforms) > 1 and wanted == "collective":
         yield (
             f"{_TRANSPORT}=collective: the pools have {' and '.join(platforms)}, which share no "
             f"library. Set {_TRANSPORT}=auto."

@@ -18,8 +18,8 @@ from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 
 TASKS = ("actor-train", "logp", "ref_logp", "generate")
-CRITIC = "critic"
-"""No task of its own: it is scored with and trained on the devices of actor-train."""
+CRITIC, REWARD_MODEL = "critic", "reward_model"
+"""Models that are no tasks of their own: they are on the devices of actor-train."""
 HALVES = (("actor-train", "logp", "ref_logp"), ("generate",))
 """The groups of ``hybrid_engine=False`` where none are named."""
 ROUNDING = 1e-9
@@ -102,7 +102,7 @@ class Placement:
     Attributes:
         pools: in the order of their devices; what follows the last one is idle.
         num_nodes, devices_per_node: of the whole run.
-        layouts: of each task that the run performs, and of the critic, if there is one.
+        layouts: of each task that the run performs, and of the ``models_beside`` the policy.
     """
 
     pools: tuple[Pool, ...]
@@ -166,10 +166,20 @@ def place_run(config: RunConfig) -> Placement:
         platform=partial(platform_of, config),
     )
     layouts = {task: _layout(task, pool, config=config) for pool in pools for task in pool.tasks}
-    if config.uses_critic:
-        num_ranks = layouts["actor-train"].num_ranks
-        layouts[CRITIC] = rank_layout(config.critic.model.fsdp_config, num_ranks)
+    num_ranks = layouts["actor-train"].num_ranks
+    layouts |= {name: rank_layout(own, num_ranks) for name, own in models_beside(config).items()}
     return Placement(pools, trainer.nnodes, trainer.n_gpus_per_node, layouts)
+
+
+def models_beside(config: RunConfig) -> Mapping[str, FsdpConfig]:
+    """How those of ``CRITIC`` and ``REWARD_MODEL`` that the run has are laid out: by the keys
+    ``NAME.model.fsdp_config.*``."""
+    beside: dict[str, FsdpConfig] = {}
+    if config.uses_critic:
+        beside[CRITIC] = config.critic.model.fsdp_config
+    if config.reward_model.enable:
+        beside[REWARD_MODEL] = config.reward_model.model.fsdp_config
+    return beside
 
 
 def place_sft(config: SftConfig) -> Placement:

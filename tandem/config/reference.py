@@ -10,25 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from tandem.config.fields import NOT_BUILT, SECTION, Dtype, no_effect
-from tandem.config.layout import FsdpConfig, MegatronConfig
+from tandem.config.fields import NOT_BUILT, SECTION, no_effect
+from tandem.config.layout import FrozenFsdpConfig, MegatronConfig
 
 _FOLLOWS_ACTOR = "the reference is what the actor starts as; actor_rollout_ref.actor decides"
-
-
-class RefFsdpConfig(FsdpConfig):
-    """Layout of a frozen model. What is not set is as ``actor.fsdp_config`` sets it."""
-
-    model_dtype: Dtype = Field(
-        default="float32",
-        description="Precision of the weights.",
-        json_schema_extra=no_effect(_FOLLOWS_ACTOR),
-    )
-    optimizer_offload: bool = Field(
-        default=False,
-        description="The optimizer rests on the CPU.",
-        json_schema_extra=no_effect("a frozen model has no optimizer"),
-    )
 
 
 class RefConfig(BaseModel):
@@ -55,8 +40,10 @@ class RefConfig(BaseModel):
     strategy: str = Field(
         default="fsdp", description="Back end.", json_schema_extra=no_effect(_FOLLOWS_ACTOR)
     )
-    fsdp_config: RefFsdpConfig = Field(
-        default_factory=RefFsdpConfig, description="Precision, sharding and offloading."
+    fsdp_config: FrozenFsdpConfig = Field(
+        default_factory=FrozenFsdpConfig,
+        description="Precision, sharding and offloading; what is not set is as "
+        "actor.fsdp_config sets it.",
     )
     megatron: MegatronConfig = Field(
         default_factory=MegatronConfig,

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``reward.*``, ``reward_model.*`` and ``custom_reward_function.*``: how responses are scored.
+"""``reward.*``, ``custom_reward_function.*`` and the settings of reward managers: how responses are
+scored by rules and functions. By a model: ``reward_model``.
 
 verl has moved these keys more than once; ``aliases`` maps every spelling to the one defined here.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, Field
 
-from tandem.config.fields import SECTION, no_effect
-
-_NEURAL = "not built yet: reward models; rewards are rules or functions"
-_SANDBOX = "not built yet: reward code runs in local processes with limits"
+from tandem.config.fields import SECTION
 
 
 class RewardConfig(BaseModel):
@@ -72,54 +70,6 @@ class SandboxFusionConfig(BaseModel):
     url: str | None = Field(default=None, description="Address.")
     max_concurrent: int = Field(default=64, description="Most requests at once.")
     memory_limit_mb: int = Field(default=1024, description="Memory of one run, MiB.")
-
-
-class RewardModelConfig(BaseModel):
-    """Reward managers, and (not built yet) neural reward models."""
-
-    model_config = SECTION
-
-    enable: bool = Field(
-        default=False, description="Score with a neural reward model, which is not built yet."
-    )
-    reward_manager: Literal["naive", "dapo"] = Field(
-        default="naive", description="naive, or dapo: with the overlong penalty."
-    )
-    reward_kwargs: RewardKwargs = Field(
-        default_factory=RewardKwargs, description="Settings of the reward manager."
-    )
-
-    model: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="The reward model.",
-        json_schema_extra=no_effect(_NEURAL),
-    )
-    strategy: str = Field(
-        default="fsdp", description="Back end.", json_schema_extra=no_effect(_NEURAL)
-    )
-    enable_resource_pool: bool = Field(
-        default=False, description="Devices of its own.", json_schema_extra=no_effect(_NEURAL)
-    )
-    n_gpus_per_node: int = Field(
-        default=0, description="Devices per node.", json_schema_extra=no_effect(_NEURAL)
-    )
-    nnodes: int = Field(default=0, description="Nodes.", json_schema_extra=no_effect(_NEURAL))
-    micro_batch_size_per_gpu: int | None = Field(
-        default=None, description="Micro-batch.", json_schema_extra=no_effect(_NEURAL)
-    )
-    use_reward_loop: bool = Field(
-        default=True, description="verl's reward loop.", json_schema_extra=no_effect(_NEURAL)
-    )
-    launch_reward_fn_async: bool = Field(
-        default=False,
-        description="Score while training.",
-        json_schema_extra=no_effect("rewards are always computed as soon as a group is generated"),
-    )
-    sandbox_fusion: SandboxFusionConfig = Field(
-        default_factory=SandboxFusionConfig,
-        description="Code sandbox service.",
-        json_schema_extra=no_effect(_SANDBOX),
-    )
 
 
 class CustomRewardConfig(BaseModel):

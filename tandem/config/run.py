@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 from pydantic import BaseModel, Field, model_validator
 
 from tandem.config.actor import ActorConfig
 from tandem.config.algorithm import AlgorithmConfig
-from tandem.config.critic import CriticConfig, follow_actor
+from tandem.config.critic import CRITIC_FOLLOWS, CriticConfig
 from tandem.config.data import DataConfig
-from tandem.config.fields import NOT_BUILT, SECTION, follow_seed, no_effect
+from tandem.config.fields import NOT_BUILT, SECTION, follow, no_effect
 from tandem.config.model import ModelConfig
 from tandem.config.pool_platforms import PoolsConfig
 from tandem.config.reference import RefConfig
-from tandem.config.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
+from tandem.config.reward import CustomRewardConfig, RewardConfig
+from tandem.config.reward_model import REWARD_MODEL_FOLLOWS, RewardModelConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.trainer import RayConfig, TrainerConfig
 
@@ -25,12 +27,14 @@ _FOLLOWS_ACTOR = {
 }
 """Keys of rollout and ref that take the actor's value if they are not set, as in verl."""
 
-SEEDED_KEYS = (
-    "data.seed",
-    "actor_rollout_ref.rollout.seed",
-    "actor_rollout_ref.actor.data_loader_seed",
-)
-"""Keys that take ``trainer.seed`` if they are not set."""
+_FOLLOWS: Mapping[str, str] = {
+    "data.seed": "trainer.seed",
+    "actor_rollout_ref.rollout.seed": "trainer.seed",
+    "actor_rollout_ref.actor.data_loader_seed": "trainer.seed",
+    **CRITIC_FOLLOWS,
+    **REWARD_MODEL_FOLLOWS,
+}
+"""Keys that take the value of others if they are not set."""
 
 
 class ActorRolloutRefConfig(BaseModel):
@@ -99,7 +103,7 @@ class RunConfig(BaseModel):
     )
     reward: RewardConfig = Field(default_factory=RewardConfig, description="Reward processes.")
     reward_model: RewardModelConfig = Field(
-        default_factory=RewardModelConfig, description="Reward managers."
+        default_factory=RewardModelConfig, description="A reward model, and reward managers."
     )
     custom_reward_function: CustomRewardConfig = Field(
         default_factory=CustomRewardConfig, description="A reward function of the user."
@@ -125,7 +129,7 @@ class RunConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _follow(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return follow_actor(follow_seed(values, SEEDED_KEYS))
+        return follow(values, _FOLLOWS)
 
     @property
     def sequences_per_step(self) -> int:

@@ -19,16 +19,13 @@ from tandem.config.fields import (
     Seed,
     StringGroups,
     Strings,
-    follow_seed,
+    follow,
     no_effect,
 )
 from tandem.config.model import ModelConfig
 from tandem.config.trainer import RayConfig, TrainerConfig
 
 _RL_ONLY = "it belongs to reinforcement learning"
-
-SEEDED_KEYS = ("data.seed",)
-"""Keys that take ``trainer.seed`` if they are not set."""
 
 
 class MultiturnConfig(BaseModel):
@@ -231,4 +228,4 @@ class SftConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _follow_seed(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return follow_seed(values, SEEDED_KEYS)
+        return follow(values, {"data.seed": "trainer.seed"})

@@ -79,10 +79,6 @@ def _has_no_length(optim: OptimConfig) -> bool:
     return optim.lr_scheduler_type == "constant" and not uses_ratio
 
 
-def _has_no_overlong_penalty(config: RunConfig) -> bool:
-    return not config.reward_model.reward_kwargs.overlong_buffer_cfg.enable
-
-
 def optimizer_conditions(prefix: str, optim: Callable[[Any], Any]) -> tuple[Condition, ...]:
     """Of the section of an optimizer, ``prefix``, which ``optim`` finds."""
     return (
@@ -151,6 +147,7 @@ RUN_CONDITIONS: tuple[Condition, ...] = (
         (
             f"{_ACTOR}.optim",
             "critic",
+            "reward_model.model",
             "trainer.rollout_data_dir",
             "trainer.save_freq",
             "trainer.test_freq",
@@ -271,7 +268,8 @@ RUN_CONDITIONS: tuple[Condition, ...] = (
     Condition(
         (f"{_ROLLOUT}.name",),
         lambda c: c.actor_rollout_ref.rollout.name == "hf",
-        "the model's family decides: native where our decoder computes it, else hf",
+        "the model's family decides: native where our decoder computes it, else hf, and then this "
+        "says that it is meant",
     ),
     Condition(
         tuple(f"{_ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p")),
@@ -302,29 +300,6 @@ RUN_CONDITIONS: tuple[Condition, ...] = (
         ("data.truncation",),
         lambda c: c.data.filter_overlong_prompts,
         "data.filter_overlong_prompts=True drops longer prompts before they could be truncated",
-    ),
-    Condition(
-        ("reward_model.reward_kwargs.overlong_buffer_cfg",),
-        lambda c: c.reward_model.reward_manager != "dapo",
-        "only reward_model.reward_manager=dapo shapes overlong responses",
-    ),
-    Condition(
-        tuple(
-            f"reward_model.reward_kwargs.{name}"
-            for name in (
-                "max_resp_len",
-                "overlong_buffer_cfg.len",
-                "overlong_buffer_cfg.penalty_factor",
-                "overlong_buffer_cfg.log",
-            )
-        ),
-        _has_no_overlong_penalty,
-        "overlong_buffer_cfg.enable=False",
-    ),
-    Condition(
-        ("custom_reward_function.name", "custom_reward_function.reward_kwargs"),
-        lambda c: c.custom_reward_function.path is None,
-        "custom_reward_function.path is not set",
     ),
     Condition(
         (

@@ -15,7 +15,7 @@ from typing import Any
 
 from tandem.config.correction import correction_problems
 from tandem.config.device_rules import run_device_problems, sft_device_problems
-from tandem.config.pools import CRITIC, place_run
+from tandem.config.pools import CRITIC, REWARD_MODEL, place_run
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.config.trainer import TrainerConfig
@@ -74,6 +74,8 @@ def _run_problems(config: RunConfig) -> Iterator[str]:
     yield from correction_problems(config.algorithm.rollout_correction)
     yield from _critic_problems(config)
     yield from _reward_problems(config)
+    if config.reward_model.enable:
+        yield from _reward_model_problems(config)
     yield from _validation_problems(config)
 
 
@@ -123,6 +125,10 @@ def _token_problems(config: RunConfig) -> Iterator[str]:
         "logp": (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", roles.rollout.microbatch_tokens),
         "ref_logp": (f"{_REF}.log_prob_max_token_len_per_gpu", roles.ref.microbatch_tokens),
         CRITIC: ("critic.ppo_max_token_len_per_gpu", config.critic.microbatch_tokens),
+        REWARD_MODEL: (
+            "reward_model.forward_max_token_len_per_gpu",
+            config.reward_model.microbatch_tokens,
+        ),
     }
     layouts = place_run(config).layouts
     for task, (key, limit) in limits.items():
@@ -203,6 +209,23 @@ def _reward_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _reward_model_problems(config: RunConfig) -> Iterator[str]:
+    if config.algorithm.filter_groups.enable:
+        yield (
+            "algorithm.filter_groups.enable=True: must be False with reward_model.enable=True, "
+            "whose scores come when a batch is complete, too late to drop groups of it. "
+            "Set algorithm.filter_groups.enable=False."
+        )
+    key, source = "reward_model.model.input_tokenizer", config.reward_model.model.input_tokenizer
+    policy = config.actor_rollout_ref.model.path
+    if source is not None and source != policy:
+        yield (
+            f"{key}={source!r}: must be actor_rollout_ref.model.path={policy!r}, whose tokens "
+            "responses are (they are rendered anew by the reward model's own tokenizer), or null, "
+            f"if the reward model has the same. Set {key}=null, or leave it out."
+        )
+
+
 def _validation_problems(config: RunConfig) -> Iterator[str]:
     if not config.trainer.val_only:
         return
@@ -255,11 +278,6 @@ def _unbuilt_run(config: RunConfig) -> Iterator[str]:
     model = config.actor_rollout_ref.model
     if config.actor_rollout_ref.actor.strategy == "megatron":
         yield f"{_ACTOR}.strategy='megatron': is not built yet. Set {_ACTOR}.strategy=fsdp."
-    if config.reward_model.enable:
-        yield (
-            "reward_model.enable=True: neural reward models are not built yet. "
-            "Set reward_model.enable=False and custom_reward_function.path=FILE.py."
-        )
     if config.actor_rollout_ref.rollout.multi_turn.enable:
         key = f"{_ROLLOUT}.multi_turn.enable"
         yield f"{key}=True: multi-turn rollouts are not built yet. Set {key}=False."
@@ -267,6 +285,9 @@ def _unbuilt_run(config: RunConfig) -> Iterator[str]:
     if config.uses_critic:
         model = config.critic.model
         yield from _unbuilt_model(model.path, model.lora_rank, prefix="critic.model")
+    if config.reward_model.enable:
+        model = config.reward_model.model
+        yield from _unbuilt_model(model.path, model.lora_rank, prefix="reward_model.model")
 
 
 def _unbuilt_model(path: str, lora_rank: int, *, prefix: str) -> Iterator[str]:

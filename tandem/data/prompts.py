@@ -19,7 +19,7 @@ import numpy as np
 from tandem.config.data import DataConfig
 from tandem.data.files import Row, RowFault, RowSource
 from tandem.data.ledger import Ledger, LedgerOrder, fingerprint
-from tandem.data.selection import read_used_rows, truncate
+from tandem.data.selection import UsedRows, read_used_rows, truncate
 from tandem.data.source import Source
 from tandem.data.tokenizer import Chat, ChatRefused, TextCodec, is_chat
 from tandem.errors import UserError
@@ -58,6 +58,7 @@ class PromptEntry:
             data_source=self.data_source,
             ground_truth=self.ground_truth,
             extra_info=self.extra_info,
+            messages=self.messages,
         )
 
 
@@ -89,12 +90,16 @@ def validation_prompts(entries: Sequence[PromptEntry]) -> list[Prompt]:
 
 
 def load_prompts(
-    config: DataConfig, codec: TextCodec, *, validation: bool = False
+    config: DataConfig, codec: TextCodec, *, validation: bool = False, by_model: bool = False
 ) -> list[PromptEntry]:
     """Read, check, render, tokenise, filter and truncate the training or the validation prompts.
 
     A prompt is a list of messages, to which the chat template is applied, or a plain string, which
     is taken as it is. Without validation files the result is empty.
+
+    Args:
+        by_model: a reward model scores training, so that its rows need no ground truth; validation
+            leaves out those that only a model can score.
 
     Raises:
         UserError: a file cannot be read, a row lacks its prompt, ground truth or data source, the
@@ -102,9 +107,11 @@ def load_prompts(
             filtering leaves nothing.
     """
     used = read_used_rows(config, validation=validation)
+    if by_model and validation:
+        used = _with_rules(used)
     for number, row in used.rows.items():
         try:
-            _check(row, config)
+            _check(row, config, needs_truth=validation or not by_model)
         except RowFault as fault:
             raise used.source.fault(number, str(fault)) from fault
     chats = {number: row[config.prompt_key] for number, row in used.rows.items()}
@@ -114,7 +121,7 @@ def load_prompts(
         PromptEntry(
             row=number,
             data_source=row[config.reward_fn_key],
-            ground_truth=row["reward_model"]["ground_truth"],
+            ground_truth=_reward_of(row).get("ground_truth"),
             extra_info=row.get("extra_info") or {},
             messages=chats[number],
             text=text,
@@ -129,14 +136,33 @@ def load_prompts(
     return [_fitting(entry, config, source=used.source) for entry in entries]
 
 
-def _check(row: Row, config: DataConfig) -> None:
+def _with_rules(used: UsedRows) -> UsedRows:
+    """The rows whose reward is not left to a model."""
+    rows = {n: row for n, row in used.rows.items() if _reward_of(row).get("style") != "model"}
+    num_left_out = len(used.rows) - len(rows)
+    if num_left_out:
+        logger.warning(
+            "%s: %d of %d rows have reward_model.style=model: they have no score in validations, "
+            "which rules and functions make, and are left out",
+            used.source.key,
+            num_left_out,
+            len(used.rows),
+        )
+    return replace(used, rows=rows)
+
+
+def _reward_of(row: Row) -> Row:
+    found = row.get("reward_model")
+    return found if isinstance(found, dict) else {}
+
+
+def _check(row: Row, config: DataConfig, *, needs_truth: bool) -> None:
     prompt = row.get(config.prompt_key)
     if not prompt:
         raise RowFault(f"has no prompt under data.prompt_key={config.prompt_key!r}. Mend it.")
     if not isinstance(prompt, str) and not is_chat(prompt):
         raise RowFault("has a prompt that is neither text nor a list of {role, content}. Mend it.")
-    reward_model = row.get("reward_model")
-    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+    if needs_truth and _reward_of(row).get("ground_truth") is None:
         raise RowFault("has no reward_model.ground_truth. Mend or remove it.")
     if not isinstance(row.get(config.reward_fn_key), str):
         raise RowFault(

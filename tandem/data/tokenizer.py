@@ -151,6 +151,14 @@ class TextCodec:
         )
         return encoded["input_ids"]
 
+    def encode_answered(self, chats: Sequence[Chat], answers: Sequence[str]) -> list[list[int]]:
+        """Token ids of whole conversations: each chat with its answer. Raises as ``render``."""
+        answered = [
+            [*chat, {"role": "assistant", "content": answer}]
+            for chat, answer in zip(chats, answers, strict=True)
+        ]
+        return self.encode(self.render(answered, generation_prompt=False))
+
     def save_own_template(self, folder: Path) -> None:
         """Leave the chat template that was trained with in a model folder, if it is not the one
         that lies there already.

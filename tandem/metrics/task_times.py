@@ -9,6 +9,7 @@ squares, neither below 0); from one number of devices alone, all of it is taken 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,8 +108,8 @@ def measured_run(folder: Path) -> MeasuredRun:
     measured: dict[str, tuple[tuple[int, float], ...]] = {}
     for task in (*TASKS, SYNC):
         seconds = _task_seconds(run, task)
-        if task == _GENERATE and seconds is not None and not _is_saturated(run):
-            seconds /= max(lengths)
+        if task == _GENERATE and seconds is not None:
+            seconds /= _waits_for_longest(run, lengths, num_engines=devices[task])
         if seconds:
             measured[task] = ((devices.get(task, 1), seconds),)
     wall = _median(run, "pipeline/wall_s") or _median(run, "timing_s/step")
@@ -138,10 +139,26 @@ def _task_seconds(run: RunData, task: str) -> float | None:
     return None if first is None else first + sum(seconds or 0.0 for seconds in others)
 
 
-def _is_saturated(run: RunData) -> bool:
-    """Whether the engines always had work from several batches."""
+def _waits_for_longest(run: RunData, lengths: Sequence[float], *, num_engines: int) -> float:
+    """How many times what it takes of engines with always enough to do was measured in ``run``:
+    for a whole batch, or for the mean over engines (one a device) that each have a share of it.
+    """
     idle = _median(run, f"pipeline/idle_share/{_GENERATE}")
-    return idle is not None and idle < _SATURATED_IDLE_SHARE
+    if idle is None:
+        return max(lengths)
+    return 1.0 if idle < _SATURATED_IDLE_SHARE else expected_longest(lengths, num_engines)
+
+
+def expected_longest(lengths: Sequence[float], num_shares: int) -> float:
+    """The mean, over all ways to deal ascending ``lengths`` in so many equal shares, of the longest
+    in a share.
+    """
+    size = -(-len(lengths) // num_shares)
+    expected, unseen = 0.0, 1.0
+    for count in range(len(lengths), size - 1, -1):
+        expected += unseen * size / count * lengths[count - 1]
+        unseen *= 1 - size / count
+    return expected
 
 
 def _median(run: RunData, name: str) -> float | None:
@@ -173,16 +190,17 @@ def _read_table(path: Path) -> TaskTimes:
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        lengths = _relative([float(length) for length in table.pop(_LENGTHS, ())])
+        told = [float(length) for length in table.pop(_LENGTHS, ())]
         measured = {str(task): _points(row) for task, row in table.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"--times={str(path)!r}: {_TABLE_RULE} ({error}).") from error
     unknown = sorted(set(measured) - {*TASKS, SYNC})
-    missing = sorted({_GENERATE, "actor-train"} - set(measured))
+    missing = [task for task in ("actor-train", _GENERATE) if not measured.get(task)]
     values = [value for points in measured.values() for point in points for value in point]
-    if unknown or missing or not all(value > 0 for value in values):
-        what = f"unknown {unknown[0]}" if unknown else f"no {missing[0]}" if missing else "not > 0"
-        raise UserError(f"--times={str(path)!r}: {_TABLE_RULE} ({what}).")
+    if unknown or missing or not all(0 < value < math.inf for value in (*values, *told)):
+        what = f"unknown {unknown[0]}" if unknown else f"no {missing[0]}" if missing else ""
+        raise UserError(f"--times={str(path)!r}: {_TABLE_RULE} ({what or 'not > 0 and finite'}).")
+    lengths = _relative(told)
     alone = measured[_GENERATE]
     measured[_GENERATE] = tuple((devices, seconds / max(lengths)) for devices, seconds in alone)
     return TaskTimes(measured, lengths)

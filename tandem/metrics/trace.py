@@ -115,6 +115,10 @@ class TraceRecorder:
             for pool in pools:
                 self._leave(pool, "", is_wait=False)
 
+    def expect(self, role: str) -> None:
+        """``role`` is idle until its first span, and counts as such."""
+        self._busy.setdefault(role, _Track())
+
     @contextmanager
     def waiting(self, role: str, what: str) -> Iterator[None]:
         """``role`` can do nothing until ``what`` is there."""

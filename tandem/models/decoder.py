@@ -58,7 +58,9 @@ class DecoderConfig:
     initializer_range: float
     # Not part of its name in checkpoints: the parameters, which are, tell a critic from a policy.
     has_value_head: bool = field(default=False, repr=False)
-    """A critic: the head is a number with a bias instead of the vocabulary, and never tied."""
+    """A critic or a reward model: the head is a number instead of the vocabulary, never tied."""
+    has_value_bias: bool = field(default=True, repr=False)
+    """Of a value head."""
 
 
 class _Linear(nn.Linear):
@@ -172,7 +174,7 @@ class Decoder(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(V, D): the embedding itself when tied. Of a critic (1, D)."""
+        """(V, D): the embedding itself when tied. With a value head (1, D)."""
         return self.embedding.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, token_ids_T: Tensor, position_ids_T: Tensor, attention: Attention) -> Tensor:
@@ -208,7 +210,7 @@ class Decoder(nn.Module):
 
 def _head(config: DecoderConfig) -> nn.Linear | None:
     if config.has_value_head:
-        return nn.Linear(config.hidden_size, 1)
+        return nn.Linear(config.hidden_size, 1, bias=config.has_value_bias)
     if config.tie_embeddings:
         return None
     return nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -27,7 +27,9 @@ from tandem.models.rotary import (
 
 HfConfig = Mapping[str, Any]
 
-_CRITIC = "ForTokenClassification"
+_CRITIC, _REWARD_MODEL = "ForTokenClassification", "ForSequenceClassification"
+"""Ends of the names of transformers' classes whose head, for one label, is a number: with a bias,
+and without one."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
     if rope is None:
         return None
     attention_bias = bool(hf_config.get("attention_bias", False))
+    head = _value_head(hf_config)
     return DecoderConfig(
         family=hf_config["model_type"],
         vocab_size=_size(hf_config, "vocab_size"),
@@ -80,22 +83,25 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
         rms_norm_eps=hf_config.get("rms_norm_eps", 1e-6),
         rope=rope,
         max_position_embeddings=_size(hf_config, "max_position_embeddings"),
-        tie_embeddings=bool(hf_config.get("tie_word_embeddings", False))
-        and not has_value_head(hf_config),
+        tie_embeddings=bool(hf_config.get("tie_word_embeddings", False)) and head is None,
         qkv_bias=attention_bias if traits.qkv_bias is None else traits.qkv_bias,
         o_bias=attention_bias if traits.o_bias is None else traits.o_bias,
         mlp_bias=traits.has_mlp_bias and bool(hf_config.get("mlp_bias", False)),
         qk_norm=traits.qk_norm,
         initializer_range=hf_config.get("initializer_range", 0.02),
-        has_value_head=has_value_head(hf_config),
+        has_value_head=head is not None,
+        has_value_bias=head != _REWARD_MODEL,
     )
 
 
-def has_value_head(hf_config: HfConfig) -> bool:
-    """Whether it is a critic's: transformers' token classification with one label."""
+def _value_head(hf_config: HfConfig) -> str | None:
+    """Which of the two classes, None if the head is not one number."""
     architectures: Any = hf_config.get("architectures") or ()
     labels = hf_config.get("id2label") or range(hf_config.get("num_labels") or 2)
-    return any(name.endswith(_CRITIC) for name in architectures) and len(labels) == 1
+    if len(labels) != 1:
+        return None
+    ends = (_CRITIC, _REWARD_MODEL)
+    return next((end for name in architectures for end in ends if name.endswith(end)), None)
 
 
 def critic_config(hf_config: HfConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From ``actor_rollout_ref.model.path`` to a language model, from ``critic.model.path`` to a
-critic.
+critic, from ``reward_model.model.path`` to a reward model.
 
 A path is a local folder, or the id of a model in the hub's cache or on the hub. Everything a user
 can have got wrong about it is said by ``check_folder``, which builds no model.
@@ -69,14 +69,14 @@ def check_folder(
 
     Raises:
         UserError: no such folder or hub model, no readable config.json, a family nobody knows, a
-            critic, or no weights (unless ``load_weight`` is off).
+            critic or reward model, or no weights (unless ``load_weight`` is off).
     """
     checked = _checked(path, trust_remote_code, load_weight=load_weight, key=key)
     config = checked.decoder_config
     if config is not None and config.has_value_head:
         raise UserError(
-            f"{key}={str(checked.path)!r}: it is a critic (architectures in config.json), which "
-            "has no language-model head. Use a causal language model."
+            f"{key}={str(checked.path)!r}: it is a critic or a reward model (architectures in "
+            "config.json), which has no language-model head. Use a causal language model."
         )
     return checked
 
@@ -84,8 +84,8 @@ def check_folder(
 def check_critic_folder(
     path: str, *, seed: int, trust_remote_code: bool = False, load_weight: bool = True, key: str
 ) -> ModelFolder:
-    """As ``check_folder``, for a critic: the folder of one, or of a language model, which then has
-    a value head in place of its own.
+    """As ``check_folder``, for a critic: the folder of one or of a reward model, or of a language
+    model, which then has a value head in place of its own.
 
     Args:
         seed: draws the value head, if the folder has none.
@@ -94,13 +94,7 @@ def check_critic_folder(
         UserError: also if our decoder does not compute the model.
     """
     checked = _checked(path, trust_remote_code, load_weight=load_weight, key=key)
-    config = checked.decoder_config
-    if config is None:
-        raise UserError(
-            f"{key}={str(checked.path)!r}: a model of type {checked.hf_config['model_type']!r} "
-            f"cannot be a critic. Use a model of {', '.join(FAMILIES)}."
-        )
-    if config.has_value_head:
+    if _own_config(checked, "a critic").has_value_head:
         return checked
     hf_config = critic_config(checked.hf_config)
     return replace(
@@ -109,6 +103,32 @@ def check_critic_folder(
         decoder_config=decoder_config(hf_config),
         value_head_seed=seed,
     )
+
+
+def check_reward_folder(path: str, *, trust_remote_code: bool = False, key: str) -> ModelFolder:
+    """As ``check_folder``, for a reward model.
+
+    Raises:
+        UserError: also if our decoder does not compute the model, or it has no head that scores.
+    """
+    checked = _checked(path, trust_remote_code, load_weight=True, key=key)
+    if not _own_config(checked, "a reward model").has_value_head:
+        raise UserError(
+            f"{key}={str(checked.path)!r}: architectures={checked.hf_config.get('architectures')} "
+            "(config.json): must be sequence or token classification with one label (id2label). "
+            "Use a reward model."
+        )
+    return checked
+
+
+def _own_config(checked: ModelFolder, what: str) -> DecoderConfig:
+    if checked.decoder_config is None:
+        raise UserError(
+            f"{checked.key}={str(checked.path)!r}: a model of type "
+            f"{checked.hf_config['model_type']!r} cannot be {what}. "
+            f"Use a model of {', '.join(FAMILIES)}."
+        )
+    return checked.decoder_config
 
 
 def _checked(path: str, trust_remote_code: bool, *, load_weight: bool, key: str) -> ModelFolder:

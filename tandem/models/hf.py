@@ -41,7 +41,7 @@ class TransformersModel:
 
     decoder = None
     layout = WHOLE
-    value_bias = None
+    value_head = None
 
     def __init__(self, model: transformers.PreTrainedModel, source: Path) -> None:
         """Raises UserError if the logits are not linear in the last hidden states."""

@@ -3,8 +3,8 @@
 
 The interface hides whose modelling code runs, and over how many processes it is spread: what a
 model says of a packed batch comes from ``score_batch``, which all processes of the model's layout
-call with the same batch. A policy says log-probs, a critic values. Only a model with a ``decoder``
-can generate with the native rollout engine.
+call with the same batch. A policy says log-probs, a critic and a reward model values. Only a model
+with a ``decoder`` can generate with the native rollout engine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tandem.types import HeldSlice, PackedBatch
 
 
 class LanguageModel(Protocol):
-    """A causal language model, or a critic, on one device, or one process's part of it.
+    """A causal language model, a critic or a reward model on one device, or one process's part.
 
     Shapes: T packed tokens, L those that this process computes, D hidden, V vocabulary.
     """
@@ -68,13 +68,13 @@ class LanguageModel(Protocol):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(V, D), differentiable: logits are ``hidden @ lm_head_weight.T``. Of a critic (1, D)."""
+        """(V, D), differentiable: logits are ``hidden @ lm_head_weight.T``. With a value head its
+        weight, (1, D)."""
         ...
 
     @property
-    def value_bias(self) -> Tensor | None:
-        """(1,), differentiable: values are ``hidden @ lm_head_weight.T + value_bias``. None unless
-        the model is a critic."""
+    def value_head(self) -> nn.Linear | None:
+        """(D) to one: what a critic or a reward model has in place of a language-model head."""
         ...
 
     @property
@@ -163,14 +163,13 @@ class NativeModel:
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(V, D), the embedding itself when tied. Of a critic (1, D)."""
+        """(V, D), the embedding itself when tied. With a value head (1, D)."""
         return self.decoder.lm_head_weight
 
     @property
-    def value_bias(self) -> Tensor | None:
-        """(1,); None unless the model is a critic."""
-        head = self.decoder.lm_head
-        return None if head is None else head.bias
+    def value_head(self) -> nn.Linear | None:
+        """That of a critic or a reward model."""
+        return self.decoder.lm_head if self.decoder.config.has_value_head else None
 
     @property
     def num_parameters(self) -> int:
@@ -249,8 +248,8 @@ class TokenScores:
     """What a model says of each response token, fp32 (R,).
 
     Attributes:
-        score_R: a policy's log-prob, a critic's value of what stands before the token.
-        entropy_R: None unless asked for; a critic has none.
+        score_R: a policy's log-prob, or the value of what stands before the token.
+        entropy_R: None unless asked for; values have none.
     """
 
     score_R: Tensor
@@ -260,8 +259,8 @@ class TokenScores:
 def score_batch(
     model: LanguageModel, batch: PackedBatch, *, temperature: float, with_entropy: bool
 ) -> TokenScores:
-    """Log-probs of the response tokens of a packed batch, and their entropies if asked for; of a
-    critic values, to which ``temperature`` is nothing.
+    """Log-probs of the response tokens of a packed batch, and their entropies if asked for; with a
+    value head values, to which ``temperature`` is nothing.
 
     Each process of the model's layout gets all of them, differentiable with respect to what it
     computed itself: where the layout shares out the tokens, gradients of parameters are to be
@@ -272,10 +271,12 @@ def score_batch(
     # Responses to one prompt begin at the same row. What index_select would do on accelerators, add
     # up their gradients in the order of chance, embedding does in a fixed one.
     h_ND = F.embedding(upload(own.source_N, h_LD.device), h_LD)
-    if model.value_bias is not None:
+    head = model.value_head
+    if head is not None:
         wide = torch.promote_types(h_ND.dtype, torch.float32)
-        head = (weight.to(wide) for weight in (model.lm_head_weight, model.value_bias))
-        return TokenScores(gather_responses(F.linear(h_ND.to(wide), *head)[:, 0], own), None)
+        bias = head.bias.to(wide) if head.bias is not None else None
+        values_N1 = F.linear(h_ND.to(wide), head.weight.to(wide), bias)
+        return TokenScores(gather_responses(values_N1[:, 0], own), None)
     scores = model.operators.token_log_probs(
         h_ND,
         model.lm_head_weight,

@@ -89,7 +89,8 @@ def file_tensors(config: DecoderConfig) -> Iterator[FileTensor]:
     yield FileTensor("model.norm.weight", "final_norm.weight", 0, config.hidden_size)
     if config.has_value_head:
         yield FileTensor("score.weight", "lm_head.weight", 0, 1)
-        yield FileTensor("score.bias", "lm_head.bias", 0, 1)
+        if config.has_value_bias:
+            yield FileTensor("score.bias", "lm_head.bias", 0, 1)
     elif not config.tie_embeddings:
         yield FileTensor("lm_head.weight", "lm_head.weight", 0, config.vocab_size)
 

@@ -15,17 +15,19 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tandem.types import Group, RewardOutcome
+from tandem.types import Group, Sample
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """A group ready to be trained on; ``baseline`` is the reward of the greedy answer to the same
-    prompt, for ``remax`` only.
+    """A group ready to be trained on, but for a reward model's scores; ``baseline`` is the greedy
+    answer to the same prompt, for ``remax`` only. ``generated_s`` is when the last of them was
+    generated, by the clock of the run.
     """
 
     group: Group
-    baseline: RewardOutcome | None = None
+    baseline: Sample | None = None
+    generated_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

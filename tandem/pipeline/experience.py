@@ -151,7 +151,7 @@ def _lags(completions: Sequence[Completion], version: int) -> Tensor:
 def _greedy_scores(scored: Sequence[ScoredGroup]) -> Tensor | None:
     """The score of the greedy answer for each sequence, NaN if it failed, (N,)."""
     scores = [
-        entry.baseline.score
+        entry.baseline.reward.score
         for entry in scored
         if entry.baseline is not None
         for _ in entry.group.samples

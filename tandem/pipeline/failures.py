@@ -26,6 +26,11 @@ GENERATION_FAILED = RewardOutcome(
 )
 """What a sample gets whose generation failed."""
 
+_FAILED = (RewardStatus.ERROR, RewardStatus.TIMEOUT)
+
+PENDING = RewardOutcome(RewardStatus.PENDING, math.nan)
+"""What a sample has until a reward model has scored its batch."""
+
 
 def warn_of_failed_rewards(groups: Sequence[Group], what: str) -> None:
     """One warning with the number of failures and the cause of the first; none without failures.
@@ -42,6 +47,15 @@ def warn_of_failed_rewards(groups: Sequence[Group], what: str) -> None:
             len(failed),
             len(outcomes),
             failed[0].detail,
+        )
+
+
+def warn_of_failed_baseline(outcome: RewardOutcome) -> None:
+    """One warning if the reward of a greedy answer (``remax``) has failed."""
+    if outcome.status in _FAILED:
+        logger.warning(
+            "the greedy baseline of a prompt failed, so its samples do not count: %s",
+            outcome.detail,
         )
 
 
@@ -82,7 +96,7 @@ class RewardGuard:
     def check(self, outcomes: Iterable[RewardOutcome]) -> None:
         """Count outcomes. Raises UserError if the last ``limit`` of them have all failed."""
         for outcome in outcomes:
-            failed = outcome.status is not RewardStatus.VALUE
+            failed = outcome.status in _FAILED
             self._num_failures = self._num_failures + 1 if failed else 0
             if self._num_failures >= self._limit:
                 raise self._error(outcome)

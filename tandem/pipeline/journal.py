@@ -2,6 +2,7 @@
 """The metrics of the steps on their way to the sinks, in the order of the steps.
 
 A row whose validation is not over yet waits for it, and the rows behind wait too; the steps do not.
+A row that would be empty is none: its validation was dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Metrics = Mapping[str, float]
 class _Row:
     step: int
     metrics: Metrics
-    validation: asyncio.Task[Metrics] | None
+    validation: asyncio.Future[Metrics] | None
 
 
 class Journal:
@@ -30,7 +31,9 @@ class Journal:
         self._sinks = sinks
         self._rows: asyncio.Queue[_Row] = asyncio.Queue()
 
-    def add(self, step: int, metrics: Metrics, *, validation: asyncio.Task[Metrics] | None) -> None:
+    def add(
+        self, step: int, metrics: Metrics, *, validation: asyncio.Future[Metrics] | None
+    ) -> None:
         """The next row; what ``validation`` returns goes into it."""
         self._rows.put_nowait(_Row(step, metrics, validation))
 
@@ -57,5 +60,5 @@ class Journal:
 
     def _write(self, step: int, metrics: Metrics) -> None:
         report = StepReport(step, metrics)
-        for sink in self._sinks:
+        for sink in self._sinks if metrics else ():
             sink.write(report)

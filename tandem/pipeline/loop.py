@@ -6,7 +6,7 @@ admitted prompts into scored groups, one task prepares the next batch, the loop 
 the weight flow brings its weights to the rollout, validations run beside, the journal writes what
 came of each step. The loop owns the training step, which is the weights version, and the
 checkpoints. Stopping (SIGTERM, Ctrl-C) takes effect at a step boundary: what was drawn but not
-trained is drawn again later.
+trained is drawn again later, and a validation under way is dropped.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tandem.algorithms.kl import AdaptiveKl, FixedKl, KlController, next_kl_controller
 from tandem.checkpoint.store import Checkpoint
@@ -65,11 +66,14 @@ class Pipeline:
             "critic.optim.lr", parts.config.critic.optim.lr, model="critic"
         )
         self._metrics: dict[str, float] = {}
-        self._must_log_again = self._must_validate_again = False
+        self._must_log_again = False
+        self._validated_step = 0
         self._stopping = False
         self._timers = Timers(parts.clock)
         self._step_ended_s = parts.clock()
         self._buffer = GroupBuffer(batch_rule(parts.config))
+        self._stages: Stages | None = None
+        self._open_row: asyncio.Future[Mapping[str, float]] | None = None
 
     @property
     def step(self) -> int:
@@ -92,7 +96,7 @@ class Pipeline:
         self._parts.source.restore(state["data"])
         self._step = self._saved_step = self._step_under_way = checkpoint.step
         self._metrics, self._must_log_again = state["metrics"], not is_logged
-        self._must_validate_again = not is_validated
+        self._validated_step = checkpoint.step if is_validated else -1
         if isinstance(self._controller, AdaptiveKl):
             self._controller = replace(self._controller, coefficient=state["kl_coefficient"])
         logger.info("resumed from %s", checkpoint.folder)
@@ -101,11 +105,14 @@ class Pipeline:
         """Ask the run to end at the next step boundary and to save there."""
         self._stopping = True
         await self._buffer.close()
+        if self._stages is not None:
+            await self._stages.let_go()
 
     async def run(self) -> RunSummary:
         """Train to the end of the schedule or of the data, or until ``stop``."""
         async with asyncio.TaskGroup() as tasks:
             stages = Stages(self._parts, self._buffer, tasks=tasks, step=self._step)
+            self._stages = stages
             await stages.flow.start()
             await self._log_beginning(stages)
             stages.produce()
@@ -122,14 +129,14 @@ class Pipeline:
             self._step == 0 or self._config.trainer.val_only
         )
         if validates:
-            await self._log(stages, {"training/global_step": float(self._step)}, validates=True)
+            await self._log(stages, {}, validates=True)
         elif self._step >= total_steps:
             logger.info("step %d of %d: nothing is left to train", self._step, total_steps)
         is_due = schedule.is_test_step(self._step)
         if self._must_log_again:
             await self._log(stages, self._metrics, validates=is_due)
-        elif self._must_validate_again and is_due and not validates:
-            await self._log(stages, {"training/global_step": float(self._step)}, validates=True)
+        elif self._step != self._validated_step and is_due and not validates:
+            await self._log(stages, {}, validates=True)
 
     async def _train(self, stages: Stages) -> None:
         total_steps = self._parts.schedule.total_training_steps
@@ -137,7 +144,7 @@ class Pipeline:
         while upcoming is not None and not self._stopping:
             self._step_under_way = self._step + 1
             with self._timers.section("step"):
-                prepared = await self._next_batch(upcoming, stages)
+                prepared = await self._next_batch(upcoming)
                 if prepared is None:
                     break
                 more = self._step + 1 < total_steps
@@ -147,7 +154,7 @@ class Pipeline:
         await self._finish(stages)
 
     async def _next_batch(
-        self, upcoming: asyncio.Task[PreparedBatch | None], stages: Stages
+        self, upcoming: asyncio.Task[PreparedBatch | None]
     ) -> PreparedBatch | None:
         """The next batch; None if there is none, or the run is to stop. Its wait is split at the
         moments when its last sequence was generated, and scored.
@@ -157,7 +164,8 @@ class Pipeline:
             prepared = await upcoming
         if prepared is None or self._stopping:
             return None
-        generated_s = max(min(stages.router.last_finish_s, prepared.taken_s), begin_s)
+        self._close_row({})
+        generated_s = max(prepared.generated_s, begin_s)
         self._timers.add("gen", generated_s - begin_s)
         self._timers.add("reward", max(prepared.taken_s - generated_s, 0.0))
         return prepared
@@ -173,7 +181,7 @@ class Pipeline:
         coefficient = self._controller.coefficient
         updating = stages.tasks.create_task(self._update_models(experience))
         await asyncio.sleep(0)  # the update is under way, and this thread free
-        self._record(experience, step=self._step + 1)
+        record_rollouts(self._parts, experience, step=self._step + 1)
         described = batch_metrics(self._parts, experience, kl_coefficient=coefficient)
         updated = await updating
         self._step += 1
@@ -198,6 +206,7 @@ class Pipeline:
             old_logp_R, policy_s = await timed_policy(self._parts, prepared.scored)
         self._timers.add("old_log_prob", policy_s)
         self._timers.add("ref", prepared.reference_s)
+        self._timers.add("reward", prepared.reward_s)
         values_R = None
         if self._parts.engines.critic is not None:
             values_R, values_s = await timed_values(self._parts, prepared.scored)
@@ -281,24 +290,8 @@ class Pipeline:
             self._parts.trace.span("actor-train", "save", details={"step": self._step}),
             self._parts.store.writing(self._step, state) as folder,
         ):
-            (folder / "actor").mkdir()
-            await self._parts.runtime.call(self._parts.engines.train.save, folder / "actor")
-            self._parts.codec.save_own_template(folder / "actor")
-            if self._parts.engines.critic is not None:
-                (folder / "critic").mkdir()
-                await self._parts.runtime.call(self._parts.engines.critic.save, folder / "critic")
+            await save_models(self._parts, folder)
         self._saved_step = self._step
-
-    def _record(self, experience: Experience, *, step: int) -> None:
-        """Keep some rollouts for the report; a record that cannot be written stops nothing."""
-        groups, trainer = experience.batch.groups, self._config.trainer
-        means = as_floats(experience.batch.mean_tokens(experience.columns.advantages_R))
-        try:
-            self._parts.recorder.write(step, groups, advantages=means)
-            if trainer.rollout_data_dir is not None:
-                dump_samples(trainer.rollout_data_folder, step, groups=groups)
-        except OSError as error:
-            logger.warning("rollouts of step %d are not recorded: %s", step, error)
 
     async def _log(
         self,
@@ -309,11 +302,16 @@ class Pipeline:
         experience: Experience | None = None,
     ) -> None:
         """The row of this step; without ``experience`` it has no speed. In rounds its validation is
-        waited for.
+        waited for. Where nobody can know yet that it is the last one and due for a validation, it
+        stays open until the next batch is there.
         """
-        validation = stages.validator.start(stages.tasks) if validates else None
-        if self._config.trainer.in_rounds and validation is not None:
-            await validation
+        validation = None
+        if validates and not self._stopping:
+            validation = stages.validator.start(stages.tasks)
+            if self._config.trainer.in_rounds:
+                await validation
+        elif not self._stopping and may_be_last(self._parts, self._step):
+            validation = self._open_row = asyncio.get_running_loop().create_future()
         now_s = self._parts.clock()
         wall_s, self._step_ended_s = now_s - self._step_ended_s, now_s
         seconds = self._timers.take()
@@ -323,8 +321,14 @@ class Pipeline:
         if experience is not None and self._config.trainer.max_lag > 0:
             row |= self._parts.trace.take_step(self._step)
         stages.journal.add(self._step, row, validation=validation)
-        if self._config.trainer.in_rounds:
+        if self._config.trainer.in_rounds and self._open_row is None:
             await stages.journal.flush()
+
+    def _close_row(self, validated: Mapping[str, float]) -> None:
+        """What the row that was left open waits for, if there is one."""
+        if self._open_row is not None:
+            self._open_row.set_result(validated)
+            self._open_row = None
 
     async def _finish(self, stages: Stages) -> None:
         """What the last step gets, if nobody knew that it was the last: validation and saving."""
@@ -338,11 +342,45 @@ class Pipeline:
                 total_steps,
             )
             await stages.flow.arrive()
-            if 0 < self._step != stages.validator.step and self._parts.schedule.test_freq > 0:
-                await self._log(stages, {"training/global_step": float(self._step)}, validates=True)
+            is_validated = self._step in (self._validated_step, stages.validator.step)
+            if self._open_row is not None and not self._stopping:
+                self._close_row(await stages.validator.start(stages.tasks))
+            elif not is_validated and self._parts.schedule.test_freq > 0:
+                await self._log(stages, {}, validates=True)
+        self._close_row({})
         wants_save = self._stopping or (early and self._config.trainer.save_freq > 0)
         if wants_save and self._step > 0 and self._saved_step != self._step:
             await self._save()
+
+
+def may_be_last(parts: PipelineParts, step: int) -> bool:
+    """Whether dropped groups could use up the data before the batch after ``step``, and a
+    validation would then be due.
+    """
+    schedule, drops = parts.schedule, parts.config.algorithm.filter_groups.enable
+    return drops and step < schedule.total_training_steps and schedule.test_freq > 0
+
+
+async def save_models(parts: PipelineParts, folder: Path) -> None:
+    """Weights and optimizers of what is trained."""
+    (folder / "actor").mkdir()
+    await parts.runtime.call(parts.engines.train.save, folder / "actor")
+    parts.codec.save_own_template(folder / "actor")
+    if parts.engines.critic is not None:
+        (folder / "critic").mkdir()
+        await parts.runtime.call(parts.engines.critic.save, folder / "critic")
+
+
+def record_rollouts(parts: PipelineParts, experience: Experience, *, step: int) -> None:
+    """Keep some for the report; a record that cannot be written stops nothing."""
+    groups, trainer = experience.batch.groups, parts.config.trainer
+    means = as_floats(experience.batch.mean_tokens(experience.columns.advantages_R))
+    try:
+        parts.recorder.write(step, groups, advantages=means)
+        if trainer.rollout_data_dir is not None:
+            dump_samples(trainer.rollout_data_folder, step, groups=groups)
+    except OSError as error:
+        logger.warning("rollouts of step %d are not recorded: %s", step, error)
 
 
 def initial_kl_controller(config: RunConfig) -> KlController:

@@ -7,7 +7,7 @@ the same program runs with real engines and with fakes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,15 +27,22 @@ from tandem.data.prompts import PromptSource
 from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TraceRecorder
 from tandem.pipeline.microbatches import MemoryFit
-from tandem.types import Group, Prompt, RewardOutcome, RewardRequest
+from tandem.types import EngineWork, Group, Prompt, RewardOutcome, RewardRequest
+
+
+def _one_engine() -> tuple[EngineWork, ...]:
+    return (EngineWork.NEXT,)
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
     """The policy in training, the same policy generating and scoring (the trainer itself, unless
-    that has devices of its own), the frozen reference and the critic if they are needed.
+    that has devices of its own), the frozen reference, the critic and the frozen reward model if
+    they are needed.
 
     ``stage`` is there if weights can be on their way to the rollout while training goes on.
+    ``work`` tells what each engine behind the rollout has to do, for the trace; of one alone there
+    is nothing to tell.
     """
 
     train: TrainEngine
@@ -44,6 +51,8 @@ class Engines:
     scorer: ReferencePolicy
     stage: WeightStage | None = None
     critic: TrainEngine | None = None
+    reward_model: ReferencePolicy | None = None
+    work: Callable[[], Sequence[EngineWork]] = _one_engine
 
 
 class Codec(Protocol):
@@ -52,6 +61,14 @@ class Codec(Protocol):
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]: ...
 
     def save_own_template(self, folder: Path) -> None: ...
+
+
+class Conversations(Protocol):
+    """Tokens of whole conversations; see ``data.tokenizer.TextCodec``."""
+
+    def encode_answered(
+        self, chats: Sequence[Sequence[Mapping[str, Any]]], answers: Sequence[str]
+    ) -> list[list[int]]: ...
 
 
 class Rewards(Protocol):
@@ -83,6 +100,7 @@ class PipelineParts:
     """Everything a run is made of.
 
     ``preferred_tokens`` is the micro-batch size the platform computes fastest, if it has one.
+    ``conversations`` has what a reward model reads, None if that are the policy's own tokens.
     ``memory`` remembers what micro-batches fit. ``trace`` records who worked and who waited.
     ``clock`` gives seconds, of which only differences are used; ``allocated_bytes`` and
     ``reserved_bytes`` are the device allocator's peaks.
@@ -104,5 +122,6 @@ class PipelineParts:
     clock: Callable[[], float]
     allocated_bytes: Callable[[], int]
     reserved_bytes: Callable[[], int]
+    conversations: Conversations | None = None
     memory: MemoryFit = field(default_factory=MemoryFit)
     trace: TraceRecorder = field(default_factory=_no_trace)

@@ -21,7 +21,9 @@ from tandem.pipeline.buffer import GroupBuffer, ScoredGroup
 from tandem.pipeline.failures import (
     GENERATION_FAILED,
     MAX_STEPS_WITHOUT_REWARD,
+    PENDING,
     RewardGuard,
+    warn_of_failed_baseline,
     warn_of_failed_rewards,
 )
 from tandem.pipeline.parts import PipelineParts
@@ -32,8 +34,8 @@ from tandem.types import (
     GenerationRequest,
     Group,
     Prompt,
+    RewardOutcome,
     RewardRequest,
-    RewardStatus,
     Sample,
     SamplingParams,
 )
@@ -151,30 +153,35 @@ class GroupProducer:
         self, prompt: Prompt, future: Answers, *, baseline: Answers | None
     ) -> Group | None:
         """Score a generated group and pass it on, unless dynamic sampling drops it: then return
-        it.
+        it. Where a reward model scores, it does so when there is a batch.
 
         Of groups that end together one is decoded an iteration of the event loop, so that meanwhile
         the rewards of those before it go out and come back.
         """
         completions = [*await future, *(() if baseline is None else await baseline)]
+        generated_s = self._parts.clock()
         with self._parts.trace.span("reward", "reward"):
             async with self._decoding:
                 texts = self._parts.codec.decode([c.token_ids for c in completions])
                 await asyncio.sleep(0)
-            scored = await score_texts(self._parts, prompt, completions=completions, texts=texts)
+            scored = await self._score(prompt, completions, texts=texts)
         self._rewards.check(sample.reward for sample in scored)
         group = Group(prompt, scored[: self._num_samples])
         filter_groups = self._parts.config.algorithm.filter_groups
         if filter_groups.enable and not is_informative(group, filter_groups.metric):
             return group
-        reference = None if baseline is None else scored[-1].reward
-        if reference is not None and reference.status is not RewardStatus.VALUE:
-            logger.warning(
-                "the greedy baseline of a prompt failed, so its samples do not count: %s",
-                reference.detail,
-            )
-        await self._buffer.put(ScoredGroup(group, reference))
+        reference = None if baseline is None else scored[-1]
+        if reference is not None:
+            warn_of_failed_baseline(reference.reward)
+        await self._buffer.put(ScoredGroup(group, reference, generated_s))
         return None
+
+    async def _score(
+        self, prompt: Prompt, completions: Sequence[Completion], *, texts: Sequence[str]
+    ) -> tuple[Sample, ...]:
+        if self._parts.config.reward_model.enable:
+            return _judged(completions, texts, outcomes=[PENDING] * len(texts))
+        return await score_texts(self._parts, prompt, completions=completions, texts=texts)
 
     def _check_dropped(self) -> None:
         config = self._parts.config
@@ -217,7 +224,7 @@ async def score_texts(
     completions: Sequence[Completion],
     texts: Sequence[str],
 ) -> tuple[Sample, ...]:
-    """Score the completions of one prompt. A generation that failed has no reward."""
+    """Score the completions of one prompt by its rule or function."""
     requests = [
         RewardRequest(
             data_source=prompt.data_source,
@@ -229,6 +236,13 @@ async def score_texts(
         for completion, text in zip(completions, texts, strict=True)
     ]
     outcomes = await parts.rewards.score(requests)
+    return _judged(completions, texts, outcomes=outcomes)
+
+
+def _judged(
+    completions: Sequence[Completion], texts: Sequence[str], *, outcomes: Sequence[RewardOutcome]
+) -> tuple[Sample, ...]:
+    """Samples with their outcomes. A generation that failed has no reward."""
     return tuple(
         Sample(completion, text, GENERATION_FAILED if _has_failed(completion) else outcome)
         for completion, text, outcome in zip(completions, texts, outcomes, strict=True)

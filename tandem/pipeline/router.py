@@ -9,12 +9,13 @@ through the same router and meet in the same batches.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from tandem.api import RolloutEngine, Runtime
 from tandem.metrics.trace import TraceRecorder
-from tandem.types import Completion, GenerationRequest
+from tandem.types import Completion, EngineWork, GenerationRequest
 
 STEPS_PER_ADVANCE = 32
 """Decode steps of a bounded advance: as long as new weights and new requests may have to wait."""
@@ -32,6 +33,42 @@ class _Pending:
     finished: dict[int, Completion] = field(default_factory=dict[int, Completion])
 
 
+class EngineSpans:
+    """The spans of the engines behind a rollout in the trace: each from the advance that it begins
+    in to the one that collects what it has done.
+
+    Args:
+        work: what each engine has to do at this moment.
+    """
+
+    def __init__(self, trace: TraceRecorder, work: Callable[[], Sequence[EngineWork]]) -> None:
+        self._trace = trace
+        self._work = work
+        self._open: dict[int, ExitStack] = {}
+        for number in range(len(work())):
+            trace.expect(_track(number))
+
+    @contextmanager
+    def advancing(self, version: int) -> Generator[None, None, None]:
+        """Around an advance under ``version``. If it raises, nobody works any more."""
+        for number, work in enumerate(self._work()):
+            if work is not EngineWork.NONE and number not in self._open:
+                span = self._trace.span(_track(number), "generate", details={"version": version})
+                self._open[number] = ExitStack()
+                self._open[number].enter_context(span)
+        going_on: set[int] = set()
+        try:
+            yield
+            going_on = {n for n, work in enumerate(self._work()) if work is EngineWork.UNDER_WAY}
+        finally:
+            for number in self._open.keys() - going_on:
+                self._open.pop(number).close()
+
+
+def _track(number: int) -> str:
+    return f"generate/{number}"
+
+
 class RolloutRouter:
     """Consumes: requests, versions. Waits for: work. Unblocked by: ``submit``, ``use_weights``.
     Produces: completions of whole groups.
@@ -46,13 +83,13 @@ class RolloutRouter:
         engine: RolloutEngine,
         runtime: Runtime,
         *,
-        clock: Callable[[], float],
+        spans: EngineSpans,
         trace: TraceRecorder,
         is_bounded: bool,
     ) -> None:
         self._engine = engine
         self._runtime = runtime
-        self._clock = clock
+        self._spans = spans
         self._trace = trace
         self._max_steps = STEPS_PER_ADVANCE if is_bounded else None
         self._pending: dict[int, _Pending] = {}
@@ -64,8 +101,6 @@ class RolloutRouter:
         self._version = -1
         self._changed = asyncio.Condition()
         self._has_work = asyncio.Event()
-        self.last_finish_s = clock()
-        """When the latest completion arrived."""
 
     def submit(
         self, requests: Sequence[GenerationRequest]
@@ -112,7 +147,7 @@ class RolloutRouter:
                 self._num_sent += sum(len(request.sample_ids) for request in requests)
                 await self._runtime.call(self._engine.add, requests)
             if self._num_sent:
-                with self._trace.span("generate/0", "generate", details={"version": self._version}):
+                with self._spans.advancing(self._version):
                     completions = await self._runtime.call(self._engine.advance, self._max_steps)
                 self._deliver(completions)
             await self._tell()
@@ -146,7 +181,6 @@ class RolloutRouter:
             return
         self._num_fruitless = 0
         self._num_sent -= len(completions)
-        self.last_finish_s = self._clock()
         for completion in completions:
             pending = self._pending.pop(completion.sample_id)
             pending.finished[completion.sample_id] = completion

@@ -21,6 +21,7 @@ from torch import Tensor
 from tandem.api import Loss
 from tandem.types import (
     Completion,
+    EngineWork,
     FinishReason,
     GenerationRequest,
     LossScale,
@@ -123,8 +124,22 @@ class _Sequence:
     switches: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
+@dataclass(slots=True)
+class _Engine:
+    """What one engine of a pool generates, and is to generate."""
+
+    waiting: list[int] = field(default_factory=list[int])
+    running: list[_Sequence] = field(default_factory=list[_Sequence])
+
+    def size(self) -> int:
+        """Sequences to do."""
+        return len(self.waiting) + len(self.running)
+
+
 class SimulatedRollout(SimulatedEngine):
-    """A pool that generates ``num_slots`` sequences at a time, each at its own speed."""
+    """A pool that generates ``num_slots`` sequences at a time, each at its own speed. Its engines
+    share the slots; a request goes to the one with the fewest sequences to do.
+    """
 
     def __init__(
         self,
@@ -132,34 +147,42 @@ class SimulatedRollout(SimulatedEngine):
         pools: Sequence[str],
         *,
         num_samples: int,
+        num_engines: int,
         sync: SimulatedEngine,
     ) -> None:
         super().__init__(times, pools)
         self._num_samples = num_samples
+        self._slots_each = max(times.num_slots // num_engines, 1)
         self._sync = sync
-        self._waiting: list[int] = []
-        self._running: list[_Sequence] = []
+        self._engines = [_Engine() for _ in range(num_engines)]
         self._version = -1
         self.is_staged = False
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests."""
         self.announced_s = 0.0
-        self._waiting.extend(i for request in requests for i in request.sample_ids)
+        for request in requests:
+            min(self._engines, key=_Engine.size).waiting.extend(request.sample_ids)
+
+    def work(self) -> list[EngineWork]:
+        """What each engine has to do."""
+        return [EngineWork.NEXT if e.size() else EngineWork.NONE for e in self._engines]
 
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """To the next end of a sequence, or for ``max_steps``."""
-        while self._waiting and len(self._running) < self.times.num_slots:
-            sample_id = self._waiting.pop(0)
-            seconds = self._seconds(sample_id)
-            self._running.append(_Sequence(sample_id, seconds, seconds, self._version))
-        self.announced_s = min((s.left_s for s in self._running), default=0.0)
+        for engine in self._engines:
+            while engine.waiting and len(engine.running) < self._slots_each:
+                sample_id = engine.waiting.pop(0)
+                seconds = self._seconds(sample_id)
+                engine.running.append(_Sequence(sample_id, seconds, seconds, self._version))
+        self.announced_s = min((s.left_s for s in self._running()), default=0.0)
         if max_steps is not None:
             self.announced_s = min(self.announced_s, max_steps * self.times.decode_step_s)
-        for sequence in self._running:
+        for sequence in self._running():
             sequence.left_s -= self.announced_s
-        ended = [s for s in self._running if s.left_s <= 1e-9]
-        self._running = [s for s in self._running if s.left_s > 1e-9]
+        ended = [s for s in self._running() if s.left_s <= 1e-9]
+        for engine in self._engines:
+            engine.running = [s for s in engine.running if s.left_s > 1e-9]
         return [self._completion(sequence) for sequence in ended]
 
     def settle(self) -> None:
@@ -168,7 +191,7 @@ class SimulatedRollout(SimulatedEngine):
 
     def release_cache(self) -> bool:
         """There is none."""
-        return not self._waiting and not self._running
+        return not any(engine.size() for engine in self._engines)
 
     def set_weights_version(self, version: int) -> bool:
         """In use at once; the time of the transfer has passed, if the weights were staged."""
@@ -177,7 +200,7 @@ class SimulatedRollout(SimulatedEngine):
             self._sync.announce(SYNC)
             self.announced_s = self._sync.announced_s
         self._version = version
-        for sequence in self._running:
+        for sequence in self._running():
             done = 1 - sequence.left_s / sequence.total_s
             index = math.ceil(done * self.times.num_tokens - 1e-6)
             if index == 0:
@@ -186,6 +209,9 @@ class SimulatedRollout(SimulatedEngine):
                 sequence.switches = [s for s in sequence.switches if s[0] != index]
                 sequence.switches.append((index, version))
         return True
+
+    def _running(self) -> list[_Sequence]:
+        return [sequence for engine in self._engines for sequence in engine.running]
 
     def _seconds(self, sample_id: int) -> float:
         if sample_id >= 1 << 59:

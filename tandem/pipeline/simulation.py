@@ -157,6 +157,7 @@ class Surroundings:
     Attributes:
         groups: tasks that share devices; those of a group never run at the same time.
         num_rows, num_validation_rows: of the data.
+        num_engines: that generate, each with as many of the sequences at a time.
         stages_weights: weights travel while training and generation go on.
         store: takes checkpoints, if the configuration asks for any.
         checkpoint: the run goes on from there. ``is_validated``: as in ``Pipeline.restore``.
@@ -167,6 +168,7 @@ class Surroundings:
     groups: Sequence[Sequence[str]]
     num_rows: int
     num_validation_rows: int = 0
+    num_engines: int = 1
     stages_weights: bool = False
     store: Store | None = None
     checkpoint: Checkpoint | None = None
@@ -242,10 +244,11 @@ def _engines(config: RunConfig, times: SimulatedTimes, *, around: Surroundings) 
         times,
         [pool_of[ROLLOUT]],
         num_samples=config.actor_rollout_ref.rollout.n,
+        num_engines=around.num_engines,
         sync=SimulatedEngine(times, ()),
     )
     stage: WeightStage | None = SimulatedStage(times, rollout) if around.stages_weights else None
-    return Engines(trainer, rollout, reference, scorer, stage)
+    return Engines(trainer, rollout, reference, scorer, stage, work=rollout.work)
 
 
 def _entry(row: int) -> PromptEntry:

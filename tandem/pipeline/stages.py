@@ -12,7 +12,7 @@ from tandem.pipeline.journal import Journal
 from tandem.pipeline.parts import PipelineParts
 from tandem.pipeline.preparation import PreparedBatch, prepare_batch
 from tandem.pipeline.producer import GroupProducer
-from tandem.pipeline.router import RolloutRouter
+from tandem.pipeline.router import EngineSpans, RolloutRouter
 from tandem.pipeline.validation import Validator
 from tandem.pipeline.weights import FlowEnds, FlowRule, WeightFlow
 
@@ -32,7 +32,7 @@ class Stages:
         self.router = RolloutRouter(
             parts.engines.rollout,
             parts.runtime,
-            clock=parts.clock,
+            spans=EngineSpans(parts.trace, parts.engines.work),
             trace=parts.trace,
             is_bounded=config.trainer.max_lag > 0,
         )
@@ -60,6 +60,11 @@ class Stages:
         preparing = prepare_batch(self._parts, self._buffer, version=version)
         self._preparing = self.tasks.create_task(preparing)
         return self._preparing
+
+    async def let_go(self) -> None:
+        """The run is to end soon: validations are dropped, and weights not waited for."""
+        self.validator.drop()
+        await self.flow.let_go()
 
     def close(self) -> None:
         """End all tasks."""

@@ -12,17 +12,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tandem.metrics.records import dump_samples
 from tandem.metrics.validation import validation_metrics, validation_samples
 from tandem.pipeline.failures import require_fresh, warn_of_failed_rewards
 from tandem.pipeline.parts import PipelineParts
-from tandem.pipeline.producer import score_samples
+from tandem.pipeline.producer import Answers, score_samples
 from tandem.pipeline.router import RolloutRouter
 from tandem.pipeline.weights import WeightFlow
 from tandem.types import (
     VALIDATION_SAMPLE_ID_BASE,
-    Completion,
     GenerationRequest,
     Group,
     Prompt,
@@ -51,39 +51,49 @@ class Validator:
         self._flow = flow
         self.metrics: Metrics = {}
         self.step = -1
+        self._under_way: list[asyncio.Future[Any]] = []
 
     def start(self, tasks: asyncio.TaskGroup) -> asyncio.Task[Metrics]:
-        """Validate the version in use, which stays so until all is generated."""
+        """Validate the version in use, which stays so until all is generated. The task yields the
+        metrics of its row, {} if it is dropped.
+        """
         self.step = self._flow.in_use
         self._flow.pin()
-        return tasks.create_task(self._validate(self.step))
+        parts = self._parts
+        num_samples = parts.config.actor_rollout_ref.rollout.val_kwargs.n
+        prompts, sampling = parts.validation_prompts, validation_sampling(parts)
+        answers = self._router.submit(validation_requests(prompts, num_samples, sampling=sampling))
+        scoring = [
+            tasks.create_task(_score(parts, prompt, future=future))
+            for prompt, future in zip(prompts, answers, strict=True)
+        ]
+        self._under_way = [one for one in self._under_way if not one.done()] + answers + scoring
+        return tasks.create_task(self._validate(self.step, answers, scoring=scoring))
 
-    async def _validate(self, step: int) -> Metrics:
+    def drop(self) -> None:
+        """Validations under way come to nothing, at once."""
+        for one in self._under_way:
+            one.cancel()
+
+    async def _validate(
+        self, step: int, answers: Sequence[Answers], *, scoring: Sequence[asyncio.Task[Group]]
+    ) -> Metrics:
+        """``val_kwargs.n`` samples of every validation prompt, in row order."""
         begin_s = self._parts.clock()
         with self._parts.trace.span("validation", "validation", details={"step": step}):
-            groups = await self._generate_and_score()
+            await asyncio.gather(*answers, return_exceptions=True)
+            await self._flow.unpin()
+            await asyncio.gather(*scoring, return_exceptions=True)
+        if any(task.cancelled() for task in scoring):
+            logger.info("the validation of step %d was dropped", step)
+            return {}
+        groups = tuple(task.result() for task in scoring)
         require_fresh(groups, version=step, max_lag=0)
         warn_of_failed_rewards(groups, f"validation of step {step}")
         self._dump(step, groups)
         self.metrics = summarize(groups)
-        return {**self.metrics, VALIDATION_SECONDS: self._parts.clock() - begin_s}
-
-    async def _generate_and_score(self) -> tuple[Group, ...]:
-        """``val_kwargs.n`` samples of every validation prompt, in row order."""
-        parts = self._parts
-        num_samples = parts.config.actor_rollout_ref.rollout.val_kwargs.n
-        requests = validation_requests(
-            parts.validation_prompts, num_samples, sampling=validation_sampling(parts)
-        )
-        futures = self._router.submit(requests)
-        async with asyncio.TaskGroup() as tasks:
-            scoring = [
-                tasks.create_task(_score(parts, prompt, future=future))
-                for prompt, future in zip(parts.validation_prompts, futures, strict=True)
-            ]
-            await asyncio.gather(*futures)
-            await self._flow.unpin()
-        return tuple(task.result() for task in scoring)
+        seconds = self._parts.clock() - begin_s
+        return {"training/global_step": float(step), VALIDATION_SECONDS: seconds, **self.metrics}
 
     def _dump(self, step: int, groups: Sequence[Group]) -> None:
         trainer = self._parts.config.trainer
@@ -134,7 +144,5 @@ def validation_requests(
     ]
 
 
-async def _score(
-    parts: PipelineParts, prompt: Prompt, *, future: asyncio.Future[tuple[Completion, ...]]
-) -> Group:
+async def _score(parts: PipelineParts, prompt: Prompt, *, future: Answers) -> Group:
     return Group(prompt, await score_samples(parts, prompt, completions=await future))

@@ -29,7 +29,7 @@ class _Jumping(selectors.DefaultSelector):
         if timeout is None:
             raise DeadlockError("all tasks wait and no timer is set: nothing will ever happen")
         self.now += max(timeout, 0.0)
-        return super().select(0)
+        return []
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):

@@ -59,6 +59,7 @@ class WeightFlow:
         self._is_required = self._is_training = False
         self._is_taking = self._is_switching = self._is_settled = False
         self._num_pins = 0
+        self._is_let_go = False
         self._changed = asyncio.Condition()
 
     @property
@@ -89,8 +90,13 @@ class WeightFlow:
         await self._until(self._may_train)
 
     async def arrive(self) -> None:
-        """Return once the newest version is in use."""
-        await self._until(lambda: self._in_use == self._trained)
+        """Return once the newest version is in use, or need not be any more."""
+        await self._until(lambda: self._in_use == self._trained or self._is_let_go)
+
+    async def let_go(self) -> None:
+        """The trainer is about to end: no version need come into use any more."""
+        self._is_let_go = True
+        await self._notify()
 
     def pin(self) -> None:
         """The version in use stays in use until ``unpin``."""
@@ -143,7 +149,7 @@ class WeightFlow:
         """Whether the trainer may go on: the version it has made was taken, or cannot be now."""
         if self._is_taking:
             return False
-        if self._in_use == self._trained:
+        if self._in_use == self._trained or self._is_let_go:
             return True
         if self._is_required:
             return False

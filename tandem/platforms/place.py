@@ -19,6 +19,7 @@ class WorkerPlace:
         device_index: of this worker's device, in this process.
         physical_id: the device's name on its node; "" where devices are not isolated.
         flagcx_path: FLAGCX_PATH of this process.
+        wants_flagcx: whether collectives inside a pool of devices are to be FlagCX's.
     """
 
     pool: str
@@ -31,3 +32,4 @@ class WorkerPlace:
     device_index: int = 0
     physical_id: str = ""
     flagcx_path: str = ""
+    wants_flagcx: bool = False

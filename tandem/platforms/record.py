@@ -58,6 +58,8 @@ class Platform:
         num_devices: how many this process sees.
         versions: of its library of collectives and of its driver, where they can be told.
         use_device: makes the one of an index the device of the calling thread.
+        device_uuid: what the driver calls the device of an index, None for that of the calling
+            thread: the same whatever the device is listed as; "" if it does not tell.
     """
 
     name: str
@@ -85,10 +87,23 @@ class Platform:
     num_devices: Callable[[], int]
     versions: Callable[[], Mapping[str, str]]
     use_device: Callable[[int], object]
+    device_uuid: Callable[[int | None], str]
 
     def is_available(self) -> bool:
         """Whether this process can use it."""
         return not self.probe()
+
+
+def device_uuid(device_type: str, index: int | None) -> str:
+    """See ``Platform.device_uuid``, for what torch calls devices of that type."""
+    properties = torch.get_device_module(device_type).get_device_properties(index)
+    uuid = str(getattr(properties, "uuid", ""))
+    return uuid if uuid.strip("0-") else ""
+
+
+def no_uuid(_: int | None) -> str:
+    """See ``Platform.device_uuid``, for those that do not tell."""
+    return ""
 
 
 def _flush_denormals() -> bool:
@@ -188,6 +203,7 @@ CPU = Platform(
     num_devices=_one,
     versions=dict,
     use_device=_ignore,
+    device_uuid=no_uuid,
 )
 
 CUDA = Platform(
@@ -216,4 +232,5 @@ CUDA = Platform(
     num_devices=torch.cuda.device_count,
     versions=_cuda_versions,
     use_device=torch.cuda.set_device,
+    device_uuid=partial(device_uuid, "cuda"),
 )

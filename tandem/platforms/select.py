@@ -6,9 +6,12 @@ the first that is found. One that is asked for and cannot be used is an error, n
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 
@@ -17,6 +20,8 @@ from tandem.platforms.names import AUTO, plug_ins
 from tandem.platforms.record import CPU, Platform
 from tandem.platforms.registry import BUILT_IN, PlugInError, load_plug_in, platform_named
 
+logger = logging.getLogger(__name__)
+
 VARIABLE = "VERL_PLATFORM"
 """verl's variable, with our names and aliases."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,23 +29,29 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A platform and why it cannot be used here; "" if it can."""
+    """A platform and why it cannot be used here; "" if it can. ``is_installed``: what brings it to
+    torch is here, working or not."""
 
     name: str
     problem: str
+    is_installed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What was chosen, and why."""
+    """What was chosen, and why; and what ``auto`` passed over that is installed, in one line."""
 
     platform: Platform
     reason: str
+    caution: str = ""
 
 
 def select_platform(requested: str, *, key: str = "trainer.device") -> Platform:
-    """See ``choose_platform``, with this process's environment."""
-    return choose_platform(requested, os.environ, key=key).platform
+    """See ``choose_platform``, with this process's environment. Warns of what is passed over."""
+    selection = choose_platform(requested, os.environ, key=key)
+    if selection.caution:
+        _warn_once(selection.caution)
+    return selection.platform
 
 
 def choose_platform(
@@ -56,21 +67,20 @@ def choose_platform(
     wanted = environment.get(VARIABLE, "")
     if wanted:
         return Selection(_usable(wanted, key=VARIABLE), f"{VARIABLE}={wanted}")
-    for platform in _in_order():
-        if platform.is_available():
-            return Selection(platform, f"{key}={AUTO}, and it is the first that is found")
-    raise AssertionError("the host is always found")
+    found = next(platform for platform in _in_order() if platform.is_available())
+    reason = f"{key}={AUTO}, and it is the first that is found"
+    return Selection(found, reason, _passed_over(key) if found is CPU else "")
 
 
 def probe_all() -> tuple[Probed, ...]:
     """Every platform that is known here, in order of preference, broken plug-ins included."""
-    probed = [Probed(platform.name, platform.probe()) for platform in BUILT_IN]
+    probed = [_probed(platform) for platform in BUILT_IN]
     for entry in plug_ins():
         try:
-            problem = load_plug_in(entry).probe()
+            plug_in = _probed(load_plug_in(entry))
         except PlugInError as error:
-            problem = str(error)
-        probed.insert(-1, Probed(entry.name, problem))
+            plug_in = Probed(entry.name, str(error), is_installed=True)
+        probed.insert(-1, plug_in)
     return tuple(probed)
 
 
@@ -90,6 +100,29 @@ def resolve_dtype(name: str, platform: Platform, *, key: str) -> torch.dtype:
             f"Set {key}=float32."
         )
     return dtype
+
+
+def _probed(platform: Platform) -> Probed:
+    extension = platform.extension
+    is_installed = bool(extension) and find_spec(extension) is not None
+    return Probed(platform.name, platform.probe(), is_installed)
+
+
+def _passed_over(key: str) -> str:
+    """Of a choice that ended at the host: what is installed and cannot be used, if anything."""
+    unusable = [one for one in probe_all() if one.problem and one.is_installed]
+    if not unusable:
+        return ""
+    listed = "; ".join(f"{one.name}: {one.problem}" for one in unusable)
+    return (
+        f"{key}={AUTO}: computing on the host, as what is installed for other devices cannot be "
+        f"used ({listed}). Set {key}={CPU.name} if the host is meant."
+    )
+
+
+@cache
+def _warn_once(caution: str) -> None:
+    logger.warning("%s", caution)
 
 
 def _usable(name: str, *, key: str) -> Platform:

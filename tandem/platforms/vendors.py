@@ -18,7 +18,7 @@ import torch
 from tandem.platforms.capture import eager
 from tandem.platforms.isolation import ASCEND, MLU, MUSA, XPU, Visibility
 from tandem.platforms.names import ALIASES
-from tandem.platforms.record import CUDA, Platform, cuda_problem
+from tandem.platforms.record import CUDA, Platform, cuda_problem, device_uuid, no_uuid
 
 
 def extension_problem(device_type: str, extension: str) -> str:
@@ -71,6 +71,7 @@ def _vendor(
         num_devices=ask("device_count"),
         versions=dict,
         use_device=ask("set_device"),
+        device_uuid=partial(device_uuid, name),
     )
 
 
@@ -134,9 +135,10 @@ ROCM = replace(
     probe=partial(cuda_problem, "rocm"),
     kernels="torch",
     make_capturer=eager,
+    device_uuid=no_uuid,
 )
 """Its library of collectives is RCCL, which torch calls nccl. Our Triton kernels and graphs were
-not tried there, and are not used."""
+not tried there, and are not used. Chips without a number of their own all have the same uuid."""
 METAX = replace(
     ROCM,
     name="metax",

@@ -29,17 +29,18 @@ def make_rollout(
     """A native engine where our decoder computes the model, else transformers' generate.
 
     ``config.name`` has no say: engines of other names are not built yet, and the family decides
-    between these two. What is free of the device's memory now must not decide how large batches
-    are, because rounding depends on that, and a resumed run must repeat it.
+    between these two; ``hf`` says no more than that the latter is meant. What is free of the
+    device's memory now must not decide how large batches are, because rounding depends on that, and
+    a resumed run must repeat it.
 
     Args:
         model: one that ``require_kernels`` accepts.
         eos_ids: tokens that end a response.
     """
     if model.decoder is None:
-        is_meant = config.name == "hf" and not platform.has_own_memory
+        is_meant = config.name == "hf"
         level = logging.INFO if is_meant else logging.WARNING
-        logger.log(level, "%s", foreign_rollout(model.family))
+        logger.log(level, "%s", foreign_rollout(model.family, is_meant=is_meant))
         hf_settings = HfRolloutConfig(config.seed, eos_ids, max_num_seqs=config.max_num_seqs)
         return HfRolloutEngine(model.module, hf_settings)
     total_bytes = platform.total_memory_bytes()

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partialmethod
 from types import FrameType, ModuleType
@@ -105,9 +105,11 @@ def start_ray(
     if plan.role == "head":
         wanted |= {"_system_config": _HEALTH_CHECKS, **_named_address(plan)}
     quiet = {"logging_level": logging.CRITICAL, "log_to_driver": False}
+    arguments = quiet | wanted | given
+    few = _few_processes(ray, arguments) if plan.role == "local" else nullcontext()
     try:
-        with _kept_sigterm_handler(), _own_sessions():
-            ray.init(**(quiet | wanted | given))
+        with _kept_sigterm_handler(), _own_sessions(), few:
+            ray.init(**arguments)
     except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
         if given and not isinstance(error, ConnectionError):
             raise UserError(
@@ -284,6 +286,35 @@ def _own_sessions() -> Iterator[None]:
         yield
     finally:
         subprocess.Popen.__init__ = start
+
+
+@contextmanager
+def _few_processes(ray: ModuleType, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Start none that the arguments switch off, and no autoscaler: for a cluster of one node that
+    ends with the run.
+
+    Each takes a second of a core, and the driver waits for one of them. Ray starts them all the
+    same, and has no option for it.
+    """
+    wanted = {
+        "start_monitor": False,
+        "start_api_server": arguments.get("include_dashboard", True),
+        "start_log_monitor": arguments["log_to_driver"],
+    }
+    node = ray._private.node.Node
+    unwanted = [name for name, is_wanted in wanted.items() if not is_wanted]
+    starts = {name: getattr(node, name) for name in unwanted if hasattr(node, name)}
+    for name in starts:
+        setattr(node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, start in starts.items():
+            setattr(node, name, start)
+
+
+def _start_nothing(_node: object, **_options: object) -> None:
+    """In place of a method of Ray's node."""
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:

@@ -105,6 +105,7 @@ class HostedObject:
         self._plan = IsolationPlan()
         self._visibility: Visibility | None = None
         self._place: WorkerPlace | None = None
+        self._platform: Platform | None = None
         self._object: object = None
         self._notices = _NoticeHandler()
         self._clock = CallClock()
@@ -136,14 +137,22 @@ class HostedObject:
             log = os.path.realpath("/proc/self/fd/2")
             return Opened(self._place, str(self._plan), socket.gethostname(), os.getpid(), log)
 
-    def build(self, payload: bytes) -> Reply:
-        """Make the object. ``payload`` is the pickled pair of platform and ``Build``."""
+    def confirm(self, payload: bytes) -> Reply:
+        """Check that isolation had the effect that was planned, and take the device. Returns its
+        ``Platform.device_uuid``; ``payload`` is the pickled platform."""
         with reported(), self._clock.running():
-            assert self._place is not None, "open() comes first"
-            platform, build = pickle.loads(payload)
+            platform: Platform = pickle.loads(payload)
             self._confirm(platform)
+            self._platform = platform
+            return Reply(platform.device_uuid(self._plan.local_index), self._notices.take())
+
+    def build(self, payload: bytes) -> Reply:
+        """Make the object. ``payload`` is the pickled ``Build``."""
+        with reported(), self._clock.running():
+            assert self._place is not None and self._platform is not None, "confirm() comes first"
+            build: Build = pickle.loads(payload)
             keep_freed_memory()
-            platform.prepare_thread()
+            self._platform.prepare_thread()
             self._object = build(self._place)
             return Reply(None, self._notices.take())
 

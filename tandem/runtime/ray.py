@@ -151,7 +151,8 @@ class RayRuntime:
             raise
 
     def start_pools(self, builds: Mapping[str, Build]) -> dict[str, RayWorkerGroup]:
-        """Make the object of every worker of these pools, all at the same time. Blocks.
+        """Make the object of every worker of these pools, all at the same time, once each has
+        confirmed that it has a device of its own. Blocks.
 
         Args:
             builds: per pool a picklable callable from ``WorkerPlace`` to the object.
@@ -159,16 +160,24 @@ class RayRuntime:
         Raises:
             WorkerFailure, UserError: the first cause, if one of them failed.
         """
+        uuids = self._call_all("confirm", {pool: self._platforms[pool] for pool in builds})
+        opened = [one for pool in builds for one in self.opened[pool]]
+        require_distinct(opened, uuids, platforms=self._platforms)
+        self._call_all("build", builds)
+        return {pool: RayWorkerGroup(self._waits, self._members[pool]) for pool in builds}
+
+    def _call_all(self, method: str, arguments: Mapping[str, object]) -> list[Any]:
+        """Of all members of these pools, with the pickled argument of their pool; the results in
+        their order. Blocks."""
         from ray.cloudpickle import cloudpickle
 
         calls = []
-        for pool, build in builds.items():
-            payload = cloudpickle.dumps((self._platforms[pool], build))
+        for pool, argument in arguments.items():
+            payload = cloudpickle.dumps(argument)
             for member in self._members[pool]:
-                reference = member.actor.build.remote(payload)
-                calls.append(self._waits.started(member.worker, "build", reference=reference))
-        self._waits.gather(calls)
-        return {pool: RayWorkerGroup(self._waits, self._members[pool]) for pool in builds}
+                reference = getattr(member.actor, method).remote(payload)
+                calls.append(self._waits.started(member.worker, method, reference=reference))
+        return self._waits.gather(calls)
 
     async def call(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``function`` on a thread. Methods of one object run in the order of the calls, those
@@ -241,7 +250,6 @@ class RayRuntime:
                 f"trainer.ray_wait_register_center_timeout={timeout_s:g}: not all of the "
                 f"{len(seats)} worker processes have started in this time. Raise it."
             ) from error
-        require_distinct(seats, told)
         opened: dict[str, list[Opened]] = defaultdict(list)
         for call, actor, one in zip(calls, self._actors, told, strict=True):
             name = replace(call.worker.name, host=one.host, pid=one.pid)

@@ -19,7 +19,11 @@ from tandem.runtime.hosted import Opened, Seat
 if TYPE_CHECKING:
     from tandem.platforms.record import Platform
 
+FLAGCX_VARIABLE = "USE_FLAGCX"
+"""verl-FL's. The driver's holds for all workers: those of a group must agree."""
 _MAX_HOST_THREADS = 16
+_PARTS = "MIG-"
+"""What names of parts of devices begin with."""
 
 
 def seats_of(
@@ -42,6 +46,7 @@ def seats_of(
                 node_address=reserved[node].address,
                 local_rank=nodes[:rank].count(node),
                 local_size=nodes.count(node),
+                wants_flagcx=os.environ.get(FLAGCX_VARIABLE, "").lower() in ("1", "true"),
             )
             cores = (os.cpu_count() or 1) // on_node[node]
             is_host = visibility.mode == "none"
@@ -51,15 +56,30 @@ def seats_of(
     return seats
 
 
-def require_distinct(seats: Sequence[Seat], opened: Sequence[Opened]) -> None:
-    """No two processes may have taken one device of a node."""
+def require_distinct(
+    opened: Sequence[Opened], uuids: Sequence[str], *, platforms: Mapping[str, Platform]
+) -> None:
+    """No two processes may have taken one device of a node, by whatever names.
+
+    Args:
+        uuids: of each process its ``Platform.device_uuid``.
+        platforms: of each pool.
+    """
     taken: dict[tuple[str, str, str], Opened] = {}
-    for seat, one in zip(seats, opened, strict=True):
-        device = (one.place.physical_id, seat.visibility.resource, one.place.node_address)
-        other = taken.setdefault(device, one)
-        if one.place.physical_id and other is not one:
-            raise UserError(
-                f"device {device[0]} of {one.host}: {one.place.pool} rank {one.place.rank} and "
-                f"{other.place.pool} rank {other.place.rank} were both given it "
-                f"({one.isolation}). Unset what makes Ray share devices."
-            )
+    for one, uuid in zip(opened, uuids, strict=True):
+        place = one.place
+        # A part of a device may have the uuid of the whole, and is told apart by its own name.
+        part = place.physical_id if place.physical_id.startswith(_PARTS) else ""
+        resource = platforms[place.pool].visibility.resource
+        for kind, name in ((resource, place.physical_id), (f"uuid {part}", uuid)):
+            other = taken.setdefault((place.node_address, kind, name), one)
+            if name and other is not one:
+                raise UserError(
+                    f"device {name} of {one.host}: {_named(other)} and {_named(one)} were both "
+                    f"given it ({one.isolation}). Unset what makes Ray share devices, or what "
+                    "lists one by two names."
+                )
+
+
+def _named(one: Opened) -> str:
+    return f"{one.place.pool} rank {one.place.rank} (as device {one.place.physical_id})"

@@ -196,17 +196,11 @@ def _endpoint(place: LinkPlace, settings: LinkSettings) -> Endpoint:
         return Endpoint("cpu", "", platform.name)
     return Endpoint(
         device.type,
-        place.device_id or _uuid(device),
+        place.device_id or platform.device_uuid(device.index),
         platform.name,
         maps_peers=platform.maps_memory,
         flagcx=place.flagcx.vendor if place.flagcx is not None else "",
     )
-
-
-def _uuid(device: torch.device) -> str:
-    """What the driver calls a device, if it does."""
-    properties = torch.get_device_module(device).get_device_properties(device)
-    return str(getattr(properties, "uuid", ""))
 
 
 def _locations(messages: Sequence[Message], specs: Sequence[SliceSpec]) -> dict[int, Location]:

@@ -4,7 +4,8 @@
 Sharing is by storage: the rollout generates with the very module the trainer computes with, so that
 an update is in use as soon as it is made, and nothing is copied. Where that module is of lower
 precision than the weights are kept in, the update itself ends by rounding into it. The reference is
-a frozen copy, and only exists if something reads it; so does the critic, a model of its own.
+a frozen copy, and only exists if something reads it; so do critic and reward model, models of their
+own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from tandem.engines.single import ReferenceModel, SingleDeviceEngine
 from tandem.metrics.throughput import ModelShape
 from tandem.models.accelerate import operators_for
 from tandem.models.decoder import DecoderConfig
-from tandem.models.folder import ModelFolder, check_critic_folder, open_model, open_part
+from tandem.models.folder import (
+    ModelFolder,
+    check_critic_folder,
+    check_reward_folder,
+    open_model,
+    open_part,
+)
 from tandem.models.language_model import LanguageModel
 from tandem.models.parallel import WHOLE
 from tandem.platforms.record import Platform
@@ -41,6 +48,7 @@ class ColocatedEngines:
     rollout: RolloutEngine
     reference: ReferencePolicy | None
     critic: TrainEngine | None
+    reward_model: ReferencePolicy | None
     shape: ModelShape | None
 
 
@@ -64,6 +72,7 @@ def build_colocated(
         rollout=make_rollout(model, roles.rollout, eos_ids=eos_ids, platform=platform),
         reference=_reference(config, platform) if config.needs_reference else None,
         critic=_critic(config, platform, total_steps=total_steps) if config.uses_critic else None,
+        reward_model=_reward_model(config, platform) if config.reward_model.enable else None,
         shape=None if model.decoder is None else shape_of(model.decoder.config),
     )
 
@@ -150,8 +159,23 @@ def _reference(config: RunConfig, platform: Platform) -> ReferenceModel:
     own = roles.ref.fsdp_config
     stored = _open(roles.model, layout, random_seed=_random_seed(config), platform=platform)
     model = stored.in_dtype(compute_dtype(own, platform))
-    key = "actor_rollout_ref.ref.fsdp_config.param_offload"
-    rests = own.param_offload and _is_on_accelerator(model, key)
+    return _frozen(model, own, section="actor_rollout_ref.ref.fsdp_config")
+
+
+def _reward_model(config: RunConfig, platform: Platform) -> ReferenceModel:
+    layout, section = config.reward_model.model.fsdp_config, "reward_model.model.fsdp_config"
+    model = open_part(
+        reward_folder(config),
+        WHOLE,
+        dtype=compute_dtype(layout, platform, section=section),
+        device=platform.device_type,
+        operators=operators_for(platform),
+    )
+    return _frozen(model, layout, section=section)
+
+
+def _frozen(model: LanguageModel, layout: FsdpConfig, *, section: str) -> ReferenceModel:
+    rests = layout.param_offload and _is_on_accelerator(model, f"{section}.param_offload")
     return ReferenceModel(model, offload_weights=rests)
 
 
@@ -188,6 +212,13 @@ def critic_folder(config: RunConfig) -> ModelFolder:
         load_weight=_random_seed(config) is None,
         key="critic.model.path",
     )
+
+
+def reward_folder(config: RunConfig) -> ModelFolder:
+    """The folder of the reward model. Raises UserError if it cannot be one."""
+    model = config.reward_model.model
+    trusts, key = model.trust_remote_code, "reward_model.model.path"
+    return check_reward_folder(model.path, trust_remote_code=trusts, key=key)
 
 
 def shape_of(config: DecoderConfig) -> ModelShape:

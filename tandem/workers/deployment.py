@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from tandem.api import ReferencePolicy, WorkerGroup
 from tandem.config.layout import FsdpConfig
-from tandem.config.pools import CRITIC, Placement, Pool, scorer_of
+from tandem.config.pools import CRITIC, REWARD_MODEL, Placement, Pool, scorer_of
 from tandem.config.rollout import RolloutConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
@@ -43,6 +43,7 @@ class RemoteEngines:
     scorer: ReferencePolicy
     stage: RemoteStage | None
     critic: RemoteTrainer | None
+    reward_model: ReferencePolicy | None
 
 
 def run_jobs(
@@ -89,6 +90,11 @@ def run_jobs(
             )
             if "actor-train" in pool.tasks and config.uses_critic
             else None,
+            reward_model=_reward_model(
+                config, placement, layout=settled(config.reward_model.model.fsdp_config)
+            )
+            if "actor-train" in pool.tasks and config.reward_model.enable
+            else None,
             scorer=policy("logp") if scorer_of(pool) == "logp" else None,
             reference=policy("ref_logp") if "ref_logp" in pool.tasks else None,
             rollout=RolloutSpec(roles.model, actor_layout, roles.rollout, eos_ids)
@@ -114,10 +120,21 @@ def _critic(
     return TrainerSpec(policy, config.critic.optim, total_steps)
 
 
+def _reward_model(config: RunConfig, placement: Placement, *, layout: FsdpConfig) -> PolicySpec:
+    return PolicySpec(
+        config.reward_model.model,
+        layout,
+        placement.layouts[REWARD_MODEL],
+        random_seed=None,
+        section=section_of(REWARD_MODEL),
+        is_reward_model=True,
+    )
+
+
 def section_of(task: str) -> str:
-    """Of the keys that lay out the weights of a task of ``tandem train``, or of the critic."""
-    if task == CRITIC:
-        return "critic.model.fsdp_config"
+    """Of the keys that lay out the weights of a task of ``tandem train``, or of a model beside."""
+    if task in (CRITIC, REWARD_MODEL):
+        return f"{task}.model.fsdp_config"
     role = "ref" if task == "ref_logp" else "actor"
     return f"actor_rollout_ref.{role}.fsdp_config"
 
@@ -168,12 +185,13 @@ def remote_engines(
     return RemoteEngines(
         train=train,
         rollout=RemoteRollout(groups[placement.pool_of("generate").name], way),
-        reference=_reference(groups, placement),
+        reference=_frozen(groups, placement, task="ref_logp", pool_of="ref_logp"),
         scorer=_scorer(groups, placement, train=train),
         stage=RemoteStage(way.linked) if way.is_staged else None,
         critic=remote_trainer(groups, placement, task=CRITIC)
         if CRITIC in placement.layouts
         else None,
+        reward_model=_frozen(groups, placement, task=REWARD_MODEL, pool_of="actor-train"),
     )
 
 
@@ -185,11 +203,14 @@ def remote_trainer(
     return RemoteTrainer(group, task, layout=placement.layouts[task])
 
 
-def _reference(groups: Mapping[str, WorkerGroup], placement: Placement) -> RemotePolicy | None:
-    if "ref_logp" not in placement.layouts:
+def _frozen(
+    groups: Mapping[str, WorkerGroup], placement: Placement, *, task: str, pool_of: str
+) -> RemotePolicy | None:
+    """The engine of a model that only scores, in the pool of a task; None if the run has none."""
+    if task not in placement.layouts:
         return None
-    group = groups[placement.pool_of("ref_logp").name]
-    return RemotePolicy(group, "ref_logp", layout=placement.layouts["ref_logp"])
+    group = groups[placement.pool_of(pool_of).name]
+    return RemotePolicy(group, task, layout=placement.layouts[task])
 
 
 def _scorer(

@@ -21,8 +21,8 @@ class PolicySpec:
     """A model that the ranks of a pool hold and compute together.
 
     ``random_seed`` draws its weights; None loads them. ``value_head_seed`` makes it a critic, see
-    ``models.folder.check_critic_folder``. ``section`` is that of the keys that ``layout`` came
-    from, for messages.
+    ``models.folder.check_critic_folder``; or it ``is_reward_model``. ``section`` is that of the
+    keys that ``layout`` came from, for messages.
     """
 
     model: ModelConfig
@@ -31,6 +31,7 @@ class PolicySpec:
     random_seed: int | None
     section: str
     value_head_seed: int | None = None
+    is_reward_model: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class WorkerJob:
         critic: in the pool that trains, if the run has one.
         scorer: the policy as it is trained, in a pool that neither trains nor generates.
         reference: the policy as it was.
+        reward_model: as ``critic``.
     """
 
     platform: Platform
@@ -90,6 +92,7 @@ class WorkerJob:
     critic: TrainerSpec | None = None
     scorer: PolicySpec | None = None
     reference: PolicySpec | None = None
+    reward_model: PolicySpec | None = None
     rollout: RolloutSpec | None = None
     link: LinkSpec | None = None
 

@@ -22,7 +22,14 @@ from tandem.api import Loss, WorkerGroup
 from tandem.config.pools import RankLayout
 from tandem.data.balance import batch_cost, deal
 from tandem.data.sending import SentBatches
-from tandem.types import Completion, GenerationRequest, LossScale, PackedBatch, UpdateReport
+from tandem.types import (
+    Completion,
+    EngineWork,
+    GenerationRequest,
+    LossScale,
+    PackedBatch,
+    UpdateReport,
+)
 
 _SUBMITTING = threading.Lock()
 """Held while a call is submitted to all ranks of a pool: ranks that met two collectives in
@@ -184,6 +191,16 @@ class RemoteRollout:
         self._versions = [-1] * group.size
         self._swaps: dict[int, Any] = {}
         self._late: list[Any] = []
+        self._is_held = False
+
+    def work(self) -> list[EngineWork]:
+        """What each worker has to do; whose call was not collected yet goes on by itself."""
+        return [self._work_of(rank, number) for rank, number in enumerate(self._unfinished)]
+
+    def _work_of(self, rank: int, num_unfinished: int) -> EngineWork:
+        if rank in self._advancing:
+            return EngineWork.UNDER_WAY
+        return EngineWork.NEXT if num_unfinished and not self._is_held else EngineWork.NONE
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """See ``api.RolloutEngine.add``."""
@@ -199,7 +216,7 @@ class RemoteRollout:
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """What one of the workers has finished; see ``api.RolloutEngine.advance``."""
         for rank, number in enumerate(self._unfinished):
-            if number and rank not in self._advancing:
+            if number and rank not in self._advancing and not self._is_held:
                 if self._wanted_version is not None:
                     self._swaps[rank] = self._group.submit(rank, "swap")
                 self._advancing[rank] = self._group.submit(rank, "advance", max_steps)
@@ -223,8 +240,13 @@ class RemoteRollout:
         return not any(self._unfinished)
 
     def set_weights_version(self, version: int) -> bool:
-        """See ``api.RolloutEngine``. A worker takes part between two of its advances."""
+        """See ``api.RolloutEngine``. A worker takes part between two of its advances; where all
+        take part together, none begins another before.
+        """
         if not self._way.is_staged:
+            self._is_held = bool(self._advancing)
+            if self._is_held:
+                return False
             call_each(self._way.linked, "transfer", version)
             call_each(self._way.linked, "swap", version)
             return True

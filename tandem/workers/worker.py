@@ -21,14 +21,22 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from tandem.api import Loss, RolloutEngine
+from tandem.comm.flagcx_plugin import pool_library
 from tandem.comm.store import connect_store
 from tandem.comm.world import WorldPlace, join_world
+from tandem.config.pools import REWARD_MODEL
 from tandem.engines.fsdp import FsdpEngine
 from tandem.engines.sharded_model import ShardedModel, Sharding, open_sharded
 from tandem.engines.steps import score
 from tandem.errors import UserError
 from tandem.models.accelerate import operators_for
-from tandem.models.folder import ModelFolder, check_critic_folder, check_folder, open_part
+from tandem.models.folder import (
+    ModelFolder,
+    check_critic_folder,
+    check_folder,
+    check_reward_folder,
+    open_part,
+)
 from tandem.models.language_model import NativeModel
 from tandem.models.parallel import WHOLE
 from tandem.models.weights import allocate
@@ -72,7 +80,7 @@ class Worker:
                 rank=place.rank,
                 size=place.size,
                 device=self._device,
-                library=self._platform.collectives,
+                library=pool_library(self._platform, wants_flagcx=place.wants_flagcx),
                 timeout_s=job.timeout_s,
             ),
         )
@@ -80,7 +88,11 @@ class Worker:
         self._critic, _ = self._open_trainer(job.critic)
         self._frozen = {
             task: self._open_policy(spec, frozen=True)
-            for task, spec in (("logp", job.scorer), ("ref_logp", job.reference))
+            for task, spec in (
+                ("logp", job.scorer),
+                ("ref_logp", job.reference),
+                (REWARD_MODEL, job.reward_model),
+            )
             if spec is not None
         }
         self._rollout, self._generator = self._open_rollout(job.rollout)
@@ -341,6 +353,9 @@ class Worker:
 def _folder(spec: PolicySpec) -> ModelFolder:
     model, loads = spec.model, spec.random_seed is None
     trusts = model.trust_remote_code
+    if spec.is_reward_model:
+        key = "reward_model.model.path"
+        return check_reward_folder(model.path, trust_remote_code=trusts, key=key)
     if spec.value_head_seed is None:
         return check_folder(model.path, trust_remote_code=trusts, load_weight=loads)
     return check_critic_folder(

@@ -28,7 +28,11 @@ ROOMS = (
     "testing",
     "cli",
     "trainer",
+    "__main__",
 )
+
+EVERYTHING = frozenset(ROOMS) - {"__main__"}
+"""What may be imported at all."""
 
 OPEN_TO_ALL = frozenset({"errors"})
 
@@ -52,10 +56,11 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"types", "api", "config", "data", "rewards", "algorithms", "metrics", "checkpoint"}
     ),
     "runtime": frozenset({"types", "api", "config", "platforms"}),
-    "workers": frozenset(ROOMS) - {"pipeline", "runtime", "workers", "testing", "cli", "trainer"},
-    "testing": frozenset(ROOMS) - {"testing", "cli", "trainer"},
-    "cli": frozenset(ROOMS) - {"cli"},
-    "trainer": frozenset(ROOMS) - {"trainer"},
+    "workers": EVERYTHING - {"pipeline", "runtime", "workers", "testing", "cli", "trainer"},
+    "testing": EVERYTHING - {"testing", "cli", "trainer"},
+    "cli": EVERYTHING - {"cli"},
+    "trainer": EVERYTHING - {"trainer"},
+    "__main__": frozenset({"cli"}),
 }
 
 OWNERS: dict[str, frozenset[str]] = {

@@ -5,7 +5,6 @@ process behind, and the same command continues it as if nothing had happened.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,6 +12,8 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from tests.chaos.processes import (
     MARK,
@@ -140,15 +141,15 @@ def test_a_death_that_nobody_waits_for_ends_the_run_too(material: Material, tmp_
         "reward.timeout_s=100",
     )
     command = Command(arguments, folder=tmp_path / "output")
-    command.wait_for(run / "placement.json")
-    (generating,) = [
-        place
-        for place in json.loads((run / "placement.json").read_text())
-        if place["tasks"] == ["generate"]
-    ]
-    wait_for_end(generating["pid"])
+    wait_for_end(wait_for_place(command, run, "generate", rank=0)["pid"])
     died_s = time.monotonic()
     ended = command.wait()
     assert time.monotonic() - died_s < MOST_SECONDS_TO_END
     assert ended.code == 1
     assert ended.errors[0].startswith("error: step 1: generate rank 0 ")
+
+
+def test_a_run_that_ends_before_anybody_can_die_tells_why(tmp_path: Path) -> None:
+    command = Command(["train", "trainer.nnodes=two"], folder=tmp_path)
+    with pytest.raises(AssertionError, match="trainer.nnodes='two': must be an integer"):
+        wait_for_place(command, tmp_path, "generate", rank=0)

@@ -38,7 +38,7 @@ def run_ranks(
     function: Callable[..., Any],
     size: int,
     *args: Any,
-    timeout_s: float = 60,
+    timeout_s: float = 120,
     joined: bool = True,
 ) -> list[Any]:
     """What ``function(rank, size, store_port, *args)`` returns on each of ``size`` ranks.

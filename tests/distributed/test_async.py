@@ -103,6 +103,29 @@ def test_04_no_lag_is_the_synchronous_run_bit_by_bit(finished: Run) -> None:
     assert_same(finished("in turn"), finished("no lag"))
 
 
+def test_each_generating_process_is_seen_by_itself(material: Material, tmp_path: Path) -> None:
+    run = train(
+        material,
+        tmp_path,
+        *ASYNCHRONOUS,
+        "trainer.device=cpu",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=False",
+        "trainer.n_gpus_per_node=3",
+        "trainer.separated_node_tasks=[[logp,actor-train],generate]",
+        "trainer.separated_node_ratios=[0.34,0.66]",
+    )
+    events = read_trace(run / TRACE_FILE)
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    busy_s: Counter[str] = Counter()
+    for event in events:
+        if event["ph"] == "X" and event["name"] == "generate":
+            busy_s[tracks[event["tid"]]] += event["dur"] / 1e6
+    assert busy_s.keys() == {"generate/0", "generate/1"}
+    logged_s = sum(row["pipeline/busy_s/generate"] for row in metrics_of(run).values())
+    assert logged_s == pytest.approx(busy_s.total() / 2, rel=0.2)
+
+
 def test_05_there_is_a_lag_and_it_is_bounded(finished: Run) -> None:
     rows = metrics_of(finished("asynchronous"))
     lags = [rows[step]["training/lag/max"] for step in range(1, NUM_BATCHES + 1)]

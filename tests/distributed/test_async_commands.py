@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous commands of several processes that only have to run: dots.rl's own in small
-(acceptance tests 1 and 3 with it), validation alone (14), and a critic (24).
+(acceptance tests 1 and 3 with it), validation alone (14), a critic and a reward model (24).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from tests.fakes.commands import run_command
 from tests.fakes.published_commands import RED_MOE_COMMAND, words_of
-from tests.fakes.tiny_run import Material, metrics_of, read_lines, train_arguments
+from tests.fakes.tiny_reward_model import write_random_judge
+from tests.fakes.tiny_run import Material, metrics_of, read_lines, repeatable, train_arguments
 
 ASYNCHRONOUS = (
     "trainer.device=cpu",
@@ -164,3 +165,60 @@ def test_24_a_critic_and_kl_in_the_reward_take_asynchronous_steps(
     again = (*keys, "trainer.total_training_steps=4")
     assert run_command(train_arguments(material, run, *again), folder=tmp_path).code == 0
     assert list(metrics_of(run)) == [1, 2, 3, 4]
+
+
+def test_24_a_reward_model_scores_three_asynchronous_steps(
+    material: Material, tmp_path: Path
+) -> None:
+    """On the trainer's two devices, spread over both; no function is called."""
+    judge = write_random_judge(material.policy, tmp_path / "judge", task="Token")
+    run = tmp_path / "run"
+    keys = (
+        *ASYNCHRONOUS,
+        "trainer.n_gpus_per_node=3",
+        "trainer.separated_node_tasks=[[actor-train,logp,ref_logp],generate]",
+        "trainer.separated_node_ratios=[0.67,0.33]",
+        "algorithm.use_kl_in_reward=True",
+        "reward_model.enable=True",
+        f"reward_model.model.path={judge}",
+        "reward_model.model.fsdp_config.param_offload=True",
+        "reward_model.model.fsdp_config.ulysses_sequence_parallel_size=2",
+        "custom_reward_function.name=broken",
+        "data.val_files=[]",
+        "trainer.total_training_steps=3",
+    )
+    ended = run_command(train_arguments(material, run, *keys), folder=tmp_path)
+    assert ended.code == 0, ended.stderr
+    rows = metrics_of(run)
+    assert list(rows) == [1, 2, 3]
+    assert rows[3]["training/lag/max"] <= 1
+    assert all(row["reward/failures"] == 0 and row["timing_s/reward"] > 0 for row in rows.values())
+    assert all(row["actor/grad_norm"] > 0 for row in rows.values())
+    recorded = {(r["step"], r["sample_id"]): r for r in read_lines(run / "rollouts.jsonl")}
+    assert {step for step, _ in recorded} == {1, 2, 3}
+    assert len({record["score"] for record in recorded.values()}) == len(recorded)
+
+
+def test_24_scores_of_a_reward_model_do_not_depend_on_the_number_of_devices(
+    material: Material, tmp_path: Path
+) -> None:
+    judge = write_random_judge(material.policy, tmp_path / "judge")
+    keys = (
+        "trainer.device=cpu",
+        "reward_model.enable=True",
+        f"reward_model.model.path={judge}",
+        "reward_model.forward_max_token_len_per_gpu=108",
+        "data.val_files=[]",
+        "trainer.total_training_steps=3",
+    )
+    one, two = (
+        train_arguments(material, tmp_path / f"on_{n}", *keys, f"trainer.n_gpus_per_node={n}")
+        for n in (1, 2)
+    )
+    for arguments in (one, two):
+        ended = run_command(arguments, folder=tmp_path)
+        assert ended.code == 0, ended.stderr
+    others = repeatable(metrics_of(tmp_path / "on_2"))
+    for step, row in repeatable(metrics_of(tmp_path / "on_1")).items():
+        assert row == pytest.approx(others[step], rel=1e-5, abs=1e-5)
+        assert row["critic/score/max"] > row["critic/score/min"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import CPU, Platform
 from tandem.runtime.cluster import ClusterSettings, plan_cluster
 from tandem.runtime.ray import RayRuntime
-from tandem.testing.processes import Here, Launch, run_processes
+from tandem.testing.processes import Here, Launch, ProcessError, run_processes
 
 NPU = "ASCEND_RT_VISIBLE_DEVICES"
 MUSA = "MUSA_VISIBLE_DEVICES"
@@ -98,3 +99,13 @@ def test_a13_selecting_workers_of_a_slice_use_theirs_by_index(
     for physical, one in zip(require_apart(told, vendor="musa"), told, strict=True):
         assert one["planned"][0] == SLICE.split(",").index(physical)
         assert (one["seen"], one["environment"][MUSA]) == (4, SLICE)
+
+
+def _one_chip(_: int | None) -> str:
+    return "one chip"
+
+
+def test_a13_two_workers_of_one_chip_are_refused(doubles: Callable[..., Platform]) -> None:
+    platform = replace(doubles("npu", num_devices=NUM_DEVICES), device_uuid=_one_chip)
+    with pytest.raises(ProcessError, match="device one chip of .*: train rank 0 .*train rank 1"):
+        run(platform, {"resources": {"NPU": 2}}, **{NPU: "4,5"})

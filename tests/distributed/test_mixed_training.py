@@ -120,3 +120,37 @@ def test_a9_a_flagcx_that_cannot_be_used_is_refused(
     settings = (*SETTINGS, "trainer.n_gpus_per_node=2", *arguments)
     words = train_arguments(material, tmp_path / "run", *settings)
     check_refusal(run_command(words, folder=tmp_path, conditions=conditions), "flagcx", says)
+
+
+def write_flagcx_plug_in(folder: Path) -> None:
+    """A stand-in for FlagCX's plug-in, which torch loads by itself. Who uses it leaves a mark."""
+    package, info = folder / "flagcx", folder / "flagcx-0.13.0.dist-info"
+    package.mkdir()
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flagcx\nVersion: 0.13.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nflagcx = flagcx:init\n")
+    (package / "__init__.py").write_text(
+        "from pathlib import Path\n"
+        "def init():\n"
+        "    from torch.distributed import Backend\n"
+        "    Backend.register_backend('flagcx', create, extended_api=True, devices=['musa'])\n"
+        "def create(options, _=None):\n"
+        "    from tandem.testing.doubles import make_backend\n"
+        f"    Path({str(folder)!r}, 'used').touch()\n"
+        "    rank, size = options.group_rank, options.group_size\n"
+        "    return make_backend(options.store, rank=rank, size=size, timeout=options.timeout)\n"
+    )
+
+
+def test_collectives_inside_a_pool_are_flagcxs_where_that_is_wanted(
+    material: Material, vendors: Conditions, tmp_path: Path
+) -> None:
+    pool = ("trainer.device=musa", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=1")
+    together = "actor_rollout_ref.hybrid_engine=True"
+    words = train_arguments(material, tmp_path / "run", *SETTINGS, *pool, together)
+    write_flagcx_plug_in(tmp_path)
+    path = os.pathsep.join([str(tmp_path), vendors.environment["PYTHONPATH"]])
+    wanted = Conditions(environment={"PYTHONPATH": path, "USE_FLAGCX": "1"})
+    ended = run_command(words, folder=tmp_path, conditions=wanted)
+    assert ended.code == 0, ended.stderr
+    assert (tmp_path / "used").exists()

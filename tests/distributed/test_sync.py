@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -36,6 +37,7 @@ from tests.unit.sync.layouts import (
     receiving,
     sending,
     settings,
+    tied,
 )
 from tests.unit.sync.updates import update_often
 
@@ -45,7 +47,7 @@ KIB, MIB = 1 << 10, 1 << 20
 @dataclass(frozen=True)
 class _Case:
     """Trainers on a grid of row and column cuts, and rollouts: as many more processes, or so many
-    of the trainers' own."""
+    of the trainers' own. Those are whole, or the parts of an ``engine`` on a grid."""
 
     grid: tuple[int, int]
     num_rollouts: int
@@ -53,6 +55,7 @@ class _Case:
     rows: int
     buckets: tuple[int, int]
     mode: dict[str, Any] = field(default_factory=dict[str, Any])
+    engine: tuple[int, int] = (1, 1)
 
     @property
     def num_trainers(self) -> int:
@@ -77,16 +80,22 @@ CASES = [
     _Case((2, 2), 1, False, LARGE, (64 * MIB, MIB)),
     _Case((2, 1), 2, True, LARGE, (300 * KIB, 64 * MIB)),
     *(_Case((2, 2), 2, False, SMALL, (MIB, 100), mode) for mode in MODES),
+    *(
+        _Case(grid, 2, False, SMALL, (KIB, KIB), mode, engine)
+        for grid, mode in zip([(1, 1), (2, 1), (1, 2), (2, 2)], MODES, strict=True)
+        for engine in ((2, 1), (1, 2))
+    ),
 ]
 
 
 def _run_case(rank: int, store: Store, *, case: _Case, name: str) -> None:
-    weights = make_weights(case.rows)
+    weights, whole = tied(make_weights(case.rows)), tied(make_weights(case.rows))
     sends = cut(weights, case.grid, rank=rank) if rank < case.num_trainers else []
     first = 0 if case.colocated else case.num_trainers
     receives = first <= rank < first + case.num_rollouts
-    rooms = empty_copy(weights, torch.bfloat16) if receives else []
-    whole_sends = cut(make_weights(case.rows), case.grid, rank=rank) if sends else []
+    part = (rank - first) % math.prod(case.engine)
+    rooms = empty_copy(weights, torch.bfloat16, case.engine, rank=part) if receives else []
+    whole_sends = cut(whole, case.grid, rank=rank) if sends else []
     link = open_link(
         store,
         place(rank, case.size, name=name),
@@ -98,7 +107,6 @@ def _run_case(rank: int, store: Store, *, case: _Case, name: str) -> None:
             slice_.tensor.copy_(first_slice.tensor * version)
         assert link.transfer(version).version == version
         assert link.gate.version == (version if receives else None)
-        whole = make_weights(case.rows)
         check_arrived(rooms, {key: tensor * version for key, tensor in whole.items()})
     link.close()
 

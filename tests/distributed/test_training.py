@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.fakes.commands import run_command
+from tests.fakes.tiny_policy import TINY, write_tiny_policy
 from tests.fakes.tiny_run import Material, metrics_of, repeatable, sft_arguments, train_arguments
 
 SETTINGS = (
@@ -38,6 +40,13 @@ PLACES = {
         "trainer.n_gpus_per_node=4",
         "trainer.sperated_node_tasks=[logp,ref_logp,actor-train,generate]",
         "trainer.sperated_node_ratios=[0.25,0.25,0.25,0.25]",
+    ),
+    "tensor": (
+        "trainer.n_gpus_per_node=3",
+        "trainer.sperated_node_tasks=[[logp,ref_logp,actor-train],generate]",
+        "trainer.sperated_node_ratios=[0.67,0.33]",
+        "actor_rollout_ref.actor.fsdp_config.tensor_model_parallel_size=2",
+        "actor_rollout_ref.ref.fsdp_config.tensor_model_parallel_size=2",
     ),
 }
 Run = Callable[[str], Path]
@@ -69,6 +78,20 @@ def largest_difference(one: Path, other: Path) -> float:
 @pytest.mark.parametrize("place", ["two", "four"])
 def test_results_do_not_depend_on_the_number_of_devices(finished: Run, place: str) -> None:
     assert largest_difference(finished("one"), finished(place)) < 1e-5
+
+
+def test_tensor_parallel_ranks_train_as_one_process_does(
+    material: Material, tmp_path: Path
+) -> None:
+    """Two ranks train, and send their halves to a third that generates. The policy of the other
+    tests has one head for keys, which cannot be divided."""
+    policy = write_tiny_policy(tmp_path / "policy", size=replace(TINY, num_kv_heads=2))
+    two_steps = ("trainer.total_training_steps=2", f"actor_rollout_ref.model.path={policy}")
+    for place in ("one", "tensor"):
+        arguments = train_arguments(material, tmp_path / place, *SETTINGS, *PLACES[place])
+        ended = run_command([*arguments, *two_steps], folder=tmp_path / f"{place}_output")
+        assert ended.code == 0, ended.stderr
+    assert largest_difference(tmp_path / "one", tmp_path / "tensor") < 1e-5
 
 
 def test_tokens_of_each_rank_are_told(finished: Run) -> None:

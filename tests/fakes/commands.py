@@ -30,6 +30,7 @@ PRELOADED = (
     "tandem.cli.supervised",
     "tandem.cli.export",
     "tandem.cli.report",
+    "torch._dynamo",  # which torch loads for more than a second when layers are computed again
 )
 TIMEOUT_S = 120
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -106,11 +107,17 @@ class Command:
         return Ended(self._process.exitcode, stdout, stderr)
 
     def wait_for(self, path: Path, *, text: str = "") -> None:
-        """Wait until a file exists and holds ``text``, or the command has ended."""
+        """Wait until a file holds ``text``; a command that ends before that fails the test."""
+
+        def is_there() -> bool:
+            return path.exists() and text in path.read_text()
+
         deadline = time.monotonic() + TIMEOUT_S
-        while self.is_running and not (path.exists() and text in path.read_text()):
-            if time.monotonic() > deadline:
-                raise AssertionError(f"no {text!r} in {path} after {TIMEOUT_S} s:\n{self.output()}")
+        while not is_there():
+            has_ended = not self.is_running
+            if (has_ended and not is_there()) or time.monotonic() > deadline:
+                when = "when it ended" if has_ended else f"after {TIMEOUT_S} s"
+                raise AssertionError(f"no {text!r} in {path} {when}:\n{self.output()}")
             time.sleep(0.005)
 
     def output(self) -> str:

@@ -1,52 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes Triton's interpreter run with numpy 2.4, which no longer turns an array of one element into
-an int; triton relies on that for the bounds of loops. And makes it faster by a third: it looks
-through all names of its language whenever a function is called, and makes a table of all types
-whenever it asks for one.
+an int; triton relies on that for the bounds of loops. And makes it several times faster: around
+every call of a function it replaces all names of its language and puts them back; it makes a table
+of all types whenever it asks for one, and describes the shape of each value anew; and it computes
+whether integers overflow, which it tells only when it debugs.
 """
 
 from __future__ import annotations
 
-import inspect
-from functools import cache, wraps
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 
 
 def install() -> None:
-    """Idempotent. Skips the test that asks for it where triton is missing."""
-    reason = "the kernels need triton"
-    interpreter: Any = pytest.importorskip("triton.runtime.interpreter", reason=reason)
-    as_shipped = interpreter._patch_lang_tensor
-    if hasattr(as_shipped, "__wrapped__"):
-        return
+    """Skips the test that asks for it where triton is missing."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    _install()
 
-    @wraps(as_shipped)
-    def patch(tensor: Any, scope: Any) -> None:
-        as_shipped(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    is_builtin = interpreter.tl.core.is_builtin
+@cache
+def _install() -> None:
+    from triton.runtime import interpreter
 
-    @cache
-    def builtins(package: Any) -> list[str]:
-        """Names, first asked for when none is replaced yet."""
-        return [name for name, _ in inspect.getmembers(package, is_builtin)]
+    triton: Any = interpreter
+    stay_replaced(triton)
+    find_types_once(triton)
+    describe_shapes_once(triton.tl.core)
+    builder = triton.interpreter_builder
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
 
-    def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
-        for name in builtins(package):
-            member = getattr(package, name)
-            if not is_builtin(member):
-                return  # all are replaced: by the function that calls this one
-            interpreter._patch_attr(package, name, member, builder, scope)
 
+def stay_replaced(interpreter: Any) -> None:
+    """The names of the language, as soon as a function of a module that uses them is called."""
+    replace_names, semantic = interpreter._patch_lang, interpreter.interpreter_semantic
+    modules: set[str] = set()
+
+    def replace_once(fn: Any) -> Any:
+        if fn.__module__ not in modules:
+            modules.add(fn.__module__)
+            replace_names(fn)
+            tensor = interpreter.tl.core.tensor
+            tensor.__index__ = lambda self: int(self.handle.data.item())
+        return interpreter._LangPatchScope()
+
+    def replace_name(owner: Any, name: str, member: Any, *_: Any) -> None:
+        # A check whether a semantic is given is wrapped around most of them.
+        as_written = getattr(member, "__wrapped__", member)
+
+        def interpreted(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+            return as_written(*args, _semantic=semantic, **kwargs)
+
+        setattr(owner, name, interpreted)
+
+    interpreter._patch_lang = replace_once
+    interpreter._patch_attr = replace_name
+
+
+def find_types_once(interpreter: Any) -> None:
+    """Those of numpy for each of triton's."""
     numpy_type = interpreter._get_np_dtype
     of_number = cache(numpy_type)
 
     def of_any(dtype: Any) -> Any:
         return numpy_type(dtype) if dtype.scalar.is_ptr() else of_number(dtype.scalar)
 
-    interpreter._patch_lang_tensor = patch
-    interpreter._patch_builtin = patch_builtins
     interpreter._get_np_dtype = of_any
+
+
+def describe_shapes_once(core: Any) -> None:
+    """Types of blocks, and the shapes that values show."""
+    init_block, init_tensor = core.block_type.__init__, core.tensor.__init__
+    is_same = core.dtype.__eq__
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def init_known_block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [size if type(size) is int else size.value for size in shape]
+        key = (element_ty.name, *sizes)
+        if key not in blocks:
+            init_block(self, element_ty, shape)
+            blocks[key] = vars(self).copy()
+        vars(self).update(blocks[key], element_ty=element_ty)
+
+    @cache
+    def shown(sizes: tuple[int, ...]) -> dict[str, Any]:
+        tensor = core.tensor.__new__(core.tensor)
+        init_tensor(tensor, None, core.block_type(core.float32, list(sizes)))
+        return {"numel": tensor.numel, "shape": tensor.shape}
+
+    def init_known_tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape.values) if type.is_block() else None
+        if sizes is None:
+            init_tensor(self, handle, type)
+        else:
+            vars(self).update(shown(sizes), handle=handle, type=type, dtype=type.scalar)
+
+    core.block_type.__init__ = init_known_block
+    core.tensor.__init__ = init_known_tensor
+    core.dtype.__eq__ = lambda self, other: self is other or is_same(self, other)

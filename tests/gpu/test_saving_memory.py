@@ -108,7 +108,7 @@ def test_gradients_of_shared_rows_add_up_in_a_fixed_order(machine: Machine, tmp_
         """The model, after its hidden states."""
 
         operators, layout, lm_head_weight = model.operators, model.layout, model.lm_head_weight
-        value_bias = None
+        value_head = None
 
         def hidden(self, packed: PackedBatch) -> Tensor:
             return h_TD

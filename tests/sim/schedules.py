@@ -65,3 +65,8 @@ def updates(run: SimulatedRun) -> dict[int, tuple[float, float]]:
         for e in run.events
         if (e.track, e.name) == ("actor-train", "update")
     }
+
+
+def validated(run: SimulatedRun) -> list[int]:
+    """The steps in whose rows a validation stands."""
+    return [row.step for _, row in run.rows if any(n.startswith("val-") for n in row.metrics)]

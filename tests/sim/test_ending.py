@@ -12,7 +12,16 @@ import pytest
 from tandem.checkpoint.store import CheckpointStore, open_checkpoint
 from tandem.pipeline.simulated_engines import SimulatedTimes
 from tandem.pipeline.simulation import SimulatedRun, simulate
-from tests.sim.schedules import BATCH, SAMPLES, around, config, lags, times, updates
+from tests.sim.schedules import (
+    BATCH,
+    SAMPLES,
+    around,
+    config,
+    lags,
+    times,
+    updates,
+    validated,
+)
 
 SAVES = ("trainer.save_freq=1",)
 
@@ -61,22 +70,149 @@ def test_11_the_number_of_steps_ends_a_run_before_its_data(lag: int) -> None:
     assert len(set(trained_uids(run))) == 5 * BATCH
 
 
+DROPS = (
+    "algorithm.filter_groups.enable=True",
+    "algorithm.filter_groups.metric=score",
+    "algorithm.filter_groups.max_num_gen_batches=0",
+    "trainer.total_epochs=1",
+    "data.shuffle=False",
+)
+VALIDATES = ("data.val_files=[some]", "data.train_files=[some]", "trainer.val_before_train=False")
+
+
+def every_fourth_alike(row: int, k: int) -> float:
+    """Rewards of a group that is dropped, and of three that are not."""
+    return 1.0 if row % 4 == 3 else float(k)
+
+
 @pytest.mark.parametrize("lag", [0, 2])
-def test_11_dropped_groups_are_replaced_until_the_data_ends(lag: int) -> None:
-    """Every fourth group has equal rewards and is dropped: 10 batches of data make 7 steps."""
-    keys = (
-        "algorithm.filter_groups.enable=True",
-        "algorithm.filter_groups.metric=score",
-        "algorithm.filter_groups.max_num_gen_batches=0",
-        "trainer.total_epochs=1",
-        "data.shuffle=False",
-    )
-    surroundings = replace(around(10), score=lambda row, k: 1.0 if row % 4 == 3 else float(k))
+@pytest.mark.parametrize("test_freq", [0, 3, 7, 100])
+def test_11_dropped_groups_are_replaced_until_the_data_ends(lag: int, test_freq: int) -> None:
+    """Every fourth group has equal rewards and is dropped: 10 batches of data make 7 steps. Nobody
+    knows before the end that the seventh is the last; its row has the last validation all the same.
+    """
+    keys = (*DROPS, *VALIDATES, f"trainer.test_freq={test_freq}")
+    surroundings = replace(around(10), score=every_fourth_alike, num_validation_rows=3)
     run = simulate(config(lag, *keys, num_steps=10), uneven(3), around=surroundings)
     assert run.summary.last_step == 7 and not run.summary.stopped_early
+    assert [row.step for _, row in run.rows] == list(range(1, 8))
+    expected = {0: [], 3: [3, 6, 7]}.get(test_freq, [7])
+    assert validated(run) == expected
     assert not [uid for uid in trained_uids(run) if uid % 4 == 3]
     assert len(set(trained_uids(run))) == 7 * BATCH
     assert max(lags(run)) <= lag
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_11_a_row_waits_for_nothing_but_the_next_batch_to_be_known_not_to_be_the_last(
+    lag: int, tmp_path: Path
+) -> None:
+    """Nothing is lost either if the run is stopped or fails meanwhile."""
+    keys = (*DROPS, *VALIDATES, "trainer.test_freq=100", "trainer.save_freq=100")
+    seconds = times(generate=10.0, actor_train=1.0)
+    store = CheckpointStore(tmp_path)
+    surroundings = replace(around(10), store=store, num_validation_rows=3)
+    run = simulate(config(lag, *keys, num_steps=10), seconds, around=surroundings)
+    ends = {step: end for step, (_, end) in updates(run).items()}
+    begins = {step: begin for step, (begin, _) in updates(run).items()}
+    for moment, row in run.rows[:-1]:
+        assert ends[row.step] <= moment <= begins[row.step + 1]
+    stopped = simulate(
+        config(lag, *keys, num_steps=10), seconds, around=replace(surroundings, stop_s=ends[3] + 1)
+    )
+    assert [row.step for _, row in stopped.rows] == list(range(1, stopped.summary.last_step + 1))
+    assert validated(stopped) == []
+
+
+def test_11_a_stop_waits_for_no_last_validation_either(tmp_path: Path) -> None:
+    """Stopped where the data have ended and the last weights are on their way."""
+    keys = (*DROPS, *VALIDATES, "trainer.test_freq=100")
+    surroundings = replace(
+        around(10),
+        score=every_fourth_alike,
+        num_validation_rows=3,
+        store=CheckpointStore(tmp_path),
+        stages_weights=True,
+    )
+    seconds = replace(times(generate=1.0, actor_train=1.0, sync=5.0), validation_s=100.0)
+    whole = simulate(config(2, *keys, num_steps=10), seconds, around=surroundings)
+    assert whole.end_s > 100
+    ended_s = updates(whole)[7][1]
+    for stop_s in (ended_s + 1.0, ended_s + 6.0, ended_s + 50.0):
+        store = CheckpointStore(tmp_path / f"{stop_s}")
+        run = simulate(
+            config(2, *keys, num_steps=10),
+            seconds,
+            around=replace(surroundings, store=store, stop_s=stop_s),
+        )
+        assert run.end_s <= stop_s + 5.1 and run.summary.stopped_early
+        assert [row.step for _, row in run.rows] == list(range(1, 8)) and not validated(run)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_11_a_run_whose_data_has_ended_is_not_validated_again(lag: int, tmp_path: Path) -> None:
+    keys = (*DROPS, *VALIDATES, "trainer.test_freq=100", "trainer.save_freq=100")
+    store = CheckpointStore(tmp_path)
+    surroundings = replace(around(10), score=every_fourth_alike, num_validation_rows=3, store=store)
+    simulate(config(lag, *keys, num_steps=10), uneven(3), around=surroundings)
+    resumed = simulate(
+        config(lag, *keys, num_steps=10),
+        uneven(3),
+        around=replace(surroundings, checkpoint=open_checkpoint(tmp_path / "global_step_7")),
+    )
+    assert resumed.rows == () and resumed.summary.last_step == 7
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("trainer.async_pipeline=False", "trainer.generate_ahead_steps=0"),
+        (),
+        ("actor_rollout_ref.rollout.partial_rollout=False",),
+        ("trainer.deterministic_async=True",),
+    ],
+    ids=["synchronous", "partial", "whole", "rounds"],
+)
+@pytest.mark.parametrize("stop_s", [0.5, 9.0, 15.5])
+def test_11_a_stop_waits_for_no_validation(
+    keys: tuple[str, ...], stop_s: float, tmp_path: Path
+) -> None:
+    """One before training, and those of steps 2 and 4; what was dropped a resume makes up for."""
+    settings = (*VALIDATES[:2], "trainer.val_before_train=True", "trainer.test_freq=2", *keys)
+    lag = 0 if "trainer.async_pipeline=False" in keys else 2
+    store = CheckpointStore(tmp_path)
+    surroundings = replace(around(6), num_validation_rows=3, store=store)
+    seconds = replace(times(generate=1.0, actor_train=1.0), validation_s=7.0)
+    stopped = simulate(
+        config(lag, *settings, num_steps=6), seconds, around=replace(surroundings, stop_s=stop_s)
+    )
+    assert stopped.summary.stopped_early
+    assert stopped.end_s <= stop_s + 1.1, "an update under way ends"
+    assert [row.step for _, row in stopped.rows if row.step] == list(
+        range(1, stopped.summary.last_step + 1)
+    )
+    whole = replace(seconds, validation_s=0.1)
+    latest = store.latest()
+    resumed = simulate(
+        config(lag, *settings, num_steps=6),
+        whole,
+        around=replace(surroundings, checkpoint=latest, is_validated=False),
+    )
+    since = stopped.summary.last_step
+    assert validated(resumed) == [step for step in (0, 2, 4, 6) if step >= since]
+
+
+@pytest.mark.parametrize(
+    "key", ["actor_rollout_ref.rollout.partial_rollout=False", "trainer.deterministic_async=True"]
+)
+def test_11_a_stop_waits_for_no_weights_that_wait_for_sequences(key: str, tmp_path: Path) -> None:
+    """The version of a validation, or any one in rounds, comes into use when they have ended."""
+    keys = (*VALIDATES, "trainer.test_freq=2", key)
+    seconds = times(generate=lambda uid, k: 1.0 if uid < 2 * BATCH else 300.0, actor_train=1.0)
+    surroundings = replace(around(), num_validation_rows=3, store=CheckpointStore(tmp_path))
+    run = simulate(config(2, *keys), seconds, around=replace(surroundings, stop_s=20.0))
+    assert run.summary.stopped_early and run.summary.last_step in (1, 2)
+    assert run.end_s <= 21.1
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from functools import cache
 
 import pytest
 
@@ -50,7 +51,7 @@ def divisions(num_devices: int, num_groups: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("name", CASES)
 def test_6_3_8_from_a_bad_start_within_10_percent_of_the_best_split(name: str) -> None:
     """dotsrl.md 6.3 item 8: the best by exhaustive search on the simulator."""
-    predict = predictor(CONFIG, CASES[name], groups=GROUPS)
+    predict = cache(predictor(CONFIG, CASES[name], groups=GROUPS))
     best = min(predict(Split(d, lag)) for d in divisions(5, 3) for lag in LAGS)
     for start in ((3, 1, 1), (1, 1, 3)):
         found = suggest(

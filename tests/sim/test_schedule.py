@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -89,6 +90,37 @@ def test_06_a_straggler_costs_the_trainer_nothing_while_batches_are_buffered() -
     steps = updates(run)
     idle = [steps[step + 1][0] - steps[step][1] for step in range(5, 23)]
     assert max(idle) < 0.5
+
+
+def test_a_straggler_keeps_one_of_two_engines_busy_and_not_both() -> None:
+    """Every batch has one response of 8 s, which only one engine has to do with."""
+
+    def generate(uid: int, k: int) -> float:
+        return 8.0 if (uid % BATCH, k) == (0, 0) else 1.0
+
+    keys = ("trainer.deterministic_async=True",)
+    seconds = times(generate=generate, actor_train=0.1)
+    for num_engines, idle_share in ((1, 0.0), (2, 7 / 16)):
+        run = simulate(
+            config(1, *keys, num_steps=12),
+            seconds,
+            around=replace(around(12), num_engines=num_engines),
+        )
+        idle = [row.metrics["pipeline/idle_share/generate"] for _, row in run.rows]
+        assert statistics.fmean(idle[2:-1]) == pytest.approx(idle_share, abs=0.03)
+        tracks = [f"generate/{number}" for number in range(num_engines)]
+        busy = sum(end - begin for t in tracks for begin, end in spans(run, t, "generate"))
+        summed = sum(row.metrics["pipeline/busy_s/generate"] for _, row in run.rows)
+        assert busy / num_engines == pytest.approx(summed, rel=0.01)
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_the_wait_for_a_batch_is_split_where_its_own_last_sequence_was_generated(lag: int) -> None:
+    """Rewards of 5 s, while sequences of later batches end all the time."""
+    seconds = times(generate=lambda uid, k: 1.0 + uid % 7 / 7, slots=2, actor_train=0.1, reward=5.0)
+    run = simulate(config(lag, num_steps=3), seconds, around=around(3))
+    waits = {row.step: row.metrics for _, row in run.rows}
+    assert waits[1]["timing_s/reward"] == pytest.approx(5.0)
 
 
 Generate = float | Callable[[int, int], float]

@@ -11,15 +11,10 @@ import pytest
 
 from tandem.checkpoint.store import CheckpointStore, open_checkpoint
 from tandem.pipeline.simulated_engines import SimulatedTimes
-from tandem.pipeline.simulation import SimulatedRun, simulate
-from tests.sim.schedules import BATCH, around, config, spans, times, updates
+from tandem.pipeline.simulation import simulate
+from tests.sim.schedules import BATCH, around, config, spans, times, updates, validated
 
 FILES = ("data.val_files=[some]", "data.train_files=[some]")
-
-
-def validated(run: SimulatedRun) -> list[int]:
-    """The steps in whose rows a validation stands."""
-    return [row.step for _, row in run.rows if any(n.startswith("val-") for n in row.metrics)]
 
 
 def test_13_validation_uses_the_weights_of_its_step_whatever_the_timing() -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cli.hosting import Site, require_fit
+from tandem.cli.hosting import Site, require_fit, site_here
 from tandem.config.overrides import load_config
 from tandem.config.pools import place_run, place_sft
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
+from tandem.config.validate import check_run
 from tandem.errors import UserError
 from tandem.models.folder import ModelFolder, check_folder
 from tandem.platforms.record import CPU
@@ -33,6 +34,36 @@ def sft_site(*arguments: str) -> Site:
     placement = place_sft(config)
     platforms = {pool.name: CPU for pool in placement.used_pools}
     return Site(config, platforms, placement, CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("transport", "message"),
+    [
+        ("auto", "pools of npu, cpu, npu in this order: those of npu must follow each other"),
+        ("flagcx", "FlagCX connects devices, and a pool is on the host"),
+    ],
+)
+def test_what_auto_finds_is_judged_as_if_it_were_written(
+    transport: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    groups = "[[actor-train],[generate],[logp]]"
+    if transport == "flagcx":
+        groups = "[[actor-train],[logp],[generate]]"
+    config = load_config(
+        RunConfig,
+        [
+            "trainer.n_gpus_per_node=4",
+            f"trainer.separated_node_tasks={groups}",
+            "trainer.separated_node_ratios=[0.5,0.25,0.25]",
+            "pools.actor-train.platform=npu",
+            "pools.logp.platform=npu",
+            f"pools.transport={transport}",
+        ],
+    ).config
+    check_run(config)
+    with pytest.raises(UserError, match=message):
+        site_here(config)
 
 
 @pytest.fixture

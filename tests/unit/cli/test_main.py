@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cli.main import COMMANDS, main
+from tandem.cli.main import COMMANDS, EXIT_BROKEN_PIPE, main
 
 ROOT = Path(__file__).parents[3]
 MAX_HELP_SECONDS = 0.5
@@ -101,9 +102,20 @@ def test_no_command_prints_the_help_and_is_a_mistake(capsys: pytest.CaptureFixtu
 
 
 def test_a_reader_that_leaves_early_is_no_mistake() -> None:
-    command = f"{sys.executable} -m tandem.cli.main plan --help | head -n 1"
+    command = f"{sys.executable} -m tandem plan --help | head -n 1"
     result = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert result.stdout.startswith("usage: tandem plan")
     assert result.stderr == ""
+
+
+def test_a_reader_that_left_before_the_help_is_no_mistake() -> None:
+    unread, written = os.pipe()
+    os.close(unread)
+    command = [sys.executable, "-m", "tandem", "--help"]
+    result = subprocess.run(
+        command, cwd=ROOT, stdout=written, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(written)
+    assert (result.returncode, result.stderr) == (EXIT_BROKEN_PIPE, "")

@@ -75,7 +75,8 @@ def test_a_family_that_nobody_knows_is_refused(
     assert main(words) == EXIT_USER_ERROR
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: {key}='{tmp_path}': model_type 'perceptron' is unknown. Use one of qwen2, qwen3, "
-        "llama or a family that transformers knows."
+        "llama, or a family that transformers knows, with which a policy generates by "
+        "transformers' generate (actor_rollout_ref.rollout.name=hf)."
     )
 
 
@@ -99,8 +100,9 @@ def test_the_plan_says_that_the_native_engine_does_not_generate(tmp_path: Path) 
     assert line.startswith(f"actor_rollout_ref.model.path='{tmp_path}': rollout by transformers'")
     assert "type 'gpt2', but qwen2, qwen3, llama" in line
     meant = "actor_rollout_ref.rollout.name=hf"
-    assert said(meant, "trainer.device=cuda") and said("trainer.device=cpu")
-    assert not said(meant, "trainer.device=cpu")
+    assert line.endswith(f". Set {meant} if that is meant")
+    for device in ("cuda", "cpu"):
+        assert said(f"trainer.device={device}") and not said(f"trainer.device={device}", meant)
     config.write_text('{"model_type": "qwen3"}')
     assert not said()
 

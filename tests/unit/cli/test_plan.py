@@ -84,6 +84,24 @@ def test_platforms_of_pools_and_the_way_of_the_weights_are_shown(
     assert plan["weights"]["actor-train -> generate"].startswith("staged (two platforms)")
 
 
+def test_flagcx_with_ascend_is_refused_whatever_a_third_pool_will_be(
+    rows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        f"data.train_files={rows}",
+        *KEYS,
+        "trainer.n_gpus_per_node=4",
+        "trainer.separated_node_tasks=[[logp,actor-train],ref_logp,generate]",
+        "trainer.separated_node_ratios=[0.5,0.25,0.25]",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "pools.actor-train.platform=npu",
+        "pools.generate.platform=cuda",
+        "pools.transport=flagcx",
+    ]
+    assert main(["plan", *arguments]) == 2
+    assert "the pools have npu and cuda, and FlagCX connects npu" in capsys.readouterr().err
+
+
 def test_supervised_arguments_are_planned_behind_the_word_sft(
     rows: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,27 +9,33 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
-from tandem.comm.flagcx_plugin import flagcx_world_backend, plugin_devices
+from tandem.comm.flagcx_plugin import plugin_devices, pool_library
 from tandem.errors import UserError
+from tandem.platforms.record import CPU
+from tandem.platforms.registry import platform_named
+
+MUSA, NPU = platform_named("musa"), platform_named("npu")
 
 
 def test_without_the_plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plugin_devices() == ()
     with pytest.raises(
-        UserError, match=r"^backend=cpu:gloo,musa:flagcx: .* is not installed\. Install"
+        UserError, match=r"^USE_FLAGCX=1: .* is not installed\. Install.* for mccl,"
     ):
-        flagcx_world_backend("musa")
+        pool_library(MUSA, wants_flagcx=True)
     package = tmp_path / "flagcx"
     package.mkdir()
     (package / "__init__.py").write_text("raise AssertionError('it was imported')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(UserError, match=r"has not loaded it\. Unset TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        flagcx_world_backend("musa")
+        pool_library(MUSA, wants_flagcx=True)
 
 
 def test_with_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(distributed.Backend.backend_capability, "flagcx", ["musa"])
     assert plugin_devices() == ("musa",)
-    assert flagcx_world_backend("musa") == "cpu:gloo,musa:flagcx"
-    with pytest.raises(UserError, match=r"serves musa, as it was built\. Build it for npu, or use"):
-        flagcx_world_backend("npu")
+    assert pool_library(MUSA, wants_flagcx=True) == "flagcx"
+    assert pool_library(MUSA, wants_flagcx=False) == "mccl"
+    assert pool_library(CPU, wants_flagcx=True) == "gloo"
+    with pytest.raises(UserError, match=r"serves musa, as it was built\. Build it for npu, or"):
+        pool_library(NPU, wants_flagcx=True)

@@ -143,7 +143,8 @@ def test_small_mini_batches_of_the_critic_are_refused_on_many_devices() -> None:
 
 
 def memory(*arguments: str, critic: ModelSizes | None = None) -> MemoryPlan:
-    (plan,) = plan_memory(config(*arguments), SIZES, critic=critic).values()
+    beside = {} if critic is None else {CRITIC: critic}
+    (plan,) = plan_memory(config(*arguments), SIZES, beside=beside).values()
     return plan
 
 

@@ -47,6 +47,11 @@ def problem(schema: type[BaseModel], *arguments: str) -> str | None:
         ("[[logp,train],generate]", "[0.5,0.5]", "'train' is no task. Name each of actor-train"),
         ("[actor-train,generate,generate]", "[0.2,0.2,0.2]", "'generate' is named more than once"),
         ("[[actor-train,logp]]", "[1.0]", "generate is missing, and this run needs it. Add it"),
+        (
+            "[logp,generate]",
+            "[0.5,0.5]",
+            "actor-train is missing, and this run needs it. Add it to a group.",
+        ),
         ("[actor-train,generate]", "[0.5,0.5]", "logp is missing, and this run needs it. Add it"),
         ("[[actor-train,logp],generate]", "[0.5]", "must have one ratio for each of the 2 groups"),
         ("[[actor-train,logp],generate]", "[0.6,0.6]", "must be positive and add up to at most 1"),

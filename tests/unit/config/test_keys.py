@@ -12,7 +12,7 @@ from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 
 SCHEMAS = (RunConfig, SftConfig)
-MAX_EFFECTIVE_KEYS = 215
+MAX_EFFECTIVE_KEYS = 224
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)

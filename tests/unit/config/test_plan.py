@@ -110,6 +110,7 @@ def test_what_deserves_a_look_is_a_warning(arguments: list[str], warning: str) -
     found = plan(*calm, *arguments).warnings
     assert any(warning in line for line in found)
     assert not plan(*calm).warnings
+    assert not plan(*calm, "trainer.device=cpu").warnings
 
 
 @pytest.mark.parametrize(

@@ -80,12 +80,26 @@ def test_a11_interleaved_platforms_are_refused_with_the_order_that_works() -> No
     checked(*APART, *platforms, sorted_groups)
 
 
+def test_a11_a_pool_whose_platform_is_still_to_be_found_is_not_out_of_order() -> None:
+    """It may turn out to be of the platform that stands around it."""
+    named = ("pools.actor-train.platform=cuda", "pools.logp.platform=cuda")
+    checked(*APART, *named)
+    other = "trainer.separated_node_tasks=[[actor-train],[generate],[logp],[ref_logp]]"
+    ratios = "trainer.separated_node_ratios=[0.25,0.25,0.25,0.25]"
+    between = "pools.generate.platform=musa"
+    assert "pools of cuda, musa, cuda in this order" in refusal(
+        *APART, other, ratios, "actor_rollout_ref.actor.use_kl_loss=True", *named, between
+    )
+
+
 def test_a_transport_that_cannot_connect_the_platforms_is_refused() -> None:
     mixed = (*HALVES, "trainer.device=npu", "pools.generate.platform=musa")
     assert refusal(*mixed, "pools.transport=collective") == (
         "pools.transport=collective: the pools have npu and musa, which share no library. "
         "Set pools.transport=auto."
     )
+    third = (*APART, "pools.actor-train.platform=npu", "pools.generate.platform=musa")
+    assert "the pools have npu and musa" in refusal(*third, "pools.transport=collective")
     host = (*HALVES, "trainer.device=cpu", "pools.generate.platform=musa")
     assert "a pool is on the host" in refusal(*host, "pools.transport=flagcx")
     checked(*HALVES, "trainer.device=npu", "pools.transport=flagcx")

@@ -165,3 +165,22 @@ def test_a_source_of_changed_rows_refuses_the_old_state(
     source = open_source(load_prompts(changed, codec), changed, total_epochs=1)
     with pytest.raises(UserError, match=r"^data\.train_files: fingerprint is"):
         source.restore(state)
+
+
+def test_what_a_model_scores_needs_no_ground_truth(
+    rows: Rows, write: Write, codec: TextCodec, caplog: pytest.LogCaptureFixture
+) -> None:
+    left_to_a_model = [{**rows[0], "reward_model": {"style": "model"}}]
+    path = write([*rows, *left_to_a_model, {**rows[1], "reward_model": None}], "mixed.jsonl")
+    entries = load_prompts(settings(path), codec, by_model=True)
+    assert [entry.ground_truth for entry in entries[-2:]] == [None, None]
+    assert entries[0].as_draw(3).messages == rows[0]["prompt"]
+
+    path = write([*rows, *left_to_a_model], "validation.jsonl")
+    config = settings("", val_files=(path,))
+    kept = load_prompts(config, codec, validation=True, by_model=True)
+    assert [entry.row for entry in kept] == list(range(len(rows)))
+    (record,) = caplog.records
+    assert f"data.val_files: 1 of {len(rows) + 1} rows" in record.getMessage()
+    with pytest.raises(UserError, match=r"has no reward_model\.ground_truth"):
+        load_prompts(config, codec, validation=True)

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,9 @@ from tandem.config.overrides import load_config
 from tandem.config.run import RunConfig
 from tandem.errors import UserError
 from tandem.metrics.jsonl import BEFORE_FIRST_STEP, JsonLinesFile
-from tandem.metrics.task_times import TaskTimes, measured_run, read_times
+from tandem.metrics.task_times import TaskTimes, expected_longest, measured_run, read_times
+
+MEASURED = {"generate": {"2": 8.0}, "actor-train": {"2": 4.0}}
 
 
 def table(folder: Path, content: object) -> Path:
@@ -57,8 +62,12 @@ def test_a_batch_alone_waits_for_its_longest_response(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ({"generate": {"2": 1.0}}, "no actor-train"),
+        ({**MEASURED, "generate": {}}, "no generate"),
         ({"generate": {"2": 1.0}, "actor-train": {"2": 1.0}, "train": {"2": 1.0}}, "unknown train"),
         ({"generate": {"2": 1.0}, "actor-train": {"2": -1.0}}, "not > 0"),
+        ({**MEASURED, "response_lengths": [0, 0]}, "not > 0"),
+        ({**MEASURED, "response_lengths": [-5, 3]}, "not > 0"),
+        ({**MEASURED, "response_lengths": [math.nan, math.inf]}, "not > 0"),
         ({"generate": {"two": 1.0}, "actor-train": {"2": 1.0}}, "must be a run folder, or a JSON"),
         ([1], "must be a run folder, or a JSON"),
     ],
@@ -119,6 +128,33 @@ def test_an_asynchronous_run_has_its_times_on_each_pool(tmp_path: Path) -> None:
     assert found.times.measured["generate"] == ((1, 5.0),)
     assert found.times.measured["actor-train"] == ((3, 3.0),)
     assert found.step_s == 5.1
+
+
+@pytest.mark.parametrize(("num_engines", "longest"), [(1, 1.5), (2, (1.5 + 0.5) / 2)])
+def test_engines_with_little_to_do_wait_for_the_longest_of_their_share(
+    tmp_path: Path, num_engines: int, longest: float
+) -> None:
+    row = {
+        "pipeline/busy_s/generate": 3.0,
+        "pipeline/idle_share/generate": 0.5,
+        "pipeline/busy_s/actor-train": 6.0,
+        "pipeline/wall_s": 6.0,
+    }
+    share = num_engines / 4
+    groups = (
+        "trainer.separated_node_tasks=[[actor-train,logp],generate]",
+        f"trainer.separated_node_ratios=[{1 - share},{share}]",
+    )
+    found = measured_run(run_folder(tmp_path, [row, row], *groups))
+    assert found.times.measured["generate"] == ((num_engines, pytest.approx(3.0 / longest)),)
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 6])
+def test_the_longest_of_a_share_is_the_mean_over_all_shares(num_shares: int) -> None:
+    lengths = (1.0, 2.0, 2.0, 5.0, 7.0, 20.0)
+    shares = list(itertools.combinations(lengths, 6 // num_shares))
+    mean = statistics.fmean(max(share) for share in shares)
+    assert expected_longest(lengths, num_shares) == pytest.approx(mean)
 
 
 def test_a_run_of_one_step_has_no_times(tmp_path: Path) -> None:

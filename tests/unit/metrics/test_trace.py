@@ -72,6 +72,16 @@ def test_overlapping_spans_of_a_role_count_once_and_engines_are_averaged() -> No
     assert metrics["pipeline/busy_s/generate"] == 1.5
 
 
+def test_an_engine_that_never_had_work_counts_as_idle() -> None:
+    clock = Clock()
+    trace = TraceRecorder(clock, sink=None)
+    for number in range(2):
+        trace.expect(f"generate/{number}")
+    with trace.span("generate/0", "generate"):
+        clock.now += 1
+    assert trace.take_step(1)["pipeline/idle_share/generate"] == 0.5
+
+
 def test_roles_on_the_same_devices_make_one_pool() -> None:
     clock = Clock()
     trace = TraceRecorder(clock, sink=None, pools={"trainer": ("actor-train", "logp")})

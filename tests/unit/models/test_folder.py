@@ -6,10 +6,16 @@ import json
 import huggingface_hub.constants
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from tandem.errors import UserError
-from tandem.models.folder import check_critic_folder, check_folder, open_model, open_part
+from tandem.models.folder import (
+    check_critic_folder,
+    check_folder,
+    check_reward_folder,
+    open_model,
+    open_part,
+)
 from tandem.models.parallel import WHOLE
 from tests.unit.models.tiny_models import NATIVE, SIZES, open_fp32, write_hf
 
@@ -37,7 +43,7 @@ def test_mistakes_are_named(tmp_path):
     config.write_text("{}")
     refused(tmp_path, "config.json must name a model_type")
     config.write_text('{"model_type": "marvellous"}')
-    refused(tmp_path, "model_type 'marvellous' is unknown. Use one of qwen2, qwen3, llama or")
+    refused(tmp_path, "model_type 'marvellous' is unknown. Use one of qwen2, qwen3, llama, or")
     config.write_text('{"model_type": "marvellous", "auto_map": {}}')
     refused(tmp_path, "Set actor_rollout_ref.model.trust_remote_code=True")
     refused(tmp_path, "the folder has no model.safetensors", trust_remote_code=True)
@@ -143,3 +149,44 @@ def test_what_cannot_be_a_critic_or_a_policy_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**config, "id2label": {"0": "value"}}))
     refused(tmp_path, "it is a critic .* Use a causal language model")
     assert check_critic_folder(str(tmp_path), seed=0, key="k").value_head_seed is None
+
+
+def test_what_cannot_be_a_reward_model_is_named(tmp_path):
+    key = "reward_model.model.path"
+
+    def refused_judge(config: dict, message: str) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=rf"^reward_model\.model\.path='.*': {message}"):
+            check_reward_folder(str(tmp_path), key=key)
+
+    (tmp_path / "model.safetensors").write_text("")
+    llama, one = NATIVE["llama"]().to_dict(), {"id2label": {"0": "LABEL_0"}}
+    judge = {**llama, "architectures": ["LlamaForSequenceClassification"]}
+    refused_judge({"model_type": "gpt2"}, "a model of type 'gpt2' cannot be a reward model")
+    plain = {**llama, "architectures": ["LlamaForCausalLM"], **one}
+    refused_judge(plain, r"architectures=\['LlamaForCausalLM'\] .* one label .* Use a reward model")
+    refused_judge({**judge, "id2label": {"0": "a", "1": "b"}}, ".* one label")
+    (tmp_path / "config.json").write_text(json.dumps({**judge, **one}))
+    config = check_reward_folder(str(tmp_path), key=key).decoder_config
+    assert config is not None and config.has_value_head and not config.has_value_bias
+    refused(tmp_path, "it is a critic or a reward model")
+
+
+def test_a_head_that_config_json_promises_must_be_in_the_weights(tmp_path):
+    write_hf(NATIVE["llama"](), tmp_path)
+    hf_config = json.loads((tmp_path / "config.json").read_text())
+    names = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    (tmp_path / "config.json").write_text(json.dumps(hf_config | names))
+    folder = check_reward_folder(str(tmp_path), key="reward_model.model.path")
+    with pytest.raises(UserError, match=r"^reward_model\.model\.path=.*'score\.weight' is missing"):
+        open_part(folder, WHOLE, dtype=torch.float32, device="cpu")
+
+
+def test_a_critic_may_begin_as_a_reward_model(tmp_path):
+    model = AutoModelForSequenceClassification.from_config(
+        LlamaConfig(**SIZES, num_labels=1), dtype=torch.float32
+    )
+    model.save_pretrained(tmp_path)
+    critic = open_critic(tmp_path, seed=0)
+    assert torch.equal(critic["lm_head.weight"], model.state_dict()["score.weight"])
+    assert "lm_head.bias" not in critic

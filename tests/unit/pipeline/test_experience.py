@@ -28,12 +28,15 @@ def value(score: float) -> RewardOutcome:
 
 
 def scored(uid: int, *outcomes: RewardOutcome, baseline: RewardOutcome | None) -> ScoredGroup:
-    samples = [
-        Sample(Completion(k, (1, 2), (-0.5, -0.5), FinishReason.STOP, 0), "", outcome)
-        for k, outcome in enumerate(outcomes)
-    ]
+    samples = [sample(k, outcome) for k, outcome in enumerate(outcomes)]
     prompt = Prompt(uid, uid, (3,), "", "source", "")
-    return ScoredGroup(Group(prompt, tuple(samples)), baseline)
+    greedy = None if baseline is None else sample(9, baseline)
+    return ScoredGroup(Group(prompt, tuple(samples)), greedy)
+
+
+def sample(sample_id: int, outcome: RewardOutcome) -> Sample:
+    completion = Completion(sample_id, (1, 2), (-0.5, -0.5), FinishReason.STOP, 0)
+    return Sample(completion, "", outcome)
 
 
 def test_remax_takes_the_greedy_score_of_the_same_prompt_as_baseline() -> None:

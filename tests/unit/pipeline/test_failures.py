@@ -8,6 +8,7 @@ import pytest
 from tandem.errors import UserError
 from tandem.pipeline.failures import (
     GENERATION_FAILED,
+    PENDING,
     RewardGuard,
     StaleSampleError,
     require_fresh,
@@ -43,8 +44,9 @@ def test_one_line_counts_failures_and_names_the_first(caplog: pytest.LogCaptureF
 
 def test_generations_that_only_fail_blame_the_learning_rate() -> None:
     guard = RewardGuard(2, path="r.py", learning_rate=0.5)
+    guard.check([GENERATION_FAILED, PENDING, GENERATION_FAILED])
     with pytest.raises(UserError, match=r"optim\.lr=0\.5: none of the last 2 samples counts"):
-        guard.check([GENERATION_FAILED, GENERATION_FAILED])
+        guard.check([GENERATION_FAILED])
 
 
 def test_nothing_is_said_without_a_failure(caplog: pytest.LogCaptureFixture) -> None:

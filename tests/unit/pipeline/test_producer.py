@@ -75,6 +75,7 @@ def test_rewards_of_the_first_group_come_back_before_the_last_text_is_made() -> 
             codec=world,
             rewards=world,
             trace=TraceRecorder(lambda: 0.0, sink=None),
+            clock=lambda: 0.0,
         )
         router: Any = Router()
         gate = AdmissionGate(BATCH, BATCH)

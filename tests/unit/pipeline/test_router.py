@@ -8,9 +8,15 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tandem.metrics.trace import TraceRecorder
-from tandem.pipeline.router import RolloutRouter
+from tandem.pipeline.router import EngineSpans, RolloutRouter
 from tandem.runtime.inprocess import InProcessRuntime
-from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams
+from tandem.types import (
+    Completion,
+    EngineWork,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4)
 
@@ -75,7 +81,8 @@ async def routing(
     """A router that runs within the block."""
     runtime = InProcessRuntime()
     trace = TraceRecorder(lambda: 0.0, sink=None)
-    router = RolloutRouter(engine, runtime, clock=lambda: 0.0, trace=trace, is_bounded=is_bounded)
+    spans = EngineSpans(trace, lambda: [EngineWork.NEXT])
+    router = RolloutRouter(engine, runtime, spans=spans, trace=trace, is_bounded=is_bounded)
     try:
         async with asyncio.TaskGroup() as tasks:
             driver = tasks.create_task(router.run())
@@ -141,3 +148,31 @@ def test_a_drained_engine_gets_no_request_before_its_weights() -> None:
             return [c.weights_version for c in await early], [c.weights_version for c in await late]
 
     assert asyncio.run(versions()) == ([0, 0, 0], [1, 1])
+
+
+def test_a_span_lasts_from_the_advance_it_begins_in_to_the_one_that_collects() -> None:
+    """Three engines: the second is not collected from by the first advance, the third idles."""
+    now = [0.0]
+    work = [EngineWork.NEXT, EngineWork.NEXT, EngineWork.NONE]
+    trace = TraceRecorder(lambda: now[0], sink=None)
+    spans = EngineSpans(trace, lambda: work)
+    with spans.advancing(3):
+        now[0] += 1
+        work[1] = EngineWork.UNDER_WAY
+    now[0] += 4
+    work[0] = EngineWork.NONE
+    with spans.advancing(3):
+        now[0] += 1
+        work[1] = EngineWork.NEXT
+    now[0] += 3
+    assert trace.take_step(1)["pipeline/busy_s/generate"] == pytest.approx((1 + 6 + 0) / 3)
+
+
+def test_engines_of_an_advance_that_fails_work_no_more() -> None:
+    now = [0.0]
+    trace = TraceRecorder(lambda: now[0], sink=None)
+    spans = EngineSpans(trace, lambda: [EngineWork.UNDER_WAY])
+    with pytest.raises(RuntimeError), spans.advancing(0):
+        raise RuntimeError
+    now[0] += 1
+    assert trace.take_step(1)["pipeline/busy_s/generate"] == 0

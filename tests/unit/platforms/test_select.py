@@ -3,13 +3,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tandem.errors import UserError
 from tandem.platforms.record import CPU
 from tandem.platforms.registry import BUILT_IN, platform_named
-from tandem.platforms.select import VARIABLE, choose_platform, probe_all, resolve_dtype
+from tandem.platforms.select import (
+    VARIABLE,
+    choose_platform,
+    probe_all,
+    resolve_dtype,
+    select_platform,
+)
 
 NAMES = {
     "cuda": "cuda",
@@ -57,6 +65,45 @@ def test_the_first_that_is_found_is_chosen_and_the_reason_said() -> None:
     chosen = choose_platform("auto", {})
     assert chosen.platform is CPU
     assert chosen.reason == "trainer.device=auto, and it is the first that is found"
+
+
+@pytest.fixture
+def broken_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vendor's package that is installed and does not find its driver."""
+    (tmp_path / "torch_mlu.py").write_text("raise OSError('libcndrv.so is missing')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@WITHOUT_DEVICES
+@pytest.mark.usefixtures("broken_extension")
+def test_an_accelerator_that_is_installed_and_broken_is_not_passed_over_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(2):
+        assert select_platform("auto") is CPU
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message == (
+        "trainer.device=auto: computing on the host, as what is installed for other devices cannot "
+        "be used (mlu: torch_mlu cannot be loaded: libcndrv.so is missing). "
+        "Set trainer.device=cpu if the host is meant."
+    )
+    assert not choose_platform("cpu", {}).caution
+    assert not choose_platform("auto", {VARIABLE: "host"}).caution
+
+
+@WITHOUT_DEVICES
+def test_a_plug_in_that_fails_is_not_passed_over_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not choose_platform("auto", {}).caution
+    package = tmp_path / "tenstor-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: tenstor\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[tandem.platforms]\ntenstor = nosuch:PLATFORM\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    caution = choose_platform("auto", {}).caution
+    assert "tenstor: its plug-in nosuch:PLATFORM cannot be loaded" in caution
 
 
 def test_key_goes_before_environment_and_environment_before_looking() -> None:

@@ -58,10 +58,13 @@ def test_other_families_run_by_transformers(
     assert isinstance(engine, HfRolloutEngine)
     engine.add([GenerationRequest((0,), (5, 6), GREEDY)])
     assert [completion.sample_id for completion in engine.advance()] == [0]
-    make_rollout(model, RolloutConfig(name="hf"), eos_ids=(0,), platform=CPU)
+    device = replace(CPU, has_own_memory=True)
+    for platform in (CPU, device):
+        make_rollout(model, RolloutConfig(name="hf"), eos_ids=(0,), platform=platform)
     said = [record for record in caplog.records if record.name == "tandem.rollout.factory"]
     assert [record.levelname for record in said if record.levelname != "INFO"] == ["WARNING"]
     assert "does not compute this model of type 'gpt2'" in said[0].getMessage()
+    assert said[0].getMessage().endswith("Set actor_rollout_ref.rollout.name=hf if that is meant")
 
 
 def test_greedy_equals_transformers_generate(qwen2_folder: Path) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,13 +38,9 @@ def seat(visibility: Visibility) -> Seat:
     return Seat(PLACE, visibility, node_capacity=4, folder=os.getcwd(), num_threads=3)
 
 
-def payload(build: Callable[[WorkerPlace], Any], **facts: Any) -> bytes:
+def confirm(hosted: HostedObject, **facts: Any) -> str:
     platform: Platform = replace(CPU, **facts)
-    return pickle.dumps((platform, build))
-
-
-def itself(place: WorkerPlace) -> WorkerPlace:
-    return place
+    return hosted.confirm(pickle.dumps(platform)).value
 
 
 def listed(place: WorkerPlace) -> list[WorkerPlace]:
@@ -68,7 +64,8 @@ def test_process_is_isolated_before_its_object_is_made(
     assert (opened.place.physical_id, opened.place.rank) == ("6", 1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
     assert os.environ["OMP_NUM_THREADS"] == "3"
-    hosted.build(payload(listed, visibility=CUDA_LIKE))
+    assert confirm(hosted, visibility=CUDA_LIKE) == ""
+    hosted.build(pickle.dumps(listed))
     assert hosted.call("index", opened.place).value == 0
 
 
@@ -77,10 +74,10 @@ def test_selecting_process_uses_the_device_of_its_index(clean_process: pytest.Mo
     hosted = HostedObject()
     opened = hosted.open(seat(MUSA), ["2"])
     assert (opened.place.physical_id, opened.place.device_index) == ("6", 2)
-    facts = {"visibility": MUSA, "use_device": use_the_third}
-    hosted.build(payload(itself, num_devices=partial(int, 4), **facts))
+    facts = {"visibility": MUSA, "use_device": use_the_third, "device_uuid": "uuid {}".format}
+    assert confirm(hosted, num_devices=partial(int, 4), **facts) == "uuid 2"
     with pytest.raises(ReportedError) as raised:
-        hosted.build(payload(itself, num_devices=partial(int, 2), **facts))
+        confirm(hosted, num_devices=partial(int, 2), **facts)
     assert "shows 2 devices here" in raised.value.symptom.cause
 
 
@@ -105,7 +102,7 @@ def test_isolation_without_effect_ends_the_worker(
     hosted = HostedObject()
     hosted.open(seat(CUDA_LIKE), ["0"])
     with pytest.raises(ReportedError) as raised:
-        hosted.build(payload(itself, **facts))
+        confirm(hosted, **facts)
     assert message in raised.value.symptom.cause
 
 
@@ -113,7 +110,8 @@ def test_isolation_without_effect_ends_the_worker(
 def test_warnings_travel_with_the_next_reply() -> None:
     hosted = HostedObject()
     hosted.open(replace(seat(CUDA_LIKE), visibility=CPU.visibility), [])
-    hosted.build(payload(numbers))
+    confirm(hosted)
+    hosted.build(pickle.dumps(numbers))
     logging.getLogger("tandem.engines").warning("odd: %d", 7)
     (notice,) = hosted.call("sort").notices
     assert (notice.source, notice.text) == ("train rank 1", "odd: 7")

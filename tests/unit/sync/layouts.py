@@ -23,6 +23,11 @@ KEPT_IN_FP32 = ("norm", "scale")
 """What a rollout in bf16 needs in full precision."""
 
 
+def tied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same with one storage under two names, as where embedding and head are one."""
+    return weights | {"tied": weights["embed"]}
+
+
 def make_weights(rows: int = 50, *, seed: int = 0) -> dict[str, Tensor]:
     """Named fp32 tensors of all sorts: odd sizes, a scalar, an empty one, three dimensions.
     ``rows`` is the size of the largest."""
@@ -63,23 +68,30 @@ def cut(weights: dict[str, Tensor], grid: tuple[int, int], *, rank: int) -> list
     return slices
 
 
-def empty_copy(weights: dict[str, Tensor], dtype: torch.dtype) -> list[HeldSlice]:
-    """Room for all weights, in mixed precision; matrices are stored transposed."""
+def empty_copy(
+    weights: dict[str, Tensor], dtype: torch.dtype, grid: tuple[int, int] = (1, 1), *, rank: int = 0
+) -> list[HeldSlice]:
+    """Room for what ``rank`` of a ``grid`` holds, in mixed precision; matrices are stored
+    transposed, and tied ones once."""
     slices: list[HeldSlice] = []
-    for name, whole in weights.items():
+    rooms: dict[int, Tensor] = {}
+    for part in cut(weights, grid, rank=rank):
+        name, size = part.spec.name, part.spec.size
         kind = torch.float32 if name in KEPT_IN_FP32 else dtype
-        room = torch.full(tuple(reversed(whole.shape)), 77.0, dtype=kind).permute(
-            tuple(reversed(range(whole.dim())))
+        room = torch.full(tuple(reversed(size)), 77.0, dtype=kind).permute(
+            tuple(reversed(range(len(size))))
         )
-        slices.append(held(name, room, whole=whole.shape, offset=[0] * whole.dim()))
+        room = rooms.setdefault(id(weights[name]), room)
+        slices.append(held(name, room, whole=part.spec.shape, offset=part.spec.offset))
     return slices
 
 
 def check_arrived(slices: Sequence[HeldSlice], weights: dict[str, Tensor]) -> None:
     """Bit by bit what the sender's weights are in the receiver's precision."""
     for slice_ in slices:
-        name, tensor = slice_.spec.name, slice_.tensor
-        expected = weights[name].to(tensor.dtype)
+        name, tensor, spec = slice_.spec.name, slice_.tensor, slice_.spec
+        box = [slice(start, start + n) for start, n in zip(spec.offset, spec.size, strict=True)]
+        expected = weights[name][tuple(box)].to(tensor.dtype)
         assert tensor.shape == expected.shape, name
         same = (
             tensor.contiguous()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs of pools: on several platforms, and with a critic."""
+"""The jobs of pools: on several platforms, with a critic, with a reward model."""
 
 from __future__ import annotations
 
@@ -71,3 +71,19 @@ def test_a_critic_is_trained_where_the_policy_is_by_its_own_keys() -> None:
     assert (policy.model.path, policy.layout.dtype, policy.value_head_seed) == ("c", "float32", 5)
     assert (policy.section, policy.random_seed) == ("critic.model.fsdp_config", None)
     assert jobs()["actor-train"].critic is None
+
+
+def test_a_reward_model_scores_where_the_policy_trains_by_its_own_keys() -> None:
+    keys = (
+        "reward_model.enable=True",
+        "reward_model.model.path=r",
+        "reward_model.model.fsdp_config.param_offload=True",
+        "actor_rollout_ref.actor.load_weight=False",
+    )
+    found = {name: job.reward_model for name, job in jobs(*keys, generate=CPU).items()}
+    judge = found.pop("actor-train")
+    assert set(found.values()) == {None}
+    assert judge is not None and judge.is_reward_model and judge.layout.param_offload
+    assert (judge.model.path, judge.layout.dtype) == ("r", "bfloat16")
+    assert (judge.section, judge.random_seed) == ("reward_model.model.fsdp_config", None)
+    assert jobs()["actor-train"].reward_model is None

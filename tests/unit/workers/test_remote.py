@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams
+from tandem.types import (
+    Completion,
+    EngineWork,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
 from tandem.workers.remote import RemoteRollout, RemoteStage, WeightWay
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=8)
@@ -135,6 +141,34 @@ def test_no_worker_waits_for_the_others_to_run_dry() -> None:
     rollout.add([request(0, 1), request(2, 3), request(4, 5)])
     collected = [rollout.advance(32)[0].sample_id for _ in range(6)]
     assert collected == [0, 2, 4, 1, 3, 5]
+
+
+def test_each_worker_tells_what_it_has_to_do() -> None:
+    none, next_, under_way = EngineWork.NONE, EngineWork.NEXT, EngineWork.UNDER_WAY
+    group = QuickGroup(3)
+    rollout = RemoteRollout(group, WeightWay([group]))
+    rollout.add([request(0, 1), request(2)])
+    assert rollout.work() == [next_, next_, none]
+    rollout.advance(32)
+    assert rollout.work() == [next_, under_way, none], "the first was collected from"
+    while rollout.advance(32):
+        pass
+    assert rollout.work() == [none] * 3
+
+
+def test_without_staging_what_is_under_way_is_collected_before_weights_come() -> None:
+    """It would be computed before them anyway, and its worker would seem to go on meanwhile."""
+    group = QuickGroup(2)
+    rollout = RemoteRollout(group, WeightWay([group]))
+    rollout.add([request(0, 1), request(2, 3)])
+    rollout.advance(32)
+    assert not rollout.set_weights_version(1)
+    assert rollout.work() == [EngineWork.NONE, EngineWork.UNDER_WAY]
+    assert [c.weights_version for c in rollout.advance(32)] == [0]
+    assert not _of(group, "transfer")
+    assert rollout.set_weights_version(1)
+    assert rollout.work() == [EngineWork.NEXT] * 2
+    assert [c.weights_version for c in rollout.advance(32)] == [1]
 
 
 def _of(group: Group, method: str) -> list[tuple[Any, ...]]:

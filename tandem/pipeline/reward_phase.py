@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward model's part of a step: one score a response, from what the model says at its last
+token (the end of sequence, if it was drawn).
+
+verl's meaning: with a reward model its score is the reward of training, whatever the rows say;
+rules and functions score validations. A score that is not finite is a reward that failed.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, groupby
+
+from torch import Tensor
+
+from tandem.config.run import RunConfig
+from tandem.data.packing import TrainSequence
+from tandem.data.tokenizer import ChatRefused
+from tandem.errors import UserError
+from tandem.pipeline.buffer import ScoredGroup
+from tandem.pipeline.experience import as_floats
+from tandem.pipeline.failures import warn_of_failed_baseline
+from tandem.pipeline.microbatches import MicrobatchLimits
+from tandem.pipeline.parts import Conversations, PipelineParts
+from tandem.pipeline.passes import score_sequences
+from tandem.rewards.shaping import OverlongBuffer, shape_outcome
+from tandem.types import Prompt, RewardOutcome, RewardStatus, Sample
+
+_NO_TEMPERATURE = 1.0
+_ANY_TOKEN = 0
+
+Answer = tuple[Prompt, Sample]
+
+
+async def score_with_reward_model(
+    parts: PipelineParts, groups: Sequence[ScoredGroup]
+) -> list[ScoredGroup]:
+    """The groups, and their greedy baselines, with the scores of the reward model.
+
+    Raises:
+        UserError: none of the scores is finite.
+    """
+    answers = [(entry.group.prompt, sample) for entry in groups for sample in _samples(entry)]
+    scores = as_floats(await _scores(parts, answers))
+    if not any(map(math.isfinite, scores)):
+        raise UserError(
+            f"reward_model.model.path={parts.config.reward_model.model.path!r}: none of its "
+            f"{len(scores)} scores of a batch is finite. Use another model or precision "
+            "(reward_model.model.fsdp_config.dtype)."
+        )
+    buffer = overlong_buffer(parts.config)
+    judged = iter(
+        _judged(sample, score, buffer=buffer)
+        for (_, sample), score in zip(answers, scores, strict=True)
+    )
+    return [_with_rewards(entry, judged) for entry in groups]
+
+
+def overlong_buffer(config: RunConfig) -> OverlongBuffer | None:
+    """The penalty of long responses that the config asks for, whoever scores."""
+    manager = config.reward_model.reward_kwargs
+    if config.reward_model.reward_manager != "dapo" or not manager.overlong_buffer_cfg.enable:
+        return None
+    return OverlongBuffer(
+        max_tokens=manager.max_resp_len or config.data.max_response_length,
+        buffer_tokens=manager.overlong_buffer_cfg.len,
+        penalty_factor=manager.overlong_buffer_cfg.penalty_factor,
+        log=manager.overlong_buffer_cfg.log,
+    )
+
+
+async def _scores(parts: PipelineParts, answers: Sequence[Answer]) -> Tensor:
+    """One an answer, (N,)."""
+    model, config = parts.engines.reward_model, parts.config.reward_model
+    assert model is not None, "the run has a reward model"
+    if parts.conversations is None:
+        sequences = [
+            _read_to_the_end(prompt.uid, prompt.token_ids, response_ids=sample.completion.token_ids)
+            for prompt, sample in answers
+        ]
+    else:
+        try:
+            sequences = await parts.runtime.call(_rendered, parts.conversations, answers)
+        except ChatRefused as error:
+            raise UserError(
+                f"reward_model.model.path={config.model.path!r}: a response {error}"
+            ) from error
+    # A conversation that is longer in the model's own tokens has a micro-batch to itself.
+    longest = max(len(row.prompt_ids) + len(row.response_ids) for row in sequences)
+    needed = -(-longest // model.sequence_parallel_size)
+    tokens = config.microbatch_tokens
+    limits = MicrobatchLimits(
+        key="reward_model.forward_max_token_len_per_gpu",
+        max_sequences=config.micro_batch_size_per_gpu,
+        max_tokens=None if tokens is None else max(tokens, needed),
+        preferred_tokens=None if config.use_dynamic_bsz else parts.preferred_tokens,
+        by_cost=parts.config.trainer.balance_batch,
+    )
+    return await score_sequences(
+        parts, model, sequences=sequences, limits=limits, temperature=_NO_TEMPERATURE
+    )
+
+
+def _read_to_the_end(
+    prompt_key: int, prompt_ids: Sequence[int], *, response_ids: Sequence[int]
+) -> TrainSequence:
+    """A sequence whose one loss token stands behind the response: what is said of it is said at the
+    response's last token."""
+    ids = array("i", response_ids)
+    ids.append(_ANY_TOKEN)
+    return TrainSequence(prompt_key, prompt_ids, ids, (False,) * len(response_ids) + (True,))
+
+
+def _rendered(conversations: Conversations, answers: Sequence[Answer]) -> list[TrainSequence]:
+    """Answers in the model's own tokens; neighbours to one prompt share what they begin with."""
+    chats = [prompt.messages for prompt, _ in answers if not isinstance(prompt.messages, str)]
+    rows = conversations.encode_answered(chats, [sample.text for _, sample in answers])
+    sequences: list[TrainSequence] = []
+    begun_alike = groupby(
+        zip(answers, rows, strict=True), key=lambda pair: (pair[0][0].uid, pair[1][0])
+    )
+    for key, (_, pairs) in enumerate(begun_alike):
+        own = [row for _, row in pairs]
+        shared = _beginning(own)
+        sequences += [_read_to_the_end(key, shared, response_ids=row[len(shared) :]) for row in own]
+    return sequences
+
+
+def _beginning(rows: Sequence[list[int]]) -> list[int]:
+    """What all of them begin with."""
+    first, last = min(rows), max(rows)
+    shared = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: next(shared, len(first))]
+
+
+def _judged(sample: Sample, score: float, *, buffer: OverlongBuffer | None) -> Sample:
+    if sample.reward.status is not RewardStatus.PENDING:  # its generation failed
+        return sample
+    if not math.isfinite(score):
+        detail = f"the reward model's score is {score}"
+        return replace(sample, reward=RewardOutcome(RewardStatus.ERROR, math.nan, detail=detail))
+    outcome = RewardOutcome(RewardStatus.VALUE, score)
+    if buffer is not None:
+        num_tokens = len(sample.completion.token_ids)
+        outcome = shape_outcome(outcome, buffer, num_tokens=num_tokens)
+    return replace(sample, reward=outcome)
+
+
+def _samples(entry: ScoredGroup) -> Iterator[Sample]:
+    return chain(entry.group.samples, () if entry.baseline is None else (entry.baseline,))
+
+
+def _with_rewards(entry: ScoredGroup, judged: Iterator[Sample]) -> ScoredGroup:
+    samples = tuple(next(judged) for _ in entry.group.samples)
+    baseline = None if entry.baseline is None else next(judged)
+    if baseline is not None:
+        warn_of_failed_baseline(baseline.reward)
+    return replace(entry, group=replace(entry.group, samples=samples), baseline=baseline)
