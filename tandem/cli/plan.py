@@ -26,6 +26,7 @@ from tandem.cli.model_fit import (
     require_local_family,
     rollout_caution,
 )
+from tandem.config.families import require_value_head
 from tandem.config.overrides import LoadedConfig
 from tandem.config.plan import Plan, make_plan
 from tandem.config.pools import CRITIC, REWARD_MODEL, Placement, Pool
@@ -65,6 +66,7 @@ def plan_arguments(arguments: Sequence[str]) -> Plan:
         source=f"actor_rollout_ref.model.path={model.path!r}",
         trust_remote_code=model.trust_remote_code,
     )
+    _check_reward_model(loaded.config)
     cautions = length_caution(loaded.config, hf_config) + rollout_caution(loaded.config, hf_config)
     plan = _plan(loaded, hf_config, cautions=cautions)
     check_platforms(loaded.config)
@@ -88,6 +90,14 @@ def plan_sft_arguments(arguments: Sequence[str]) -> Plan:
         model=f"model.path={path!r}",
     )
     return _plan(loaded, hf_config, cautions=cautions)
+
+
+def _check_reward_model(config: RunConfig) -> None:
+    """Nothing is said of a model that is not there."""
+    path = config.reward_model.model.path
+    hf_config = read_local_config(path) if config.reward_model.enable and path else {}
+    if hf_config:
+        require_value_head(hf_config, source=f"reward_model.model.path={path!r}")
 
 
 def _plan(

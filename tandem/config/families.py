@@ -12,6 +12,9 @@ from tandem.errors import UserError
 
 NATIVE_FAMILIES = ("qwen2", "qwen3", "llama")
 """Those that our decoder computes. The others are transformers'."""
+CRITIC_CLASS, REWARD_CLASS = "ForTokenClassification", "ForSequenceClassification"
+"""Ends of the names of transformers' classes whose head, for one label, is a number: with a bias,
+and without one."""
 _MEANT = "actor_rollout_ref.rollout.name=hf"
 
 
@@ -45,3 +48,22 @@ def foreign_rollout(family: str, *, is_meant: bool) -> str:
         f"does not compute this model of type {family!r}, but {', '.join(NATIVE_FAMILIES)}"
     )
     return notice if is_meant else f"{notice}. Set {_MEANT} if that is meant"
+
+
+def value_head(hf_config: Mapping[str, Any]) -> str | None:
+    """Which of the two classes a model is, None if its head is not one number."""
+    architectures: Any = hf_config.get("architectures") or ()
+    labels = hf_config.get("id2label") or range(hf_config.get("num_labels") or 2)
+    if len(labels) != 1:
+        return None
+    ends = (CRITIC_CLASS, REWARD_CLASS)
+    return next((end for name in architectures for end in ends if name.endswith(end)), None)
+
+
+def require_value_head(hf_config: Mapping[str, Any], *, source: str) -> None:
+    """Raise UserError unless the model can be a reward model; ``source`` as above."""
+    if value_head(hf_config) is None:
+        raise UserError(
+            f"{source}: architectures={hf_config.get('architectures')} (config.json): must be "
+            "sequence or token classification with one label (id2label). Use a reward model."
+        )

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.config.families import CRITIC_CLASS, REWARD_CLASS, value_head
 from tandem.errors import UserError
 from tandem.models.decoder import DecoderConfig
 from tandem.models.rotary import (
@@ -26,10 +27,6 @@ from tandem.models.rotary import (
 )
 
 HfConfig = Mapping[str, Any]
-
-_CRITIC, _REWARD_MODEL = "ForTokenClassification", "ForSequenceClassification"
-"""Ends of the names of transformers' classes whose head, for one label, is a number: with a bias,
-and without one."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
     if rope is None:
         return None
     attention_bias = bool(hf_config.get("attention_bias", False))
-    head = _value_head(hf_config)
+    head = value_head(hf_config)
     return DecoderConfig(
         family=hf_config["model_type"],
         vocab_size=_size(hf_config, "vocab_size"),
@@ -90,18 +87,8 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
         qk_norm=traits.qk_norm,
         initializer_range=hf_config.get("initializer_range", 0.02),
         has_value_head=head is not None,
-        has_value_bias=head != _REWARD_MODEL,
+        has_value_bias=head != REWARD_CLASS,
     )
-
-
-def _value_head(hf_config: HfConfig) -> str | None:
-    """Which of the two classes, None if the head is not one number."""
-    architectures: Any = hf_config.get("architectures") or ()
-    labels = hf_config.get("id2label") or range(hf_config.get("num_labels") or 2)
-    if len(labels) != 1:
-        return None
-    ends = (_CRITIC, _REWARD_MODEL)
-    return next((end for name in architectures for end in ends if name.endswith(end)), None)
 
 
 def critic_config(hf_config: HfConfig) -> dict[str, Any]:
@@ -111,7 +98,7 @@ def critic_config(hf_config: HfConfig) -> dict[str, Any]:
     return {
         **hf_config,
         **labels,
-        "architectures": [architectures[0].rpartition("For")[0] + _CRITIC],
+        "architectures": [architectures[0].rpartition("For")[0] + CRITIC_CLASS],
         "tie_word_embeddings": False,
     }
 

@@ -19,7 +19,7 @@ from huggingface_hub import model_info, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from tandem.config.families import require_family
+from tandem.config.families import require_family, require_value_head
 from tandem.errors import UserError
 from tandem.models.decoder import DecoderConfig
 from tandem.models.families import FAMILIES, critic_config, decoder_config
@@ -112,12 +112,8 @@ def check_reward_folder(path: str, *, trust_remote_code: bool = False, key: str)
         UserError: also if our decoder does not compute the model, or it has no head that scores.
     """
     checked = _checked(path, trust_remote_code, load_weight=True, key=key)
-    if not _own_config(checked, "a reward model").has_value_head:
-        raise UserError(
-            f"{key}={str(checked.path)!r}: architectures={checked.hf_config.get('architectures')} "
-            "(config.json): must be sequence or token classification with one label (id2label). "
-            "Use a reward model."
-        )
+    _own_config(checked, "a reward model")
+    require_value_head(checked.hf_config, source=f"{key}={str(checked.path)!r}")
     return checked
 
 

@@ -84,6 +84,24 @@ def test_platforms_of_pools_and_the_way_of_the_weights_are_shown(
     assert plan["weights"]["actor-train -> generate"].startswith("staged (two platforms)")
 
 
+def test_a_reward_model_without_a_score_is_refused_where_it_is_here(
+    rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "judge"
+    arguments = ["plan", *KEYS, f"data.train_files={rows}", f"reward_model.model.path={folder}"]
+    switched_on = [*arguments, "reward_model.enable=True"]
+    assert main(switched_on) == 0
+    folder.mkdir()
+    described = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(described))
+    assert main(arguments) == 0
+    assert main(switched_on) == 2
+    assert "must be sequence or token classification with one label" in capsys.readouterr().err
+    described |= {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "score"}}
+    (folder / "config.json").write_text(json.dumps(described))
+    assert main(switched_on) == 0
+
+
 def test_flagcx_with_ascend_is_refused_whatever_a_third_pool_will_be(
     rows: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 
 from tandem.config.critic_switches import CRITIC_CONDITIONS
-from tandem.config.effects import keys_without_effect
 from tandem.config.keys import find_key, is_section
 from tandem.config.memory import MemoryPlan, plan_memory
 from tandem.config.memory_remedy import require_memory
@@ -17,27 +16,10 @@ from tandem.config.run import RunConfig
 from tandem.config.sizes import ModelSizes
 from tandem.config.validate import check_run
 from tandem.errors import UserError
+from tests.fakes.configured import SIZES, config, reasons
 
 ACTOR = "actor_rollout_ref.actor"
 GAE = "algorithm.adv_estimator=gae"
-SIZES = ModelSizes(
-    num_layers=24,
-    hidden=896,
-    inner=4864,
-    num_heads=14,
-    num_kv_heads=2,
-    head_dim=64,
-    vocabulary=151936,
-    tied=False,
-)
-
-
-def config(*arguments: str) -> RunConfig:
-    return load_config(RunConfig, arguments).config
-
-
-def reasons(*arguments: str) -> dict[str, str]:
-    return dict(keys_without_effect(load_config(RunConfig, arguments)))
 
 
 def test_a_run_has_a_critic_if_its_advantages_need_one_or_it_is_asked_for() -> None:

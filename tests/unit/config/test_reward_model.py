@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.config.effects import keys_without_effect
 from tandem.config.keys import find_key, is_section
 from tandem.config.memory import MemoryPlan, plan_memory
 from tandem.config.memory_remedy import require_memory
@@ -19,28 +18,11 @@ from tandem.config.run import RunConfig
 from tandem.config.sizes import ModelSizes
 from tandem.config.validate import check_built_run, check_run
 from tandem.errors import UserError
+from tests.fakes.configured import SIZES, config, reasons
 
 POLICY = "actor_rollout_ref.model.path=m"
 JUDGE = ("reward_model.enable=True", "reward_model.model.path=j", POLICY)
 LAYOUT = "reward_model.model.fsdp_config"
-SIZES = ModelSizes(
-    num_layers=24,
-    hidden=896,
-    inner=4864,
-    num_heads=14,
-    num_kv_heads=2,
-    head_dim=64,
-    vocabulary=151936,
-    tied=False,
-)
-
-
-def config(*arguments: str) -> RunConfig:
-    return load_config(RunConfig, arguments).config
-
-
-def reasons(*arguments: str) -> dict[str, str]:
-    return dict(keys_without_effect(load_config(RunConfig, arguments)))
 
 
 def test_what_is_not_set_follows_critic_and_policy() -> None:

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations of runs as their arguments make them, and the sizes of a published model."""
+
+from __future__ import annotations
+
+from tandem.config.effects import keys_without_effect
+from tandem.config.overrides import load_config
+from tandem.config.run import RunConfig
+from tandem.config.sizes import ModelSizes
+
+SIZES = ModelSizes(
+    num_layers=24,
+    hidden=896,
+    inner=4864,
+    num_heads=14,
+    num_kv_heads=2,
+    head_dim=64,
+    vocabulary=151936,
+    tied=False,
+)
+"""Qwen2.5-0.5B's, but for a head of its own."""
+
+
+def config(*arguments: str) -> RunConfig:
+    """What ``arguments`` ask for."""
+    return load_config(RunConfig, arguments).config
+
+
+def reasons(*arguments: str) -> dict[str, str]:
+    """Why keys of ``arguments`` are without effect, by key."""
+    return dict(keys_without_effect(load_config(RunConfig, arguments)))
