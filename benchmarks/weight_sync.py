@@ -2,7 +2,7 @@
 """How long the weights of a sharded trainer take to the rollouts.
 
     python benchmarks/weight_sync.py [--model qwen2.5-0.5b qwen2.5-7b] [--trainers 2]
-    [--receivers 2] [--split] [--output FILE]
+    [--receivers 2] [--split] [--beside] [--output FILE]
 
 One process a device. Each of the trainers holds the rows of every tensor that FSDP2 gives it, in
 fp32; each of the receivers needs the whole model in bf16. They share devices, or with ``--split``
@@ -52,6 +52,7 @@ class Job:
     trainers: int
     receivers: int
     split: bool
+    beside: bool
     repeats: int
     send_mb: int
     receive_mb: int
@@ -91,6 +92,7 @@ def main() -> None:
             options.trainers,
             options.trainers if options.receivers is None else options.receivers,
             options.split,
+            options.split and options.beside,
             options.repeats,
             options.send_mb,
             options.receive_mb,
@@ -116,6 +118,7 @@ def main() -> None:
 def _measure(rank: int, job: Job) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
+    torch.set_num_threads(1)  # as in Ray's workers: those of all processes share the cores
     store = connect_store("127.0.0.1", job.port, timeout_s=TIMEOUT_S)
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl",
@@ -135,7 +138,7 @@ def _measure(rank: int, job: Job) -> None:
         row["beside"] = [
             _beside(member, job, staged=staged, double_buffered=double)
             for staged, double in ((False, True), (True, False), (True, True))
-            if job.split
+            if job.beside
         ]
         one_by_one = _median(lambda m=member: _one_by_one(m, job, trainers=trainers), repeats=5)
         row["one_by_one_ms"] = 1e3 * one_by_one
@@ -298,6 +301,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--receivers", type=int, help="with --split; else they are the trainers")
     parser.add_argument("--split", action="store_true", help="receivers have their own devices")
+    parser.add_argument(
+        "--beside", action="store_true", help="with --split: weights beside those in use, too"
+    )
     parser.add_argument("--repeats", type=int, default=16)
     parser.add_argument("--send-mb", type=int, default=512)
     parser.add_argument("--receive-mb", type=int, default=128)

@@ -84,7 +84,8 @@ def make_transports(
 
 
 class _Groups:
-    """Those of one process. Routes with the same members share one."""
+    """Those of one process. Routes with the same members share one, but the two directions of a
+    pair: messages of a group follow each other, and each way of a connection is as fast alone."""
 
     def __init__(self, station: Station, form: FormGroup) -> None:
         self.station = station
@@ -111,7 +112,8 @@ class _Groups:
 def _transport(route: Route, path: Path, *, groups: _Groups) -> Transport:
     way, rank = path.choice.way, groups.station.rank
     if path.relay is None or path.inside is None:
-        return groups.transport(way, route.members)
+        purpose = f"from {route.sender}/" if len(route.members) == 2 else ""
+        return groups.transport(way, route.members, purpose=purpose)
     pair = tuple(sorted((route.sender, path.relay)))
     if rank == route.sender:
         return groups.transport(way, pair)

@@ -168,6 +168,7 @@ def _update_beside(rank: int, size: int, store_port: int) -> list[int]:
 
 def _update_twice(rank: int, store_port: int, mode: dict[str, Any]) -> int:
     device = _device(rank, shared=False)
+    torch.cuda.set_device(device)
     weight = torch.zeros(MODEL_MIB, 1 << 18, device=device)
     slices = cut({"w": weight}, (1, 1), rank=0)
     link = open_link(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users are told of the ways that weights take."""
+"""Which groups routes have, and what users are told of the ways that weights take."""
 
 from __future__ import annotations
 
@@ -41,3 +41,22 @@ def test_users_are_warned_where_flagcx_is_passed_over(
     (record,) = caplog.records
     assert record.levelno == level
     assert record.getMessage().startswith("weights go to rollout 0, rollout 1: staged, between npu")
+
+
+def test_the_two_directions_of_a_pair_do_not_wait_for_each_other() -> None:
+    formed: list[tuple[str, tuple[int, ...]]] = []
+
+    def form(name: str, members: tuple[int, ...], **_: object) -> Group:
+        formed.append((name, members))
+        return form_group(HashStore(), GroupPlace(name, (0,), 0, CPU, timeout_s=10))
+
+    routes = [Route(0, (1,)), Route(1, (0,)), Route(0, (1, 2)), Route(1, (0, 2))]
+    make_transports(
+        routes,
+        [Endpoint("cpu", f"{n}", "cpu") for n in range(3)],
+        wanted=[None] * 3,
+        station=Station(0, CPU, ROLES),
+        form=form,
+    )
+    assert [members for _, members in formed] == [(0, 1), (0, 1), (0, 1, 2)]
+    assert len({name for name, _ in formed}) == 3
