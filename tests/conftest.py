@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
@@ -22,6 +23,15 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+OF_OTHER_MACHINES = ("needs a GPU", "needs two GPUs", "has a device", "recorded with")
+"""How the reasons begin for which a test is skipped with ``--must-run`` too."""
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """CI asks for it: a tool or a right that is missing must not take a test away unseen."""
+    parser.addoption("--must-run", action="store_true", help="fail tests that would be skipped")
+
 
 def pytest_configure() -> None:
     """Without an accelerator kernels are interpreted; triton reads this once, when imported."""
@@ -29,6 +39,31 @@ def pytest_configure() -> None:
 
     if not torch.accelerator.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, pytest.TestReport]:
+    """Of a test."""
+    return _strict(item.config, (yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, Any, pytest.CollectReport]:
+    """Of a file, which can skip itself."""
+    return _strict(collector.config, (yield))
+
+
+def _strict(config: pytest.Config, report: Report) -> Report:
+    """A skip of which nobody can say that it belongs on this machine becomes a failure."""
+    is_skip = report.skipped and not hasattr(report, "wasxfail")
+    if is_skip and config.getoption("--must-run") and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not reason.startswith(OF_OTHER_MACHINES):
+            report.outcome = "failed"
+            report.longrepr = f"skipped, and must run here: {reason}"
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ a device on Ray. Both look the same to the pipeline.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -19,15 +20,16 @@ from tandem.cli.execution import first_cause
 from tandem.cli.failure import RunFailure
 from tandem.cli.load import with_found
 from tandem.comm.store import host_store
+from tandem.config.device_rules import require_division, section_of
+from tandem.config.device_switches import ONE_PROCESS
 from tandem.config.memory_remedy import require_cache, require_memory
 from tandem.config.platform_rules import platform_key
-from tandem.config.pools import Placement, Pool, models_beside, place_run, place_sft
+from tandem.config.pools import Placement, models_beside, place_run, place_sft
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.config.sizes import ModelSizes
 from tandem.metrics.throughput import ModelShape
 from tandem.models.folder import ModelFolder, require_decoder
-from tandem.models.parallel import check_layout
 from tandem.pipeline.parts import Engines
 from tandem.platforms.record import Platform
 from tandem.platforms.registry import platform_named
@@ -43,17 +45,12 @@ from tandem.runtime.ray import RayRuntime
 from tandem.runtime.rendezvous import Meeting
 from tandem.types import TokenIds
 from tandem.workers.colocated import build_colocated, build_trainer, shape_of
-from tandem.workers.deployment import (
-    RemoteEngines,
-    remote_engines,
-    remote_trainer,
-    run_jobs,
-    section_of,
-    sft_jobs,
-)
+from tandem.workers.deployment import remote_engines, remote_trainer, run_jobs, sft_jobs
 from tandem.workers.job import WorkerJob, build_worker
 from tandem.workers.precision import require_precision
-from tandem.workers.remote import PeakMemory, call_each
+from tandem.workers.remote import PeakMemory, RemoteTrainer, call_each
+
+logger = logging.getLogger(__name__)
 
 PLACEMENT_FILE = "placement.json"
 
@@ -135,6 +132,8 @@ def on_site(config: RunConfig | SftConfig, body: Callable[[Site], int]) -> int:
     """
     site = site_here(config)
     if site.placement.is_one_process and config.trainer.nnodes == 1:
+        if os.environ.get("RAY_ADDRESS"):
+            logger.warning("without effect: RAY_ADDRESS: %s", ONE_PROCESS)
         return body(site)
     trainer = config.trainer
     settings = ClusterSettings(
@@ -151,6 +150,8 @@ def on_site(config: RunConfig | SftConfig, body: Callable[[Site], int]) -> int:
         devices = tuple(own_devices(platforms))
         require_here(needs[0], devices, num_cores=os.cpu_count() or 1)
         cluster = replace(cluster, devices=devices)
+    if cluster.role != "existing":
+        _warn_of_few_cores(site, cluster.node_rank)
     try:
         return run_on_nodes(
             cluster,
@@ -159,6 +160,17 @@ def on_site(config: RunConfig | SftConfig, body: Callable[[Site], int]) -> int:
         )
     except (WorkerFailure, NodeFailure) as failure:
         raise RunFailure(str(failure)) from None
+
+
+def _warn_of_few_cores(site: Site, node: int) -> None:
+    """Ray is told that there is a core for each process."""
+    hosts = [name for name, own in site.platforms.items() if own.visibility.mode == "none"]
+    num_processes = sum(site.nodes[pool].count(node) for pool in hosts)
+    num_cores = os.cpu_count() or 1
+    if num_processes > num_cores:
+        wanted = f"trainer.n_gpus_per_node={site.config.trainer.n_gpus_per_node}"
+        text = "%s: %d processes of the host share its %d cores. Lower it unless this is a trial."
+        logger.warning(text, wanted, num_processes, num_cores)
 
 
 def _timeout_s(config: RunConfig | SftConfig) -> float:
@@ -178,19 +190,15 @@ def site_here(config: RunConfig | SftConfig) -> Site:
 
 def _platforms(config: RunConfig | SftConfig, placement: Placement) -> dict[str, Platform]:
     """Of each pool. One for all must be usable here; of several each worker confirms its own."""
-
-    def key(pool: Pool) -> str:
-        return platform_key(pool, config) if isinstance(config, RunConfig) else "trainer.device"
-
     found = {
         pool.name: select_platform(AUTO)
         if pool.platform == AUTO
-        else platform_named(pool.platform, key=key(pool))
+        else platform_named(pool.platform, key=platform_key(pool, config))
         for pool in placement.used_pools
     }
     if len({platform.name for platform in found.values()}) == 1:
         pool = placement.used_pools[0]
-        select_platform(pool.platform, key=key(pool))
+        select_platform(pool.platform, key=platform_key(pool, config))
     return found
 
 
@@ -219,25 +227,20 @@ def require_fit(
     others = beside or {}
     if site.cluster is not None:
         require_decoder(model, key=key)
-    for task, layout in site.placement.layouts.items():
-        check_layout(
-            others.get(task, model).decoder_config,
-            tensor=layout.tensor_parallel,
-            sequence=layout.sequence_parallel,
-            section=section_of(task) if isinstance(site.config, RunConfig) else "engine",
-        )
+    layouts = site.placement.layouts
+    known = {task: ModelSizes.of(others.get(task, model).hf_config) for task in layouts}
+    require_division(site.config, site.placement, models=known)
     if isinstance(site.config, RunConfig):
         generates = site.platforms[site.placement.pool_of("generate").name]
         require_kernels(model.decoder_config, generates, key=f"{key}={str(model.path)!r}")
     if not site.is_mixed:
         _require_precision(site)
-    sizes = ModelSizes.of(model.hf_config)
-    known = {name: ModelSizes.of(other.hf_config) for name, other in others.items()}
+    sizes = known["actor-train"]
     if site.platform.has_own_memory and sizes is not None and not site.is_mixed:
         require_memory(
             site.config,
             sizes,
-            beside={name: own for name, own in known.items() if own is not None},
+            beside={name: own for name in others if (own := known[name]) is not None},
             available_bytes=site.platform.total_memory_bytes(),
             recomputes_parts=model.decoder_config is not None,
         )
@@ -311,10 +314,11 @@ async def hosted_run(
             critic=remote.critic,
             reward_model=remote.reward_model,
             work=remote.rollout.work,
+            generates_apart=site.placement.generates_apart,
         )
         shape = None if model.decoder_config is None else shape_of(model.decoder_config)
         chip = await runtime.call(_chip, groups[site.placement.pool_of("actor-train").name])
-        yield HostedRun(runtime, engines, shape, chip, partial(_peak_of, remote))
+        yield HostedRun(runtime, engines, shape, chip, partial(_peak, remote.train, remote.critic))
 
 
 @asynccontextmanager
@@ -385,9 +389,9 @@ def _chip(group: WorkerGroup) -> str:
     return group.gather([group.submit(0, "describe")])[0]["chip"]
 
 
-def _peak_of(engines: RemoteEngines) -> PeakMemory:
+def _peak(train: RemoteTrainer, critic: RemoteTrainer | None) -> PeakMemory:
     """While the policy waits for the critic to warm up, there is only the critic's."""
-    peaks = [engine.peak for engine in (engines.train, engines.critic) if engine is not None]
+    peaks = [engine.peak for engine in (train, critic) if engine is not None]
     return PeakMemory(max(x.allocated for x in peaks), max(x.reserved for x in peaks))
 
 

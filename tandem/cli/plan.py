@@ -10,6 +10,7 @@ Needs no model and no torch. Data files that cannot be counted become a warning 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.cli.load import check_platforms, load_arguments
+from tandem.cli.load import check_platforms, load_arguments, with_found
 from tandem.cli.model_fit import (
     length_caution,
     position_caution,
@@ -26,15 +27,17 @@ from tandem.cli.model_fit import (
     require_local_family,
     rollout_caution,
 )
+from tandem.config.device_rules import require_division
 from tandem.config.families import require_value_head
 from tandem.config.overrides import LoadedConfig
 from tandem.config.plan import Plan, make_plan
-from tandem.config.pools import CRITIC, REWARD_MODEL, Placement, Pool
+from tandem.config.pools import CRITIC, REWARD_MODEL, TASKS, Placement, Pool
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.config.sizes import ModelSizes
 from tandem.data.files import count_rows
 from tandem.errors import UserError
+from tandem.platforms.names import AUTO, VARIABLE, platform_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ def plan_arguments(arguments: Sequence[str]) -> Plan:
     cautions = length_caution(loaded.config, hf_config) + rollout_caution(loaded.config, hf_config)
     plan = _plan(loaded, hf_config, cautions=cautions)
     check_platforms(loaded.config)
+    _check_environment(plan)
     return plan
 
 
@@ -89,7 +93,19 @@ def plan_sft_arguments(arguments: Sequence[str]) -> Plan:
         keys="data.max_length",
         model=f"model.path={path!r}",
     )
-    return _plan(loaded, hf_config, cautions=cautions)
+    plan = _plan(loaded, hf_config, cautions=cautions)
+    _check_environment(plan)
+    return plan
+
+
+def _check_environment(plan: Plan) -> None:
+    """Raise UserError if what the environment names for ``auto`` cannot be."""
+    named = os.environ.get(VARIABLE, "")
+    open_pools = [pool.name for pool in plan.placement.used_pools if pool.platform == AUTO]
+    if named and open_pools:
+        found = dict.fromkeys(open_pools, platform_name(named, key=VARIABLE))
+        if isinstance(plan.config, RunConfig):
+            with_found(plan.config, plan.placement, found=found)
 
 
 def _check_reward_model(config: RunConfig) -> None:
@@ -111,16 +127,19 @@ def _plan(
     if isinstance(config, RunConfig):
         paths = {CRITIC: config.critic.model.path, REWARD_MODEL: config.reward_model.model.path}
     found = {name: ModelSizes.of(read_local_config(path)) for name, path in paths.items() if path}
+    sizes = ModelSizes.of(hf_config)
     train = count("data.train_files", data.train_files)
     val = count("data.val_files", data.val_files) if data.val_files else RowCount(0, "")
-    return make_plan(
+    plan = make_plan(
         loaded,
         num_train_rows=train.rows,
         num_val_rows=val.rows,
-        sizes=ModelSizes.of(hf_config),
+        sizes=sizes,
         beside={name: known for name, known in found.items() if known is not None},
         warnings=[*(rows.problem for rows in (train, val) if rows.problem), *cautions],
     )
+    require_division(config, plan.placement, models=dict.fromkeys(TASKS, sizes) | found)
+    return plan
 
 
 def count(key: str, files: Sequence[str]) -> RowCount:

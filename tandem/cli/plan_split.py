@@ -9,7 +9,7 @@ pipeline is simulated (``pipeline.prediction``).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,27 @@ from rich.console import Console
 
 from tandem.cli.plan import plan_arguments, print_plan, print_rows
 from tandem.config.device_rules import run_device_problems
-from tandem.config.pools import HALVES, needed_tasks, place_run
+from tandem.config.pools import HALVES, needed_tasks, place_run, show_groups
 from tandem.config.run import RunConfig
 from tandem.errors import UserError
 from tandem.metrics.number_format import format_number
 from tandem.metrics.task_times import MeasuredRun, TaskTimes, measured_run, read_times
-from tandem.pipeline.planner import Split, Suggestion, floor_seconds, suggest
+from tandem.pipeline.planner import (
+    NEARLY,
+    Split,
+    Suggestion,
+    balanced_split,
+    floor_seconds,
+    suggest,
+)
 from tandem.pipeline.prediction import predict_step, predictor
 
 _TIMES = "--times"
 _LAGS = (0, 1, 2, 3, 4)
+_REFERENCE = "ref_logp"
+
+Groups = tuple[tuple[str, ...], ...]
+"""Tasks that share devices, group by group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +48,15 @@ class SplitAdvice:
     Attributes:
         configured_seconds: predicted step as configured; ``suggestion`` has the one suggested.
         floor: no step of the suggested split can be shorter.
+        num_simulated: splits, of all groups that were tried.
         overrides: the arguments that bring it about.
     """
 
-    groups: tuple[tuple[str, ...], ...]
+    groups: Groups
     suggestion: Suggestion
     configured_seconds: float
     floor: float
+    num_simulated: int
     overrides: tuple[str, ...]
 
     @property
@@ -64,7 +77,7 @@ class SplitAdvice:
             "step_s": self.suggestion.seconds,
             "floor_s": self.floor,
             "step_s_as_configured": self.configured_seconds,
-            "splits_simulated": len(self.suggestion.predictions),
+            "splits_simulated": self.num_simulated,
             "overrides": list(self.overrides),
         }
 
@@ -89,7 +102,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
-    """The fastest split of the run's devices among its groups (two halves, if it names none).
+    """The fastest split of the run's devices among its groups (two halves, if it names none), or
+    among those with the reference elsewhere, if that is faster by more than what is nearly as fast.
 
     Raises:
         UserError: there are no times of a task of the run, or too few devices to divide.
@@ -111,22 +125,58 @@ def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
             f"cannot be divided among {len(groups)} groups. Set trainer.n_gpus_per_node="
             f"{len(groups)} or more, or name fewer groups."
         )
-    suggestion = suggest(
+    found = {groups: _suggest(config, times, groups=groups, start=_start(config, groups))}
+    for others in _with_reference_elsewhere(groups):
+        start = balanced_split(
+            times, others, num_devices=num_devices, is_allowed=_rule(config, others)
+        )
+        if start is not None:
+            start_split = Split(start, config.trainer.max_lag)
+            found[others] = _suggest(config, times, groups=others, start=start_split)
+    fastest = min(found, key=lambda groups: found[groups].seconds)
+    if found[groups].seconds <= NEARLY * found[fastest].seconds:
+        fastest = groups
+    return _advice(config, times, groups=fastest, found=found)
+
+
+def _suggest(config: RunConfig, times: TaskTimes, *, groups: Groups, start: Split) -> Suggestion:
+    return suggest(
         times,
         groups,
-        start=_start(config, groups),
+        start=start,
         lags=sorted({*_LAGS, config.trainer.max_lag}),
         is_allowed=_rule(config, groups),
         predict=predictor(config, times, groups=groups),
     )
+
+
+def _with_reference_elsewhere(groups: Groups) -> list[Groups]:
+    """The same groups with the reference in each of the others, and in one of its own."""
+    kept = tuple(tuple(task for task in group if task != _REFERENCE) for group in groups)
+    if kept == groups:
+        return []
+    rest = tuple(group for group in kept if group)
+    joined = [
+        (*rest[:index], (*group, _REFERENCE), *rest[index + 1 :])
+        for index, group in enumerate(rest)
+    ]
+    others = [*joined, (*rest, (_REFERENCE,))]
+    return [one for one in others if {*map(frozenset, one)} != {*map(frozenset, groups)}]
+
+
+def _advice(
+    config: RunConfig, times: TaskTimes, *, groups: Groups, found: Mapping[Groups, Suggestion]
+) -> SplitAdvice:
+    suggestion = found[groups]
     split = suggestion.split
     return SplitAdvice(
         groups=groups,
         suggestion=suggestion,
         configured_seconds=configured_seconds(config, times),
         floor=floor_seconds(times, groups, devices=split.devices),
+        num_simulated=sum(len(one.predictions) for one in found.values()),
         overrides=(
-            f"trainer.separated_node_tasks={_written(groups)}",
+            f"trainer.separated_node_tasks={show_groups(groups)}",
             f"trainer.separated_node_ratios={list(_ratios(split.devices))}".replace(" ", ""),
             f"trainer.async_pipeline={split.lag > 0}",
             f"trainer.generate_ahead_steps={split.lag}",
@@ -205,10 +255,6 @@ def _ratios(devices: Sequence[int]) -> tuple[float, ...]:
     return (*first, round(1 - sum(first), 6))
 
 
-def _written(groups: Sequence[Sequence[str]]) -> str:
-    return "[" + ",".join(f"[{','.join(group)}]" for group in groups) + "]"
-
-
 def _rows(advice: SplitAdvice) -> list[tuple[str, str]]:
     suggestion = advice.suggestion
     gain = advice.configured_seconds / suggestion.seconds
@@ -224,7 +270,7 @@ def _rows(advice: SplitAdvice) -> list[tuple[str, str]]:
             f"{_shown(advice.configured_seconds)} ({gain:.2f} times)",
         ),
         ("busiest pool, the least a step can take", _shown(advice.floor)),
-        ("splits simulated", str(len(suggestion.predictions))),
+        ("splits simulated", str(advice.num_simulated)),
     ]
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with how a run is spread over devices, one line each; whether those devices exist
-is not asked here.
+is not asked here. What depends on the model's sizes is ``require_division``'s.
 
 verl demands that batches divide by all devices. Here micro-batches are dealt to ranks, of any
 number, so that it is enough that every rank gets a sequence (a replica of the rollout: a prompt).
@@ -8,7 +8,7 @@ number, so that it is enough that every rank gets a sequence (a replica of the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from tandem.config.layout import FsdpConfig
@@ -27,10 +27,13 @@ from tandem.config.pools import (
     place_sft,
     scorer_of,
     share_devices,
+    show_groups,
 )
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
+from tandem.config.sizes import ModelSizes, division_problems
 from tandem.config.trainer import TrainerConfig
+from tandem.errors import UserError
 
 _ROLES = "actor_rollout_ref"
 _TASKS_KEY = "trainer.separated_node_tasks"
@@ -74,29 +77,37 @@ def _group_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _task_problems(groups: Sequence[tuple[str, ...]], needed: Sequence[str]) -> Iterator[str]:
-    tasks = list(chain.from_iterable(groups))
+    key, tasks = f"{_TASKS_KEY}={show_groups(groups)}", list(chain.from_iterable(groups))
+    if () in groups:
+        yield f"{key}: a group is empty. Name its tasks, or take it out with its ratio."
     for task in tasks:
         if task not in TASKS or tasks.count(task) > 1:
             rule = "is named more than once" if task in TASKS else "is no task"
-            yield f"{_TASKS_KEY}={tasks}: {task!r} {rule}. Name each of {', '.join(TASKS)} once."
+            yield f"{key}: {task!r} {rule}. Name each of {', '.join(TASKS)} once."
     for task in needed:
         if task not in tasks:
             where = ", which may be that of actor-train" if task != "actor-train" else ""
-            yield (
-                f"{_TASKS_KEY}={tasks}: {task} is missing, and this run needs it. Add it to a "
-                f"group{where}."
-            )
+            yield f"{key}: {task} is missing, and this run needs it. Add it to a group{where}."
 
 
 def _ratio_problems(groups: Sequence[tuple[str, ...]], ratios: Sequence[float]) -> Iterator[str]:
     key = f"{_RATIOS_KEY}={list(ratios)}"
-    if len(ratios) != len(groups):
+    if not groups:
+        yield (
+            f"{key}: {_TASKS_KEY} is missing. Name there a group of tasks for each ratio, or set "
+            f"{_RATIOS_KEY}=[]."
+        )
+    elif len(ratios) != len(groups):
         yield (
             f"{key}: must have one ratio for each of the {len(groups)} groups of "
             f"{_TASKS_KEY}. Write {len(groups)} numbers."
         )
-    elif min(ratios) <= 0 or sum(ratios) > 1 + ROUNDING:
-        yield f"{key}: must be positive and add up to at most 1. Lower them."
+    elif min(ratios) <= 0:
+        yield f"{key}: must be positive. Raise the others, or take out their groups."
+    elif sum(ratios) > 1 + ROUNDING:
+        hundredths = share_devices([ratio / sum(ratios) for ratio in ratios], 100)
+        lower = ",".join(f"{number / 100:g}" for number in hundredths)
+        yield f"{key}: must add up to at most 1. Set {_RATIOS_KEY}=[{lower}]."
 
 
 def _empty_pool_problems(config: RunConfig) -> Iterator[str]:
@@ -131,13 +142,19 @@ def _enough_devices(trainer: TrainerConfig) -> int:
 def _run_layout_problems(config: RunConfig, pool: Pool) -> Iterator[str]:
     roles = config.actor_rollout_ref
     if "actor-train" in pool.tasks or scorer_of(pool) == "logp":
-        section = f"{_ROLES}.actor.fsdp_config"
+        section = section_of("actor-train")
         yield from _layout_problems(roles.actor.fsdp_config, pool, section=section)
     if "ref_logp" in pool.tasks:
-        section = f"{_ROLES}.ref.fsdp_config"
-        yield from _layout_problems(roles.ref.fsdp_config, pool, section=section)
+        yield from _layout_problems(roles.ref.fsdp_config, pool, section=section_of("ref_logp"))
     for name, layout in models_beside(config).items() if "actor-train" in pool.tasks else ():
-        yield from _layout_problems(layout, pool, section=f"{name}.model.fsdp_config")
+        yield from _layout_problems(layout, pool, section=section_of(name))
+
+
+def section_of(task: str) -> str:
+    """Of the keys that lay out the weights of a task of ``tandem train``, or of a model beside."""
+    if task in (CRITIC, REWARD_MODEL):
+        return f"{task}.model.fsdp_config"
+    return f"{_ROLES}.{'ref' if task == 'ref_logp' else 'actor'}.fsdp_config"
 
 
 def _layout_problems(config: FsdpConfig, pool: Pool, *, section: str) -> Iterator[str]:
@@ -164,6 +181,29 @@ def _layout_problems(config: FsdpConfig, pool: Pool, *, section: str) -> Iterato
         key = f"{section}.fsdp_size"
         ranks = f"{where} / {split_key}={split}" if split > 1 else where
         yield f"{key}={config.fsdp_size}: must divide {ranks}, or be -1 for all. Set {key}=-1."
+
+
+def require_division(
+    config: RunConfig | SftConfig, placement: Placement, *, models: Mapping[str, ModelSizes | None]
+) -> None:
+    """Raise UserError if a model of our own decoder cannot be divided as its ranks are.
+
+    Args:
+        models: by the names in ``placement.layouts``; nothing is said of a model that is not known.
+    """
+    for task, layout in placement.layouts.items():
+        sizes = models.get(task)
+        if sizes is not None:
+            section = section_of(task) if isinstance(config, RunConfig) else "engine"
+            for problem in division_problems(
+                sizes.num_heads,
+                sizes.num_kv_heads,
+                inner=sizes.inner,
+                tensor=layout.tensor_parallel,
+                sequence=layout.sequence_parallel,
+                section=section,
+            ):
+                raise UserError(problem)
 
 
 def _run_batch_problems(config: RunConfig, placement: Placement) -> Iterator[str]:

@@ -106,7 +106,23 @@ def _takes_turns(config: RunConfig) -> bool:
     return placement is not None and not placement.generates_apart
 
 
-_ONE_PROCESS = "there is one process: nothing is dealt, gathered or transferred"
+def _is_decided_by_groups(config: RunConfig) -> bool:
+    """Without a hybrid engine groups are what is expected, unless they undo it; the asynchronous
+    pipeline asks for it even then."""
+    trainer = config.trainer
+    is_undone = _takes_turns(config) and not trainer.async_pipeline
+    hybrid = config.actor_rollout_ref.hybrid_engine
+    return bool(trainer.separated_node_tasks) and (hybrid or is_undone)
+
+
+def _has_other_platforms(config: RunConfig) -> bool:
+    placement = _placement(config)
+    return placement is not None and all(
+        pool.platform != config.trainer.device for pool in placement.used_pools
+    )
+
+
+ONE_PROCESS = "there is one process: nothing is dealt, gathered or transferred"
 
 _RUN_ONLY = (
     *_layout_conditions(
@@ -127,7 +143,7 @@ _RUN_ONLY = (
             "pools.transport",
         ),
         _is_one_process,
-        _ONE_PROCESS,
+        ONE_PROCESS,
     ),
     *(
         Condition(
@@ -144,13 +160,18 @@ _RUN_ONLY = (
     ),
     Condition(
         (f"{_ROLLOUT}.free_cache_engine",),
-        lambda c: _is_one_process(c) or not _takes_turns(c),
-        "for several devices that train and generate in turns",
+        lambda c: _is_one_process(c) or not _takes_turns(c) or c.trainer.max_lag > 0,
+        "for several devices that train and generate one after the other",
     ),
     Condition(
         ("actor_rollout_ref.hybrid_engine",),
-        lambda c: c.actor_rollout_ref.hybrid_engine and c.trainer.separated_node_tasks,
+        _is_decided_by_groups,
         "trainer.separated_node_tasks is set and decides",
+    ),
+    Condition(
+        ("trainer.device",),
+        _has_other_platforms,
+        "every pool's platform is named by pools.*.platform",
     ),
 )
 _SFT_ONLY = (
@@ -161,11 +182,11 @@ _SFT_ONLY = (
         lambda c: c.engine.param_offload and not _is_one_process(c),
         "the weights are always computed with: engine.offload_policy keeps them on the host",
     ),
-    Condition(("nccl_timeout",), _is_one_process, _ONE_PROCESS),
+    Condition(("nccl_timeout",), _is_one_process, ONE_PROCESS),
 )
 _SHARED = (
     Condition(
-        ("ray_kwargs", "trainer.ray_wait_register_center_timeout"), _is_one_process, _ONE_PROCESS
+        ("ray_kwargs", "trainer.ray_wait_register_center_timeout"), _is_one_process, ONE_PROCESS
     ),
     Condition(
         ("trainer.balance_batch",),

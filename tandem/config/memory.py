@@ -214,7 +214,8 @@ def _of_pool(
     if "actor-train" in pool.tasks:
         model = _Model(sizes, roles.actor.fsdp_config, layouts["actor-train"])
         plan = _trained(plan, _policy_training(config, model), placement=placement)
-        if roles.rollout.free_cache_engine and not placement.is_one_process:
+        frees_cache = roles.rollout.free_cache_engine and config.trainer.max_lag == 0
+        if frees_cache and not placement.is_one_process:
             plan = _taking_turns(plan)
     return plan
 
@@ -231,7 +232,8 @@ def _generating(
 ) -> MemoryPlan:
     rollout, data = config.actor_rollout_ref.rollout, config.data
     computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
-    prompts = -(-data.train_batch_size // placement.layouts["generate"].num_ranks)
+    num_begun = data.train_batch_size * (config.trainer.max_lag + 1)
+    prompts = -(-num_begun // placement.layouts["generate"].num_ranks)
     running = min(rollout.max_num_seqs, prompts * rollout.n)
     prompts = -(-running // rollout.n)
     tokens = prompts * data.max_prompt_length + running * data.max_response_length

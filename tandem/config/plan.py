@@ -13,7 +13,7 @@ from typing import Any
 from tandem.config.effects import key_effects, keys_without_effect
 from tandem.config.memory import NONE_BESIDE, MemoryPlan, plan_memory
 from tandem.config.overrides import LoadedConfig
-from tandem.config.platform_rules import weight_ways
+from tandem.config.platform_rules import platform_key, weight_ways
 from tandem.config.pools import CRITIC, REWARD_MODEL, Placement, Pool, place_run, place_sft
 from tandem.config.run import RunConfig
 from tandem.config.schedule import Schedule, schedule_run, schedule_sft
@@ -172,6 +172,7 @@ def _known_of_run(config: RunConfig, num_rows: int | None) -> _Known:
     warnings = (
         *(f"train would refuse: {line}" for line in unbuilt_run(config)),
         *_planners_cautions(config, schedule),
+        *_device_cautions(config, placement),
         *cautions(config),
     )
     return _Known(
@@ -181,12 +182,13 @@ def _known_of_run(config: RunConfig, num_rows: int | None) -> _Known:
 
 def _known_of_sft(config: SftConfig, num_rows: int | None) -> _Known:
     check_sft(config)
+    placement = place_sft(config)
     schedule = None if num_rows is None else schedule_sft(config, num_rows)
     warnings = (
         *(f"sft would refuse: {line}" for line in unbuilt_sft(config)),
-        *_device_cautions(config),
+        *_device_cautions(config, placement),
     )
-    return _Known(schedule, config.data.train_batch_size, 1, place_sft(config), warnings)
+    return _Known(schedule, config.data.train_batch_size, 1, placement, warnings)
 
 
 def _taken(num_rows: int | None, max_samples: int) -> int | None:
@@ -226,15 +228,16 @@ def _planners_cautions(config: RunConfig, schedule: Schedule | None) -> Iterator
             "data.filter_overlong_prompts=True: steps are counted before overlong prompts are "
             "dropped; there may be fewer"
         )
-    yield from _device_cautions(config)
 
 
-def _device_cautions(config: RunConfig | SftConfig) -> Iterator[str]:
-    if config.trainer.device not in ("auto", "cpu"):
-        yield (
-            f"trainer.device={config.trainer.device}: not looked for by the plan; where it is not "
-            "available, the run ends before it starts"
-        )
+def _device_cautions(config: RunConfig | SftConfig, placement: Placement) -> Iterator[str]:
+    asked = {platform_key(pool, config): pool.platform for pool in placement.used_pools}
+    for key, platform in asked.items():
+        if platform not in ("auto", "cpu"):
+            yield (
+                f"{key}={platform}: not looked for by the plan; where it is not available, the "
+                "run ends before it starts"
+            )
 
 
 def cautions(config: RunConfig) -> Iterator[str]:

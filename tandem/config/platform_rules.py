@@ -9,8 +9,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations, groupby
 
-from tandem.config.pools import Placement, Pool, place_run, task_groups
+from tandem.config.pools import (
+    Placement,
+    Pool,
+    named_platforms,
+    place_run,
+    show_groups,
+    task_groups,
+)
 from tandem.config.run import RunConfig
+from tandem.config.sft import SftConfig
 
 _HOST = "cpu"
 _UNKNOWN = "auto"
@@ -18,11 +26,13 @@ _TRANSPORT = "pools.transport"
 _TURNS = ("actor-train", "generate")
 
 
-def platform_key(pool: Pool, config: RunConfig) -> str:
+def platform_key(pool: Pool, config: RunConfig | SftConfig) -> str:
     """The key that named a pool's platform."""
-    named = config.pools.named
-    tasks = (*pool.tasks, *pool.unused_tasks)
-    return next((f"pools.{task}.platform" for task in tasks if task in named), "trainer.device")
+    keys: list[str] = []
+    if isinstance(config, RunConfig):
+        named = config.pools.named
+        keys = [f"pools.{task}.platform" for task in pool.tasks if task in named]
+    return next(iter(keys), "trainer.device")
 
 
 def platform_problems(config: RunConfig) -> Iterator[str]:
@@ -77,7 +87,7 @@ def _way(one: Pool, other: Pool, *, wanted: str) -> str:
 
 def _group_problems(config: RunConfig, tasks: Sequence[str]) -> Iterator[str]:
     """Of tasks that share devices."""
-    named = {task: name for task, name in config.pools.named.items() if task in tasks}
+    named = {task: name for task, name in named_platforms(config).items() if task in tasks}
     if len(set(named.values())) > 1:
         listed = ", ".join(f"pools.{task}.platform={name}" for task, name in named.items())
         yield (
@@ -103,15 +113,16 @@ def _order_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
         return
     every = [pool.platform for pool in placement.pools]
     ordered = sorted(placement.pools, key=lambda pool: every.index(pool.platform))
-    groups = ",".join(f"[{','.join((*pool.tasks, *pool.unused_tasks))}]" for pool in ordered)
+    groups = show_groups((*pool.tasks, *pool.unused_tasks) for pool in ordered)
     ratios = dict(
         zip(map(tuple, task_groups(config)), config.trainer.separated_node_ratios, strict=True)
     )
     shares = ",".join(f"{share:g}" for share in _in_order(ratios, ordered))
     yield (
-        f"trainer.separated_node_tasks: pools of {', '.join(platforms)} in this order: those of "
-        f"{scattered} must follow each other, as libraries between vendors count on it. Set "
-        f"trainer.separated_node_tasks=[{groups}] trainer.separated_node_ratios=[{shares}]."
+        f"trainer.separated_node_tasks={show_groups(task_groups(config))}: pools of "
+        f"{', '.join(platforms)} in this order: those of {scattered} must follow each other, as "
+        f"libraries between vendors count on it. Set trainer.separated_node_tasks={groups} "
+        f"trainer.separated_node_ratios=[{shares}]."
     )
 
 

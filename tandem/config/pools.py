@@ -8,7 +8,7 @@ arithmetic: what cannot be placed is found by ``device_rules`` before, and no de
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
@@ -249,15 +249,26 @@ def task_groups(config: RunConfig) -> Sequence[tuple[str, ...]]:
     return named or ((TASKS,) if config.actor_rollout_ref.hybrid_engine else HALVES)
 
 
+def show_groups(groups: Iterable[Sequence[str]]) -> str:
+    """As they are written behind ``trainer.separated_node_tasks=``."""
+    return f"[{','.join(f'[{names}]' for names in map(','.join, groups))}]"
+
+
 def _ratios(config: RunConfig) -> Sequence[float]:
     if config.trainer.separated_node_tasks:
         return config.trainer.separated_node_ratios
     return (1.0,) if config.actor_rollout_ref.hybrid_engine else (0.5, 0.5)
 
 
+def named_platforms(config: RunConfig) -> Mapping[str, str]:
+    """By task, of those that the run performs."""
+    needed = needed_tasks(config)
+    return {task: platform for task, platform in config.pools.named.items() if task in needed}
+
+
 def platform_of(config: RunConfig, tasks: Sequence[str]) -> str:
     """That of a pool with these tasks: the one that one of them names, else the run's."""
-    named = config.pools.named
+    named = named_platforms(config)
     return next((named[task] for task in tasks if task in named), config.trainer.device)
 
 

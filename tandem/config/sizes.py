@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a dense decoder that decide how much memory it takes, read off config.json."""
+"""The sizes of a dense decoder that decide how much memory it takes and how it can be divided, read
+off config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,3 +85,37 @@ class ModelSizes:
         gate_up = 2 * self.inner // tensor_parallel
         split = {"full": 0, "feed_forward": heads, "pointwise": heads + gate_up}
         return self.num_layers * (3 * self.hidden + split[recomputed]) + whole
+
+
+def division_problems(
+    num_heads: int, num_kv_heads: int, *, inner: int, tensor: int, sequence: int, section: str
+) -> Iterator[str]:
+    """Why a dense decoder cannot be divided so among processes.
+
+    Args:
+        inner: width of its feed-forward layers.
+        tensor, sequence: parallel sizes, by keys of ``section``.
+    """
+    whole = (num_heads, num_kv_heads, inner)
+    tensors = [n for n in range(1, num_kv_heads + 1) if not any(size % n for size in whole)]
+    if tensor not in tensors:
+        yield (
+            f"{section}.tensor_model_parallel_size={tensor}: it must divide the model's "
+            f"{num_heads} attention heads, {num_kv_heads} key/value heads and feed-forward width "
+            f"of {inner}. Use {_choice(tensors)}."
+        )
+        return
+    heads, kv_heads = num_heads // tensor, num_kv_heads // tensor
+    sequences = [
+        n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)
+    ]
+    if sequence not in sequences:
+        yield (
+            f"{section}.ulysses_sequence_parallel_size={sequence}: it must divide the {heads} "
+            f"attention heads of a process, and divide its {kv_heads} key/value heads or be a "
+            f"multiple of them. Use {_choice(sequences)}."
+        )
+
+
+def _choice(sizes: Sequence[int]) -> str:
+    return " or ".join(map(str, sizes))

@@ -103,16 +103,40 @@ def _mini_batch_problems(section: str, mini: int, *, batch: int) -> Iterator[str
 
 
 def _async_problems(config: RunConfig) -> Iterator[str]:
-    """Whoever generates while the trainer trains cannot do it on the trainer's devices."""
+    """Who generates has devices of its own, or takes turns with the trainer where a group says so
+    and the engine is not hybrid, which means in step."""
+    roles = config.actor_rollout_ref
     if not config.trainer.async_pipeline or place_run(config).generates_apart:
         return
-    remedy = "Set actor_rollout_ref.hybrid_engine=False, which gives it half of them,"
-    if config.trainer.separated_node_tasks:
-        remedy = "Take generate out of the group of actor-train in trainer.separated_node_tasks"
-    yield (
-        "trainer.async_pipeline=True: generation must have devices of its own. "
-        f"{remedy} or set trainer.async_pipeline=False."
-    )
+    if not config.trainer.separated_node_tasks:
+        yield (
+            "trainer.async_pipeline=True: generation must have devices of its own, or a group with "
+            "actor-train. Set actor_rollout_ref.hybrid_engine=False, which gives it half of them, "
+            "or name groups in trainer.separated_node_tasks, or set trainer.async_pipeline=False."
+        )
+    elif roles.hybrid_engine:
+        yield (
+            "trainer.async_pipeline=True: generate is in the group of actor-train, which a hybrid "
+            "engine takes for one after the other. Set actor_rollout_ref.hybrid_engine=False to "
+            "let them take turns, or take generate out of that group in "
+            "trainer.separated_node_tasks, or set trainer.async_pipeline=False."
+        )
+    elif config.trainer.max_lag > 0:
+        yield from _turn_problems(config)
+
+
+def _turn_problems(config: RunConfig) -> Iterator[str]:
+    """Sequences go on under the next weights where trainer and rollout take turns."""
+    same = "generate is in the group of actor-train, and sequences go on under new weights there"
+    apart = "take generate out of that group in trainer.separated_node_tasks."
+    if config.trainer.deterministic_async:
+        yield (
+            f"trainer.deterministic_async=True: {same}. Set trainer.deterministic_async=False, or "
+            f"{apart}"
+        )
+    if not config.actor_rollout_ref.rollout.partial_rollout:
+        key = f"{_ROLLOUT}.partial_rollout"
+        yield f"{key}=False: {same}. Set {key}=True, or {apart}"
 
 
 def _token_problems(config: RunConfig) -> Iterator[str]:

@@ -43,7 +43,7 @@ def write_png(draw: Callable[[Sequence[Any]], None], output: Path, *, num_panels
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
         raise UserError(
-            f"--output={str(output)!r}: the package matplotlib is not installed. "
+            f"--plot={str(output)!r}: the package matplotlib is not installed. "
             "Install it (pip install matplotlib)."
         ) from error
     figure = Figure(figsize=(8, 1.2 + 2.4 * num_panels), dpi=160, layout="constrained")
@@ -54,7 +54,7 @@ def write_png(draw: Callable[[Sequence[Any]], None], output: Path, *, num_panels
         figure.savefig(output)
     except (OSError, ValueError) as error:  # a ValueError names the formats there are
         raise UserError(
-            f"--output={str(output)!r}: cannot be written ({error}). Give another file."
+            f"--plot={str(output)!r}: cannot be written ({error}). Give another file."
         ) from error
     return output
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from tandem.config.sizes import division_problems
 from tandem.errors import UserError
 from tandem.models.decoder import DecoderConfig, parameter_shapes
 from tandem.models.families import FAMILIES
@@ -87,36 +88,24 @@ def check_layout(
     Raises:
         UserError: a size does not divide what it must.
     """
-    keys = {
-        f"{section}.tensor_model_parallel_size": tensor,
-        f"{section}.ulysses_sequence_parallel_size": sequence,
-    }
-    tensor_key, sequence_key = keys
-    if config is None:
-        families = ", ".join(FAMILIES)
-        rule = "only models of our own decoder can be split"
-        for key, size in keys.items():
-            _require(size, [1], key=key, rule=rule, remedy=f" or a model of {families}")
+    if config is not None:
+        for problem in division_problems(
+            config.num_heads,
+            config.num_kv_heads,
+            inner=config.intermediate_size,
+            tensor=tensor,
+            sequence=sequence,
+            section=section,
+        ):
+            raise UserError(problem)
         return
-    heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
-    _require(
-        tensor,
-        [n for n in range(1, kv_heads + 1) if not (heads % n or kv_heads % n or inner % n)],
-        key=tensor_key,
-        rule=f"it must divide the model's {heads} attention heads, {kv_heads} key/value heads and "
-        f"feed-forward width of {inner}",
-    )
-    heads, kv_heads = heads // tensor, kv_heads // tensor
-    sizes = [
-        n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)
-    ]
-    _require(
-        sequence,
-        sizes,
-        key=sequence_key,
-        rule=f"it must divide the {heads} attention heads of a process, and divide its {kv_heads} "
-        "key/value heads or be a multiple of them",
-    )
+    sizes = {"tensor_model_parallel_size": tensor, "ulysses_sequence_parallel_size": sequence}
+    for name, size in sizes.items():
+        if size > 1:
+            raise UserError(
+                f"{section}.{name}={size}: only models of our own decoder can be split. "
+                f"Use 1 or a model of {', '.join(FAMILIES)}."
+            )
 
 
 def local_config(config: DecoderConfig, size: int) -> DecoderConfig:
@@ -201,9 +190,3 @@ def _narrow(box: SliceSpec, dimension: int, *, start: int, count: int) -> SliceS
     offset, size = list(box.offset), list(box.size)
     offset[dimension], size[dimension] = start, count
     return replace(box, offset=tuple(offset), size=tuple(size))
-
-
-def _require(size: int, allowed: list[int], *, key: str, rule: str, remedy: str = "") -> None:
-    if size not in allowed:
-        sizes = " or ".join(map(str, allowed))
-        raise UserError(f"{key}={size}: {rule}. Use {sizes}{remedy}.")

@@ -42,7 +42,7 @@ class Engines:
 
     ``stage`` is there if weights can be on their way to the rollout while training goes on.
     ``work`` tells what each engine behind the rollout has to do, for the trace; of one alone there
-    is nothing to tell.
+    is nothing to tell. ``generates_apart``: other devices generate than train.
     """
 
     train: TrainEngine
@@ -53,6 +53,7 @@ class Engines:
     critic: TrainEngine | None = None
     reward_model: ReferencePolicy | None = None
     work: Callable[[], Sequence[EngineWork]] = _one_engine
+    generates_apart: bool = False
 
 
 class Codec(Protocol):

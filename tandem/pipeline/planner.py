@@ -16,7 +16,8 @@ from itertools import permutations
 
 from tandem.metrics.task_times import SYNC, TaskTimes
 
-_NEARLY = 1.02
+NEARLY = 1.02
+"""Times the fastest."""
 _SYNCED_TASKS = ("actor-train", "generate")
 
 Groups = Sequence[Sequence[str]]
@@ -152,7 +153,7 @@ def _neighbours(devices: tuple[int, ...], stride: int) -> list[tuple[int, ...]]:
 
 def _smallest_lag(devices: tuple[int, ...], lags: Sequence[int], *, forecasts: Forecasts) -> Split:
     splits = [Split(devices, lag) for lag in lags]
-    limit = _NEARLY * min(forecasts.seconds(split) for split in splits)
+    limit = NEARLY * min(forecasts.seconds(split) for split in splits)
     return next(split for split in splits if forecasts.seconds(split) <= limit)
 
 

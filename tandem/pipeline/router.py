@@ -96,7 +96,7 @@ class RolloutRouter:
         self._unsent: list[GenerationRequest] = []
         self._num_sent = 0
         self._num_fruitless = 0
-        self._is_held = False
+        self._is_held = self._is_paused = self._is_calling = False
         self._wanted_version: int | None = None
         self._version = -1
         self._changed = asyncio.Condition()
@@ -127,6 +127,13 @@ class RolloutRouter:
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_sent == 0)
 
+    async def pause(self) -> None:
+        """Begin no advance, and return once none is under way. ``use_weights`` ends this."""
+        self._is_paused = True
+        self._look_for_work()
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_calling)
+
     async def use_weights(self, version: int) -> None:
         """Return once the whole engine uses ``version``, between two advances."""
         self._wanted_version = version
@@ -138,24 +145,35 @@ class RolloutRouter:
         """Advance the engine as long as there is work; ends only by cancellation."""
         while True:
             if not self._has_work.is_set():
-                with self._trace.waiting("generate", "sync" if self._is_held else "admission"):
+                with self._trace.waiting("generate", self._reason()):
                     await self._has_work.wait()
+            self._is_calling = True
             if self._wanted_version is not None:
                 await self._switch(self._wanted_version)
-            if self._unsent and not self._is_held:
+            if self._unsent and not (self._is_held or self._is_paused):
                 requests, self._unsent = self._unsent, []
                 self._num_sent += sum(len(request.sample_ids) for request in requests)
                 await self._runtime.call(self._engine.add, requests)
-            if self._num_sent:
+            if self._num_sent and self._may_advance():
                 with self._spans.advancing(self._version):
                     completions = await self._runtime.call(self._engine.advance, self._max_steps)
                 self._deliver(completions)
+            self._is_calling = False
             await self._tell()
             self._look_for_work()
 
+    def _reason(self) -> str:
+        """What is waited for without work."""
+        return "update" if self._is_paused else "sync" if self._is_held else "admission"
+
+    def _may_advance(self) -> bool:
+        """Weights on their way may need what is under way to be collected."""
+        return not self._is_paused or self._wanted_version is not None
+
     def _look_for_work(self) -> None:
         has_requests = bool(self._unsent) and not self._is_held
-        if self._num_sent or has_requests or self._wanted_version is not None:
+        has_generation = bool(self._num_sent or has_requests) and not self._is_paused
+        if has_generation or self._wanted_version is not None:
             self._has_work.set()
         else:
             self._has_work.clear()
@@ -170,7 +188,7 @@ class RolloutRouter:
             is_in_use = await self._runtime.call(self._engine.set_weights_version, version)
         if is_in_use:
             self._version, self._wanted_version = version, None
-            self._is_held = False
+            self._is_held = self._is_paused = False
             self._trace.mark("sync", "version in use", details={"version": version})
         elif not self._num_sent:
             raise RuntimeError(f"the rollout engine does not take version {version}, and is idle")

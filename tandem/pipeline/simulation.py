@@ -248,7 +248,15 @@ def _engines(config: RunConfig, times: SimulatedTimes, *, around: Surroundings) 
         sync=SimulatedEngine(times, ()),
     )
     stage: WeightStage | None = SimulatedStage(times, rollout) if around.stages_weights else None
-    return Engines(trainer, rollout, reference, scorer, stage, work=rollout.work)
+    return Engines(
+        trainer,
+        rollout,
+        reference,
+        scorer,
+        stage,
+        work=rollout.work,
+        generates_apart=pool_of[ROLLOUT] != pool_of[TRAINER],
+    )
 
 
 def _entry(row: int) -> PromptEntry:

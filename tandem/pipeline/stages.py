@@ -37,7 +37,8 @@ class Stages:
             is_bounded=config.trainer.max_lag > 0,
         )
         ends = FlowEnds(parts.runtime, parts.engines.stage, self.router, buffer, self.gate)
-        self.flow = WeightFlow(ends, _flow_rule(config), version=step)
+        rule = _flow_rule(config, generates_apart=parts.engines.generates_apart)
+        self.flow = WeightFlow(ends, rule, version=step)
         self.producer = GroupProducer(
             parts,
             gate=self.gate,
@@ -81,7 +82,8 @@ def batch_rule(config: RunConfig) -> BatchRule:
     )
 
 
-def _flow_rule(config: RunConfig) -> FlowRule:
+def _flow_rule(config: RunConfig, *, generates_apart: bool) -> FlowRule:
     in_rounds = config.trainer.in_rounds
     drains = in_rounds or not config.actor_rollout_ref.rollout.partial_rollout
-    return FlowRule(in_rounds, drains, config.data.train_batch_size)
+    takes_turns = not (in_rounds or generates_apart)
+    return FlowRule(in_rounds, drains, takes_turns, config.data.train_batch_size)

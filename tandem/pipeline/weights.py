@@ -28,11 +28,15 @@ class FlowRule:
         in_rounds: every version is waited for, and comes into use once all groups that were
             admitted are complete. Slots are then given back by whoever ends the round.
         drains: sequences end under the weights they began with.
+        takes_turns: the devices that generate are those that train, perhaps with the very weights
+            that an update changes. Generation pauses in between two versions, and every one comes
+            into use.
         batch_size: slots that a version frees.
     """
 
     in_rounds: bool
     drains: bool
+    takes_turns: bool
     batch_size: int
 
 
@@ -75,8 +79,10 @@ class WeightFlow:
 
     async def begin_training(self) -> None:
         """Return once the trainer's weights may change; nobody takes them from then on."""
-        await self._until(self._may_train)
+        await self._until(lambda: self._may_train() and not self._must_wait_for_pins())
         self._is_training = True
+        if self._rule.takes_turns:
+            await self._ends.router.pause()
 
     async def offer(self, version: int, *, is_required: bool) -> None:
         """The trainer has made ``version``. Returns once it has been taken, or need not be now.
@@ -85,7 +91,7 @@ class WeightFlow:
             is_required: it must come into use, and is waited for.
         """
         self._trained, self._is_training = version, False
-        self._is_required = is_required or self._rule.in_rounds
+        self._is_required = is_required or self._rule.in_rounds or self._rule.takes_turns
         await self._notify()
         await self._until(self._may_train)
 
@@ -154,6 +160,10 @@ class WeightFlow:
         if self._is_required:
             return False
         return self._staged == self._trained or not self._can_take()
+
+    def _must_wait_for_pins(self) -> bool:
+        """Whether what is bound to the version in use would see it change."""
+        return self._rule.takes_turns and self._num_pins > 0
 
     def _can_take(self) -> bool:
         """Whether the version made last would be taken at once."""

@@ -12,6 +12,8 @@ from importlib.metadata import EntryPoint, entry_points
 from tandem.errors import UserError
 
 GROUP = "tandem.platforms"
+VARIABLE = "VERL_PLATFORM"
+"""verl's variable, with our names and aliases."""
 AUTO = "auto"
 """Whichever is found."""
 ALIASES: Mapping[str, tuple[str, ...]] = {

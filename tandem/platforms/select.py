@@ -16,14 +16,12 @@ from importlib.util import find_spec
 import torch
 
 from tandem.errors import UserError
-from tandem.platforms.names import AUTO, plug_ins
+from tandem.platforms.names import AUTO, VARIABLE, plug_ins
 from tandem.platforms.record import CPU, Platform
 from tandem.platforms.registry import BUILT_IN, PlugInError, load_plug_in, platform_named
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "VERL_PLATFORM"
-"""verl's variable, with our names and aliases."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

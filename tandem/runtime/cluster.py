@@ -17,7 +17,10 @@ from tandem.platforms.isolation import Visibility
 
 DEFAULT_PORT = 29500
 """Where the nodes of a run meet if MASTER_PORT does not say; the default of torch's launcher."""
+_MAX_PORT = 65535
 _RANK_VARIABLES = ("NODE_RANK", "RANK")
+_QUANTITIES = ("num_cpus", "num_gpus", "object_store_memory")
+"""What a node has of Ray's own resources, in ray.init's words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,10 @@ def plan_cluster(settings: ClusterSettings, environment: Mapping[str, str]) -> C
     """What this process is to do, told by the settings and the launcher's variables.
 
     Raises:
-        UserError: several nodes are asked for and nothing says how they find each other, or the
-            variables contradict the settings.
+        UserError: several nodes are asked for and nothing says how they find each other, the
+            variables contradict the settings, or Ray could not take its own.
     """
+    _check_quantities(settings.ray_init)
     asked = settings.ray_init.get("address")
     source = "ray_kwargs.ray_init.address" if asked else "RAY_ADDRESS"
     address = str(asked or environment.get("RAY_ADDRESS", ""))
@@ -96,6 +100,10 @@ def plan_cluster(settings: ClusterSettings, environment: Mapping[str, str]) -> C
             "Give the nodes the ranks 0, 1, ..., or raise trainer.nnodes."
         )
     port = _number("MASTER_PORT", environment.get("MASTER_PORT") or str(DEFAULT_PORT))
+    if not 1 <= port <= _MAX_PORT:
+        raise UserError(
+            f"MASTER_PORT={port}: must be from 1 to {_MAX_PORT}. Set the same one on every node."
+        )
     address = f"{environment['MASTER_ADDR']}:{port}"
     role = "member" if rank else "head"
     return ClusterPlan(role, settings, address, "MASTER_ADDR", node_rank=rank)
@@ -128,8 +136,8 @@ def node_resources(
             others[own.visibility.resource] = own.number
         if own.marker:
             others[own.marker] = 1
-    given = ("num_cpus", "num_gpus", "object_store_memory")
-    resources |= {name: settings.ray_init[name] for name in given if name in settings.ray_init}
+    given = {name: settings.ray_init[name] for name in _QUANTITIES if name in settings.ray_init}
+    resources |= given
     others |= settings.ray_init.get("resources") or {}
     return resources | ({"resources": others} if others else {})
 
@@ -183,6 +191,30 @@ def _check_address(address: str, source: str) -> None:
             f"{source}={address}: must be HOST:PORT of a running Ray cluster that this machine is "
             "a node of, or auto. `ray status` on its head shows it."
         )
+
+
+def _check_quantities(ray_init: Mapping[str, Any]) -> None:
+    """Ray takes whole numbers from 0 on, and looks itself for what is None; of some others it only
+    asserts, and some would fail here before it sees them."""
+    resources = ray_init.get("resources") or {}
+    if not isinstance(resources, Mapping):
+        raise UserError(
+            f"ray_kwargs.ray_init.resources={resources}: must map names to numbers. Write "
+            "'ray_kwargs.ray_init.resources={NAME:1}', or leave it out."
+        )
+    quantities = {name: ray_init.get(name) for name in _QUANTITIES}
+    quantities |= {f"resources.{name}": number for name, number in resources.items()}
+    for name, number in quantities.items():
+        is_left_out = number is None and name in _QUANTITIES
+        if not is_left_out and not _is_quantity(number):
+            raise UserError(
+                f"ray_kwargs.ray_init.{name}={number}: must be a whole number from 0 on. "
+                "Correct it, or leave it out."
+            )
+
+
+def _is_quantity(value: Any) -> bool:
+    return isinstance(value, int | float) and value >= 0 and value % 1 == 0
 
 
 def _number(name: str, text: str) -> int:

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import accumulate
 
 from tandem.api import ReferencePolicy, WorkerGroup
+from tandem.config.device_rules import section_of
 from tandem.config.layout import FsdpConfig
 from tandem.config.pools import CRITIC, REWARD_MODEL, Placement, Pool, scorer_of
 from tandem.config.rollout import RolloutConfig
@@ -97,7 +98,7 @@ def run_jobs(
             else None,
             scorer=policy("logp") if scorer_of(pool) == "logp" else None,
             reference=policy("ref_logp") if "ref_logp" in pool.tasks else None,
-            rollout=RolloutSpec(roles.model, actor_layout, roles.rollout, eos_ids)
+            rollout=RolloutSpec(roles.model, actor_layout, _settle_cache(config), eos_ids)
             if "generate" in pool.tasks
             else None,
             link=links.get(pool.name),
@@ -131,12 +132,11 @@ def _reward_model(config: RunConfig, placement: Placement, *, layout: FsdpConfig
     )
 
 
-def section_of(task: str) -> str:
-    """Of the keys that lay out the weights of a task of ``tandem train``, or of a model beside."""
-    if task in (CRITIC, REWARD_MODEL):
-        return f"{task}.model.fsdp_config"
-    role = "ref" if task == "ref_logp" else "actor"
-    return f"actor_rollout_ref.{role}.fsdp_config"
+def _settle_cache(config: RunConfig) -> RolloutConfig:
+    """With a lag there is something to generate at any time."""
+    rollout = config.actor_rollout_ref.rollout
+    frees = rollout.free_cache_engine and config.trainer.max_lag == 0
+    return rollout.model_copy(update={"free_cache_engine": frees})
 
 
 def _settle_dtype(

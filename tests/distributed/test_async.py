@@ -57,12 +57,25 @@ APART = (
     "trainer.separated_node_tasks=[[logp,actor-train],ref_logp,generate]",
     "trainer.separated_node_ratios=[0.34,0.33,0.33]",
 )
+WITH_ROLLOUT = (
+    "trainer.n_gpus_per_node=3",
+    "trainer.separated_node_tasks=[[logp,actor-train],[ref_logp,generate]]",
+    "trainer.separated_node_ratios=[0.34,0.66]",
+)
+IN_TURNS = (
+    "actor_rollout_ref.hybrid_engine=False",
+    "trainer.separated_node_tasks=[[logp,actor-train,ref_logp,generate]]",
+    "trainer.separated_node_ratios=[1.0]",
+)
 RUNS: Mapping[str, tuple[str, ...]] = {
     "asynchronous": (*SETTINGS, *SLOW, *ASYNCHRONOUS, *APART),
+    "turns": (*SETTINGS, *SLOW, *ASYNCHRONOUS, *IN_TURNS),
+    "turns of two": (*SETTINGS, *SLOW, *ASYNCHRONOUS, *IN_TURNS, "trainer.n_gpus_per_node=2"),
     "in turn": (*SETTINGS, *HALVES),
     "no lag": (*SETTINGS, *HALVES, "trainer.async_pipeline=True"),
     "rounds": (*SETTINGS, *ROUNDS, *HALVES),
     "rounds, apart": (*SETTINGS, *ROUNDS, *APART),
+    "rounds, with rollout": (*SETTINGS, *ROUNDS, *WITH_ROLLOUT),
 }
 Run = Callable[[str], Path]
 
@@ -126,13 +139,17 @@ def test_each_generating_process_is_seen_by_itself(material: Material, tmp_path:
     assert logged_s == pytest.approx(busy_s.total() / 2, rel=0.2)
 
 
-def test_05_there_is_a_lag_and_it_is_bounded(finished: Run) -> None:
-    rows = metrics_of(finished("asynchronous"))
+@pytest.mark.parametrize("run", ["asynchronous", "turns", "turns of two"])
+def test_05_there_is_a_lag_and_it_is_bounded(finished: Run, run: str) -> None:
+    rows = metrics_of(finished(run))
     lags = [rows[step]["training/lag/max"] for step in range(1, NUM_BATCHES + 1)]
     assert lags[0] == 0 < max(lags) <= LAG
 
 
-def test_08_every_token_names_the_version_that_drew_it(finished: Run, material: Material) -> None:
+@pytest.mark.parametrize("run", ["asynchronous", "turns", "turns of two"])
+def test_08_every_token_names_the_version_that_drew_it(
+    finished: Run, material: Material, run: str
+) -> None:
     """Tokens of version 0 have the log-probs of the initial weights, and no others have."""
     model = AutoModelForCausalLM.from_pretrained(material.policy)
     codec = load_codec(
@@ -140,12 +157,12 @@ def test_08_every_token_names_the_version_that_drew_it(finished: Run, material: 
     )
     ids = unambiguous_ids(codec)
     gaps: dict[bool, list[float]] = {True: [], False: []}
-    for record in read_lines(finished("asynchronous") / "rollouts.jsonl"):
+    for record in read_lines(finished(run) / "rollouts.jsonl"):
         for is_initial, gap in initial_gaps(model, codec, ids=ids, record=record):
             gaps[is_initial].append(gap)
     assert len(gaps[True]) > 10 and max(gaps[True]) < 2e-3
     assert len(gaps[False]) > 20 and sum(gap > 2e-3 for gap in gaps[False]) > 0.9 * len(gaps[False])
-    switched = [r for r in read_lines(finished("asynchronous") / "rollouts.jsonl") if r["switches"]]
+    switched = [r for r in read_lines(finished(run) / "rollouts.jsonl") if r["switches"]]
     assert switched, "no weights came into use within a response"
 
 
@@ -197,6 +214,14 @@ def test_10_and_22_devices_of_its_own_change_nothing_of_what_the_reference_says(
     assert_same(finished("rounds"), finished("rounds, apart"))
     lags = [row.get("training/lag/max") for row in metrics_of(finished("rounds")).values()]
     assert lags[1:] == [0, 1, *[LAG] * (NUM_BATCHES - 2)]
+
+
+def test_10_two_devices_that_generate_and_hold_the_reference_say_the_same(finished: Run) -> None:
+    """Up to rounding: they divide the sequences."""
+    alone, shared = (metrics_of(finished(name)) for name in ("rounds", "rounds, with rollout"))
+    for step, row in alone.items():
+        learning = {n: x for n, x in row.items() if n.startswith(("actor/", "critic/"))}
+        assert learning == pytest.approx({n: shared[step][n] for n in learning}, rel=1e-3, abs=1e-6)
 
 
 def spans(run: Path, track: str) -> list[tuple[float, float]]:

@@ -29,9 +29,9 @@ from tandem.sync.forming import FlagcxEnd
 from tandem.sync.link import WeightLink, open_link
 from tandem.sync.ways import Way
 from tandem.testing.doubles import become
+from tandem.testing.flagcx_stub import counters, stub_library
 from tandem.types import HeldSlice
 from tests.distributed.spawn import HOST, run_ranks
-from tests.fakes.flagcx.build import counters, stub_library
 from tests.unit.sync.layouts import (
     check_arrived,
     cut,
@@ -42,6 +42,8 @@ from tests.unit.sync.layouts import (
     sending,
     settings,
 )
+
+pytestmark = pytest.mark.usefixtures("doubles", "flagcx_stub")
 
 DOUBLES = ("mlu", "musa", "musa")
 VENDORS = {"mlu": "MLU", "musa": "MUSA", "npu": "ASCEND"}
@@ -101,7 +103,6 @@ def _broadcast(rank: int, size: int, port: int, abi: Abi) -> tuple[list[str], li
 
 @both_abis
 def test_a9_vendors_differ_and_bytes_do_not(abi: Abi) -> None:
-    stub_library(abi)
     (digests, warnings, streams), *others = run_ranks(_broadcast, 3, abi, joined=False)
     assert warnings == ["group weights: FlagCX goes through the host because MLU has one rank only"]
     assert len(set(digests)) > 8
@@ -152,7 +153,6 @@ def _corrupt(stream: Any) -> int:
 def test_a9_all_processes_learn_at_once_what_cannot_be_connected(
     doubles: tuple[str, ...], handle: Callable[[Any], int], error: str
 ) -> None:
-    stub_library(Abi.DEVICE_HANDLE)
     answers = run_ranks(_form_in_vain, len(doubles), doubles, handle, joined=False)
     assert len(set(answers)) == 1
     assert error in answers[0]
@@ -208,7 +208,6 @@ def _fail(link: WeightLink, *, fails_here: bool) -> str:
 
 @both_abis
 def test_a9_weights_cross_between_vendors_and_one_that_fails_is_no_hang(abi: Abi) -> None:
-    stub_library(abi)
     answers = run_ranks(_link, 3, abi, joined=False)
     assert len(set(answers)) == 1
     assert "process 2 (rank 2): flagcxBroadcast: remote error (FlagCX result 6)" in answers[0]

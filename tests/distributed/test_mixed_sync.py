@@ -32,13 +32,13 @@ from tandem.sync.forming import FlagcxEnd, LinkPlace
 from tandem.sync.link import open_link
 from tandem.sync.ways import Way
 from tandem.testing.doubles import double_platform
+from tandem.testing.flagcx_stub import stub_library
 from tandem.types import HeldSlice
 from tandem.workers.linking import stream_handle
 from tests.distributed.spawn import HOST, run_ranks
-from tests.fakes.flagcx.build import stub_library
 from tests.unit.sync.layouts import held, receiving, sending, settings
 
-pytestmark = pytest.mark.usefixtures("doubles")
+pytestmark = pytest.mark.usefixtures("doubles", "flagcx_stub")
 
 MIB = 1 << 20
 FLAGCX_VENDORS = {"npu": "NVIDIA", "musa": "MUSA"}

@@ -16,11 +16,11 @@ import pytest
 
 from tandem.comm.flagcx_library import Abi
 from tandem.testing.doubles import write_vendor_package
+from tandem.testing.flagcx_stub import stub_library
 from tests.fakes.commands import Conditions, check_refusal, run_command
-from tests.fakes.flagcx.build import stub_library
 from tests.fakes.tiny_run import Material, metrics_of, repeatable, train_arguments
 
-pytestmark = pytest.mark.usefixtures("doubles")
+pytestmark = pytest.mark.usefixtures("doubles", "flagcx_stub")
 
 SETTINGS = (
     "trainer.total_training_steps=2",

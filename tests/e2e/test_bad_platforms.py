@@ -22,6 +22,7 @@ MAX_S = 5.0
 APART = ("actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=2")
 MIXED = (*APART, "pools.actor-train.platform=npu", "pools.generate.platform=musa")
 ON_HOST = (*APART, "trainer.device=host", "pools.generate.platform=musa")
+LAYOUT = "actor_rollout_ref.actor.fsdp_config"
 INTERLEAVED = (
     "trainer.n_gpus_per_node=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -83,6 +84,10 @@ def refuse(
             ),
         ),
         (
+            ("trainer.n_gpus_per_node=2", f"{LAYOUT}.tensor_model_parallel_size=2"),
+            (f"{LAYOUT}.tensor_model_parallel_size=2: it must divide", "1 key/value heads"),
+        ),
+        (
             INTERLEAVED,
             ("those of npu must follow each other", "[[actor-train],[logp,ref_logp],[generate]]"),
         ),
@@ -94,6 +99,7 @@ def refuse(
         "flagcx of Ascend",
         "flagcx of the host",
         "one node",
+        "heads",
         "order",
     ],
 )
@@ -103,6 +109,16 @@ def test_what_cannot_be_is_refused_by_the_run_and_by_its_plan(
     arguments = train_arguments(material, tmp_path / "run", *keys)
     assert arguments[0] == "train"
     refuse([command, *arguments[1:]], tmp_path, *parts)
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_environment_cannot_name_what_is_not_there(
+    material: Material, tmp_path: Path, command: str
+) -> None:
+    arguments = train_arguments(material, tmp_path / "run")
+    conditions = Conditions(environment={"VERL_PLATFORM": "asend"})
+    says = ("VERL_PLATFORM=asend: there is no such platform. ", "mean ascend?")
+    refuse([command, *arguments[1:]], tmp_path, *says, conditions=conditions)
 
 
 def test_fine_tuning_and_its_plan_know_the_names_too(material: Material, tmp_path: Path) -> None:

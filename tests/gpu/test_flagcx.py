@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 
 from tandem.comm.deadline import Deadline
@@ -13,8 +14,10 @@ from tandem.comm.flagcx import form_flagcx_group
 from tandem.comm.flagcx_library import Abi, load_library
 from tandem.comm.group import GroupPlace
 from tandem.comm.store import connect_store
+from tandem.testing.flagcx_stub import counters, stub_library
 from tests.distributed.spawn import HOST, run_ranks
-from tests.fakes.flagcx.build import counters, stub_library
+
+pytestmark = pytest.mark.usefixtures("flagcx_stub")
 
 NUM_ROUNDS = 5
 NUM_BYTES = 3_000_001
@@ -58,7 +61,6 @@ def _broadcast(rank: int, size: int, port: int) -> tuple[list[list[int]], tuple[
 
 
 def test_a9_a_broadcast_comes_after_what_was_queued_and_before_what_follows() -> None:
-    stub_library(Abi.DEVICE_HANDLE)
     answers = run_ranks(_broadcast, 2, joined=False, timeout_s=120)
     num_streams = int(torch.cuda.is_available())
     expected = [[number, number] for number in range(1, NUM_ROUNDS + 1)]

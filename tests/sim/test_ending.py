@@ -6,12 +6,17 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tandem.checkpoint.store import CheckpointStore, open_checkpoint
+from tandem.config.data import DataConfig
+from tandem.data.prompts import open_source
+from tandem.data.source import Source
 from tandem.pipeline.simulated_engines import SimulatedTimes
 from tandem.pipeline.simulation import SimulatedRun, simulate
+from tandem.types import Prompt
 from tests.sim.schedules import (
     BATCH,
     SAMPLES,
@@ -281,9 +286,44 @@ class BrokenRowError(Exception):
     """What a data set can hold."""
 
 
+class BrokenEntry:
+    """Implements ``source.Entry``: it cannot be read when its turn comes."""
+
+    def as_draw(self, uid: int) -> Prompt:
+        raise BrokenRowError(f"draw {uid}")
+
+
+@pytest.mark.parametrize(("lag", "num_scored"), [(0, 3), (1, 2)])
+def test_a15_an_error_of_reading_data_ends_the_run_and_is_told(
+    lag: int, num_scored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the fourth batch, which a run that is one step off draws before the third has ended."""
+    broken = 4 * BATCH - 1
+    scored: list[int] = []
+
+    def open_broken(entries: list[Any], data: DataConfig, *, total_epochs: int) -> Source[Prompt]:
+        source = open_source(entries, data, total_epochs=total_epochs)
+        entries[broken] = BrokenEntry()
+        return source
+
+    def score(row: int, k: int) -> float:
+        scored.append(row)
+        return float(k)
+
+    monkeypatch.setattr("tandem.pipeline.simulation.open_source", open_broken)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        simulate(
+            config(lag, "data.shuffle=False"),
+            uneven(1),
+            around=replace(around(), score=score),
+        )
+    assert caught.value.subgroup(BrokenRowError) is not None
+    assert sorted(set(scored)) == list(range(num_scored * BATCH)), "nothing goes on after it"
+
+
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a15_an_error_of_the_data_ends_the_run_and_is_told(lag: int) -> None:
-    """Also one of a batch that is generated ahead of the step under way."""
+def test_a_reward_that_cannot_be_computed_ends_the_run_and_is_told(lag: int) -> None:
+    """Not a reward that fails, which is a result."""
     seen: list[int] = []
 
     def score(row: int, k: int) -> float:

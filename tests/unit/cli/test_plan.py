@@ -10,6 +10,7 @@ import pytest
 
 from tandem.cli.main import main
 from tandem.cli.plan import count, run
+from tandem.platforms.names import VARIABLE
 
 KEYS = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
 
@@ -100,6 +101,70 @@ def test_a_reward_model_without_a_score_is_refused_where_it_is_here(
     described |= {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "score"}}
     (folder / "config.json").write_text(json.dumps(described))
     assert main(switched_on) == 0
+
+
+def test_a_model_that_cannot_be_divided_is_refused_where_it_is_here(
+    rows: str, tiny_policy_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model has one key/value head."""
+    layout, two = "tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"
+    run_words = [*KEYS, f"data.train_files={rows}", two, "actor_rollout_ref.rollout.n=2"]
+    actor = f"actor_rollout_ref.actor.fsdp_config.{layout}"
+    sft_words = ["sft", f"data.train_files={rows}", "data.train_batch_size=2", two]
+    for words, key, layout_key in (
+        (run_words, "actor_rollout_ref.model.path", actor),
+        (sft_words, "model.path", f"engine.{layout}"),
+    ):
+        arguments = ["plan", *words, f"{key}={tiny_policy_folder}"]
+        assert main(arguments) == 0
+        assert main([*arguments, layout_key]) == 2
+        assert f"error: {layout_key}: it must divide" in capsys.readouterr().err
+    elsewhere = f"actor_rollout_ref.model.path={tiny_policy_folder / 'nowhere'}"
+    assert main(["plan", *run_words, elsewhere, actor]) == 0
+
+
+def test_the_critic_is_divided_by_its_own_sizes(
+    rows: str, tmp_path: Path, tiny_policy_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = "critic.model.fsdp_config.tensor_model_parallel_size=2"
+    described = json.loads((tiny_policy_folder / "config.json").read_text())
+    critic = tmp_path / "critic"
+    arguments = [
+        "plan",
+        *KEYS,
+        f"data.train_files={rows}",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.n=2",
+        "algorithm.adv_estimator=gae",
+        f"actor_rollout_ref.model.path={tiny_policy_folder}",
+        layout,
+    ]
+    assert main(arguments) == 2
+    assert f"error: {layout}: it must divide" in capsys.readouterr().err
+    assert main([*arguments, f"critic.model.path={critic}"]) == 0
+    critic.mkdir()
+    (critic / "config.json").write_text(json.dumps(described | {"num_key_value_heads": 2}))
+    assert main([*arguments, f"critic.model.path={critic}"]) == 0
+
+
+def test_a_platform_that_the_environment_names_is_judged_where_it_decides(
+    rows: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = [*KEYS, f"data.train_files={rows}"]
+    sft = ["sft", f"data.train_files={rows}", "data.train_batch_size=2"]
+    for words in (train, sft):
+        monkeypatch.setenv(VARIABLE, "nonsense")
+        assert main(["plan", *words]) == 2
+        assert "VERL_PLATFORM=nonsense: there is no such platform" in capsys.readouterr().err
+        assert main(["plan", *words, "trainer.device=cpu"]) == 0
+        monkeypatch.setenv(VARIABLE, "nvidia")
+        assert main(["plan", *words]) == 0
+    mixed = ["actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=2"]
+    mixed += ["pools.generate.platform=musa", "pools.transport=flagcx"]
+    assert main(["plan", *train, *mixed, "trainer.nnodes=2"]) == 0
+    monkeypatch.setenv(VARIABLE, "ascend")
+    assert main(["plan", *train, *mixed, "trainer.nnodes=2"]) == 2
+    assert "FlagCX connects npu to no other vendor" in capsys.readouterr().err
 
 
 def test_flagcx_with_ascend_is_refused_whatever_a_third_pool_will_be(

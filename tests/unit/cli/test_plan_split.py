@@ -79,6 +79,29 @@ def test_a_run_on_shared_devices_is_offered_two_halves(
     assert found["step_s_as_configured"] == pytest.approx(2 * (8 + 4 + 2) + 0.2, rel=0.02)
 
 
+def test_the_reference_is_moved_to_where_devices_idle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "measured.json"
+    times = {"generate": {"2": 4.5}, "actor-train": {"2": 8.8}, "ref_logp": {"2": 2.9}}
+    path.write_text(json.dumps(times))
+    halves = (
+        "trainer.n_gpus_per_node=4",
+        "trainer.separated_node_tasks=[[actor-train,ref_logp],generate]",
+        "trainer.separated_node_ratios=[0.5,0.5]",
+        "trainer.async_pipeline=True",
+        "trainer.generate_ahead_steps=2",
+    )
+    found = suggested(capsys, f"--times={path}", *KEYS, *halves)
+    assert found["devices"] == {"actor-train": 2, "generate+ref_logp": 2}
+    assert found["step_s_as_configured"] == pytest.approx(8.8 + 2.9, rel=0.05)
+    assert found["step_s"] == pytest.approx(8.8, rel=0.02)
+    moved = plan_arguments([*KEYS, *halves[:1], *found["overrides"]])
+    assert isinstance(moved.config, RunConfig)
+    predicted = configured_seconds(moved.config, read_times([path]))
+    assert predicted == pytest.approx(found["step_s"])
+
+
 def test_the_table_for_readers_ends_in_arguments_to_copy_if_they_help(
     table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

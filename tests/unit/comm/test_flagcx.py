@@ -18,18 +18,13 @@ from tandem.comm.flagcx import find_obstacle, form_flagcx_group
 from tandem.comm.flagcx_library import Abi, load_library
 from tandem.comm.group import Group, GroupPlace
 from tandem.errors import UserError
-from tests.fakes.flagcx.build import counters, stub_library
+from tandem.testing.flagcx_stub import counters, stub_library
+
+pytestmark = pytest.mark.usefixtures("flagcx_stub")
 
 MEMBERS = (1, 4, 6)
 CPU = torch.device("cpu")
 both_abis = pytest.mark.parametrize("abi", Abi)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def built() -> None:
-    """Compiling takes its time, which members do not wait for."""
-    for abi in Abi:
-        stub_library(abi)
 
 
 def _no_handle(stream: object) -> int:

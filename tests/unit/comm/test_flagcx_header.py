@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-import tests.fakes.flagcx.header as header_module
 from tandem.comm.flagcx_library import Abi
-from tests.fakes.flagcx.header import differences
+from tests.unit.comm.flagcx_header import differences
 
-FOLDER = Path(header_module.__file__).parent
+FOLDER = Path(__file__).parent
 PATHS = [FOLDER / "interface_0_12.h", FOLDER / "interface_0_13.h"]
 HEADERS = dict(zip(Abi, [path.read_text() for path in PATHS], strict=True))
 OTHER = {Abi.HANDLER_GROUP: Abi.DEVICE_HANDLE, Abi.DEVICE_HANDLE: Abi.HANDLER_GROUP}

@@ -11,8 +11,9 @@ import pytest
 from tandem.comm.deadline import GroupError
 from tandem.comm.flagcx_library import ID_BYTES, LIBRARY, Abi, find_library, load_library
 from tandem.errors import UserError
-from tests.fakes.flagcx.build import counters, stub_library
+from tandem.testing.flagcx_stub import counters, stub_library
 
+pytestmark = pytest.mark.usefixtures("flagcx_stub")
 both_abis = pytest.mark.parametrize("abi", Abi)
 
 

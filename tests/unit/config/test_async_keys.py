@@ -65,7 +65,7 @@ def test_02_a_negative_lag_is_refused() -> None:
                 "trainer.separated_node_tasks=[[logp,actor-train,generate],ref_logp]",
                 "trainer.separated_node_ratios=[0.5,0.5]",
             ),
-            "Take generate out of the group of actor-train in trainer.separated_node_tasks",
+            "take generate out of that group in trainer.separated_node_tasks",
         ),
     ],
 )
@@ -75,6 +75,29 @@ def test_02_generation_on_the_trainers_devices_cannot_be_asynchronous(
     line = refusal(ASYNCHRONOUS, "trainer.generate_ahead_steps=1", *overrides)
     assert line.startswith("trainer.async_pipeline=True: ")
     assert remedy in line
+
+
+IN_TURNS = (
+    ASYNCHRONOUS,
+    "trainer.generate_ahead_steps=1",
+    "actor_rollout_ref.hybrid_engine=False",
+    "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
+    "trainer.separated_node_ratios=[1.0]",
+)
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_trainer_and_rollout_can_take_turns(number: int) -> None:
+    check_run(config(*IN_TURNS, f"trainer.n_gpus_per_node={number}"))
+
+
+@pytest.mark.parametrize(
+    "key", ["trainer.deterministic_async=True", f"{ROLLOUT}.partial_rollout=False"]
+)
+def test_sequences_of_turns_go_on_under_new_weights(key: str) -> None:
+    line = refusal(*IN_TURNS, key)
+    assert line.startswith(f"{key}: ") and "trainer.separated_node_tasks" in line
+    check_run(config(*IN_TURNS, key, "trainer.generate_ahead_steps=0"))
 
 
 def test_devices_of_its_own_are_enough() -> None:

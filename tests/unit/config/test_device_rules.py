@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from pydantic import BaseModel
 
+from tandem.config.device_rules import require_division
 from tandem.config.overrides import load_config
+from tandem.config.pools import place_run
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
+from tandem.config.sizes import ModelSizes
 from tandem.config.validate import check_run, check_sft
 from tandem.errors import UserError
 
@@ -54,9 +58,10 @@ def problem(schema: type[BaseModel], *arguments: str) -> str | None:
         ),
         ("[actor-train,generate]", "[0.5,0.5]", "logp is missing, and this run needs it. Add it"),
         ("[[actor-train,logp],generate]", "[0.5]", "must have one ratio for each of the 2 groups"),
-        ("[[actor-train,logp],generate]", "[0.6,0.6]", "must be positive and add up to at most 1"),
-        ("[[actor-train,logp],generate]", "[1.0,0.0]", "must be positive and add up to at most 1"),
-        ("[]", "[1.0]", "must have one ratio for each of the 0 groups"),
+        ("[[actor-train,logp],generate]", "[0.6,0.6]", "must add up to at most 1. Set trainer.sep"),
+        ("[[actor-train,logp],generate]", "[1.0,0.0]", "must be positive. Raise the others, or ta"),
+        ("[[actor-train,logp],[generate],[]]", "[0.4,0.3,0.3]", "],[generate],[]]: a group is emp"),
+        ("[]", "[1.0]", "separated_node_tasks is missing. Name there a group of tasks for each"),
     ],
 )
 def test_02_groups_that_make_no_sense_are_refused(tasks: str, ratios: str, message: str) -> None:
@@ -66,6 +71,36 @@ def test_02_groups_that_make_no_sense_are_refused(tasks: str, ratios: str, messa
         f"trainer.separated_node_ratios={ratios}",
     )
     assert said is not None and said.startswith("trainer.separated_node_") and message in said
+
+
+def test_02_a_group_without_tasks_is_refused_in_one_line_as_it_was_written() -> None:
+    said = problem(
+        RunConfig,
+        "trainer.separated_node_tasks=[[actor-train,logp,ref_logp],[generate],[]]",
+        "trainer.separated_node_ratios=[0.34,0.33,0.33]",
+        "trainer.n_gpus_per_node=3",
+    )
+    assert said == (
+        "trainer.separated_node_tasks=[[actor-train,logp,ref_logp],[generate],[]]: a group is "
+        "empty. Name its tasks, or take it out with its ratio."
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratios", "lower"),
+    [("8,4,4", "0.5,0.25,0.25"), ("0.6,0.6,0.6", "0.34,0.33,0.33"), ("0.9,0.3,0.3", "0.6,0.2,0.2")],
+)
+def test_02_ratios_above_1_are_scaled_to_ones_that_leave_no_device_idle(
+    ratios: str, lower: str
+) -> None:
+    def run(ratios: str) -> tuple[str, ...]:
+        return (*SPLIT[:1], KL, f"trainer.separated_node_ratios=[{ratios}]", EIGHT)
+
+    said = problem(RunConfig, *run(ratios))
+    assert said is not None and said.endswith(f"Set trainer.separated_node_ratios=[{lower}].")
+    assert problem(RunConfig, *run(lower)) is None
+    pools = place_run(load_config(RunConfig, run(lower)).config).pools
+    assert sum(pool.num_devices for pool in pools) == 8
 
 
 def test_tasks_need_a_group_only_if_the_run_performs_them() -> None:
@@ -159,6 +194,63 @@ def test_02_what_does_not_divide_or_suffice_is_refused_and_the_remedy_works(
             arguments = [*arguments, remedies[0]]
             said = problem(RunConfig, *arguments)
     assert said is None
+
+
+SIZES = ModelSizes(
+    num_layers=2,
+    hidden=64,
+    inner=128,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    vocabulary=512,
+    tied=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "models", "message"),
+    [
+        (
+            f"{LAYOUT}.tensor_model_parallel_size=4",
+            {"actor-train": SIZES},
+            f"{LAYOUT}.tensor_model_parallel_size=4: it must divide the model's 8 attention heads, "
+            "2 key/value heads and feed-forward width of 128. Use 1 or 2.",
+        ),
+        (
+            f"{LAYOUT}.tensor_model_parallel_size=2",
+            {"actor-train": replace(SIZES, inner=127)},
+            "2 key/value heads and feed-forward width of 127. Use 1.",
+        ),
+        (
+            f"{ACTOR}.ulysses_sequence_parallel_size=4",
+            {"actor-train": replace(SIZES, num_heads=6)},
+            f"{LAYOUT}.ulysses_sequence_parallel_size=4: it must divide the 6 attention heads of a "
+            "process, and divide its 2 key/value heads or be a multiple of them. Use 1 or 2 or 6.",
+        ),
+        (
+            f"{REF}.tensor_model_parallel_size=4",
+            {"actor-train": SIZES, "ref_logp": SIZES},
+            f"{REF}.tensor_model_parallel_size=4: it must divide",
+        ),
+        (
+            "critic.model.fsdp_config.tensor_model_parallel_size=4",
+            {"actor-train": SIZES, "critic": SIZES},
+            "critic.model.fsdp_config.tensor_model_parallel_size=4: it must divide",
+        ),
+    ],
+)
+def test_a_model_must_divide_as_its_ranks_do(
+    key: str, models: dict[str, ModelSizes], message: str
+) -> None:
+    config = load_config(RunConfig, [EIGHT, KL, "algorithm.adv_estimator=gae", key]).config
+    check_run(config)
+    with pytest.raises(UserError, match=re.escape(message)):
+        require_division(config, place_run(config), models=models)
+    task = [*models][-1]
+    fitting = replace(SIZES, num_heads=8, num_kv_heads=8)
+    require_division(config, place_run(config), models={**models, task: fitting})
+    require_division(config, place_run(config), models={**models, task: None})
 
 
 def test_batches_need_not_divide_by_the_ranks() -> None:

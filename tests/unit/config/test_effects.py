@@ -327,6 +327,21 @@ def test_named_groups_decide_against_a_hybrid_engine() -> None:
     hybrid = "actor_rollout_ref.hybrid_engine"
     assert list(reasons(*groups, f"{hybrid}=True")) == [hybrid]
     assert reasons(*groups, f"{hybrid}=False") == {}
+    together = (groups[2], "trainer.separated_node_tasks=[[actor-train,logp,generate]]")
+    ratios = "trainer.separated_node_ratios=[1.0]"
+    assert list(reasons(*together, ratios, f"{hybrid}=False")) == [hybrid]
+    ahead = ("trainer.async_pipeline=True", "trainer.generate_ahead_steps=1")
+    assert hybrid not in reasons(*together, ratios, f"{hybrid}=False", *ahead)
+
+
+def test_a_device_that_no_pool_has_is_named() -> None:
+    halves = ("actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=2")
+    trains, generates = "pools.actor-train.platform=mlu", "pools.generate.platform=mlu"
+    found = reasons(*halves, "trainer.device=cpu", trains, generates)
+    assert found == {"trainer.device": "every pool's platform is named by pools.*.platform"}
+    assert reasons(*halves, "trainer.device=cpu", generates) == {}
+    assert reasons(*halves, "trainer.device=mlu", trains, generates) == {}
+    assert reasons("trainer.device=mlu", "pools.generate.platform=mlu") == {}
 
 
 def test_the_reference_is_laid_out_as_the_actor_unless_it_is_told_otherwise() -> None:

@@ -210,6 +210,23 @@ def test_what_rests_on_the_host_leaves_the_device() -> None:
     assert one(FOUR, f"{LAYOUT}.param_offload=True").weights == one(FOUR).weights
 
 
+def test_what_generates_in_turns_with_training_keeps_its_cache_with_every_batch_begun() -> None:
+    turns = (
+        "trainer.async_pipeline=True",
+        "trainer.generate_ahead_steps=1",
+        "actor_rollout_ref.hybrid_engine=False",
+        "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
+        "trainer.separated_node_ratios=[1.0]",
+        "actor_rollout_ref.rollout.free_cache_engine=True",
+    )
+    in_step = one(FOUR, turns[-1])
+    assert in_step.cache + in_step.rollout < one(FOUR).cache + one(FOUR).rollout
+    in_turns = one(FOUR, *turns)
+    assert in_turns.rollout == one(FOUR).rollout
+    assert in_turns.cache == 2 * one(FOUR).cache
+    assert one(*turns).cache == 2 * one().cache
+
+
 def test_each_pool_holds_what_its_tasks_need() -> None:
     split = (
         "trainer.separated_node_tasks=[logp,actor-train,ref_logp,generate]",

@@ -72,6 +72,10 @@ def test_max_samples_count() -> None:
     [
         (["data.filter_overlong_prompts=True"], "steps are counted before overlong prompts"),
         (["trainer.device=npu"], "trainer.device=npu: not looked for by the plan"),
+        (
+            ["pools.actor-train.platform=npu", "pools.generate.platform=npu"],
+            "pools.actor-train.platform=npu: not looked for by the plan",
+        ),
         (["actor_rollout_ref.rollout.val_kwargs.n=4"], "all samples are the same"),
         (["actor_rollout_ref.rollout.n=1"], "grpo has no baseline"),
         (["trainer.critic_warmup=5"], "there is no critic to warm up"),

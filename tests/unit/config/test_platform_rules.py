@@ -66,13 +66,20 @@ def test_tasks_that_share_devices_have_one_platform() -> None:
         "or actor_rollout_ref.hybrid_engine=False for devices of their own."
     )
     checked("pools.generate.platform=cpu", "trainer.device=cpu")
+    not_done = ("pools.ref_logp.platform=musa", "pools.actor-train.platform=npu")
+    config = checked(*HALVES, *not_done)
+    assert platform_key(place_run(config).pools[0], config) == "pools.actor-train.platform"
+    assert "these tasks share devices" in refusal(
+        *HALVES, *not_done, "actor_rollout_ref.actor.use_kl_loss=True"
+    )
 
 
 def test_a11_interleaved_platforms_are_refused_with_the_order_that_works() -> None:
     platforms = ("trainer.device=npu", "pools.generate.platform=musa")
     assert refusal(*APART, *platforms) == (
-        "trainer.separated_node_tasks: pools of npu, musa, npu in this order: those of npu must "
-        "follow each other, as libraries between vendors count on it. Set "
+        "trainer.separated_node_tasks=[[actor-train],[generate],[logp]]: pools of npu, musa, npu "
+        "in this order: those of npu must follow each other, as libraries between vendors count "
+        "on it. Set "
         "trainer.separated_node_tasks=[[actor-train],[logp],[generate]] "
         "trainer.separated_node_ratios=[0.5,0.25,0.25]."
     )

@@ -111,6 +111,15 @@ def test_03_a_pool_whose_tasks_nothing_asks_for_is_not_used() -> None:
     assert placement.pool_of("generate").num_devices == 1
 
 
+def test_only_what_the_run_does_names_the_platform_of_its_devices() -> None:
+    halves = ("actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=2")
+    device, named = "trainer.device=cpu", "pools.ref_logp.platform=musa"
+    assert [pool.platform for pool in placed(*halves, device, named).pools] == ["cpu", "cpu"]
+    assert [pool.platform for pool in placed(*halves, device, named, KL).pools] == ["musa", "cpu"]
+    separated = placed(*RED_MOE, device, named, "trainer.n_gpus_per_node=4")
+    assert {pool.platform for pool in separated.pools} == {"cpu"}
+
+
 def test_data_parallel_ranks_are_what_tensor_and_sequence_parallel_leave() -> None:
     placement = placed(
         *RED_MOE,

@@ -29,7 +29,8 @@ def test_a_picture_or_the_remedy(tmp_path: Path) -> None:
             plot_comparison(pair, compared, output=output)
         return
     assert plot_comparison(pair, compared, output=output).read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match="cannot be written"):
-        plot_comparison(pair, compared, output=tmp_path / "compared.unknown")
+    unknown = tmp_path / "compared.unknown"
+    with pytest.raises(UserError, match=f"^--plot='{unknown}': cannot be written .*png"):
+        plot_comparison(pair, compared, output=unknown)
     with pytest.raises(UserError, match="cannot be written"):
         plot_comparison(pair, compared, output=tmp_path / "a" / "metrics.jsonl" / "x.png")

@@ -36,7 +36,7 @@ def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
 
-    with pytest.raises(UserError, match="pip install matplotlib"):
+    with pytest.raises(UserError, match="^--plot=.*pip install matplotlib"):
         plot_png(_run(tmp_path, **{"critic/score/mean": 0.5}), tmp_path / "curve.png")
 
 

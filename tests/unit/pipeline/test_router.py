@@ -150,6 +150,33 @@ def test_a_drained_engine_gets_no_request_before_its_weights() -> None:
     assert asyncio.run(versions()) == ([0, 0, 0], [1, 1])
 
 
+def test_a_paused_engine_is_asked_for_nothing_before_its_weights() -> None:
+    class Counting(ReversingEngine):
+        num_advances = 0
+
+        def advance(self, max_steps: int | None = None) -> list[Completion]:
+            self.num_advances += 1
+            return super().advance(max_steps)
+
+    async def versions() -> list[int]:
+        engine = Counting()
+        async with routing(engine, is_bounded=True) as router:
+            (early,) = router.submit([request(*range(6))])
+            while engine.num_advances < 2:
+                await asyncio.sleep(0)
+            await router.pause()
+            num_advances = engine.num_advances
+            (late,) = router.submit([request(7, 8)])
+            await asyncio.sleep(0.05)
+            assert (engine.num_advances, len(engine.batches)) == (num_advances, 1)
+            await router.use_weights(1)
+            return [c.weights_version for c in (*await early, *await late)]
+
+    drawn_by = asyncio.run(versions())
+    assert drawn_by.count(0) >= 2 and drawn_by[-2:] == [1, 1]
+    assert 1 in drawn_by[:6]
+
+
 def test_a_span_lasts_from_the_advance_it_begins_in_to_the_one_that_collects() -> None:
     """Three engines: the second is not collected from by the first advance, the third idles."""
     now = [0.0]

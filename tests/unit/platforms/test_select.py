@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tandem.errors import UserError
+from tandem.platforms.names import VARIABLE
 from tandem.platforms.record import CPU
 from tandem.platforms.registry import BUILT_IN, platform_named
 from tandem.platforms.select import (
-    VARIABLE,
     choose_platform,
     probe_all,
     resolve_dtype,

@@ -39,6 +39,12 @@ PLANS = [
     (TWO, LAUNCHED | {"NODE_RANK": "1", "RANK": "8"}, ("member", "node-a:1234", 1)),
     (TWO, {"MASTER_ADDR": "node-a", "NODE_RANK": "0"}, ("head", "node-a:29500", 0)),
     (TWO, LAUNCHED | {"RANK": "1", "RAY_ADDRESS": "a:1"}, ("existing", "a:1", 0)),
+    (TWO, LAUNCHED | {"RANK": "1", "MASTER_PORT": "65535"}, ("member", "node-a:65535", 1)),
+    (
+        replace(ONE, ray_init={"num_cpus": None, "num_gpus": 2.0, "resources": {"x": 1}}),
+        {},
+        ("local", "", 0),
+    ),
 ]
 
 
@@ -59,6 +65,19 @@ REFUSED = [
     (TWO, LAUNCHED | {"RANK": "2"}, "RANK=2: must be below trainer.nnodes=2"),
     (TWO, LAUNCHED | {"RANK": "-1"}, "RANK=-1"),
     (TWO, LAUNCHED | {"RANK": "0", "MASTER_PORT": "x"}, "MASTER_PORT=x"),
+    (TWO, LAUNCHED | {"RANK": "0", "MASTER_PORT": "99999"}, "MASTER_PORT=99999: must be from 1"),
+    (TWO, LAUNCHED | {"RANK": "1", "MASTER_PORT": "65536"}, "MASTER_PORT=65536: must be from 1"),
+    (TWO, LAUNCHED | {"RANK": "1", "MASTER_PORT": "0"}, "MASTER_PORT=0: must be from 1 to 65535"),
+    (replace(ONE, ray_init={"num_cpus": "abc"}), {}, "ray_kwargs.ray_init.num_cpus=abc: must be"),
+    (replace(ONE, ray_init={"num_gpus": 0.5}), {}, "ray_kwargs.ray_init.num_gpus=0.5: must be a"),
+    (replace(ONE, ray_init={"num_cpus": -1}), {}, "ray_kwargs.ray_init.num_cpus=-1: must be a w"),
+    (
+        replace(ONE, ray_init={"object_store_memory": "1g"}),
+        {},
+        "ray_kwargs.ray_init.object_store_memory=1g: must be a whole number",
+    ),
+    (replace(ONE, ray_init={"resources": "abc"}), {}, "ray_init.resources=abc: must map names"),
+    (replace(ONE, ray_init={"resources": {"x": None}}), {}, "ray_init.resources.x=None: must be"),
     (ONE, {"RAY_ADDRESS": "ray://head:10001"}, "RAY_ADDRESS=ray://head:10001"),
     (ONE, {"RAY_ADDRESS": "head"}, "HOST:PORT"),
     (replace(ONE, ray_init={"address": "head"}), {}, "ray_kwargs.ray_init.address=head"),

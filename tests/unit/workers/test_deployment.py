@@ -30,6 +30,19 @@ def jobs(*arguments: str, **platforms: Platform) -> dict[str, WorkerJob]:
     )
 
 
+def test_a_cache_is_given_back_only_where_all_is_generated_before_training() -> None:
+    one_group = (
+        "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
+        "trainer.separated_node_ratios=[1.0]",
+        "actor_rollout_ref.rollout.free_cache_engine=True",
+    )
+    in_turns = ("actor_rollout_ref.hybrid_engine=False", "trainer.async_pipeline=True")
+    for keys, frees in (((), True), ((*in_turns, "trainer.generate_ahead_steps=2"), False)):
+        (job,) = jobs(*one_group, *keys).values()
+        assert job.rollout is not None
+        assert job.rollout.config.free_cache_engine == frees
+
+
 def test_every_pool_computes_in_what_the_trainer_computes_in() -> None:
     mixed = jobs(generate=CPU)
     assert mixed["generate"].platform is CPU

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from tandem.sync.forming import LinkPlace
 from tandem.sync.ways import Way
 from tandem.workers.job import LinkSpec
 from tandem.workers.linking import link_place
-from tests.fakes.flagcx.build import stub_library
 
 CROSSING = LinkSpec(
     first_rank=2,
@@ -40,9 +40,11 @@ def _place(spec: LinkSpec, flagcx_path: Path) -> LinkPlace:
 
 
 @pytest.mark.parametrize("spec", [CROSSING, ASKED_FOR])
-def test_flagcx_is_taken_along_where_it_is(spec: LinkSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flagcx_is_taken_along_where_it_is(
+    spec: LinkSpec, flagcx_stub: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FLAGCX_STUB_VENDOR", "NVIDIA")
-    folder = stub_library(Abi.DEVICE_HANDLE).parents[1]
+    folder = flagcx_stub(Abi.DEVICE_HANDLE).parents[1]
     place = _place(spec, folder)
     assert place.rank == 3
     assert place.flagcx is not None
