@@ -29,7 +29,7 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """CI asks for it: a tool or a right that is missing must not take a test away unseen."""
+    """A tool or a right that is missing must not take a test away unseen."""
     parser.addoption("--must-run", action="store_true", help="fail tests that would be skipped")
 
 
