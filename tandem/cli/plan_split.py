@@ -20,6 +20,7 @@ from tandem.cli.plan import plan_arguments, print_plan, print_rows
 from tandem.config.device_rules import run_device_problems
 from tandem.config.pools import HALVES, needed_tasks, place_run, show_groups
 from tandem.config.run import RunConfig
+from tandem.config.validate import turn_problems
 from tandem.errors import UserError
 from tandem.metrics.number_format import format_number
 from tandem.metrics.task_times import MeasuredRun, TaskTimes, measured_run, read_times
@@ -144,10 +145,18 @@ def _suggest(config: RunConfig, times: TaskTimes, *, groups: Groups, start: Spli
         times,
         groups,
         start=start,
-        lags=sorted({*_LAGS, config.trainer.max_lag}),
+        lags=_lags(config, groups),
         is_allowed=_rule(config, groups),
         predict=predictor(config, times, groups=groups),
     )
+
+
+def _lags(config: RunConfig, groups: Groups) -> list[int]:
+    """Those that a run of these groups can have, ascending."""
+    shares_devices = any({"generate", "actor-train"} <= {*group} for group in groups)
+    if shares_devices and any(turn_problems(config)):
+        return [0]
+    return sorted({*_LAGS, config.trainer.max_lag})
 
 
 def _with_reference_elsewhere(groups: Groups) -> list[Groups]:

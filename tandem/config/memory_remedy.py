@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -27,6 +27,7 @@ CACHE_PAGE_TOKENS = 64
 """The paged cache hands out (``rollout.paged.cache``)."""
 
 _ACTOR = "actor_rollout_ref.actor."
+_CACHE_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 _ALSO_SET = {
     CRITIC: {
         f"{_ACTOR}fsdp_config.": "critic.model.fsdp_config.",
@@ -58,7 +59,11 @@ def require_memory(
     name, plan = max(plans.items(), key=lambda entry: entry[1].total)
     if plan.total <= available_bytes:
         return
-    candidates = _candidates(config, recomputes_parts=recomputes_parts)
+    candidates = _candidates(
+        config,
+        smaller=_smaller_generation(config, sizes, available_bytes=available_bytes),
+        recomputes_parts=recomputes_parts,
+    )
     remedy = _remedy(
         config, sizes, candidates=candidates, beside=beside, available_bytes=available_bytes
     )
@@ -76,23 +81,26 @@ def require_memory(
 def require_cache(config: RunConfig, sizes: ModelSizes, *, available_bytes: int) -> None:
     """Raise UserError if the paged cache of a device could not hold the longest sequence, whatever
     else waits."""
-    rollout, data = config.actor_rollout_ref.rollout, config.data
-    key, share = "actor_rollout_ref.rollout.gpu_memory_utilization", rollout.gpu_memory_utilization
-    computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
-    weights = computed * sizes.num_parameters
-    longest = longest_sequence(config)
-    pages = -(-longest // CACHE_PAGE_TOKENS)
-    needed = computed * sizes.cache_numbers_per_token * pages * CACHE_PAGE_TOKENS
-    if int(share * available_bytes) - weights >= needed:
+    data, share = config.data, config.actor_rollout_ref.rollout.gpu_memory_utilization
+    weights, needed = _least_generating(config, sizes)
+    if int(share * available_bytes) >= weights + needed:
         return
     fitting = math.ceil(100 * (weights + needed) / available_bytes) / 100
     raise UserError(
-        f"{key}={share:g}: of {available_bytes / GIB:.0f} GiB that leaves no room beside the "
-        f"weights ({weights / GIB:.1f} GiB) for the keys and values of the longest sequence "
+        f"{_CACHE_SHARE}={share:g}: of {available_bytes / GIB:.0f} GiB that leaves no room beside "
+        f"the weights ({weights / GIB:.1f} GiB) for the keys and values of the longest sequence "
         f"({needed / GIB:.1f} GiB: data.max_prompt_length={data.max_prompt_length} + "
         f"data.max_response_length={data.max_response_length} tokens). "
-        + (f"Set {key}={fitting:g}." if fitting <= 1 else "Shorten the sequences.")
+        + (f"Set {_CACHE_SHARE}={fitting:g}." if fitting <= 1 else "Shorten the sequences.")
     )
+
+
+def _least_generating(config: RunConfig, sizes: ModelSizes) -> tuple[int, int]:
+    """Bytes of the weights that generate, and of the cache of one longest sequence."""
+    computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
+    pages = -(-longest_sequence(config) // CACHE_PAGE_TOKENS)
+    cached = sizes.cache_numbers_per_token * pages * CACHE_PAGE_TOKENS
+    return computed * sizes.num_parameters, computed * cached
 
 
 def _remedy(
@@ -127,10 +135,24 @@ def _for_all(config: RunConfig | SftConfig, overrides: Mapping[str, Any]) -> Map
     return settings
 
 
+def _smaller_generation(
+    config: RunConfig | SftConfig, sizes: ModelSizes, *, available_bytes: int
+) -> list[dict[str, Any]]:
+    """What makes generation take less beside training, the least at last."""
+    if isinstance(config, SftConfig):
+        return []
+    if config.trainer.max_lag == 0:
+        several = config.trainer.num_devices > 1
+        return [{"actor_rollout_ref.rollout.free_cache_engine": True}] if several else []
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    least = sum(_least_generating(config, sizes)) / available_bytes
+    return [{_CACHE_SHARE: lower} for lower in (0.4, 0.3, 0.2) if least < lower < share]
+
+
 def _candidates(
-    config: RunConfig | SftConfig, *, recomputes_parts: bool
+    config: RunConfig | SftConfig, *, smaller: Sequence[dict[str, Any]], recomputes_parts: bool
 ) -> Iterator[dict[str, Any]]:
-    """Overrides from the cheapest to the dearest."""
+    """Overrides from the cheapest to the dearest, those of ``smaller`` first."""
     if isinstance(config, SftConfig):
         model, layout = "model", "engine"
         dynamic, limit = "data.use_dynamic_bsz", "data.max_token_len_per_gpu"
@@ -144,10 +166,8 @@ def _candidates(
     enable, granularity = f"{model}.enable_gradient_checkpointing", f"{model}.recompute_granularity"
     recompute = {enable: True, granularity: "full"}
     dearer: list[dict[str, Any]] = [{}]
-    if isinstance(config, RunConfig) and config.trainer.num_devices > 1:
-        freed = {"actor_rollout_ref.rollout.free_cache_engine": True}
-        yield freed
-        dearer.append(freed)
+    yield from smaller
+    dearer += smaller[-1:]
     parts = ("pointwise", "feed_forward") if recomputes_parts else ()
     dearer += [{enable: True, granularity: part} for part in parts]
     dearer.append(recompute)

@@ -284,7 +284,7 @@ RUN_CONDITIONS: tuple[Condition, ...] = (
     Condition(
         ("trainer.async_pipeline", "trainer.deterministic_async", f"{_ROLLOUT}.partial_rollout"),
         lambda c: c.trainer.max_lag == 0,
-        "the largest lag is 0: training and generation take turns",
+        "the largest lag is 0: a batch is generated, then it is trained on",
     ),
     Condition(
         ("trainer.generate_ahead_steps",),

@@ -96,7 +96,7 @@ class TrainerConfig(BaseModel):
 
     async_pipeline: bool = Field(
         default=False,
-        description="Generate while training, on devices of its own (dots.rl).",
+        description="Generate while training, on devices of its own or in turns on the same.",
     )
     generate_ahead_steps: int = Field(
         default=0,

@@ -109,10 +109,13 @@ def _async_problems(config: RunConfig) -> Iterator[str]:
     if not config.trainer.async_pipeline or place_run(config).generates_apart:
         return
     if not config.trainer.separated_node_tasks:
+        halves = "which gives generation half of the devices, "
         yield (
-            "trainer.async_pipeline=True: generation must have devices of its own, or a group with "
-            "actor-train. Set actor_rollout_ref.hybrid_engine=False, which gives it half of them, "
-            "or name groups in trainer.separated_node_tasks, or set trainer.async_pipeline=False."
+            "trainer.async_pipeline=True: generation must have devices of its own, or take turns "
+            "with training. Set actor_rollout_ref.hybrid_engine=False, "
+            f"{halves if config.trainer.num_devices > 1 else ''}and to take turns also "
+            "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]] "
+            "trainer.separated_node_ratios=[1.0]; or set trainer.async_pipeline=False."
         )
     elif roles.hybrid_engine:
         yield (
@@ -122,10 +125,10 @@ def _async_problems(config: RunConfig) -> Iterator[str]:
             "trainer.separated_node_tasks, or set trainer.async_pipeline=False."
         )
     elif config.trainer.max_lag > 0:
-        yield from _turn_problems(config)
+        yield from turn_problems(config)
 
 
-def _turn_problems(config: RunConfig) -> Iterator[str]:
+def turn_problems(config: RunConfig) -> Iterator[str]:
     """Sequences go on under the next weights where trainer and rollout take turns."""
     same = "generate is in the group of actor-train, and sequences go on under new weights there"
     apart = "take generate out of that group in trainer.separated_node_tasks."

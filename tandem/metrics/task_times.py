@@ -21,6 +21,7 @@ from tandem.config.run import RunConfig
 from tandem.errors import UserError
 from tandem.metrics.run_folder import RunData, read_run
 from tandem.metrics.series import Column
+from tandem.metrics.trace import PAUSE
 
 SYNC = "sync"
 _GENERATE = "generate"
@@ -146,6 +147,11 @@ def _waits_for_longest(run: RunData, lengths: Sequence[float], *, num_engines: i
     idle = _median(run, f"pipeline/idle_share/{_GENERATE}")
     if idle is None:
         return max(lengths)
+    paused_s = _median(run, f"pipeline/wait_s/{_GENERATE}/{PAUSE}")
+    wall_s = _median(run, "pipeline/wall_s")
+    if paused_s and wall_s:
+        paused = min(paused_s / wall_s, idle)
+        idle = (idle - paused) / max(1 - paused, 1e-9)
     return 1.0 if idle < _SATURATED_IDLE_SHARE else expected_longest(lengths, num_engines)
 
 

@@ -16,6 +16,8 @@ from typing import Protocol
 
 _MERGED_GAP_S = 0.005
 _WAIT_PREFIX = "wait: "
+PAUSE = "update"
+"""What generation waits for that takes turns with training."""
 
 Details = Mapping[str, float | str]
 _NO_DETAILS: Details = {}

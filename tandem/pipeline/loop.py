@@ -150,6 +150,8 @@ class Pipeline:
                 more = self._step + 1 < total_steps
                 upcoming = stages.prepare(self._step + 1) if more else None
                 experience = await self._learn(prepared, stages)
+                if experience is None:
+                    break
             await self._end_step(experience, stages)
         await self._finish(stages)
 
@@ -170,13 +172,15 @@ class Pipeline:
         self._timers.add("reward", max(prepared.taken_s - generated_s, 0.0))
         return prepared
 
-    async def _learn(self, prepared: PreparedBatch, stages: Stages) -> Experience:
-        """One training step, and its weights on their way."""
+    async def _learn(self, prepared: PreparedBatch, stages: Stages) -> Experience | None:
+        """One training step, and its weights on their way; None if the run is to stop before."""
         groups = prepared.scored.groups
         require_fresh(groups, version=self._step, max_lag=self._config.trainer.max_lag)
         dropped = stages.producer.take_dropped()
         with self._parts.trace.waiting("actor-train", "sync"):
             await stages.flow.begin_training()
+        if self._stopping:
+            return None
         experience = await self._credit(prepared)
         coefficient = self._controller.coefficient
         updating = stages.tasks.create_task(self._update_models(experience))

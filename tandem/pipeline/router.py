@@ -9,12 +9,12 @@ through the same router and meet in the same batches.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from tandem.api import RolloutEngine, Runtime
-from tandem.metrics.trace import TraceRecorder
+from tandem.metrics.trace import PAUSE, TraceRecorder
 from tandem.types import Completion, EngineWork, GenerationRequest
 
 STEPS_PER_ADVANCE = 32
@@ -56,13 +56,21 @@ class EngineSpans:
                 span = self._trace.span(_track(number), "generate", details={"version": version})
                 self._open[number] = ExitStack()
                 self._open[number].enter_context(span)
-        going_on: set[int] = set()
         try:
             yield
-            going_on = {n for n, work in enumerate(self._work()) if work is EngineWork.UNDER_WAY}
-        finally:
-            for number in self._open.keys() - going_on:
-                self._open.pop(number).close()
+        except BaseException:
+            self._close(self._open.keys())
+            raise
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """End the spans of those that compute nothing at this moment."""
+        under_way = {n for n, work in enumerate(self._work()) if work is EngineWork.UNDER_WAY}
+        self._close(self._open.keys() - under_way)
+
+    def _close(self, numbers: Iterable[int]) -> None:
+        for number in list(numbers):
+            self._open.pop(number).close()
 
 
 def _track(number: int) -> str:
@@ -133,6 +141,8 @@ class RolloutRouter:
         self._look_for_work()
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is_calling)
+        await self._runtime.call(self._engine.settle)
+        self._spans.close_idle()
 
     async def use_weights(self, version: int) -> None:
         """Return once the whole engine uses ``version``, between two advances."""
@@ -164,7 +174,7 @@ class RolloutRouter:
 
     def _reason(self) -> str:
         """What is waited for without work."""
-        return "update" if self._is_paused else "sync" if self._is_held else "admission"
+        return PAUSE if self._is_paused else "sync" if self._is_held else "admission"
 
     def _may_advance(self) -> bool:
         """Weights on their way may need what is under way to be collected."""

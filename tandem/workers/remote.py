@@ -187,6 +187,7 @@ class RemoteRollout:
         self._unfinished = [0] * group.size
         self._added: list[list[Any]] = [[] for _ in range(group.size)]
         self._advancing: dict[int, Any] = {}
+        self._finished: list[Completion] = []
         self._wanted_version: int | None = None
         self._versions = [-1] * group.size
         self._swaps: dict[int, Any] = {}
@@ -220,10 +221,16 @@ class RemoteRollout:
                 if self._wanted_version is not None:
                     self._swaps[rank] = self._group.submit(rank, "swap")
                 self._advancing[rank] = self._group.submit(rank, "advance", max_steps)
+        if self._finished:
+            finished, self._finished = self._finished, []
+            return finished
         if not self._advancing:
             return []
         ranks = list(self._advancing)  # who was asked first comes first
-        rank = ranks[self._group.first([self._advancing[rank] for rank in ranks])]
+        return self._collect(ranks[self._group.first([self._advancing[rank] for rank in ranks])])
+
+    def _collect(self, rank: int) -> list[Completion]:
+        """Wait for what it was asked."""
         calls = [*self._added[rank], self._advancing.pop(rank)]
         self._added[rank] = []
         completions: list[Completion] = self._group.gather(calls)[-1]
@@ -233,7 +240,9 @@ class RemoteRollout:
         return completions
 
     def settle(self) -> None:
-        """See ``api.RolloutEngine``. Workers settle by themselves before they change weights."""
+        """See ``api.RolloutEngine``. It collects from every worker that was asked to advance."""
+        for rank in list(self._advancing):
+            self._finished += self._collect(rank)
 
     def release_cache(self) -> bool:
         """See ``api.RolloutEngine``. Workers do so by themselves where their devices train."""

@@ -224,6 +224,19 @@ def test_10_two_devices_that_generate_and_hold_the_reference_say_the_same(finish
         assert learning == pytest.approx({n: shared[step][n] for n in learning}, rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["turns", "turns of two"])
+def test_in_turns_nothing_is_generated_while_the_trainer_trains(finished: Run, name: str) -> None:
+    run = finished(name)
+    tracks = ["generate/0", "generate/1"][: 2 if name == "turns of two" else 1]
+    updates = spans(run, "actor-train")
+    assert len(updates) >= NUM_BATCHES
+    for track in tracks:
+        generating = spans(run, track)
+        assert generating
+        for begin, end in generating:
+            assert all(min(end, until) <= max(begin, since) for since, until in updates)
+
+
 def spans(run: Path, track: str) -> list[tuple[float, float]]:
     """Begin and end of the work on a track, microseconds."""
     events = read_trace(run / TRACE_FILE)
@@ -233,7 +246,7 @@ def spans(run: Path, track: str) -> list[tuple[float, float]]:
         for e in events
         if e["ph"] == "X"
         and names[e["tid"]] == track
-        and e["name"] in ("logp", "ref_logp", "update")
+        and e["name"] in ("logp", "ref_logp", "update", "generate")
     ]
 
 

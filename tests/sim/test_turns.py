@@ -83,6 +83,17 @@ def test_the_next_sequences_fill_the_time_of_stragglers() -> None:
     assert taken[4] >= 4 + 1
 
 
+def test_a_stop_does_not_wait_for_a_validation_to_begin_another_step(tmp_path: Path) -> None:
+    """The validation before training takes 100 s, the first batch is there after 3."""
+    seconds = replace(times(generate=3.0, actor_train=50.0), validation_s=100.0)
+    surroundings = replace(
+        around(6, SHARED), store=CheckpointStore(tmp_path), num_validation_rows=2, stop_s=20.0
+    )
+    run = simulate(config(2, *VALIDATED, num_steps=6), seconds, around=surroundings)
+    assert run.summary.stopped_early and run.summary.last_step == 0
+    assert run.end_s < 20 + 1
+
+
 @pytest.mark.parametrize("stop_s", [0.5, 10.0, 40.0, 56.0, 57.5, 62.0])
 def test_a_stop_ends_a_run_at_the_next_step_whoever_is_paused(
     stop_s: float, tmp_path: Path

@@ -102,6 +102,25 @@ def test_the_reference_is_moved_to_where_devices_idle(
     assert predicted == pytest.approx(found["step_s"])
 
 
+@pytest.mark.parametrize(
+    "key", ["actor_rollout_ref.rollout.partial_rollout=False", "trainer.deterministic_async=True"]
+)
+def test_no_lag_is_suggested_that_a_group_cannot_have(
+    table: str, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    shared = (
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.hybrid_engine=False",
+        "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
+        "trainer.separated_node_ratios=[1.0]",
+    )
+    found = suggested(capsys, f"--times={table}", *KEYS, *shared, key)
+    mended = plan_arguments([*KEYS, shared[0], key, *found["overrides"]])
+    assert isinstance(mended.config, RunConfig)
+    if len(found["devices"]) == 1:
+        assert found["lag"] == 0
+
+
 def test_the_table_for_readers_ends_in_arguments_to_copy_if_they_help(
     table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

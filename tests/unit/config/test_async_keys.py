@@ -77,6 +77,14 @@ def test_02_generation_on_the_trainers_devices_cannot_be_asynchronous(
     assert remedy in line
 
 
+def test_02_the_remedy_of_one_device_is_enough() -> None:
+    line = refusal(ASYNCHRONOUS, "trainer.generate_ahead_steps=1")
+    words = [word.rstrip(".;,") for word in line.partition(": ")[2].split() if "=" in word]
+    remedy = [word for word in words if not word.startswith("trainer.async_pipeline")]
+    assert len(remedy) == 3
+    check_run(config(ASYNCHRONOUS, "trainer.generate_ahead_steps=1", *remedy))
+
+
 IN_TURNS = (
     ASYNCHRONOUS,
     "trainer.generate_ahead_steps=1",

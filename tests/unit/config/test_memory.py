@@ -210,21 +210,39 @@ def test_what_rests_on_the_host_leaves_the_device() -> None:
     assert one(FOUR, f"{LAYOUT}.param_offload=True").weights == one(FOUR).weights
 
 
+IN_TURNS = (
+    "trainer.async_pipeline=True",
+    "trainer.generate_ahead_steps=1",
+    "actor_rollout_ref.hybrid_engine=False",
+    "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
+    "trainer.separated_node_ratios=[1.0]",
+)
+
+
 def test_what_generates_in_turns_with_training_keeps_its_cache_with_every_batch_begun() -> None:
-    turns = (
-        "trainer.async_pipeline=True",
-        "trainer.generate_ahead_steps=1",
-        "actor_rollout_ref.hybrid_engine=False",
-        "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
-        "trainer.separated_node_ratios=[1.0]",
-        "actor_rollout_ref.rollout.free_cache_engine=True",
-    )
-    in_step = one(FOUR, turns[-1])
+    freed = "actor_rollout_ref.rollout.free_cache_engine=True"
+    in_step = one(FOUR, freed)
     assert in_step.cache + in_step.rollout < one(FOUR).cache + one(FOUR).rollout
-    in_turns = one(FOUR, *turns)
+    in_turns = one(FOUR, freed, *IN_TURNS)
     assert in_turns.rollout == one(FOUR).rollout
     assert in_turns.cache == 2 * one(FOUR).cache
-    assert one(*turns).cache == 2 * one().cache
+    assert one(*IN_TURNS).cache == 2 * one().cache
+
+
+@pytest.mark.parametrize("devices", [(), (FOUR,)])
+def test_in_turns_a_smaller_cache_makes_room_first(devices: tuple[str, ...]) -> None:
+    many = ("data.train_batch_size=4096", "actor_rollout_ref.rollout.max_num_seqs=4096")
+    keys = (*devices, *IN_TURNS, *many)
+    training = one(*keys)
+    left = training.total - training.cache
+    available = int(left / 0.65)
+    with pytest.raises(
+        UserError, match=r"Set actor_rollout_ref.rollout.gpu_memory_utilization=0.3"
+    ):
+        require_memory(config(*keys), sizes(), available_bytes=available)
+    smaller = config(*keys, "actor_rollout_ref.rollout.gpu_memory_utilization=0.3")
+    require_memory(smaller, sizes(), available_bytes=available)
+    require_cache(smaller, sizes(), available_bytes=available)
 
 
 def test_each_pool_holds_what_its_tasks_need() -> None:

@@ -130,6 +130,27 @@ def test_an_asynchronous_run_has_its_times_on_each_pool(tmp_path: Path) -> None:
     assert found.step_s == 5.1
 
 
+@pytest.mark.parametrize(("idle_share", "longest"), [(0.65, 1.0), (0.9, 1.5)])
+def test_generation_that_pauses_for_training_is_not_short_of_work(
+    tmp_path: Path, idle_share: float, longest: float
+) -> None:
+    """Of 6 s it was paused for 3.9, which is all it idled, or not."""
+    row = {
+        "pipeline/busy_s/generate": 2.0,
+        "pipeline/idle_share/generate": idle_share,
+        "pipeline/wait_s/generate/update": 3.9,
+        "pipeline/busy_s/actor-train": 3.8,
+        "pipeline/wall_s": 6.0,
+    }
+    groups = (
+        "trainer.separated_node_tasks=[[actor-train,logp,generate]]",
+        "trainer.separated_node_ratios=[1.0]",
+        "trainer.n_gpus_per_node=1",
+    )
+    found = measured_run(run_folder(tmp_path, [row, row], *groups))
+    assert found.times.measured["generate"] == ((1, pytest.approx(2.0 / longest)),)
+
+
 @pytest.mark.parametrize(("num_engines", "longest"), [(1, 1.5), (2, (1.5 + 0.5) / 2)])
 def test_engines_with_little_to_do_wait_for_the_longest_of_their_share(
     tmp_path: Path, num_engines: int, longest: float

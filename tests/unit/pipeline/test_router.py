@@ -153,6 +153,10 @@ def test_a_drained_engine_gets_no_request_before_its_weights() -> None:
 def test_a_paused_engine_is_asked_for_nothing_before_its_weights() -> None:
     class Counting(ReversingEngine):
         num_advances = 0
+        num_settled = 0
+
+        def settle(self) -> None:
+            self.num_settled += 1
 
         def advance(self, max_steps: int | None = None) -> list[Completion]:
             self.num_advances += 1
@@ -165,6 +169,7 @@ def test_a_paused_engine_is_asked_for_nothing_before_its_weights() -> None:
             while engine.num_advances < 2:
                 await asyncio.sleep(0)
             await router.pause()
+            assert engine.num_settled == 1
             num_advances = engine.num_advances
             (late,) = router.submit([request(7, 8)])
             await asyncio.sleep(0.05)

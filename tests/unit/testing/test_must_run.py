@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CI asks for with ``--must-run``: no test goes away because a tool or a right is missing."""
+"""``--must-run``: no test goes away because a tool or a right is missing."""
 
 from __future__ import annotations
 

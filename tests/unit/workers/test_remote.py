@@ -156,6 +156,23 @@ def test_each_worker_tells_what_it_has_to_do() -> None:
     assert rollout.work() == [none] * 3
 
 
+def test_what_has_settled_comes_with_the_next_advances() -> None:
+    rollout = RemoteRollout(group := Group(2), WeightWay([]))
+    rollout.add([request(1), request(2), request(3), request(4)])
+    (first,) = rollout.advance()
+    assert EngineWork.UNDER_WAY in rollout.work()
+    rollout.settle()
+    assert rollout.work().count(EngineWork.UNDER_WAY) == 0
+    num_calls = len(group.called)
+    rollout.settle()
+    assert len(group.called) == num_calls
+    found = {first.sample_id}
+    while len(found) < 4:
+        found |= {completion.sample_id for completion in rollout.advance()}
+    assert found == {1, 2, 3, 4}
+    assert rollout.advance() == []
+
+
 def test_without_staging_what_is_under_way_is_collected_before_weights_come() -> None:
     """It would be computed before them anyway, and its worker would seem to go on meanwhile."""
     group = QuickGroup(2)
