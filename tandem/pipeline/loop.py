@@ -233,10 +233,8 @@ class Pipeline:
         """Its optimizer steps; none without a critic."""
         if self._parts.engines.critic is None:
             return []
-        with (
-            self._timers.section("update_critic"),
-            self._parts.trace.span("actor-train", "update critic"),
-        ):
+        span = self._parts.trace.span("actor-train", "update critic")
+        with self._timers.section("update_critic"), span:
             reports = await update_critic(self._parts, experience)
         self._critic_divergence.check(self._step + 1, reports)
         return reports
@@ -263,10 +261,8 @@ class Pipeline:
         """Those of a validation and the last ones are waited for."""
         is_last = self._step == self._parts.schedule.total_training_steps
         is_required = is_last or self._parts.schedule.is_test_step(self._step)
-        with (
-            self._timers.section("update_weights"),
-            self._parts.trace.waiting("actor-train", "sync"),
-        ):
+        waiting = self._parts.trace.waiting("actor-train", "sync")
+        with self._timers.section("update_weights"), waiting:
             await stages.flow.offer(self._step, is_required=is_required)
 
     async def _end_step(self, experience: Experience, stages: Stages) -> None:
