@@ -30,7 +30,7 @@ MISTAKES = {
     ),
     "generate beside the trainer": (
         (FOUR, ASYNC, f"{TASKS}=[[actor-train,logp,generate],ref_logp]", f"{RATIOS}=[0.5,0.5]"),
-        (ASYNC, f"Take generate out of the group of actor-train in {TASKS}"),
+        (ASYNC, "Set actor_rollout_ref.hybrid_engine=False", f"out of that group in {TASKS}"),
     ),
     "one device": (
         ("actor_rollout_ref.hybrid_engine=False", ASYNC),
@@ -46,7 +46,7 @@ MISTAKES = {
     ),
     "ratios above 1": (
         (FOUR, ASYNC, GROUPS, f"{RATIOS}=[0.5,0.5,0.25]"),
-        (f"{RATIOS}=[0.5, 0.5, 0.25]", "at most 1", "Lower them"),
+        (f"{RATIOS}=[0.5, 0.5, 0.25]", "at most 1", f"Set {RATIOS}=[0.4,0.4,0.2]"),
     ),
     "a ratio of 0": (
         (FOUR, ASYNC, GROUPS, f"{RATIOS}=[0.5,0.5,0]"),
@@ -58,7 +58,7 @@ MISTAKES = {
     ),
     "ratios without tasks": (
         (FOUR, ASYNC, THIRDS),
-        (f"{RATIOS}=[0.5, 0.25, 0.25]", f"the 0 groups of {TASKS}"),
+        (f"{RATIOS}=[0.5, 0.25, 0.25]", f"{TASKS} is missing", f"set {RATIOS}=[]"),
     ),
     "unknown task": (
         (FOUR, ASYNC, f"{TASKS}=[[logp,train],ref_logp,generate]", THIRDS),
