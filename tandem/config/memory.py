@@ -214,8 +214,7 @@ def _of_pool(
     if "actor-train" in pool.tasks:
         model = _Model(sizes, roles.actor.fsdp_config, layouts["actor-train"])
         plan = _trained(plan, _policy_training(config, model), placement=placement)
-        frees_cache = roles.rollout.free_cache_engine and config.trainer.max_lag == 0
-        if frees_cache and not placement.is_one_process:
+        if config.frees_cache and not placement.is_one_process:
             plan = _taking_turns(plan)
     return plan
 

@@ -149,6 +149,13 @@ class RunConfig(BaseModel):
         return needs_values if self.critic.enable is None else self.critic.enable
 
     @property
+    def frees_cache(self) -> bool:
+        """Whether devices that train, too, keep nothing of generation meanwhile; with a lag there
+        is something to generate at any time.
+        """
+        return self.actor_rollout_ref.rollout.free_cache_engine and self.trainer.max_lag == 0
+
+    @property
     def needs_reference(self) -> bool:
         """Whether anything reads log-probs of the reference: KL in the loss or in the reward."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward

@@ -67,6 +67,7 @@ def run_jobs(
     settled = partial(_settle_dtype, platforms=platforms, training=training)
     actor_layout = settled(roles.actor.fsdp_config)
     seed = None if roles.actor.load_weight else config.trainer.seed
+    rollout = roles.rollout.model_copy(update={"free_cache_engine": config.frees_cache})
     links = _links(config, placement, crosses=len({p.name for p in platforms.values()}) > 1)
 
     def policy(task: str) -> PolicySpec:
@@ -98,7 +99,7 @@ def run_jobs(
             else None,
             scorer=policy("logp") if scorer_of(pool) == "logp" else None,
             reference=policy("ref_logp") if "ref_logp" in pool.tasks else None,
-            rollout=RolloutSpec(roles.model, actor_layout, _settle_cache(config), eos_ids)
+            rollout=RolloutSpec(roles.model, actor_layout, rollout, eos_ids)
             if "generate" in pool.tasks
             else None,
             link=links.get(pool.name),
@@ -130,13 +131,6 @@ def _reward_model(config: RunConfig, placement: Placement, *, layout: FsdpConfig
         section=section_of(REWARD_MODEL),
         is_reward_model=True,
     )
-
-
-def _settle_cache(config: RunConfig) -> RolloutConfig:
-    """With a lag there is something to generate at any time."""
-    rollout = config.actor_rollout_ref.rollout
-    frees = rollout.free_cache_engine and config.trainer.max_lag == 0
-    return rollout.model_copy(update={"free_cache_engine": frees})
 
 
 def _settle_dtype(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of runs as their arguments make them, and the sizes of a published model."""
+"""Configurations of runs as their arguments make them, and sizes of models."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ SIZES = ModelSizes(
     tied=False,
 )
 """Qwen2.5-0.5B's, but for a head of its own."""
+
+TINY = ModelSizes(
+    num_layers=2,
+    hidden=64,
+    inner=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocabulary=512,
+    tied=True,
+)
 
 
 def config(*arguments: str) -> RunConfig:

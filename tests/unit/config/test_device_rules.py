@@ -17,6 +17,7 @@ from tandem.config.sft import SftConfig
 from tandem.config.sizes import ModelSizes
 from tandem.config.validate import check_run, check_sft
 from tandem.errors import UserError
+from tests.fakes.configured import TINY
 
 ACTOR = "actor_rollout_ref.actor"
 LAYOUT = f"{ACTOR}.fsdp_config"
@@ -196,16 +197,7 @@ def test_02_what_does_not_divide_or_suffice_is_refused_and_the_remedy_works(
     assert said is None
 
 
-SIZES = ModelSizes(
-    num_layers=2,
-    hidden=64,
-    inner=128,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=8,
-    vocabulary=512,
-    tied=True,
-)
+SIZES = replace(TINY, num_heads=8, head_dim=8)
 
 
 @pytest.mark.parametrize(

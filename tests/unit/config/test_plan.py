@@ -11,19 +11,9 @@ from tandem.config.overrides import load_config
 from tandem.config.plan import Plan, make_plan
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
-from tandem.config.sizes import ModelSizes
 from tandem.errors import UserError
+from tests.fakes.configured import TINY
 
-TINY = ModelSizes(
-    num_layers=2,
-    hidden=64,
-    inner=128,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocabulary=512,
-    tied=True,
-)
 SMALL = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
 
 
