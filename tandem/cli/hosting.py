@@ -290,8 +290,9 @@ async def hosted_run(
                 scorer=built.train,
                 critic=built.critic,
                 reward_model=built.reward_model,
+                num_rows=built.num_rows,
             )
-            peak = partial(_peak_here, platform)
+            peak = partial(PeakMemory.of, platform)
             yield HostedRun(runtime, engines, built.shape, platform.device_name(), peak)
         return
     make_jobs = partial(
@@ -315,6 +316,7 @@ async def hosted_run(
             reward_model=remote.reward_model,
             work=remote.rollout.work,
             generates_apart=site.placement.generates_apart,
+            num_rows=rollout.max_num_seqs * len(remote.rollout.work()),
         )
         shape = None if model.decoder_config is None else shape_of(model.decoder_config)
         chip = await runtime.call(_chip, groups[site.placement.pool_of("actor-train").name])
@@ -393,7 +395,3 @@ def _peak(train: RemoteTrainer, critic: RemoteTrainer | None) -> PeakMemory:
     """While the policy waits for the critic to warm up, there is only the critic's."""
     peaks = [engine.peak for engine in (train, critic) if engine is not None]
     return PeakMemory(max(x.allocated for x in peaks), max(x.reserved for x in peaks))
-
-
-def _peak_here(platform: Platform) -> PeakMemory:
-    return PeakMemory(platform.memory_allocated_bytes(), platform.memory_reserved_bytes())

@@ -42,15 +42,16 @@ class AdmissionGate:
         remaining = self._num_wanted - self._num_trained - self._num_open
         return min(self._num_slots - self._num_open, remaining)
 
-    async def admit(self) -> int:
-        """Charge every slot that can be charged, at least one; 0 once everything wanted has been
-        trained.
+    async def admit(self, at_most: int | None = None) -> int:
+        """Charge every slot that can be charged, at least one and ``at_most`` so many; 0 once
+        everything wanted has been trained.
         """
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._num_admissible() > 0 or self._num_trained >= self._num_wanted
             )
             count = max(self._num_admissible(), 0)
+            count = count if at_most is None else min(count, at_most)
             self._num_open += count
             return count
 

@@ -42,7 +42,9 @@ class Engines:
 
     ``stage`` is there if weights can be on their way to the rollout while training goes on.
     ``work`` tells what each engine behind the rollout has to do, for the trace; of one alone there
-    is nothing to tell. ``generates_apart``: other devices generate than train.
+    is nothing to tell. ``generates_apart``: other devices generate than train. ``num_rows``:
+    sequences that all of them generate at once, of which each makes room for another when it ends;
+    None where that is not so.
     """
 
     train: TrainEngine
@@ -54,6 +56,7 @@ class Engines:
     reward_model: ReferencePolicy | None = None
     work: Callable[[], Sequence[EngineWork]] = _one_engine
     generates_apart: bool = False
+    num_rows: int | None = None
 
 
 class Codec(Protocol):

@@ -90,7 +90,7 @@ class GroupProducer:
         buffer.
         """
         async with asyncio.TaskGroup() as rounds:
-            while (count := await self._gate.admit()) > 0:
+            while (count := await self._admit()) > 0:
                 prompts = await self._draw(count)
                 if not prompts:
                     break
@@ -98,6 +98,11 @@ class GroupProducer:
                 for start in range(0, len(prompts), size):
                     rounds.create_task(self._produce(prompts[start : start + size]))
         await self._buffer.close()
+
+    async def _admit(self) -> int:
+        """How many prompts may be drawn: as many as have slots, and rows before long."""
+        room = await self._router.room()
+        return await self._gate.admit(None if room is None else -(-room // self._num_samples))
 
     async def _draw(self, count: int) -> list[Prompt]:
         """Prompts for ``count`` slots that have been charged; fewer at the end of the data."""

@@ -84,6 +84,7 @@ class RolloutRouter:
     Args:
         is_bounded: whether the engine is to stop within sequences, for requests and weights that
             come while it generates.
+        num_rows: sequences that it generates at once; None if ``room`` is not to count them.
     """
 
     def __init__(
@@ -94,7 +95,9 @@ class RolloutRouter:
         spans: EngineSpans,
         trace: TraceRecorder,
         is_bounded: bool,
+        num_rows: int | None = None,
     ) -> None:
+        self._num_rows = num_rows
         self._engine = engine
         self._runtime = runtime
         self._spans = spans
@@ -125,6 +128,20 @@ class RolloutRouter:
         self._unsent.extend(requests)
         self._look_for_work()
         return futures
+
+    async def room(self) -> int | None:
+        """Wait until no more than an eighth of the rows' number of sequences wait for a row; how
+        many may be added so that it is a quarter. None without rows.
+
+        What would wait longer is better admitted later, by newer weights.
+        """
+        if self._num_rows is None:
+            return None
+        lot = max(self._num_rows // 8, 1)
+        most = self._num_rows + lot
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._pending) <= most)
+        return most + lot - len(self._pending)
 
     async def drain(self) -> None:
         """Send nothing more, and return once all that was sent has finished. ``use_weights`` ends

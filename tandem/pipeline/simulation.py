@@ -256,6 +256,7 @@ def _engines(config: RunConfig, times: SimulatedTimes, *, around: Surroundings) 
         stage,
         work=rollout.work,
         generates_apart=pool_of[ROLLOUT] != pool_of[TRAINER],
+        num_rows=times.num_slots,
     )
 
 

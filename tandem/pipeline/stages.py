@@ -35,6 +35,7 @@ class Stages:
             spans=EngineSpans(parts.trace, parts.engines.work),
             trace=parts.trace,
             is_bounded=config.trainer.max_lag > 0,
+            num_rows=None if config.trainer.in_rounds else parts.engines.num_rows,
         )
         ends = FlowEnds(parts.runtime, parts.engines.stage, self.router, buffer, self.gate)
         rule = _flow_rule(config, generates_apart=parts.engines.generates_apart)

@@ -42,7 +42,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ColocatedEngines:
-    """The engines of a run, and the model's sizes if its flops are known."""
+    """The engines of a run, and the model's sizes if its flops are known. ``num_rows``: see
+    ``pipeline.parts.Engines``.
+    """
 
     train: TrainEngine
     rollout: RolloutEngine
@@ -50,6 +52,7 @@ class ColocatedEngines:
     critic: TrainEngine | None
     reward_model: ReferencePolicy | None
     shape: ModelShape | None
+    num_rows: int | None
 
 
 def build_colocated(
@@ -74,6 +77,7 @@ def build_colocated(
         critic=_critic(config, platform, total_steps=total_steps) if config.uses_critic else None,
         reward_model=_reward_model(config, platform) if config.reward_model.enable else None,
         shape=None if model.decoder is None else shape_of(model.decoder.config),
+        num_rows=None if model.decoder is None else roles.rollout.max_num_seqs,
     )
 
 

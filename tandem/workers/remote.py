@@ -22,6 +22,7 @@ from tandem.api import Loss, WorkerGroup
 from tandem.config.pools import RankLayout
 from tandem.data.balance import batch_cost, deal
 from tandem.data.sending import SentBatches
+from tandem.platforms.record import Platform
 from tandem.types import (
     Completion,
     EngineWork,
@@ -42,6 +43,11 @@ class PeakMemory:
 
     allocated: int = 0
     reserved: int = 0
+
+    @classmethod
+    def of(cls, platform: Platform) -> PeakMemory:
+        """As its allocator has counted in this process."""
+        return cls(platform.memory_allocated_bytes(), platform.memory_reserved_bytes())
 
 
 class RemotePolicy:

@@ -152,9 +152,7 @@ class Worker:
         report = self._training(task).update(
             batches, loss, scale=scale, temperature=temperature, num_rounds=num_rounds
         )
-        platform = self._platform
-        peak = PeakMemory(platform.memory_allocated_bytes(), platform.memory_reserved_bytes())
-        return report, peak
+        return report, PeakMemory.of(self._platform)
 
     def advance_schedule(self, task: str) -> None:
         """See ``api.TrainEngine``."""

@@ -66,6 +66,12 @@ def test_05_the_lag_is_reached_when_generation_is_fast(lag: int) -> None:
     assert max(lags(run)) == lag
 
 
+def test_what_would_wait_for_a_row_is_admitted_later_by_newer_weights() -> None:
+    """Generation is what is waited for. There are slots for five batches, and rows for one."""
+    run = simulate(config(4), times(generate=1.0, actor_train=0.1), around=around())
+    assert max(lags(run)) == 1
+
+
 def test_06_two_batches_are_generated_within_one_long_update() -> None:
     run = simulate(config(2), times(generate=1.0, actor_train=6.0), around=around())
     begin, end = updates(run)[1]

@@ -63,6 +63,14 @@ def test_admit_waits_for_a_release() -> None:
     assert asyncio.run(trace()) == ["released", "admitted"]
 
 
+def test_no_more_is_charged_than_asked_for() -> None:
+    async def trace() -> list[int]:
+        gate = AdmissionGate(num_slots=6, num_wanted=9)
+        return [await gate.admit(at_most) for at_most in (1, 4, 4)]
+
+    assert asyncio.run(trace()) == [1, 4, 1]
+
+
 def test_releasing_what_was_not_charged_is_our_defect() -> None:
     async def trace() -> None:
         gate = AdmissionGate(num_slots=2, num_wanted=2)

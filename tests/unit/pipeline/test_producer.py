@@ -65,6 +65,9 @@ class Router:
             futures.append(future)
         return futures
 
+    async def room(self) -> int | None:
+        return None
+
 
 def test_rewards_of_the_first_group_come_back_before_the_last_text_is_made() -> None:
     async def produce() -> list[tuple[str, int]]:

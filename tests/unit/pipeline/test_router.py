@@ -76,13 +76,15 @@ def request(*sample_ids: int) -> GenerationRequest:
 
 @asynccontextmanager
 async def routing(
-    engine: ReversingEngine, *, is_bounded: bool = False
+    engine: ReversingEngine, *, is_bounded: bool = False, num_rows: int | None = None
 ) -> AsyncIterator[RolloutRouter]:
     """A router that runs within the block."""
     runtime = InProcessRuntime()
     trace = TraceRecorder(lambda: 0.0, sink=None)
     spans = EngineSpans(trace, lambda: [EngineWork.NEXT])
-    router = RolloutRouter(engine, runtime, spans=spans, trace=trace, is_bounded=is_bounded)
+    router = RolloutRouter(
+        engine, runtime, spans=spans, trace=trace, is_bounded=is_bounded, num_rows=num_rows
+    )
     try:
         async with asyncio.TaskGroup() as tasks:
             driver = tasks.create_task(router.run())
@@ -180,6 +182,30 @@ def test_a_paused_engine_is_asked_for_nothing_before_its_weights() -> None:
     drawn_by = asyncio.run(versions())
     assert drawn_by.count(0) >= 2 and drawn_by[-2:] == [1, 1]
     assert 1 in drawn_by[:6]
+
+
+@pytest.mark.parametrize(("num_rows", "most"), [(1, 2), (16, 18), (1024, 1152)])
+def test_there_is_room_while_little_waits_for_rows(num_rows: int, most: int) -> None:
+    async def rooms() -> tuple[int | None, list[int | None]]:
+        async with routing(ReversingEngine(), num_rows=num_rows) as router:
+            empty = await router.room()
+            router.submit([request(*range(most + 1))])
+            asking = asyncio.create_task(router.room())
+            await asyncio.sleep(0)
+            assert not asking.done()
+            return empty, [await asking]
+
+    lot = most - num_rows
+    assert asyncio.run(rooms()) == (most + lot, [lot])
+
+
+def test_without_rows_there_is_no_bound() -> None:
+    async def room() -> int | None:
+        async with routing(ReversingEngine()) as router:
+            router.submit([request(*range(1000))])
+            return await router.room()
+
+    assert asyncio.run(room()) is None
 
 
 def test_a_span_lasts_from_the_advance_it_begins_in_to_the_one_that_collects() -> None:
