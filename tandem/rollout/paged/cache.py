@@ -160,7 +160,9 @@ class RowTables:
     Attributes:
         table_BN: int32, the pages of each row in order.
         position_B, active_B: int64 fields of ``RowState.numbers``.
-        num_shares: into how many parts the pages of a row are divided.
+        num_shares: into how many parts the pages of a row are divided at most.
+        share_pages: a row with no more pages than that is not divided, and one with more into parts
+            of no more, as far as ``num_shares`` allows.
         partial_BHSE, stats_BHS2: fp32 room for the parts' results; empty with one share.
     """
 
@@ -168,5 +170,6 @@ class RowTables:
     position_B: Tensor
     active_B: Tensor
     num_shares: int
+    share_pages: int
     partial_BHSE: Tensor
     stats_BHS2: Tensor

@@ -11,6 +11,7 @@ pages of a block table, S shares, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,11 @@ from tandem.rollout.paged.kernels.attention import decode_attention
 from tandem.rollout.paged.kernels.sampling import draw_next
 
 _MAX_SHARES = 16
+_LONG_SHARE_PAGES = 16
+"""Where there are rows enough to keep the device busy, but for a longer one at the end."""
+_MANY_ROUNDS = 8
+"""Of as many programs as keep it busy: a long row, which is an old one and stands at the front, has
+ended before the last."""
 
 
 def batch_sizes(max_rows: int) -> list[int]:
@@ -32,6 +38,19 @@ def batch_sizes(max_rows: int) -> list[int]:
         size = sizes[-1]
         sizes.append(size + max(8, 1 << max(0, size.bit_length() - 4)))
     return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def shares_of_rows(num_programs: int, *, pages: int, busy_programs: int) -> tuple[int, int]:
+    """Into how many parts a row of up to ``pages`` pages is divided at most, and from how many
+    pages on.
+
+    Args:
+        num_programs: of attention, if no row is divided.
+        busy_programs: how many keep the device busy.
+    """
+    even = max(1, busy_programs // num_programs)
+    longest = min(-(-pages // _LONG_SHARE_PAGES), _MANY_ROUNDS * busy_programs // num_programs)
+    return min(_MAX_SHARES, max(even, longest)), 1 if even > 1 else _LONG_SHARE_PAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +119,18 @@ class DecodeStep:
         self.state = RowState.allocate(max_rows, device)
         self.window = window
         self.table_RN = table_RN
-        self._busy_programs = busy_programs
         row_R = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._buffers = _Buffers(decoder, self.state, window, row_R)
+        config, pages = decoder.config, table_RN.shape[1]
+        self._shares = {
+            size: shares_of_rows(
+                size * config.num_kv_heads, pages=pages, busy_programs=busy_programs
+            )
+            for size in self._sizes
+        }
+        # One room for all sizes, of which one is in use at a time.
+        num_cells = config.num_heads * max(size * n for size, (n, _) in self._shares.items())
+        self._room = torch.empty(num_cells * (config.head_dim + 2), device=device)
 
     def prepare(self, num_rows: int, store: PageStore, *, filtered: bool) -> Replay:
         """The step for at least ``num_rows`` rows; those beyond become inactive."""
@@ -124,14 +152,15 @@ class DecodeStep:
 
     def _tables(self, size: int) -> RowTables:
         config, numbers = self._buffers.decoder.config, self.state.numbers[:size]
-        shares = max(1, min(_MAX_SHARES, self._busy_programs // (size * config.num_kv_heads)))
-        room = (size, config.num_heads, shares) if shares > 1 else (0, 0, 0)
-        device = numbers.device
+        shares, share_pages = self._shares[size]
+        cells = (size, config.num_heads, shares)
+        num_partial = math.prod(cells) * config.head_dim
         return RowTables(
             self.table_RN[:size],
             numbers[:, RowState.POSITION],
             numbers[:, RowState.ACTIVE],
             shares,
-            torch.empty((*room, config.head_dim), device=device),
-            torch.empty((*room, 2), device=device),
+            share_pages,
+            self._room[:num_partial].view(*cells, config.head_dim),
+            self._room[num_partial : num_partial + 2 * math.prod(cells)].view(*cells, 2),
         )

@@ -31,12 +31,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Heads of a case and into how many shares its pages are divided."""
+    """Heads of a case, and into how many shares its pages are divided from how many on."""
 
     kv_heads: int = 2
     group: int = 2
     head_dim: int = 16
     shares: int = 1
+    share_pages: int = 1
     dtype: torch.dtype = torch.float32
 
 
@@ -62,6 +63,7 @@ def _case(positions: list[int], sizes: Sizes, *, device: torch.device) -> Case:
         numbers[:, RowState.POSITION],
         numbers[:, RowState.ACTIVE],
         sizes.shares,
+        sizes.share_pages,
         torch.full((*room, sizes.head_dim), UNUSED, device=device),
         torch.full((*room, 2), UNUSED, device=device),
     )
@@ -112,6 +114,17 @@ def test_contexts_across_page_borders(shares: int, device: torch.device) -> None
     if shares == 1:
         positions += [PAGE_TOKENS + 1, 2 * PAGE_TOKENS - 1, 2 * PAGE_TOKENS]
     _check(_case(positions, Sizes(kv_heads=1, shares=shares), device=device))
+
+
+@pytest.mark.parametrize(("shares", "share_pages"), [(4, 2), (2, 2), (3, 8)])
+def test_short_and_long_contexts_side_by_side(
+    shares: int, share_pages: int, device: torch.device
+) -> None:
+    """With (4, 2) they have one share, one, two and three; with (2, 2) the last has two long ones,
+    with (3, 8) none is divided."""
+    positions = [3, 2 * PAGE_TOKENS, 2 * PAGE_TOKENS + 1, 5 * PAGE_TOKENS + 7]
+    sizes = Sizes(kv_heads=1, shares=shares, share_pages=share_pages)
+    _check(_case(positions, sizes, device=device))
 
 
 @pytest.mark.parametrize("shares", [1, 3])
