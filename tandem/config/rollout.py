@@ -233,10 +233,11 @@ class RolloutConfig(BaseModel):
     skip_dump_dir: str = Field(
         default="/tmp/rollout_dump", description="Where.", json_schema_extra=no_effect(_SKIP)
     )
-    partial_rollout: bool = Field(
+    partial_rollout: bool | Literal["keep_cache"] = Field(
         default=True,
         description="With trainer.async_pipeline sequences under way go on under new weights as "
-        "soon as these arrive; False: they end under those they began with, which are waited for.",
+        "soon as these arrive, their keys and values computed again, or with 'keep_cache' as they "
+        "are; False: they end under the weights they began with, which are waited for.",
     )
     enable_dual_buffer: bool = Field(
         default=False,

@@ -77,6 +77,7 @@ def _settings(config: RolloutConfig, eos_ids: TokenIds, *, cache_bytes: int) -> 
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_cache_bytes=cache_bytes,
+        keeps_cache=config.partial_rollout == "keep_cache",
     )
 
 

@@ -17,6 +17,8 @@ class NativeRolloutConfig:
         max_num_batched_tokens: prompt tokens of one prefill pass.
         max_cache_bytes: bound on keys and values; the dense engine reckons with the greatest
             length a row may reach.
+        keeps_cache: what is cached of sequences under way stays when other weights come into use;
+            else it is computed again.
     """
 
     seed: int
@@ -24,3 +26,4 @@ class NativeRolloutConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_cache_bytes: int
+    keeps_cache: bool = False

@@ -107,9 +107,10 @@ class NativeRolloutEngine:
 
     def set_weights_version(self, version: int) -> bool:
         """See ``api.RolloutEngine``. Keys and values are computed again before the next step: once,
-        however often the weights have changed by then.
+        however often the weights have changed by then; or they are kept.
         """
-        self._is_outdated |= self._scheduler.set_weights_version(version)
+        is_other = self._scheduler.set_weights_version(version)
+        self._is_outdated |= is_other and not self._config.keeps_cache
         return True
 
     @torch.inference_mode()

@@ -123,12 +123,13 @@ class PagedRolloutEngine:
 
     def set_weights_version(self, version: int) -> bool:
         """See ``api.RolloutEngine``. What pages hold is computed again before the next step: once,
-        however often the weights have changed by then.
+        however often the weights have changed by then; or it is kept.
         """
         if version == self._weights_version:
             return True
         self.settle()
-        self._weights_version, self._is_outdated = version, True
+        self._weights_version = version
+        self._is_outdated |= not self._config.keeps_cache
         return True
 
     @torch.inference_mode()

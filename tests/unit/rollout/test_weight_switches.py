@@ -151,3 +151,17 @@ def test_a_bounded_advance_changes_no_token(decoder: Decoder) -> None:
         num_calls += 1
     assert num_calls > 3
     assert finished == drain(whole)
+
+
+def test_what_is_cached_can_be_kept(decoder: Decoder) -> None:
+    engine = NativeRolloutEngine(decoder, replace(CONFIG, keeps_cache=True))
+    engine.add(REQUESTS)
+    for version, steps in ((0, 3), (1, 2), (2, None)):
+        with weights_of(decoder, version):
+            engine.set_weights_version(version)
+            finished = drain(engine) if steps is None else engine.advance(steps)
+    assert engine.num_prefilled_tokens == sum(len(request.prompt_ids) for request in REQUESTS)
+    assert {len(completion.version_runs) for completion in finished} == {3}
+    assert_drawn(decoder, REQUESTS, finished, seed=SEED, keeps_cache=True)
+    with pytest.raises(AssertionError):
+        assert_drawn(decoder, REQUESTS, finished, seed=SEED)

@@ -169,3 +169,27 @@ def test_what_ends_while_the_engine_settles_is_not_lost(decoder: Decoder) -> Non
     finished = {completion.sample_id: completion for completion in drain(engine)}
     assert finished[0].version_runs == ((0, 3),)
     assert [version for version, _ in finished[2].version_runs] == [0, 1]
+
+
+def test_what_is_cached_can_be_kept(decoder: Decoder) -> None:
+    """Also where a window ends within a page, and the weights change more than once."""
+    longer = replace(SAMPLED, max_new_tokens=3 * WINDOW_TOKENS)
+    requests = [
+        request(0, n=2, length=PAGE_TOKENS - 5, sampling=longer),
+        request(2, length=9, sampling=longer),
+    ]
+    engine = paged(decoder, replace(CONFIG, keeps_cache=True))
+    engine.add(requests)
+    finished: list[Completion] = []
+    for version in range(3):
+        with weights_of(decoder, version):
+            engine.set_weights_version(version)
+            finished += engine.advance(max_steps=WINDOW_TOKENS)
+            engine.settle()
+    with weights_of(decoder, 2):
+        finished += drain(engine)
+    assert engine.num_prefilled_tokens == PAGE_TOKENS - 5 + 9
+    assert {len(completion.version_runs) for completion in finished} == {3}
+    assert_drawn(decoder, requests, finished, seed=SEED, keeps_cache=True)
+    with pytest.raises(AssertionError):
+        assert_drawn(decoder, requests, finished, seed=SEED)
