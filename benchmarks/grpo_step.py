@@ -7,6 +7,8 @@
 Prints one JSON object and a line. Model (random weights), prompts and reward are made in
 ``--folder`` and reused from there, also by ``peers/``; ``--prepare`` stops at that. Steps are
 wall-clock from the end of one to the end of the next, nothing left out; the first two are warm-up.
+Of an asynchronous run the last ``trainer.generate_ahead_steps`` steps are not counted either: no
+others are generated beside them.
 """
 
 import argparse
@@ -17,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +161,7 @@ def command_line(options: argparse.Namespace, task: Path, *, run_folder: Path) -
     """``python -m tandem.trainer.main_ppo`` with its keys: GRPO without KL, strictly on-policy."""
     content = json.loads((task / "task.json").read_text())
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    num_steps = options.warmup + options.steps + steps_ahead(options.keys)
     return [
         *(sys.executable, "-m", "tandem.trainer.main_ppo"),
         "algorithm.adv_estimator=grpo",
@@ -179,12 +184,18 @@ def command_line(options: argparse.Namespace, task: Path, *, run_folder: Path) -
         f"{rollout}.ignore_eos={content['mean_response'] is None}",
         f"{rollout}.max_num_seqs={content['prompts'] * content['samples']}",
         f"trainer.n_gpus_per_node={options.devices}",
-        f"trainer.total_training_steps={options.warmup + options.steps}",
+        f"trainer.total_training_steps={num_steps}",
         f"trainer.default_local_dir={run_folder}",
         "trainer.logger=[console]",
         "trainer.resume_mode=disable",
         *options.keys,
     ]
+
+
+def steps_ahead(keys: Sequence[str]) -> int:
+    """The lag that further keys ask for: so many steps at the end generate nothing new."""
+    values = dict(key.split("=", 1) for key in keys)
+    return int(values.get("trainer.generate_ahead_steps", 0))
 
 
 def run(command: list[str], run_folder: Path) -> tuple[list[dict[str, float]], float]:
@@ -216,6 +227,7 @@ def summarize(records: list[dict[str, float]], *, devices: int) -> dict[str, Any
         "phases_s": {name: statistics.median(values) for name, values in phases.items()},
         "all_phases_s": phases,
         "tokens_per_s": statistics.median(rates),
+        "mean_tokens_per_s": sum(map(mul, rates, steps)) / sum(steps),
         "mean_prompt": statistics.fmean(r["prompt_length/mean"] for r in records),
         "mean_response": statistics.fmean(r["response_length/mean"] for r in records),
         "computed_share": min(r["actor/computed_sequences/share"] for r in records),
@@ -279,6 +291,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--folder", type=Path, help="of models and prompts; else a temporary one")
     parser.add_argument("--prepare", action="store_true", help="make the folder and stop")
+    parser.add_argument("--keep", type=Path, help="the folder of the run, with its trace")
     parser.add_argument("--output", type=Path)
     parser.add_argument("keys", nargs="*", help="further keys of tandem")
     return parser.parse_intermixed_args()
@@ -289,10 +302,10 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shape, workload = MODELS[options.model], TASKS[options.workload]
     task = prepare(folder, options.model, workload_name=options.workload)
     with tempfile.TemporaryDirectory() as temporary:
-        run_folder = Path(temporary) / "run"
+        run_folder = options.keep or Path(temporary) / "run"
         command = command_line(options, task, run_folder=run_folder)
         records, first_step_s = run(command, run_folder)
-    counted = records[options.warmup :]
+    counted = records[options.warmup : options.warmup + options.steps]
     summary = summarize(counted, devices=options.devices)
     limits = {}
     machine = {"device": "cpu"}
@@ -335,7 +348,8 @@ def main() -> None:
     phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report["phases_s"].items())
     print(
         f"{options.model} {options.workload}: step {report['step_s']:.2f} s ({phases}), "
-        f"{report['tokens_per_s']:,.0f} tokens/s, {report['peak_gib']:.1f} GiB, "
+        f"{report['tokens_per_s']:,.0f} tokens/s ({report['mean_tokens_per_s']:,.0f} in the mean), "
+        f"{report['peak_gib']:.1f} GiB, "
         f"{report.get('ratio_to_floor', float('nan')):.2f} x floor, "
         f"first step after {report['first_step_s']:.1f} s"
     )
