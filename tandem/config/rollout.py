@@ -233,7 +233,7 @@ class RolloutConfig(BaseModel):
     skip_dump_dir: str = Field(
         default="/tmp/rollout_dump", description="Where.", json_schema_extra=no_effect(_SKIP)
     )
-    partial_rollout: bool | Literal["keep_cache"] = Field(
+    partial_rollout: Literal[True, False, "keep_cache"] = Field(
         default=True,
         description="With trainer.async_pipeline sequences under way go on under new weights as "
         "soon as these arrive, their keys and values computed again, or with 'keep_cache' as they "
