@@ -97,6 +97,7 @@ class GroupProducer:
                 size = count if self._parts.config.trainer.in_rounds else 1
                 for start in range(0, len(prompts), size):
                     rounds.create_task(self._produce(prompts[start : start + size]))
+                await asyncio.sleep(0)  # they are with the router before it is asked for room
         await self._buffer.close()
 
     async def _admit(self) -> int:

@@ -70,6 +70,8 @@ def test_what_would_wait_for_a_row_is_admitted_later_by_newer_weights() -> None:
     """Generation is what is waited for. There are slots for five batches, and rows for one."""
     run = simulate(config(4), times(generate=1.0, actor_train=0.1), around=around())
     assert max(lags(run)) == 1
+    at_once = [e.details["count"] for e in run.events if (e.name, e.begin_s) == ("admitted", 0.0)]
+    assert sum(at_once) == (BATCH * SAMPLES + 2) / SAMPLES
 
 
 def test_06_two_batches_are_generated_within_one_long_update() -> None:
