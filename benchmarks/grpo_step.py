@@ -194,8 +194,9 @@ def command_line(options: argparse.Namespace, task: Path, *, run_folder: Path) -
 
 def steps_ahead(keys: Sequence[str]) -> int:
     """The lag that further keys ask for: so many steps at the end generate nothing new."""
-    values = dict(key.split("=", 1) for key in keys)
-    return int(values.get("trainer.generate_ahead_steps", 0))
+    name = "trainer.generate_ahead_steps="
+    values = [int(key.removeprefix(name)) for key in keys if key.startswith(name)]
+    return values[-1] if values and "trainer.async_pipeline=True" in keys else 0
 
 
 def run(command: list[str], run_folder: Path) -> tuple[list[dict[str, float]], float]:
@@ -303,6 +304,7 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     task = prepare(folder, options.model, workload_name=options.workload)
     with tempfile.TemporaryDirectory() as temporary:
         run_folder = options.keep or Path(temporary) / "run"
+        run_folder.mkdir(parents=True)
         command = command_line(options, task, run_folder=run_folder)
         records, first_step_s = run(command, run_folder)
     counted = records[options.warmup : options.warmup + options.steps]

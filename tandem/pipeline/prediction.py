@@ -59,10 +59,20 @@ def predict_step(config: RunConfig, times: TaskTimes, *, groups: Groups, split: 
         around=Surroundings(
             groups,
             num_rows=_NUM_PROMPTS * (num_steps + 1),
+            num_engine_rows=_rows(config, groups, split=split),
             stages_weights=config.actor_rollout_ref.rollout.enable_param_async,
         ),
     )
     return run.step_seconds(after=warmup)
+
+
+def _rows(config: RunConfig, groups: Groups, *, split: Split) -> int:
+    """Of all engines, as a part of a batch like that of the run."""
+    pairs = zip(groups, split.devices, strict=True)
+    num_engines = next(count for group, count in pairs if ROLLOUT in group)
+    rollout = config.actor_rollout_ref.rollout
+    batch = config.data.train_batch_size * rollout.n
+    return max(1, _BATCH * rollout.max_num_seqs * num_engines // batch)
 
 
 def _carried_over(config: RunConfig) -> list[str]:

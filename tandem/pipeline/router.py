@@ -130,14 +130,15 @@ class RolloutRouter:
         return futures
 
     async def room(self) -> int | None:
-        """Wait until no more than an eighth of the rows' number of sequences wait for a row; how
-        many may be added so that it is a quarter. None without rows.
+        """Wait until no more than a quarter of the rows' number of sequences wait for a row; how
+        many may be added so that it is a half. None without rows.
 
-        What would wait longer is better admitted later, by newer weights.
+        From its admission on a group grows old. What was admitted long before it had rows would
+        make batches wait for its stragglers.
         """
         if self._num_rows is None:
             return None
-        lot = max(self._num_rows // 8, 1)
+        lot = max(self._num_rows // 4, 1)
         most = self._num_rows + lot
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._pending) <= most)

@@ -158,6 +158,7 @@ class Surroundings:
         groups: tasks that share devices; those of a group never run at the same time.
         num_rows, num_validation_rows: of the data.
         num_engines: that generate, each with as many of the sequences at a time.
+        num_engine_rows: what admission reckons with instead of ``SimulatedTimes.num_slots``.
         stages_weights: weights travel while training and generation go on.
         store: takes checkpoints, if the configuration asks for any.
         checkpoint: the run goes on from there. ``is_validated``: as in ``Pipeline.restore``.
@@ -169,6 +170,7 @@ class Surroundings:
     num_rows: int
     num_validation_rows: int = 0
     num_engines: int = 1
+    num_engine_rows: int | None = None
     stages_weights: bool = False
     store: Store | None = None
     checkpoint: Checkpoint | None = None
@@ -256,7 +258,7 @@ def _engines(config: RunConfig, times: SimulatedTimes, *, around: Surroundings) 
         stage,
         work=rollout.work,
         generates_apart=pool_of[ROLLOUT] != pool_of[TRAINER],
-        num_rows=times.num_slots,
+        num_rows=around.num_engine_rows or times.num_slots,
     )
 
 

@@ -29,16 +29,16 @@ class Stages:
         self._buffer = buffer
         self.tasks = tasks
         self.gate = AdmissionGate((config.trainer.max_lag + 1) * batch_size, num_steps * batch_size)
+        rule = _flow_rule(config, generates_apart=parts.engines.generates_apart)
         self.router = RolloutRouter(
             parts.engines.rollout,
             parts.runtime,
             spans=EngineSpans(parts.trace, parts.engines.work),
             trace=parts.trace,
             is_bounded=config.trainer.max_lag > 0,
-            num_rows=None if config.trainer.in_rounds else parts.engines.num_rows,
+            num_rows=None if rule.drains else parts.engines.num_rows,
         )
         ends = FlowEnds(parts.runtime, parts.engines.stage, self.router, buffer, self.gate)
-        rule = _flow_rule(config, generates_apart=parts.engines.generates_apart)
         self.flow = WeightFlow(ends, rule, version=step)
         self.producer = GroupProducer(
             parts,

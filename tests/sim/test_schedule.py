@@ -66,12 +66,28 @@ def test_05_the_lag_is_reached_when_generation_is_fast(lag: int) -> None:
     assert max(lags(run)) == lag
 
 
-def test_what_would_wait_for_a_row_is_admitted_later_by_newer_weights() -> None:
+def test_prompts_are_admitted_when_a_row_is_near() -> None:
     """Generation is what is waited for. There are slots for five batches, and rows for one."""
     run = simulate(config(4), times(generate=1.0, actor_train=0.1), around=around())
-    assert max(lags(run)) == 1
     at_once = [e.details["count"] for e in run.events if (e.name, e.begin_s) == ("admitted", 0.0)]
-    assert sum(at_once) == (BATCH * SAMPLES + 2) / SAMPLES
+    assert sum(at_once) == 1.5 * BATCH
+
+
+def test_what_waits_for_a_row_does_not_grow_old() -> None:
+    """Beside stragglers of eight times the length, and with rows for five batches or for one."""
+
+    def generate(uid: int, k: int) -> float:
+        return 8.0 if (uid % BATCH, k) == (0, 0) else 1.0
+
+    mean_lag = {}
+    for rows in (1, 5):
+        run = simulate(
+            config(4),
+            times(generate=generate, actor_train=0.5),
+            around=replace(around(), num_engine_rows=rows * BATCH * SAMPLES),
+        )
+        mean_lag[rows] = statistics.fmean(lags(run))
+    assert mean_lag[1] < mean_lag[5] - 0.3
 
 
 def test_06_two_batches_are_generated_within_one_long_update() -> None:
@@ -82,7 +98,7 @@ def test_06_two_batches_are_generated_within_one_long_update() -> None:
         for since, until in spans(run, "generate/0", "generate")
         if since < end and until > begin
     ]
-    assert sum(generated) == pytest.approx(2.0)
+    assert sum(generated) == pytest.approx(2.0, abs=0.04)  # an advance of 0.032 without all rows
     versions = {c.version_runs for step in (2, 3) for c in run.samples[step]}
     assert versions == {((0, 4),)}
 

@@ -106,19 +106,15 @@ class NativeRolloutEngine:
         return True
 
     def set_weights_version(self, version: int) -> bool:
-        """See ``api.RolloutEngine``. Keys and values are computed again before the next step: once,
-        however often the weights have changed by then; or they are kept.
-        """
-        is_other = self._scheduler.set_weights_version(version)
-        self._is_outdated |= is_other and not self._config.keeps_cache
+        """See ``api.RolloutEngine``. Keys and values are computed again before the next step."""
+        self._is_outdated |= self._scheduler.set_weights_version(version)
         return True
 
     @torch.inference_mode()
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """See ``api.RolloutEngine``."""
         if self._is_outdated:
-            self._recompute()
-            self._is_outdated = False
+            self._renew()
         completions: list[Completion] = []
         steps = repeat(None) if max_steps is None else range(max_steps)
         for _ in steps:
@@ -167,6 +163,14 @@ class NativeRolloutEngine:
         packed = attention.packed
         self.num_prefilled_tokens += len(packed.token_T)
         return self._decoder(packed.token_T, packed.position_T, attention)
+
+    def _renew(self) -> None:
+        """What other weights have computed, but for a cache that is to be kept."""
+        self._is_outdated = False
+        if not self._config.keeps_cache:
+            self._recompute()
+        elif (head := self._scheduler.prefilled_head) is not None:
+            self._carried = self._prefill([head])
 
     def _recompute(self) -> None:
         """Keys and values of all rows anew, but for those of their newest tokens, which follow when

@@ -122,7 +122,8 @@ class PagedScheduler:
         rows: what runs, in the order of the device's rows.
         num_preempted: how often a sequence was put back.
         wanted_pages: the most pages that all sequences seen so far can own at once, within the
-            limits. No page of a higher number is given out.
+            limits, or more: to grow costs what all pages hold. No page of a higher number is given
+            out.
         longest_pages: pages of the longest sequence seen so far.
     """
 
@@ -168,7 +169,10 @@ class PagedScheduler:
                 )
             )
             self.longest_pages = max(self.longest_pages, pages_for(longest))
-        self.wanted_pages = max(self.wanted_pages, self._most_pages())
+        most = self._most_pages()
+        if most > self.wanted_pages:
+            bound = min(self._limits.max_rows * self.longest_pages, self._num_pages)
+            self.wanted_pages = min(max(most, self.wanted_pages * 3 // 2), bound)
 
     def admit(self) -> list[Entry]:
         """Let waiting sequences enter as far as rows, pages and the prefill budget allow.
@@ -296,7 +300,7 @@ def _next_run(sequence: Running) -> Run:
     if not sequence.holders:
         return Run((*prompt, *response), 0, ())
     # The last token of a prompt whose keys are there is computed for its logits. Where it ends a
-    # page its key is stored there once more, the same up to rounding.
+    # page its key is stored there once more, the same up to rounding and newer weights.
     run, start = (response, len(prompt)) if response else (prompt[-1:], len(prompt) - 1)
     return Run(run, start, (), _prompt_pages(sequence.holders[0]))
 

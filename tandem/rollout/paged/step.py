@@ -53,6 +53,10 @@ def shares_of_rows(num_programs: int, *, pages: int, busy_programs: int) -> tupl
     return min(_MAX_SHARES, max(even, longest)), 1 if even > 1 else _LONG_SHARE_PAGES
 
 
+def _num_rows_divided(size: int, shares: int) -> int:
+    return size if shares > 1 else 0
+
+
 @dataclass(frozen=True, slots=True)
 class _PageAttention:
     """The decoder's attention over the pages of its rows."""
@@ -129,7 +133,8 @@ class DecodeStep:
             for size in self._sizes
         }
         # One room for all sizes, of which one is in use at a time.
-        num_cells = config.num_heads * max(size * n for size, (n, _) in self._shares.items())
+        rows = max(_num_rows_divided(size, n) * n for size, (n, _) in self._shares.items())
+        num_cells = config.num_heads * rows
         self._room = torch.empty(num_cells * (config.head_dim + 2), device=device)
 
     def prepare(self, num_rows: int, store: PageStore, *, filtered: bool) -> Replay:
@@ -153,7 +158,7 @@ class DecodeStep:
     def _tables(self, size: int) -> RowTables:
         config, numbers = self._buffers.decoder.config, self.state.numbers[:size]
         shares, share_pages = self._shares[size]
-        cells = (size, config.num_heads, shares)
+        cells = (_num_rows_divided(size, shares), config.num_heads, shares)
         num_partial = math.prod(cells) * config.head_dim
         return RowTables(
             self.table_RN[:size],

@@ -97,6 +97,7 @@ IN_TURNS = (
 @pytest.mark.parametrize("number", [1, 4])
 def test_trainer_and_rollout_can_take_turns(number: int) -> None:
     check_run(config(*IN_TURNS, f"trainer.n_gpus_per_node={number}"))
+    check_run(config(*IN_TURNS, f"{ROLLOUT}.partial_rollout=keep_cache"))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,7 @@ def test_devices_of_its_own_are_enough() -> None:
         ((ASYNCHRONOUS, *HALVES), {"trainer.async_pipeline"}),
         ((ASYNCHRONOUS, *HALVES, "trainer.generate_ahead_steps=2"), set()),
         ((f"{ROLLOUT}.partial_rollout=False",), {f"{ROLLOUT}.partial_rollout"}),
+        ((f"{ROLLOUT}.partial_rollout=keep_cache",), {f"{ROLLOUT}.partial_rollout"}),
         (
             (
                 ASYNCHRONOUS,

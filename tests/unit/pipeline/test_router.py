@@ -184,7 +184,7 @@ def test_a_paused_engine_is_asked_for_nothing_before_its_weights() -> None:
     assert 1 in drawn_by[:6]
 
 
-@pytest.mark.parametrize(("num_rows", "most"), [(1, 2), (16, 18), (1024, 1152)])
+@pytest.mark.parametrize(("num_rows", "most"), [(1, 2), (16, 20), (1024, 1280)])
 def test_there_is_room_while_little_waits_for_rows(num_rows: int, most: int) -> None:
     async def rooms() -> tuple[int | None, list[int | None]]:
         async with routing(ReversingEngine(), num_rows=num_rows) as router:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -46,6 +47,22 @@ def test_our_families_run_natively_whatever_the_name(qwen2_folder: Path) -> None
     for name in ("native", "vllm", "hf"):
         engine = make_rollout(model, RolloutConfig(name=name), eos_ids=(0,), platform=CPU)
         assert isinstance(engine, NativeRolloutEngine)
+
+
+@pytest.mark.parametrize("partial_rollout", [True, "keep_cache"])
+def test_what_is_cached_is_kept_on_demand(
+    qwen2_folder: Path, partial_rollout: Literal[True, "keep_cache"]
+) -> None:
+    model = open_model(str(qwen2_folder), dtype=torch.float32, device="cpu")
+    config = RolloutConfig(partial_rollout=partial_rollout)
+    engine = make_rollout(model, config, eos_ids=(0,), platform=CPU)
+    assert isinstance(engine, NativeRolloutEngine)
+    engine.add([GenerationRequest((0,), PROMPTS[0], GREEDY)])
+    engine.advance(max_steps=3)
+    before = engine.num_prefilled_tokens
+    engine.set_weights_version(1)
+    engine.advance(max_steps=1)
+    assert (engine.num_prefilled_tokens == before) == (partial_rollout == "keep_cache")
 
 
 def test_other_families_run_by_transformers(

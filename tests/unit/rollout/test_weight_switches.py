@@ -165,3 +165,17 @@ def test_what_is_cached_can_be_kept(decoder: Decoder) -> None:
     assert_drawn(decoder, REQUESTS, finished, seed=SEED, keeps_cache=True)
     with pytest.raises(AssertionError):
         assert_drawn(decoder, REQUESTS, finished, seed=SEED)
+
+
+def test_samples_that_wait_draw_from_new_weights_where_the_cache_is_kept(decoder: Decoder) -> None:
+    """Two rows for four samples; the later two enter when the first two have ended."""
+    config = replace(CONFIG, max_num_seqs=2, keeps_cache=True)
+    engine = NativeRolloutEngine(decoder, config)
+    requests = [GenerationRequest((0, 1, 2, 3), (5, 6, 7), SAMPLED)]
+    engine.add(requests)
+    assert engine.advance(max_steps=5) == []
+    with weights_of(decoder, 1):
+        engine.set_weights_version(1)
+        finished = drain(engine)
+    assert [c.version_runs for c in finished if c.sample_id > 1] == [((1, 12),)] * 2
+    assert_drawn(decoder, requests, finished, seed=SEED, keeps_cache=True)

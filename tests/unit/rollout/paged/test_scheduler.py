@@ -374,3 +374,19 @@ def test_a_long_time_loses_nothing_and_mixes_nothing_up(
     assert scheduler.num_free_pages == simulation.num_pages == num_pages
     assert scheduler.num_preempted > 0 or num_pages > 20
     assert simulation.version > 20
+
+
+def test_wanted_pages_grow_seldom_although_requests_come_one_by_one() -> None:
+    """Each growth costs all that pages hold."""
+    rng = random.Random(0)
+    scheduler = PagedScheduler(Limits(64, max_prefill_tokens=10_000, window_tokens=8), 100_000)
+    wanted: list[int] = []
+    for number in range(400):
+        request = _request(8 * number, n=8, prompt=rng.randint(50, 1000), new=512)
+        scheduler.add([request])
+        wanted.append(scheduler.wanted_pages)
+        scheduler.admit()
+        if len(scheduler.rows) > 48:
+            scheduler.remove(rng.sample(scheduler.rows, 16))
+    assert len(set(wanted)) <= 10
+    assert wanted[-1] <= 64 * scheduler.longest_pages
