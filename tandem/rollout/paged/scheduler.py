@@ -221,10 +221,10 @@ class PagedScheduler:
     def reserve_window(self) -> None:
         """Give each row the pages its next window may fill; until there are enough, the newest row
         leaves, which takes that nothing is under way."""
-        while not self.has_window():
+        while sum(missing := list(map(self._missing, self.rows))) > self._pool.num_free:
             self._preempt_newest()
-        for sequence in self.rows:
-            sequence.pages += self._pool.take(self._missing(sequence))
+        for sequence, count in zip(self.rows, missing, strict=True):
+            sequence.pages += self._pool.take(count)
 
     def remove(self, finished: Sequence[Running]) -> None:
         """Take out finished rows and free what they alone own; the others keep their order."""
@@ -278,8 +278,10 @@ class PagedScheduler:
 
     def _missing(self, sequence: Running) -> int:
         """Pages it lacks for its next window, whose first step stores the newest token's key."""
-        steps = min(self._limits.window_tokens, sequence.num_remaining)
-        return max(0, pages_for(sequence.num_tokens - 1 + steps) - len(sequence.pages))
+        # Asked of every row in every window: in plain arithmetic.
+        drawn = len(sequence.token_ids) + sequence.num_launched
+        drawn = min(drawn + self._limits.window_tokens, sequence.sampling.max_new_tokens)
+        return max(0, pages_for(len(sequence.prompt_ids) - 1 + drawn) - len(sequence.pages))
 
     def _preempt_newest(self) -> None:
         sequence = self.rows.pop()
