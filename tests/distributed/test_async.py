@@ -71,6 +71,11 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "asynchronous": (*SETTINGS, *SLOW, *ASYNCHRONOUS, *APART),
     "turns": (*SETTINGS, *SLOW, *ASYNCHRONOUS, *IN_TURNS),
     "turns of two": (*SETTINGS, *SLOW, *ASYNCHRONOUS, *IN_TURNS, "trainer.n_gpus_per_node=2"),
+    "turns, cache kept": (
+        *(*SETTINGS, *SLOW, *ASYNCHRONOUS, *IN_TURNS),
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.partial_rollout=keep_cache",
+    ),
     "in turn": (*SETTINGS, *HALVES),
     "no lag": (*SETTINGS, *HALVES, "trainer.async_pipeline=True"),
     "rounds": (*SETTINGS, *ROUNDS, *HALVES),
@@ -139,14 +144,14 @@ def test_each_generating_process_is_seen_by_itself(material: Material, tmp_path:
     assert logged_s == pytest.approx(busy_s.total() / 2, rel=0.2)
 
 
-@pytest.mark.parametrize("run", ["asynchronous", "turns", "turns of two"])
+@pytest.mark.parametrize("run", ["asynchronous", "turns", "turns of two", "turns, cache kept"])
 def test_05_there_is_a_lag_and_it_is_bounded(finished: Run, run: str) -> None:
     rows = metrics_of(finished(run))
     lags = [rows[step]["training/lag/max"] for step in range(1, NUM_BATCHES + 1)]
     assert lags[0] == 0 < max(lags) <= LAG
 
 
-@pytest.mark.parametrize("run", ["asynchronous", "turns", "turns of two"])
+@pytest.mark.parametrize("run", ["asynchronous", "turns", "turns of two", "turns, cache kept"])
 def test_08_every_token_names_the_version_that_drew_it(
     finished: Run, material: Material, run: str
 ) -> None:
