@@ -134,11 +134,14 @@ def test_16_every_tensor_arrives_bit_by_bit_in_every_layout_and_mode() -> None:
 
 def _three_processes(rank: int, size: int, store_port: int) -> dict[str, Any]:
     """All that is tried with a trainer and two rollouts, so that they are started only once."""
+    ways = (signal.SIGKILL, signal.SIGSTOP)
+    # Forked before there are threads: what one of them holds is never given back in a child.
+    killed, stopped = [_fork(store_port, way) if rank == 2 else 0 for way in ways]
     store = connect_store(HOST, store_port, timeout_s=60)
     return {
         "mistakes": _make_mistakes(rank, size, store),
-        "killed": _lose_a_process(rank, store_port, signal.SIGKILL),
-        "stopped": _lose_a_process(rank, store_port, signal.SIGSTOP),
+        "killed": _lose_a_process(rank, store_port, signal.SIGKILL, child=killed),
+        "stopped": _lose_a_process(rank, store_port, signal.SIGSTOP, child=stopped),
         "updates": _update(rank, store) if rank < 2 else [],
     }
 
@@ -206,7 +209,21 @@ def _open(
     )
 
 
-def _lose_a_process(rank: int, store_port: int, lost_by: signal.Signals) -> tuple[str, float]:
+def _fork(store_port: int, lost_by: signal.Signals) -> int:
+    """A child that is to be lost, once it is asked to begin."""
+    child = os.fork()
+    if not child:
+        try:
+            connect_store(HOST, store_port, timeout_s=120).wait([f"{lost_by.name}/begin"])
+            _vanish(store_port, lost_by)
+        finally:
+            os._exit(1)
+    return child
+
+
+def _lose_a_process(
+    rank: int, store_port: int, lost_by: signal.Signals, *, child: int
+) -> tuple[str, float]:
     """Ranks 0 and 1 lose rank 2, a child of the process that then takes its place.
 
     Returns:
@@ -214,9 +231,7 @@ def _lose_a_process(rank: int, store_port: int, lost_by: signal.Signals) -> tupl
     """
     name = lost_by.name
     if rank == 2:
-        child = os.fork()
-        if not child:
-            _vanish(store_port, lost_by)
+        connect_store(HOST, store_port, timeout_s=20).set(f"{name}/begin", "")
         os.waitpid(child, os.WUNTRACED)
         replacement = _open_when_asked(store_port, name=name)
         replacement.transfer(3)
