@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tandem.comm.store import connect_store
+
 HOST = "127.0.0.1"
 _LEAVE_S = 5.0
 """How long a process whose result has arrived may take to end before it is killed."""
@@ -81,6 +83,21 @@ class _Place:
     store_port: int
     timeout_s: float
     joined: bool
+
+
+def fork_until(key: str, store_port: int, function: Callable[[], None]) -> int:
+    """A child that waits for ``key`` of the store and calls ``function``, which it is not meant to
+    survive. To be forked before there are threads: what one of them holds is never given back in a
+    child.
+    """
+    child = os.fork()
+    if not child:
+        try:
+            connect_store(HOST, store_port, timeout_s=120).wait([key])
+            function()
+        finally:
+            os._exit(1)
+    return child
 
 
 def _start(place: _Place, task: bytes) -> tuple[Connection, BaseProcess]:

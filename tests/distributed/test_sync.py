@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from tandem.comm.world import WorldPlace, join_world, leave_world
 from tandem.sync.failure import SyncError
 from tandem.sync.forming import LinkTensors
 from tandem.sync.link import WeightLink, open_link
-from tests.distributed.spawn import HOST, run_ranks
+from tests.distributed.spawn import HOST, fork_until, run_ranks
 from tests.unit.sync.faulty_group import corrupting, faulty
 from tests.unit.sync.layouts import (
     CPU,
@@ -135,8 +136,12 @@ def test_16_every_tensor_arrives_bit_by_bit_in_every_layout_and_mode() -> None:
 def _three_processes(rank: int, size: int, store_port: int) -> dict[str, Any]:
     """All that is tried with a trainer and two rollouts, so that they are started only once."""
     ways = (signal.SIGKILL, signal.SIGSTOP)
-    # Forked before there are threads: what one of them holds is never given back in a child.
-    killed, stopped = [_fork(store_port, way) if rank == 2 else 0 for way in ways]
+    killed, stopped = [
+        fork_until(f"{way.name}/begin", store_port, partial(_vanish, store_port, way))
+        if rank == 2
+        else 0
+        for way in ways
+    ]
     store = connect_store(HOST, store_port, timeout_s=60)
     return {
         "mistakes": _make_mistakes(rank, size, store),
@@ -207,18 +212,6 @@ def _open(
         generation=generation,
         make_group=make_group,
     )
-
-
-def _fork(store_port: int, lost_by: signal.Signals) -> int:
-    """A child that is to be lost, once it is asked to begin."""
-    child = os.fork()
-    if not child:
-        try:
-            connect_store(HOST, store_port, timeout_s=120).wait([f"{lost_by.name}/begin"])
-            _vanish(store_port, lost_by)
-        finally:
-            os._exit(1)
-    return child
 
 
 def _lose_a_process(

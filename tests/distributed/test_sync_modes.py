@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tandem.comm.group import Group, GroupPlace, form_group
 from tandem.comm.store import connect_store
 from tandem.sync.failure import SyncError
 from tandem.sync.link import WeightLink, open_link
-from tests.distributed.spawn import HOST, run_ranks
+from tests.distributed.spawn import HOST, fork_until, run_ranks
 from tests.unit.sync.faulty_group import faulty
 from tests.unit.sync.layouts import MODES, cut, place, receiving, sending, settings
 
@@ -33,10 +34,14 @@ DELAY_S = 0.02
 def _three_processes(rank: int, size: int, store_port: int) -> dict[str, Any]:
     """All that is tried with a trainer and two rollouts, so that they are started only once."""
     del size
+    children = [
+        fork_until(f"begin {rank} {mode}", store_port, partial(_vanish, rank, store_port, mode))
+        for mode in (BESIDE if rank in (0, 2) else ())
+    ]
     return {
         "overlap": [_overlap(rank, store_port, mode) for mode in BESIDE],
-        "trainer": [_lose(rank, store_port, mode, lost=0) for mode in BESIDE],
-        "rollout": [_lose(rank, store_port, mode, lost=2) for mode in BESIDE],
+        "trainer": [_lose(rank, store_port, mode, lost=0, children=children) for mode in BESIDE],
+        "rollout": [_lose(rank, store_port, mode, lost=2, children=children) for mode in BESIDE],
     }
 
 
@@ -124,7 +129,9 @@ def test_20_tokens_and_steps_are_made_while_weights_move(
         assert num_steps == 0, "what is not staged is waited for"
 
 
-def _lose(rank: int, store_port: int, mode: dict[str, Any], *, lost: int) -> tuple[str, float]:
+def _lose(
+    rank: int, store_port: int, mode: dict[str, Any], *, lost: int, children: Sequence[int]
+) -> tuple[str, float]:
     """Rank ``lost`` is killed in the middle of version 2; it is a child of the process that has
     its number.
 
@@ -133,10 +140,8 @@ def _lose(rank: int, store_port: int, mode: dict[str, Any], *, lost: int) -> tup
     """
     name = f"without {lost}"
     if rank == lost:
-        child = os.fork()
-        if not child:
-            _vanish(lost, store_port, mode, name=name)
-        os.waitpid(child, 0)
+        connect_store(HOST, store_port, timeout_s=20).set(f"begin {rank} {mode}", "")
+        os.waitpid(children[BESIDE.index(mode)], 0)
         return "", 0.0
     link, weight = _open(rank, store_port, mode, name=name)
     weight.fill_(1 if rank == 0 else 0)
@@ -156,12 +161,13 @@ def _lose(rank: int, store_port: int, mode: dict[str, Any], *, lost: int) -> tup
     return str(caught.value), duration_s
 
 
-def _vanish(lost: int, store_port: int, mode: dict[str, Any], *, name: str) -> None:
+def _vanish(lost: int, store_port: int, mode: dict[str, Any]) -> None:
     def act(number: int, data: Tensor) -> None:
         del data
         if number == NUM_MESSAGES + 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    name = f"without {lost}"
     link, weight = _open(lost, store_port, mode, name=name, make_group=faulty(act))
     weight.fill_(1 if lost == 0 else 0)
     link.transfer(1)
