@@ -304,7 +304,9 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     task = prepare(folder, options.model, workload_name=options.workload)
     with tempfile.TemporaryDirectory() as temporary:
         run_folder = options.keep or Path(temporary) / "run"
-        run_folder.mkdir(parents=True)
+        if run_folder.exists():
+            sys.exit(f"--keep={run_folder}: there is something already. Name another folder.")
+        run_folder.parent.mkdir(parents=True, exist_ok=True)
         command = command_line(options, task, run_folder=run_folder)
         records, first_step_s = run(command, run_folder)
     counted = records[options.warmup : options.warmup + options.steps]
