@@ -89,7 +89,7 @@ def make_engine(shape: Shape, workload: Workload) -> PagedRolloutEngine:
         decoder,
         config,
         make_capturer=platform.make_capturer,
-        busy_programs=2 * platform.num_multiprocessors(),
+        num_multiprocessors=platform.num_multiprocessors(),
     )
 
 

@@ -90,7 +90,9 @@ def _paged(
 ) -> RolloutEngine:
     from tandem.rollout.paged.engine import PagedRolloutEngine
 
-    busy_programs = 2 * platform.num_multiprocessors()
     return PagedRolloutEngine(
-        decoder, settings, make_capturer=make_capturer, busy_programs=busy_programs
+        decoder,
+        settings,
+        make_capturer=make_capturer,
+        num_multiprocessors=platform.num_multiprocessors(),
     )

@@ -139,7 +139,7 @@ def make_engine(
         decoder,
         config,
         make_capturer=machine.platform.make_capturer,
-        busy_programs=2 * machine.platform.num_multiprocessors(),
+        num_multiprocessors=machine.platform.num_multiprocessors(),
     )
 
 

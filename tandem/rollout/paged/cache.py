@@ -5,7 +5,7 @@ Everything is allocated once and changed in place, so that captured graphs stay 
 belongs to whom is ``pages.py``'s.
 
 Shapes: R rows, L layers, P tokens of a page, N pages of a block table, K key/value heads, H query
-heads, E head dimension, S shares, W tokens of a window.
+heads, E head dimension, S programs of attention a key/value head, W tokens of a window.
 """
 
 from __future__ import annotations
@@ -160,16 +160,16 @@ class RowTables:
     Attributes:
         table_BN: int32, the pages of each row in order.
         position_B, active_B: int64 fields of ``RowState.numbers``.
-        num_shares: into how many parts the pages of a row are divided at most.
-        share_pages: a row with no more pages than that is not divided, and one with more into parts
-            of no more, as far as ``num_shares`` allows.
-        partial_BHSE, stats_BHS2: fp32 room for the parts' results; empty with one share.
+        end_B: int32, where each row's pages end if those of all rows stand in one line.
+        row_S: int32, the row that each of the programs of a key/value head begins in.
+        part_S2HE, stats_S2H2: fp32 room for what programs have of the rows they share: of the one
+            that they begin inside of, and of the one that they end inside of.
     """
 
     table_BN: Tensor
     position_B: Tensor
     active_B: Tensor
-    num_shares: int
-    share_pages: int
-    partial_BHSE: Tensor
-    stats_BHS2: Tensor
+    end_B: Tensor
+    row_S: Tensor
+    part_S2HE: Tensor
+    stats_S2H2: Tensor

@@ -61,19 +61,18 @@ class PagedRolloutEngine:
         config: NativeRolloutConfig,
         *,
         make_capturer: Callable[[], Capturer],
-        busy_programs: int,
+        num_multiprocessors: int,
     ) -> None:
         """
         Args:
             make_capturer: once for each set of buffers.
-            busy_programs: attention programs that keep the device busy; with fewer rows than that
-                the pages of a row are divided among several.
+            num_multiprocessors: of the device, by which the work of attention is divided.
         """
         weight = decoder.lm_head_weight
         self._decoder = decoder
         self._config = config
         self._make_capturer = make_capturer
-        self._busy_programs = busy_programs
+        self._num_multiprocessors = num_multiprocessors
         self._device = weight.device
         self._shape = PageShape(
             num_layers=decoder.config.num_layers,
@@ -213,7 +212,7 @@ class PagedRolloutEngine:
                 self._make_capturer(),
                 table_RN=torch.zeros(size, dtype=torch.int32, device=self._device),
                 window=window,
-                busy_programs=self._busy_programs,
+                num_multiprocessors=self._num_multiprocessors,
             )
         return self._store, self._step
 

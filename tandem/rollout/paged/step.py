@@ -6,12 +6,11 @@ that the host's part of a step is one launch. Rows beyond those in use are inact
 store nothing and draw nothing.
 
 Shapes: R rows, B rows of a captured size, H query heads, K key/value heads, E head dimension, N
-pages of a block table, S shares, V vocabulary.
+pages of a block table, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -20,15 +19,8 @@ from torch import Tensor
 from tandem.models.decoder import Decoder
 from tandem.platforms.capture import Capturer, Replay
 from tandem.rollout.paged.cache import PageStore, RowState, RowTables, Window
-from tandem.rollout.paged.kernels.attention import decode_attention
+from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages, num_programs
 from tandem.rollout.paged.kernels.sampling import draw_next
-
-_MAX_SHARES = 16
-_LONG_SHARE_PAGES = 16
-"""Where there are rows enough to keep the device busy, but for a longer one at the end."""
-_MANY_ROUNDS = 8
-"""Of as many programs as keep it busy: a long row, which is an old one and stands at the front, has
-ended before the last."""
 
 
 def batch_sizes(max_rows: int) -> list[int]:
@@ -38,23 +30,6 @@ def batch_sizes(max_rows: int) -> list[int]:
         size = sizes[-1]
         sizes.append(size + max(8, 1 << max(0, size.bit_length() - 4)))
     return [size for size in sizes if size < max_rows] + [max_rows]
-
-
-def shares_of_rows(num_programs: int, *, pages: int, busy_programs: int) -> tuple[int, int]:
-    """Into how many parts a row of up to ``pages`` pages is divided at most, and from how many
-    pages on.
-
-    Args:
-        num_programs: of attention, if no row is divided.
-        busy_programs: how many keep the device busy.
-    """
-    even = max(1, busy_programs // num_programs)
-    longest = min(-(-pages // _LONG_SHARE_PAGES), _MANY_ROUNDS * busy_programs // num_programs)
-    return min(_MAX_SHARES, max(even, longest)), 1 if even > 1 else _LONG_SHARE_PAGES
-
-
-def _num_rows_divided(size: int, shares: int) -> int:
-    return size if shares > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +61,7 @@ class _Buffers:
     def run(self, store: PageStore, rows: RowTables, *, filtered: bool) -> None:
         """One token for each row."""
         size = len(rows.table_BN)
+        divide_pages(rows)
         token_B = self.state.numbers[:size, RowState.TOKEN]
         logits_BV = self.logits(self.decoder(token_B, rows.position_B, _PageAttention(store, rows)))
         draw_next(
@@ -112,9 +88,8 @@ class DecodeStep:
         *,
         table_RN: Tensor,
         window: Window,
-        busy_programs: int,
+        num_multiprocessors: int,
     ) -> None:
-        """``busy_programs``: how many attention programs keep the device busy."""
         max_rows = len(table_RN)
         device = decoder.lm_head_weight.device
         self._capture = capturer
@@ -125,17 +100,16 @@ class DecodeStep:
         self.table_RN = table_RN
         row_R = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._buffers = _Buffers(decoder, self.state, window, row_R)
-        config, pages = decoder.config, table_RN.shape[1]
-        self._shares = {
-            size: shares_of_rows(
-                size * config.num_kv_heads, pages=pages, busy_programs=busy_programs
-            )
-            for size in self._sizes
-        }
-        # One room for all sizes, of which one is in use at a time.
-        rows = max(_num_rows_divided(size, n) * n for size, (n, _) in self._shares.items())
-        num_cells = config.num_heads * rows
-        self._room = torch.empty(num_cells * (config.head_dim + 2), device=device)
+        heads, head_dim = decoder.config.num_heads, decoder.config.head_dim
+        programs = num_programs(
+            head_dim,
+            kv_heads=decoder.config.num_kv_heads,
+            num_multiprocessors=num_multiprocessors,
+        )
+        self._row_ends_R = torch.empty(max_rows, dtype=torch.int32, device=device)
+        self._row_S = torch.empty(programs, dtype=torch.int32, device=device)
+        self._part_S2HE = torch.empty((programs, 2, heads, head_dim), device=device)
+        self._stats_S2H2 = torch.empty((programs, 2, heads, 2), device=device)
 
     def prepare(self, num_rows: int, store: PageStore, *, filtered: bool) -> Replay:
         """The step for at least ``num_rows`` rows; those beyond become inactive."""
@@ -156,16 +130,13 @@ class DecodeStep:
         return self._buffers.logits(h_BD)
 
     def _tables(self, size: int) -> RowTables:
-        config, numbers = self._buffers.decoder.config, self.state.numbers[:size]
-        shares, share_pages = self._shares[size]
-        cells = (_num_rows_divided(size, shares), config.num_heads, shares)
-        num_partial = math.prod(cells) * config.head_dim
+        numbers = self.state.numbers[:size]
         return RowTables(
             self.table_RN[:size],
             numbers[:, RowState.POSITION],
             numbers[:, RowState.ACTIVE],
-            shares,
-            share_pages,
-            self._room[:num_partial].view(*cells, config.head_dim),
-            self._room[num_partial : num_partial + 2 * math.prod(cells)].view(*cells, 2),
+            self._row_ends_R[:size],
+            self._row_S,
+            self._part_S2HE,
+            self._stats_S2H2,
         )

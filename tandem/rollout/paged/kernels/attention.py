@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportCallIssue=false
-"""Triton kernel: one new token a row attends to its pages, and its key and value enter the cache.
+"""Triton kernels: one new token a row attends to its pages, and its key and value enter the cache.
 
-Each program takes one row, one key/value head with the query heads that share it, and one share of
-the row's pages. A row has as many shares as it has pages for; if that is more than one, a second
-kernel merges their results. Rows that are not active store nothing and read no page. Softmax and
-sums are fp32.
+The pages of all rows stand in one line, row after row, and are divided evenly among as many
+programs as the device runs at a time (stream-K, arXiv:2301.03598; for attention LeanAttention,
+arXiv:2405.10480), so that rows of all lengths keep all of it busy to the end. A program that begins
+or ends inside a row leaves what it has of it, and a second kernel merges the parts. How the line is
+divided is found once a step and serves all layers. Rows that are not active store nothing and read
+no page. Softmax and sums are fp32.
 
 Shapes: B rows, H query heads, K key/value heads, G = H / K, E head dimension, P tokens of a page, N
-pages of a block table, S shares.
+pages of a block table, S programs of a key/value head.
 """
 
 from __future__ import annotations
@@ -18,21 +20,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.rollout.paged.cache import LayerCache, RowTables
+from tandem.rollout.paged.cache import PAGE_TOKENS, LayerCache, RowTables
 
 _MIN_DOT_ROWS = 16
+_MIN_PAGES = 2
+"""A program reads at least so many, where rows are few: more parts are longer to merge."""
+_MERGED_NUMBERS = 4096
+"""Of parts that are merged at a time, of the query heads of a key/value head."""
+
+
+def num_programs(head_dim: int, *, kv_heads: int, num_multiprocessors: int) -> int:
+    """Programs of a key/value head: with those of the others as many as run at a time."""
+    at_a_time = 6 if head_dim <= 64 else 4 if head_dim <= 128 else 2  # by their registers
+    return max(1, at_a_time * num_multiprocessors // kv_heads)
+
+
+def divide_pages(rows: RowTables) -> None:
+    """Fill ``end_B`` and ``row_S`` for the positions that rows are at."""
+    num_rows = len(rows.position_B)
+    _divide[(1,)](
+        rows.position_B,
+        rows.active_B,
+        rows.end_B,
+        rows.row_S,
+        num_rows,
+        len(rows.row_S),
+        rows.position_B.stride(0),
+        PAGE=PAGE_TOKENS,
+        MIN_PAGES=_MIN_PAGES,
+        BLOCK=triton.next_power_of_2(num_rows),
+        num_warps=8,
+    )
 
 
 def decode_attention(
     q_BHE: Tensor, k_BKE: Tensor, *, v_BKE: Tensor, cache: LayerCache, rows: RowTables
 ) -> Tensor:
-    """Store k and v at each row's position, attend to everything up to there: o (B, H, E)."""
+    """Store k and v at each row's position, attend to everything up to there: o (B, H, E).
+
+    ``divide_pages`` has to have been called for these positions.
+    """
     num_rows, num_heads, head_dim = q_BHE.shape
     kv_heads = k_BKE.shape[1]
     group = num_heads // kv_heads
-    shares = rows.num_shares
+    programs, group_rows = len(rows.row_S), triton.next_power_of_2(group)
     o_BHE = torch.empty((num_rows, num_heads, head_dim), dtype=q_BHE.dtype, device=q_BHE.device)
-    _attend[(num_rows, kv_heads, shares)](
+    _attend[(programs, kv_heads)](
         q_BHE,
         k_BKE,
         v_BKE,
@@ -41,9 +74,13 @@ def decode_attention(
         rows.table_BN,
         rows.position_B,
         rows.active_B,
+        rows.end_B,
+        rows.row_S,
         o_BHE,
-        rows.partial_BHSE,
-        rows.stats_BHS2,
+        rows.part_S2HE,
+        rows.stats_S2H2,
+        num_rows,
+        programs,
         q_BHE.stride(0),
         k_BKE.stride(0),
         v_BKE.stride(0),
@@ -52,38 +89,72 @@ def decode_attention(
         head_dim**-0.5,
         KV_HEADS=kv_heads,
         GROUP=group,
-        GROUP_ROWS=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
+        GROUP_ROWS=max(_MIN_DOT_ROWS, group_rows),
         HEAD_DIM=head_dim,
-        PAGE=cache.keys.shape[2],
-        SHARES=shares,
-        SHARE_PAGES=rows.share_pages,
+        PAGE=PAGE_TOKENS,
+        MIN_PAGES=_MIN_PAGES,
         PRECISION="ieee" if q_BHE.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        num_stages=3 if head_dim <= 128 else 2,
+        num_warps=2 if head_dim <= 128 else 4,
+        num_stages=3,
     )
-    if shares > 1:
-        _merge[(num_rows, num_heads)](
-            rows.position_B,
-            rows.active_B,
-            rows.partial_BHSE,
-            rows.stats_BHS2,
-            o_BHE,
-            rows.position_B.stride(0),
-            HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            PAGE=cache.keys.shape[2],
-            SHARES=shares,
-            SHARE_PAGES=rows.share_pages,
-            SHARE_ROWS=triton.next_power_of_2(shares),
-            num_warps=1,
-        )
+    _merge[(num_rows, kv_heads)](
+        rows.end_B,
+        rows.part_S2HE,
+        rows.stats_S2H2,
+        o_BHE,
+        num_rows,
+        programs,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        GROUP_ROWS=group_rows,
+        HEAD_DIM=head_dim,
+        MIN_PAGES=_MIN_PAGES,
+        PARTS=max(1, _MERGED_NUMBERS // (group_rows * head_dim)),
+        num_warps=4,
+    )
     return o_BHE
 
 
 @triton.jit
-def _shares_of(position, PAGE: tl.constexpr, SHARES: tl.constexpr, SHARE_PAGES: tl.constexpr):
-    """How many shares the pages before a position are divided into, at least one."""
-    return tl.maximum(tl.minimum(tl.cdiv(tl.cdiv(position, PAGE), SHARE_PAGES), SHARES), 1)
+def _position(position_ptr, active_ptr, offset, mask):
+    active = tl.load(active_ptr + offset, mask=mask, other=0) != 0
+    position = tl.load(position_ptr + offset, mask=mask, other=0)
+    return tl.where(active, position, 0).to(tl.int32), active
+
+
+@triton.jit
+def _begin_of(program, total, num_programs, MIN_PAGES: tl.constexpr):
+    """Where in the line of ``total`` pages a program begins; those not needed at its end."""
+    used = tl.minimum(tl.cdiv(total, MIN_PAGES), num_programs)
+    return (tl.minimum(program, used).to(tl.int64) * total // used).to(tl.int32)
+
+
+@triton.jit
+def _divide(
+    position_ptr,
+    active_ptr,
+    end_ptr,
+    row_ptr,
+    num_rows,
+    num_programs,
+    state_stride,
+    PAGE: tl.constexpr,
+    MIN_PAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.arange(0, BLOCK)
+    valid = row < num_rows
+    position, _ = _position(position_ptr, active_ptr, row * state_stride, valid)
+    # A row without pages has one nevertheless: its new token has to go to somebody.
+    pages = tl.where(valid, tl.maximum(tl.cdiv(position, PAGE), 1), 0).to(tl.int64)
+    end = tl.cumsum(pages, 0)
+    total = tl.sum(pages, 0)
+    tl.store(end_ptr + row, end.to(tl.int32), mask=valid)
+    used = tl.minimum(tl.cdiv(total, MIN_PAGES), num_programs)
+    first = tl.cdiv((end - pages) * used, total)  # the first that begins in this row
+    last = tl.cdiv(end * used, total)  # and the first of a later one
+    for index in range(0, tl.max(last - first, 0)):
+        tl.store(row_ptr + first + index, row, mask=first + index < last)
 
 
 @triton.jit
@@ -96,9 +167,13 @@ def _attend(
     table_ptr,
     position_ptr,
     active_ptr,
+    end_ptr,
+    row_ptr,
     out_ptr,
-    partial_ptr,
+    part_ptr,
     stats_ptr,
+    num_rows,
+    num_programs,
     q_stride,
     k_stride,
     v_stride,
@@ -110,102 +185,124 @@ def _attend(
     GROUP_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    SHARES: tl.constexpr,
-    SHARE_PAGES: tl.constexpr,
+    MIN_PAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     head = tl.program_id(1)
-    share = tl.program_id(2)
+    total = tl.load(end_ptr + num_rows - 1)
+    here = _begin_of(program, total, num_programs, MIN_PAGES)
+    stop = _begin_of(program + 1, total, num_programs, MIN_PAGES)
+    if here == stop:
+        return
     g = tl.arange(0, GROUP_ROWS)
     e = tl.arange(0, HEAD_DIM)
     t = tl.arange(0, PAGE)
-    active = tl.load(active_ptr + row * state_stride) != 0
-    position = tl.where(active, tl.load(position_ptr + row * state_stride), 0)
-    num_shares = _shares_of(position, PAGE, SHARES, SHARE_PAGES)
-    if share >= num_shares:
-        return
     valid_g = g < GROUP
-    q_offset = row * q_stride + (head * GROUP + g)[:, None] * HEAD_DIM + e[None, :]
-    q = tl.load(q_ptr + q_offset, mask=valid_g[:, None], other=0.0)
+    head_g = head * GROUP + g
+    row = tl.load(row_ptr + program)
+    while here < stop:
+        row_begin = tl.load(end_ptr + row - 1, mask=row > 0, other=0)
+        row_end = tl.load(end_ptr + row)
+        here_end = tl.minimum(stop, row_end)
+        position, active = _position(position_ptr, active_ptr, row * state_stride, True)
+        pages_ptr = table_ptr + row.to(tl.int64) * table_stride
+        q_offset = row.to(tl.int64) * q_stride + head_g[:, None] * HEAD_DIM + e[None, :]
+        q = tl.load(q_ptr + q_offset, mask=valid_g[:, None], other=0.0)
+        # The new token stands in registers: the first part starts from it, others from nothing.
+        k_new = tl.load(k_ptr + row.to(tl.int64) * k_stride + head * HEAD_DIM + e)
+        v_new = tl.load(v_ptr + row.to(tl.int64) * v_stride + head * HEAD_DIM + e)
+        own = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+        is_first = here == row_begin
+        top = tl.where(is_first, own, -1e30)
+        total_weight = tl.where(is_first, tl.full([GROUP_ROWS], 1.0, tl.float32), 0.0)
+        weighted = total_weight[:, None] * v_new.to(tl.float32)[None, :]
+        if active & is_first:
+            page = tl.load(pages_ptr + position // PAGE).to(tl.int64)
+            slot = ((page * KV_HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + e
+            tl.store(keys_ptr + slot, k_new)
+            tl.store(values_ptr + slot, v_new)
 
-    num_pages = tl.cdiv(position, PAGE)
-    first = share * num_pages // num_shares
-    last = (share + 1) * num_pages // num_shares
-    # The new token stands in registers: share 0 starts from it, the others from nothing.
-    k_new = tl.load(k_ptr + row * k_stride + head * HEAD_DIM + e)
-    v_new = tl.load(v_ptr + row * v_stride + head * HEAD_DIM + e)
-    own = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
-    is_first = share == 0
-    top = tl.where(is_first, own, -1e30)
-    total = tl.where(is_first, tl.full([GROUP_ROWS], 1.0, tl.float32), 0.0)
-    weighted = total[:, None] * v_new.to(tl.float32)[None, :]
-    if active & is_first:
-        page = tl.load(table_ptr + row * table_stride + position // PAGE).to(tl.int64)
-        slot = ((page * KV_HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + e
-        tl.store(keys_ptr + slot, k_new)
-        tl.store(values_ptr + slot, v_new)
+        num_pages = tl.cdiv(position, PAGE)
+        for index in range(here - row_begin, tl.minimum(here_end - row_begin, num_pages)):
+            page = tl.load(pages_ptr + index).to(tl.int64)
+            base = (page * KV_HEADS + head) * PAGE * HEAD_DIM
+            inside = (index * PAGE + t) < position
+            offset = base + t[:, None] * HEAD_DIM + e[None, :]
+            k = tl.load(keys_ptr + offset, mask=inside[:, None], other=0.0)
+            v = tl.load(values_ptr + offset, mask=inside[:, None], other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            scores = tl.where(inside[None, :], scores, -1e30)
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp(scores - new_top[:, None])
+            decay = tl.exp(top - new_top)
+            update = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+            weighted = weighted * decay[:, None] + update
+            total_weight = total_weight * decay + tl.sum(weights, 1)
+            top = new_top
 
-    for index in range(first, last):
-        page = tl.load(table_ptr + row * table_stride + index).to(tl.int64)
-        base = (page * KV_HEADS + head) * PAGE * HEAD_DIM
-        inside = (index * PAGE + t) < position
-        offset = base + t[:, None] * HEAD_DIM + e[None, :]
-        k = tl.load(keys_ptr + offset, mask=inside[:, None], other=0.0)
-        v = tl.load(values_ptr + offset, mask=inside[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        scores = tl.where(inside[None, :], scores, -1e30)
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp(scores - new_top[:, None])
-        decay = tl.exp(top - new_top)
-        update = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        weighted = weighted * decay[:, None] + update
-        total = total * decay + tl.sum(weights, 1)
-        top = new_top
-
-    head_row = (row * KV_HEADS + head) * GROUP + g
-    if num_shares == 1:
-        out = (weighted / total[:, None]).to(out_ptr.dtype.element_ty)
-        out_offset = head_row[:, None] * HEAD_DIM + e[None, :]
-        tl.store(out_ptr + out_offset, out, mask=valid_g[:, None])
-    else:
-        cell = head_row * SHARES + share
-        partial_offset = cell[:, None] * HEAD_DIM + e[None, :]
-        tl.store(partial_ptr + partial_offset, weighted, mask=valid_g[:, None])
-        tl.store(stats_ptr + cell * 2, top, mask=valid_g)
-        tl.store(stats_ptr + cell * 2 + 1, total, mask=valid_g)
+        if is_first & (here_end == row_end):
+            out = (weighted / total_weight[:, None]).to(out_ptr.dtype.element_ty)
+            out_head = row.to(tl.int64) * (KV_HEADS * GROUP) + head_g
+            out_offset = out_head[:, None] * HEAD_DIM + e[None, :]
+            tl.store(out_ptr + out_offset, out, mask=valid_g[:, None])
+        else:
+            part = (program * 2 + is_first.to(tl.int32)) * (KV_HEADS * GROUP) + head_g
+            part_offset = part[:, None] * HEAD_DIM + e[None, :]
+            tl.store(part_ptr + part_offset, weighted, mask=valid_g[:, None])
+            tl.store(stats_ptr + part * 2, top, mask=valid_g)
+            tl.store(stats_ptr + part * 2 + 1, total_weight, mask=valid_g)
+        here = here_end
+        row += 1
 
 
 @triton.jit
 def _merge(
-    position_ptr,
-    active_ptr,
-    partial_ptr,
+    end_ptr,
+    part_ptr,
     stats_ptr,
     out_ptr,
-    state_stride,
-    HEADS: tl.constexpr,
+    num_rows,
+    num_programs,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    SHARES: tl.constexpr,
-    SHARE_PAGES: tl.constexpr,
-    SHARE_ROWS: tl.constexpr,
+    MIN_PAGES: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    active = tl.load(active_ptr + row * state_stride) != 0
-    position = tl.where(active, tl.load(position_ptr + row * state_stride), 0)
-    num_shares = _shares_of(position, PAGE, SHARES, SHARE_PAGES)
-    if num_shares == 1:
+    row = tl.program_id(0)
+    total = tl.load(end_ptr + num_rows - 1).to(tl.int64)
+    used = tl.minimum(tl.cdiv(total, MIN_PAGES), num_programs)
+    row_begin = tl.load(end_ptr + row - 1, mask=row > 0, other=0)
+    row_end = tl.load(end_ptr + row)
+    program = (((row_begin + 1) * used - 1) // total).to(tl.int32)
+    last = ((row_end * used - 1) // total).to(tl.int32)
+    if program == last:
         return
-    head_row = row * HEADS + tl.program_id(1)
-    s = tl.arange(0, SHARE_ROWS)
+    s = tl.arange(0, PARTS)
+    g = tl.arange(0, GROUP_ROWS)
     e = tl.arange(0, HEAD_DIM)
-    valid = s < num_shares
-    cell = head_row * SHARES + s
-    top = tl.load(stats_ptr + cell * 2, mask=valid, other=-1e30)
-    total = tl.load(stats_ptr + cell * 2 + 1, mask=valid, other=0.0)
-    factor = tl.exp(top - tl.max(top, 0))
-    offset = cell[:, None] * HEAD_DIM + e[None, :]
-    weighted = tl.load(partial_ptr + offset, mask=valid[:, None], other=0.0)
-    out = tl.sum(weighted * factor[:, None], 0) / tl.sum(total * factor, 0)
-    tl.store(out_ptr + head_row * HEAD_DIM + e, out.to(out_ptr.dtype.element_ty))
+    head_g = tl.program_id(1) * GROUP + g
+    top = tl.full([GROUP_ROWS], -1e30, tl.float32)
+    total_weight = tl.full([GROUP_ROWS], 0.0, tl.float32)
+    weighted = tl.full([GROUP_ROWS, HEAD_DIM], 0.0, tl.float32)
+    for first in range(program, last + 1, PARTS):
+        owner = first + s
+        which = owner * 2 + (owner == program).to(tl.int32)
+        part = which[:, None] * (KV_HEADS * GROUP) + head_g[None, :]
+        valid = (owner <= last)[:, None] & (g < GROUP)[None, :]
+        part_top = tl.load(stats_ptr + part * 2, mask=valid, other=-1e30)
+        part_weight = tl.load(stats_ptr + part * 2 + 1, mask=valid, other=0.0)
+        offset = part[:, :, None] * HEAD_DIM + e[None, None, :]
+        part_weighted = tl.load(part_ptr + offset, mask=valid[:, :, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(part_top, 0))
+        decay = tl.exp(top - new_top)
+        factor = tl.exp(part_top - new_top[None, :])
+        weighted = weighted * decay[:, None] + tl.sum(part_weighted * factor[:, :, None], 0)
+        total_weight = total_weight * decay + tl.sum(part_weight * factor, 0)
+        top = new_top
+    total_weight = tl.where(g < GROUP, total_weight, 1.0)
+    out = (weighted / total_weight[:, None]).to(out_ptr.dtype.element_ty)
+    out_head = row.to(tl.int64) * (KV_HEADS * GROUP) + head_g
+    tl.store(out_ptr + out_head[:, None] * HEAD_DIM + e[None, :], out, mask=(g < GROUP)[:, None])

@@ -69,9 +69,11 @@ def _generate(
     requests: list[GenerationRequest],
     config: NativeRolloutConfig = CONFIG,
     *,
-    busy_programs: int = 2,
+    num_multiprocessors: int = 1,
 ) -> dict[int, Completion]:
-    engine = PagedRolloutEngine(decoder, config, make_capturer=eager, busy_programs=busy_programs)
+    engine = PagedRolloutEngine(
+        decoder, config, make_capturer=eager, num_multiprocessors=num_multiprocessors
+    )
     engine.add(requests)
     return _drain(engine)
 
@@ -103,7 +105,7 @@ def _assert_same(actual: dict[int, Completion], expected: dict[int, Completion])
 def test_tokens_are_those_of_the_dense_engine(decoder: Decoder) -> None:
     greedy = replace(SAMPLED, temperature=0.0, ignore_eos=True)
     requests = [_request(0, n=3), _request(10, n=2, sampling=greedy), _request(20, length=1)]
-    engine = PagedRolloutEngine(decoder, CONFIG, make_capturer=eager, busy_programs=2)
+    engine = PagedRolloutEngine(decoder, CONFIG, make_capturer=eager, num_multiprocessors=1)
     engine.add(requests)
     assert engine.num_prefilled_tokens == 0
     finished = _drain(engine)
@@ -121,7 +123,7 @@ def test_filters_reach_the_rows_that_have_them(decoder: Decoder) -> None:
 
 
 def test_a_prompt_is_prefilled_once_for_all_its_samples(decoder: Decoder) -> None:
-    engine = PagedRolloutEngine(decoder, CONFIG, make_capturer=eager, busy_programs=2)
+    engine = PagedRolloutEngine(decoder, CONFIG, make_capturer=eager, num_multiprocessors=1)
     single = replace(SAMPLED, max_new_tokens=1)
     requests = [_request(0, n=3, length=PAGE_TOKENS + 3, sampling=single)]
     engine.add(requests)
@@ -135,7 +137,7 @@ def test_prompts_and_responses_across_page_borders(decoder: Decoder) -> None:
         _request(0, n=2, length=PAGE_TOKENS - 2, sampling=sampling),
         _request(10, length=PAGE_TOKENS, sampling=sampling),
     ]
-    actual = _generate(decoder, requests, busy_programs=16)
+    actual = _generate(decoder, requests, num_multiprocessors=8)
     _assert_same(actual, _expected(decoder, requests))
 
 
@@ -143,7 +145,7 @@ def test_preempted_sequences_continue_with_the_same_tokens(decoder: Decoder) -> 
     sampling = replace(SAMPLED, max_new_tokens=13, ignore_eos=True)
     requests = [_request(0, n=2, length=PAGE_TOKENS - 11, sampling=sampling)]
     config = replace(CONFIG, max_cache_bytes=3 * PAGE_BYTES)
-    engine = PagedRolloutEngine(decoder, config, make_capturer=eager, busy_programs=2)
+    engine = PagedRolloutEngine(decoder, config, make_capturer=eager, num_multiprocessors=1)
     engine.add(requests)
     completions = _drain(engine)
     assert engine.num_preempted == 1
@@ -156,7 +158,7 @@ def test_longer_requests_may_come_while_others_are_under_way(decoder: Decoder) -
         _request(1, sampling=replace(SAMPLED, max_new_tokens=11, ignore_eos=True)),
     ]
     longer = _request(2, length=2 * PAGE_TOKENS)
-    engine = PagedRolloutEngine(decoder, CONFIG, make_capturer=eager, busy_programs=2)
+    engine = PagedRolloutEngine(decoder, CONFIG, make_capturer=eager, num_multiprocessors=1)
     engine.add(first)
     finished = {completion.sample_id: completion for completion in engine.advance()}
     assert set(finished) == {0}
@@ -168,7 +170,7 @@ def test_longer_requests_may_come_while_others_are_under_way(decoder: Decoder) -
 
 
 def test_the_engine_reads_the_decoders_own_storage(decoder: Decoder) -> None:
-    engine = PagedRolloutEngine(decoder, CONFIG, make_capturer=eager, busy_programs=2)
+    engine = PagedRolloutEngine(decoder, CONFIG, make_capturer=eager, num_multiprocessors=1)
     greedy = replace(SAMPLED, temperature=0.0, max_new_tokens=3, ignore_eos=True)
     engine.add([_request(0, sampling=greedy)])
     before = _drain(engine)[0]
@@ -202,7 +204,7 @@ def test_a_sample_whose_logits_are_not_numbers_ends_and_the_others_go_on(decoder
 
 def test_what_can_never_be_held_is_refused(decoder: Decoder) -> None:
     config = replace(CONFIG, max_cache_bytes=PAGE_BYTES)
-    engine = PagedRolloutEngine(decoder, config, make_capturer=eager, busy_programs=2)
+    engine = PagedRolloutEngine(decoder, config, make_capturer=eager, num_multiprocessors=1)
     with pytest.raises(UserError, match=f"holds {PAGE_TOKENS} tokens.*gpu_memory_utilization"):
         engine.add([_request(0, length=PAGE_TOKENS)])
     assert engine.advance() == []

@@ -68,7 +68,9 @@ def engine(device: torch.device) -> PagedRolloutEngine:
     decoder: Decoder = tiny_decoder(
         vocab_size=32, num_heads=2, num_kv_heads=1, head_dim=HEAD_DIM, tie_embeddings=False
     )
-    return PagedRolloutEngine(decoder.to(device), CONFIG, make_capturer=eager, busy_programs=2)
+    return PagedRolloutEngine(
+        decoder.to(device), CONFIG, make_capturer=eager, num_multiprocessors=1
+    )
 
 
 def request(first_id: int, *, n: int, length: int) -> GenerationRequest:

@@ -54,7 +54,7 @@ def request(
 
 
 def paged(decoder: Decoder, config: NativeRolloutConfig = CONFIG) -> PagedRolloutEngine:
-    return PagedRolloutEngine(decoder, config, make_capturer=eager, busy_programs=2)
+    return PagedRolloutEngine(decoder, config, make_capturer=eager, num_multiprocessors=1)
 
 
 def drain(engine: PagedRolloutEngine) -> list[Completion]:

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tandem.rollout.paged.cache import PAGE_TOKENS, LayerCache, RowState, RowTables
-from tandem.rollout.paged.kernels.attention import decode_attention
+from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages
 
 UNUSED = float("nan")
 """What stands where nobody may read."""
@@ -31,13 +31,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Heads of a case, and into how many shares its pages are divided from how many on."""
+    """Heads of a case, and among how many programs a key/value head its pages are divided."""
 
     kv_heads: int = 2
     group: int = 2
     head_dim: int = 16
-    shares: int = 1
-    share_pages: int = 1
+    programs: int = 1
     dtype: torch.dtype = torch.float32
 
 
@@ -57,13 +56,13 @@ def _case(positions: list[int], sizes: Sizes, *, device: torch.device) -> Case:
     qkv = torch.randn(num_rows, heads + 2 * kv_heads, sizes.head_dim).to(device, sizes.dtype)
     q_BHE, k_BKE, v_BKE = qkv.split((heads, kv_heads, kv_heads), 1)
     numbers = state.numbers.to(device)
-    room = (num_rows, heads, sizes.shares)
+    room = (sizes.programs, 2, heads)
     rows = RowTables(
         table.to(device, torch.int32),
         numbers[:, RowState.POSITION],
         numbers[:, RowState.ACTIVE],
-        sizes.shares,
-        sizes.share_pages,
+        torch.empty(num_rows, dtype=torch.int32, device=device),
+        torch.empty(sizes.programs, dtype=torch.int32, device=device),
         torch.full((*room, sizes.head_dim), UNUSED, device=device),
         torch.full((*room, 2), UNUSED, device=device),
     )
@@ -89,6 +88,7 @@ def _check(case: Case, *, atol: float = 1e-5) -> None:
     """Results of active rows; every page as before but for the active rows' new entries."""
     pools = (case.cache.keys, case.cache.values)
     before = [pool.clone() for pool in pools]
+    divide_pages(case.rows)
     o_BHE = decode_attention(
         case.q_BHE, case.k_BKE, v_BKE=case.v_BKE, cache=case.cache, rows=case.rows
     ).double()
@@ -108,28 +108,36 @@ def test_any_number_of_query_heads_a_key_head(group: int, device: torch.device) 
     _check(_case([70], Sizes(kv_heads=2, group=group), device=device))
 
 
-@pytest.mark.parametrize("shares", [1, 2, 5])
-def test_contexts_across_page_borders(shares: int, device: torch.device) -> None:
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_contexts_across_page_borders(programs: int, device: torch.device) -> None:
     positions = [0, 1, PAGE_TOKENS - 1, PAGE_TOKENS, 2 * PAGE_TOKENS + 1]
-    if shares == 1:
+    if programs == 1:
         positions += [PAGE_TOKENS + 1, 2 * PAGE_TOKENS - 1, 2 * PAGE_TOKENS]
-    _check(_case(positions, Sizes(kv_heads=1, shares=shares), device=device))
+    _check(_case(positions, Sizes(kv_heads=1, programs=programs), device=device))
 
 
-@pytest.mark.parametrize(("shares", "share_pages"), [(4, 2), (2, 2), (3, 8)])
-def test_short_and_long_contexts_side_by_side(
-    shares: int, share_pages: int, device: torch.device
-) -> None:
-    """With (4, 2) they have one share, one, two and three; with (2, 2) the last has two long ones,
-    with (3, 8) none is divided."""
-    positions = [3, 2 * PAGE_TOKENS, 2 * PAGE_TOKENS + 1, 5 * PAGE_TOKENS + 7]
-    sizes = Sizes(kv_heads=1, shares=shares, share_pages=share_pages)
-    _check(_case(positions, sizes, device=device))
+@pytest.mark.parametrize("programs", [2, 3, 4, 99])
+def test_short_and_long_contexts_side_by_side(programs: int, device: torch.device) -> None:
+    """1, 2, 3 and 22 pages: three programs take 9, 9 and 10, so that two of them begin in the last
+    row; 14 have work."""
+    positions = [3, 2 * PAGE_TOKENS, 2 * PAGE_TOKENS + 1, 21 * PAGE_TOKENS + 7]
+    _check(_case(positions, Sizes(kv_heads=1, programs=programs), device=device))
 
 
-@pytest.mark.parametrize("shares", [1, 3])
-def test_inactive_rows_store_nothing_and_read_no_page(shares: int, device: torch.device) -> None:
-    case = _case([-1, 66, -1], Sizes(kv_heads=1, shares=shares), device=device)
+@pytest.mark.parametrize("seed", range(3))
+def test_programs_have_equal_parts_of_all_pages(seed: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.randint(-1, 40 * PAGE_TOKENS, (11,), generator=generator).tolist()
+    rows = _case(positions, Sizes(kv_heads=1, programs=7), device=device).rows
+    divide_pages(rows)
+    owners = [row for row, at in enumerate(positions) for _ in range(max(1, -(-at // PAGE_TOKENS)))]
+    assert rows.end_B.tolist() == torch.bincount(torch.tensor(owners)).cumsum(0).tolist()
+    assert rows.row_S.tolist() == [owners[i * len(owners) // 7] for i in range(7)]
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+def test_inactive_rows_store_nothing_and_read_no_page(programs: int, device: torch.device) -> None:
+    case = _case([-1, 66, -1], Sizes(kv_heads=1, programs=programs), device=device)
     case.rows.position_B[0] = 5
     case.rows.table_BN[0] = case.rows.table_BN[1]  # pages that are another's by now
     owned = set(case.rows.table_BN.flatten().tolist())
@@ -146,7 +154,7 @@ def test_what_is_beyond_the_context_is_not_looked_at(device: torch.device) -> No
 
 
 def test_large_scores_do_not_overflow(device: torch.device) -> None:
-    case = _case([80], Sizes(kv_heads=1, shares=2), device=device)
+    case = _case([180], Sizes(kv_heads=1, programs=2), device=device)
     case.q_BHE.mul_(1000)
     case.k_BKE.mul_(-1000)
     _check(case, atol=1e-4)
@@ -156,5 +164,5 @@ def test_large_scores_do_not_overflow(device: torch.device) -> None:
 def test_half_precision_and_larger_heads(head_dim: int, device: torch.device) -> None:
     # The interpreter multiplies matrices of bf16 as if their bits were integers.
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
-    sizes = Sizes(kv_heads=1, group=7, head_dim=head_dim, shares=2, dtype=dtype)
-    _check(_case([90], sizes, device=device), atol=2e-2)
+    sizes = Sizes(kv_heads=1, group=7, head_dim=head_dim, programs=2, dtype=dtype)
+    _check(_case([190], sizes, device=device), atol=2e-2)
