@@ -177,11 +177,11 @@ class PagedScheduler:
     def admit(self) -> list[Entry]:
         """Let waiting sequences enter as far as rows, pages and the prefill budget allow.
 
-        Rows are given out in lots of an eighth of all, because entering has a fixed cost.
+        Rows are given out in lots of a sixteenth of all, because entering has a fixed cost.
         """
         entries: list[Entry] = []
         num_waiting = sum(map(len, self._waiting))
-        lot = min(num_waiting, max(1, self._limits.max_rows // 8))
+        lot = min(num_waiting, max(1, self._limits.max_rows // 16))
         if self.rows and self._limits.max_rows - len(self.rows) < lot:
             return entries
         budget = self._limits.max_prefill_tokens

@@ -25,8 +25,8 @@ from tandem.rollout.paged.cache import PAGE_TOKENS, LayerCache, RowTables
 _MIN_DOT_ROWS = 16
 _MIN_PAGES = 2
 """A program reads at least so many, where rows are few: more parts are longer to merge."""
-_MERGED_NUMBERS = 4096
-"""Of parts that are merged at a time, of the query heads of a key/value head."""
+_MERGED_PARTS = 8
+"""At a time."""
 
 
 def num_programs(head_dim: int, *, kv_heads: int, num_multiprocessors: int) -> int:
@@ -63,7 +63,7 @@ def decode_attention(
     num_rows, num_heads, head_dim = q_BHE.shape
     kv_heads = k_BKE.shape[1]
     group = num_heads // kv_heads
-    programs, group_rows = len(rows.row_S), triton.next_power_of_2(group)
+    programs = len(rows.row_S)
     o_BHE = torch.empty((num_rows, num_heads, head_dim), dtype=q_BHE.dtype, device=q_BHE.device)
     _attend[(programs, kv_heads)](
         q_BHE,
@@ -89,7 +89,7 @@ def decode_attention(
         head_dim**-0.5,
         KV_HEADS=kv_heads,
         GROUP=group,
-        GROUP_ROWS=max(_MIN_DOT_ROWS, group_rows),
+        GROUP_ROWS=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
         PAGE=PAGE_TOKENS,
         MIN_PAGES=_MIN_PAGES,
@@ -97,20 +97,19 @@ def decode_attention(
         num_warps=2 if head_dim <= 128 else 4,
         num_stages=3,
     )
-    _merge[(num_rows, kv_heads)](
+    _merge[(programs, num_heads)](
         rows.end_B,
+        rows.row_S,
         rows.part_S2HE,
         rows.stats_S2H2,
         o_BHE,
         num_rows,
         programs,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        GROUP_ROWS=group_rows,
+        HEADS=num_heads,
         HEAD_DIM=head_dim,
         MIN_PAGES=_MIN_PAGES,
-        PARTS=max(1, _MERGED_NUMBERS // (group_rows * head_dim)),
-        num_warps=4,
+        PARTS=_MERGED_PARTS,
+        num_warps=1,
     )
     return o_BHE
 
@@ -259,50 +258,49 @@ def _attend(
 @triton.jit
 def _merge(
     end_ptr,
+    row_ptr,
     part_ptr,
     stats_ptr,
     out_ptr,
     num_rows,
     num_programs,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     MIN_PAGES: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    total = tl.load(end_ptr + num_rows - 1).to(tl.int64)
+    """The row that this program is the second of, if there is one: every row in parts has one."""
+    program = tl.program_id(0)
+    head = tl.program_id(1)
+    total = tl.load(end_ptr + num_rows - 1)
     used = tl.minimum(tl.cdiv(total, MIN_PAGES), num_programs)
+    if (program == 0) | (program >= used):
+        return
+    row = tl.load(row_ptr + program).to(tl.int64)
     row_begin = tl.load(end_ptr + row - 1, mask=row > 0, other=0)
     row_end = tl.load(end_ptr + row)
-    program = (((row_begin + 1) * used - 1) // total).to(tl.int32)
-    last = ((row_end * used - 1) // total).to(tl.int32)
-    if program == last:
+    if _begin_of(program, total, num_programs, MIN_PAGES) == row_begin:
         return
-    s = tl.arange(0, PARTS)
-    g = tl.arange(0, GROUP_ROWS)
+    if _begin_of(program - 1, total, num_programs, MIN_PAGES) > row_begin:
+        return
+    last = ((row_end.to(tl.int64) * used - 1) // total).to(tl.int32)
     e = tl.arange(0, HEAD_DIM)
-    head_g = tl.program_id(1) * GROUP + g
-    top = tl.full([GROUP_ROWS], -1e30, tl.float32)
-    total_weight = tl.full([GROUP_ROWS], 0.0, tl.float32)
-    weighted = tl.full([GROUP_ROWS, HEAD_DIM], 0.0, tl.float32)
-    for first in range(program, last + 1, PARTS):
-        owner = first + s
-        which = owner * 2 + (owner == program).to(tl.int32)
-        part = which[:, None] * (KV_HEADS * GROUP) + head_g[None, :]
-        valid = (owner <= last)[:, None] & (g < GROUP)[None, :]
+    top = tl.full([1], -1e30, tl.float32)
+    total_weight = tl.full([1], 0.0, tl.float32)
+    weighted = tl.full([HEAD_DIM], 0.0, tl.float32)
+    for first in range(program - 1, last + 1, PARTS):
+        s = first + tl.arange(0, PARTS)
+        valid = s <= last
+        part = (s * 2 + (s == program - 1).to(tl.int32)) * HEADS + head
         part_top = tl.load(stats_ptr + part * 2, mask=valid, other=-1e30)
         part_weight = tl.load(stats_ptr + part * 2 + 1, mask=valid, other=0.0)
-        offset = part[:, :, None] * HEAD_DIM + e[None, None, :]
-        part_weighted = tl.load(part_ptr + offset, mask=valid[:, :, None], other=0.0)
+        offset = part[:, None] * HEAD_DIM + e[None, :]
+        part_weighted = tl.load(part_ptr + offset, mask=valid[:, None], other=0.0)
         new_top = tl.maximum(top, tl.max(part_top, 0))
         decay = tl.exp(top - new_top)
-        factor = tl.exp(part_top - new_top[None, :])
-        weighted = weighted * decay[:, None] + tl.sum(part_weighted * factor[:, :, None], 0)
+        factor = tl.exp(part_top - new_top)
+        weighted = weighted * decay + tl.sum(part_weighted * factor[:, None], 0)
         total_weight = total_weight * decay + tl.sum(part_weight * factor, 0)
         top = new_top
-    total_weight = tl.where(g < GROUP, total_weight, 1.0)
-    out = (weighted / total_weight[:, None]).to(out_ptr.dtype.element_ty)
-    out_head = row.to(tl.int64) * (KV_HEADS * GROUP) + head_g
-    tl.store(out_ptr + out_head[:, None] * HEAD_DIM + e[None, :], out, mask=(g < GROUP)[:, None])
+    out = (weighted / total_weight).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (row * HEADS + head) * HEAD_DIM + e, out)

@@ -120,9 +120,9 @@ def test_what_is_left_of_a_group_larger_than_the_room_enters_later() -> None:
     assert _entered(scheduler.admit()) == [[10]]
 
 
-def test_rows_are_given_out_in_lots_of_an_eighth() -> None:
-    scheduler = PagedScheduler(Limits(16, max_prefill_tokens=1000, window_tokens=8), 100)
-    scheduler.add([_request(0, n=16), _request(100, n=3)])
+def test_rows_are_given_out_in_lots_of_a_sixteenth() -> None:
+    scheduler = PagedScheduler(Limits(32, max_prefill_tokens=1000, window_tokens=8), 100)
+    scheduler.add([_request(0, n=32), _request(100, n=3)])
     scheduler.admit()
     scheduler.remove(scheduler.rows[:1])
     assert scheduler.admit() == []
