@@ -2,20 +2,23 @@
 """Generation by the native engine on one accelerator: prefill, admission, decode, ends.
 
     python benchmarks/decode.py [--model qwen2.5-0.5b ...] [--workload S T] [--repeats 5]
-    [--output FILE]
+    [--rows 256 512] [--output FILE]
 
 Prints one JSON object and a table. A repeat generates the whole workload; the first two are warm-up
-(compilation, graph capture) and not counted. The floor adds up, position by position, the larger of
-matrix products at the measured rate and bytes (weights, cached keys and values) at the measured
-copy rate; where lengths are drawn, for the rows that are expected to be left.
+(compilation, graph capture) and not counted. With ``--rows``, sequences of the workload follow each
+other in so many rows instead, as in asynchronous runs: the rate once they are of all ages. The
+floor adds up, position by position, the larger of matrix products at the measured rate and bytes
+(weights, cached keys and values) at the measured copy rate; where lengths are drawn, for the rows
+that are expected to be left.
 """
 
 import argparse
+import itertools
 import json
 import random
 import statistics
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -35,12 +38,15 @@ from shapes import (
 
 from tandem.models.accelerate import operators_for
 from tandem.platforms.select import select_platform
-from tandem.rollout.paged.engine import PagedRolloutEngine
+from tandem.rollout.paged.engine import WINDOW_TOKENS, PagedRolloutEngine
 from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest, SamplingParams
 
 NUM_WARMUP = 2
 CACHE_BYTES = 64 << 30
+CONTINUOUS_WARMUP_S = 12.0
+"""With three milliseconds a step as long as a response of 4096 tokens."""
+CONTINUOUS_S = 5.0
 
 
 def requests_of(workload: Workload, seed: int) -> list[GenerationRequest]:
@@ -136,17 +142,68 @@ def run(name: str, workload_name: str, *, repeats: int) -> dict[str, object]:
     }
 
 
+def run_continuously(name: str, workload_name: str, *, num_rows: int) -> dict[str, object]:
+    """One row of the table: sequences follow each other, and an eighth more than run wait."""
+    workload = WORKLOADS[workload_name]
+    batch = replace(workload, prompts=num_rows // workload.samples)
+    engine = make_engine(SHAPES[name], batch)
+    queue = itertools.chain.from_iterable(requests_of(batch, seed) for seed in itertools.count())
+    num_sent = num_ended = num_windows = 0
+
+    def window() -> None:
+        nonlocal num_sent, num_ended, num_windows
+        while num_sent - num_ended < num_rows + num_rows // 8:
+            request = next(queue)
+            engine.add([request])
+            num_sent += len(request.sample_ids)
+        num_ended += len(engine.advance(WINDOW_TOKENS))
+        num_windows += 1
+
+    def seconds_of(at_least_s: float) -> float:
+        start = time.perf_counter()
+        while time.perf_counter() - start < at_least_s:
+            window()
+        synchronize()
+        return time.perf_counter() - start
+
+    seconds_of(CONTINUOUS_WARMUP_S)
+    num_windows, before = 0, engine.num_decoded_tokens
+    elapsed = seconds_of(CONTINUOUS_S)
+    num_tokens = engine.num_decoded_tokens - before
+    return {
+        "model": name,
+        "workload": workload_name,
+        "settings": asdict(workload),
+        "rows": num_rows,
+        "tokens_per_s": num_tokens / elapsed,
+        "step_ms": 1e3 * elapsed / num_windows / WINDOW_TOKENS,
+        "share_of_rows_in_use": num_tokens / (num_windows * WINDOW_TOKENS * num_rows),
+        "matmul_tflops": matmul_rate() / 1e12,
+        "copy_tb_per_s": copy_rate() / 1e12,
+        "peak_gib": peak_gib(),
+    }
+
+
 def main() -> None:
     """See the module docstring."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", nargs="+", default=["qwen2.5-0.5b"], choices=SHAPES)
     parser.add_argument("--workload", nargs="+", default=["S"], choices=WORKLOADS)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", nargs="+", type=int, default=[])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows = []
     for model in arguments.model:
-        for workload in arguments.workload:
+        for workload, num_rows in itertools.product(arguments.workload, arguments.rows):
+            row = run_continuously(model, workload, num_rows=num_rows)
+            rows.append(row)
+            print(
+                f"{model} {workload}, {num_rows} rows: {row['tokens_per_s']:,.0f} tokens/s, "
+                f"{row['step_ms']:.2f} ms a step, {row['share_of_rows_in_use']:.1%} in use",
+                flush=True,
+            )
+        for workload in [] if arguments.rows else arguments.workload:
             row = run(model, workload, repeats=arguments.repeats)
             rows.append(row)
             print(

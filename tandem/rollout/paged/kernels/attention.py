@@ -116,9 +116,10 @@ def decode_attention(
 
 @triton.jit
 def _position(position_ptr, active_ptr, offset, mask):
+    """-1 for a row that is not active."""
     active = tl.load(active_ptr + offset, mask=mask, other=0) != 0
     position = tl.load(position_ptr + offset, mask=mask, other=0)
-    return tl.where(active, position, 0).to(tl.int32), active
+    return tl.where(active, position, -1).to(tl.int32)
 
 
 @triton.jit
@@ -143,7 +144,7 @@ def _divide(
 ):
     row = tl.arange(0, BLOCK)
     valid = row < num_rows
-    position, _ = _position(position_ptr, active_ptr, row * state_stride, valid)
+    position = _position(position_ptr, active_ptr, row * state_stride, valid)
     # A row without pages has one nevertheless: its new token has to go to somebody.
     pages = tl.where(valid, tl.maximum(tl.cdiv(position, PAGE), 1), 0).to(tl.int64)
     end = tl.cumsum(pages, 0)
@@ -204,7 +205,7 @@ def _attend(
         row_begin = tl.load(end_ptr + row - 1, mask=row > 0, other=0)
         row_end = tl.load(end_ptr + row)
         here_end = tl.minimum(stop, row_end)
-        position, active = _position(position_ptr, active_ptr, row * state_stride, True)
+        position = _position(position_ptr, active_ptr, row * state_stride, True)
         pages_ptr = table_ptr + row.to(tl.int64) * table_stride
         q_offset = row.to(tl.int64) * q_stride + head_g[:, None] * HEAD_DIM + e[None, :]
         q = tl.load(q_ptr + q_offset, mask=valid_g[:, None], other=0.0)
@@ -216,7 +217,7 @@ def _attend(
         top = tl.where(is_first, own, -1e30)
         total_weight = tl.where(is_first, tl.full([GROUP_ROWS], 1.0, tl.float32), 0.0)
         weighted = total_weight[:, None] * v_new.to(tl.float32)[None, :]
-        if active & is_first:
+        if is_first & (position >= 0):
             page = tl.load(pages_ptr + position // PAGE).to(tl.int64)
             slot = ((page * KV_HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + e
             tl.store(keys_ptr + slot, k_new)
