@@ -61,7 +61,7 @@ def positions_of(workload: Workload, num_rows: int) -> list[int]:
     return [workload.prompt + age for age in sorted(ages, reverse=True)]
 
 
-def make_step(shape: Shape, workload: Workload, positions: list[int]) -> Step:
+def make_step(shape: Shape, workload: Workload, *, positions: list[int]) -> Step:
     """Pages in random places; the full ones of a prompt are those of all its samples."""
     platform = select_platform("auto")
     device, num_rows = torch.device(platform.device_type), len(positions)
@@ -84,19 +84,20 @@ def make_step(shape: Shape, workload: Workload, positions: list[int]) -> Step:
         shape.head_dim, kv_heads=kv_heads, num_multiprocessors=platform.num_multiprocessors()
     )
 
-    def random_states(*size: int) -> Tensor:
+    def random_states(size: tuple[int, ...]) -> Tensor:
         return torch.randn(size, device=device, dtype=torch.bfloat16)
 
     return Step(
-        random_states(num_rows, heads, shape.head_dim),
-        random_states(num_rows, kv_heads, shape.head_dim),
-        random_states(num_rows, kv_heads, shape.head_dim),
-        [LayerCache(random_states(*size), random_states(*size)) for _ in range(NUM_LAYERS)],
+        random_states((num_rows, heads, shape.head_dim)),
+        random_states((num_rows, kv_heads, shape.head_dim)),
+        random_states((num_rows, kv_heads, shape.head_dim)),
+        [LayerCache(random_states(size), random_states(size)) for _ in range(NUM_LAYERS)],
         RowTables(
             table.to(device),
             numbers[:, RowState.POSITION],
             numbers[:, RowState.ACTIVE],
             torch.empty(num_rows, dtype=torch.int32, device=device),
+            torch.empty(programs + 1, dtype=torch.int32, device=device),
             torch.empty(programs, dtype=torch.int32, device=device),
             torch.empty((programs, 2, heads, shape.head_dim), device=device),
             torch.empty((programs, 2, heads, 2), device=device),
@@ -104,11 +105,11 @@ def make_step(shape: Shape, workload: Workload, positions: list[int]) -> Step:
     )
 
 
-def run(name: str, workload_name: str, num_rows: int) -> dict[str, object]:
+def run(name: str, workload_name: str, *, num_rows: int) -> dict[str, object]:
     """One row of the table."""
     shape, workload = SHAPES[name], WORKLOADS[workload_name]
     positions = positions_of(workload, num_rows)
-    step = make_step(shape, workload, positions)
+    step = make_step(shape, workload, positions=positions)
     replay = select_platform("auto").make_capturer()(step.run)
     layer_s = median_s(replay) / REPEATS / NUM_LAYERS
     read = sum(positions) * 2 * shape.kv_heads * shape.head_dim * torch.bfloat16.itemsize
@@ -132,8 +133,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows = []
-    for each in itertools.product(arguments.model, arguments.workload, arguments.rows):
-        row = run(*each)
+    chosen = itertools.product(arguments.model, arguments.workload, arguments.rows)
+    for model, workload, num_rows in chosen:
+        row = run(model, workload, num_rows=num_rows)
         rows.append(row)
         print(
             f"{row['model']} {row['workload']}, {row['rows']} rows: {row['layer_us']:.1f} us a "

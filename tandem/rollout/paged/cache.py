@@ -161,7 +161,9 @@ class RowTables:
         table_BN: int32, the pages of each row in order.
         position_B, active_B: int64 fields of ``RowState.numbers``.
         end_B: int32, where each row's pages end if those of all rows stand in one line.
-        row_S: int32, the row that each of the programs of a key/value head begins in.
+        begin_S: int32, where in the line each of the programs of a key/value head begins, and where
+            the last one ends. Those that are not needed stand at the end of the line.
+        row_S: int32, the row that each begins in.
         part_S2HE, stats_S2H2: fp32 room for what programs have of the rows they share: of the one
             that they begin inside of, and of the one that they end inside of.
     """
@@ -170,6 +172,7 @@ class RowTables:
     position_B: Tensor
     active_B: Tensor
     end_B: Tensor
+    begin_S: Tensor
     row_S: Tensor
     part_S2HE: Tensor
     stats_S2H2: Tensor

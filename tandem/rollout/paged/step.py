@@ -107,6 +107,7 @@ class DecodeStep:
             num_multiprocessors=num_multiprocessors,
         )
         self._row_ends_R = torch.empty(max_rows, dtype=torch.int32, device=device)
+        self._begin_S = torch.empty(programs + 1, dtype=torch.int32, device=device)
         self._row_S = torch.empty(programs, dtype=torch.int32, device=device)
         self._part_S2HE = torch.empty((programs, 2, heads, head_dim), device=device)
         self._stats_S2H2 = torch.empty((programs, 2, heads, 2), device=device)
@@ -136,6 +137,7 @@ class DecodeStep:
             numbers[:, RowState.POSITION],
             numbers[:, RowState.ACTIVE],
             self._row_ends_R[:size],
+            self._begin_S,
             self._row_S,
             self._part_S2HE,
             self._stats_S2H2,

@@ -2,12 +2,10 @@
 # pyright: reportCallIssue=false
 """Triton kernels: one new token a row attends to its pages, and its key and value enter the cache.
 
-The pages of all rows stand in one line, row after row, and are divided evenly among as many
-programs as the device runs at a time (stream-K, arXiv:2301.03598; for attention LeanAttention,
-arXiv:2405.10480), so that rows of all lengths keep all of it busy to the end. A program that begins
-or ends inside a row leaves what it has of it, and a second kernel merges the parts. How the line is
-divided is found once a step and serves all layers. Rows that are not active store nothing and read
-no page. Softmax and sums are fp32.
+The pages of all rows stand in a line that is divided evenly among as many programs as run at a time
+(stream-K, arXiv:2301.03598; LeanAttention, arXiv:2405.10480): rows of all lengths keep the device
+busy to the end. Rows that several programs read are merged from parts. The line is divided once a
+step. Rows that are not active store nothing and read no page. Softmax and sums are fp32.
 
 Shapes: B rows, H query heads, K key/value heads, G = H / K, E head dimension, P tokens of a page, N
 pages of a block table, S programs of a key/value head.
@@ -23,8 +21,6 @@ from torch import Tensor
 from tandem.rollout.paged.cache import PAGE_TOKENS, LayerCache, RowTables
 
 _MIN_DOT_ROWS = 16
-_MIN_PAGES = 2
-"""A program reads at least so many, where rows are few: more parts are longer to merge."""
 _MERGED_PARTS = 8
 """At a time."""
 
@@ -36,19 +32,20 @@ def num_programs(head_dim: int, *, kv_heads: int, num_multiprocessors: int) -> i
 
 
 def divide_pages(rows: RowTables) -> None:
-    """Fill ``end_B`` and ``row_S`` for the positions that rows are at."""
-    num_rows = len(rows.position_B)
+    """Fill ``end_B``, ``begin_S`` and ``row_S`` for the positions that rows are at."""
+    num_rows, programs = len(rows.position_B), len(rows.row_S)
     _divide[(1,)](
         rows.position_B,
         rows.active_B,
         rows.end_B,
+        rows.begin_S,
         rows.row_S,
         num_rows,
-        len(rows.row_S),
+        programs,
         rows.position_B.stride(0),
         PAGE=PAGE_TOKENS,
-        MIN_PAGES=_MIN_PAGES,
-        BLOCK=triton.next_power_of_2(num_rows),
+        ROWS=triton.next_power_of_2(num_rows),
+        PROGRAMS=triton.next_power_of_2(programs + 1),
         num_warps=8,
     )
 
@@ -75,12 +72,11 @@ def decode_attention(
         rows.position_B,
         rows.active_B,
         rows.end_B,
+        rows.begin_S,
         rows.row_S,
         o_BHE,
         rows.part_S2HE,
         rows.stats_S2H2,
-        num_rows,
-        programs,
         q_BHE.stride(0),
         k_BKE.stride(0),
         v_BKE.stride(0),
@@ -92,25 +88,24 @@ def decode_attention(
         GROUP_ROWS=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
         PAGE=PAGE_TOKENS,
-        MIN_PAGES=_MIN_PAGES,
         PRECISION="ieee" if q_BHE.dtype == torch.float32 else "tf32",
         num_warps=2 if head_dim <= 128 else 4,
         num_stages=3,
     )
-    _merge[(programs, num_heads)](
-        rows.end_B,
-        rows.row_S,
-        rows.part_S2HE,
-        rows.stats_S2H2,
-        o_BHE,
-        num_rows,
-        programs,
-        HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        MIN_PAGES=_MIN_PAGES,
-        PARTS=_MERGED_PARTS,
-        num_warps=1,
-    )
+    if programs > 1:
+        _merge[(programs - 1, num_heads)](
+            rows.end_B,
+            rows.begin_S,
+            rows.row_S,
+            rows.part_S2HE,
+            rows.stats_S2H2,
+            o_BHE,
+            programs,
+            HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            PARTS=_MERGED_PARTS,
+            num_warps=1,
+        )
     return o_BHE
 
 
@@ -123,26 +118,20 @@ def _position(position_ptr, active_ptr, offset, mask):
 
 
 @triton.jit
-def _begin_of(program, total, num_programs, MIN_PAGES: tl.constexpr):
-    """Where in the line of ``total`` pages a program begins; those not needed at its end."""
-    used = tl.minimum(tl.cdiv(total, MIN_PAGES), num_programs)
-    return (tl.minimum(program, used).to(tl.int64) * total // used).to(tl.int32)
-
-
-@triton.jit
 def _divide(
     position_ptr,
     active_ptr,
     end_ptr,
+    begin_ptr,
     row_ptr,
     num_rows,
     num_programs,
     state_stride,
     PAGE: tl.constexpr,
-    MIN_PAGES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
-    row = tl.arange(0, BLOCK)
+    row = tl.arange(0, ROWS)
     valid = row < num_rows
     position = _position(position_ptr, active_ptr, row * state_stride, valid)
     # A row without pages has one nevertheless: its new token has to go to somebody.
@@ -150,11 +139,23 @@ def _divide(
     end = tl.cumsum(pages, 0)
     total = tl.sum(pages, 0)
     tl.store(end_ptr + row, end.to(tl.int32), mask=valid)
-    used = tl.minimum(tl.cdiv(total, MIN_PAGES), num_programs)
-    first = tl.cdiv((end - pages) * used, total)  # the first that begins in this row
+    used = tl.minimum(total, num_programs)
+    program = tl.arange(0, PROGRAMS)
+    begin = tl.minimum(program, used) * total // used  # those not needed at the end of the line
+    tl.store(begin_ptr + program, begin.to(tl.int32), mask=program <= num_programs)
+    first = tl.cdiv((end - pages) * used, total)  # the first program that begins in this row
     last = tl.cdiv(end * used, total)  # and the first of a later one
     for index in range(0, tl.max(last - first, 0)):
         tl.store(row_ptr + first + index, row, mask=first + index < last)
+
+
+@triton.jit
+def _store_part(part_ptr, stats_ptr, part_G, top_G, weight_G, weighted_GE, valid_G):
+    e = tl.arange(0, weighted_GE.shape[1])
+    offset_GE = part_G[:, None] * weighted_GE.shape[1] + e[None, :]
+    tl.store(part_ptr + offset_GE, weighted_GE, mask=valid_G[:, None])
+    tl.store(stats_ptr + part_G * 2, top_G, mask=valid_G)
+    tl.store(stats_ptr + part_G * 2 + 1, weight_G, mask=valid_G)
 
 
 @triton.jit
@@ -168,12 +169,11 @@ def _attend(
     position_ptr,
     active_ptr,
     end_ptr,
+    begin_ptr,
     row_ptr,
     out_ptr,
     part_ptr,
     stats_ptr,
-    num_rows,
-    num_programs,
     q_stride,
     k_stride,
     v_stride,
@@ -185,22 +185,19 @@ def _attend(
     GROUP_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    MIN_PAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     program = tl.program_id(0)
     head = tl.program_id(1)
-    total = tl.load(end_ptr + num_rows - 1)
-    here = _begin_of(program, total, num_programs, MIN_PAGES)
-    stop = _begin_of(program + 1, total, num_programs, MIN_PAGES)
+    here = tl.load(begin_ptr + program)
+    stop = tl.load(begin_ptr + program + 1)
+    row = tl.load(row_ptr + program)
     if here == stop:
         return
     g = tl.arange(0, GROUP_ROWS)
     e = tl.arange(0, HEAD_DIM)
     t = tl.arange(0, PAGE)
-    valid_g = g < GROUP
-    head_g = head * GROUP + g
-    row = tl.load(row_ptr + program)
+    valid_g, head_g = g < GROUP, head * GROUP + g
     while here < stop:
         row_begin = tl.load(end_ptr + row - 1, mask=row > 0, other=0)
         row_end = tl.load(end_ptr + row)
@@ -212,8 +209,8 @@ def _attend(
         # The new token stands in registers: the first part starts from it, others from nothing.
         k_new = tl.load(k_ptr + row.to(tl.int64) * k_stride + head * HEAD_DIM + e)
         v_new = tl.load(v_ptr + row.to(tl.int64) * v_stride + head * HEAD_DIM + e)
-        own = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
         is_first = here == row_begin
+        own = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
         top = tl.where(is_first, own, -1e30)
         total_weight = tl.where(is_first, tl.full([GROUP_ROWS], 1.0, tl.float32), 0.0)
         weighted = total_weight[:, None] * v_new.to(tl.float32)[None, :]
@@ -226,9 +223,9 @@ def _attend(
         num_pages = tl.cdiv(position, PAGE)
         for index in range(here - row_begin, tl.minimum(here_end - row_begin, num_pages)):
             page = tl.load(pages_ptr + index).to(tl.int64)
-            base = (page * KV_HEADS + head) * PAGE * HEAD_DIM
             inside = (index * PAGE + t) < position
-            offset = base + t[:, None] * HEAD_DIM + e[None, :]
+            slot = (page * KV_HEADS + head) * PAGE + t
+            offset = slot[:, None] * HEAD_DIM + e[None, :]
             k = tl.load(keys_ptr + offset, mask=inside[:, None], other=0.0)
             v = tl.load(values_ptr + offset, mask=inside[:, None], other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
@@ -242,16 +239,12 @@ def _attend(
             top = new_top
 
         if is_first & (here_end == row_end):
-            out = (weighted / total_weight[:, None]).to(out_ptr.dtype.element_ty)
-            out_head = row.to(tl.int64) * (KV_HEADS * GROUP) + head_g
-            out_offset = out_head[:, None] * HEAD_DIM + e[None, :]
-            tl.store(out_ptr + out_offset, out, mask=valid_g[:, None])
+            o = (weighted / total_weight[:, None]).to(out_ptr.dtype.element_ty)
+            heads_ptr = out_ptr + row.to(tl.int64) * KV_HEADS * GROUP * HEAD_DIM
+            tl.store(heads_ptr + head_g[:, None] * HEAD_DIM + e[None, :], o, mask=valid_g[:, None])
         else:
             part = (program * 2 + is_first.to(tl.int32)) * (KV_HEADS * GROUP) + head_g
-            part_offset = part[:, None] * HEAD_DIM + e[None, :]
-            tl.store(part_ptr + part_offset, weighted, mask=valid_g[:, None])
-            tl.store(stats_ptr + part * 2, top, mask=valid_g)
-            tl.store(stats_ptr + part * 2 + 1, total_weight, mask=valid_g)
+            _store_part(part_ptr, stats_ptr, part, top, total_weight, weighted, valid_g)
         here = here_end
         row += 1
 
@@ -259,39 +252,36 @@ def _attend(
 @triton.jit
 def _merge(
     end_ptr,
+    begin_ptr,
     row_ptr,
     part_ptr,
     stats_ptr,
     out_ptr,
-    num_rows,
     num_programs,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    MIN_PAGES: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """The row that this program is the second of, if there is one: every row in parts has one."""
-    program = tl.program_id(0)
+    program = tl.program_id(0) + 1
     head = tl.program_id(1)
-    total = tl.load(end_ptr + num_rows - 1)
-    used = tl.minimum(tl.cdiv(total, MIN_PAGES), num_programs)
-    if (program == 0) | (program >= used):
+    begin_before = tl.load(begin_ptr + program - 1)
+    begin = tl.load(begin_ptr + program)
+    row = tl.load(row_ptr + program)
+    if begin == tl.load(begin_ptr + program + 1):
         return
-    row = tl.load(row_ptr + program).to(tl.int64)
     row_begin = tl.load(end_ptr + row - 1, mask=row > 0, other=0)
     row_end = tl.load(end_ptr + row)
-    if _begin_of(program, total, num_programs, MIN_PAGES) == row_begin:
+    if (begin == row_begin) | (begin_before > row_begin):
         return
-    if _begin_of(program - 1, total, num_programs, MIN_PAGES) > row_begin:
-        return
-    last = ((row_end.to(tl.int64) * used - 1) // total).to(tl.int32)
     e = tl.arange(0, HEAD_DIM)
     top = tl.full([1], -1e30, tl.float32)
     total_weight = tl.full([1], 0.0, tl.float32)
     weighted = tl.full([HEAD_DIM], 0.0, tl.float32)
-    for first in range(program - 1, last + 1, PARTS):
+    first = program - 1
+    while tl.load(begin_ptr + tl.minimum(first, num_programs)) < row_end:
         s = first + tl.arange(0, PARTS)
-        valid = s <= last
+        valid = tl.load(begin_ptr + s, mask=s < num_programs, other=row_end) < row_end
         part = (s * 2 + (s == program - 1).to(tl.int32)) * HEADS + head
         part_top = tl.load(stats_ptr + part * 2, mask=valid, other=-1e30)
         part_weight = tl.load(stats_ptr + part * 2 + 1, mask=valid, other=0.0)
@@ -303,5 +293,6 @@ def _merge(
         weighted = weighted * decay + tl.sum(part_weighted * factor[:, None], 0)
         total_weight = total_weight * decay + tl.sum(part_weight * factor, 0)
         top = new_top
+        first += PARTS
     out = (weighted / total_weight).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (row * HEADS + head) * HEAD_DIM + e, out)
+    tl.store(out_ptr + (row.to(tl.int64) * HEADS + head) * HEAD_DIM + e, out)

@@ -62,6 +62,7 @@ def _case(positions: list[int], sizes: Sizes, *, device: torch.device) -> Case:
         numbers[:, RowState.POSITION],
         numbers[:, RowState.ACTIVE],
         torch.empty(num_rows, dtype=torch.int32, device=device),
+        torch.empty(sizes.programs + 1, dtype=torch.int32, device=device),
         torch.empty(sizes.programs, dtype=torch.int32, device=device),
         torch.full((*room, sizes.head_dim), UNUSED, device=device),
         torch.full((*room, 2), UNUSED, device=device),
@@ -119,7 +120,7 @@ def test_contexts_across_page_borders(programs: int, device: torch.device) -> No
 @pytest.mark.parametrize("programs", [2, 3, 4, 99])
 def test_short_and_long_contexts_side_by_side(programs: int, device: torch.device) -> None:
     """1, 2, 3 and 22 pages: three programs take 9, 9 and 10, so that two of them begin in the last
-    row; 14 have work."""
+    row; of 99 as many as there are pages have work."""
     positions = [3, 2 * PAGE_TOKENS, 2 * PAGE_TOKENS + 1, 21 * PAGE_TOKENS + 7]
     _check(_case(positions, Sizes(kv_heads=1, programs=programs), device=device))
 
@@ -132,6 +133,7 @@ def test_programs_have_equal_parts_of_all_pages(seed: int, device: torch.device)
     divide_pages(rows)
     owners = [row for row, at in enumerate(positions) for _ in range(max(1, -(-at // PAGE_TOKENS)))]
     assert rows.end_B.tolist() == torch.bincount(torch.tensor(owners)).cumsum(0).tolist()
+    assert rows.begin_S.tolist() == [i * len(owners) // 7 for i in range(8)]
     assert rows.row_S.tolist() == [owners[i * len(owners) // 7] for i in range(7)]
 
 
