@@ -143,21 +143,23 @@ def run(name: str, workload_name: str, *, repeats: int) -> dict[str, object]:
 
 
 def run_continuously(name: str, workload_name: str, *, num_rows: int) -> dict[str, object]:
-    """One row of the table: sequences follow each other, and an eighth more than run wait."""
+    """One row of the table: sequences follow each other, and an eighth more than run wait.
+
+    ``num_rows`` is a multiple of the workload's samples.
+    """
     workload = WORKLOADS[workload_name]
     batch = replace(workload, prompts=num_rows // workload.samples)
     engine = make_engine(SHAPES[name], batch)
     queue = itertools.chain.from_iterable(requests_of(batch, seed) for seed in itertools.count())
-    num_sent = num_ended = num_windows = 0
+    num_sent = num_ended = 0
 
     def window() -> None:
-        nonlocal num_sent, num_ended, num_windows
+        nonlocal num_sent, num_ended
         while num_sent - num_ended < num_rows + num_rows // 8:
             request = next(queue)
             engine.add([request])
             num_sent += len(request.sample_ids)
         num_ended += len(engine.advance(WINDOW_TOKENS))
-        num_windows += 1
 
     def seconds_of(at_least_s: float) -> float:
         start = time.perf_counter()
@@ -167,7 +169,7 @@ def run_continuously(name: str, workload_name: str, *, num_rows: int) -> dict[st
         return time.perf_counter() - start
 
     seconds_of(CONTINUOUS_WARMUP_S)
-    num_windows, before = 0, engine.num_decoded_tokens
+    before = engine.num_decoded_tokens
     elapsed = seconds_of(CONTINUOUS_S)
     num_tokens = engine.num_decoded_tokens - before
     return {
@@ -176,8 +178,7 @@ def run_continuously(name: str, workload_name: str, *, num_rows: int) -> dict[st
         "settings": asdict(workload),
         "rows": num_rows,
         "tokens_per_s": num_tokens / elapsed,
-        "step_ms": 1e3 * elapsed / num_windows / WINDOW_TOKENS,
-        "share_of_rows_in_use": num_tokens / (num_windows * WINDOW_TOKENS * num_rows),
+        "ms_per_token_of_a_row": 1e3 * elapsed * num_rows / num_tokens,
         "matmul_tflops": matmul_rate() / 1e12,
         "copy_tb_per_s": copy_rate() / 1e12,
         "peak_gib": peak_gib(),
@@ -194,13 +195,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows = []
+    for workload, num_rows in itertools.product(arguments.workload, arguments.rows):
+        if num_rows <= 0 or num_rows % WORKLOADS[workload].samples:
+            parser.error(f"--rows {num_rows}: {workload} needs a multiple of its samples")
     for model in arguments.model:
         for workload, num_rows in itertools.product(arguments.workload, arguments.rows):
             row = run_continuously(model, workload, num_rows=num_rows)
             rows.append(row)
             print(
                 f"{model} {workload}, {num_rows} rows: {row['tokens_per_s']:,.0f} tokens/s, "
-                f"{row['step_ms']:.2f} ms a step, {row['share_of_rows_in_use']:.1%} in use",
+                f"{row['ms_per_token_of_a_row']:.2f} ms a token of a row",
                 flush=True,
             )
         for workload in [] if arguments.rows else arguments.workload:

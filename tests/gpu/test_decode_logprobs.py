@@ -148,7 +148,8 @@ def test_bf16(name: str, machine: Machine, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 64, 1024])
 def test_any_batch(rows: int, machine: Machine, tmp_path: Path) -> None:
-    """Few rows divide their pages into shares, many do not; samples wait for rows that are free."""
+    """Few rows are each read by many programs, of many a program reads several; samples wait for
+    rows that are free."""
     if machine.trial and rows > 7:
         pytest.skip("too many for a trial")
     pair = make_pair(Shape("qwen2", 64, 2, 7), machine, tmp_path)

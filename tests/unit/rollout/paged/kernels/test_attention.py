@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tandem.rollout.paged.cache import PAGE_TOKENS, LayerCache, RowState, RowTables
-from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages
+from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages, num_programs
 
 UNUSED = float("nan")
 """What stands where nobody may read."""
@@ -123,6 +123,17 @@ def test_short_and_long_contexts_side_by_side(programs: int, device: torch.devic
     row; of 99 as many as there are pages have work."""
     positions = [3, 2 * PAGE_TOKENS, 2 * PAGE_TOKENS + 1, 21 * PAGE_TOKENS + 7]
     _check(_case(positions, Sizes(kv_heads=1, programs=programs), device=device))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_heads", "multiprocessors", "expected"),
+    [(64, 2, 132, 396), (128, 2, 132, 264), (128, 8, 132, 66), (256, 1, 132, 264), (64, 8, 1, 1)],
+)
+def test_heads_share_the_programs_of_a_device(
+    head_dim: int, kv_heads: int, multiprocessors: int, expected: int
+) -> None:
+    found = num_programs(head_dim, kv_heads=kv_heads, num_multiprocessors=multiprocessors)
+    assert found == expected
 
 
 @pytest.mark.parametrize("seed", range(3))
