@@ -238,6 +238,8 @@ class RolloutRouter:
         """A sequence that was lost must not be waited for without end."""
         self._num_fruitless += 1
         if self._max_steps is not None:
+            if self._num_fruitless <= _MAX_FRUITLESS:
+                return
             tokens = sum(p.request.sampling.max_new_tokens for p in self._pending.values())
             if self._num_fruitless <= _MAX_FRUITLESS + tokens // self._max_steps:
                 return
