@@ -14,7 +14,6 @@ that are expected to be left.
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import time
@@ -22,7 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from measure import copy_rate, describe, matmul_rate, peak_gib, synchronize
+from measure import copy_rate, describe, matmul_rate, peak_gib, synchronize, tell
 from shapes import (
     EOS_ID,
     PEAK_FLOPS,
@@ -216,10 +215,7 @@ def main() -> None:
                 flush=True,
             )
     report = {"benchmark": "decode", **describe(), "rows": rows}
-    text = json.dumps(report, indent=1)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+    tell(report, arguments.output)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ the device.
 
 import argparse
 import itertools
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measure import copy_rate, describe, median_s
+from measure import copy_rate, describe, median_s, tell
 from shapes import SHAPES, WORKLOADS, Shape, Workload
 from torch import Tensor
 
@@ -143,10 +142,7 @@ def main() -> None:
             flush=True,
         )
     report = {"benchmark": "decode_attention", **describe(), "results": rows}
-    text = json.dumps(report, indent=1)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+    tell(report, arguments.output)
 
 
 if __name__ == "__main__":

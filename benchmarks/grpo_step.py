@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import copy_rate, describe, matmul_rate
+from measure import copy_rate, describe, matmul_rate, tell
 from shapes import (
     EOS_ID,
     PAD_ID,
@@ -345,10 +345,7 @@ def main() -> None:
             print(prepare(folder, options.model, workload_name=options.workload))
             return
         report = benchmark(options, folder)
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    tell(report, options.output)
     phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report["phases_s"].items())
     print(
         f"{options.model} {options.workload}: step {report['step_s']:.2f} s ({phases}), "

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the accelerator benchmarks measure of the machine itself."""
 
+import json
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,6 +54,14 @@ def median_s(function: Callable[[], object], repeats: int = 10) -> float:
         if repeat >= 3:
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
+
+
+def tell(report: Mapping[str, Any], output: Path | None) -> None:
+    """Print a report as JSON, and keep it in a file."""
+    text = json.dumps(report, indent=1)
+    print(text)
+    if output is not None:
+        output.write_text(text + "\n")
 
 
 def describe() -> dict[str, str]:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from grpo_step import PHASES, REWARD, write_tokenizer
-from measure import describe
+from measure import describe, tell
 
 from tandem.checkpoint.store import CheckpointStore
 from tandem.cli.training import MAX_ROLLOUTS_RECORDED_PER_STEP, reward_limits, reward_spec
@@ -309,10 +309,7 @@ def main() -> None:
         "settings": settings,
         **figures,
     }
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.output:
-        options.output.write_text(text + "\n")
+    tell(report, options.output)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ recomputation, against 989 TFLOP/s.
 """
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from measure import copy_rate, describe, matmul_rate, peak_gib, synchronize
+from measure import copy_rate, describe, matmul_rate, peak_gib, synchronize, tell
 from shapes import PEAK_FLOPS, SHAPES, WORKLOADS, Workload, random_decoder, update_floor_s
 
 from tandem.algorithms.policy_loss import PolicyLoss
@@ -186,10 +185,7 @@ def main() -> None:
         )
         torch.accelerator.empty_cache()
     report = {"benchmark": "update", **describe(), "rows": rows}
-    text = json.dumps(report, indent=1)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
+    tell(report, arguments.output)
 
 
 if __name__ == "__main__":
