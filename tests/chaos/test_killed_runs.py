@@ -189,9 +189,10 @@ def test_a_signal_within_the_first_step_leaves_no_checkpoint(
 def test_a_second_signal_ends_it_at_once(
     number: signal.Signals, code: int, material: Material, tmp_path: Path
 ) -> None:
-    """The first one waits for the validation before training, whose rewards take minutes."""
-    slow = "custom_reward_function.name=slow"
-    command = Command([*grpo(material, tmp_path / "run"), slow], folder=tmp_path)
+    """The first one waits for an update that takes minutes; rollouts are recorded beside it."""
+    keys = ("actor_rollout_ref.actor.ppo_epochs=1000000", "data.val_files=[]")
+    command = Command([*grpo(material, tmp_path / "run"), *keys], folder=tmp_path)
+    command.wait_for(tmp_path / "run" / "rollouts.jsonl", text="\n")
     children = wait_for_children(command.pid, count=2)
     command.signal(number)
     command.wait_for(tmp_path / "stderr.txt", text="once more to leave at once")
