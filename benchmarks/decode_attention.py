@@ -23,12 +23,12 @@ from shapes import SHAPES, WORKLOADS, Shape, Workload
 from torch import Tensor
 
 from tandem.platforms.select import select_platform
-from tandem.rollout.paged.cache import PAGE_TOKENS, LayerCache, RowState, RowTables
+from tandem.rollout.paged.cache import PAGE_TOKENS, LayerCache, PageDivision, RowState, RowTables
 from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages, num_programs
 
 NUM_LAYERS = 4
-REPEATS = 6
-"""Of the layers in what is captured."""
+REPEATS = 50
+"""Of the layers in what is captured, beside which its launch is short."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,9 @@ def make_step(shape: Shape, workload: Workload, *, positions: list[int]) -> Step
             table.to(device),
             numbers[:, RowState.POSITION],
             numbers[:, RowState.ACTIVE],
-            torch.empty(num_rows, dtype=torch.int32, device=device),
-            torch.empty(programs + 1, dtype=torch.int32, device=device),
-            torch.empty(programs, dtype=torch.int32, device=device),
-            torch.empty((programs, 2, heads, shape.head_dim), device=device),
-            torch.empty((programs, 2, heads, 2), device=device),
+            PageDivision.allocate(
+                num_rows, programs, num_heads=heads, head_dim=shape.head_dim, device=device
+            ),
         ),
     )
 
@@ -131,6 +129,8 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[16, 64, 256, 512, 1024])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if min(arguments.rows) < 1:
+        parser.error(f"--rows {min(arguments.rows)}: needs 1 or more")
     rows = []
     chosen = itertools.product(arguments.model, arguments.workload, arguments.rows)
     for model, workload, num_rows in chosen:

@@ -11,7 +11,7 @@ heads, E head dimension, S programs of attention a key/value head, W tokens of a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -154,25 +154,59 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class PageDivision:
+    """The pages of all rows stand in one line, which the programs of a key/value head divide.
+
+    Attributes:
+        end_B: int32, where each row's pages end.
+        begin_S: int32, where each program begins, and where the last one ends. Those that are not
+            needed stand at the end of the line.
+        row_S: int32, the row that each begins in.
+        part_S2HE, stats_S2H2: fp32 room for what programs have of the rows they share: of the one
+            that they begin inside of, and of the one that they end inside of.
+    """
+
+    end_B: Tensor
+    begin_S: Tensor
+    row_S: Tensor
+    part_S2HE: Tensor
+    stats_S2H2: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        num_rows: int,
+        num_programs: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        device: torch.device,
+    ) -> PageDivision:
+        """Room for it; ``kernels.attention.divide_pages`` fills it."""
+        return cls(
+            torch.empty(num_rows, dtype=torch.int32, device=device),
+            torch.empty(num_programs + 1, dtype=torch.int32, device=device),
+            torch.empty(num_programs, dtype=torch.int32, device=device),
+            torch.empty((num_programs, 2, num_heads, head_dim), device=device),
+            torch.empty((num_programs, 2, num_heads, 2), device=device),
+        )
+
+    def rows(self, rows: slice) -> PageDivision:
+        """The same room for some rows alone."""
+        return replace(self, end_B=self.end_B[rows])
+
+
+@dataclass(frozen=True, slots=True)
 class RowTables:
     """What a decode step's attention knows of its B rows.
 
     Attributes:
         table_BN: int32, the pages of each row in order.
         position_B, active_B: int64 fields of ``RowState.numbers``.
-        end_B: int32, where each row's pages end if those of all rows stand in one line.
-        begin_S: int32, where in the line each of the programs of a key/value head begins, and where
-            the last one ends. Those that are not needed stand at the end of the line.
-        row_S: int32, the row that each begins in.
-        part_S2HE, stats_S2H2: fp32 room for what programs have of the rows they share: of the one
-            that they begin inside of, and of the one that they end inside of.
+        division: of these rows' pages among programs.
     """
 
     table_BN: Tensor
     position_B: Tensor
     active_B: Tensor
-    end_B: Tensor
-    begin_S: Tensor
-    row_S: Tensor
-    part_S2HE: Tensor
-    stats_S2H2: Tensor
+    division: PageDivision

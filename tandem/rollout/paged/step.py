@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem.models.decoder import Decoder
 from tandem.platforms.capture import Capturer, Replay
-from tandem.rollout.paged.cache import PageStore, RowState, RowTables, Window
+from tandem.rollout.paged.cache import PageDivision, PageStore, RowState, RowTables, Window
 from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages, num_programs
 from tandem.rollout.paged.kernels.sampling import draw_next
 
@@ -100,17 +100,19 @@ class DecodeStep:
         self.table_RN = table_RN
         row_R = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._buffers = _Buffers(decoder, self.state, window, row_R)
-        heads, head_dim = decoder.config.num_heads, decoder.config.head_dim
+        config = decoder.config
         programs = num_programs(
-            head_dim,
-            kv_heads=decoder.config.num_kv_heads,
+            config.head_dim,
+            kv_heads=config.num_kv_heads,
             num_multiprocessors=num_multiprocessors,
         )
-        self._row_ends_R = torch.empty(max_rows, dtype=torch.int32, device=device)
-        self._begin_S = torch.empty(programs + 1, dtype=torch.int32, device=device)
-        self._row_S = torch.empty(programs, dtype=torch.int32, device=device)
-        self._part_S2HE = torch.empty((programs, 2, heads, head_dim), device=device)
-        self._stats_S2H2 = torch.empty((programs, 2, heads, 2), device=device)
+        self._division = PageDivision.allocate(
+            max_rows,
+            programs,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            device=device,
+        )
 
     def prepare(self, num_rows: int, store: PageStore, *, filtered: bool) -> Replay:
         """The step for at least ``num_rows`` rows; those beyond become inactive."""
@@ -136,9 +138,5 @@ class DecodeStep:
             self.table_RN[:size],
             numbers[:, RowState.POSITION],
             numbers[:, RowState.ACTIVE],
-            self._row_ends_R[:size],
-            self._begin_S,
-            self._row_S,
-            self._part_S2HE,
-            self._stats_S2H2,
+            self._division.rows(slice(size)),
         )

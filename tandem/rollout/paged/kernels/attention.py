@@ -32,14 +32,15 @@ def num_programs(head_dim: int, *, kv_heads: int, num_multiprocessors: int) -> i
 
 
 def divide_pages(rows: RowTables) -> None:
-    """Fill ``end_B``, ``begin_S`` and ``row_S`` for the positions that rows are at."""
-    num_rows, programs = len(rows.position_B), len(rows.row_S)
+    """Fill ``rows.division`` for the positions that rows are at."""
+    division, num_rows = rows.division, len(rows.position_B)
+    programs = len(division.row_S)
     _divide[(1,)](
         rows.position_B,
         rows.active_B,
-        rows.end_B,
-        rows.begin_S,
-        rows.row_S,
+        division.end_B,
+        division.begin_S,
+        division.row_S,
         num_rows,
         programs,
         rows.position_B.stride(0),
@@ -60,7 +61,8 @@ def decode_attention(
     num_rows, num_heads, head_dim = q_BHE.shape
     kv_heads = k_BKE.shape[1]
     group = num_heads // kv_heads
-    programs = len(rows.row_S)
+    division = rows.division
+    programs = len(division.row_S)
     o_BHE = torch.empty((num_rows, num_heads, head_dim), dtype=q_BHE.dtype, device=q_BHE.device)
     _attend[(programs, kv_heads)](
         q_BHE,
@@ -71,12 +73,12 @@ def decode_attention(
         rows.table_BN,
         rows.position_B,
         rows.active_B,
-        rows.end_B,
-        rows.begin_S,
-        rows.row_S,
+        division.end_B,
+        division.begin_S,
+        division.row_S,
         o_BHE,
-        rows.part_S2HE,
-        rows.stats_S2H2,
+        division.part_S2HE,
+        division.stats_S2H2,
         q_BHE.stride(0),
         k_BKE.stride(0),
         v_BKE.stride(0),
@@ -94,11 +96,11 @@ def decode_attention(
     )
     if programs > 1:
         _merge[(programs - 1, num_heads)](
-            rows.end_B,
-            rows.begin_S,
-            rows.row_S,
-            rows.part_S2HE,
-            rows.stats_S2H2,
+            division.end_B,
+            division.begin_S,
+            division.row_S,
+            division.part_S2HE,
+            division.stats_S2H2,
             o_BHE,
             programs,
             HEADS=num_heads,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from tandem.rollout.paged.cache import PAGE_TOKENS, LayerCache, RowState, RowTables
+from tandem.rollout.paged.cache import PAGE_TOKENS, LayerCache, PageDivision, RowState, RowTables
 from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages, num_programs
 
 UNUSED = float("nan")
@@ -56,16 +56,16 @@ def _case(positions: list[int], sizes: Sizes, *, device: torch.device) -> Case:
     qkv = torch.randn(num_rows, heads + 2 * kv_heads, sizes.head_dim).to(device, sizes.dtype)
     q_BHE, k_BKE, v_BKE = qkv.split((heads, kv_heads, kv_heads), 1)
     numbers = state.numbers.to(device)
-    room = (sizes.programs, 2, heads)
+    division = PageDivision.allocate(
+        num_rows, sizes.programs, num_heads=heads, head_dim=sizes.head_dim, device=device
+    )
+    division.part_S2HE.fill_(UNUSED)
+    division.stats_S2H2.fill_(UNUSED)
     rows = RowTables(
         table.to(device, torch.int32),
         numbers[:, RowState.POSITION],
         numbers[:, RowState.ACTIVE],
-        torch.empty(num_rows, dtype=torch.int32, device=device),
-        torch.empty(sizes.programs + 1, dtype=torch.int32, device=device),
-        torch.empty(sizes.programs, dtype=torch.int32, device=device),
-        torch.full((*room, sizes.head_dim), UNUSED, device=device),
-        torch.full((*room, 2), UNUSED, device=device),
+        division,
     )
     cache = LayerCache(layer.keys.to(device, sizes.dtype), layer.values.to(device, sizes.dtype))
     return Case(q_BHE, k_BKE, v_BKE, cache, rows)
@@ -142,10 +142,11 @@ def test_programs_have_equal_parts_of_all_pages(seed: int, device: torch.device)
     positions = torch.randint(-1, 40 * PAGE_TOKENS, (11,), generator=generator).tolist()
     rows = _case(positions, Sizes(kv_heads=1, programs=7), device=device).rows
     divide_pages(rows)
+    found = rows.division
     owners = [row for row, at in enumerate(positions) for _ in range(max(1, -(-at // PAGE_TOKENS)))]
-    assert rows.end_B.tolist() == torch.bincount(torch.tensor(owners)).cumsum(0).tolist()
-    assert rows.begin_S.tolist() == [i * len(owners) // 7 for i in range(8)]
-    assert rows.row_S.tolist() == [owners[i * len(owners) // 7] for i in range(7)]
+    assert found.end_B.tolist() == torch.bincount(torch.tensor(owners)).cumsum(0).tolist()
+    assert found.begin_S.tolist() == [i * len(owners) // 7 for i in range(8)]
+    assert found.row_S.tolist() == [owners[i * len(owners) // 7] for i in range(7)]
 
 
 @pytest.mark.parametrize("programs", [1, 3])
