@@ -37,6 +37,10 @@ from tandem.pipeline.prediction import predict_step, predictor
 _TIMES = "--times"
 _LAGS = (0, 1, 2, 3, 4)
 _REFERENCE = "ref_logp"
+_LEFT_OUT = (
+    "left out: memory, rewards, and that steps of more sequences at a time take longer, as where "
+    "fewer devices generate. Try it for a few steps."
+)
 
 Groups = tuple[tuple[str, ...], ...]
 """Tasks that share devices, group by group."""
@@ -97,7 +101,7 @@ def run(arguments: Sequence[str]) -> int:
     print_rows("Suggested split, simulated", _rows(advice), console=console)
     line = "no split is faster than what is configured"
     if advice.is_better:
-        line = f"arguments: {' '.join(advice.overrides)}"
+        line = f"{_LEFT_OUT}\narguments: {' '.join(advice.overrides)}"
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
