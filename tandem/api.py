@@ -39,8 +39,8 @@ class Loss(Protocol):
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...
 
 
-class TrainEngine(Protocol):
-    """Holds a policy or a critic (and its optimizer) in one process or spread over several."""
+class ReferencePolicy(Protocol):
+    """What scores: a policy or a reward model that stays as it is, or what is trained."""
 
     @property
     def data_parallel_size(self) -> int:
@@ -58,6 +58,10 @@ class TrainEngine(Protocol):
         """
         ...
 
+
+class TrainEngine(ReferencePolicy, Protocol):
+    """Holds a policy or a critic (and its optimizer) in one process or spread over several."""
+
     def update(
         self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
     ) -> UpdateReport:
@@ -74,28 +78,6 @@ class TrainEngine(Protocol):
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote. Raises UserError if it belongs to another model."""
-        ...
-
-    def export(self, folder: Path) -> None:
-        """Write a Hugging Face model folder."""
-        ...
-
-
-class ReferencePolicy(Protocol):
-    """A policy, or a reward model, that only scores."""
-
-    @property
-    def data_parallel_size(self) -> int:
-        """As ``TrainEngine.data_parallel_size``."""
-        ...
-
-    @property
-    def sequence_parallel_size(self) -> int:
-        """As ``TrainEngine.sequence_parallel_size``."""
-        ...
-
-    def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """As ``TrainEngine.score``."""
         ...
 
 

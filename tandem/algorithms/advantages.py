@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantage estimators: from token rewards to an advantage and a return per response token.
 
-Each is a function of ``AdvantageInputs`` and a few settings; ``ADVANTAGES`` names them as
+Each is a function of ``AdvantageInputs`` and keys of ``algorithm``; ``ADVANTAGES`` names them as
 ``algorithm.adv_estimator`` does. A sequence whose reward has no value (timeout, error) takes part
 in no baseline and no statistic, and gets advantage 0. A group of one sample has no baseline (mean
 0, std 1, as in verl); a group in which only one sample is left after failures has nothing to
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,28 +24,10 @@ from tandem.algorithms.sequences import (
     shift_from_next,
     sum_by_sequence,
 )
+from tandem.config.algorithm import AlgorithmConfig
 
 _STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
-
-
-class AdvantageSettings(Protocol):
-    """The part of ``algorithm.*`` that estimators read."""
-
-    @property
-    def gamma(self) -> float:
-        """Discount of rewards."""
-        ...
-
-    @property
-    def lam(self) -> float:
-        """Lambda of GAE."""
-        ...
-
-    @property
-    def norm_adv_by_std_in_grpo(self) -> bool:
-        """False: GRPO without the division by the standard deviation (Dr.GRPO)."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +61,7 @@ class Advantages:
     returns_R: Tensor
 
 
-Estimator = Callable[[AdvantageInputs, AdvantageSettings], Advantages]
+Estimator = Callable[[AdvantageInputs, AlgorithmConfig], Advantages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +133,7 @@ def _whiten(values_R: Tensor, inputs: AdvantageInputs) -> Tensor:
     return centred_R * torch.rsqrt(variance + _VARIANCE_EPSILON)
 
 
-def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+def grpo(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
     """``(R - mean) / (std + 1e-6)`` over the group, std unbiased (arXiv:2402.03300).
 
     Without ``norm_adv_by_std_in_grpo``: ``R - mean`` (Dr.GRPO, arXiv:2503.20783).
@@ -164,7 +145,7 @@ def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     return _outcome(centred_N, inputs)
 
 
-def grpo_passk(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+def grpo_passk(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
     """Only the best of a group counts, by its lead over the second best (arXiv:2503.19595)."""
     groups = _group_statistics(inputs)
     ranked_N = torch.where(inputs.valid_N, groups.scores_N, -torch.inf)
@@ -180,14 +161,14 @@ def grpo_passk(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantag
     return _outcome(torch.zeros_like(lead_N).index_copy(0, order, lead_N), inputs)
 
 
-def rloo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+def rloo(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
     """Reward minus the mean of the other samples of the group (arXiv:2402.14740)."""
     groups = _group_statistics(inputs)
     others_N = (groups.num_valid_N - 1).clamp(min=1)
     return _outcome((groups.scores_N - groups.mean_N) * groups.num_valid_N / others_N, inputs)
 
 
-def opo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+def opo(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
     """Reward minus the length-weighted mean of the group (arXiv:2505.23585)."""
     groups = _group_statistics(inputs)
     length_N = count_by_sequence(inputs.sequence_R, inputs.num_sequences) * inputs.valid_N
@@ -196,7 +177,7 @@ def opo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     return _outcome(groups.scores_N - torch.where(groups.alone_N, 0.0, baseline_N), inputs)
 
 
-def gpg(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+def gpg(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
     """``R - mean``, scaled up by the share of sequences without any reward (arXiv:2504.02546)."""
     groups = _group_statistics(inputs)
     rewarded = torch.count_nonzero(groups.scores_N).clamp(min=1)
@@ -204,16 +185,14 @@ def gpg(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     return _outcome(scale * (groups.scores_N - groups.mean_N), inputs)
 
 
-def reinforce_plus_plus_baseline(
-    inputs: AdvantageInputs, settings: AdvantageSettings
-) -> Advantages:
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
     """``R - mean`` of the group, whitened over the tokens of the batch (arXiv:2501.03262)."""
     groups = _group_statistics(inputs)
     whitened_R = _whiten(_broadcast(groups.scores_N - groups.mean_N, inputs), inputs)
     return Advantages(whitened_R, whitened_R)
 
 
-def reinforce_plus_plus(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+def reinforce_plus_plus(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
     """Discounted returns, whitened over the tokens of the batch (arXiv:2501.03262)."""
     returns_R = discounted_suffix_sum(
         _valid_rewards(inputs), inputs.sequence_R, discount=settings.gamma
@@ -221,7 +200,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, settings: AdvantageSettings) ->
     return Advantages(_whiten(returns_R, inputs), returns_R)
 
 
-def remax(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+def remax(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
     """Rewards to come minus the reward of the greedy response (arXiv:2310.10505).
 
     A greedy response whose reward failed (NaN) counts as a failure of the sequences it is compared
@@ -234,7 +213,7 @@ def remax(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
     return Advantages(torch.where(valid_N[inputs.sequence_R], advantages_R, 0.0), returns_R)
 
 
-def gae(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
+def gae(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
     """Generalised advantage estimation (arXiv:1506.02438), whitened after taking the returns.
 
     Tokens without loss (tool output) are absent from the flat layout, so that values and errors

@@ -16,10 +16,7 @@ from tandem.types import LossInputs, LossOutputs
 class SftLoss:
     """Token-mean negative log-likelihood; reports it as ``train/loss``. Needs no columns."""
 
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether ``LossInputs.entropy_R`` must be computed: never."""
-        return False
+    needs_entropy = False
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """This micro-batch's share of the loss."""

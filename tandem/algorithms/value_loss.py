@@ -32,10 +32,7 @@ class ValueLoss:
     loss_agg_mode: str
     loss_scale_factor: float | None
 
-    @property
-    def needs_entropy(self) -> bool:
-        """Never: a critic has none."""
-        return False
+    needs_entropy = False
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """This micro-batch's share. ``inputs.score_R`` are the values."""

@@ -48,11 +48,7 @@ class StopSwitch:
 
     def _start_stopping(self) -> None:
         assert self._stop is not None, "nothing to stop"
-        self._tasks.add(asyncio.ensure_future(_awaited(self._stop)))
-
-
-async def _awaited(stop: Callable[[], Awaitable[None]]) -> None:
-    await stop()
+        self._tasks.add(asyncio.ensure_future(self._stop()))
 
 
 @dataclass(frozen=True, slots=True)

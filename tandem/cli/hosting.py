@@ -28,7 +28,6 @@ from tandem.config.pools import Placement, models_beside, place_run, place_sft
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
 from tandem.config.sizes import ModelSizes
-from tandem.metrics.throughput import ModelShape
 from tandem.models.folder import ModelFolder, require_decoder
 from tandem.pipeline.parts import Engines
 from tandem.platforms.record import Platform
@@ -44,7 +43,7 @@ from tandem.runtime.nodes import run_on_nodes
 from tandem.runtime.ray import RayRuntime
 from tandem.runtime.rendezvous import Meeting
 from tandem.types import TokenIds
-from tandem.workers.colocated import build_colocated, build_trainer, shape_of
+from tandem.workers.colocated import build_colocated, build_trainer, sizes_of
 from tandem.workers.deployment import remote_engines, remote_trainer, run_jobs, sft_jobs
 from tandem.workers.job import WorkerJob, build_worker
 from tandem.workers.precision import require_precision
@@ -109,7 +108,7 @@ class HostedRun:
 
     runtime: Runtime
     engines: Engines
-    shape: ModelShape | None
+    sizes: ModelSizes | None
     chip: str
     peak_memory: Callable[[], PeakMemory]
 
@@ -293,7 +292,7 @@ async def hosted_run(
                 num_rows=built.num_rows,
             )
             peak = partial(PeakMemory.of, platform)
-            yield HostedRun(runtime, engines, built.shape, platform.device_name(), peak)
+            yield HostedRun(runtime, engines, built.sizes, platform.device_name(), peak)
         return
     make_jobs = partial(
         run_jobs,
@@ -318,9 +317,9 @@ async def hosted_run(
             generates_apart=site.placement.generates_apart,
             num_rows=rollout.max_num_seqs * len(remote.rollout.work()),
         )
-        shape = None if model.decoder_config is None else shape_of(model.decoder_config)
+        sizes = None if model.decoder_config is None else sizes_of(model.decoder_config)
         chip = await runtime.call(_chip, groups[site.placement.pool_of("actor-train").name])
-        yield HostedRun(runtime, engines, shape, chip, partial(_peak, remote.train, remote.critic))
+        yield HostedRun(runtime, engines, sizes, chip, partial(_peak, remote.train, remote.critic))
 
 
 @asynccontextmanager

@@ -235,7 +235,7 @@ def _assemble(
         sinks=sinks,
         recorder=recorder,
         facts=ComputeFacts(
-            hosted.shape,
+            hosted.sizes,
             hosted.chip,
             num_devices=site.num_devices,
             num_training_devices=site.placement.pool_of("actor-train").num_devices,

@@ -145,62 +145,32 @@ class ActorConfig(BaseModel):
         default=True, description="Load weights; False starts from random ones."
     )
 
-    use_torch_compile: bool = Field(
-        default=True,
-        description="Compile parts of the training step.",
-        json_schema_extra=no_effect("not built yet: nothing is compiled so far"),
+    use_torch_compile: bool = no_effect(
+        True, "Compile parts of the training step.", why="not built yet: nothing is compiled so far"
     )
-    megatron: MegatronConfig = Field(
-        default_factory=MegatronConfig,
-        description="Megatron's layout.",
-        json_schema_extra=no_effect(_MEGATRON),
+    megatron: MegatronConfig = no_effect(MegatronConfig, "Megatron's layout.", why=_MEGATRON)
+    checkpoint: CheckpointConfig = no_effect(
+        CheckpointConfig, "Parts of a checkpoint.", why=_CHECKPOINT
     )
-    checkpoint: CheckpointConfig = Field(
-        default_factory=CheckpointConfig,
-        description="Parts of a checkpoint.",
-        json_schema_extra=no_effect(_CHECKPOINT),
+    ppo_micro_batch_size: int | None = no_effect(
+        None,
+        "Micro-batch over all devices.",
+        why="deprecated in verl; use ppo_micro_batch_size_per_gpu",
     )
-    ppo_micro_batch_size: int | None = Field(
-        default=None,
-        description="Micro-batch over all devices.",
-        json_schema_extra=no_effect("deprecated in verl; use ppo_micro_batch_size_per_gpu"),
+    entropy_from_logits_with_chunking: bool = no_effect(False, "Chunked entropy.", why=_ENTROPY)
+    entropy_checkpointing: bool = no_effect(False, "Recomputed entropy.", why=_ENTROPY)
+    calculate_entropy: bool = no_effect(
+        False, "Report entropy.", why="actor/entropy is always reported"
     )
-    entropy_from_logits_with_chunking: bool = Field(
-        default=False, description="Chunked entropy.", json_schema_extra=no_effect(_ENTROPY)
+    use_remove_padding: bool = no_effect(True, "Train without padding.", why=ALWAYS_PACKED)
+    use_fused_kernels: bool = no_effect(
+        False, "Fused log-probs.", why="log-probs are always computed fused and in chunks"
     )
-    entropy_checkpointing: bool = Field(
-        default=False, description="Recomputed entropy.", json_schema_extra=no_effect(_ENTROPY)
+    use_prefix_grouper: bool = no_effect(
+        False, "Share prompts in training.", why="samples of one prompt always share it in training"
     )
-    calculate_entropy: bool = Field(
-        default=False,
-        description="Report entropy.",
-        json_schema_extra=no_effect("actor/entropy is always reported"),
-    )
-    use_remove_padding: bool = Field(
-        default=True,
-        description="Train without padding.",
-        json_schema_extra=no_effect(ALWAYS_PACKED),
-    )
-    use_fused_kernels: bool = Field(
-        default=False,
-        description="Fused log-probs.",
-        json_schema_extra=no_effect("log-probs are always computed fused and in chunks"),
-    )
-    use_prefix_grouper: bool = Field(
-        default=False,
-        description="Share prompts in training.",
-        json_schema_extra=no_effect("samples of one prompt always share it in training"),
-    )
-    freeze_vision_tower: bool = Field(
-        default=False,
-        description="Freeze vision.",
-        json_schema_extra=no_effect("models are text only"),
-    )
-    profiler: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Profiler of the actor.",
-        json_schema_extra=no_effect(NOT_BUILT),
-    )
+    freeze_vision_tower: bool = no_effect(False, "Freeze vision.", why="models are text only")
+    profiler: dict[str, Any] = no_effect(dict[str, Any], "Profiler of the actor.", why=NOT_BUILT)
 
     @property
     def clip_low(self) -> float:

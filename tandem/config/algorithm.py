@@ -87,11 +87,5 @@ class AlgorithmConfig(BaseModel):
         default_factory=RolloutCorrectionConfig, description="Rollout against trainer."
     )
 
-    use_pf_ppo: bool = Field(
-        default=False, description="PF-PPO resampling.", json_schema_extra=no_effect(NOT_BUILT)
-    )
-    pf_ppo: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Settings of PF-PPO.",
-        json_schema_extra=no_effect(NOT_BUILT),
-    )
+    use_pf_ppo: bool = no_effect(False, "PF-PPO resampling.", why=NOT_BUILT)
+    pf_ppo: dict[str, Any] = no_effect(dict[str, Any], "Settings of PF-PPO.", why=NOT_BUILT)

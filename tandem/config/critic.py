@@ -55,20 +55,14 @@ class CriticModelConfig(ModelConfig):
     fsdp_config: FsdpConfig = Field(
         default_factory=FsdpConfig, description="Precision, sharding and offloading."
     )
-    custom_chat_template: str | None = Field(
-        default=None,
-        description="Chat template.",
-        json_schema_extra=no_effect("prompts are rendered once, for actor and critic"),
+    custom_chat_template: str | None = no_effect(
+        None, "Chat template.", why="prompts are rendered once, for actor and critic"
     )
-    rope_scaling: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Changes to the rotary embedding.",
-        json_schema_extra=no_effect(NOT_BUILT),
+    rope_scaling: dict[str, Any] = no_effect(
+        dict[str, Any], "Changes to the rotary embedding.", why=NOT_BUILT
     )
-    tiled_mlp: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="The feed-forward in tiles.",
-        json_schema_extra=no_effect(NOT_BUILT),
+    tiled_mlp: dict[str, Any] = no_effect(
+        dict[str, Any], "The feed-forward in tiles.", why=NOT_BUILT
     )
 
 
@@ -134,49 +128,33 @@ class CriticConfig(BaseModel):
         description="The loss does not reward values that have moved by more than this.",
     )
 
-    strategy: str = Field(
-        default="fsdp", description="Back end.", json_schema_extra=no_effect(_ACTORS_STRATEGY)
+    strategy: str = no_effect("fsdp", "Back end.", why=_ACTORS_STRATEGY)
+    rollout_n: int = no_effect(1, "Samples of a prompt.", why="actor_rollout_ref.rollout.n decides")
+    megatron: MegatronConfig = no_effect(
+        MegatronConfig, "Megatron's layout.", why="not built yet: strategy=megatron"
     )
-    rollout_n: int = Field(
-        default=1,
-        description="Samples of a prompt.",
-        json_schema_extra=no_effect("actor_rollout_ref.rollout.n decides"),
+    load_weight: bool = no_effect(
+        True, "Load weights.", why="actor_rollout_ref.actor.load_weight decides for both models"
     )
-    megatron: MegatronConfig = Field(
-        default_factory=MegatronConfig,
-        description="Megatron's layout.",
-        json_schema_extra=no_effect("not built yet: strategy=megatron"),
+    checkpoint: CheckpointConfig = no_effect(
+        CheckpointConfig,
+        "Parts of a checkpoint.",
+        why="a checkpoint always holds weights, optimizer and schedule",
     )
-    load_weight: bool = Field(
-        default=True,
-        description="Load weights.",
-        json_schema_extra=no_effect("actor_rollout_ref.actor.load_weight decides for both models"),
+    ppo_micro_batch_size: int | None = no_effect(
+        None,
+        "Micro-batch over all devices.",
+        why="deprecated in verl; use ppo_micro_batch_size_per_gpu",
     )
-    checkpoint: CheckpointConfig = Field(
-        default_factory=CheckpointConfig,
-        description="Parts of a checkpoint.",
-        json_schema_extra=no_effect("a checkpoint always holds weights, optimizer and schedule"),
+    forward_micro_batch_size: int | None = no_effect(
+        None,
+        "Micro-batch of values over all devices.",
+        why="deprecated in verl; use forward_micro_batch_size_per_gpu",
     )
-    ppo_micro_batch_size: int | None = Field(
-        default=None,
-        description="Micro-batch over all devices.",
-        json_schema_extra=no_effect("deprecated in verl; use ppo_micro_batch_size_per_gpu"),
+    nccl_timeout: int = no_effect(
+        600, "Deadline of collectives.", why="actor_rollout_ref.nccl_timeout decides"
     )
-    forward_micro_batch_size: int | None = Field(
-        default=None,
-        description="Micro-batch of values over all devices.",
-        json_schema_extra=no_effect("deprecated in verl; use forward_micro_batch_size_per_gpu"),
-    )
-    nccl_timeout: int = Field(
-        default=600,
-        description="Deadline of collectives.",
-        json_schema_extra=no_effect("actor_rollout_ref.nccl_timeout decides"),
-    )
-    profiler: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Profiler of the critic.",
-        json_schema_extra=no_effect(NOT_BUILT),
-    )
+    profiler: dict[str, Any] = no_effect(dict[str, Any], "Profiler of the critic.", why=NOT_BUILT)
 
     @property
     def microbatch_tokens(self) -> int | None:

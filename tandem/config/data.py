@@ -83,77 +83,47 @@ class DataConfig(BaseModel):
         description="Prompts of one of the batches that filter_groups.max_num_gen_batches counts; "
         "null takes train_batch_size. (Only as many are drawn as were dropped.)",
     )
-    val_batch_size: int | None = Field(
-        default=None,
-        description="Prompts per validation batch.",
-        json_schema_extra=no_effect("the whole validation set is generated in one go"),
+    val_batch_size: int | None = no_effect(
+        None, "Prompts per validation batch.", why="the whole validation set is generated in one go"
     )
-    filter_overlong_prompts_workers: int = Field(
-        default=1,
+    filter_overlong_prompts_workers: int = no_effect(
+        1,
+        "Processes that filter prompts.",
+        why="the tokenizer filters in one batch with its own threads",
         ge=1,
-        description="Processes that filter prompts.",
-        json_schema_extra=no_effect("the tokenizer filters in one batch with its own threads"),
     )
-    validation_shuffle: bool = Field(
-        default=False,
-        description="Shuffle validation rows.",
-        json_schema_extra=no_effect("validation metrics do not depend on the order of the rows"),
+    validation_shuffle: bool = no_effect(
+        False,
+        "Shuffle validation rows.",
+        why="validation metrics do not depend on the order of the rows",
     )
-    dataloader_num_workers: int = Field(
-        default=8, description="Data loader processes.", json_schema_extra=no_effect(_NO_DATALOADER)
+    dataloader_num_workers: int = no_effect(8, "Data loader processes.", why=_NO_DATALOADER)
+    return_raw_input_ids: bool = no_effect(False, "Keep raw ids.", why=_NO_DATALOADER)
+    return_raw_chat: bool = no_effect(True, "Keep messages.", why=_NO_DATALOADER)
+    return_full_prompt: bool = no_effect(False, "Keep the rendered prompt.", why=_NO_DATALOADER)
+    return_multi_modal_inputs: bool = no_effect(True, "Keep image inputs.", why=_TEXT_ONLY)
+    image_key: str = no_effect("images", "Column of images.", why=_TEXT_ONLY)
+    video_key: str = no_effect("videos", "Column of videos.", why=_TEXT_ONLY)
+    trust_remote_code: bool = no_effect(
+        False,
+        "Run tokenizer code of the hub.",
+        why="actor_rollout_ref.model.trust_remote_code decides",
     )
-    return_raw_input_ids: bool = Field(
-        default=False, description="Keep raw ids.", json_schema_extra=no_effect(_NO_DATALOADER)
+    tokenizer: str | None = no_effect(
+        None, "Tokenizer of its own.", why="the tokenizer is that of actor_rollout_ref.model.path"
     )
-    return_raw_chat: bool = Field(
-        default=True, description="Keep messages.", json_schema_extra=no_effect(_NO_DATALOADER)
+    tool_config_path: str | None = no_effect(
+        None, "Tools offered in the prompt.", why="not built yet: multi-turn rollouts with tools"
     )
-    return_full_prompt: bool = Field(
-        default=False,
-        description="Keep the rendered prompt.",
-        json_schema_extra=no_effect(_NO_DATALOADER),
+    use_shm: bool = no_effect(
+        False, "Copy data to shared memory.", why="files are read once, where they are"
     )
-    return_multi_modal_inputs: bool = Field(
-        default=True, description="Keep image inputs.", json_schema_extra=no_effect(_TEXT_ONLY)
+    custom_cls: CustomClassConfig = no_effect(
+        CustomClassConfig, "Data set class of the user.", why=NOT_BUILT
     )
-    image_key: str = Field(
-        default="images", description="Column of images.", json_schema_extra=no_effect(_TEXT_ONLY)
+    sampler: CustomClassConfig = no_effect(
+        CustomClassConfig, "Sampler class of the user.", why=NOT_BUILT
     )
-    video_key: str = Field(
-        default="videos", description="Column of videos.", json_schema_extra=no_effect(_TEXT_ONLY)
-    )
-    trust_remote_code: bool = Field(
-        default=False,
-        description="Run tokenizer code of the hub.",
-        json_schema_extra=no_effect("actor_rollout_ref.model.trust_remote_code decides"),
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        description="Tokenizer of its own.",
-        json_schema_extra=no_effect("the tokenizer is that of actor_rollout_ref.model.path"),
-    )
-    tool_config_path: str | None = Field(
-        default=None,
-        description="Tools offered in the prompt.",
-        json_schema_extra=no_effect("not built yet: multi-turn rollouts with tools"),
-    )
-    use_shm: bool = Field(
-        default=False,
-        description="Copy data to shared memory.",
-        json_schema_extra=no_effect("files are read once, where they are"),
-    )
-    custom_cls: CustomClassConfig = Field(
-        default_factory=CustomClassConfig,
-        description="Data set class of the user.",
-        json_schema_extra=no_effect(NOT_BUILT),
-    )
-    sampler: CustomClassConfig = Field(
-        default_factory=CustomClassConfig,
-        description="Sampler class of the user.",
-        json_schema_extra=no_effect(NOT_BUILT),
-    )
-    datagen: CustomClassConfig = Field(
-        default_factory=CustomClassConfig,
-        description="Data generator class of the user.",
-        json_schema_extra=no_effect(NOT_BUILT),
+    datagen: CustomClassConfig = no_effect(
+        CustomClassConfig, "Data generator class of the user.", why=NOT_BUILT
     )

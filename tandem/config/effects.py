@@ -11,13 +11,15 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from tandem.config.correction_switches import CORRECTION_CONDITIONS
-from tandem.config.critic_switches import CRITIC_CONDITIONS
 from tandem.config.device_switches import RUN_DEVICE_CONDITIONS, SFT_DEVICE_CONDITIONS
 from tandem.config.keys import find_key
 from tandem.config.overrides import LoadedConfig
-from tandem.config.reward_switches import REWARD_CONDITIONS
 from tandem.config.run import RunConfig
+from tandem.config.section_switches import (
+    CORRECTION_CONDITIONS,
+    CRITIC_CONDITIONS,
+    REWARD_CONDITIONS,
+)
 from tandem.config.sft import SftConfig
 from tandem.config.switches import (
     RUN_CONDITIONS,

@@ -2,7 +2,7 @@
 """What fields are made of: types that accept verl's spellings, and the mark of keys without effect.
 
 Every field of the schema says what it does in its ``description``. A key that is accepted but not
-read carries ``json_schema_extra=no_effect("why")``; a section so marked covers all keys below it.
+read is made by ``no_effect`` and says why; a section so marked covers all keys below it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.config import JsonDict
 
 SECTION = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
@@ -26,9 +26,18 @@ _DEFAULT_SEED = 1
 _UNSET = object()
 
 
-def no_effect(reason: str) -> JsonDict:
-    """The mark of a key that is accepted and not read, for ``Field(json_schema_extra=...)``."""
-    return {_NO_EFFECT: reason}
+def no_effect(default: Any, description: str, *, why: str, ge: int | None = None) -> Any:
+    """The ``Field`` of a key that is accepted and not read.
+
+    Args:
+        default: or what makes it, such as a section's class.
+    """
+    mark: JsonDict = {_NO_EFFECT: why}
+    if callable(default):
+        return Field(
+            default_factory=default, description=description, ge=ge, json_schema_extra=mark
+        )
+    return Field(default=default, description=description, ge=ge, json_schema_extra=mark)
 
 
 def no_effect_reason(extra: object) -> str:

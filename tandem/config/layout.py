@@ -59,30 +59,26 @@ class FsdpConfig(BaseModel):
         description="Devices over which the tokens of a micro-batch are split. A micro-batch that "
         "is filled by tokens holds that many times as many.",
     )
-    use_orig_params: bool = Field(
-        default=False,
-        description="Keep parameters apart.",
-        json_schema_extra=no_effect("FSDP2 never flattens parameters into one"),
+    use_orig_params: bool = no_effect(
+        False, "Keep parameters apart.", why="FSDP2 never flattens parameters into one"
     )
-    wrap_policy: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Which modules are sharded together.",
-        json_schema_extra=no_effect("each layer of the model is sharded as one unit"),
+    wrap_policy: dict[str, Any] = no_effect(
+        dict[str, Any],
+        "Which modules are sharded together.",
+        why="each layer of the model is sharded as one unit",
     )
 
 
 class FrozenFsdpConfig(FsdpConfig):
     """Of a model that only scores."""
 
-    model_dtype: Dtype = Field(
-        default="float32",
-        description="Precision of the weights.",
-        json_schema_extra=no_effect("frozen weights are kept as they are computed with: dtype"),
+    model_dtype: Dtype = no_effect(
+        "float32",
+        "Precision of the weights.",
+        why="frozen weights are kept as they are computed with: dtype",
     )
-    optimizer_offload: bool = Field(
-        default=False,
-        description="The optimizer rests on the CPU.",
-        json_schema_extra=no_effect("a frozen model has no optimizer"),
+    optimizer_offload: bool = no_effect(
+        False, "The optimizer rests on the CPU.", why="a frozen model has no optimizer"
     )
 
 

@@ -41,69 +41,32 @@ class ModelConfig(BaseModel):
         description="Chat template in place of the tokenizer's: Jinja text, or a file *.jinja.",
     )
 
-    use_remove_padding: bool = Field(
-        default=True,
-        description="Train without padding.",
-        json_schema_extra=no_effect(ALWAYS_PACKED),
+    use_remove_padding: bool = no_effect(True, "Train without padding.", why=ALWAYS_PACKED)
+    tokenizer_path: str | None = no_effect(
+        None, "Tokenizer of its own.", why="not built yet: the tokenizer is that of model.path"
     )
-    tokenizer_path: str | None = Field(
-        default=None,
-        description="Tokenizer of its own.",
-        json_schema_extra=no_effect("not built yet: the tokenizer is that of model.path"),
+    hf_config_path: str | None = no_effect(
+        None,
+        "Model configuration of its own.",
+        why="not built yet: config.json is that of model.path",
     )
-    hf_config_path: str | None = Field(
-        default=None,
-        description="Model configuration of its own.",
-        json_schema_extra=no_effect("not built yet: config.json is that of model.path"),
+    override_config: dict[str, Any] = no_effect(
+        dict[str, Any], "Changes to the model's config.json.", why=NOT_BUILT
     )
-    override_config: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Changes to the model's config.json.",
-        json_schema_extra=no_effect(NOT_BUILT),
+    external_lib: str | None = no_effect(None, "Package imported before the model.", why=NOT_BUILT)
+    use_shm: bool = no_effect(
+        False, "Copy the model to shared memory.", why="weights are mapped from their files"
     )
-    external_lib: str | None = Field(
-        default=None,
-        description="Package imported before the model.",
-        json_schema_extra=no_effect(NOT_BUILT),
+    enable_activation_offload: bool = no_effect(
+        False, "Keep activations on the CPU.", why=NOT_BUILT
     )
-    use_shm: bool = Field(
-        default=False,
-        description="Copy the model to shared memory.",
-        json_schema_extra=no_effect("weights are mapped from their files"),
+    use_liger: bool = no_effect(False, "Liger kernels.", why=_FUSED)
+    use_fused_kernels: bool = no_effect(False, "Fused log-probs.", why=_FUSED)
+    fused_kernel_options: dict[str, Any] = no_effect(
+        dict[str, Any], "Back end of fused log-probs.", why=_FUSED
     )
-    enable_activation_offload: bool = Field(
-        default=False,
-        description="Keep activations on the CPU.",
-        json_schema_extra=no_effect(NOT_BUILT),
-    )
-    use_liger: bool = Field(
-        default=False, description="Liger kernels.", json_schema_extra=no_effect(_FUSED)
-    )
-    use_fused_kernels: bool = Field(
-        default=False, description="Fused log-probs.", json_schema_extra=no_effect(_FUSED)
-    )
-    fused_kernel_options: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Back end of fused log-probs.",
-        json_schema_extra=no_effect(_FUSED),
-    )
-    lora_rank: int = Field(
-        default=0,
-        ge=0,
-        description="Rank of LoRA; 0 trains all weights.",
-        json_schema_extra=no_effect(_LORA),
-    )
-    lora_alpha: float = Field(
-        default=16, description="Scale of LoRA.", json_schema_extra=no_effect(_LORA)
-    )
-    lora_adapter_path: str | None = Field(
-        default=None, description="Adapter to start from.", json_schema_extra=no_effect(_LORA)
-    )
-    target_modules: Strings = Field(
-        default=("all-linear",),
-        description="Modules with LoRA.",
-        json_schema_extra=no_effect(_LORA),
-    )
-    exclude_modules: Strings = Field(
-        default=(), description="Modules without LoRA.", json_schema_extra=no_effect(_LORA)
-    )
+    lora_rank: int = no_effect(0, "Rank of LoRA; 0 trains all weights.", why=_LORA, ge=0)
+    lora_alpha: float = no_effect(16, "Scale of LoRA.", why=_LORA)
+    lora_adapter_path: str | None = no_effect(None, "Adapter to start from.", why=_LORA)
+    target_modules: Strings = no_effect(("all-linear",), "Modules with LoRA.", why=_LORA)
+    exclude_modules: Strings = no_effect((), "Modules without LoRA.", why=_LORA)

@@ -76,27 +76,11 @@ class OptimConfig(BaseModel):
         default=0.5, gt=0, description="Periods of the cosine; 0.5 falls once."
     )
 
-    optimizer_impl: str = Field(
-        default="torch.optim",
-        description="Module of the optimizer.",
-        json_schema_extra=no_effect(NOT_BUILT),
+    optimizer_impl: str = no_effect("torch.optim", "Module of the optimizer.", why=NOT_BUILT)
+    override_optimizer_config: dict[str, Any] = no_effect(
+        dict[str, Any], "Further arguments of the optimizer.", why=NOT_BUILT
     )
-    override_optimizer_config: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Further arguments of the optimizer.",
-        json_schema_extra=no_effect(NOT_BUILT),
-    )
-    lr_warmup_init: float = Field(
-        default=0.0, description="First rate of warm-up.", json_schema_extra=no_effect(_MEGATRON)
-    )
-    lr_decay_steps: int | None = Field(
-        default=None, description="Length of the decay.", json_schema_extra=no_effect(_MEGATRON)
-    )
-    lr_decay_style: str = Field(
-        default="constant",
-        description="Shape of the decay.",
-        json_schema_extra=no_effect(_MEGATRON),
-    )
-    min_lr: float = Field(
-        default=0.0, description="Lowest learning rate.", json_schema_extra=no_effect(_MEGATRON)
-    )
+    lr_warmup_init: float = no_effect(0.0, "First rate of warm-up.", why=_MEGATRON)
+    lr_decay_steps: int | None = no_effect(None, "Length of the decay.", why=_MEGATRON)
+    lr_decay_style: str = no_effect("constant", "Shape of the decay.", why=_MEGATRON)
+    min_lr: float = no_effect(0.0, "Lowest learning rate.", why=_MEGATRON)

@@ -37,34 +37,24 @@ class RefConfig(BaseModel):
         "actor.ppo_max_token_len_per_gpu if not set.",
     )
 
-    strategy: str = Field(
-        default="fsdp", description="Back end.", json_schema_extra=no_effect(_FOLLOWS_ACTOR)
-    )
+    strategy: str = no_effect("fsdp", "Back end.", why=_FOLLOWS_ACTOR)
     fsdp_config: FrozenFsdpConfig = Field(
         default_factory=FrozenFsdpConfig,
         description="Precision, sharding and offloading; what is not set is as "
         "actor.fsdp_config sets it.",
     )
-    megatron: MegatronConfig = Field(
-        default_factory=MegatronConfig,
-        description="Megatron's layout.",
-        json_schema_extra=no_effect("not built yet: strategy=megatron"),
+    megatron: MegatronConfig = no_effect(
+        MegatronConfig, "Megatron's layout.", why="not built yet: strategy=megatron"
     )
-    log_prob_micro_batch_size: int | None = Field(
-        default=None,
-        description="Micro-batch over all devices.",
-        json_schema_extra=no_effect("deprecated in verl; use log_prob_micro_batch_size_per_gpu"),
+    log_prob_micro_batch_size: int | None = no_effect(
+        None,
+        "Micro-batch over all devices.",
+        why="deprecated in verl; use log_prob_micro_batch_size_per_gpu",
     )
-    use_torch_compile: bool = Field(
-        default=True, description="Compile.", json_schema_extra=no_effect(_FOLLOWS_ACTOR)
-    )
-    load_weight: bool = Field(
-        default=True, description="Load weights.", json_schema_extra=no_effect(_FOLLOWS_ACTOR)
-    )
-    profiler: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Profiler of the reference.",
-        json_schema_extra=no_effect(NOT_BUILT),
+    use_torch_compile: bool = no_effect(True, "Compile.", why=_FOLLOWS_ACTOR)
+    load_weight: bool = no_effect(True, "Load weights.", why=_FOLLOWS_ACTOR)
+    profiler: dict[str, Any] = no_effect(
+        dict[str, Any], "Profiler of the reference.", why=NOT_BUILT
     )
 
     @property

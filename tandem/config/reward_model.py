@@ -49,15 +49,9 @@ class ScoringModelConfig(ModelConfig):
     fsdp_config: FrozenFsdpConfig = Field(
         default_factory=FrozenFsdpConfig, description="Precision, sharding and offloading."
     )
-    enable_gradient_checkpointing: bool = Field(
-        default=True,
-        description="Recompute activations.",
-        json_schema_extra=no_effect(_FROZEN),
-    )
-    recompute_granularity: RecomputeGranularity = Field(
-        default="full",
-        description="What is recomputed.",
-        json_schema_extra=no_effect(_FROZEN),
+    enable_gradient_checkpointing: bool = no_effect(True, "Recompute activations.", why=_FROZEN)
+    recompute_granularity: RecomputeGranularity = no_effect(
+        "full", "What is recomputed.", why=_FROZEN
     )
 
 
@@ -95,47 +89,33 @@ class RewardModelConfig(BaseModel):
         default_factory=RewardKwargs, description="Settings of the reward manager."
     )
 
-    strategy: str = Field(
-        default="fsdp",
-        description="Back end.",
-        json_schema_extra=no_effect("fsdp and fsdp2 are one engine"),
+    strategy: str = no_effect("fsdp", "Back end.", why="fsdp and fsdp2 are one engine")
+    max_length: int | None = no_effect(
+        None, "Longest sequence.", why="nothing is cut off: prompt and response are read whole"
     )
-    max_length: int | None = Field(
-        default=None,
-        description="Longest sequence.",
-        json_schema_extra=no_effect("nothing is cut off: prompt and response are read whole"),
+    enable_resource_pool: bool = no_effect(False, "Devices of its own.", why=_BESIDE_ACTOR)
+    n_gpus_per_node: int = no_effect(0, "Devices per node.", why=_BESIDE_ACTOR)
+    nnodes: int = no_effect(0, "Nodes.", why=_BESIDE_ACTOR)
+    micro_batch_size: int | None = no_effect(
+        None,
+        "Micro-batch over all devices.",
+        why="deprecated in verl; use micro_batch_size_per_gpu",
     )
-    enable_resource_pool: bool = Field(
-        default=False, description="Devices of its own.", json_schema_extra=no_effect(_BESIDE_ACTOR)
+    use_reward_loop: bool = no_effect(
+        True, "verl's reward loop.", why="a batch is scored in one pass, before its advantages"
     )
-    n_gpus_per_node: int = Field(
-        default=0, description="Devices per node.", json_schema_extra=no_effect(_BESIDE_ACTOR)
+    launch_reward_fn_async: bool = no_effect(
+        False,
+        "Score while training.",
+        why="rewards are always computed as soon as a group is generated",
     )
-    nnodes: int = Field(default=0, description="Nodes.", json_schema_extra=no_effect(_BESIDE_ACTOR))
-    micro_batch_size: int | None = Field(
-        default=None,
-        description="Micro-batch over all devices.",
-        json_schema_extra=no_effect("deprecated in verl; use micro_batch_size_per_gpu"),
+    sandbox_fusion: SandboxFusionConfig = no_effect(
+        SandboxFusionConfig,
+        "Code sandbox service.",
+        why="not built yet: reward code runs in local processes",
     )
-    use_reward_loop: bool = Field(
-        default=True,
-        description="verl's reward loop.",
-        json_schema_extra=no_effect("a batch is scored in one pass, before its advantages"),
-    )
-    launch_reward_fn_async: bool = Field(
-        default=False,
-        description="Score while training.",
-        json_schema_extra=no_effect("rewards are always computed as soon as a group is generated"),
-    )
-    sandbox_fusion: SandboxFusionConfig = Field(
-        default_factory=SandboxFusionConfig,
-        description="Code sandbox service.",
-        json_schema_extra=no_effect("not built yet: reward code runs in local processes"),
-    )
-    profiler: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Profiler of the reward model.",
-        json_schema_extra=no_effect(NOT_BUILT),
+    profiler: dict[str, Any] = no_effect(
+        dict[str, Any], "Profiler of the reward model.", why=NOT_BUILT
     )
 
     @property

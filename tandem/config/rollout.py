@@ -110,24 +110,20 @@ class RolloutConfig(BaseModel):
         "actor.ppo_max_token_len_per_gpu if not set.",
     )
 
-    dtype: Dtype = Field(
-        default="auto",
-        description="Precision of generation.",
-        json_schema_extra=no_effect(
-            "the rollout takes the trainer's weights as they are; actor.fsdp_config.dtype decides"
-        ),
+    dtype: Dtype = no_effect(
+        "auto",
+        "Precision of generation.",
+        why="the rollout takes the trainer's weights as they are; actor.fsdp_config.dtype decides",
     )
-    mode: Literal["sync", "async"] = Field(
-        default="async",
-        description="How verl calls its engine.",
-        json_schema_extra=no_effect(
-            "one pipeline serves both; the lag is trainer.generate_ahead_steps"
-        ),
+    mode: Literal["sync", "async"] = no_effect(
+        "async",
+        "How verl calls its engine.",
+        why="one pipeline serves both; the lag is trainer.generate_ahead_steps",
     )
-    calculate_log_probs: bool = Field(
-        default=False,
-        description="Return log-probs of sampled tokens.",
-        json_schema_extra=no_effect("log-probs of sampled tokens are always returned"),
+    calculate_log_probs: bool = no_effect(
+        False,
+        "Return log-probs of sampled tokens.",
+        why="log-probs of sampled tokens are always returned",
     )
     gpu_memory_utilization: float = Field(
         default=0.5,
@@ -136,40 +132,30 @@ class RolloutConfig(BaseModel):
         description="Share of an accelerator's memory for the rollout's weights and cache. No more "
         "is taken than the sequences of a step need; without effect on CPUs.",
     )
-    max_model_len: int | None = Field(
-        default=None,
-        description="Longest sequence.",
-        json_schema_extra=no_effect("it is data.max_prompt_length + data.max_response_length"),
+    max_model_len: int | None = no_effect(
+        None, "Longest sequence.", why="it is data.max_prompt_length + data.max_response_length"
     )
-    prompt_length: int | None = Field(
-        default=None,
-        description="Longest prompt.",
-        json_schema_extra=no_effect("it is data.max_prompt_length"),
+    prompt_length: int | None = no_effect(
+        None, "Longest prompt.", why="it is data.max_prompt_length"
     )
-    response_length: int | None = Field(
-        default=None,
-        description="Longest response.",
-        json_schema_extra=no_effect("it is data.max_response_length"),
+    response_length: int | None = no_effect(
+        None, "Longest response.", why="it is data.max_response_length"
     )
-    enable_chunked_prefill: bool = Field(
-        default=True,
-        description="Cut long prompts over several passes.",
-        json_schema_extra=no_effect("the native engine prefills whole prompts"),
+    enable_chunked_prefill: bool = no_effect(
+        True,
+        "Cut long prompts over several passes.",
+        why="the native engine prefills whole prompts",
     )
-    enable_prefix_caching: bool = Field(
-        default=True,
-        description="Reuse cached prefixes.",
-        json_schema_extra=no_effect("samples of one prompt always share it"),
+    enable_prefix_caching: bool = no_effect(
+        True, "Reuse cached prefixes.", why="samples of one prompt always share it"
     )
-    load_format: str = Field(
-        default="dummy",
-        description="How an engine loads weights.",
-        json_schema_extra=no_effect("the rollout takes the trainer's weights before it generates"),
+    load_format: str = no_effect(
+        "dummy",
+        "How an engine loads weights.",
+        why="the rollout takes the trainer's weights before it generates",
     )
-    layered_summon: bool = Field(
-        default=False,
-        description="Gather by layer.",
-        json_schema_extra=no_effect("weights are transferred in buckets of a fixed size"),
+    layered_summon: bool = no_effect(
+        False, "Gather by layer.", why="weights are transferred in buckets of a fixed size"
     )
     free_cache_engine: bool = Field(
         default=False,
@@ -181,58 +167,27 @@ class RolloutConfig(BaseModel):
         description="Launch each operation of a decode step instead of replaying a captured step; "
         "slower, without effect where there are no graphs.",
     )
-    tensor_model_parallel_size: int = Field(
-        default=1,
-        ge=1,
-        description="Devices per replica.",
-        json_schema_extra=no_effect(_ONE_DEVICE),
+    tensor_model_parallel_size: int = no_effect(1, "Devices per replica.", why=_ONE_DEVICE, ge=1)
+    data_parallel_size: int = no_effect(1, "Replicas.", why=_ONE_DEVICE, ge=1)
+    expert_parallel_size: int = no_effect(1, "Devices of experts.", why=_ONE_DEVICE, ge=1)
+    pipeline_model_parallel_size: int = no_effect(1, "Stages.", why=_ONE_DEVICE, ge=1)
+    log_prob_micro_batch_size: int | None = no_effect(
+        None,
+        "Micro-batch over all devices.",
+        why="deprecated in verl; use log_prob_micro_batch_size_per_gpu",
     )
-    data_parallel_size: int = Field(
-        default=1, ge=1, description="Replicas.", json_schema_extra=no_effect(_ONE_DEVICE)
+    disable_log_stats: bool = no_effect(True, "Engine's statistics.", why=ENGINE_ONLY)
+    skip_tokenizer_init: bool = no_effect(True, "Engine's tokenizer.", why=ENGINE_ONLY)
+    engine_kwargs: dict[str, Any] = no_effect(
+        dict[str, Any], "Further arguments of an engine.", why=ENGINE_ONLY
     )
-    expert_parallel_size: int = Field(
-        default=1, ge=1, description="Devices of experts.", json_schema_extra=no_effect(_ONE_DEVICE)
+    multi_turn: MultiTurnConfig = no_effect(
+        MultiTurnConfig, "Conversations with tools.", why=_MULTI_TURN
     )
-    pipeline_model_parallel_size: int = Field(
-        default=1, ge=1, description="Stages.", json_schema_extra=no_effect(_ONE_DEVICE)
-    )
-    log_prob_micro_batch_size: int | None = Field(
-        default=None,
-        description="Micro-batch over all devices.",
-        json_schema_extra=no_effect("deprecated in verl; use log_prob_micro_batch_size_per_gpu"),
-    )
-    disable_log_stats: bool = Field(
-        default=True, description="Engine's statistics.", json_schema_extra=no_effect(ENGINE_ONLY)
-    )
-    skip_tokenizer_init: bool = Field(
-        default=True, description="Engine's tokenizer.", json_schema_extra=no_effect(ENGINE_ONLY)
-    )
-    engine_kwargs: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Further arguments of an engine.",
-        json_schema_extra=no_effect(ENGINE_ONLY),
-    )
-    multi_turn: MultiTurnConfig = Field(
-        default_factory=MultiTurnConfig,
-        description="Conversations with tools.",
-        json_schema_extra=no_effect(_MULTI_TURN),
-    )
-    agent: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Agent loops.",
-        json_schema_extra=no_effect(_MULTI_TURN),
-    )
-    trace: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Traces of rollouts.",
-        json_schema_extra=no_effect(NOT_BUILT),
-    )
-    skip_rollout: bool = Field(
-        default=False, description="Reuse dumped rollouts.", json_schema_extra=no_effect(_SKIP)
-    )
-    skip_dump_dir: str = Field(
-        default="/tmp/rollout_dump", description="Where.", json_schema_extra=no_effect(_SKIP)
-    )
+    agent: dict[str, Any] = no_effect(dict[str, Any], "Agent loops.", why=_MULTI_TURN)
+    trace: dict[str, Any] = no_effect(dict[str, Any], "Traces of rollouts.", why=NOT_BUILT)
+    skip_rollout: bool = no_effect(False, "Reuse dumped rollouts.", why=_SKIP)
+    skip_dump_dir: str = no_effect("/tmp/rollout_dump", "Where.", why=_SKIP)
     partial_rollout: Literal[True, False, "keep_cache"] = Field(
         default=True,
         description="With trainer.async_pipeline sequences under way go on under new weights as "

@@ -115,15 +115,11 @@ class RunConfig(BaseModel):
     ray_kwargs: RayConfig = Field(default_factory=RayConfig, description="Settings of Ray.")
     critic: CriticConfig = Field(default_factory=CriticConfig, description="The critic.")
 
-    global_profiler: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="Profilers.",
-        json_schema_extra=no_effect(NOT_BUILT),
-    )
-    transfer_queue: dict[str, Any] = Field(
-        default_factory=dict[str, Any],
-        description="verl's transfer queue.",
-        json_schema_extra=no_effect("micro-batches go straight to the ranks that compute them"),
+    global_profiler: dict[str, Any] = no_effect(dict[str, Any], "Profilers.", why=NOT_BUILT)
+    transfer_queue: dict[str, Any] = no_effect(
+        dict[str, Any],
+        "verl's transfer queue.",
+        why="micro-batches go straight to the ranks that compute them",
     )
 
     @model_validator(mode="before")

@@ -37,13 +37,9 @@ class MultiturnConfig(BaseModel):
         default=False, description="Rows are conversations, not prompt and response."
     )
     messages_key: str = Field(default="messages", description="Column of the conversation.")
-    tools_key: str = Field(
-        default="tools", description="Column of tools.", json_schema_extra=no_effect(NOT_BUILT)
-    )
-    enable_thinking_key: str = Field(
-        default="enable_thinking",
-        description="Column of the thinking switch.",
-        json_schema_extra=no_effect(NOT_BUILT),
+    tools_key: str = no_effect("tools", "Column of tools.", why=NOT_BUILT)
+    enable_thinking_key: str = no_effect(
+        "enable_thinking", "Column of the thinking switch.", why=NOT_BUILT
     )
 
 
@@ -105,28 +101,20 @@ class SftDataConfig(BaseModel):
         "which it replaces.",
     )
 
-    micro_batch_size: int | None = Field(
-        default=None,
-        description="Micro-batch over all devices.",
-        json_schema_extra=no_effect("deprecated in verl; use micro_batch_size_per_gpu"),
+    micro_batch_size: int | None = no_effect(
+        None,
+        "Micro-batch over all devices.",
+        why="deprecated in verl; use micro_batch_size_per_gpu",
     )
-    pad_mode: str = Field(
-        default="no_padding", description="Padding.", json_schema_extra=no_effect(ALWAYS_PACKED)
+    pad_mode: str = no_effect("no_padding", "Padding.", why=ALWAYS_PACKED)
+    ignore_input_ids_mismatch: bool = no_effect(
+        False, "Tolerate templates that differ by turn.", why=NOT_BUILT
     )
-    ignore_input_ids_mismatch: bool = Field(
-        default=False,
-        description="Tolerate templates that differ by turn.",
-        json_schema_extra=no_effect(NOT_BUILT),
+    custom_cls: CustomClassConfig = no_effect(
+        CustomClassConfig, "Data set class of the user.", why=NOT_BUILT
     )
-    custom_cls: CustomClassConfig = Field(
-        default_factory=CustomClassConfig,
-        description="Data set class of the user.",
-        json_schema_extra=no_effect(NOT_BUILT),
-    )
-    use_shm: bool = Field(
-        default=False,
-        description="Copy data to shared memory.",
-        json_schema_extra=no_effect("files are read once, where they are"),
+    use_shm: bool = no_effect(
+        False, "Copy data to shared memory.", why="files are read once, where they are"
     )
 
     @property
@@ -161,27 +149,13 @@ class SftTrainerConfig(TrainerConfig):
     total_epochs: int = Field(default=4, ge=1, description="Passes over the training rows.")
     val_before_train: bool = Field(default=False, description="Validate before the first step.")
 
-    val_only: bool = Field(
-        default=False, description="Validate and stop.", json_schema_extra=no_effect(_RL_ONLY)
-    )
-    critic_warmup: int = Field(
-        default=0, description="Steps before the actor.", json_schema_extra=no_effect(_RL_ONLY)
-    )
-    log_val_generations: int = Field(
-        default=0, description="Samples shown.", json_schema_extra=no_effect(_RL_ONLY)
-    )
-    rollout_data_dir: str | None = Field(
-        default=None, description="Rollouts.", json_schema_extra=no_effect(_RL_ONLY)
-    )
-    validation_data_dir: str | None = Field(
-        default=None, description="Validation rollouts.", json_schema_extra=no_effect(_RL_ONLY)
-    )
-    separated_node_tasks: StringGroups = Field(
-        default=(), description="Groups of tasks.", json_schema_extra=no_effect(_RL_ONLY)
-    )
-    separated_node_ratios: tuple[float, ...] = Field(
-        default=(), description="Their shares.", json_schema_extra=no_effect(_RL_ONLY)
-    )
+    val_only: bool = no_effect(False, "Validate and stop.", why=_RL_ONLY)
+    critic_warmup: int = no_effect(0, "Steps before the actor.", why=_RL_ONLY)
+    log_val_generations: int = no_effect(0, "Samples shown.", why=_RL_ONLY)
+    rollout_data_dir: str | None = no_effect(None, "Rollouts.", why=_RL_ONLY)
+    validation_data_dir: str | None = no_effect(None, "Validation rollouts.", why=_RL_ONLY)
+    separated_node_tasks: StringGroups = no_effect((), "Groups of tasks.", why=_RL_ONLY)
+    separated_node_ratios: tuple[float, ...] = no_effect((), "Their shares.", why=_RL_ONLY)
 
 
 class SftConfig(BaseModel):
@@ -206,18 +180,12 @@ class SftConfig(BaseModel):
     )
     ray_kwargs: RayConfig = Field(default_factory=RayConfig, description="Settings of Ray.")
 
-    checkpoint: CheckpointConfig = Field(
-        default_factory=CheckpointConfig,
-        description="Parts of a checkpoint.",
-        json_schema_extra=no_effect(
-            "a checkpoint always holds weights, optimizer, schedule and data"
-        ),
+    checkpoint: CheckpointConfig = no_effect(
+        CheckpointConfig,
+        "Parts of a checkpoint.",
+        why="a checkpoint always holds weights, optimizer, schedule and data",
     )
-    use_remove_padding: bool = Field(
-        default=True,
-        description="Train without padding.",
-        json_schema_extra=no_effect(ALWAYS_PACKED),
-    )
+    use_remove_padding: bool = no_effect(True, "Train without padding.", why=ALWAYS_PACKED)
 
     @property
     def chat_template(self) -> str | None:

@@ -82,7 +82,6 @@ class ModelSizes:
             return self.num_layers * whole
         heads = 3 * (self.num_heads + self.num_kv_heads) * self.head_dim // tensor_parallel
         gate_up = 2 * self.inner // tensor_parallel
-        gate_up = 2 * self.inner // tensor_parallel
         split = {"full": 0, "feed_forward": heads, "pointwise": heads + gate_up}
         return self.num_layers * (3 * self.hidden + split[recomputed]) + whole
 

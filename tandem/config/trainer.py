@@ -21,9 +21,7 @@ class RayConfig(BaseModel):
     ray_init: dict[str, Any] = Field(
         default_factory=dict[str, Any], description="Passed to ray.init, e.g. {num_cpus:8}."
     )
-    timeline_json_file: str | None = Field(
-        default=None, description="Ray's trace.", json_schema_extra=no_effect(NOT_BUILT)
-    )
+    timeline_json_file: str | None = no_effect(None, "Ray's trace.", why=NOT_BUILT)
 
 
 class TrainerConfig(BaseModel):
@@ -124,38 +122,22 @@ class TrainerConfig(BaseModel):
     ray_wait_register_center_timeout: int = Field(
         default=300, ge=1, description="Seconds that all processes of a run may take to start."
     )
-    max_critic_ckpt_to_keep: int | None = Field(
-        default=None,
-        description="Critic checkpoints to keep.",
-        json_schema_extra=no_effect(
-            "a checkpoint holds actor and critic: max_actor_ckpt_to_keep decides"
-        ),
+    max_critic_ckpt_to_keep: int | None = no_effect(
+        None,
+        "Critic checkpoints to keep.",
+        why="a checkpoint holds actor and critic: max_actor_ckpt_to_keep decides",
     )
-    default_hdfs_dir: str | None = Field(
-        default=None,
-        description="Copy checkpoints to HDFS.",
-        json_schema_extra=no_effect(NOT_BUILT),
+    default_hdfs_dir: str | None = no_effect(None, "Copy checkpoints to HDFS.", why=NOT_BUILT)
+    del_local_ckpt_after_load: bool = no_effect(
+        False,
+        "Delete a checkpoint once loaded.",
+        why="old checkpoints go by max_actor_ckpt_to_keep only",
     )
-    del_local_ckpt_after_load: bool = Field(
-        default=False,
-        description="Delete a checkpoint once loaded.",
-        json_schema_extra=no_effect("old checkpoints go by max_actor_ckpt_to_keep only"),
+    esi_redundant_time: float = no_effect(0, "Time to save before an instance ends.", why=NOT_BUILT)
+    use_legacy_worker_impl: str = no_effect(
+        "auto", "Which of verl's workers.", why="there is one implementation"
     )
-    esi_redundant_time: float = Field(
-        default=0,
-        description="Time to save before an instance ends.",
-        json_schema_extra=no_effect(NOT_BUILT),
-    )
-    use_legacy_worker_impl: str = Field(
-        default="auto",
-        description="Which of verl's workers.",
-        json_schema_extra=no_effect("there is one implementation"),
-    )
-    use_v1: bool = Field(
-        default=True,
-        description="Which of verl's trainers.",
-        json_schema_extra=no_effect("there is one pipeline"),
-    )
+    use_v1: bool = no_effect(True, "Which of verl's trainers.", why="there is one pipeline")
 
     @property
     def run_folder(self) -> Path:

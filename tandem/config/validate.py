@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.config.correction import correction_problems
 from tandem.config.device_rules import run_device_problems, sft_device_problems
+from tandem.config.model import ModelConfig
 from tandem.config.pools import CRITIC, REWARD_MODEL, place_run
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
@@ -50,17 +51,6 @@ def check_built_sft(config: SftConfig) -> None:
     """As ``check_built_run``, for ``tandem sft``."""
     for problem in unbuilt_sft(config):
         raise UserError(problem)
-
-
-def unbuilt_run(config: RunConfig) -> tuple[str, ...]:
-    """What ``tandem train`` would refuse to start with, one line each."""
-    return tuple(_unbuilt_run(config))
-
-
-def unbuilt_sft(config: SftConfig) -> tuple[str, ...]:
-    """What ``tandem sft`` would refuse to start with, one line each."""
-    model = config.model
-    return tuple(_unbuilt_model(model.path, model.lora_rank, prefix="model"))
 
 
 def _run_problems(config: RunConfig) -> Iterator[str]:
@@ -301,24 +291,29 @@ def _resume_problems(trainer: TrainerConfig) -> Iterator[str]:
         )
 
 
-def _unbuilt_run(config: RunConfig) -> Iterator[str]:
+def unbuilt_run(config: RunConfig) -> Iterator[str]:
+    """What ``tandem train`` would refuse to start with, one line each."""
     model = config.actor_rollout_ref.model
     if config.actor_rollout_ref.actor.strategy == "megatron":
         yield f"{_ACTOR}.strategy='megatron': is not built yet. Set {_ACTOR}.strategy=fsdp."
     if config.actor_rollout_ref.rollout.multi_turn.enable:
         key = f"{_ROLLOUT}.multi_turn.enable"
         yield f"{key}=True: multi-turn rollouts are not built yet. Set {key}=False."
-    yield from _unbuilt_model(model.path, model.lora_rank, prefix="actor_rollout_ref.model")
+    yield from _unbuilt_model(model, prefix="actor_rollout_ref.model")
     if config.uses_critic:
-        model = config.critic.model
-        yield from _unbuilt_model(model.path, model.lora_rank, prefix="critic.model")
+        yield from _unbuilt_model(config.critic.model, prefix="critic.model")
     if config.reward_model.enable:
-        model = config.reward_model.model
-        yield from _unbuilt_model(model.path, model.lora_rank, prefix="reward_model.model")
+        yield from _unbuilt_model(config.reward_model.model, prefix="reward_model.model")
 
 
-def _unbuilt_model(path: str, lora_rank: int, *, prefix: str) -> Iterator[str]:
-    if lora_rank > 0:
-        yield f"{prefix}.lora_rank={lora_rank}: LoRA is not built yet. Set {prefix}.lora_rank=0."
-    if not path:
+def unbuilt_sft(config: SftConfig) -> Iterator[str]:
+    """What ``tandem sft`` would refuse to start with, one line each."""
+    return _unbuilt_model(config.model, prefix="model")
+
+
+def _unbuilt_model(model: ModelConfig, *, prefix: str) -> Iterator[str]:
+    if model.lora_rank > 0:
+        key = f"{prefix}.lora_rank"
+        yield f"{key}={model.lora_rank}: LoRA is not built yet. Set {key}=0."
+    if not model.path:
         yield f"{prefix}.path='': must name a model. Set {prefix}.path=FOLDER or a hub name."

@@ -112,16 +112,6 @@ class Ledger:
         return len(self._open)
 
     @property
-    def num_trained(self) -> int:
-        """Draws that were trained on since the run began."""
-        return self._num_trained
-
-    @property
-    def num_dropped(self) -> int:
-        """Draws that were given up since the run began, such as groups without a signal."""
-        return self._num_dropped
-
-    @property
     def num_remaining(self) -> int:
         """How many draws are still to come."""
         return len(self._again) + max(0, self._limit - self._next_uid)

@@ -152,17 +152,6 @@ class FsdpEngine:
         with torch.no_grad():
             load_slices(config, folder, slices=self._model.held_slices(), key="checkpoint")
 
-    def export(self, folder: Path) -> None:
-        """Write a Hugging Face model folder; rank 0 gathers it in the host's memory."""
-        is_writer = self._model.sharding.rank == 0
-        wholes: dict[str, Tensor] = {}
-        for name, part in self._model.weights().items():
-            whole = self._model.holding.whole(name, part)
-            if is_writer:
-                wholes[name] = whole.cpu()
-        if is_writer:
-            self._model.language_model.unsharded(wholes).save(folder)
-
     def _accumulate(
         self,
         batches: Sequence[PackedBatch],

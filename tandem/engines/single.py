@@ -49,6 +49,8 @@ _NO_ROOM_TO_STEP = (
 class SingleDeviceEngine:
     """``api.TrainEngine`` on the device of ``model``."""
 
+    data_parallel_size = sequence_parallel_size = 1
+
     def __init__(
         self,
         model: LanguageModel,
@@ -84,16 +86,6 @@ class SingleDeviceEngine:
         self._learning_rate = config.lr
         self._clip_norm = config.clip_grad
         self._schedule_step = 0
-
-    @property
-    def data_parallel_size(self) -> int:
-        """One."""
-        return 1
-
-    @property
-    def sequence_parallel_size(self) -> int:
-        """One."""
-        return 1
 
     def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
         """What the model says of the response tokens, fp32 (R,) a batch, on the CPU."""
@@ -189,10 +181,6 @@ class SingleDeviceEngine:
             _load_weights(self._model, folder)
         self._refresh()
 
-    def export(self, folder: Path) -> None:
-        """Write a Hugging Face model folder."""
-        self._model.save(folder)
-
     def _accumulate(
         self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
     ) -> Totals:
@@ -246,6 +234,8 @@ class SingleDeviceEngine:
 class ReferenceModel:
     """``api.ReferencePolicy``: a model that is scored with and never changed."""
 
+    data_parallel_size = sequence_parallel_size = 1
+
     def __init__(self, model: LanguageModel, *, offload_weights: bool = False) -> None:
         """Freezes ``model``, which must not share parameters with the trained one.
 
@@ -258,16 +248,6 @@ class ReferenceModel:
         if offload_weights:
             self._resting = RestingParameters(model.module.parameters(), frozen=True)
             self._resting.rest()
-
-    @property
-    def data_parallel_size(self) -> int:
-        """One."""
-        return 1
-
-    @property
-    def sequence_parallel_size(self) -> int:
-        """One."""
-        return 1
 
     def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
         """Log-probs of the response tokens, fp32 (R,) a batch, on the CPU."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from tandem.config.sizes import ModelSizes
+
 _GIB = 1024**3
 
 PEAK_FLOPS = {
@@ -45,34 +47,13 @@ _SECTIONS_OVER_ALL_TOKENS: tuple[str, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The sizes of a dense decoder that its flops depend on."""
-
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-
-    @property
-    def num_matmul_parameters(self) -> int:
-        """``L * (3*h*I + h*(q+k+v) + q*h) + 2*V*h``."""
-        query = self.num_heads * self.head_dim
-        key_value = 2 * self.num_key_value_heads * self.head_dim
-        layer = self.hidden_size * (3 * self.intermediate_size + 2 * query + key_value)
-        return self.num_layers * layer + 2 * self.vocab_size * self.hidden_size
-
-
-@dataclass(frozen=True, slots=True)
 class ComputeFacts:
-    """What speed is measured against. ``shape`` is None for families without a formula.
+    """What speed is measured against. ``sizes`` is None for families without a formula.
 
     ``num_training_devices`` are those of all ``num_devices`` that an update is computed on.
     """
 
-    shape: ModelShape | None
+    sizes: ModelSizes | None
     device_name: str
     num_devices: int
     num_training_devices: int
@@ -92,15 +73,20 @@ def peak_flops(device_name: str) -> float:
     return PEAK_FLOPS[max(matches, key=len)] if matches else 0.0
 
 
-def training_flops(shape: ModelShape, sequence_lengths: Sequence[int]) -> float:
+def matmul_parameters(sizes: ModelSizes) -> int:
+    """``L * (3*h*I + h*(q+k+v) + q*h) + 2*V*h``."""
+    return sizes.num_layers * sizes.layer_parameters + 2 * sizes.vocabulary * sizes.hidden
+
+
+def training_flops(sizes: ModelSizes, sequence_lengths: Sequence[int]) -> float:
     """Flops of one forward and backward pass: ``6*N*T + 6*L*heads*head_dim*sum(s^2)``.
 
     Args:
         sequence_lengths: tokens of each sequence, prompt and response together.
     """
-    dense = 6 * shape.num_matmul_parameters * sum(sequence_lengths)
+    dense = 6 * matmul_parameters(sizes) * sum(sequence_lengths)
     squares = sum(length * length for length in sequence_lengths)
-    return float(dense + 6 * shape.num_layers * shape.num_heads * shape.head_dim * squares)
+    return float(dense + 6 * sizes.num_layers * sizes.num_heads * sizes.head_dim * squares)
 
 
 def model_flops_utilisation(flops: float, seconds: float, *, facts: ComputeFacts) -> float:
@@ -113,9 +99,9 @@ def actor_utilisation_metrics(
     sequence_lengths: Sequence[int], *, seconds: float, num_epochs: int, facts: ComputeFacts
 ) -> dict[str, float]:
     """``perf/mfu/actor`` of ``num_epochs`` updates over the sequences within ``seconds``."""
-    if facts.shape is None:
+    if facts.sizes is None:
         return {"perf/mfu/actor": 0.0}
-    flops = num_epochs * training_flops(facts.shape, sequence_lengths)
+    flops = num_epochs * training_flops(facts.sizes, sequence_lengths)
     return {"perf/mfu/actor": model_flops_utilisation(flops, seconds, facts=facts)}
 
 

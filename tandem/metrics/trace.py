@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 _MERGED_GAP_S = 0.005
@@ -68,11 +68,9 @@ class TraceRecorder:
     Args:
         clock: seconds, of which only differences are used.
         sink: takes the events; None keeps the sums only.
-        pools: devices that several roles share -> those roles; their sums are kept too. A pool
-            named as a role is that role.
 
     Example:
-        >>> trace = TraceRecorder(clock, sink=None, pools={"trainer": ("actor-train", "logp")})
+        >>> trace = TraceRecorder(clock, sink=None)
         >>> with trace.waiting("actor-train", "batch"):
         ...     batch = await buffer.take(8)
         >>> with trace.span("actor-train", "update", details={"version": 3}):
@@ -81,21 +79,10 @@ class TraceRecorder:
         0.37
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        *,
-        sink: TraceSink | None,
-        pools: Mapping[str, tuple[str, ...]] | None = None,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], *, sink: TraceSink | None) -> None:
         self._clock = clock
         self._sink = sink
-        self._pools_of_role: dict[str, list[str]] = {}
-        for pool, roles in (pools or {}).items():
-            for role in roles:
-                self._pools_of_role.setdefault(role, []).append(pool)
         self._busy: dict[str, _Track] = {}
-        self._pools: dict[str, _Track] = {}
         self._waits: dict[tuple[str, str], _Track] = {}
         self._step_began_s = clock()
 
@@ -103,19 +90,11 @@ class TraceRecorder:
     def span(self, role: str, name: str, *, details: Details = _NO_DETAILS) -> Iterator[None]:
         """``role`` works. A role of several engines is ``role/number``."""
         track = self._busy.setdefault(role, _Track())
-        pools = [
-            self._pools.setdefault(pool, _Track())
-            for pool in self._pools_of_role.get(_role_of(role), ())
-        ]
         self._enter(track, name, details=details)
-        for pool in pools:
-            self._enter(pool, name, details=details)
         try:
             yield
         finally:
             self._leave(track, role, is_wait=False)
-            for pool in pools:
-                self._leave(pool, "", is_wait=False)
 
     def expect(self, role: str) -> None:
         """``role`` is idle until its first span, and counts as such."""
@@ -140,15 +119,14 @@ class TraceRecorder:
     def take_step(self, step: int) -> dict[str, float]:
         """Metrics since the last call, which starts over.
 
-        ``pipeline/busy_s/<role>`` and ``pipeline/idle_share/<role>`` (means over a role's engines;
-        pools by their names), ``pipeline/wait_s/<role>/<what>``, ``pipeline/wall_s``.
+        ``pipeline/busy_s/<role>`` and ``pipeline/idle_share/<role>`` (means over a role's engines),
+        ``pipeline/wait_s/<role>/<what>``, ``pipeline/wall_s``.
         """
         now_s = self._clock()
         wall_s, self._step_began_s = now_s - self._step_began_s, now_s
         metrics = {"pipeline/wall_s": wall_s}
         busy = {role: _taken(track, now_s) for role, track in self._busy.items()}
-        named = {pool: _taken(track, now_s) for pool, track in self._pools.items()} | _means(busy)
-        for name, seconds in named.items():
+        for name, seconds in _means(busy).items():
             metrics[f"pipeline/busy_s/{name}"] = seconds
             if wall_s > 0:
                 metrics[f"pipeline/idle_share/{name}"] = max(0.0, 1 - seconds / wall_s)
@@ -179,23 +157,14 @@ class TraceRecorder:
             return
         now_s = self._clock()
         track.sum_s += now_s - track.counted_from_s
-        if self._sink is None or not role:
+        if self._sink is None:
             return
         event = TraceEvent(
             role, track.name, track.begin_s, now_s, is_wait=is_wait, details=track.details
         )
         last = track.last
         if last is not None and _continues(last, event):
-            num_calls = last.num_calls + 1
-            event = TraceEvent(
-                role,
-                event.name,
-                last.begin_s,
-                now_s,
-                is_wait=is_wait,
-                num_calls=num_calls,
-                details=event.details,
-            )
+            event = replace(event, begin_s=last.begin_s, num_calls=last.num_calls + 1)
         else:
             self._flush(track)
         track.last = event

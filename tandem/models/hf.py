@@ -22,8 +22,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tandem.errors import UserError
 from tandem.models.decoder import Granularity
-from tandem.models.language_model import count_parameters
-from tandem.models.operators import TORCH, Operators
+from tandem.models.operators import TORCH
 from tandem.models.parallel import WHOLE
 from tandem.models.weights import KEY, copy_companions
 from tandem.types import PackedBatch, Segments
@@ -41,6 +40,7 @@ class TransformersModel:
 
     decoder = None
     layout = WHOLE
+    operators = TORCH
     value_head = None
 
     def __init__(self, model: transformers.PreTrainedModel, source: Path) -> None:
@@ -60,16 +60,6 @@ class TransformersModel:
     def family(self) -> str:
         """``model_type`` of config.json."""
         return self._model.config.model_type
-
-    @property
-    def num_parameters(self) -> int:
-        """Tied weights count once."""
-        return count_parameters(self._model)
-
-    @property
-    def operators(self) -> Operators:
-        """torch's."""
-        return TORCH
 
     def in_dtype(self, dtype: torch.dtype) -> TransformersModel:
         """A copy on the same device in another precision, itself if it has that already."""

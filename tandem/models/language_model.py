@@ -78,11 +78,6 @@ class LanguageModel(Protocol):
         ...
 
     @property
-    def num_parameters(self) -> int:
-        """Tied weights count once."""
-        ...
-
-    @property
     def operators(self) -> Operators:
         """What computes log-probs from hidden states."""
         ...
@@ -170,11 +165,6 @@ class NativeModel:
     def value_head(self) -> nn.Linear | None:
         """That of a critic or a reward model."""
         return self.decoder.lm_head if self.decoder.config.has_value_head else None
-
-    @property
-    def num_parameters(self) -> int:
-        """Tied weights count once."""
-        return count_parameters(self.decoder)
 
     @property
     def operators(self) -> Operators:
@@ -289,8 +279,3 @@ def score_batch(
         gather_responses(scores.logp_R, own),
         None if entropy_N is None else gather_responses(entropy_N, own),
     )
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Tied weights count once."""
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
+from tandem.api import ReferencePolicy
 from tandem.data.packing import Plan, TrainSequence, plan_microbatches
 from tandem.errors import UserError
 
@@ -25,16 +26,6 @@ _REMEDY = (
     "Set actor_rollout_ref.model.enable_gradient_checkpointing=True, lower "
     "actor_rollout_ref.rollout.gpu_memory_utilization, or shorten the sequences."
 )
-
-
-class Computes(Protocol):
-    """What limits ask of an engine; see ``api.TrainEngine``."""
-
-    @property
-    def data_parallel_size(self) -> int: ...
-
-    @property
-    def sequence_parallel_size(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +64,7 @@ class MicrobatchLimits:
             by_cost=self.by_cost,
         )
 
-    def on(self, engine: Computes) -> MicrobatchLimits:
+    def on(self, engine: ReferencePolicy) -> MicrobatchLimits:
         """The same limits for each device of ``engine``."""
         factor = engine.sequence_parallel_size
         return replace(

@@ -109,9 +109,6 @@ class SimulatedPolicy(SimulatedEngine):
     def load(self, folder: Path) -> None:
         """Takes no time."""
 
-    def export(self, folder: Path) -> None:
-        """Takes no time."""
-
 
 @dataclass(slots=True)
 class _Sequence:

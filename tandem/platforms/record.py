@@ -111,7 +111,7 @@ def _flush_denormals() -> bool:
     return torch.set_flush_denormal(True)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     return None
 
 
@@ -141,7 +141,7 @@ def _zero() -> int:
     return 0
 
 
-def _one() -> int:
+def one() -> int:
     return 1
 
 
@@ -198,9 +198,9 @@ CPU = Platform(
     kernels="torch",
     make_capturer=eager,
     has_own_memory=False,
-    num_multiprocessors=_one,
+    num_multiprocessors=one,
     visibility=HOST,
-    num_devices=_one,
+    num_devices=one,
     versions=dict,
     use_device=_ignore,
     device_uuid=no_uuid,
@@ -223,7 +223,7 @@ CUDA = Platform(
     memory_allocated_bytes=torch.cuda.max_memory_allocated,
     memory_reserved_bytes=torch.cuda.max_memory_reserved,
     microbatch_tokens=None,
-    prepare_thread=_nothing,
+    prepare_thread=nothing,
     kernels="triton",
     make_capturer=cuda_graphs,
     has_own_memory=True,

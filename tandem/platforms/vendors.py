@@ -18,7 +18,7 @@ import torch
 from tandem.platforms.capture import eager
 from tandem.platforms.isolation import ASCEND, MLU, MUSA, XPU, Visibility
 from tandem.platforms.names import ALIASES
-from tandem.platforms.record import CUDA, Platform, cuda_problem, device_uuid, no_uuid
+from tandem.platforms.record import CUDA, Platform, cuda_problem, device_uuid, no_uuid, nothing, one
 
 
 def extension_problem(device_type: str, extension: str) -> str:
@@ -62,11 +62,11 @@ def _vendor(
         memory_allocated_bytes=ask("max_memory_allocated"),
         memory_reserved_bytes=ask("max_memory_reserved"),
         microbatch_tokens=None,
-        prepare_thread=_nothing,
+        prepare_thread=nothing,
         kernels="torch",
         make_capturer=eager,
         has_own_memory=True,
-        num_multiprocessors=_one,
+        num_multiprocessors=one,
         visibility=visibility,
         num_devices=ask("device_count"),
         versions=dict,
@@ -89,14 +89,6 @@ def _has_bfloat16(device_type: str) -> bool:
 def _total_memory(device_type: str) -> int:
     module = torch.get_device_module(device_type)
     return module.get_device_properties(module.current_device()).total_memory
-
-
-def _nothing() -> None:
-    return None
-
-
-def _one() -> int:
-    return 1
 
 
 NPU = _vendor(

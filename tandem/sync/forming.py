@@ -15,12 +15,10 @@ from tandem.platforms.record import CPU, Platform
 from tandem.sync.buckets import Location, locate
 from tandem.sync.failure import FirstFailure, SyncError
 from tandem.sync.plan import ALIGNMENT, Layout, Message, Plan, Route, make_plan
-from tandem.sync.routing import FormGroup, Station, make_transports
+from tandem.sync.routing import HOST, FormGroup, Station, make_transports
 from tandem.sync.transport import Transport
 from tandem.sync.ways import Endpoint, Way
 from tandem.types import HeldSlice, SliceSpec
-
-HOST = torch.device("cpu")
 
 
 def nothing() -> Sequence[HeldSlice]:

@@ -113,12 +113,6 @@ class Membership:
         return f"{self._key}/survivor/{rank}"
 
 
-def end_link(store: Store, name: str, *, generation: int, cause: str) -> None:
-    """Tell all processes of a link that one of them is gone, so that none waits for it any longer.
-    For whoever watches the processes."""
-    report_failure(store, failure_key(name, generation), cause=cause)
-
-
 def failure_key(name: str, generation: int) -> str:
     """Under which the first cause stands in the store."""
     return f"sync/{name}/{generation}/failure"

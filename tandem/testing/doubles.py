@@ -36,6 +36,7 @@ DEFAULT_DEVICES = 2
 DOUBLES = tuple(platform.name for platform in BUILT_IN if platform.extension)
 """The vendors whose devices torch knows by a plug-in only."""
 MEMORY_BYTES = 8 * 1024**3
+"""Of each device; more than that cannot be allocated in one process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,12 @@ class _Double:
 _here: list[_Double] = []
 
 
-def become(
-    name: str, *, num_devices: int = DEFAULT_DEVICES, memory_bytes: int = MEMORY_BYTES
-) -> None:
+def become(name: str, *, num_devices: int = DEFAULT_DEVICES) -> None:
     """Give this process the devices of a vendor. Does nothing if it has them already.
 
     Args:
         name: of a platform whose device type torch leaves to plug-ins.
         num_devices: on this node; the vendor's variable shows the process some of them only.
-        memory_bytes: of each device; more than that cannot be allocated in one process.
 
     Raises:
         UserError: the process has another double, or the extension cannot be built.
@@ -72,7 +70,7 @@ def become(
         return
     physical_ids = _visible(platform, num_devices)
     extension = open_extension()
-    extension.open(len(physical_ids), memory_bytes)
+    extension.open(len(physical_ids), MEMORY_BYTES)
     _here.append(_Double(platform, extension))
     rename_privateuse1_backend(platform.device_type)
     module = DeviceModule(platform.device_type, extension, physical_ids=physical_ids)

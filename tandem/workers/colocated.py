@@ -19,8 +19,8 @@ from tandem.config.model import ModelConfig
 from tandem.config.optim import OptimConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
+from tandem.config.sizes import ModelSizes
 from tandem.engines.single import ReferenceModel, SingleDeviceEngine
-from tandem.metrics.throughput import ModelShape
 from tandem.models.accelerate import operators_for
 from tandem.models.decoder import DecoderConfig
 from tandem.models.folder import (
@@ -51,7 +51,7 @@ class ColocatedEngines:
     reference: ReferencePolicy | None
     critic: TrainEngine | None
     reward_model: ReferencePolicy | None
-    shape: ModelShape | None
+    sizes: ModelSizes | None
     num_rows: int | None
 
 
@@ -76,7 +76,7 @@ def build_colocated(
         reference=_reference(config, platform) if config.needs_reference else None,
         critic=_critic(config, platform, total_steps=total_steps) if config.uses_critic else None,
         reward_model=_reward_model(config, platform) if config.reward_model.enable else None,
-        shape=None if model.decoder is None else shape_of(model.decoder.config),
+        sizes=None if model.decoder is None else sizes_of(model.decoder.config),
         num_rows=None if model.decoder is None else roles.rollout.max_num_seqs,
     )
 
@@ -225,14 +225,15 @@ def reward_folder(config: RunConfig) -> ModelFolder:
     return check_reward_folder(model.path, trust_remote_code=trusts, key=key)
 
 
-def shape_of(config: DecoderConfig) -> ModelShape:
+def sizes_of(config: DecoderConfig) -> ModelSizes:
     """The sizes that flops follow from."""
-    return ModelShape(
+    return ModelSizes(
         num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
         num_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
+        num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
+        vocabulary=config.vocab_size,
+        tied=config.tie_embeddings,
     )

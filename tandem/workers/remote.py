@@ -155,10 +155,6 @@ class RemoteTrainer(RemotePolicy):
         """See ``api.TrainEngine.load``."""
         call_each([self._group], "load", self._task, folder)
 
-    def export(self, folder: Path) -> None:
-        """See ``api.TrainEngine.export``."""
-        call_each([self._group], "export", self._task, folder)
-
 
 @dataclass(frozen=True, slots=True)
 class WeightWay:

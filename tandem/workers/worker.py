@@ -175,10 +175,6 @@ class Worker:
         """See ``api.TrainEngine``."""
         self._training(task).load(folder)
 
-    def export(self, task: str, folder: Path) -> None:
-        """See ``api.TrainEngine``."""
-        self._training(task).export(folder)
-
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """See ``api.RolloutEngine``."""
         self._generating().add(requests)

@@ -27,9 +27,9 @@ from tandem.models.kernels.operators import TRITON
 from tandem.models.language_model import LanguageModel
 from tandem.models.operators import Operators
 from tandem.platforms.record import Platform
-from tandem.rollout.paged.cache import PageShape
+from tandem.rollout.paged.cache import PAGE_TOKENS
 from tandem.rollout.paged.engine import PagedRolloutEngine
-from tandem.rollout.settings import NativeRolloutConfig
+from tandem.rollout.settings import CacheShape, NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest, SamplingParams
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=1.0, top_k=-1, max_new_tokens=24, ignore_eos=True)
@@ -124,16 +124,12 @@ def make_engine(
     eos_ids: tuple[int, ...] = (),
 ) -> PagedRolloutEngine:
     """An engine with captured steps where the platform captures; its cache has ``num_pages``."""
-    sizes, weight = decoder.config, decoder.lm_head_weight
-    page = PageShape(
-        sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, weight.dtype, weight.device
-    )
     config = NativeRolloutConfig(
         seed=SEED,
         eos_ids=eos_ids,
         max_num_seqs=rows,
         max_num_batched_tokens=8192,
-        max_cache_bytes=num_pages * page.bytes_per_page,
+        max_cache_bytes=num_pages * PAGE_TOKENS * CacheShape.of(decoder).bytes_per_token,
     )
     return PagedRolloutEngine(
         decoder,

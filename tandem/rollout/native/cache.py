@@ -20,25 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from tandem.rollout.settings import CacheShape
+
 NUM_UNIFORMS = 32
 """Random numbers computed ahead a row."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """What a cache holds of one token, and where."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def bytes_per_token(self) -> int:
-        """2 (key and value) x layers x heads x head dimension x bytes per number."""
-        numbers = 2 * self.num_layers * self.num_kv_heads * self.head_dim
-        return numbers * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

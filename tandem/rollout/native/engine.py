@@ -26,11 +26,11 @@ from tandem.models.decoder import Decoder
 from tandem.rollout.ending import finish_reason
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.native.attention import DecodeAttention, PrefillAttention
-from tandem.rollout.native.cache import NUM_UNIFORMS, CacheShape, RowCache, TokenStates
+from tandem.rollout.native.cache import NUM_UNIFORMS, RowCache, TokenStates
 from tandem.rollout.native.scheduler import Admission, Limits, Row, Scheduler
 from tandem.rollout.packing import cost_of, in_passes, pack
 from tandem.rollout.sampler import Draw, draw_tokens
-from tandem.rollout.settings import NativeRolloutConfig
+from tandem.rollout.settings import CacheShape, NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest, TokenIds
 
 _SMALL_CACHE_BYTES = 64 * 2**20
@@ -56,17 +56,10 @@ class NativeRolloutEngine:
     """``api.RolloutEngine`` on one device. The decoder is read, never copied."""
 
     def __init__(self, decoder: Decoder, config: NativeRolloutConfig) -> None:
-        weight = decoder.lm_head_weight
-        shape = CacheShape(
-            num_layers=decoder.config.num_layers,
-            num_kv_heads=decoder.config.num_kv_heads,
-            head_dim=decoder.config.head_dim,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        shape = CacheShape.of(decoder)
         self._decoder = decoder
         self._config = config
-        self._device = weight.device
+        self._device = shape.device
         self._cache = RowCache(shape)
         self._scheduler = Scheduler(
             Limits(

@@ -18,27 +18,11 @@ import torch
 from torch import Tensor
 
 from tandem.models.upload import upload
+from tandem.rollout.settings import CacheShape
 
 PAGE_TOKENS = 64
 HEAD_DIMS = (16, 32, 64, 128, 256)
 """Head dimensions that there are attention kernels for."""
-
-
-@dataclass(frozen=True, slots=True)
-class PageShape:
-    """What a page holds of one token, and where."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def bytes_per_page(self) -> int:
-        """2 (key and value) x layers x heads x page tokens x head dimension x bytes a number."""
-        numbers = 2 * self.num_layers * self.num_kv_heads * PAGE_TOKENS * self.head_dim
-        return numbers * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +45,7 @@ class TailCopy:
 class PageStore:
     """The pages of all layers. ``layers[i]`` are layer i's."""
 
-    def __init__(self, shape: PageShape, num_pages: int) -> None:
+    def __init__(self, shape: CacheShape, num_pages: int) -> None:
         self.num_pages = num_pages
         size = (num_pages, shape.num_kv_heads, PAGE_TOKENS, shape.head_dim)
         # Zeros, because a masked product of a NaN is a NaN.

@@ -27,12 +27,12 @@ from tandem.models.upload import upload
 from tandem.platforms.capture import Capturer
 from tandem.rollout.ending import finish_reason
 from tandem.rollout.keyed_random import stream_keys, uniforms
-from tandem.rollout.paged.cache import PageShape, PageStore, RowState, Window
+from tandem.rollout.paged.cache import PAGE_TOKENS, PageStore, RowState, Window
 from tandem.rollout.paged.kernels.sampling import draw_next
 from tandem.rollout.paged.prefill import PrefillAttention
 from tandem.rollout.paged.scheduler import Entry, Limits, PagedScheduler, Running
 from tandem.rollout.paged.step import DecodeStep
-from tandem.rollout.settings import NativeRolloutConfig
+from tandem.rollout.settings import CacheShape, NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest
 
 WINDOW_TOKENS = 8
@@ -68,20 +68,13 @@ class PagedRolloutEngine:
             make_capturer: once for each set of buffers.
             num_multiprocessors: of the device, by which the work of attention is divided.
         """
-        weight = decoder.lm_head_weight
         self._decoder = decoder
         self._config = config
         self._make_capturer = make_capturer
         self._num_multiprocessors = num_multiprocessors
-        self._device = weight.device
-        self._shape = PageShape(
-            num_layers=decoder.config.num_layers,
-            num_kv_heads=decoder.config.num_kv_heads,
-            head_dim=decoder.config.head_dim,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
-        max_pages = config.max_cache_bytes // self._shape.bytes_per_page
+        self._shape = CacheShape.of(decoder)
+        self._device = self._shape.device
+        max_pages = config.max_cache_bytes // (self._shape.bytes_per_token * PAGE_TOKENS)
         limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, WINDOW_TOKENS)
         self._scheduler = PagedScheduler(limits, max_pages)
         self._store: PageStore | None = None

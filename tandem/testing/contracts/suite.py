@@ -49,7 +49,6 @@ class Found:
 
     device_name: str
     num_devices: int
-    total_memory_bytes: int
     is_double: bool
     versions: Mapping[str, str]
 
@@ -132,7 +131,6 @@ def _found(here: Here) -> Found:
     return Found(
         device_name=platform.device_name(),
         num_devices=platform.num_devices(),
-        total_memory_bytes=platform.total_memory_bytes(),
         is_double=is_double(),
         versions=versions,
     )

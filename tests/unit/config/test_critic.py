@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.critic_switches import CRITIC_CONDITIONS
 from tandem.config.keys import find_key, is_section
 from tandem.config.memory import MemoryPlan, plan_memory
 from tandem.config.memory_remedy import require_memory
@@ -13,6 +12,7 @@ from tandem.config.overrides import load_config
 from tandem.config.plan import make_plan
 from tandem.config.pools import CRITIC, place_run
 from tandem.config.run import RunConfig
+from tandem.config.section_switches import CRITIC_CONDITIONS
 from tandem.config.sizes import ModelSizes
 from tandem.config.validate import check_run
 from tandem.errors import UserError

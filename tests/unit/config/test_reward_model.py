@@ -13,8 +13,8 @@ from tandem.config.memory_remedy import require_memory
 from tandem.config.overrides import load_config
 from tandem.config.plan import make_plan
 from tandem.config.pools import REWARD_MODEL, place_run
-from tandem.config.reward_switches import REWARD_CONDITIONS
 from tandem.config.run import RunConfig
+from tandem.config.section_switches import REWARD_CONDITIONS
 from tandem.config.sizes import ModelSizes
 from tandem.config.validate import check_built_run, check_run
 from tandem.errors import UserError

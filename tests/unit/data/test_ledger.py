@@ -106,7 +106,8 @@ def test_open_draws_come_again_first_in_order_and_with_their_rows() -> None:
     redrawn = again.draw(7)
     assert redrawn[:5] == [draws[uid] for uid in (3, 4, 5, 6, 8)]
     assert [draw.uid for draw in redrawn[5:]] == [10, 11]
-    assert (again.num_trained, again.num_dropped, again.num_in_flight) == (3, 2, 7)
+    state = again.state()
+    assert (state["trained"], state["dropped"], again.num_in_flight) == (3, 2, 7)
 
 
 def test_a_state_before_everything_is_redrawn_keeps_the_rest() -> None:
@@ -145,7 +146,7 @@ def test_every_draw_is_finished_once_whatever_is_killed(seed: int) -> None:
             del finished[kept:]
     assert dict(finished) == expected
     assert max(Counter(uid for uid, _ in finished).values()) == 1
-    assert ledger.num_trained + ledger.num_dropped == 60
+    assert ledger.state()["trained"] + ledger.state()["dropped"] == 60
 
 
 def test_the_state_does_not_grow_with_the_data() -> None:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions are stated, not guessed from names."""
+"""Metrics of several updates are averaged, whatever their names."""
 
 import math
 
-import pytest
-
-from tandem.metrics.reduction import Reduction, reduce_metrics, reduce_values, update_metrics
+from tandem.metrics.reduction import update_metrics
 from tandem.types import UpdateReport
 
 
@@ -18,36 +16,19 @@ def _report(loss, *, grad_norm=1.0, learning_rate=1e-3, skipped=False):
     )
 
 
-@pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [
-        (Reduction.MEAN, 2.0),
-        (Reduction.MAX, 4.0),
-        (Reduction.MIN, 0.5),
-        (Reduction.SUM, 6.0),
-        (Reduction.LAST, 0.5),
-    ],
-)
-def test_reduce_values(reduction, expected):
-    assert reduce_values([1.5, 4.0, 0.5], reduction) == expected
+def test_a_name_with_max_in_it_is_averaged():
+    reports = [
+        UpdateReport({"max_ratio": 1.0}, 1.0, 1e-3, skipped=False),
+        UpdateReport({"max_ratio": 3.0, "once": 7.0}, 1.0, 1e-3, skipped=False),
+    ]
+
+    merged = update_metrics(reports)
+
+    assert (merged["actor/max_ratio"], merged["actor/once"]) == (2.0, 7.0)
 
 
-@pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.MAX, Reduction.MIN])
-def test_nan_is_not_swallowed(reduction):
-    assert math.isnan(reduce_values([1.0, math.nan, 2.0], reduction))
-
-
-def test_nothing_to_reduce_is_an_error():
-    with pytest.raises(ValueError, match="nothing to reduce"):
-        reduce_values([], Reduction.MEAN)
-
-
-def test_a_name_with_max_in_it_is_averaged_unless_stated():
-    parts = [{"max_ratio": 1.0, "peak": 1.0}, {"max_ratio": 3.0, "peak": 3.0, "once": 7.0}]
-
-    merged = reduce_metrics(parts, {"peak": Reduction.MAX})
-
-    assert merged == {"max_ratio": 2.0, "peak": 3.0, "once": 7.0}
+def test_nan_is_not_swallowed():
+    assert math.isnan(update_metrics([_report(1.0), _report(math.nan)])["actor/pg_loss"])
 
 
 def test_update_metrics_average_the_steps_taken():

@@ -3,11 +3,12 @@
 
 import pytest
 
+from tandem.config.sizes import ModelSizes
 from tandem.metrics.throughput import (
     ComputeFacts,
-    ModelShape,
     StepTime,
     actor_utilisation_metrics,
+    matmul_parameters,
     memory_metrics,
     peak_flops,
     throughput_metrics,
@@ -15,26 +16,27 @@ from tandem.metrics.throughput import (
     training_flops,
 )
 
-QWEN_05B = ModelShape(
+QWEN_05B = ModelSizes(
     num_layers=24,
-    hidden_size=896,
-    intermediate_size=4864,
+    hidden=896,
+    inner=4864,
     num_heads=14,
-    num_key_value_heads=2,
+    num_kv_heads=2,
     head_dim=64,
-    vocab_size=151936,
+    vocabulary=151936,
+    tied=True,
 )
 
 
 def test_qwen_flops():
-    assert QWEN_05B.num_matmul_parameters == 630_095_872
+    assert matmul_parameters(QWEN_05B) == 630_095_872
     assert training_flops(QWEN_05B, [300] * 64) == pytest.approx(73.330e12, rel=1e-4)
 
 
 @pytest.mark.parametrize(("num_epochs", "seconds"), [(1, 1.0), (3, 3.0)])
 def test_utilisation_on_one_h200(num_epochs, seconds):
     facts = ComputeFacts(
-        shape=QWEN_05B, device_name="NVIDIA H200", num_devices=1, num_training_devices=1
+        sizes=QWEN_05B, device_name="NVIDIA H200", num_devices=1, num_training_devices=1
     )
 
     metrics = actor_utilisation_metrics(
@@ -46,10 +48,10 @@ def test_utilisation_on_one_h200(num_epochs, seconds):
 
 def test_utilisation_is_zero_where_it_cannot_be_known():
     unknown_device = ComputeFacts(
-        shape=QWEN_05B, device_name="cpu", num_devices=1, num_training_devices=1
+        sizes=QWEN_05B, device_name="cpu", num_devices=1, num_training_devices=1
     )
     unknown_model = ComputeFacts(
-        shape=None, device_name="NVIDIA H200", num_devices=1, num_training_devices=1
+        sizes=None, device_name="NVIDIA H200", num_devices=1, num_training_devices=1
     )
 
     for facts in (unknown_device, unknown_model):

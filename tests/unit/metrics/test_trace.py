@@ -82,17 +82,6 @@ def test_an_engine_that_never_had_work_counts_as_idle() -> None:
     assert trace.take_step(1)["pipeline/idle_share/generate"] == 0.5
 
 
-def test_roles_on_the_same_devices_make_one_pool() -> None:
-    clock = Clock()
-    trace = TraceRecorder(clock, sink=None, pools={"trainer": ("actor-train", "logp")})
-    with trace.span("logp", "logp"):
-        clock.now += 1
-    with trace.span("actor-train", "update"):
-        clock.now += 2
-    clock.now += 1
-    assert trace.take_step(1)["pipeline/idle_share/trainer"] == 0.25
-
-
 def test_a_span_across_steps_is_divided_between_them() -> None:
     clock = Clock()
     trace = TraceRecorder(clock, sink=None)

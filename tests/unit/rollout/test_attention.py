@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.rollout.native.attention import DecodeAttention, PrefillAttention
-from tandem.rollout.native.cache import CacheShape, RowCache
+from tandem.rollout.native.cache import RowCache
 from tandem.rollout.packing import Packed, pack
+from tandem.rollout.settings import CacheShape
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 8
 SHAPE = CacheShape(

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from tandem.rollout.native.cache import CacheShape, RowCache, TokenStates
+from tandem.rollout.native.cache import RowCache, TokenStates
+from tandem.rollout.settings import CacheShape
 
 SHAPE = CacheShape(
     num_layers=2, num_kv_heads=2, head_dim=3, dtype=torch.float32, device=torch.device("cpu")

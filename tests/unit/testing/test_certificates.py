@@ -27,7 +27,6 @@ START, END = "<!-- table -->\n", "<!-- end of table -->"
 FOUND = Found(
     device_name="Acme X-1 (80GB)",
     num_devices=4,
-    total_memory_bytes=80,
     is_double=False,
     versions={"torch": "2.13.0"},
 )
