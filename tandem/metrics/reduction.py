@@ -8,8 +8,8 @@ already divided by their global denominators (see ``LossOutputs``).
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
+from math import fsum, isfinite
 
 from tandem.types import UpdateReport
 
@@ -26,8 +26,14 @@ def update_metrics(reports: Sequence[UpdateReport], role: str = "actor") -> dict
     for report in taken:
         for name, value in {**report.metrics, "grad_norm": report.grad_norm}.items():
             values.setdefault(name if "/" in name else f"{role}/{name}", []).append(value)
-    named = {name: statistics.fmean(seen) for name, seen in values.items()}
+    named = {name: _mean(seen) for name, seen in values.items()}
     if reports:
         named[f"{role}/lr"] = reports[-1].learning_rate
         named[f"{role}/skipped_updates"] = float(len(reports) - len(taken))
     return named
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN of both infinities, which ``fsum`` refuses."""
+    total = fsum(values) if all(map(isfinite, values)) else sum(values)
+    return total / len(values)

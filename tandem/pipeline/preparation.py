@@ -10,7 +10,7 @@ fixed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -36,6 +36,7 @@ class PreparedBatch:
         old_logp_R: None also where the trainer is to compute them, see ``scores_ahead``.
         generated_s, taken_s: when its last sequence was generated, and the batch formed, by the
             clock of the run.
+        policy_lag: versions that the weights which computed ``old_logp_R`` are behind, else 0.
         policy_s, reference_s: what its log-probs took; ``reward_s`` its reward model.
         num_left: complete groups that were left for later batches.
     """
@@ -45,6 +46,7 @@ class PreparedBatch:
     ref_logp_R: Tensor | None
     generated_s: float
     taken_s: float
+    policy_lag: int
     policy_s: float
     reference_s: float
     reward_s: float
@@ -58,13 +60,19 @@ def scores_ahead(parts: PipelineParts) -> bool:
 
 
 async def prepare_batch(
-    parts: PipelineParts, buffer: GroupBuffer, *, version: int
+    parts: PipelineParts, buffer: GroupBuffer, *, version: int, in_use: Callable[[], int]
 ) -> PreparedBatch | None:
-    """The batch that the weights ``version`` are to be trained on; None if there is no more."""
+    """The batch that the weights ``version`` are to be trained on; None if there is no more.
+
+    Args:
+        in_use: the version that everybody but the trainer uses.
+    """
     groups = await buffer.take(version)
     if len(groups) < parts.config.data.train_batch_size:
         return None
     taken_s, num_left = parts.clock(), buffer.num_complete
+    is_scored = scores_ahead(parts) and parts.config.needs_old_log_probs
+    policy_lag = version - in_use() if is_scored else 0
     batch = lay_out(groups, version=version)
     async with asyncio.TaskGroup() as passes:
         scored = passes.create_task(timed_rewards(parts, groups))
@@ -79,6 +87,7 @@ async def prepare_batch(
         ref_logp_R=ref_logp_R,
         generated_s=max(entry.generated_s for entry in groups),
         taken_s=taken_s,
+        policy_lag=policy_lag,
         policy_s=policy_s,
         reference_s=reference_s,
         reward_s=reward_s,

@@ -59,7 +59,9 @@ class Stages:
 
     def prepare(self, version: int) -> asyncio.Task[PreparedBatch | None]:
         """The batch that the weights ``version`` are to be trained on, once it is ready."""
-        preparing = prepare_batch(self._parts, self._buffer, version=version)
+        preparing = prepare_batch(
+            self._parts, self._buffer, version=version, in_use=lambda: self.flow.in_use
+        )
         self._preparing = self.tasks.create_task(preparing)
         return self._preparing
 

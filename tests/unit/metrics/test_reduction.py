@@ -29,6 +29,9 @@ def test_a_name_with_max_in_it_is_averaged():
 
 def test_nan_is_not_swallowed():
     assert math.isnan(update_metrics([_report(1.0), _report(math.nan)])["actor/pg_loss"])
+    infinities = [_report(math.inf), _report(-math.inf), _report(math.nan)]
+    assert math.isnan(update_metrics(infinities)["actor/pg_loss"])
+    assert math.isnan(update_metrics(infinities[:2])["actor/pg_loss"])
 
 
 def test_update_metrics_average_the_steps_taken():
