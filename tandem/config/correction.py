@@ -5,6 +5,7 @@ training, be it older or computed otherwise. The keys and their meanings are ver
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -96,15 +97,14 @@ class RolloutCorrectionConfig(BaseModel):
 def correction_problems(config: RolloutCorrectionConfig) -> Iterator[str]:
     """Keys that cannot be read, or do not fit each other; the others hold if none is found."""
     try:
-        bounds = config.importance_bounds
-        is_readable = bounds.upper >= 1 and 0 < (bounds.lower or 1) <= bounds.upper
+        is_readable = config.importance_bounds.upper >= 1
     except ValueError:
         is_readable = False
     if not is_readable:
         # An unquoted 0.5_2 is the number 0.52 in the grammar of overrides, as in Python.
         yield (
             f"{_KEY}.rollout_is_threshold={config.rollout_is_threshold!r}: must be a number from 1 "
-            "on, or a quoted string LOW_HIGH. "
+            "on, or a quoted string LOW_HIGH with 0 <= LOW <= HIGH and HIGH from 1 on. "
             f"Set {_KEY}.rollout_is_threshold=2.0 or {_KEY}.rollout_is_threshold=\\'0.5_5\\'."
         )
     if config.bypass_mode and config.rollout_is_batch_normalize and config.rollout_is is not None:
@@ -129,14 +129,14 @@ def _rejection_problems(config: RolloutCorrectionConfig) -> Iterator[str]:
         )
         return
     try:
-        bounds = [bounds for _, bounds in config.rejections]
-        fits = all(0 < (b.lower or b.upper) <= b.upper for b in bounds)
+        fits = bool(config.rejections)
     except ValueError:
         fits = False
     if not fits:
         yield (
             f"{_KEY}.rollout_rs_threshold={config.rollout_rs_threshold!r}: must be one positive "
-            f"bound, or one for each of rollout_rs={config.rollout_rs!r}; only k1 takes LOW_HIGH. "
+            f"bound, or one for each of rollout_rs={config.rollout_rs!r}; only k1 takes LOW_HIGH "
+            "with 0 < LOW <= HIGH, or HIGH from 1 on. "
             f"Set {_KEY}.rollout_rs_threshold=2.0."
         )
 
@@ -146,20 +146,24 @@ def _words(text: str) -> list[str]:
 
 
 def _bounds(text: str) -> Bounds:
-    """Raises ValueError if it is neither one number nor two."""
-    if "_" not in text:
-        return Bounds(None, float(text))
-    lower, upper = text.split("_", 1)
-    return Bounds(float(lower), float(upper))
+    """Of HIGH or LOW_HIGH. Raises ValueError unless 0 <= LOW <= HIGH and 0 < HIGH < inf."""
+    numbers = [float(part) for part in text.split("_")]
+    lower, upper = (numbers[0] if len(numbers) > 1 else None), numbers[-1]
+    if len(numbers) > 2 or not (0 < upper < math.inf and 0 <= (lower or 0) <= upper):
+        raise ValueError(f"{text!r} is no bound")
+    return Bounds(lower, upper)
 
 
 def _rejection_bounds(option: str, text: str) -> Bounds:
-    """k1 has two bounds, the others one. Raises ValueError for anything else."""
+    """k1 has two bounds, of which logarithms are taken, the others one. Raises ValueError for
+    anything else.
+    """
     bounds = _bounds(text)
     if not option.endswith("_k1"):
         if bounds.lower is not None:
             raise ValueError(f"{option} takes one bound")
         return bounds
-    if bounds.lower is None:
-        return Bounds(1 / bounds.upper, bounds.upper)
-    return bounds
+    lower = 1 / bounds.upper if bounds.lower is None else bounds.lower
+    if not 0 < lower <= bounds.upper:
+        raise ValueError(f"{option} keeps nothing, or has no lower bound: {text!r}")
+    return Bounds(lower, bounds.upper)

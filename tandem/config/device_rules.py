@@ -28,6 +28,7 @@ from tandem.config.pools import (
     scorer_of,
     share_devices,
     show_groups,
+    show_shares,
 )
 from tandem.config.run import RunConfig
 from tandem.config.sft import SftConfig
@@ -39,6 +40,8 @@ _ROLES = "actor_rollout_ref"
 _TASKS_KEY = "trainer.separated_node_tasks"
 _RATIOS_KEY = "trainer.separated_node_ratios"
 _DEVICES_KEY = "trainer.n_gpus_per_node"
+_MOST_DEVICES = 1024
+"""Devices of a node that a remedy asks for at most."""
 
 
 def run_device_problems(config: RunConfig) -> Iterator[str]:
@@ -100,14 +103,12 @@ def _ratio_problems(groups: Sequence[tuple[str, ...]], ratios: Sequence[float]) 
     elif len(ratios) != len(groups):
         yield (
             f"{key}: must have one ratio for each of the {len(groups)} groups of "
-            f"{_TASKS_KEY}. Write {len(groups)} numbers."
+            f"{_TASKS_KEY}. Write {len(groups)} numbers above 0 that add up to at most 1."
         )
     elif min(ratios) <= 0:
         yield f"{key}: must be positive. Raise the others, or take out their groups."
     elif sum(ratios) > 1 + ROUNDING:
-        hundredths = share_devices([ratio / sum(ratios) for ratio in ratios], 100)
-        lower = ",".join(f"{number / 100:g}" for number in hundredths)
-        yield f"{key}: must add up to at most 1. Set {_RATIOS_KEY}=[{lower}]."
+        yield f"{key}: must add up to at most 1. Set {_RATIOS_KEY}={show_shares(ratios)}."
 
 
 def _empty_pool_problems(config: RunConfig) -> Iterator[str]:
@@ -125,18 +126,22 @@ def _empty_pool_problems(config: RunConfig) -> Iterator[str]:
         trainer.separated_node_tasks, share_devices(ratios, trainer.num_devices), strict=True
     ):
         if share == 0:
+            enough = _enough_devices(trainer)
+            remedy = "Raise its ratio."
+            if enough is not None:
+                remedy = f"Set {_DEVICES_KEY}={enough}, or raise its ratio."
             yield (
                 f"{_RATIOS_KEY}={list(ratios)}: gives {list(tasks)} none of {trainer.num_devices} "
-                f"devices. Set {_DEVICES_KEY}={_enough_devices(trainer)}, or raise its ratio."
+                f"devices. {remedy}"
             )
 
 
-def _enough_devices(trainer: TrainerConfig) -> int:
-    """Devices per node from which on every group gets one."""
-    number = trainer.n_gpus_per_node
-    while 0 in share_devices(trainer.separated_node_ratios, trainer.nnodes * number):
-        number += 1
-    return number
+def _enough_devices(trainer: TrainerConfig) -> int | None:
+    """Devices per node from which on every group gets one; None if no node has so many."""
+    for number in range(trainer.n_gpus_per_node, _MOST_DEVICES + 1):
+        if 0 not in share_devices(trainer.separated_node_ratios, trainer.nnodes * number):
+            return number
+    return None
 
 
 def _run_layout_problems(config: RunConfig, pool: Pool) -> Iterator[str]:

@@ -23,7 +23,7 @@ def resolve(schema: type[BaseModel], tree: Tree) -> Tree:
     Raises:
         UserError: an interpolation refers to nothing.
     """
-    if not _has_interpolation(tree):
+    if not has_interpolation(tree):
         return tree
     OmegaConf.register_new_resolver("now", _now, replace=True)
     OmegaConf.register_new_resolver("env", oc.env, replace=True)
@@ -35,11 +35,12 @@ def _now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _has_interpolation(value: Any) -> bool:
+def has_interpolation(value: Any) -> bool:
+    """Whether ``${...}`` stands in a value, or anywhere below it."""
     if isinstance(value, Mapping):
-        return any(_has_interpolation(entry) for entry in cast(Mapping[str, Any], value).values())
+        return any(has_interpolation(entry) for entry in cast(Mapping[str, Any], value).values())
     if isinstance(value, list | tuple):
-        return any(_has_interpolation(entry) for entry in cast(list[Any], value))
+        return any(has_interpolation(entry) for entry in cast(list[Any], value))
     return isinstance(value, str) and "${" in value
 
 
@@ -58,7 +59,7 @@ def _resolved(value: Any, node: Any, *, name: str) -> Any:
             key: _resolved(entry, node, name=f"{name}.{key}" if name else key)
             for key, entry in entries.items()
         }
-    if not _has_interpolation(value):
+    if not has_interpolation(value):
         return value
     try:
         found = OmegaConf.select(node, name, throw_on_resolution_failure=True)

@@ -10,10 +10,13 @@ from pydantic import BaseModel, ValidationError
 
 from tandem.config.grammar import Assignment
 from tandem.config.keys import Key, find_key
+from tandem.config.pools import show_shares
 from tandem.errors import UserError
 
 _SHELL_VARIABLES = {"trainer.nnodes": "WORLD_SIZE", "trainer.experiment_name": "EXP_NAME"}
 """Variables that published scripts take these keys from."""
+
+_TASKS_KEY, _RATIOS_KEY = "trainer.separated_node_tasks", "trainer.separated_node_ratios"
 
 Context = Mapping[str, Any]
 
@@ -39,25 +42,37 @@ _RULES: dict[str, Callable[[Context], str]] = {
 """pydantic's error type -> the rule in our words."""
 
 
-def describe(schema: type[BaseModel], error: ValidationError) -> UserError:
-    """The first of pydantic's complaints as our one line."""
+def describe(schema: type[BaseModel], error: ValidationError, *, tree: Context) -> UserError:
+    """The first of pydantic's complaints about ``tree`` as our one line."""
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in first["loc"])
     key = _key_at(schema, name)
+    if key is not None:
+        # Behind a key pydantic names places in its list, and also types that its value could have.
+        name = ".".join([key.name, *(str(part) for part in first["loc"] if isinstance(part, int))])
     rule = _RULES.get(first["type"])
     context = first.get("ctx", {})
     if key is not None and key.choices:
         said = f"must be one of {', '.join(key.choices)}"
     else:
         said = rule(context) if rule else first["msg"][:1].lower() + first["msg"][1:]
-    return UserError(f"{name}={first['input']!r}: {said}. {_remedy(key, name)}")
+    remedy = (key and _remedy_of_pair(key, tree)) or _remedy(key, name)
+    return UserError(f"{name}={first['input']!r}: {said}. {remedy}")
+
+
+def contradiction(first: Assignment, other: Assignment, *, name: str) -> UserError:
+    """The error about two spellings of the key ``name`` with different values."""
+    return UserError(
+        f"{first.name}={first.value!r}: must not differ from {other.name}={other.value!r}"
+        f"{_place(first)}, as both mean {name}. Leave one of them out."
+    )
 
 
 def unknown_key(assignment: Assignment, nearest: str) -> UserError:
     """The error about a key that does not exist."""
-    place = "" if assignment.source == Assignment("", None).source else f" in {assignment.source}"
     return UserError(
-        f"{assignment.name}={assignment.value!r}: no such key{place}. Did you mean {nearest}? "
+        f"{assignment.name}={assignment.value!r}: no such key{_place(assignment)}. "
+        f"Did you mean {nearest}? "
         f"(+{assignment.name}=... passes an unknown key with a warning.)"
     )
 
@@ -88,6 +103,11 @@ def in_override_grammar(value: Any) -> str:
     return str(value)
 
 
+def _place(assignment: Assignment) -> str:
+    is_file = assignment.source != Assignment("", None).source
+    return f" in {assignment.source}" if is_file else ""
+
+
 def _key_at(schema: type[BaseModel], name: str) -> Key | None:
     """The key of a place that pydantic names, which may lie inside a list."""
     parts = name.split(".")
@@ -99,3 +119,23 @@ def _remedy(key: Key | None, name: str) -> str:
     if key is None or key.default == "":
         return f"Set {name} to a value."
     return f"Set {key.name}={in_override_grammar(key.default)} (the default)."
+
+
+def _remedy_of_pair(key: Key, tree: Context) -> str:
+    """Of groups and their ratios, where the default of one would not fit the other that is set;
+    "" for anything else.
+    """
+    trainer = tree.get("trainer", {})
+    groups, ratios = trainer.get("separated_node_tasks"), trainer.get("separated_node_ratios")
+    if key.name == _RATIOS_KEY and groups and isinstance(groups, list | tuple):
+        number = len(groups)  # pyright: ignore[reportUnknownArgumentType]
+        return (
+            f"Set {_RATIOS_KEY}={show_shares([1.0] * number)}, or other numbers above 0 and at "
+            f"most 1, one for each of the {number} groups of {_TASKS_KEY}."
+        )
+    if key.name == _TASKS_KEY and ratios:
+        return (
+            f"Write groups like [[actor-train,logp,ref_logp],generate], one for each of "
+            f"{_RATIOS_KEY}, or leave both keys out."
+        )
+    return ""

@@ -2,8 +2,8 @@
 """Arguments to a typed configuration: defaults, then files, then overrides; the later wins.
 
 A key that the schema does not know is an error that names the nearest one; with ``+`` it is a
-warning. Guarantees that every error is one line with key, value, rule and remedy. Rules between
-keys are ``validate``'s.
+warning. Two spellings of a key with different values in one place are an error. Guarantees that
+every error is one line with key, value, rule and remedy. Rules between keys are ``validate``'s.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ from pydantic import BaseModel, ValidationError
 
 from tandem.config.aliases import canonical_name
 from tandem.config.grammar import Assignment, Mode, parse_arguments
-from tandem.config.interpolation import resolve
+from tandem.config.interpolation import has_interpolation, resolve
 from tandem.config.keys import find_key, is_section, keys_of, nearest_key
-from tandem.config.mistakes import describe, empty_value, not_a_number, unknown_key
+from tandem.config.mistakes import (
+    contradiction,
+    describe,
+    empty_value,
+    not_a_number,
+    unknown_key,
+)
 from tandem.config.recipe import Loaded, load_named_config, load_recipe
 from tandem.errors import UserError
 
@@ -53,7 +59,8 @@ def load_config(schema: type[ConfigT], arguments: Sequence[str]) -> LoadedConfig
         arguments: recipe files, overrides, ``--config-path`` and ``--config-name``.
 
     Raises:
-        UserError: an unknown key, a value of the wrong type or out of range, an unreadable file.
+        UserError: an unknown key, a value of the wrong type or out of range, two spellings of a
+            key with different values, an unreadable file.
 
     Example:
         >>> load_config(RunConfig, ["algorithm.adv_estimator=rloo"]).config.algorithm.adv_estimator
@@ -66,6 +73,7 @@ def load_config(schema: type[ConfigT], arguments: Sequence[str]) -> LoadedConfig
     written = _Written(schema)
     for assignment in (*_assignments_of(files), *line.overrides):
         written.add(assignment)
+    written.require_agreement()
     config = _build(schema, resolve(schema, written.tree))
     return LoadedConfig(
         config=config,
@@ -87,6 +95,7 @@ class _Written:
         self._schema = schema
         self.tree: Tree = {}
         self.spellings: dict[str, str] = {}
+        self._latest: dict[str, dict[str, Assignment]] = {}
         self.unknown: dict[str, None] = {}
         self.warnings: list[str] = []
 
@@ -103,6 +112,17 @@ class _Written:
             self._reset(name)
         else:
             self._add_value(name, assignment)
+
+    def require_agreement(self) -> None:
+        """Raise UserError if two spellings of a key differ where it was set last: the command line
+        may overrule a file, but neither may contradict itself. What verl's files take from another
+        key (``${...}``) contradicts nothing.
+        """
+        for name, by_spelling in self._latest.items():
+            given = [one for one in by_spelling.values() if not has_interpolation(one.value)]
+            for other in given[1:]:
+                if other.value != given[0].value:
+                    raise contradiction(given[0], other, name=name)
 
     def _add_section(self, name: str, assignment: Assignment) -> None:
         if not isinstance(assignment.value, Mapping):
@@ -134,6 +154,7 @@ class _Written:
         if name != assignment.name and name not in self.spellings:
             self.warnings.append(f"{assignment.name} is read as {name}")
         self.spellings[name] = assignment.name
+        self._keep(name, assignment)
         *sections, last = name.split(".")
         node = self.tree
         for section in sections:
@@ -142,10 +163,17 @@ class _Written:
             node = node[section]
         node[last] = assignment.value
 
+    def _keep(self, name: str, assignment: Assignment) -> None:
+        """The latest value of each spelling, of the latest source only."""
+        by_spelling = self._latest.setdefault(name, {})
+        if any(other.source != assignment.source for other in by_spelling.values()):
+            by_spelling.clear()
+        by_spelling[assignment.name] = assignment
+
     def _reset(self, name: str) -> None:
         """Back to the default: forget a key, or all keys of a section."""
         for known in [k for k in self.spellings if k == name or k.startswith(f"{name}.")]:
-            del self.spellings[known]
+            del self.spellings[known], self._latest[known]
         *sections, last = name.split(".")
         node = self.tree
         for section in sections:
@@ -157,4 +185,4 @@ def _build(schema: type[ConfigT], tree: Tree) -> ConfigT:
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        raise describe(schema, error) from error
+        raise describe(schema, error, tree=tree) from error

@@ -254,6 +254,21 @@ def show_groups(groups: Iterable[Sequence[str]]) -> str:
     return f"[{','.join(f'[{names}]' for names in map(','.join, groups))}]"
 
 
+def show_shares(ratios: Sequence[float]) -> str:
+    """Ratios of that proportion that add up to 1, in hundredths, as they are written behind
+    ``trainer.separated_node_ratios=``; equal ones if they are too different for that.
+
+    Example:
+        >>> show_shares((0.5, 0.5, 1.0))
+        '[0.25,0.25,0.5]'
+    """
+    total = sum(ratios)
+    shares = share_devices([ratio / total for ratio in ratios], 100)
+    if 0 in shares:
+        shares = share_devices([1 / len(ratios)] * len(ratios), 100)
+    return f"[{','.join(f'{share / 100:g}' for share in shares)}]"
+
+
 def _ratios(config: RunConfig) -> Sequence[float]:
     if config.trainer.separated_node_tasks:
         return config.trainer.separated_node_ratios

@@ -99,8 +99,9 @@ class TrainerConfig(BaseModel):
     generate_ahead_steps: int = Field(
         default=0,
         ge=0,
+        le=1000,
         description="With async_pipeline the largest lag: weights versions between the one that "
-        "drew a token and the one that trains on it. 0 is on-policy, 1 one step off.",
+        "drew a token and the one that trains on it. 0 is on-policy, 1 one step off; at most 1000.",
     )
     deterministic_async: bool = Field(
         default=False,

@@ -201,8 +201,7 @@ class Pipeline:
             "training/dropped_groups": float(len(dropped)),
         }
         if self._config.trainer.max_lag > 0:
-            self._metrics["pipeline/buffered_groups"] = float(prepared.num_left)
-            self._metrics["training/lag/old_log_prob"] = float(prepared.policy_lag)
+            self._metrics |= prepared.lag_metrics
         return experience
 
     async def _credit(self, prepared: PreparedBatch) -> Experience:

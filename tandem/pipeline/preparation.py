@@ -52,6 +52,14 @@ class PreparedBatch:
     reward_s: float
     num_left: int
 
+    @property
+    def lag_metrics(self) -> dict[str, float]:
+        """What waits behind this batch, and how old the weights of its log-probs are."""
+        return {
+            "pipeline/buffered_groups": float(self.num_left),
+            "training/lag/old_log_prob": float(self.policy_lag),
+        }
+
 
 def scores_ahead(parts: PipelineParts) -> bool:
     """Whether the policy's log-probs of a batch are computed while another one is trained on."""

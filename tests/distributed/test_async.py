@@ -9,6 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tandem.cli.quickstart.task import draw_problems
 from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.metrics.trace_file import TRACE_FILE, read_trace
 from tests.chaos.processes import MARK, none_left
@@ -26,6 +28,7 @@ from tests.fakes.tiny_run import (
     read_lines,
     repeatable,
     train_arguments,
+    write_prompts,
 )
 
 LAG = 2
@@ -69,6 +72,13 @@ IN_TURNS = (
 )
 RUNS: Mapping[str, tuple[str, ...]] = {
     "asynchronous": (*SETTINGS, *SLOW, *ASYNCHRONOUS, *APART),
+    "staged": (
+        *(*SETTINGS, *SLOW, *ASYNCHRONOUS, *HALVES),
+        "actor_rollout_ref.rollout.enable_param_async=True",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=False",
+    ),
     "turns": (*SETTINGS, *SLOW, *ASYNCHRONOUS, *IN_TURNS),
     "turns of two": (*SETTINGS, *SLOW, *ASYNCHRONOUS, *IN_TURNS, "trainer.n_gpus_per_node=2"),
     "turns, cache kept": (
@@ -82,6 +92,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "rounds, apart": (*SETTINGS, *ROUNDS, *APART),
     "rounds, with rollout": (*SETTINGS, *ROUNDS, *WITH_ROLLOUT),
 }
+WITH_A_LAG = ("asynchronous", "staged", "turns", "turns of two", "turns, cache kept")
 Run = Callable[[str], Path]
 
 
@@ -144,14 +155,23 @@ def test_each_generating_process_is_seen_by_itself(material: Material, tmp_path:
     assert logged_s == pytest.approx(busy_s.total() / 2, rel=0.2)
 
 
-@pytest.mark.parametrize("run", ["asynchronous", "turns", "turns of two", "turns, cache kept"])
+@pytest.mark.parametrize("run", WITH_A_LAG)
 def test_05_there_is_a_lag_and_it_is_bounded(finished: Run, run: str) -> None:
     rows = metrics_of(finished(run))
     lags = [rows[step]["training/lag/max"] for step in range(1, NUM_BATCHES + 1)]
     assert lags[0] == 0 < max(lags) <= LAG
+    in_use = versions_in_use(finished(run))
+    assert (in_use[0], in_use[-1]) == (0, NUM_BATCHES)
+    assert all(0 < after - before <= LAG + 1 for before, after in pairwise(in_use))
 
 
-@pytest.mark.parametrize("run", ["asynchronous", "turns", "turns of two", "turns, cache kept"])
+def versions_in_use(run: Path) -> list[int]:
+    """One after the other."""
+    events = read_trace(run / TRACE_FILE)
+    return [e["args"]["version"] for e in events if e["name"] == "version in use"]
+
+
+@pytest.mark.parametrize("run", WITH_A_LAG)
 def test_08_every_token_names_the_version_that_drew_it(
     finished: Run, material: Material, run: str
 ) -> None:
@@ -259,13 +279,42 @@ def test_11_and_13_the_data_end_the_run_with_a_checkpoint_and_a_validation(finis
     run = finished("asynchronous")
     rows = metrics_of(run)
     assert list(rows) == list(range(NUM_BATCHES + 1))
-    validated = [step for step, row in rows.items() if any(n.startswith("val-") for n in row)]
-    assert validated == [0, 4, 8, 10]
+    assert validated(rows) == [0, 4, 8, 10]
     assert (run / "latest_checkpointed_iteration.txt").read_text() == str(NUM_BATCHES)
     uids = [record["sample_id"] // 4 for record in read_lines(run / "rollouts.jsonl")]
     assert sorted(set(uids)) == list(range(4 * NUM_BATCHES))
-    in_use = [e for e in read_trace(run / TRACE_FILE) if e["name"] == "version in use"]
-    assert in_use[-1]["args"]["version"] == NUM_BATCHES
+    assert versions_in_use(run)[-1] == NUM_BATCHES
+
+
+@pytest.mark.parametrize("num_batches", [1, 9, 11, 14])
+def test_11_the_data_end_the_run_however_many_they_are(
+    material: Material, tmp_path: Path, num_batches: int
+) -> None:
+    file = write_prompts(tmp_path / "data.parquet", draw_problems(4 * num_batches, seed=3))
+    keys = (
+        *ASYNCHRONOUS,
+        *IN_TURNS,
+        f"data.train_files={file}",
+        "trainer.device=cpu",
+        "trainer.total_training_steps=null",
+        "trainer.total_epochs=1",
+        "trainer.test_freq=100",
+        "trainer.save_freq=100",
+        "trainer.val_before_train=False",
+    )
+    run = train(material, tmp_path, *keys)
+    rows = metrics_of(run)
+    assert list(rows) == list(range(1, num_batches + 1))
+    assert validated(rows) == [num_batches]
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == str(num_batches)
+    uids = [record["sample_id"] // 4 for record in read_lines(run / "rollouts.jsonl")]
+    assert sorted(set(uids)) == list(range(4 * num_batches))
+    assert max(row["training/lag/max"] for row in rows.values()) <= LAG
+
+
+def validated(rows: Mapping[int, Mapping[str, float]]) -> list[int]:
+    """The steps in whose rows a validation stands."""
+    return [step for step, row in rows.items() if any(n.startswith("val-") for n in row)]
 
 
 def test_22_a_run_that_was_killed_after_a_step_goes_on_with_every_other_prompt_once(

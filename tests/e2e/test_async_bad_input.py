@@ -17,6 +17,8 @@ ASYNC = "trainer.async_pipeline=True"
 AHEAD = "trainer.generate_ahead_steps"
 FOUR = "trainer.n_gpus_per_node=4"
 TASKS, RATIOS = "trainer.separated_node_tasks", "trainer.separated_node_ratios"
+RATIOS_MISSPELT = "trainer.sperated_node_ratios"
+CORRECTION = "algorithm.rollout_correction"
 ROLLOUT = "actor_rollout_ref.rollout"
 HALVES = (FOUR, "actor_rollout_ref.hybrid_engine=False", ASYNC)
 GROUPS = f"{TASKS}=[[logp,actor-train],ref_logp,generate]"
@@ -35,6 +37,34 @@ MISTAKES = {
     "one device": (
         ("actor_rollout_ref.hybrid_engine=False", ASYNC),
         ("actor_rollout_ref.hybrid_engine=False", "Set trainer.n_gpus_per_node=2"),
+    ),
+    "a lag beyond all use": (
+        (*HALVES, f"{AHEAD}=100000000000"),
+        (f"{AHEAD}=100000000000", "at most 1000", f"Set {AHEAD}="),
+    ),
+    "a switch and its other spelling": (
+        (*HALVES, "actor_rollout_ref.async_pipeline=False"),
+        (ASYNC, "actor_rollout_ref.async_pipeline=False", "Leave one of them out"),
+    ),
+    "ratios and their other spelling": (
+        (FOUR, ASYNC, GROUPS, f"{RATIOS_MISSPELT}=[0.25,0.25,0.5]", THIRDS),
+        (f"{RATIOS_MISSPELT}=[0.25, 0.25, 0.5]", f"{RATIOS}=[0.5, 0.25, 0.25]", "Leave one"),
+    ),
+    "a rejection from 0 on": (
+        (*HALVES, f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=0"),
+        (f"{CORRECTION}.rollout_rs_threshold=0.0", f"Set {CORRECTION}.rollout_rs_threshold=2.0"),
+    ),
+    "a rejection without bound": (
+        (*HALVES, f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold='inf'"),
+        (f"{CORRECTION}.rollout_rs_threshold='inf'", "must be one positive bound", "Set "),
+    ),
+    "weights without bound": (
+        (*HALVES, f"{CORRECTION}.rollout_is_threshold=inf"),
+        (f"{CORRECTION}.rollout_is_threshold='inf'", "must be a number from 1 on", "Set "),
+    ),
+    "a ratio that is no number": (
+        (FOUR, ASYNC, GROUPS, f"{RATIOS}=[0.5,nan,0.25]"),
+        (f"{RATIOS}.1=nan", "a finite number", f"Set {RATIOS}=[0.34,0.33,0.33]", "3 groups"),
     ),
     "first bucket of 0": (
         (*HALVES, f"{ROLLOUT}.param_update_preduce_bucket_size_mb=0"),

@@ -53,6 +53,11 @@ def lags(run: SimulatedRun) -> list[int]:
     ]
 
 
+def num_versions(run: SimulatedRun) -> int:
+    """The most that drew tokens of one sequence."""
+    return max(len(c.version_runs) for samples in run.samples.values() for c in samples)
+
+
 def spans(run: SimulatedRun, track: str, name: str) -> list[tuple[float, float]]:
     """When something was done."""
     return [(e.begin_s, e.end_s) for e in run.events if (e.track, e.name) == (track, name)]

@@ -251,6 +251,57 @@ def test_22_no_draw_is_lost_or_repeated_through_any_kill(lag: int, tmp_path: Pat
             assert after == list(range(k * BATCH, 10 * BATCH))
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+def test_22_a_group_that_was_dropped_is_not_generated_again(lag: int, tmp_path: Path) -> None:
+    """The rows that a resumed run generates for are all but those trained on or dropped before."""
+    store = CheckpointStore(tmp_path)
+    surroundings = replace(around(10), score=every_fourth_alike, store=store)
+    whole = simulate(config(lag, *DROPS, *SAVES, num_steps=10), uneven(5), around=surroundings)
+    num_done = 0
+    for (_, row), k in zip(whole.rows[:-1], range(1, 7), strict=True):
+        num_done += BATCH + int(row.metrics["training/dropped_groups"])
+        last_uid = whole.samples[k][-1].sample_id // SAMPLES
+        assert num_done == last_uid + 1 or lag > 0, "the rows up to the last one in the batch"
+        generated: list[int] = []
+
+        def score(row: int, k: int, *, generated: list[int] = generated) -> float:
+            generated.append(row)
+            return every_fourth_alike(row, k)
+
+        checkpoint = open_checkpoint(tmp_path / f"global_step_{k}")
+        simulate(
+            config(lag, *DROPS, num_steps=10),
+            uneven(6),
+            around=replace(around(10), score=score, checkpoint=checkpoint),
+        )
+        assert len(set(generated)) == 10 * BATCH - num_done
+        assert len(generated) == len(set(generated)) * SAMPLES
+    assert num_done > 6 * BATCH
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_22_the_coefficient_of_the_kl_goes_on_where_it_was(lag: int, tmp_path: Path) -> None:
+    """It falls with every step, as the policy is no way from the reference."""
+    control = "{type:adaptive,kl_coef:0.5,target_kl:0.1,horizon:16}"
+    keys = ("algorithm.use_kl_in_reward=True", f"algorithm.kl_ctrl={control}")
+
+    def coefficients(run: SimulatedRun) -> dict[int, float]:
+        name = "actor/reward_kl_penalty_coeff"
+        return {row.step: row.metrics[name] for _, row in run.rows}
+
+    surroundings = replace(around(6), store=CheckpointStore(tmp_path))
+    whole = simulate(config(lag, *keys, *SAVES, num_steps=6), uneven(5), around=surroundings)
+    falling = {step: 0.5 * (1 - 0.2 * BATCH * SAMPLES / 16) ** (step - 1) for step in range(1, 7)}
+    assert coefficients(whole) == pytest.approx(falling)
+    checkpoint = open_checkpoint(tmp_path / "global_step_3")
+    resumed = simulate(
+        config(lag, *keys, num_steps=6),
+        uneven(6),
+        around=replace(around(6), checkpoint=checkpoint),
+    )
+    assert coefficients(resumed) == pytest.approx({step: falling[step] for step in (4, 5, 6)})
+
+
 @pytest.mark.parametrize("lag", [1, 3])
 def test_22_rounds_fix_batches_and_versions_whatever_the_timing(lag: int) -> None:
     keys = ("trainer.deterministic_async=True",)

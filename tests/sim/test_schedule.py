@@ -17,7 +17,18 @@ from tandem.pipeline.buffer import ScoredGroup
 from tandem.pipeline.simulated_engines import SimulatedTimes
 from tandem.pipeline.simulation import simulate
 from tandem.types import GenerationRequest, Prompt
-from tests.sim.schedules import APART, BATCH, SAMPLES, around, config, lags, spans, times, updates
+from tests.sim.schedules import (
+    APART,
+    BATCH,
+    SAMPLES,
+    around,
+    config,
+    lags,
+    num_versions,
+    spans,
+    times,
+    updates,
+)
 
 LOGP_AT_ITS_TURN = ("actor_rollout_ref.actor.ppo_mini_batch_size=2",)
 """Two optimizer steps a batch: the trainer computes old log-probs before them."""
@@ -44,6 +55,7 @@ def random_times(rng: random.Random) -> SimulatedTimes:
 def test_05_no_lag_exceeds_its_bound_on_random_traces(lag: int) -> None:
     rng = random.Random(lag)
     num_steps = 8
+    versions: dict[bool, int] = {True: 1, False: 1}
     for _ in range(40):
         partial = rng.random() < 0.7
         settings = (f"actor_rollout_ref.rollout.partial_rollout={partial}",)
@@ -58,6 +70,9 @@ def test_05_no_lag_exceeds_its_bound_on_random_traces(lag: int) -> None:
         trained = [c.sample_id // SAMPLES for step in run.samples.values() for c in step]
         assert sorted(set(trained)) == list(range(num_steps * BATCH))
         assert len(trained) == num_steps * BATCH * SAMPLES
+        versions[partial] = max(versions[partial], num_versions(run))
+    assert versions[False] == 1, "sequences end under the weights they began with"
+    assert (versions[True] > 1) == (lag > 0)
 
 
 @pytest.mark.parametrize("lag", range(1, 5))
@@ -88,6 +103,21 @@ def test_what_waits_for_a_row_does_not_grow_old() -> None:
         )
         mean_lag[rows] = statistics.fmean(lags(run))
     assert mean_lag[1] < mean_lag[5] - 0.3
+
+
+@pytest.mark.parametrize("key", ["partial_rollout=True", "partial_rollout=False"])
+def test_what_generation_does_not_work_it_is_said_to_wait_for(key: str) -> None:
+    """Prompts, or in between two versions weights; what is left is their transfer."""
+    seconds = times(generate=lambda uid, k: 1.0 + uid % 3, actor_train=3.0, sync=0.5)
+    run = simulate(config(2, f"actor_rollout_ref.rollout.{key}"), seconds, around=around())
+    waited = {"admission": 0.0, "sync": 0.0}
+    for _, row in run.rows:
+        waits = {what: row.metrics.get(f"pipeline/wait_s/generate/{what}", 0.0) for what in waited}
+        waited = {what: waited[what] + waits[what] for what in waited}
+        work_s = row.metrics["pipeline/busy_s/generate"] + row.metrics["pipeline/busy_s/sync"]
+        assert work_s + sum(waits.values()) == pytest.approx(row.metrics["pipeline/wall_s"])
+    assert waited["admission"] > 1
+    assert (waited["sync"] > 1) == (key == "partial_rollout=False")
 
 
 def test_06_two_batches_are_generated_within_one_long_update() -> None:
@@ -183,6 +213,7 @@ def step_seconds(case: Case, *, lag: int, partial: bool = True) -> float:
     )
     run = simulate(config(lag, *settings, num_steps=28), seconds, around=around(28))
     assert max(lags(run)) <= lag
+    assert partial or num_versions(run) == 1
     return run.step_seconds(after=12)
 
 

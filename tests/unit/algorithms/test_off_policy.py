@@ -21,6 +21,7 @@ from tandem.algorithms.off_policy import (
     lag_sums,
     monitored,
     normalized,
+    raw_weights,
 )
 from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.types import LossColumns, LossInputs, LossScale
@@ -70,6 +71,33 @@ def test_weights_equal_the_formula(by_sequence: bool, lower: float | None) -> No
     got = importance_weights(mismatch(), sampling).tolist()
     assert got == pytest.approx(wanted, rel=1e-5)
     assert any(weight != value for weight, value in zip(wanted, raw, strict=True))
+
+
+@pytest.mark.parametrize("by_sequence", [False, True])
+def test_the_logarithm_of_a_weight_stays_within_20(by_sequence: bool) -> None:
+    """Tokens that one policy all but rules out, beside one of which both say the same."""
+    apart_R, sequence_R = torch.tensor([300.0, 0.0, -300.0]), torch.arange(3)
+    of = Mismatch(apart_R - 400, torch.full((3,), -400.0), sequence_R, 3)
+    wanted = pytest.approx([math.exp(20), 1.0, math.exp(-20)], rel=1e-5)
+    assert raw_weights(of, by_sequence=by_sequence).tolist() == wanted
+    unbounded = ImportanceSampling(by_sequence, lower=1e-12, upper=1e12)
+    assert importance_weights(of, unbounded).tolist() == wanted
+    figures = monitored(of, Correction(None, (), monitored_upper=2.0))
+    assert all(value_R.isfinite().all() for value_R in figures.values())
+    assert figures["weight"].tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("sampling", "lower"),
+    [(None, 1 / 1.2), (TOKEN, 1 / 1.2), (replace(TOKEN, lower=0.7), 0.7)],
+)
+def test_low_weights_are_those_below_the_lower_bound_or_else_the_inverse_of_the_upper(
+    sampling: ImportanceSampling | None, lower: float
+) -> None:
+    low_R = monitored(mismatch(), Correction(sampling, (), monitored_upper=1.2))["low"]
+    wanted = [float(weight < lower) for weight in expected_raw(mismatch(), by_sequence=False)]
+    assert low_R.tolist() == wanted
+    assert {*wanted} == {0.0, 1.0}
 
 
 def test_normalised_weights_have_mean_1_over_tokens_or_over_sequences() -> None:
@@ -149,12 +177,14 @@ def test_figures_by_lag_equal_the_formulas_and_add_up_over_microbatches() -> Non
         size = len(rows)
         mean, square = sum(weights) / size, sum(w * w for w in weights) / size
         high = sum(math.exp(x) > 1.2 for x in rows) / size
+        low = sum(math.exp(x) < 1 / 1.2 for x in rows) / size
         wanted = {
             "kl": sum(-x for x in rows) / size,
             "k3_kl": sum(math.exp(x) - 1 - x for x in rows) / size,
             "rollout_is_mean": mean,
             "rollout_is_eff_sample_size": mean**2 / square,
             "rollout_is_ratio_fraction_high": high,
+            "rollout_is_ratio_fraction_low": low,
         }
         got = {name: metrics[f"rollout_corr/{name}{suffix}"] for name in wanted}
         assert got == pytest.approx(wanted, rel=1e-4, abs=1e-6)

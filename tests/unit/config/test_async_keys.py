@@ -54,6 +54,15 @@ def test_02_a_negative_lag_is_refused() -> None:
     assert "trainer.generate_ahead_steps=-1" in line
 
 
+def test_02_a_lag_beyond_all_use_is_refused() -> None:
+    line = refusal(ASYNCHRONOUS, *HALVES, "trainer.generate_ahead_steps=100000000000")
+    assert line == (
+        "trainer.generate_ahead_steps=100000000000: must be at most 1000. "
+        "Set trainer.generate_ahead_steps=0 (the default)."
+    )
+    check_run(config(ASYNCHRONOUS, *HALVES, "trainer.generate_ahead_steps=1000"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "remedy"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.correction import Bounds
+from tandem.config.correction import REJECTION_OPTIONS, Bounds
 from tandem.config.effects import keys_without_effect
 from tandem.config.overrides import load_config
 from tandem.config.run import RunConfig
@@ -86,6 +86,7 @@ def test_thresholds_are_read_as_verl_writes_them() -> None:
         ([f"{KEY}.rollout_is_threshold=0"], r"rollout_is_threshold=0\.0: must be a number"),
         ([f"{KEY}.rollout_is_threshold='2_1'"], "rollout_is_threshold='2_1': must be a number"),
         ([f"{KEY}.rollout_is_threshold=0.5_2"], r"rollout_is_threshold=0\.52: must be a number"),
+        ([f"{KEY}.rollout_is_threshold=[2,3]"], r"rollout_is_threshold=\[2, 3\]: must be a number"),
         ([f"{KEY}.rollout_is_threshold=high"], "rollout_is_threshold='high': must be a number"),
         ([f"{KEY}.rollout_rs=token_k4"], "rollout_rs='token_k4': must name each once of token_k1"),
         ([f"{KEY}.rollout_rs=token_k1"], "rollout_rs_threshold=None: must be one positive bound"),
@@ -117,6 +118,42 @@ def test_what_cannot_be_read_is_refused_with_a_remedy(arguments: list[str], mess
     with pytest.raises(UserError, match=message) as error:
         check_run(config(*arguments))
     assert "\n" not in str(error.value) and "Set " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "threshold",
+    ["0", "0.5", "-1", "inf", "nan", "0_2", "-1_2", "2_0.5", "0.5_inf", "nan_2", "1_2_3"],
+)
+@pytest.mark.parametrize("option", [o for o in REJECTION_OPTIONS if o.endswith("k1")])
+def test_a_bound_that_has_no_logarithm_or_keeps_nothing_is_refused(
+    option: str, threshold: str
+) -> None:
+    keys = (f"{KEY}.rollout_rs={option}", f"{KEY}.rollout_rs_threshold='{threshold}'")
+    with pytest.raises(UserError, match="rollout_rs_threshold='.*': must be one .*Set ") as error:
+        check_run(config(*keys))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("threshold", ["0", "-1", "inf", "nan", "0_2", "0.5_2"])
+@pytest.mark.parametrize("option", [o for o in REJECTION_OPTIONS if not o.endswith("k1")])
+def test_a_bound_that_is_not_one_positive_number_is_refused(option: str, threshold: str) -> None:
+    keys = (f"{KEY}.rollout_rs={option}", f"{KEY}.rollout_rs_threshold='{threshold}'")
+    with pytest.raises(UserError, match="rollout_rs_threshold='.*': must be one .*Set "):
+        check_run(config(*keys))
+
+
+@pytest.mark.parametrize(
+    "threshold", ["0.5", "inf", "nan", "-1_5", "2_0.5", "0.5_inf", "nan_2", "0.5_nan", "0.5_5_0"]
+)
+def test_a_bound_of_weights_that_is_none_is_refused(threshold: str) -> None:
+    with pytest.raises(UserError, match="rollout_is_threshold='.*': must be a number.*Set "):
+        check_run(config(f"{KEY}.rollout_is_threshold='{threshold}'"))
+
+
+def test_the_least_that_thresholds_can_be_is_accepted() -> None:
+    check_run(config(f"{KEY}.rollout_is_threshold='0_1'"))
+    check_run(config(f"{KEY}.rollout_rs=token_k1", f"{KEY}.rollout_rs_threshold=1"))
+    check_run(config(f"{KEY}.rollout_rs=token_k3", f"{KEY}.rollout_rs_threshold=1e-9"))
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,13 @@ def test_02_a_group_without_tasks_is_refused_in_one_line_as_it_was_written() -> 
 
 @pytest.mark.parametrize(
     ("ratios", "lower"),
-    [("8,4,4", "0.5,0.25,0.25"), ("0.6,0.6,0.6", "0.34,0.33,0.33"), ("0.9,0.3,0.3", "0.6,0.2,0.2")],
+    [
+        ("8,4,4", "0.5,0.25,0.25"),
+        ("0.6,0.6,0.6", "0.34,0.33,0.33"),
+        ("0.9,0.3,0.3", "0.6,0.2,0.2"),
+        ("1e308,1e308,1e308", "0.34,0.33,0.33"),
+        ("1e-9,1,1", "0.34,0.33,0.33"),
+    ],
 )
 def test_02_ratios_above_1_are_scaled_to_ones_that_leave_no_device_idle(
     ratios: str, lower: str
@@ -102,6 +108,41 @@ def test_02_ratios_above_1_are_scaled_to_ones_that_leave_no_device_idle(
     assert problem(RunConfig, *run(lower)) is None
     pools = place_run(load_config(RunConfig, run(lower)).config).pools
     assert sum(pool.num_devices for pool in pools) == 8
+
+
+def test_02_no_devices_are_counted_for_a_ratio_that_none_suffice_for() -> None:
+    said = problem(
+        RunConfig, *SPLIT[:1], KL, "trainer.separated_node_ratios=[0.5,1e-300,0.5]", EIGHT
+    )
+    assert said is not None and said.endswith("none of 8 devices. Raise its ratio.")
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("ratios", ["[nan]", "[0.5,inf,0.2]", "0.5", "null", "[half]", "[]"])
+def test_02_the_remedy_of_ratios_that_are_none_fits_the_groups(number: int, ratios: str) -> None:
+    groups = ["[actor-train,logp]", "generate", "ref_logp"]
+    if number == 1:
+        groups = ["[actor-train,logp,ref_logp,generate]"]
+    run = (f"trainer.separated_node_tasks=[{','.join(groups[:number])}]", EIGHT)
+    with pytest.raises(UserError) as caught:
+        check_run(load_config(RunConfig, [*run, f"trainer.separated_node_ratios={ratios}"]).config)
+    said = str(caught.value)
+    assert said.startswith("trainer.separated_node_ratios") and "\n" not in said
+    if ratios == "[]":
+        assert f"Write {number} numbers above 0" in said
+        return
+    (remedy,) = re.findall(r"Set (trainer\.separated_node_ratios=\[[\d.,]+\])", said)
+    assert problem(RunConfig, *run, remedy) is None
+
+
+def test_02_the_remedy_of_a_key_of_groups_leaves_none_of_the_two_alone() -> None:
+    key, ratios = "trainer.separated_node_tasks=generate", "trainer.separated_node_ratios=[0.5,0.5]"
+    with pytest.raises(UserError, match=r"Write groups like .*, or leave both keys out\.$"):
+        load_config(RunConfig, [key, ratios])
+    with pytest.raises(UserError, match=r"Set trainer\.separated_node_tasks=\[\] \(the default"):
+        load_config(RunConfig, [key])
+    with pytest.raises(UserError, match=r"Set trainer\.separated_node_ratios=\[\] \(the default"):
+        load_config(RunConfig, ["trainer.separated_node_ratios=[nan]"])
 
 
 def test_tasks_need_a_group_only_if_the_run_performs_them() -> None:
@@ -129,14 +170,14 @@ def test_tasks_need_a_group_only_if_the_run_performs_them() -> None:
             f"{LAYOUT}.tensor_model_parallel_size=3: must divide the 8 device(s) of actor-train",
         ),
         (
-            [EIGHT, f"{ACTOR}.ulysses_sequence_parallel_size=3"],
+            [EIGHT, f"{LAYOUT}.ulysses_sequence_parallel_size=3"],
             f"{LAYOUT}.ulysses_sequence_parallel_size=3: must divide the 8 device(s)",
         ),
         (
             [
                 EIGHT,
                 f"{LAYOUT}.tensor_model_parallel_size=4",
-                f"{ACTOR}.ulysses_sequence_parallel_size=4",
+                f"{LAYOUT}.ulysses_sequence_parallel_size=4",
             ],
             f"times {LAYOUT}.tensor_model_parallel_size=4, divide the 8 device(s)",
         ),
@@ -175,7 +216,7 @@ def test_tasks_need_a_group_only_if_the_run_performs_them() -> None:
         (
             [
                 EIGHT,
-                f"{ACTOR}.ulysses_sequence_parallel_size=2",
+                f"{LAYOUT}.ulysses_sequence_parallel_size=2",
                 "data.max_prompt_length=1024",
                 "data.max_response_length=1024",
                 f"{ACTOR}.ppo_max_token_len_per_gpu=1000",
@@ -215,7 +256,7 @@ SIZES = replace(TINY, num_heads=8, head_dim=8)
             "2 key/value heads and feed-forward width of 127. Use 1.",
         ),
         (
-            f"{ACTOR}.ulysses_sequence_parallel_size=4",
+            f"{LAYOUT}.ulysses_sequence_parallel_size=4",
             {"actor-train": replace(SIZES, num_heads=6)},
             f"{LAYOUT}.ulysses_sequence_parallel_size=4: it must divide the 6 attention heads of a "
             "process, and divide its 2 key/value heads or be a multiple of them. Use 1 or 2 or 6.",
@@ -260,13 +301,13 @@ def test_the_tokens_of_a_long_sequence_may_lie_on_several_devices() -> None:
     )
     said = problem(RunConfig, *long)
     assert said is not None and "must hold one sequence" in said
-    assert problem(RunConfig, *long, f"{ACTOR}.ulysses_sequence_parallel_size=2") is None
+    assert problem(RunConfig, *long, f"{LAYOUT}.ulysses_sequence_parallel_size=2") is None
 
 
 def test_weights_that_generate_score_whole_sequences() -> None:
     arguments = (
         EIGHT,
-        f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        f"{LAYOUT}.ulysses_sequence_parallel_size=2",
         "data.max_prompt_length=1024",
         "data.max_response_length=1024",
         f"{ACTOR}.ppo_max_token_len_per_gpu=1024",
@@ -290,7 +331,7 @@ def test_weights_that_generate_score_whole_sequences() -> None:
         "trainer.nnodes",
         "trainer.n_gpus_per_node",
         f"{LAYOUT}.tensor_model_parallel_size",
-        f"{ACTOR}.ulysses_sequence_parallel_size",
+        f"{LAYOUT}.ulysses_sequence_parallel_size",
     ],
 )
 def test_02_sizes_and_deadlines_are_positive(key: str) -> None:
@@ -302,7 +343,10 @@ def test_02_sizes_and_deadlines_are_positive(key: str) -> None:
     ("arguments", "message"),
     [
         (["engine.tensor_model_parallel_size=3"], "engine.tensor_model_parallel_size=3: must div"),
-        (["ulysses_sequence_parallel_size=3"], "engine.ulysses_sequence_parallel_size=3: must div"),
+        (
+            ["engine.ulysses_sequence_parallel_size=3"],
+            "engine.ulysses_sequence_parallel_size=3: must div",
+        ),
         (["engine.fsdp_size=3"], "engine.fsdp_size=3: must divide the 8 device(s) of actor-train"),
         (["data.train_batch_size=4"], "data.train_batch_size=4: must give each of 8 data-parallel"),
     ],

@@ -105,6 +105,61 @@ def test_other_spellings_mean_one_key_with_one_notice() -> None:
     assert "actor_rollout_ref.async_pipeline is read as trainer.async_pipeline" in loaded.warnings
 
 
+SPELLINGS = (
+    ("trainer.separated_node_ratios", "+trainer.sperated_node_ratios", "[0.5,0.5]", "[0.25,0.75]"),
+    ("trainer.separated_node_tasks", "trainer.sperated_node_tasks", "[[logp],generate]", "[logp]"),
+    ("trainer.async_pipeline", "actor_rollout_ref.async_pipeline", "True", "False"),
+    ("reward_model.reward_manager", "reward.reward_manager.name", "dapo", "naive"),
+    ("critic.model.fsdp_config.fsdp_size", "critic.fsdp.fsdp_size", "1", "2"),
+    ("ray_kwargs.ray_init.num_cpus", "ray_init.num_cpus", "1", "2"),
+)
+
+
+@pytest.mark.parametrize(("key", "alias", "value", "other"), SPELLINGS)
+def test_two_spellings_of_a_key_may_not_differ(
+    key: str, alias: str, value: str, other: str
+) -> None:
+    both = [f"{key}={value}", f"{alias}={other}"]
+    for arguments in (both, both[::-1]):
+        said = error_of(*arguments)
+        names = [argument.partition("=")[0].lstrip("+") for argument in arguments]
+        assert said.startswith(f"{names[0]}=") and f"must not differ from {names[1]}=" in said
+        assert said.endswith(f", as both mean {key}. Leave one of them out.")
+    same = [f"{key}={value}", f"{alias}={value}"]
+    assert load(*same).config == load(*same[::-1]).config == load(same[0]).config
+
+
+def test_two_other_spellings_may_not_differ_either() -> None:
+    with pytest.raises(UserError, match=r"both mean engine\.param_offload"):
+        load_config(SftConfig, ["engine.cpu_offload=True", "engine.offload_params=False"])
+
+
+def test_one_spelling_twice_and_one_taken_back_are_no_contradiction() -> None:
+    key, alias = "trainer.async_pipeline", "actor_rollout_ref.async_pipeline"
+    assert not load(f"{alias}=True", f"{alias}=False", f"{key}=False").config.trainer.async_pipeline
+    assert load(f"{alias}=False", f"~{alias}", f"{key}=True").config.trainer.async_pipeline
+
+
+def test_what_a_file_takes_from_another_key_contradicts_nothing(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "actor_rollout_ref.ref.ulysses_sequence_parallel_size: ${trainer.nnodes}\n"
+        "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size: 2\n"
+    )
+    layout = load(str(recipe)).config.actor_rollout_ref.ref.fsdp_config
+    assert layout.ulysses_sequence_parallel_size == 2
+
+
+def test_another_spelling_overrules_a_file_but_no_file_contradicts_itself(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("actor_rollout_ref: {async_pipeline: False}\n")
+    assert load(str(recipe), "trainer.async_pipeline=True").config.trainer.async_pipeline
+    recipe.write_text(f"{recipe.read_text()}trainer: {{async_pipeline: True}}\n")
+    said = error_of(str(recipe))
+    assert f"=True in {recipe}, as both mean trainer.async_pipeline" in said
+    assert not load(str(recipe), "trainer.async_pipeline=False").config.trainer.async_pipeline
+
+
 def test_old_and_new_keys_of_sft_mean_the_same() -> None:
     old = load_config(
         SftConfig,

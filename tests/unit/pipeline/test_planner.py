@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import statistics
+from dataclasses import replace
+
 import pytest
 
 from tandem.config.overrides import load_config
@@ -12,9 +15,10 @@ from tandem.pipeline.planner import Split, balanced_split, floor_seconds, sugges
 from tandem.pipeline.prediction import predict_step, strata
 
 GROUPS = (("actor-train", "logp"), ("ref_logp",), ("generate",))
-CONFIG = load_config(
-    RunConfig, ["actor_rollout_ref.actor.use_kl_loss=True", "data.val_files=[]"]
-).config
+KEYS = ("actor_rollout_ref.actor.use_kl_loss=True", "data.val_files=[]")
+CONFIG = load_config(RunConfig, KEYS).config
+TAIL = (0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 4.5)
+"""Relative lengths of responses."""
 
 
 def times(generate: float, train: float, ref: float, *, sync: float = 0.3) -> TaskTimes:
@@ -49,6 +53,83 @@ def test_tasks_that_share_all_devices_take_turns() -> None:
     case = times(8, 6, 2)
     predicted = predict_step(CONFIG, case, groups=everything, split=Split((4,), 0))
     assert predicted == pytest.approx(8 + 2 + 6 + 1.5 + 0.3, rel=0.01)
+
+
+def test_a_step_without_a_lag_waits_for_the_longest_response() -> None:
+    assert statistics.fmean(TAIL) == 1
+    case = replace(times(8, 6, 2), relative_lengths=TAIL)
+    alone = predict_step(CONFIG, case, groups=GROUPS, split=Split((4, 4, 4), 0))
+    assert alone == pytest.approx(8 * 4.5 + 2 + 6 + 1.5 + 0.3, rel=0.01)
+    ahead = predict_step(CONFIG, case, groups=GROUPS, split=Split((4, 4, 4), 2))
+    assert 8 + 0.3 < ahead < 0.5 * alone
+
+
+def test_weights_that_travel_beside_generation_cost_it_no_time() -> None:
+    case, split = times(12, 6, 2, sync=2.0), Split((4, 4, 4), 2)
+    key = "actor_rollout_ref.rollout.enable_param_async=True"
+    staged = load_config(RunConfig, [*KEYS, key]).config
+    for config, expected in ((CONFIG, 12 + 2.0), (staged, 12)):
+        predicted = predict_step(config, case, groups=GROUPS, split=split)
+        assert predicted == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lag"),
+    [
+        ((9.0, 5.0, 5.0, 5.0), 1),
+        ((9.0, 5.09, 5.05, 5.0), 1),
+        ((9.0, 5.11, 5.05, 5.0), 2),
+        ((5.0, 5.0, 5.0, 5.0), 0),
+        ((9.0, 8.0, 7.0, 5.0), 3),
+    ],
+)
+def test_the_smallest_lag_is_taken_that_is_nearly_as_fast_as_any(
+    seconds: tuple[float, ...], lag: int
+) -> None:
+    found = suggest(
+        times(8, 6, 2),
+        GROUPS,
+        start=Split((3, 2, 3), 0),
+        lags=range(4),
+        is_allowed=lambda _: True,
+        predict=lambda split: seconds[split.lag],
+    )
+    assert (found.split.lag, found.seconds) == (lag, seconds[lag])
+
+
+@pytest.mark.parametrize("best", [(2, 5, 2), (1, 7, 1), (6, 1, 2)])
+def test_devices_are_moved_from_the_balanced_split_as_long_as_that_helps(
+    best: tuple[int, ...],
+) -> None:
+    """What balances the groups' own times, and where the run began, are both far from the best."""
+    case, start = times(8, 6, 2), Split((3, 3, 3), 0)
+    balanced = balanced_split(case, GROUPS, num_devices=9, is_allowed=lambda _: True)
+
+    def predict(split: Split) -> float:
+        return 1 + sum(abs(a - b) for a, b in zip(split.devices, best, strict=True))
+
+    found = suggest(
+        case, GROUPS, start=start, lags=(0, 1), is_allowed=lambda _: True, predict=predict
+    )
+    assert best not in (balanced, start.devices)
+    assert (found.split, found.seconds) == (Split(best, 0), 1)
+
+
+def test_devices_are_moved_once_more_when_the_lag_is_known() -> None:
+    """With the largest lag all divisions are alike, and another one is the best without any."""
+
+    def predict(split: Split) -> float:
+        return 5.0 if split.lag else 5.0 + 0.01 * abs(split.devices[0] - 6)
+
+    found = suggest(
+        times(8, 6, 2),
+        GROUPS,
+        start=Split((3, 3, 3), 1),
+        lags=(0, 1),
+        is_allowed=lambda _: True,
+        predict=predict,
+    )
+    assert (found.split.devices[0], found.split.lag, found.seconds) == (6, 0, 5.0)
 
 
 def test_splits_that_cannot_run_are_never_looked_at() -> None:

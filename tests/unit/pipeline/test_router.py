@@ -76,11 +76,15 @@ def request(*sample_ids: int) -> GenerationRequest:
 
 @asynccontextmanager
 async def routing(
-    engine: ReversingEngine, *, is_bounded: bool = False, num_rows: int | None = None
+    engine: ReversingEngine,
+    *,
+    is_bounded: bool = False,
+    num_rows: int | None = None,
+    trace: TraceRecorder | None = None,
 ) -> AsyncIterator[RolloutRouter]:
     """A router that runs within the block."""
     runtime = InProcessRuntime()
-    trace = TraceRecorder(lambda: 0.0, sink=None)
+    trace = trace or TraceRecorder(lambda: 0.0, sink=None)
     spans = EngineSpans(trace, lambda: [EngineWork.NEXT])
     router = RolloutRouter(
         engine, runtime, spans=spans, trace=trace, is_bounded=is_bounded, num_rows=num_rows
@@ -234,3 +238,36 @@ def test_engines_of_an_advance_that_fails_work_no_more() -> None:
         raise RuntimeError
     now[0] += 1
     assert trace.take_step(1)["pipeline/busy_s/generate"] == 0
+
+
+def test_it_is_traced_what_an_idle_engine_waits_for() -> None:
+    """Prompts for 2 s, weights for 3 s after all sequences have ended, an update for 4 s."""
+
+    class Settling(ReversingEngine):
+        def settle(self) -> None:
+            pass
+
+    now = [0.0]
+    trace = TraceRecorder(lambda: now[0], sink=None)
+
+    async def idle() -> None:
+        async with routing(Settling(), is_bounded=True, trace=trace) as router:
+            await asyncio.sleep(0.02)
+            now[0] += 2
+            router.submit([request(0, 1, 2)])
+            await router.drain()
+            await asyncio.sleep(0.02)
+            now[0] += 3
+            await router.use_weights(1)
+            (late,) = router.submit([request(3, 4)])
+            await router.pause()
+            await asyncio.sleep(0.02)
+            now[0] += 4
+            await router.use_weights(2)
+            await late
+
+    asyncio.run(idle())
+    metrics = trace.take_step(1)
+    waits = {name: metrics[f"pipeline/wait_s/generate/{name}"] for name in ("admission", "sync")}
+    assert waits == {"admission": 2, "sync": 3}
+    assert metrics["pipeline/wait_s/generate/update"] == 4

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tandem.config.overrides import load_config
 from tandem.config.pools import place_run
 from tandem.config.run import RunConfig
@@ -65,6 +67,40 @@ def test_the_link_counts_the_pools_that_share_weights_and_knows_how_they_are_joi
     staged = jobs("pools.transport=staged")["generate"].link
     assert staged is not None
     assert (staged.crosses, staged.way) == (False, Way.STAGED)
+
+
+BUCKETS = tuple(
+    f"actor_rollout_ref.rollout.param_update_{way}_bucket_size_mb={size}"
+    for way, size in (("preduce", 3), ("consume", 5))
+)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("double_buffered", [False, True])
+def test_the_link_moves_weights_as_the_keys_say(staged: bool, double_buffered: bool) -> None:
+    keys = (
+        f"actor_rollout_ref.rollout.enable_param_async={staged}",
+        f"actor_rollout_ref.rollout.enable_dual_buffer={double_buffered}",
+        *BUCKETS,
+    )
+    links = [job.link for job in jobs(*keys).values() if job.link is not None]
+    assert len(links) == 3
+    for link in links:
+        assert (link.staged, link.double_buffered) == (staged, double_buffered)
+        assert (link.send_bucket_bytes, link.receive_bucket_bytes) == (3 << 20, 5 << 20)
+
+
+def test_weights_that_are_replaced_where_they_are_need_no_second_copy() -> None:
+    """The trainer's devices generate as well."""
+    keys = (
+        "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
+        "trainer.separated_node_ratios=[1.0]",
+        "actor_rollout_ref.rollout.enable_param_async=True",
+        "actor_rollout_ref.rollout.enable_dual_buffer=True",
+    )
+    (job,) = jobs(*keys).values()
+    assert job.link is not None
+    assert not job.link.staged and not job.link.double_buffered
 
 
 def test_a_critic_is_trained_where_the_policy_is_by_its_own_keys() -> None:
