@@ -214,7 +214,7 @@ def test_model_with_the_tokenizer_of_a_larger_one(material: Material, tmp_path: 
     write_model(folder, num_tokens=50, eos_id=END_ID, pad_id=PAD_ID, seed=0, size=TINY)
     arguments = train_arguments(material, tmp_path / "run", f"{MODEL}={folder}")
     check_refusal(run_command(arguments, folder=tmp_path), f"{MODEL}='{folder}'", "only 64 tokens")
-    arguments = sft_arguments(material, tmp_path / "run", f"model.path={folder}")
+    arguments = sft_arguments(material, tmp_path / "run", f"model.partial_pretrain={folder}")
     check_refusal(run_command(arguments, folder=tmp_path), f"model.path='{folder}'", "only 64")
 
 
