@@ -70,8 +70,9 @@ def test_a_family_that_nobody_knows_is_refused(
     (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
     is_sft = command.endswith("sft")
     key = "model.path" if is_sft else "actor_rollout_ref.model.path"
+    spelling = "model.partial_pretrain" if is_sft else key  # as in the arguments before it
     arguments = (sft_arguments if is_sft else train_arguments)(material, tmp_path / "run")
-    words = [*command.split(), *arguments[1:], f"{key}={tmp_path}"]
+    words = [*command.split(), *arguments[1:], f"{spelling}={tmp_path}"]
     assert main(words) == EXIT_USER_ERROR
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: {key}='{tmp_path}': model_type 'perceptron' is unknown. Use one of qwen2, qwen3, "
