@@ -35,11 +35,12 @@ from tandem.pipeline.planner import (
 from tandem.pipeline.prediction import predict_step, predictor
 
 _TIMES = "--times"
-_LAGS = (0, 1, 2, 3, 4)
+_LAGS = (0, 1, 2, 3, 4, 6, 8)
 _REFERENCE = "ref_logp"
-_LEFT_OUT = (
-    "left out: memory, rewards, and that steps of more sequences at a time take longer, as where "
-    "fewer devices generate. Try it for a few steps."
+_LEFT_OUT = "left out: memory, rewards, and caches that are computed again under new weights{}."
+_NO_PACE = (
+    "; that steps of more sequences at a time take longer, too, as where fewer devices generate, "
+    "which the times of a synchronous run would tell"
 )
 
 Groups = tuple[tuple[str, ...], ...]
@@ -92,7 +93,8 @@ def run(arguments: Sequence[str]) -> int:
     paths, words = _take_times([word for word in arguments if word not in ("--json", "--keys")])
     plan = plan_arguments(words)
     assert isinstance(plan.config, RunConfig), "plan_arguments plans runs"
-    advice = advise(plan.config, read_times(paths))
+    times = read_times(paths)
+    advice = advise(plan.config, times)
     if "--json" in arguments:
         print(json.dumps(plan.to_dict() | {"suggestion": advice.to_dict()}, indent=2))
         return 0
@@ -101,14 +103,17 @@ def run(arguments: Sequence[str]) -> int:
     print_rows("Suggested split, simulated", _rows(advice), console=console)
     line = "no split is faster than what is configured"
     if advice.is_better:
-        line = f"{_LEFT_OUT}\narguments: {' '.join(advice.overrides)}"
+        left_out = _LEFT_OUT.format("" if times.decoding else _NO_PACE)
+        line = f"{left_out} Try it for a few steps.\narguments: {' '.join(advice.overrides)}"
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
 def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
-    """The fastest split of the run's devices among its groups (two halves, if it names none), or
-    among those with the reference elsewhere, if that is faster by more than what is nearly as fast.
+    """The fastest split of the run's devices among its groups (two halves, if it names none); or
+    with the reference elsewhere, or all tasks in turns, if that is faster by more than what is
+    nearly as fast. Turns have the longest steps of decoding, so without ``decoding`` they are not
+    suggested.
 
     Raises:
         UserError: there are no times of a task of the run, or too few devices to divide.
@@ -124,6 +129,10 @@ def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
     kept = (tuple(task for task in group if task in needed) for group in named)
     groups = tuple(group for group in kept if group)
     num_devices = config.trainer.num_devices
+    turns = (needed,)
+    tries_turns = times.decoding is not None and not any(turn_problems(config))
+    if num_devices < len(groups) and tries_turns:
+        groups = turns
     if num_devices < len(groups):
         raise UserError(
             f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {num_devices} device(s) "
@@ -131,11 +140,11 @@ def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
             f"{len(groups)} or more, or name fewer groups."
         )
     found = {groups: _suggest(config, times, groups=groups, start=_start(config, groups))}
-    for others in _with_reference_elsewhere(groups):
+    for others in [*_with_reference_elsewhere(groups), *([turns] if tries_turns else [])]:
         start = balanced_split(
             times, others, num_devices=num_devices, is_allowed=_rule(config, others)
         )
-        if start is not None:
+        if start is not None and others not in found:
             start_split = Split(start, config.trainer.max_lag)
             found[others] = _suggest(config, times, groups=others, start=start_split)
     fastest = min(found, key=lambda groups: found[groups].seconds)

@@ -19,6 +19,7 @@ from typing import Any
 from tandem.config.pools import TASKS, place_run
 from tandem.config.run import RunConfig
 from tandem.errors import UserError
+from tandem.metrics.decode_pace import DecodePace
 from tandem.metrics.run_folder import RunData, read_run
 from tandem.metrics.series import Column
 from tandem.metrics.trace import PAUSE
@@ -44,13 +45,27 @@ Measurements = Mapping[str, tuple[tuple[int, float], ...]]
 
 
 @dataclass(frozen=True, slots=True)
+class Decoding:
+    """The seconds of a decode step, and how many of them a mean response takes."""
+
+    pace: DecodePace
+    mean_tokens: float
+
+    def saturated_s(self, num_sequences: float, *, num_rows: int) -> float:
+        """Of an engine that generates so many with ``num_rows`` under way all the time."""
+        return num_sequences * self.mean_tokens * self.pace.step_s(num_rows) / num_rows
+
+
+@dataclass(frozen=True, slots=True)
 class TaskTimes:
     """Seconds of the tasks of one training step.
 
     Attributes:
         measured: for ``generate`` the seconds per batch of engines that always have enough to do;
             a batch alone takes as much longer as its longest response exceeds the mean.
-        relative_lengths: of responses, mean 1; (1,) if they are not known.
+        relative_lengths: of responses, ascending, mean 1 but for the longest of a run, of which not
+            all are known; (1,) if none is.
+        decoding: how long decode steps take and responses are, if a run told it.
 
     Example:
         >>> times = TaskTimes({"actor-train": ((2, 5.0), (4, 3.0))}, (1.0,))
@@ -60,6 +75,7 @@ class TaskTimes:
 
     measured: Measurements
     relative_lengths: tuple[float, ...]
+    decoding: Decoding | None = None
 
     def seconds(self, task: str, num_devices: int) -> float:
         """Seconds on so many devices, 0 for a task that was not measured."""
@@ -93,7 +109,9 @@ def read_times(paths: Sequence[Path]) -> TaskTimes:
         for task, points in times.measured.items():
             measured.setdefault(task, []).extend(points)
     lengths = max((times.relative_lengths for times in found), key=len)
-    return TaskTimes({task: tuple(points) for task, points in measured.items()}, lengths)
+    decoding = next((times.decoding for times in found if times.decoding is not None), None)
+    points_by_task = {task: tuple(points) for task, points in measured.items()}
+    return TaskTimes(points_by_task, lengths, decoding)
 
 
 def measured_run(folder: Path) -> MeasuredRun:
@@ -106,10 +124,15 @@ def measured_run(folder: Path) -> MeasuredRun:
     config = _config_of(run)
     lengths = _relative_lengths(run)
     devices = {task: pool.num_devices for pool in place_run(config).pools for task in pool.tasks}
+    decoding = _decoding(run)
     measured: dict[str, tuple[tuple[int, float], ...]] = {}
     for task in (*TASKS, SYNC):
         seconds = _task_seconds(run, task)
-        if task == _GENERATE and seconds is not None:
+        if task == _GENERATE and decoding is not None:
+            num_sequences = config.sequences_per_step / devices[task]
+            num_rows = min(config.actor_rollout_ref.rollout.max_num_seqs, math.ceil(num_sequences))
+            seconds = decoding.saturated_s(num_sequences, num_rows=num_rows)
+        elif task == _GENERATE and seconds is not None:
             seconds /= _waits_for_longest(run, lengths, num_engines=devices[task])
         if seconds:
             measured[task] = ((devices.get(task, 1), seconds),)
@@ -119,7 +142,7 @@ def measured_run(folder: Path) -> MeasuredRun:
             f"--times={str(folder)!r}: holds no times of generation and training. Give the folder "
             "of a run with two steps or more, or a table."
         )
-    return MeasuredRun(TaskTimes(measured, lengths), config, wall)
+    return MeasuredRun(TaskTimes(measured, lengths, decoding), config, wall)
 
 
 def _config_of(run: RunData) -> RunConfig:
@@ -138,6 +161,16 @@ def _task_seconds(run: RunData, task: str) -> float | None:
         return busy
     first, *others = (_median(run, f"timing_s/{section}") for section in _SECTIONS[task])
     return None if first is None else first + sum(seconds or 0.0 for seconds in others)
+
+
+def _decoding(run: RunData) -> Decoding | None:
+    """As fitted in the run's steps; only synchronous ones tell it."""
+    fixed_s = _median(run, "perf/decode_step_s/fixed")
+    per_sequence_s = _median(run, "perf/decode_step_s/per_sequence")
+    mean_tokens = _median(run, "response_length/mean")
+    if fixed_s is None or per_sequence_s is None or not mean_tokens:
+        return None
+    return Decoding(DecodePace(fixed_s, per_sequence_s), mean_tokens)
 
 
 def _waits_for_longest(run: RunData, lengths: Sequence[float], *, num_engines: int) -> float:
@@ -179,8 +212,12 @@ def _relative_lengths(run: RunData) -> tuple[float, ...]:
     late = [r for r in run.rollouts if 2 * int(r["step"]) >= run.num_steps]
     lengths = sorted(len(r["tokens"]) for r in late if r.get("tokens"))
     stride = max(-(-len(lengths) // _MAX_LENGTHS), 1)
-    # The longest stays: it decides how long a batch takes.
-    return _relative(lengths[::-1][::stride][::-1])
+    # The longest stays: it decides how long a batch takes. Few are recorded, seldom this one.
+    relative = _relative(lengths[::-1][::stride][::-1])
+    longest, mean = _median(run, "response_length/max"), _median(run, "response_length/mean")
+    if longest and mean and longest / mean > relative[-1]:
+        return (*relative, longest / mean)
+    return relative
 
 
 def _relative(lengths: Sequence[float]) -> tuple[float, ...]:

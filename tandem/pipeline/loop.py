@@ -301,9 +301,9 @@ class Pipeline:
         validates: bool,
         experience: Experience | None = None,
     ) -> None:
-        """The row of this step; without ``experience`` it has no speed. In rounds its validation is
-        waited for. Where nobody can know yet that it is the last one and due for a validation, it
-        stays open until the next batch is there.
+        """The row of this step; without ``experience`` it has no speed but decoding's. In rounds
+        its validation is waited for. Where nobody can know yet that it is the last one and due for
+        a validation, it stays open until the next batch is there.
         """
         validation = None
         if validates and not self._stopping:
@@ -315,7 +315,7 @@ class Pipeline:
         now_s = self._parts.clock()
         wall_s, self._step_ended_s = now_s - self._step_ended_s, now_s
         seconds = self._timers.take()
-        row = dict(metrics)
+        row = {**metrics, **stages.pace.take()}
         if experience is not None:
             row |= speed_metrics(self._parts, experience, seconds=seconds, wall_s=wall_s)
         if experience is not None and self._config.trainer.max_lag > 0:

@@ -8,9 +8,11 @@ longest always present. Reward and validation are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from tandem.config.run import RunConfig
+from tandem.metrics.decode_pace import DecodePace
 from tandem.metrics.task_times import SYNC, TaskTimes
 from tandem.pipeline.planner import Groups, Split
 from tandem.pipeline.simulation import (
@@ -25,7 +27,7 @@ from tandem.pipeline.simulation import (
 )
 
 _NUM_PROMPTS = 8
-_NUM_SAMPLES = 2
+_NUM_SAMPLES = 8
 _BATCH = _NUM_PROMPTS * _NUM_SAMPLES
 _NUM_WARMUP_STEPS = 3
 _NUM_STEPS = 8
@@ -45,7 +47,8 @@ def predictor(config: RunConfig, times: TaskTimes, *, groups: Groups) -> Callabl
 def predict_step(config: RunConfig, times: TaskTimes, *, groups: Groups, split: Split) -> float:
     """Seconds of a training step in the long run."""
     warmup = _NUM_WARMUP_STEPS + split.lag
-    num_steps = warmup + _NUM_STEPS
+    last = warmup + _NUM_STEPS
+    num_steps = last + split.lag
     small = simulated_config(
         num_prompts=_NUM_PROMPTS,
         num_samples=_NUM_SAMPLES,
@@ -53,26 +56,31 @@ def predict_step(config: RunConfig, times: TaskTimes, *, groups: Groups, split: 
         num_steps=num_steps,
         further=_carried_over(config),
     )
+    num_updates = small.optimizer_steps_per_step
+    seconds = _task_seconds(times, groups, split=split, num_updates=num_updates)
+    num_engines = _num_engines(groups, split)
     run = simulate(
         small,
-        _simulated_times(times, groups, split=split, num_updates=small.optimizer_steps_per_step),
+        _simulated_times(config, times, seconds=seconds, num_engines=num_engines),
         around=Surroundings(
             groups,
             num_rows=_NUM_PROMPTS * (num_steps + 1),
-            num_engine_rows=_rows(config, groups, split=split),
+            num_engine_rows=_num_rows(config, num_engines),
             stages_weights=config.actor_rollout_ref.rollout.enable_param_async,
         ),
     )
-    return run.step_seconds(after=warmup)
+    return run.step_seconds(after=warmup, through=last)
 
 
-def _rows(config: RunConfig, groups: Groups, *, split: Split) -> int:
-    """Of all engines, as a part of a batch like that of the run."""
+def _num_engines(groups: Groups, split: Split) -> int:
     pairs = zip(groups, split.devices, strict=True)
-    num_engines = next(count for group, count in pairs if ROLLOUT in group)
-    rollout = config.actor_rollout_ref.rollout
-    batch = config.data.train_batch_size * rollout.n
-    return max(1, _BATCH * rollout.max_num_seqs * num_engines // batch)
+    return next(count for group, count in pairs if ROLLOUT in group)
+
+
+def _num_rows(config: RunConfig, num_engines: int) -> int:
+    """Of all engines, as a part of a batch like that of the run."""
+    num_rows = config.actor_rollout_ref.rollout.max_num_seqs * num_engines
+    return max(1, _BATCH * num_rows // config.sequences_per_step)
 
 
 def _carried_over(config: RunConfig) -> list[str]:
@@ -89,9 +97,10 @@ def _carried_over(config: RunConfig) -> list[str]:
     ]
 
 
-def _simulated_times(
+def _task_seconds(
     times: TaskTimes, groups: Groups, *, split: Split, num_updates: int
-) -> SimulatedTimes:
+) -> dict[str, float]:
+    """Of one call of each task."""
     devices = {
         task: count for group, count in zip(groups, split.devices, strict=True) for task in group
     }
@@ -100,20 +109,47 @@ def _simulated_times(
         for task in (TRAINER, SCORER, REFERENCE, ROLLOUT, SYNC)
     }
     seconds[TRAINER] /= num_updates
-    lengths = strata(times.relative_lengths, _BATCH)
-    mean_s = seconds[ROLLOUT]
+    return seconds
 
-    def response_s(uid: int, k: int) -> float:
+
+def _simulated_times(
+    config: RunConfig, times: TaskTimes, *, seconds: Mapping[str, float], num_engines: int
+) -> SimulatedTimes:
+    """Of a pool that takes as long for a step as there are sequences in it, if that is known; else
+    as long for a batch, whatever else is under way.
+    """
+    lengths = strata(times.relative_lengths, _BATCH)
+    num_slots = min(_num_rows(config, num_engines), _BATCH)
+    mean = seconds[ROLLOUT] * num_slots / _BATCH
+    decode_step = mean / _DECODE_STEPS
+    crowding = _alike
+    if times.decoding is not None:
+        mean, num_slots = times.decoding.mean_tokens, _num_rows(config, num_engines)
+        decode_step = 1.0
+        share = config.sequences_per_step / _BATCH / num_engines
+        crowding = partial(_step_seconds, times.decoding.pace, share=share)
+
+    def response(uid: int, k: int) -> float:
         # Neighbouring draws get distant lengths, and every batch all of them.
         place = (uid % _NUM_PROMPTS) * _NUM_SAMPLES + k
-        return mean_s * lengths[(place * 7) % _BATCH]
+        return mean * lengths[(place * 7) % _BATCH]
 
     return SimulatedTimes(
-        response_s=response_s,
+        response_s=response,
         task_s=lambda task, _: seconds.get(task, 0.0),
-        num_slots=_BATCH,
-        decode_step_s=mean_s / _DECODE_STEPS,
+        num_slots=num_slots,
+        decode_step_s=decode_step,
+        crowding=crowding,
     )
+
+
+def _alike(_: int) -> float:
+    return 1.0
+
+
+def _step_seconds(pace: DecodePace, num_running: int, *, share: float) -> float:
+    """``share``: sequences of one engine that each of those under way stands for."""
+    return pace.step_s(num_running * share)
 
 
 def strata(lengths: Sequence[float], count: int) -> list[float]:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from tandem.api import RolloutEngine, Runtime
+from tandem.metrics.decode_pace import PaceRecorder
 from tandem.metrics.trace import PAUSE, TraceRecorder
 from tandem.types import Completion, EngineWork, GenerationRequest
 
@@ -42,7 +43,7 @@ class EngineSpans:
     """
 
     def __init__(self, trace: TraceRecorder, work: Callable[[], Sequence[EngineWork]]) -> None:
-        self._trace = trace
+        self.trace = trace
         self._work = work
         self._open: dict[int, ExitStack] = {}
         for number in range(len(work())):
@@ -53,7 +54,7 @@ class EngineSpans:
         """Around an advance under ``version``. If it raises, nobody works any more."""
         for number, work in enumerate(self._work()):
             if work is not EngineWork.NONE and number not in self._open:
-                span = self._trace.span(_track(number), "generate", details={"version": version})
+                span = self.trace.span(_track(number), "generate", details={"version": version})
                 self._open[number] = ExitStack()
                 self._open[number].enter_context(span)
         try:
@@ -82,6 +83,7 @@ class RolloutRouter:
     Produces: completions of whole groups.
 
     Args:
+        pace: notes when sequences end.
         is_bounded: whether the engine is to stop within sequences, for requests and weights that
             come while it generates.
         num_rows: sequences that it generates at once; None if ``room`` is not to count them.
@@ -93,7 +95,7 @@ class RolloutRouter:
         runtime: Runtime,
         *,
         spans: EngineSpans,
-        trace: TraceRecorder,
+        pace: PaceRecorder,
         is_bounded: bool,
         num_rows: int | None = None,
     ) -> None:
@@ -101,7 +103,8 @@ class RolloutRouter:
         self._engine = engine
         self._runtime = runtime
         self._spans = spans
-        self._trace = trace
+        self._trace = spans.trace
+        self._pace = pace
         self._max_steps = STEPS_PER_ADVANCE if is_bounded else None
         self._pending: dict[int, _Pending] = {}
         self._unsent: list[GenerationRequest] = []
@@ -180,6 +183,7 @@ class RolloutRouter:
                 await self._switch(self._wanted_version)
             if self._unsent and not (self._is_held or self._is_paused):
                 requests, self._unsent = self._unsent, []
+                self._pace.begin(requests, is_alone=self._num_sent == 0)
                 self._num_sent += sum(len(request.sample_ids) for request in requests)
                 await self._runtime.call(self._engine.add, requests)
             if self._num_sent and self._may_advance():
@@ -228,6 +232,7 @@ class RolloutRouter:
         self._num_fruitless = 0
         self._num_sent -= len(completions)
         for completion in completions:
+            self._pace.end(len(completion.token_ids))
             pending = self._pending.pop(completion.sample_id)
             pending.finished[completion.sample_id] = completion
             ids = pending.request.sample_ids

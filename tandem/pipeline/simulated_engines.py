@@ -46,16 +46,18 @@ class SimulatedTimes:
         task_s: of call number i of ``actor-train`` (one optimizer step), ``logp``, ``ref_logp``,
             ``sync`` (weights in use) and ``reward`` (a group).
         num_slots: sequences under way at the same time; others wait.
-        num_tokens: of each response, spread evenly over its seconds.
+        num_tokens: of a response of so many seconds, spread evenly over them.
         decode_step_s: of the whole pool; a bounded advance stops after so many of them.
+        crowding: how many times longer sequences and decode steps take while so many are under way.
     """
 
     response_s: Callable[[int, int], float]
     task_s: Callable[[str, int], float]
     num_slots: int
-    num_tokens: int = 8
+    num_tokens: Callable[[float], int] = lambda _: 8
     decode_step_s: float = 0.01
     validation_s: float = 0.0
+    crowding: Callable[[int], float] = lambda _: 1.0
 
 
 class SimulatedEngine:
@@ -172,12 +174,14 @@ class SimulatedRollout(SimulatedEngine):
                 sample_id = engine.waiting.pop(0)
                 seconds = self._seconds(sample_id)
                 engine.running.append(_Sequence(sample_id, seconds, seconds, self._version))
-        self.announced_s = min((s.left_s for s in self._running()), default=0.0)
+        running = self._running()
+        progress_s = min((s.left_s for s in running), default=0.0)
         if max_steps is not None:
-            self.announced_s = min(self.announced_s, max_steps * self.times.decode_step_s)
-        for sequence in self._running():
-            sequence.left_s -= self.announced_s
-        ended = [s for s in self._running() if s.left_s <= 1e-9]
+            progress_s = min(progress_s, max_steps * self.times.decode_step_s)
+        self.announced_s = progress_s * self.times.crowding(len(running))
+        for sequence in running:
+            sequence.left_s -= progress_s
+        ended = [s for s in running if s.left_s <= 1e-9]
         for engine in self._engines:
             engine.running = [s for s in engine.running if s.left_s > 1e-9]
         return [self._completion(sequence) for sequence in ended]
@@ -199,10 +203,11 @@ class SimulatedRollout(SimulatedEngine):
         self._version = version
         for sequence in self._running():
             done = 1 - sequence.left_s / sequence.total_s
-            index = math.ceil(done * self.times.num_tokens - 1e-6)
+            num_tokens = self.times.num_tokens(sequence.total_s)
+            index = math.ceil(done * num_tokens - 1e-6)
             if index == 0:
                 sequence.version = version
-            elif index < self.times.num_tokens:
+            elif index < num_tokens:
                 sequence.switches = [s for s in sequence.switches if s[0] != index]
                 sequence.switches.append((index, version))
         return True
@@ -216,7 +221,7 @@ class SimulatedRollout(SimulatedEngine):
         return self.times.response_s(*divmod(sample_id, self._num_samples))
 
     def _completion(self, sequence: _Sequence) -> Completion:
-        count = self.times.num_tokens
+        count = self.times.num_tokens(sequence.total_s)
         return Completion(
             sequence.sample_id,
             (1,) * count,

@@ -65,14 +65,16 @@ class SimulatedRun:
     samples: Mapping[int, tuple[Completion, ...]]
     end_s: float
 
-    def step_seconds(self, *, after: int) -> float:
-        """Mean time between the ends of two steps' updates, from step ``after`` to the last."""
+    def step_seconds(self, *, after: int, through: int | None = None) -> float:
+        """Mean time between the ends of two steps' updates, from step ``after`` to ``through``
+        (None: the last). With a lag of g the last g steps have nothing generated beside them.
+        """
         ends = {
             int(e.details["step"]): e.end_s
             for e in self.events
             if e.track == TRAINER and e.name == "update"
         }
-        last = max(ends)
+        last = max(ends) if through is None else through
         return (ends[last] - ends[after]) / (last - after)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 
 from tandem.config.run import RunConfig
+from tandem.metrics.decode_pace import PaceRecorder
 from tandem.pipeline.admission import AdmissionGate
 from tandem.pipeline.buffer import BatchRule, GroupBuffer
 from tandem.pipeline.journal import Journal
@@ -30,15 +31,19 @@ class Stages:
         self.tasks = tasks
         self.gate = AdmissionGate((config.trainer.max_lag + 1) * batch_size, num_steps * batch_size)
         rule = _flow_rule(config, generates_apart=parts.engines.generates_apart)
-        self.router = RolloutRouter(
-            parts.engines.rollout,
-            parts.runtime,
-            spans=EngineSpans(parts.trace, parts.engines.work),
-            trace=parts.trace,
-            is_bounded=config.trainer.max_lag > 0,
-            num_rows=None if rule.drains else parts.engines.num_rows,
+        engines = parts.engines
+        self.pace = PaceRecorder(
+            parts.clock, num_engines=len(engines.work()), num_rows=engines.num_rows
         )
-        ends = FlowEnds(parts.runtime, parts.engines.stage, self.router, buffer, self.gate)
+        self.router = RolloutRouter(
+            engines.rollout,
+            parts.runtime,
+            spans=EngineSpans(parts.trace, engines.work),
+            pace=self.pace,
+            is_bounded=config.trainer.max_lag > 0,
+            num_rows=None if rule.drains else engines.num_rows,
+        )
+        ends = FlowEnds(parts.runtime, engines.stage, self.router, buffer, self.gate)
         self.flow = WeightFlow(ends, rule, version=step)
         self.producer = GroupProducer(
             parts,

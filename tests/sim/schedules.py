@@ -35,7 +35,7 @@ def times(
         task_s=lambda task, number: seconds.get(task, 0.0),
         num_slots=slots,
         decode_step_s=decode_step_s,
-        num_tokens=4,
+        num_tokens=lambda _: 4,
     )
 
 

@@ -49,7 +49,7 @@ def uneven(seed: int) -> SimulatedTimes:
         task_s=lambda task, number: {"actor-train": 1.0, "sync": 0.1}.get(task, 0.0),
         num_slots=12,
         decode_step_s=0.01,
-        num_tokens=4,
+        num_tokens=lambda _: 4,
     )
 
 

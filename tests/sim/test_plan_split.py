@@ -6,6 +6,7 @@ run is predicted from its own times.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,97 @@ def test_a_run_is_predicted_from_its_own_times(
     achieved = float(rows["step, achieved (median wall time)"].split()[0])
     assert predicted == pytest.approx(achieved, rel=0.05)
     assert float(rows["overlap: busiest pool / step"]) > 0.9
+
+
+DEVICES = 2
+ROLES = ("actor-train", "logp", "ref_logp", "generate")
+BATCH = 16 * 8
+TURNS = (
+    "actor_rollout_ref.hybrid_engine=False",
+    "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
+    "trainer.separated_node_ratios=[1.0]",
+)
+
+
+def step_s(running: int) -> float:
+    """Of decoding on both devices: each has half of the sequences."""
+    return 0.02 + 0.002 * running / DEVICES
+
+
+def long_tailed(uid: int, k: int) -> float:
+    """Decode steps of a response: 500 in the mean, 3200 at most."""
+    share = ((uid * 8 + k) * 37 % BATCH + 0.5) / BATCH
+    return min(-500 * math.log(share), 3200.0)
+
+
+def on_all_devices(folder: Path, *, lag: int, num_rows: int) -> tuple[Path, float]:
+    """The folder of a simulated run of long-tailed responses on two devices that do everything, and
+    the seconds of its steps in the long run.
+    """
+    keys = (
+        f"trainer.n_gpus_per_node={DEVICES}",
+        f"actor_rollout_ref.rollout.max_num_seqs={num_rows}",
+        *(TURNS if lag else ()),
+    )
+    num_steps = 12 + 2 * lag
+    config = simulated_config(
+        num_prompts=16, num_samples=8, lag=lag, num_steps=num_steps, further=keys
+    )
+    seconds = {"actor-train": 20.0, "sync": 0.2}
+    times = SimulatedTimes(
+        response_s=long_tailed,
+        task_s=lambda task, _: seconds.get(task, 0.0),
+        num_slots=min(num_rows * DEVICES, BATCH * (lag + 1)),
+        num_tokens=lambda steps: max(round(steps), 1),
+        decode_step_s=1.0,
+        crowding=step_s,
+    )
+    around = Surroundings(groups=(ROLES,), num_rows=16 * num_steps, num_engines=DEVICES)
+    made = simulate(config, times, around=around)
+    (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+    metrics = JsonLinesFile(folder / "metrics.jsonl", keep_through_step=BEFORE_FIRST_STEP)
+    for _, report in made.rows:
+        metrics.append({"step": report.step, **report.metrics})
+    metrics.close()
+    rollouts = JsonLinesFile(folder / "rollouts.jsonl", keep_through_step=BEFORE_FIRST_STEP)
+    for completion in made.samples[num_steps]:
+        rollouts.append({"step": num_steps, "tokens": ["a"] * len(completion.token_ids)})
+    rollouts.close()
+    return folder, made.step_seconds(after=4 + lag, through=num_steps - lag)
+
+
+def test_turns_are_suggested_and_predicted_from_a_synchronous_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    colocated, turns = tmp_path / "colocated", tmp_path / "turns"
+    colocated.mkdir()
+    turns.mkdir()
+    folder, synchronous_s = on_all_devices(colocated, lag=0, num_rows=64)
+    keys = (
+        "data.train_batch_size=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.rollout.max_num_seqs=48",
+        "actor_rollout_ref.actor.use_kl_loss=False",
+        "actor_rollout_ref.rollout.partial_rollout=keep_cache",
+        "data.val_files=[]",
+        f"trainer.n_gpus_per_node={DEVICES}",
+    )
+    found = suggested(capsys, f"--times={folder}", *keys)
+    assert found["devices"] == {"actor-train+generate": DEVICES}
+    assert found["lag"] > 0
+    assert found["step_s_as_configured"] == pytest.approx(synchronous_s, rel=0.02)
+    mended = plan_arguments([*keys, *found["overrides"]]).config
+    assert isinstance(mended, RunConfig)
+    _, achieved_s = on_all_devices(turns, lag=found["lag"], num_rows=48)
+    assert found["step_s"] == pytest.approx(achieved_s, rel=0.05)
+    assert achieved_s < 0.9 * synchronous_s
+    alone = suggested(capsys, f"--times={folder}", *keys, "trainer.n_gpus_per_node=1")
+    assert alone["devices"] == {"actor-train+generate": 1}
+    assert alone["lag"] > 0
+    whole = "actor_rollout_ref.rollout.partial_rollout=False"
+    apart = suggested(capsys, f"--times={folder}", *keys, whole)
+    assert apart["devices"] == {"actor-train": 1, "generate": 1}
 
 
 def test_what_is_no_asynchronous_run_has_no_forecast(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def random_times(rng: random.Random) -> SimulatedTimes:
         task_s=lambda task, number: scale.get(task, 0.0) * rng.uniform(0, 1),
         num_slots=rng.randint(2, 4 * BATCH * SAMPLES),
         decode_step_s=0.02,
-        num_tokens=4,
+        num_tokens=lambda _: 4,
     )
 
 

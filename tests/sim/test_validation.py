@@ -28,7 +28,7 @@ def test_13_validation_uses_the_weights_of_its_step_whatever_the_timing() -> Non
             num_slots=rng.randint(2, 20),
             decode_step_s=0.05,
             validation_s=rng.uniform(0.1, 8),
-            num_tokens=4,
+            num_tokens=lambda _: 4,
         )
         lag, frequency = rng.randint(0, 4), rng.randint(1, 4)
         keys = (*FILES, f"trainer.test_freq={frequency}", "trainer.val_before_train=False")

@@ -107,6 +107,35 @@ def test_a_synchronous_run_has_its_times_on_all_its_devices(tmp_path: Path) -> N
     assert found.step_s == 10.0
 
 
+def test_the_longest_response_is_that_of_a_step_though_few_are_recorded(tmp_path: Path) -> None:
+    row = {**SYNCHRONOUS, "response_length/mean": 25.0, "response_length/max": 100.0}
+    found = measured_run(run_folder(tmp_path, [row, row])).times
+    assert found.relative_lengths == (0.5, 1.5, 4.0)
+    assert found.measured["generate"] == ((4, 6.0 / 4),)
+
+
+def test_a_synchronous_run_tells_what_a_decode_step_takes(tmp_path: Path) -> None:
+    """Which then says what engines take that always have enough to do."""
+    row = {
+        **SYNCHRONOUS,
+        "response_length/mean": 100.0,
+        "perf/decode_step_s/fixed": 0.002,
+        "perf/decode_step_s/per_sequence": 0.0001,
+    }
+    keys = (
+        "data.train_batch_size=40",
+        "actor_rollout_ref.rollout.n=10",
+        "actor_rollout_ref.rollout.max_num_seqs=50",
+    )
+    run = run_folder(tmp_path, [row, row], *keys)
+    times = read_times([table(tmp_path, MEASURED), run])
+    assert times.decoding is not None
+    assert times.decoding.mean_tokens == 100.0
+    assert times.decoding.pace.step_s(20) == pytest.approx(0.004)
+    # 100 sequences of 100 tokens each, 50 at a time: 200 steps of 0.007 s.
+    assert times.measured["generate"] == ((2, 8.0), (4, pytest.approx(1.4)))
+
+
 def test_training_takes_as_long_as_policy_and_critic_together(tmp_path: Path) -> None:
     row = {**SYNCHRONOUS, "timing_s/values": 0.5, "timing_s/update_critic": 2.0}
     found = measured_run(run_folder(tmp_path, [row, row]))

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tandem.metrics.decode_pace import PaceRecorder
 from tandem.metrics.trace import TraceRecorder
 from tandem.pipeline.router import EngineSpans, RolloutRouter
 from tandem.runtime.inprocess import InProcessRuntime
@@ -86,8 +87,9 @@ async def routing(
     runtime = InProcessRuntime()
     trace = trace or TraceRecorder(lambda: 0.0, sink=None)
     spans = EngineSpans(trace, lambda: [EngineWork.NEXT])
+    pace = PaceRecorder(lambda: 0.0, num_engines=1, num_rows=num_rows)
     router = RolloutRouter(
-        engine, runtime, spans=spans, trace=trace, is_bounded=is_bounded, num_rows=num_rows
+        engine, runtime, spans=spans, pace=pace, is_bounded=is_bounded, num_rows=num_rows
     )
     try:
         async with asyncio.TaskGroup() as tasks:
