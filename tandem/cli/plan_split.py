@@ -40,7 +40,7 @@ _REFERENCE = "ref_logp"
 _LEFT_OUT = "left out: memory, rewards, and caches that are computed again under new weights{}."
 _NO_PACE = (
     "; that steps of more sequences at a time take longer, too, as where fewer devices generate, "
-    "which the times of a synchronous run would tell"
+    "which the times of a synchronous run with rows for a whole batch would tell"
 )
 
 Groups = tuple[tuple[str, ...], ...]
@@ -118,7 +118,7 @@ def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
     Raises:
         UserError: there are no times of a task of the run, or too few devices to divide.
     """
-    needed = needed_tasks(config)
+    times, needed = times.planned(config), needed_tasks(config)
     for task in needed:
         if not times.measured.get(task):
             raise UserError(
@@ -144,7 +144,7 @@ def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
         start = balanced_split(
             times, others, num_devices=num_devices, is_allowed=_rule(config, others)
         )
-        if start is not None and others not in found:
+        if start is not None and not any(_are_same(others, known) for known in found):
             start_split = Split(start, config.trainer.max_lag)
             found[others] = _suggest(config, times, groups=others, start=start_split)
     fastest = min(found, key=lambda groups: found[groups].seconds)
@@ -183,7 +183,12 @@ def _with_reference_elsewhere(groups: Groups) -> list[Groups]:
         for index, group in enumerate(rest)
     ]
     others = [*joined, (*rest, (_REFERENCE,))]
-    return [one for one in others if {*map(frozenset, one)} != {*map(frozenset, groups)}]
+    return [one for one in others if not _are_same(one, groups)]
+
+
+def _are_same(groups: Groups, others: Groups) -> bool:
+    """Whatever the order."""
+    return {*map(frozenset, groups)} == {*map(frozenset, others)}
 
 
 def _advice(

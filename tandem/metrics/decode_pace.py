@@ -2,15 +2,16 @@
 """How long a decode step takes by how many sequences it is for, from when the sequences of a batch
 end that all began together.
 
-With n sequences of c cached tokens together a step takes ``fixed + a * n + b * c``, and a sequence
-ends once it has taken part in as many steps as it has tokens. Engines that share a batch are taken
-to have equal parts of it.
+After its prompts a batch takes steps of ``fixed + a * n + b * c`` seconds for n sequences of c
+cached tokens together, and a sequence ends once it has taken part in as many as it has tokens.
+Engines that share a batch are taken to have equal parts of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +21,16 @@ from tandem.types import GenerationRequest
 _MIN_LONGEST = 2.0
 """Times the mean length: below it all sequences run nearly to the end, and nothing tells the parts
 of a step apart."""
+_MAX_RESIDUAL = 0.2
+"""Of the spread of the ends: above it they followed from something else, such as a full cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePace:
     """Seconds of a decode step of one engine.
 
-    ``per_sequence_s`` includes cached tokens, as many as in the mean over the steps of a batch.
+    ``per_sequence_s`` includes cached tokens, as many as in the mean over the steps of a batch, and
+    the prompt's computation, spread over the steps of its sequences.
     """
 
     fixed_s: float
@@ -62,13 +66,13 @@ class PaceRecorder:
 
     def begin(self, requests: Sequence[GenerationRequest], *, is_alone: bool) -> None:
         """``requests`` are handed to the engines, beside others unless ``is_alone``."""
-        counts = [len(request.sample_ids) for request in requests]
-        fits = is_alone and sum(counts) <= self._num_rows
-        self._num_expected = sum(counts) if fits else 0
-        sizes = [len(request.prompt_ids) for request in requests]
-        self._prompt_tokens = float(np.average(sizes, weights=counts))
-        self._ends = []
-        self._begin_s = self._clock()
+        self._ends, self._num_expected = [], 0
+        num_sequences = sum(len(request.sample_ids) for request in requests)
+        if is_alone and 0 < num_sequences <= self._num_rows:
+            self._num_expected = num_sequences
+            total = sum(len(r.prompt_ids) * len(r.sample_ids) for r in requests)
+            self._prompt_tokens = total / num_sequences
+            self._begin_s = self._clock()
 
     def end(self, num_tokens: int) -> None:
         """A sequence of so many tokens has been generated."""
@@ -98,7 +102,7 @@ def fit_pace(
     ends: Sequence[tuple[int, float]], *, prompt_tokens: float, num_engines: int
 ) -> DecodePace | None:
     """Least squares over ``(tokens, seconds after the begin)`` of all sequences of a batch, no part
-    below 0; None if lengths differ too little.
+    below 0; None if lengths differ too little to tell, or the ends do not follow from them.
 
     Args:
         prompt_tokens: of the mean sequence.
@@ -111,22 +115,33 @@ def fit_pace(
     num_left = (len(ends) - np.searchsorted(np.sort(lengths), steps)) / num_engines
     cached = num_left * (prompt_tokens + steps)
     parts = np.cumsum([np.ones(len(steps)), num_left, cached], axis=1)
-    fixed_s, sequence_s, token_s = _nonnegative_fit(parts[:, lengths - 1], seconds)
-    return DecodePace(fixed_s, sequence_s + token_s * cached.sum() / num_left.sum())
+    factors = _nonnegative_fit(parts[:, lengths - 1], seconds)
+    if factors is None:
+        return None
+    prompts_s, fixed_s, sequence_s, token_s = factors
+    total = num_left.sum()
+    per_sequence_s = sequence_s + (token_s * cached.sum() + max(prompts_s, 0.0)) / total
+    return DecodePace(fixed_s, float(per_sequence_s))
 
 
-def _nonnegative_fit(parts: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:
-    """The factor of each part, beside a constant of any sign; the most negative is left out until
-    there is none.
+def _nonnegative_fit(
+    parts: NDArray[np.float64], values: NDArray[np.float64]
+) -> tuple[float, ...] | None:
+    """A constant of any sign, and the factor of each part: those of the choice of parts that fits
+    best without a negative factor. None if none fits, or if lengths are too few for all parts.
     """
-    kept = list(range(len(parts)))
-    factors = [0.0] * len(parts)
-    while kept:
-        columns = np.stack([np.ones(len(values)), *parts[kept]], axis=1)
-        found = np.linalg.lstsq(columns, values, rcond=None)[0][1:]
-        if found.min() >= 0:
-            for index, factor in zip(kept, found.tolist(), strict=True):
-                factors[index] = factor
-            break
-        kept.pop(int(found.argmin()))
-    return factors
+    sizes = parts.max(axis=1)
+    scaled = np.stack([np.ones(len(values)), *(parts / sizes[:, None])], axis=1)
+    if np.linalg.matrix_rank(scaled) < len(parts) + 1:
+        return None
+    best, least = None, _MAX_RESIDUAL * float(values.std())
+    every = range(1, len(parts) + 1)
+    for kept in chain.from_iterable(combinations(every, count) for count in every):
+        columns = [0, *kept]
+        found = np.linalg.lstsq(scaled[:, columns], values, rcond=None)[0]
+        residual = float(np.std(values - scaled[:, columns] @ found))
+        if found[1:].min() >= 0 and found[1:].max() > 0 and residual < least:
+            best, least = dict(zip(columns, found.tolist(), strict=True)), residual
+    if best is None:
+        return None
+    return best[0], *(best.get(i + 1, 0.0) / float(sizes[i]) for i in range(len(parts)))

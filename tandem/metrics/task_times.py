@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,22 @@ Measurements = Mapping[str, tuple[tuple[int, float], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """The seconds of a decode step, and how many of them a mean response takes."""
+    """The seconds of a decode step, and how many of them a mean response takes.
+
+    Attributes:
+        num_sequences: of a batch.
+        num_rows: sequences that one engine can have under way.
+    """
 
     pace: DecodePace
     mean_tokens: float
+    num_sequences: int
+    num_rows: int
 
-    def saturated_s(self, num_sequences: float, *, num_rows: int) -> float:
-        """Of an engine that generates so many with ``num_rows`` under way all the time."""
-        return num_sequences * self.mean_tokens * self.pace.step_s(num_rows) / num_rows
+    def saturated_s(self, num_engines: int) -> float:
+        """Of a batch on so many engines that have all their rows under way all the time."""
+        num_steps = self.num_sequences * self.mean_tokens / (num_engines * self.num_rows)
+        return num_steps * self.pace.step_s(self.num_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +71,11 @@ class TaskTimes:
     Attributes:
         measured: for ``generate`` the seconds per batch of engines that always have enough to do;
             a batch alone takes as much longer as its longest response exceeds the mean.
-        relative_lengths: of responses, ascending, mean 1 but for the longest of a run, of which not
-            all are known; (1,) if none is.
-        decoding: how long decode steps take and responses are, if a run told it.
+        relative_lengths: of responses, ascending, mean 1; (1,) if they are not known.
+        longest: of a batch, relative; that of ``relative_lengths``, if no more is known.
+        rows_share: what part of a batch was under way at a time when ``generate`` was measured.
+        decoding: how long decode steps take and responses are, if a run told it. Then ``generate``
+            follows from it.
 
     Example:
         >>> times = TaskTimes({"actor-train": ((2, 5.0), (4, 3.0))}, (1.0,))
@@ -75,10 +85,22 @@ class TaskTimes:
 
     measured: Measurements
     relative_lengths: tuple[float, ...]
+    longest: float = 0.0
+    rows_share: float = 1.0
     decoding: Decoding | None = None
+
+    def planned(self, config: RunConfig) -> TaskTimes:
+        """With as many sequences and rows as ``config`` has."""
+        if self.decoding is None:
+            return self
+        rows = config.actor_rollout_ref.rollout.max_num_seqs
+        decoding = replace(self.decoding, num_sequences=config.sequences_per_step, num_rows=rows)
+        return replace(self, decoding=decoding)
 
     def seconds(self, task: str, num_devices: int) -> float:
         """Seconds on so many devices, 0 for a task that was not measured."""
+        if task == _GENERATE and self.decoding is not None:
+            return self.decoding.saturated_s(num_devices)
         points = self.measured.get(task, ())
         if not points:
             return 0.0
@@ -108,10 +130,9 @@ def read_times(paths: Sequence[Path]) -> TaskTimes:
     for times in found:
         for task, points in times.measured.items():
             measured.setdefault(task, []).extend(points)
-    lengths = max((times.relative_lengths for times in found), key=len)
-    decoding = next((times.decoding for times in found if times.decoding is not None), None)
+    told = max(found, key=lambda times: (times.decoding is not None, len(times.relative_lengths)))
     points_by_task = {task: tuple(points) for task, points in measured.items()}
-    return TaskTimes(points_by_task, lengths, decoding)
+    return replace(told, measured=points_by_task)
 
 
 def measured_run(folder: Path) -> MeasuredRun:
@@ -122,18 +143,15 @@ def measured_run(folder: Path) -> MeasuredRun:
     """
     run = read_run(folder)
     config = _config_of(run)
-    lengths = _relative_lengths(run)
+    lengths, longest = _relative_lengths(run), _longest(run)
     devices = {task: pool.num_devices for pool in place_run(config).pools for task in pool.tasks}
-    decoding = _decoding(run)
+    all_lengths = (*lengths, longest) if longest > lengths[-1] else lengths
+    waits = _waits_for_longest(run, all_lengths, num_engines=devices[_GENERATE])
     measured: dict[str, tuple[tuple[int, float], ...]] = {}
     for task in (*TASKS, SYNC):
         seconds = _task_seconds(run, task)
-        if task == _GENERATE and decoding is not None:
-            num_sequences = config.sequences_per_step / devices[task]
-            num_rows = min(config.actor_rollout_ref.rollout.max_num_seqs, math.ceil(num_sequences))
-            seconds = decoding.saturated_s(num_sequences, num_rows=num_rows)
-        elif task == _GENERATE and seconds is not None:
-            seconds /= _waits_for_longest(run, lengths, num_engines=devices[task])
+        if task == _GENERATE and seconds is not None:
+            seconds /= waits
         if seconds:
             measured[task] = ((devices.get(task, 1), seconds),)
     wall = _median(run, "pipeline/wall_s") or _median(run, "timing_s/step")
@@ -142,7 +160,10 @@ def measured_run(folder: Path) -> MeasuredRun:
             f"--times={str(folder)!r}: holds no times of generation and training. Give the folder "
             "of a run with two steps or more, or a table."
         )
-    return MeasuredRun(TaskTimes(measured, lengths, decoding), config, wall)
+    rows = config.actor_rollout_ref.rollout.max_num_seqs * devices[_GENERATE]
+    rows_share = min(rows / config.sequences_per_step, 1.0) if waits == 1.0 else 1.0
+    times = TaskTimes(measured, lengths, longest, rows_share, _decoding(run, config))
+    return MeasuredRun(times, config, wall)
 
 
 def _config_of(run: RunData) -> RunConfig:
@@ -163,14 +184,16 @@ def _task_seconds(run: RunData, task: str) -> float | None:
     return None if first is None else first + sum(seconds or 0.0 for seconds in others)
 
 
-def _decoding(run: RunData) -> Decoding | None:
+def _decoding(run: RunData, config: RunConfig) -> Decoding | None:
     """As fitted in the run's steps; only synchronous ones tell it."""
     fixed_s = _median(run, "perf/decode_step_s/fixed")
     per_sequence_s = _median(run, "perf/decode_step_s/per_sequence")
     mean_tokens = _median(run, "response_length/mean")
     if fixed_s is None or per_sequence_s is None or not mean_tokens:
         return None
-    return Decoding(DecodePace(fixed_s, per_sequence_s), mean_tokens)
+    rows = config.actor_rollout_ref.rollout.max_num_seqs
+    pace = DecodePace(fixed_s, per_sequence_s)
+    return Decoding(pace, mean_tokens, config.sequences_per_step, rows)
 
 
 def _waits_for_longest(run: RunData, lengths: Sequence[float], *, num_engines: int) -> float:
@@ -212,12 +235,14 @@ def _relative_lengths(run: RunData) -> tuple[float, ...]:
     late = [r for r in run.rollouts if 2 * int(r["step"]) >= run.num_steps]
     lengths = sorted(len(r["tokens"]) for r in late if r.get("tokens"))
     stride = max(-(-len(lengths) // _MAX_LENGTHS), 1)
-    # The longest stays: it decides how long a batch takes. Few are recorded, seldom this one.
-    relative = _relative(lengths[::-1][::stride][::-1])
+    # The longest stays: it decides how long a batch takes.
+    return _relative(lengths[::-1][::stride][::-1])
+
+
+def _longest(run: RunData) -> float:
+    """Of a step's responses, relative to their mean: few are recorded, seldom this one."""
     longest, mean = _median(run, "response_length/max"), _median(run, "response_length/mean")
-    if longest and mean and longest / mean > relative[-1]:
-        return (*relative, longest / mean)
-    return relative
+    return longest / mean if longest and mean else 0.0
 
 
 def _relative(lengths: Sequence[float]) -> tuple[float, ...]:

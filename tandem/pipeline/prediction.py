@@ -118,14 +118,16 @@ def _simulated_times(
     """Of a pool that takes as long for a step as there are sequences in it, if that is known; else
     as long for a batch, whatever else is under way.
     """
-    lengths = strata(times.relative_lengths, _BATCH)
-    num_slots = min(_num_rows(config, num_engines), _BATCH)
-    mean = seconds[ROLLOUT] * num_slots / _BATCH
-    decode_step = mean / _DECODE_STEPS
+    lengths = strata(times.relative_lengths, _BATCH, longest=times.longest)
+    num_slots = _num_rows(config, num_engines)
     crowding = _alike
-    if times.decoding is not None:
-        mean, num_slots = times.decoding.mean_tokens, _num_rows(config, num_engines)
-        decode_step = 1.0
+    if times.decoding is None:
+        num_slots = min(num_slots, _BATCH)
+        mean = seconds[ROLLOUT] * times.rows_share
+        decode_step = mean / _DECODE_STEPS
+    else:
+        mean = times.decoding.mean_tokens
+        decode_step = max(mean / _DECODE_STEPS, 1.0)
         share = config.sequences_per_step / _BATCH / num_engines
         crowding = partial(_step_seconds, times.decoding.pace, share=share)
 
@@ -152,16 +154,18 @@ def _step_seconds(pace: DecodePace, num_running: int, *, share: float) -> float:
     return pace.step_s(num_running * share)
 
 
-def strata(lengths: Sequence[float], count: int) -> list[float]:
-    """``count`` lengths with mean 1 that stand for all: means of equal shares, but the longest."""
+def strata(lengths: Sequence[float], count: int, *, longest: float = 0.0) -> list[float]:
+    """``count`` lengths with mean 1 that stand for all: means of equal shares, but the longest one,
+    which is ``longest`` if none of ``lengths`` is.
+    """
     ordered = sorted(lengths)
-    if len(ordered) == 1:
+    if len(ordered) == 1 and longest <= ordered[0]:
         return [1.0] * count
     cuts = [i * len(ordered) / count for i in range(count + 1)]
     means = [
         ordered[min(int((low + high) / 2), len(ordered) - 1)]
         for low, high in zip(cuts, cuts[1:], strict=False)
     ]
-    means[-1] = ordered[-1]
+    means[-1] = max(ordered[-1], longest)
     scale = (count - means[-1]) / max(sum(means[:-1]), 1e-9)
     return [value * scale for value in means[:-1]] + [means[-1]] if scale > 0 else means

@@ -33,7 +33,9 @@ class Stages:
         rule = _flow_rule(config, generates_apart=parts.engines.generates_apart)
         engines = parts.engines
         self.pace = PaceRecorder(
-            parts.clock, num_engines=len(engines.work()), num_rows=engines.num_rows
+            parts.clock,
+            num_engines=len(engines.work()),
+            num_rows=engines.num_rows if config.trainer.max_lag == 0 else None,
         )
         self.router = RolloutRouter(
             engines.rollout,

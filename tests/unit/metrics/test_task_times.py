@@ -110,12 +110,13 @@ def test_a_synchronous_run_has_its_times_on_all_its_devices(tmp_path: Path) -> N
 def test_the_longest_response_is_that_of_a_step_though_few_are_recorded(tmp_path: Path) -> None:
     row = {**SYNCHRONOUS, "response_length/mean": 25.0, "response_length/max": 100.0}
     found = measured_run(run_folder(tmp_path, [row, row])).times
-    assert found.relative_lengths == (0.5, 1.5, 4.0)
+    assert found.relative_lengths == (0.5, 1.5)
+    assert found.longest == 4.0
     assert found.measured["generate"] == ((4, 6.0 / 4),)
 
 
 def test_a_synchronous_run_tells_what_a_decode_step_takes(tmp_path: Path) -> None:
-    """Which then says what engines take that always have enough to do."""
+    """Which then says what engines take that always have enough to do, whatever else is known."""
     row = {
         **SYNCHRONOUS,
         "response_length/mean": 100.0,
@@ -132,8 +133,32 @@ def test_a_synchronous_run_tells_what_a_decode_step_takes(tmp_path: Path) -> Non
     assert times.decoding is not None
     assert times.decoding.mean_tokens == 100.0
     assert times.decoding.pace.step_s(20) == pytest.approx(0.004)
-    # 100 sequences of 100 tokens each, 50 at a time: 200 steps of 0.007 s.
-    assert times.measured["generate"] == ((2, 8.0), (4, pytest.approx(1.4)))
+    # 100 sequences of 100 tokens on each of 4 engines, 50 at a time: 200 steps of 0.007 s.
+    assert times.seconds("generate", 4) == pytest.approx(1.4)
+    planned = load_config(RunConfig, [*keys[:2], "actor_rollout_ref.rollout.max_num_seqs=25"])
+    assert times.planned(planned.config).seconds("generate", 4) == pytest.approx(400 * 0.0045)
+
+
+def test_without_it_what_was_under_way_at_a_time_is_known_of_busy_engines(tmp_path: Path) -> None:
+    row = {
+        "pipeline/busy_s/generate": 5.0,
+        "pipeline/idle_share/generate": 0.01,
+        "pipeline/busy_s/actor-train": 3.0,
+        "pipeline/wall_s": 5.1,
+    }
+    keys = (
+        "trainer.separated_node_tasks=[[actor-train,logp],generate]",
+        "trainer.separated_node_ratios=[0.5,0.5]",
+        "data.train_batch_size=40",
+        "actor_rollout_ref.rollout.n=10",
+        "actor_rollout_ref.rollout.max_num_seqs=50",
+    )
+    (tmp_path / "busy").mkdir()
+    busy = measured_run(run_folder(tmp_path / "busy", [row, row], *keys)).times
+    assert busy.rows_share == 100 / 400
+    assert busy.planned(load_config(RunConfig, []).config) == busy
+    alone = measured_run(run_folder(tmp_path, [SYNCHRONOUS, SYNCHRONOUS], *keys[2:])).times
+    assert alone.rows_share == 1.0
 
 
 def test_training_takes_as_long_as_policy_and_critic_together(tmp_path: Path) -> None:
