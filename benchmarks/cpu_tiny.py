@@ -28,8 +28,8 @@ from pathlib import Path
 
 from fixed_task import write_task
 
-from tandem.cli.quickstart.command import warm_start
-from tandem.cli.quickstart.materials import prepare
+from tandem.quickstart.command import warm_start
+from tandem.quickstart.materials import prepare
 
 HERE = Path(__file__).parent
 NUM_WARMUP = 2

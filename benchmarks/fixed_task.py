@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow
 from pyarrow import parquet
 
-from tandem.cli.quickstart.model import ModelSize, write_model
-from tandem.cli.quickstart.task import correct, draw_problems
-from tandem.cli.quickstart.tokenizer import END_ID, PAD_ID, save_tokenizer, train_tokenizer
+from tandem.quickstart.model import ModelSize, write_model
+from tandem.quickstart.task import correct, draw_problems
+from tandem.quickstart.tokenizer import END_ID, PAD_ID, save_tokenizer, train_tokenizer
 
 VOCABULARY = 512
 SIZE = ModelSize(hidden=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate=256)

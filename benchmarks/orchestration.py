@@ -33,24 +33,24 @@ from grpo_step import PHASES, REWARD, write_tokenizer
 from measure import describe, tell
 
 from tandem.checkpoint.store import CheckpointStore
-from tandem.cli.training import MAX_ROLLOUTS_RECORDED_PER_STEP, reward_limits, reward_spec
-from tandem.config.overrides import load_config
-from tandem.config.run import RunConfig
-from tandem.config.schedule import schedule_run
+from tandem.config.derived.schedule import schedule_run
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
 from tandem.data.packing import pack_microbatches, plan_microbatches
 from tandem.data.prompts import PromptEntry, PromptSource, open_source
-from tandem.data.sending import SentBatches
 from tandem.data.tokenizer import TextCodec, load_codec
+from tandem.data.wire import SentBatches
+from tandem.driver.train import MAX_ROLLOUTS_RECORDED_PER_STEP, reward_limits, reward_spec
 from tandem.metrics.jsonl_sink import METRICS_FILE
 from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import open_sinks
 from tandem.metrics.throughput import ComputeFacts
 from tandem.pipeline.buffer import ScoredGroup
+from tandem.pipeline.context import Engines, PipelineParts
 from tandem.pipeline.experience import PolicyScores, as_floats, assign_credit, lay_out
 from tandem.pipeline.loop import Pipeline, initial_kl_controller
-from tandem.pipeline.parts import Engines, PipelineParts
-from tandem.pipeline.simulated_engines import TRAINER, SimulatedPolicy, SimulatedTimes
 from tandem.pipeline.step_metrics import batch_metrics
+from tandem.planner.engines import TRAINER, SimulatedPolicy, SimulatedTimes
 from tandem.rewards.pool import RewardPool
 from tandem.runtime.inprocess import InProcessRuntime
 from tandem.types import Completion, FinishReason, GenerationRequest, Group

@@ -26,7 +26,7 @@ from measure import copy_rate, describe, matmul_rate, peak_gib, synchronize, tel
 from shapes import PEAK_FLOPS, SHAPES, WORKLOADS, Workload, random_decoder, update_floor_s
 
 from tandem.algorithms.policy_loss import PolicyLoss
-from tandem.config.optim import MomentsDtype, OptimConfig
+from tandem.config.schema.optim import MomentsDtype, OptimConfig
 from tandem.data.packing import TrainSequence, pack_microbatches, plan_microbatches
 from tandem.engines.single import SingleDeviceEngine
 from tandem.models.accelerate import operators_for

@@ -31,13 +31,13 @@ from torch import Tensor, distributed
 from torch.multiprocessing.spawn import spawn
 
 from tandem.comm.store import connect_store, host_store
-from tandem.config.pools import RankLayout
+from tandem.config.derived.pools import RankLayout
 from tandem.engines.sharding import boxes_of
 from tandem.models.parallel import slices_of_rows, tensor_boxes
 from tandem.platforms.record import CUDA
-from tandem.sync.forming import LinkPlace, LinkSettings, LinkTensors
-from tandem.sync.link import open_link
 from tandem.types import HeldSlice
+from tandem.weight_sync.handshake import LinkPlace, LinkSettings, LinkTensors
+from tandem.weight_sync.link import open_link
 
 MEBIBYTE = 1 << 20
 TIMEOUT_S = 120.0

@@ -1,15 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one exception for mistakes a user can make and mend.
+"""The exception for mistakes that a user can make and correct.
 
-Every room may raise it; the command line prints it as one line and exits with code 2. Anything else
-that escapes is a defect of ours and keeps its traceback.
+Every room may raise it. The command line prints it as one line and exits with code 2. Any other
+exception that escapes is a defect of tandem and keeps its traceback.
 """
+
+from __future__ import annotations
+
+
+class _NoValue:
+    """The value of a mistake that concerns no single value."""
+
+    def __repr__(self) -> str:
+        return "NO_VALUE"
+
+
+NO_VALUE = _NoValue()
 
 
 class UserError(ValueError):
-    """A wrong input, said in one line: ``key=value: rule. Remedy.``
+    """A wrong input, described in one line: ``key=value: rule. Remedy.``
+
+    Args:
+        key: the configuration key, option, file or column that is wrong.
+        value: its value, shown by ``repr``; without it the message begins with the key alone.
+        rule: the rule that the value breaks, without its full stop.
+        remedy: one or more full sentences that say what to change.
 
     Example:
-        >>> raise UserError("data.train_batch_size=0: must be at least 1. Set
-        data.train_batch_size=128.")
+        >>> raise UserError("data.train_batch_size", 0, rule="must be at least 1",
+        ...                 remedy="Set data.train_batch_size=128.")
+        UserError: data.train_batch_size=0: must be at least 1. Set data.train_batch_size=128.
     """
+
+    def __init__(
+        self, key: str, value: object = NO_VALUE, *, rule: str = "", remedy: str = ""
+    ) -> None:
+        shown = "" if value is NO_VALUE else f"={value!r}"
+        statement = f"{key}{shown}: {rule}." if rule else key
+        super().__init__(f"{statement} {remedy}".strip())
+        self.key = key
+        self.value = value
+        self.rule = rule
+        self.remedy = remedy

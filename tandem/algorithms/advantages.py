@@ -24,7 +24,7 @@ from tandem.algorithms.sequences import (
     shift_from_next,
     sum_by_sequence,
 )
-from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.schema.algorithm import AlgorithmConfig
 
 _STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8

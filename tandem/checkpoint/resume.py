@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from tandem.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
-from tandem.config.trainer import TrainerConfig
+from tandem.config.schema.trainer import TrainerConfig
 
 
 def find_checkpoint(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:

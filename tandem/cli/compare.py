@@ -17,7 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.errors import UserError
-from tandem.metrics.compare import (
+from tandem.metrics.number_format import format_duration, format_number
+from tandem.report.compare import (
     FIRST_STEPS,
     LIMITS_PERCENT,
     Comparison,
@@ -27,9 +28,8 @@ from tandem.metrics.compare import (
     choose_metric,
     compare_runs,
 )
-from tandem.metrics.compare_plot import plot_comparison
-from tandem.metrics.compare_sources import MetricLog, read_metrics
-from tandem.metrics.number_format import format_duration, format_number
+from tandem.report.compare_plot import plot_comparison
+from tandem.report.compare_sources import MetricLog, read_metrics
 
 AGREE, DIFFER = 0, 1
 

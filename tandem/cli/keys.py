@@ -10,10 +10,10 @@ import textwrap
 
 from pydantic import BaseModel
 
-from tandem.config.keys import keys_of
-from tandem.config.mistakes import in_override_grammar
-from tandem.config.run import RunConfig
-from tandem.config.sft import SftConfig
+from tandem.config.parse.keys import keys_of
+from tandem.config.parse.messages import in_override_grammar
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 
 WIDTH = 92
 SCHEMAS: dict[str, type[BaseModel]] = {"train": RunConfig, "plan": RunConfig, "sft": SftConfig}

@@ -17,7 +17,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from tandem.cli.failure import RunFailure
+from tandem.driver.failure import RunFailure
 from tandem.errors import UserError
 
 EXIT_FAILURE = 1
@@ -42,16 +42,14 @@ class Command:
 
 COMMANDS = MappingProxyType(
     {
-        "quickstart": Command(
-            "tandem.cli.quickstart.command", "train a small model on this machine"
-        ),
+        "quickstart": Command("tandem.quickstart.command", "train a small model on this machine"),
         "train": Command(
-            "tandem.cli.training",
+            "tandem.driver.train",
             "reinforcement learning: [RECIPE.yaml] key=value ...",
             parser="tandem.cli.train",
         ),
         "sft": Command(
-            "tandem.cli.supervised",
+            "tandem.driver.sft",
             "supervised fine-tuning: [RECIPE.yaml] key=value ...",
             parser="tandem.cli.sft",
         ),
@@ -68,7 +66,7 @@ COMMANDS = MappingProxyType(
 )
 
 
-PLAN_WITH_TIMES = Command("tandem.cli.plan_split", "the plan, and a better split of the devices")
+PLAN_WITH_TIMES = Command("tandem.cli.plan_times", "the plan, and a better split of the devices")
 """What ``plan --times`` runs: it simulates the pipeline, for which the plan alone has no need."""
 
 COMMANDS_WITH_KEYS = ("train", "sft", "plan")

@@ -19,23 +19,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.cli.load import check_platforms, load_arguments, with_found
-from tandem.cli.model_fit import (
+from tandem.config.check.device_rules import require_division
+from tandem.config.derived.pools import CRITIC, REWARD_MODEL, TASKS, Placement, Pool
+from tandem.config.derived.sizes import ModelSizes
+from tandem.config.parse.overrides import LoadedConfig
+from tandem.config.plan.plan import Plan, make_plan
+from tandem.config.schema.families import require_value_head
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
+from tandem.data.files import count_rows
+from tandem.driver.arguments import check_platforms, load_arguments, with_found
+from tandem.driver.model_checks import (
     length_caution,
     position_caution,
     read_local_config,
     require_local_family,
     rollout_caution,
 )
-from tandem.config.device_rules import require_division
-from tandem.config.families import require_value_head
-from tandem.config.overrides import LoadedConfig
-from tandem.config.plan import Plan, make_plan
-from tandem.config.pools import CRITIC, REWARD_MODEL, TASKS, Placement, Pool
-from tandem.config.run import RunConfig
-from tandem.config.sft import SftConfig
-from tandem.config.sizes import ModelSizes
-from tandem.data.files import count_rows
 from tandem.errors import UserError
 from tandem.platforms.names import AUTO, VARIABLE, platform_name
 

@@ -7,8 +7,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.cli.plan_split import forecast_rows
-from tandem.metrics.report import write_report
+from tandem.planner.advice import forecast_rows
+from tandem.report.report import write_report
 
 
 def run(arguments: Sequence[str]) -> int:

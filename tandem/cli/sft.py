@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from tandem.cli.load import load_arguments
-from tandem.cli.notices import configure_logging, print_notices
-from tandem.config.sft import SftConfig
-from tandem.config.validate import check_built_sft, check_sft
+from tandem.config.check.rules import check_built_sft, check_sft
+from tandem.config.schema.sft import SftConfig
+from tandem.driver.arguments import load_arguments
+from tandem.driver.notices import configure_logging, print_notices
 
 
 def parse(arguments: Sequence[str]) -> SftConfig:

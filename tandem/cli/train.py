@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from tandem.cli.load import check_platforms, load_arguments
-from tandem.cli.notices import configure_logging, print_notices
-from tandem.config.plan import cautions
-from tandem.config.run import RunConfig
-from tandem.config.validate import check_built_run, check_run
+from tandem.config.check.rules import check_built_run, check_run
+from tandem.config.plan.plan import cautions
+from tandem.config.schema.run import RunConfig
+from tandem.driver.arguments import check_platforms, load_arguments
+from tandem.driver.notices import configure_logging, print_notices
 
 
 def parse(arguments: Sequence[str]) -> RunConfig:

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from tandem.comm.calling import CallingThread
 from tandem.comm.deadline import POLL_S, Deadline, GroupError
 from tandem.comm.flagcx_library import FlagcxLibrary
 from tandem.comm.group import Group, GroupPlace, Pending, wait_for_device
+from tandem.comm.thread import CallingThread
 from tandem.errors import UserError
 
 logger = logging.getLogger(__name__)

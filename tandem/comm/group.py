@@ -22,8 +22,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 
-from tandem.comm.calling import CallingThread
 from tandem.comm.deadline import POLL_S, Deadline, GroupError
+from tandem.comm.thread import CallingThread
 from tandem.comm.world import create_backend
 
 _DEVICE_POLL_S = 1e-4

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typed configuration: schema, overrides, cross-field rules, schedule, plan. No torch."""
+"""The configuration: schema, parsing, derived values, checks and the plan. No torch."""

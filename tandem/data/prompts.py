@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.config.data import DataConfig
+from tandem.config.schema.data import DataConfig
 from tandem.data.files import Row, RowFault, RowSource
 from tandem.data.ledger import Ledger, LedgerOrder, fingerprint
 from tandem.data.selection import UsedRows, read_used_rows, truncate

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.config.data import DataConfig
-from tandem.config.sft import SftDataConfig
+from tandem.config.schema.data import DataConfig
+from tandem.config.schema.sft import SftDataConfig
 from tandem.data.files import Row, RowSource
 from tandem.data.ledger import permutation
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.config.sft import SftDataConfig
+from tandem.config.schema.sft import SftDataConfig
 from tandem.data.files import Row, RowFault, RowSource
 from tandem.data.ledger import Ledger, LedgerOrder, fingerprint
 from tandem.data.packing import TrainSequence

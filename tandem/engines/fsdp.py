@@ -22,7 +22,7 @@ from torch import Tensor, distributed
 from torch.nn.utils import get_total_norm
 
 from tandem.api import Loss
-from tandem.config.optim import OptimConfig
+from tandem.config.schema.optim import OptimConfig
 from tandem.engines.adamw import Moments
 from tandem.engines.checkpoint import SHARDED_FILE, fingerprint, read_state
 from tandem.engines.optim import PolicyOptimizer, make_schedule

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.config.layout import MegatronConfig
+from tandem.config.schema.fsdp import MegatronConfig
 from tandem.errors import UserError
 
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from tandem.config.optim import OptimConfig
+from tandem.config.schema.optim import OptimConfig
 from tandem.engines.adamw import AdamW, Moments
 from tandem.engines.muon import Matrix, Muon
 from tandem.engines.schedule import LearningRateSchedule, warmup_steps

@@ -28,8 +28,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from tandem.config.layout import FsdpConfig
-from tandem.config.pools import RankLayout
+from tandem.config.derived.pools import RankLayout
+from tandem.config.schema.fsdp import FsdpConfig
 from tandem.engines.sharding import ShardHolding
 from tandem.engines.steps import score
 from tandem.models.decoder import Decoder

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
-from tandem.config.pools import RankLayout
+from tandem.config.derived.pools import RankLayout
 from tandem.engines.slices import in_whole
 from tandem.models.decoder import DecoderConfig
 from tandem.models.parallel import Boxes, is_whole, slices_of_rows, tensor_boxes

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tandem.api import Loss
-from tandem.config.optim import OptimConfig
+from tandem.config.schema.optim import OptimConfig
 from tandem.engines.checkpoint import (
     OPTIMIZER_FILE,
     SHARDED_FILE,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named metrics, timers, sinks, recorded rollouts and the report of a run."""
+"""Named metrics, timers, the trace, recorded rollouts, and sinks."""

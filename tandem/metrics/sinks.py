@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-from tandem.config.trainer import TrainerConfig
+from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
 from tandem.metrics.console_sink import ConsoleSink
 from tandem.metrics.jsonl_sink import JsonlSink

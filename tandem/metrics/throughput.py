@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from tandem.config.sizes import ModelSizes
+from tandem.config.derived.sizes import ModelSizes
 
 _GIB = 1024**3
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.families import CRITIC_CLASS, REWARD_CLASS, value_head
+from tandem.config.schema.families import CRITIC_CLASS, REWARD_CLASS, value_head
 from tandem.errors import UserError
 from tandem.models.decoder import DecoderConfig
 from tandem.models.rotary import (

@@ -19,7 +19,7 @@ from huggingface_hub import model_info, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from tandem.config.families import require_family, require_value_head
+from tandem.config.schema.families import require_family, require_value_head
 from tandem.errors import UserError
 from tandem.models.decoder import DecoderConfig
 from tandem.models.families import FAMILIES, critic_config, decoder_config

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tandem.config.sizes import division_problems
+from tandem.config.derived.sizes import division_problems
 from tandem.errors import UserError
 from tandem.models.decoder import DecoderConfig, parameter_shapes
 from tandem.models.families import FAMILIES

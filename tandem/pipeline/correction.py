@@ -29,7 +29,7 @@ from tandem.algorithms.off_policy import (
     normalized,
     raw_weights,
 )
-from tandem.config.run import RunConfig
+from tandem.config.schema.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from tandem.algorithms.value_loss import ValueLoss
-from tandem.config.run import RunConfig
+from tandem.config.schema.run import RunConfig
+from tandem.pipeline.context import PipelineParts
 from tandem.pipeline.experience import Experience, ScoredBatch
 from tandem.pipeline.microbatches import MicrobatchLimits
-from tandem.pipeline.parts import PipelineParts
-from tandem.pipeline.passes import Updates, rows_to_train, score_sequences, take_steps
+from tandem.pipeline.optimizer_steps import Updates, rows_to_train, score_sequences, take_steps
 from tandem.types import LossColumns, UpdateReport
 
 _NO_TEMPERATURE = 1.0

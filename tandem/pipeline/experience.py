@@ -25,7 +25,7 @@ from tandem.algorithms.kl import (
 )
 from tandem.algorithms.off_policy import Mismatch
 from tandem.algorithms.sequences import sum_by_sequence
-from tandem.config.run import RunConfig
+from tandem.config.schema.run import RunConfig
 from tandem.data.packing import TrainSequence
 from tandem.pipeline.buffer import ScoredGroup
 from tandem.pipeline.correction import CorrectedBatch, correct, correction_of

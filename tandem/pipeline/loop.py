@@ -19,24 +19,24 @@ from pathlib import Path
 
 from tandem.algorithms.kl import AdaptiveKl, FixedKl, KlController, next_kl_controller
 from tandem.checkpoint.store import Checkpoint
-from tandem.config.run import RunConfig
+from tandem.config.schema.run import RunConfig
 from tandem.metrics.records import dump_samples
 from tandem.metrics.reduction import update_metrics
 from tandem.metrics.timers import Timers
 from tandem.pipeline.buffer import GroupBuffer
+from tandem.pipeline.context import PipelineParts
 from tandem.pipeline.critic_phase import update_critic
 from tandem.pipeline.experience import Experience, PolicyScores, as_floats, assign_credit
 from tandem.pipeline.failures import DivergenceGuard, require_fresh, warn_of_failed_rewards
-from tandem.pipeline.parts import PipelineParts
 from tandem.pipeline.policy_phase import update_policy
-from tandem.pipeline.preparation import (
+from tandem.pipeline.prefetch import (
     PreparedBatch,
     scores_ahead,
     timed_policy,
     timed_values,
 )
-from tandem.pipeline.stages import Stages, batch_rule
 from tandem.pipeline.step_metrics import batch_metrics, speed_metrics
+from tandem.pipeline.tasks import Stages, batch_rule
 from tandem.types import UpdateReport
 
 logger = logging.getLogger(__name__)

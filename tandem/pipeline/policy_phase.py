@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tandem.algorithms.off_policy import lag_metrics
 from tandem.algorithms.policy_loss import PolicyLoss
-from tandem.config.run import RunConfig
+from tandem.config.schema.run import RunConfig
 from tandem.data.balance import seqlen_metrics
+from tandem.pipeline.context import PipelineParts
 from tandem.pipeline.correction import correction_of
 from tandem.pipeline.experience import Experience, ScoredBatch
 from tandem.pipeline.microbatches import MicrobatchLimits
-from tandem.pipeline.parts import PipelineParts
-from tandem.pipeline.passes import (
+from tandem.pipeline.optimizer_steps import (
     OptimizerStep,
     TrainingRows,
     Updates,

@@ -18,6 +18,7 @@ from tandem.algorithms.filtering import is_informative
 from tandem.errors import UserError
 from tandem.pipeline.admission import AdmissionGate
 from tandem.pipeline.buffer import GroupBuffer, ScoredGroup
+from tandem.pipeline.context import PipelineParts
 from tandem.pipeline.failures import (
     GENERATION_FAILED,
     MAX_STEPS_WITHOUT_REWARD,
@@ -26,8 +27,7 @@ from tandem.pipeline.failures import (
     warn_of_failed_baseline,
     warn_of_failed_rewards,
 )
-from tandem.pipeline.parts import PipelineParts
-from tandem.pipeline.router import RolloutRouter
+from tandem.pipeline.rollout_loop import RolloutRouter
 from tandem.types import (
     Completion,
     FinishReason,

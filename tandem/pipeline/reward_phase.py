@@ -16,16 +16,16 @@ from itertools import chain, groupby
 
 from torch import Tensor
 
-from tandem.config.run import RunConfig
+from tandem.config.schema.run import RunConfig
 from tandem.data.packing import TrainSequence
 from tandem.data.tokenizer import ChatRefused
 from tandem.errors import UserError
 from tandem.pipeline.buffer import ScoredGroup
+from tandem.pipeline.context import Conversations, PipelineParts
 from tandem.pipeline.experience import as_floats
 from tandem.pipeline.failures import warn_of_failed_baseline
 from tandem.pipeline.microbatches import MicrobatchLimits
-from tandem.pipeline.parts import Conversations, PipelineParts
-from tandem.pipeline.passes import score_sequences
+from tandem.pipeline.optimizer_steps import score_sequences
 from tandem.rewards.shaping import OverlongBuffer, shape_outcome
 from tandem.types import Prompt, RewardOutcome, RewardStatus, Sample
 

@@ -22,8 +22,8 @@ from tandem.metrics.throughput import (
     throughput_metrics,
     timing_metrics,
 )
+from tandem.pipeline.context import PipelineParts
 from tandem.pipeline.experience import Experience, ScoredBatch, as_floats
-from tandem.pipeline.parts import PipelineParts
 
 _VARIANCE_EPSILON = 1e-5
 """verl's."""

@@ -17,8 +17,8 @@ from torch import Tensor
 from tandem.algorithms.sft import SftLoss
 from tandem.api import MetricSink, Runtime, TrainEngine
 from tandem.checkpoint.store import Checkpoint, CheckpointStore
-from tandem.config.schedule import Schedule
-from tandem.config.sft import SftConfig
+from tandem.config.derived.schedule import Schedule
+from tandem.config.schema.sft import SftConfig
 from tandem.data.packing import Plan, TrainSequence, pack_microbatches
 from tandem.data.sft import SftSource
 from tandem.data.tokenizer import TextCodec

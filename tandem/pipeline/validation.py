@@ -16,10 +16,10 @@ from typing import Any
 
 from tandem.metrics.records import dump_samples
 from tandem.metrics.validation import validation_metrics, validation_samples
+from tandem.pipeline.context import PipelineParts
 from tandem.pipeline.failures import require_fresh, warn_of_failed_rewards
-from tandem.pipeline.parts import PipelineParts
 from tandem.pipeline.producer import Answers, score_samples
-from tandem.pipeline.router import RolloutRouter
+from tandem.pipeline.rollout_loop import RolloutRouter
 from tandem.pipeline.weights import WeightFlow
 from tandem.types import (
     VALIDATION_SAMPLE_ID_BASE,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from tandem.api import Runtime, WeightStage
 from tandem.pipeline.admission import AdmissionGate
 from tandem.pipeline.buffer import GroupBuffer
-from tandem.pipeline.router import RolloutRouter
+from tandem.pipeline.rollout_loop import RolloutRouter
 
 
 @dataclass(frozen=True, slots=True)

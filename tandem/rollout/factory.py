@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 
 from tandem.api import RolloutEngine
-from tandem.config.families import foreign_rollout
-from tandem.config.rollout import RolloutConfig
+from tandem.config.schema.families import foreign_rollout
+from tandem.config.schema.rollout import RolloutConfig
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder, DecoderConfig
 from tandem.models.language_model import LanguageModel

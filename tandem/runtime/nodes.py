@@ -21,12 +21,12 @@ from typing import IO, Any
 
 from tandem.errors import UserError
 from tandem.platforms.record import Platform
-from tandem.runtime.census import own_devices
 from tandem.runtime.cluster import ClusterPlan, node_resources
+from tandem.runtime.die_with_parent import die_with_parent
 from tandem.runtime.failure import NodeFailure
-from tandem.runtime.parent import die_with_parent
+from tandem.runtime.probe_devices import own_devices
+from tandem.runtime.ray_env import ray_environment
 from tandem.runtime.rendezvous import Attendance, Meeting
-from tandem.runtime.silence import ray_environment
 
 _SHUTDOWN_S = 5.0
 _LAST_LINES = 5

@@ -24,9 +24,8 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from tandem.errors import UserError
-from tandem.runtime.attach import Reservation, interruptible, reserve, start_ray
-from tandem.runtime.census import own_devices
 from tandem.runtime.cluster import ClusterPlan, OwnDevices
+from tandem.runtime.die_with_parent import die_with_parent
 from tandem.runtime.failure import (
     Kind,
     ReportedError,
@@ -35,12 +34,13 @@ from tandem.runtime.failure import (
     cause_of_death,
     symptom_of,
 )
-from tandem.runtime.hosted import Build, HostedObject, Opened, Reply, Seat
 from tandem.runtime.liveness import Limits, Liveness
-from tandem.runtime.parent import die_with_parent
-from tandem.runtime.seats import require_distinct, seats_of
-from tandem.runtime.silence import ray_environment
+from tandem.runtime.placement import require_distinct, seats_of
+from tandem.runtime.probe_devices import own_devices
+from tandem.runtime.ray_cluster import Reservation, interruptible, reserve, start_ray
+from tandem.runtime.ray_env import ray_environment
 from tandem.runtime.waiting import Call, Waits, Worker
+from tandem.runtime.worker_process import Build, HostedObject, Opened, Reply, Seat
 
 if TYPE_CHECKING:
     from tandem.platforms.record import Platform

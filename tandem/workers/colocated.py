@@ -14,12 +14,12 @@ import logging
 from dataclasses import dataclass
 
 from tandem.api import ReferencePolicy, RolloutEngine, TrainEngine
-from tandem.config.layout import FsdpConfig
-from tandem.config.model import ModelConfig
-from tandem.config.optim import OptimConfig
-from tandem.config.run import RunConfig
-from tandem.config.sft import SftConfig
-from tandem.config.sizes import ModelSizes
+from tandem.config.derived.sizes import ModelSizes
+from tandem.config.schema.fsdp import FsdpConfig
+from tandem.config.schema.model import ModelConfig
+from tandem.config.schema.optim import OptimConfig
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 from tandem.engines.single import ReferenceModel, SingleDeviceEngine
 from tandem.models.accelerate import operators_for
 from tandem.models.decoder import DecoderConfig
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class ColocatedEngines:
     """The engines of a run, and the model's sizes if its flops are known. ``num_rows``: see
-    ``pipeline.parts.Engines``.
+    ``pipeline.context.Engines``.
     """
 
     train: TrainEngine

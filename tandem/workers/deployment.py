@@ -12,16 +12,16 @@ from functools import partial
 from itertools import accumulate
 
 from tandem.api import ReferencePolicy, WorkerGroup
-from tandem.config.device_rules import section_of
-from tandem.config.layout import FsdpConfig
-from tandem.config.pools import CRITIC, REWARD_MODEL, Placement, Pool, scorer_of
-from tandem.config.rollout import RolloutConfig
-from tandem.config.run import RunConfig
-from tandem.config.sft import SftConfig
+from tandem.config.check.device_rules import section_of
+from tandem.config.derived.pools import CRITIC, REWARD_MODEL, Placement, Pool, scorer_of
+from tandem.config.schema.fsdp import FsdpConfig
+from tandem.config.schema.rollout import RolloutConfig
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 from tandem.platforms.record import Platform
 from tandem.platforms.select import DTYPES
-from tandem.sync.ways import Way
 from tandem.types import TokenIds
+from tandem.weight_sync.transport_choice import Way
 from tandem.workers.job import LinkSpec, PolicySpec, RolloutSpec, TrainerSpec, WorkerJob
 from tandem.workers.remote import (
     RemotePolicy,
@@ -36,7 +36,7 @@ _MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RemoteEngines:
-    """The engines of a run over its pools; see ``pipeline.parts.Engines``."""
+    """The engines of a run over its pools; see ``pipeline.context.Engines``."""
 
     train: RemoteTrainer
     rollout: RemoteRollout

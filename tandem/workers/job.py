@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.config.layout import FsdpConfig
-from tandem.config.model import ModelConfig
-from tandem.config.optim import OptimConfig
-from tandem.config.pools import RankLayout
-from tandem.config.rollout import RolloutConfig
+from tandem.config.derived.pools import RankLayout
+from tandem.config.schema.fsdp import FsdpConfig
+from tandem.config.schema.model import ModelConfig
+from tandem.config.schema.optim import OptimConfig
+from tandem.config.schema.rollout import RolloutConfig
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import Platform
-from tandem.sync.ways import Way
 from tandem.types import TokenIds
+from tandem.weight_sync.transport_choice import Way
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from tandem.comm.flagcx_library import find_library, load_library
 from tandem.errors import UserError
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import Platform
-from tandem.sync.forming import FlagcxEnd, LinkPlace
-from tandem.sync.ways import Way
+from tandem.weight_sync.handshake import FlagcxEnd, LinkPlace
+from tandem.weight_sync.transport_choice import Way
 from tandem.workers.job import LinkSpec
 
 

@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from tandem.config.layout import FsdpConfig
+from tandem.config.schema.fsdp import FsdpConfig
 from tandem.platforms.record import Platform
 from tandem.platforms.select import resolve_dtype
 

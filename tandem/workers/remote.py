@@ -19,9 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from tandem.api import Loss, WorkerGroup
-from tandem.config.pools import RankLayout
+from tandem.config.derived.pools import RankLayout
 from tandem.data.balance import batch_cost, deal
-from tandem.data.sending import SentBatches
+from tandem.data.wire import SentBatches
 from tandem.platforms.record import Platform
 from tandem.types import (
     Completion,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from tandem.api import RolloutEngine
-from tandem.sync.gate import WeightGate
+from tandem.weight_sync.gate import WeightGate
 
 
 class RestingRollout:

@@ -24,7 +24,7 @@ from tandem.api import Loss, RolloutEngine
 from tandem.comm.flagcx_plugin import pool_library
 from tandem.comm.store import connect_store
 from tandem.comm.world import WorldPlace, join_world
-from tandem.config.pools import REWARD_MODEL
+from tandem.config.derived.pools import REWARD_MODEL
 from tandem.engines.fsdp import FsdpEngine
 from tandem.engines.sharded_model import ShardedModel, Sharding, open_sharded
 from tandem.engines.steps import score
@@ -43,8 +43,6 @@ from tandem.models.weights import allocate
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import Platform
 from tandem.rollout.factory import make_rollout
-from tandem.sync.forming import LinkSettings, LinkTensors, nothing
-from tandem.sync.link import WeightLink, open_link
 from tandem.types import (
     Completion,
     GenerationRequest,
@@ -52,6 +50,8 @@ from tandem.types import (
     PackedBatch,
     UpdateReport,
 )
+from tandem.weight_sync.handshake import LinkSettings, LinkTensors, nothing
+from tandem.weight_sync.link import WeightLink, open_link
 from tandem.workers.job import LinkSpec, PolicySpec, RolloutSpec, TrainerSpec, WorkerJob
 from tandem.workers.linking import link_place
 from tandem.workers.precision import compute_dtype, stored_dtype

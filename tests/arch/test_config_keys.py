@@ -16,8 +16,8 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tandem.config.run import RunConfig
-from tandem.config.sft import SftConfig
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 from tests.arch.source import dotted, in_folders, project_modules
 
 ROOTS = (RunConfig, SftConfig)

@@ -14,7 +14,7 @@ import pytest
 from tests.arch.rules.imports import top_level_statements
 from tests.arch.source import ROOT, in_folders, project_modules
 
-LIGHT_MODULES = ("tandem.config.run", "tandem.config.sft", "tandem.cli.main")
+LIGHT_MODULES = ("tandem.config.schema.run", "tandem.config.schema.sft", "tandem.cli.main")
 HEAVY_PACKAGES = ("torch", "transformers", "pyarrow", "matplotlib", "tensorboard")
 
 IMPORT_ALL = """

@@ -9,7 +9,17 @@ from functools import cache
 import pytest
 
 from tests.arch.exemptions import FILE, MAX_EXEMPTIONS, read_exemptions
-from tests.arch.rules import classes, devices, failures, imports, names, settings, sizes, testing
+from tests.arch.rules import (
+    classes,
+    devices,
+    failures,
+    imports,
+    names,
+    prose,
+    settings,
+    sizes,
+    testing,
+)
 from tests.arch.source import Module, Violation, project_modules
 
 Rule = Callable[[Sequence[Module]], Iterator[Violation]]
@@ -37,6 +47,8 @@ RULES: dict[str, Rule] = {
     "41-silent-asserts": failures.silent_asserts,
     "42-broad-except": failures.broad_except,
     "43-console-output": failures.console_output,
+    "43b-plain-docstrings": prose.plain_docstrings,
+    "43b-plain-words": prose.plain_words,
     "44-ascii": names.ascii_only,
     "46-spdx": names.spdx_line,
     "2-module-docstring": names.module_docstring,

@@ -37,12 +37,12 @@ def chain(depth: int) -> str:
 
 # rule: (path, text that breaks it, text that does not)
 CASES: dict[str, tuple[str, str, str]] = {
-    "7-file-length": (ROOM, "x = 1\n" * 401, "x = 1\n" * 398),
+    "7-file-length": (ROOM, "x = 1\n" * 601, "x = 1\n" * 598),
     "7-definition-length": (ROOM, long(61), long(60)),
     "7-median-body": (ROOM, long(13), long(12)),
     "7-nesting": (ROOM, deep(4), deep(3)),
     "7-branches": (ROOM, wide(13), wide(12)),
-    "8-parameters": (ROOM, "def f(a, b, c): ...\n", "def f(self, a, *, b, c, d, e): ...\n"),
+    "8-parameters": (ROOM, "def f(a, b, c): ...\n", "def f(self, a, *, b, c, d, e, f, g): ...\n"),
     "8-open-parameters": (
         ROOM,
         "def f(*args):\n    return len(args)\n",
@@ -81,6 +81,16 @@ CASES: dict[str, tuple[str, str, str]] = {
         "try:\n    f()\nexcept Exception as e:\n    raise ValueError('f') from e\n",
     ),
     "43-console-output": (ROOM, "logger.info(f'{x}')\n", "logger.info('%s', x)\n"),
+    "43b-plain-docstrings": (
+        "tandem/finished/made_up.py",
+        'def f():\n    """What it returns."""\n',
+        'def f():\n    """Return it."""\n\n\nclass C:\n    """A thing."""\n',
+    ),
+    "43b-plain-words": (
+        "tandem/finished/made_up.py",
+        "# This cannot be mended.\n",
+        "# This cannot be amended, as we recommended.\n",
+    ),
     "44-ascii": (ROOM, "x = '\u00e9'\n", "x = 'e'\n"),
     "2-empty-packages": ("tandem/data/__init__.py", "from tandem.data.files import read\n", ""),
     "47-test-classes": ("tests/unit/data/test_files.py", "class TestFiles: ...\n", ""),

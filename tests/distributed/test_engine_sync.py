@@ -15,13 +15,13 @@ from torch._C._distributed_c10d import Store
 
 from tandem.comm.store import connect_store
 from tandem.comm.world import WorldPlace, join_world, leave_world
-from tandem.config.optim import OptimConfig
+from tandem.config.schema.optim import OptimConfig
 from tandem.models.folder import check_folder, open_part
 from tandem.models.language_model import NativeModel
 from tandem.models.parallel import WHOLE
-from tandem.sync.forming import LinkTensors
-from tandem.sync.link import open_link
 from tandem.types import SliceSpec
+from tandem.weight_sync.handshake import LinkTensors
+from tandem.weight_sync.link import open_link
 from tests.distributed.spawn import HOST, run_ranks
 from tests.distributed.training import (
     Case,
@@ -32,7 +32,7 @@ from tests.distributed.training import (
     train_rank,
 )
 from tests.unit.models.tiny_models import NATIVE, write_hf
-from tests.unit.sync.layouts import CPU, place, settings
+from tests.unit.weight_sync.layouts import CPU, place, settings
 
 NUM_TRAINERS = 4
 BUCKET_BYTES = 4096

@@ -24,15 +24,15 @@ from tandem.comm.group import Group, GroupPlace
 from tandem.comm.store import connect_store
 from tandem.errors import UserError
 from tandem.platforms.registry import platform_named
-from tandem.sync.failure import SyncError
-from tandem.sync.forming import FlagcxEnd
-from tandem.sync.link import WeightLink, open_link
-from tandem.sync.ways import Way
 from tandem.testing.doubles import become
 from tandem.testing.flagcx_stub import counters, stub_library
 from tandem.types import HeldSlice
+from tandem.weight_sync.failure import SyncError
+from tandem.weight_sync.handshake import FlagcxEnd
+from tandem.weight_sync.link import WeightLink, open_link
+from tandem.weight_sync.transport_choice import Way
 from tests.distributed.spawn import HOST, run_ranks
-from tests.unit.sync.layouts import (
+from tests.unit.weight_sync.layouts import (
     check_arrived,
     cut,
     empty_copy,

@@ -15,9 +15,9 @@ from torch import Tensor, distributed
 
 from tandem.algorithms.sft import SftLoss
 from tandem.api import Loss
-from tandem.config.layout import FsdpConfig
-from tandem.config.optim import OptimConfig
-from tandem.config.pools import rank_layout
+from tandem.config.derived.pools import rank_layout
+from tandem.config.schema.fsdp import FsdpConfig
+from tandem.config.schema.optim import OptimConfig
 from tandem.engines.single import ReferenceModel
 from tandem.models.folder import open_model
 from tandem.types import SliceSpec, UpdateReport

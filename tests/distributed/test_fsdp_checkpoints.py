@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config.optim import OptimConfig
+from tandem.config.schema.optim import OptimConfig
 from tandem.engines.checkpoint import OPTIMIZER_FILE, SHARDED_FILE
 from tandem.engines.sharded import export_sharded
 from tandem.errors import UserError

@@ -18,13 +18,13 @@ from torch._C._distributed_c10d import Store
 from tandem.comm.group import Group, GroupPlace, form_group
 from tandem.comm.store import connect_store
 from tandem.platforms.record import CPU
-from tandem.sync.failure import SyncError
-from tandem.sync.forming import LinkPlace
-from tandem.sync.link import WeightLink, open_link
 from tandem.testing.doubles import double_platform
+from tandem.weight_sync.failure import SyncError
+from tandem.weight_sync.handshake import LinkPlace
+from tandem.weight_sync.link import WeightLink, open_link
 from tests.distributed.spawn import HOST, run_ranks
-from tests.unit.sync.faulty_group import faulty
-from tests.unit.sync.layouts import held, receiving, sending, settings
+from tests.unit.weight_sync.faulty_group import faulty
+from tests.unit.weight_sync.layouts import held, receiving, sending, settings
 
 pytestmark = pytest.mark.usefixtures("doubles")
 

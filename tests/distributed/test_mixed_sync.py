@@ -28,15 +28,15 @@ from tandem.comm.group import Group, GroupPlace, Pending, form_group
 from tandem.comm.store import connect_store
 from tandem.comm.world import WorldPlace, join_world
 from tandem.platforms.record import CPU, CUDA, Platform
-from tandem.sync.forming import FlagcxEnd, LinkPlace
-from tandem.sync.link import open_link
-from tandem.sync.ways import Way
 from tandem.testing.doubles import double_platform
 from tandem.testing.flagcx_stub import stub_library
 from tandem.types import HeldSlice
+from tandem.weight_sync.handshake import FlagcxEnd, LinkPlace
+from tandem.weight_sync.link import open_link
+from tandem.weight_sync.transport_choice import Way
 from tandem.workers.linking import stream_handle
 from tests.distributed.spawn import HOST, run_ranks
-from tests.unit.sync.layouts import held, receiving, sending, settings
+from tests.unit.weight_sync.layouts import held, receiving, sending, settings
 
 pytestmark = pytest.mark.usefixtures("doubles", "flagcx_stub")
 

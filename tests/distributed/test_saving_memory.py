@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.optim import OptimConfig
+from tandem.config.schema.optim import OptimConfig
 from tandem.engines.fsdp import FsdpEngine
 from tandem.models.decoder import Granularity
 from tests.distributed.spawn import run_ranks

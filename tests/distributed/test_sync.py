@@ -21,12 +21,12 @@ from torch._C._distributed_c10d import Store
 from tandem.comm.group import Group, GroupPlace, form_group
 from tandem.comm.store import connect_store
 from tandem.comm.world import WorldPlace, join_world, leave_world
-from tandem.sync.failure import SyncError
-from tandem.sync.forming import LinkTensors
-from tandem.sync.link import WeightLink, open_link
+from tandem.weight_sync.failure import SyncError
+from tandem.weight_sync.handshake import LinkTensors
+from tandem.weight_sync.link import WeightLink, open_link
 from tests.distributed.spawn import HOST, fork_until, run_ranks
-from tests.unit.sync.faulty_group import corrupting, faulty
-from tests.unit.sync.layouts import (
+from tests.unit.weight_sync.faulty_group import corrupting, faulty
+from tests.unit.weight_sync.layouts import (
     CPU,
     MODES,
     check_arrived,
@@ -40,7 +40,7 @@ from tests.unit.sync.layouts import (
     settings,
     tied,
 )
-from tests.unit.sync.updates import update_often
+from tests.unit.weight_sync.updates import update_often
 
 KIB, MIB = 1 << 10, 1 << 20
 

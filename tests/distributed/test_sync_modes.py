@@ -18,11 +18,11 @@ from torch._C._distributed_c10d import Store
 
 from tandem.comm.group import Group, GroupPlace, form_group
 from tandem.comm.store import connect_store
-from tandem.sync.failure import SyncError
-from tandem.sync.link import WeightLink, open_link
+from tandem.weight_sync.failure import SyncError
+from tandem.weight_sync.link import WeightLink, open_link
 from tests.distributed.spawn import HOST, fork_until, run_ranks
-from tests.unit.sync.faulty_group import faulty
-from tests.unit.sync.layouts import MODES, cut, place, receiving, sending, settings
+from tests.unit.weight_sync.faulty_group import faulty
+from tests.unit.weight_sync.layouts import MODES, cut, place, receiving, sending, settings
 
 BESIDE = MODES[1:]
 NUM_MESSAGES = 16

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tandem.api import Loss
-from tandem.config.layout import FsdpConfig
-from tandem.config.optim import OptimConfig
-from tandem.config.pools import rank_layout
+from tandem.config.derived.pools import rank_layout
+from tandem.config.schema.fsdp import FsdpConfig
+from tandem.config.schema.optim import OptimConfig
 from tandem.engines.fsdp import FsdpEngine
 from tandem.engines.sharded_model import ShardedModel, Sharding, open_sharded
 from tandem.engines.single import SingleDeviceEngine

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.cli.quickstart.model import write_model
-from tandem.cli.quickstart.task import draw_problems
-from tandem.cli.quickstart.tokenizer import END_ID, PAD_ID
+from tandem.quickstart.model import write_model
+from tandem.quickstart.task import draw_problems
+from tandem.quickstart.tokenizer import END_ID, PAD_ID
 from tests.fakes.commands import check_refusal, run_command
 from tests.fakes.tiny_policy import TINY, write_tiny_tokenizer
 from tests.fakes.tiny_run import Material, prompt_row, sft_arguments, train_arguments
@@ -257,7 +257,7 @@ def test_custom_reward_file_that_is_not_there(expect_refusal: Callable[..., None
 def test_checkpoint_of_another_model_harms_nothing(
     finished: Path, material: Material, tmp_path: Path
 ) -> None:
-    from tandem.cli.quickstart.model import ModelSize
+    from tandem.quickstart.model import ModelSize
     from tests.fakes.tiny_policy import write_tiny_policy
 
     run = shutil.copytree(finished, tmp_path / "run")

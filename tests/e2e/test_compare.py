@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.commands import Ended, run_command
-from tests.unit.metrics.compare_runs import (
+from tests.unit.report.compare_runs import (
     LOSS,
     REWARD,
     A,

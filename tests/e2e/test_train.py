@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tandem.config.run import RunConfig
+from tandem.config.schema.run import RunConfig
 from tandem.platforms.record import Platform
 from tandem.testing.doubles import write_vendor_package
 from tests.fakes.commands import Ended, run_command

@@ -25,9 +25,9 @@ from tandem.cli.main import main
 
 PRELOADED = (
     "tandem.cli.train",
-    "tandem.cli.training",
+    "tandem.driver.train",
     "tandem.cli.sft",
-    "tandem.cli.supervised",
+    "tandem.driver.sft",
     "tandem.cli.export",
     "tandem.cli.report",
     "torch._dynamo",  # which torch loads for more than a second when layers are computed again

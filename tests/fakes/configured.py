@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from tandem.config.effects import keys_without_effect
-from tandem.config.overrides import load_config
-from tandem.config.run import RunConfig
-from tandem.config.sizes import ModelSizes
+from tandem.config.check.ignored_keys import keys_without_effect
+from tandem.config.derived.sizes import ModelSizes
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
 
 SIZES = ModelSizes(
     num_layers=24,

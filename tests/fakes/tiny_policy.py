@@ -9,9 +9,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tandem.cli.quickstart.model import ModelSize, write_model
-from tandem.cli.quickstart.task import correct, draw_problems
-from tandem.cli.quickstart.tokenizer import END_ID, PAD_ID, save_tokenizer, train_tokenizer
+from tandem.quickstart.model import ModelSize, write_model
+from tandem.quickstart.task import correct, draw_problems
+from tandem.quickstart.tokenizer import END_ID, PAD_ID, save_tokenizer, train_tokenizer
 
 TINY = ModelSize(hidden=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate=64)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tandem.cli.quickstart.task import Problem, correct, draw_problems
+from tandem.quickstart.task import Problem, correct, draw_problems
 from tests.fakes.tiny_policy import write_tiny_policy
 
 DATA_SOURCE = "openai/gsm8k"

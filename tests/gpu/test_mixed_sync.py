@@ -16,11 +16,11 @@ import torch
 
 from tandem.comm.store import connect_store
 from tandem.platforms.record import CPU
-from tandem.sync.forming import LinkPlace
-from tandem.sync.link import open_link
+from tandem.weight_sync.handshake import LinkPlace
+from tandem.weight_sync.link import open_link
 from tests.distributed.spawn import HOST, run_ranks
 from tests.distributed.test_mixed_sync import MIB, Ends, check, real_or_double, transfer
-from tests.unit.sync.layouts import cut, receiving, sending, settings
+from tests.unit.weight_sync.layouts import cut, receiving, sending, settings
 
 logger = logging.getLogger(__name__)
 

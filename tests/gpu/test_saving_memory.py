@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 pytest.importorskip("pydantic", reason="the engine's configuration needs pydantic")
 
-from tandem.config.sizes import ModelSizes
+from tandem.config.derived.sizes import ModelSizes
 from tandem.data.packing import TrainSequence
 from tandem.engines.adamw import AdamW
 from tandem.engines.resting import RestingParameters

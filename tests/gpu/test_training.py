@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton")
 pytest.importorskip("pydantic", reason="the engine's configuration needs pydantic")
 
-from tandem.config.optim import OptimConfig
+from tandem.config.schema.optim import OptimConfig
 from tandem.data.packing import TrainSequence, pack_microbatches, plan_microbatches
 from tandem.engines.single import SingleDeviceEngine
 from tandem.models.decoder import Granularity

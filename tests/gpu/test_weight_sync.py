@@ -16,14 +16,14 @@ import torch
 from tandem.comm.store import connect_store
 from tandem.platforms.capture import cuda_graphs
 from tandem.platforms.registry import platform_named
-from tandem.sync.failure import SyncError
-from tandem.sync.forming import LinkPlace
-from tandem.sync.link import WeightLink, open_link
-from tandem.sync.ways import Way
 from tandem.types import HeldSlice
+from tandem.weight_sync.failure import SyncError
+from tandem.weight_sync.handshake import LinkPlace
+from tandem.weight_sync.link import WeightLink, open_link
+from tandem.weight_sync.transport_choice import Way
 from tests.distributed.spawn import HOST, run_ranks
-from tests.unit.sync.faulty_group import faulty
-from tests.unit.sync.layouts import (
+from tests.unit.weight_sync.faulty_group import faulty
+from tests.unit.weight_sync.layouts import (
     MODES,
     check_arrived,
     cut,

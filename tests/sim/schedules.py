@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tandem.config.run import RunConfig
-from tandem.pipeline.simulated_engines import SimulatedTimes
-from tandem.pipeline.simulation import SimulatedRun, Surroundings, simulated_config
+from tandem.config.schema.run import RunConfig
+from tandem.planner.engines import SimulatedTimes
+from tandem.planner.simulation import SimulatedRun, Surroundings, simulated_config
 
 APART = (("generate",), ("logp", "actor-train"), ("ref_logp",))
 BATCH, SAMPLES = 4, 2

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tandem.checkpoint.store import CheckpointStore, open_checkpoint
-from tandem.config.data import DataConfig
+from tandem.config.schema.data import DataConfig
 from tandem.data.prompts import open_source
 from tandem.data.source import Source
-from tandem.pipeline.simulated_engines import SimulatedTimes
-from tandem.pipeline.simulation import SimulatedRun, simulate
+from tandem.planner.engines import SimulatedTimes
+from tandem.planner.simulation import SimulatedRun, simulate
 from tandem.types import Prompt
 from tests.sim.schedules import (
     BATCH,
@@ -361,7 +361,7 @@ def test_a15_an_error_of_reading_data_ends_the_run_and_is_told(
         scored.append(row)
         return float(k)
 
-    monkeypatch.setattr("tandem.pipeline.simulation.open_source", open_broken)
+    monkeypatch.setattr("tandem.planner.simulation.open_source", open_broken)
     with pytest.raises(BaseExceptionGroup) as caught:
         simulate(
             config(lag, "data.shuffle=False"),

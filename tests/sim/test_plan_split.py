@@ -14,12 +14,12 @@ import pytest
 
 from tandem.cli.main import main
 from tandem.cli.plan import plan_arguments
-from tandem.cli.plan_split import configured_seconds, forecast_rows, run
-from tandem.config.run import RunConfig
+from tandem.config.schema.run import RunConfig
 from tandem.metrics.jsonl import BEFORE_FIRST_STEP, JsonLinesFile
-from tandem.metrics.task_times import read_times
-from tandem.pipeline.simulated_engines import SimulatedTimes
-from tandem.pipeline.simulation import Surroundings, simulate, simulated_config
+from tandem.planner.advice import configured_seconds, forecast_rows, run
+from tandem.planner.engines import SimulatedTimes
+from tandem.planner.simulation import Surroundings, simulate, simulated_config
+from tandem.planner.task_times import read_times
 
 BAD_SPLIT = (
     "trainer.n_gpus_per_node=4",

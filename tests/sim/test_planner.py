@@ -9,11 +9,11 @@ from functools import cache
 
 import pytest
 
-from tandem.config.overrides import load_config
-from tandem.config.run import RunConfig
-from tandem.metrics.task_times import TaskTimes
-from tandem.pipeline.planner import Split, suggest
-from tandem.pipeline.prediction import predictor
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
+from tandem.planner.prediction import predictor
+from tandem.planner.search import Split, suggest
+from tandem.planner.task_times import TaskTimes
 
 GROUPS = (("actor-train", "logp"), ("ref_logp",), ("generate",))
 LAGS = (0, 1, 2)

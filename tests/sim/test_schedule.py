@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tandem.pipeline.buffer import ScoredGroup
-from tandem.pipeline.simulated_engines import SimulatedTimes
-from tandem.pipeline.simulation import simulate
+from tandem.planner.engines import SimulatedTimes
+from tandem.planner.simulation import simulate
 from tandem.types import GenerationRequest, Prompt
 from tests.sim.schedules import (
     APART,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tandem.checkpoint.store import CheckpointStore
-from tandem.pipeline.simulated_engines import SimulatedTimes
-from tandem.pipeline.simulation import SimulatedRun, simulate
+from tandem.planner.engines import SimulatedTimes
+from tandem.planner.simulation import SimulatedRun, simulate
 from tests.sim.schedules import BATCH, SAMPLES, around, config, lags, spans, times, validated
 
 SHARED = (("generate", "logp", "actor-train", "ref_logp"),)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tandem.checkpoint.store import CheckpointStore, open_checkpoint
-from tandem.pipeline.simulated_engines import SimulatedTimes
-from tandem.pipeline.simulation import simulate
+from tandem.planner.engines import SimulatedTimes
+from tandem.planner.simulation import simulate
 from tests.sim.schedules import BATCH, around, config, spans, times, updates, validated
 
 FILES = ("data.val_files=[some]", "data.train_files=[some]")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, distributed
 
 from tandem.algorithms.policy_loss import PolicyLoss
-from tandem.config.layout import FsdpConfig
-from tandem.config.optim import OptimConfig
-from tandem.config.pools import rank_layout
-from tandem.config.rollout import RolloutConfig
+from tandem.config.derived.pools import rank_layout
+from tandem.config.schema.fsdp import FsdpConfig
+from tandem.config.schema.optim import OptimConfig
+from tandem.config.schema.rollout import RolloutConfig
 from tandem.data.packing import TrainSequence, pack_microbatches, plan_microbatches
 from tandem.engines.fsdp import FsdpEngine
 from tandem.engines.resting import RestingParameters

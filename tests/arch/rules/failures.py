@@ -15,6 +15,9 @@ LOG_CALL = re.compile(rf"^(\w+\.)*_?log(ger)?\.({LEVELS})$")
 ROOT_LOG_CALL = re.compile(rf"^logging\.({LEVELS})$")
 OUTPUT = frozenset({"print", "sys.stdout.write", "sys.stderr.write"})
 
+CONSOLE_ROOMS = frozenset({"cli", "quickstart"})
+"""The rooms of commands, which print."""
+
 
 def caught_names(handler: ast.ExceptHandler) -> set[str]:
     """The names of the exceptions of a handler; empty for a bare one."""
@@ -52,10 +55,8 @@ def console_output(modules: Sequence[Module]) -> Iterator[Violation]:
     for module in in_folders(modules, "tandem"):
         for node in ast.walk(module.tree):
             function = dotted(node.func) if isinstance(node, ast.Call) else ""
-            if (
-                function in ("print", "sys.stdout.write", "sys.stderr.write")
-                and module.room != "cli"
-            ):
+            is_console = function in ("print", "sys.stdout.write", "sys.stderr.write")
+            if is_console and module.room not in CONSOLE_ROOMS:
                 yield Violation(module.path, f"line {node.lineno}: {function} outside cli/")
             if ROOT_LOG_CALL.match(function):
                 yield Violation(module.path, f"line {node.lineno}: use logging.getLogger(__name__)")

@@ -14,7 +14,7 @@ FOREIGN_CONFIG = re.compile(r"(^|[._])(hf_config|pretrained_config|text_config)$
 """Configs of other software: Hugging Face's, and pydantic's on a class."""
 REFLECTION = frozenset({"getattr", "hasattr", "setattr", "object.__setattr__"})
 ENVIRONMENT = re.compile(r"^os\.(environ|getenv|putenv)(\b|$)")
-ENVIRONMENT_ROOMS = frozenset({"platforms", "runtime", "testing", "cli", "trainer"})
+ENVIRONMENT_ROOMS = frozenset({"platforms", "runtime", "testing", "driver", "cli", "trainer"})
 
 
 def is_config(node: ast.AST) -> bool:

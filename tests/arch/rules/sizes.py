@@ -17,13 +17,13 @@ from tests.arch.source import (
     in_folders,
 )
 
-MAX_FILE_LINES = 400
-MAX_CLASS_LINES = 300
+MAX_FILE_LINES = 600
+MAX_CLASS_LINES = 400
 MAX_BODY_LINES = 60
 MAX_MEDIAN_BODY_LINES = 12
 MAX_NESTING = 3
 MAX_BRANCHES = 12
-MAX_PARAMETERS = 6
+MAX_PARAMETERS = 8
 MAX_POSITIONAL = 2
 
 CODE = ("tandem", "examples", "benchmarks")
@@ -42,7 +42,7 @@ def body_lines(function: Function | ast.ClassDef) -> int:
 
 
 def file_length(modules: Sequence[Module]) -> Iterator[Violation]:
-    """Rule 7: a file has at most 400 lines."""
+    """Rule 7: a file has at most 600 lines."""
     for module in modules:
         lines = module.text.count("\n")
         if lines > MAX_FILE_LINES:
@@ -52,7 +52,7 @@ def file_length(modules: Sequence[Module]) -> Iterator[Violation]:
 
 
 def definition_length(modules: Sequence[Module]) -> Iterator[Violation]:
-    """Rule 7: a class has at most 300 lines, the body of a function at most 60."""
+    """Rule 7: a class has at most 400 lines, the body of a function at most 60."""
     for module in in_folders(modules, *CODE):
         for name, node, _ in definitions(module):
             if isinstance(node, ast.ClassDef):
@@ -138,7 +138,7 @@ def is_foreign_signature(node: Function, positional: list[str]) -> bool:
 
 
 def parameters(modules: Sequence[Module]) -> Iterator[Violation]:
-    """Rule 8: at most 6 parameters, all after the second keyword-only."""
+    """Rule 8: at most 8 parameters, all after the second keyword-only."""
     for module in in_folders(modules, *CODE):
         for name, node, is_method in functions(module):
             positional, keyword_only = named_parameters(node, is_method)

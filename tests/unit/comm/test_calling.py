@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from tandem.comm.calling import CallingThread
+from tandem.comm.thread import CallingThread
 
 PATIENCE_S = 10
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.correction import REJECTION_OPTIONS, Bounds
-from tandem.config.effects import keys_without_effect
-from tandem.config.overrides import load_config
-from tandem.config.run import RunConfig
-from tandem.config.validate import check_run
+from tandem.config.check.ignored_keys import keys_without_effect
+from tandem.config.check.rules import check_run
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.correction import REJECTION_OPTIONS, Bounds
+from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 
 KEY = "algorithm.rollout_correction"

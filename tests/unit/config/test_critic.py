@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.keys import find_key, is_section
-from tandem.config.memory import MemoryPlan, plan_memory
-from tandem.config.memory_remedy import require_memory
-from tandem.config.overrides import load_config
-from tandem.config.plan import make_plan
-from tandem.config.pools import CRITIC, place_run
-from tandem.config.run import RunConfig
-from tandem.config.section_switches import CRITIC_CONDITIONS
-from tandem.config.sizes import ModelSizes
-from tandem.config.validate import check_run
+from tandem.config.check.rules import check_run
+from tandem.config.check.section_conditions import CRITIC_CONDITIONS
+from tandem.config.derived.pools import CRITIC, place_run
+from tandem.config.derived.sizes import ModelSizes
+from tandem.config.parse.keys import find_key, is_section
+from tandem.config.parse.overrides import load_config
+from tandem.config.plan.memory import MemoryPlan, plan_memory
+from tandem.config.plan.memory_remedy import require_memory
+from tandem.config.plan.plan import make_plan
+from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 from tests.fakes.configured import SIZES, config, reasons
 

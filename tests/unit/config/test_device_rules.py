@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 from pydantic import BaseModel
 
-from tandem.config.device_rules import require_division
-from tandem.config.overrides import load_config
-from tandem.config.pools import place_run
-from tandem.config.run import RunConfig
-from tandem.config.sft import SftConfig
-from tandem.config.sizes import ModelSizes
-from tandem.config.validate import check_run, check_sft
+from tandem.config.check.device_rules import require_division
+from tandem.config.check.rules import check_run, check_sft
+from tandem.config.derived.pools import place_run
+from tandem.config.derived.sizes import ModelSizes
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
 from tests.fakes.configured import TINY
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.grammar import Mode, parse_arguments, parse_override
+from tandem.config.parse.grammar import Mode, parse_arguments, parse_override
 from tandem.errors import UserError
 
 

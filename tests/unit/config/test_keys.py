@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel
 
-from tandem.config.aliases import ALIASES, canonical_name
-from tandem.config.keys import find_key, is_section, keys_of, nearest_key
-from tandem.config.run import RunConfig
-from tandem.config.sft import SftConfig
+from tandem.config.parse.aliases import ALIASES, canonical_name
+from tandem.config.parse.keys import find_key, is_section, keys_of, nearest_key
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 
 SCHEMAS = (RunConfig, SftConfig)
 MAX_EFFECTIVE_KEYS = 224

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.memory import GIB, MemoryPlan, plan_memory
-from tandem.config.memory_remedy import CACHE_PAGE_TOKENS, require_cache, require_memory
-from tandem.config.overrides import load_config
-from tandem.config.run import RunConfig
-from tandem.config.sft import SftConfig
-from tandem.config.sizes import ModelSizes
+from tandem.config.derived.sizes import ModelSizes
+from tandem.config.parse.overrides import load_config
+from tandem.config.plan.memory import GIB, MemoryPlan, plan_memory
+from tandem.config.plan.memory_remedy import CACHE_PAGE_TOKENS, require_cache, require_memory
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
 from tandem.rollout.paged.cache import PAGE_TOKENS
 

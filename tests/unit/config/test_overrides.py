@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tandem.config.overrides import LoadedConfig, load_config
-from tandem.config.run import RunConfig
-from tandem.config.sft import SftConfig
+from tandem.config.parse.overrides import LoadedConfig, load_config
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
 
 

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from tandem.config.overrides import load_config
-from tandem.config.plan import Plan, make_plan
-from tandem.config.run import RunConfig
-from tandem.config.sft import SftConfig
+from tandem.config.parse.overrides import load_config
+from tandem.config.plan.plan import Plan, make_plan
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
 from tests.fakes.configured import TINY
 

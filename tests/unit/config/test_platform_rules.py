@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.overrides import load_config
-from tandem.config.platform_rules import platform_key, weight_ways
-from tandem.config.pools import place_run
-from tandem.config.run import RunConfig
-from tandem.config.validate import check_run
+from tandem.config.check.platform_rules import platform_key, weight_ways
+from tandem.config.check.rules import check_run
+from tandem.config.derived.pools import place_run
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 
 HALVES = ("actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=4")

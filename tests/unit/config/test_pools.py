@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.overrides import load_config
-from tandem.config.pools import (
+from tandem.config.derived.pools import (
     Device,
     NodeRange,
     Placement,
@@ -16,8 +15,9 @@ from tandem.config.pools import (
     scorer_of,
     share_devices,
 )
-from tandem.config.run import RunConfig
-from tandem.config.sft import SftConfig
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 
 RED_MOE = (
     "+trainer.sperated_node_tasks=[[logp,actor-train],ref_logp,generate]",

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.config.keys import find_key, is_section
-from tandem.config.memory import MemoryPlan, plan_memory
-from tandem.config.memory_remedy import require_memory
-from tandem.config.overrides import load_config
-from tandem.config.plan import make_plan
-from tandem.config.pools import REWARD_MODEL, place_run
-from tandem.config.run import RunConfig
-from tandem.config.section_switches import REWARD_CONDITIONS
-from tandem.config.sizes import ModelSizes
-from tandem.config.validate import check_built_run, check_run
+from tandem.config.check.rules import check_built_run, check_run
+from tandem.config.check.section_conditions import REWARD_CONDITIONS
+from tandem.config.derived.pools import REWARD_MODEL, place_run
+from tandem.config.derived.sizes import ModelSizes
+from tandem.config.parse.keys import find_key, is_section
+from tandem.config.parse.overrides import load_config
+from tandem.config.plan.memory import MemoryPlan, plan_memory
+from tandem.config.plan.memory_remedy import require_memory
+from tandem.config.plan.plan import make_plan
+from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 from tests.fakes.configured import SIZES, config, reasons
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tandem.config.run import RunConfig
-from tandem.config.schedule import Schedule, schedule_run, schedule_sft
-from tandem.config.sft import SftConfig
+from tandem.config.derived.schedule import Schedule, schedule_run, schedule_sft
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
 
 

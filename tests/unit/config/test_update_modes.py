@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.effects import keys_without_effect
-from tandem.config.memory import plan_memory
-from tandem.config.overrides import load_config
-from tandem.config.run import RunConfig
+from tandem.config.check.ignored_keys import keys_without_effect
+from tandem.config.parse.overrides import load_config
+from tandem.config.plan.memory import plan_memory
+from tandem.config.schema.run import RunConfig
 from tests.unit.config.test_memory import config, sizes
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.data import DataConfig
+from tandem.config.schema.data import DataConfig
 from tandem.data.prompts import load_prompts, open_source, validation_prompts
 from tandem.data.tokenizer import TextCodec
 from tandem.errors import UserError

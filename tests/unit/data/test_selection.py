@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.config.data import DataConfig
+from tandem.config.schema.data import DataConfig
 from tandem.data.selection import choose_rows, read_used_rows, truncate
 from tandem.errors import UserError
 

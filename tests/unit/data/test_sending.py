@@ -8,7 +8,7 @@ import pickle
 import torch
 
 from tandem.data.packing import TrainSequence, pack_microbatches
-from tandem.data.sending import SentBatches
+from tandem.data.wire import SentBatches
 from tandem.types import LossColumns
 
 SEQUENCES = (TrainSequence(0, (10, 11), (20, 21)), TrainSequence(0, (10, 11), (30, 31, 32, 33)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.sft import SftDataConfig
+from tandem.config.schema.sft import SftDataConfig
 from tandem.data.packing import TrainSequence, pack
 from tandem.data.sft import load_sft_examples, open_sft_source, validation_sequences
 from tandem.data.tokenizer import TextCodec, load_codec

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.overrides import load_config
-from tandem.config.run import RunConfig
-from tandem.config.validate import unbuilt_run
+from tandem.config.check.rules import unbuilt_run
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
 from tandem.engines.mindspeed import start_megatron
 from tandem.errors import UserError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tandem.config.optim import OptimConfig
+from tandem.config.schema.optim import OptimConfig
 from tandem.engines.resting import RestingParameters
 from tandem.engines.single import ReferenceModel, SingleDeviceEngine
 from tandem.models.folder import open_model

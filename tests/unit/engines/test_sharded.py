@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tandem.config.optim import OptimConfig
+from tandem.config.schema.optim import OptimConfig
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.engines.optim import PolicyOptimizer
 from tandem.engines.sharded import export_sharded, restore, store

@@ -8,7 +8,7 @@ from dataclasses import astuple
 import pytest
 import torch
 
-from tandem.config.pools import RankLayout
+from tandem.config.derived.pools import RankLayout
 from tandem.engines.sharding import boxes_of, place_of
 from tandem.engines.slices import in_whole
 from tandem.models.decoder import DecoderConfig, parameter_shapes

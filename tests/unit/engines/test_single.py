@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.algorithms.sft import SftLoss
-from tandem.config.optim import OptimConfig
+from tandem.config.schema.optim import OptimConfig
 from tandem.data.packing import in_sequence_order, pack_microbatches, plan_microbatches
 from tandem.engines.checkpoint import OPTIMIZER_FILE
 from tandem.engines.single import ReferenceModel, SingleDeviceEngine

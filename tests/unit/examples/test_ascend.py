@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tandem.cli.plan import plan_arguments, plan_sft_arguments
-from tandem.config.overrides import LoadedConfig, load_config
-from tandem.config.run import RunConfig
-from tandem.config.sft import SftConfig
+from tandem.config.parse.overrides import LoadedConfig, load_config
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples/ascend"
 OVERLAYS = ("npu", "cuda")

@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tandem.api import MetricSink
-from tandem.config.trainer import TrainerConfig
+from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
 from tandem.metrics.console_sink import ConsoleSink
 from tandem.metrics.sinks import GuardedSink, open_sinks, require_loggers

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tandem.config.sizes import ModelSizes
+from tandem.config.derived.sizes import ModelSizes
 from tandem.metrics.throughput import (
     ComputeFacts,
     StepTime,

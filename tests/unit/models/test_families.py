@@ -4,7 +4,7 @@
 import pytest
 from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
-from tandem.config.families import NATIVE_FAMILIES
+from tandem.config.schema.families import NATIVE_FAMILIES
 from tandem.errors import UserError
 from tandem.models.families import FAMILIES, decoder_config
 from tandem.models.rotary import Llama3Scaling, RopeConfig, YarnScaling

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tandem.pipeline.buffer import BatchRule, GroupBuffer, ScoredGroup
-from tandem.pipeline.virtual_time import run_virtually
+from tandem.planner.virtual_time import run_virtually
 from tandem.types import Group, Prompt
 
 IN_TURN = BatchRule(2, max_lag=0, passes_over=False)

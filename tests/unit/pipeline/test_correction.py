@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from tandem.config.overrides import load_config
-from tandem.config.run import RunConfig
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
 from tandem.pipeline.buffer import ScoredGroup
 from tandem.pipeline.experience import Experience, PolicyScores, assign_credit, lay_out
 from tandem.pipeline.loop import initial_kl_controller

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config.overrides import load_config
-from tandem.config.run import RunConfig
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
 from tandem.pipeline.buffer import ScoredGroup
+from tandem.pipeline.context import Engines, PipelineParts
 from tandem.pipeline.critic_phase import score_with_critic, update_critic
 from tandem.pipeline.experience import Experience, PolicyScores, assign_credit, lay_out
 from tandem.pipeline.loop import initial_kl_controller
 from tandem.pipeline.microbatches import MemoryFit
-from tandem.pipeline.parts import Engines, PipelineParts
 from tandem.pipeline.step_metrics import value_metrics
 from tandem.types import (
     Completion,

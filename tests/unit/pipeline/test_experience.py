@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 
-from tandem.config.overrides import load_config
-from tandem.config.run import RunConfig
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
 from tandem.pipeline.buffer import ScoredGroup
 from tandem.pipeline.experience import PolicyScores, assign_credit, lay_out
 from tandem.pipeline.loop import initial_kl_controller

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config.overrides import load_config
-from tandem.config.run import RunConfig
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
 from tandem.pipeline.buffer import ScoredGroup
+from tandem.pipeline.context import Engines, PipelineParts
 from tandem.pipeline.experience import PolicyScores, assign_credit, lay_out
 from tandem.pipeline.loop import initial_kl_controller
 from tandem.pipeline.microbatches import MemoryFit
-from tandem.pipeline.parts import Engines, PipelineParts
 from tandem.pipeline.policy_phase import COMPUTED_SHARE, score_with_policy, update_policy
 from tandem.types import (
     Completion,

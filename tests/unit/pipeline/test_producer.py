@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from tandem.config.overrides import load_config
-from tandem.config.run import RunConfig
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
 from tandem.metrics.trace import TraceRecorder
 from tandem.pipeline.admission import AdmissionGate
 from tandem.pipeline.buffer import BatchRule, GroupBuffer

@@ -19,16 +19,16 @@ from transformers import (
     PretrainedConfig,
 )
 
-from tandem.config.overrides import load_config
-from tandem.config.run import RunConfig
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
 from tandem.engines.single import ReferenceModel
 from tandem.errors import UserError
 from tandem.models.folder import check_reward_folder, open_part
 from tandem.models.parallel import WHOLE
 from tandem.pipeline.buffer import ScoredGroup
+from tandem.pipeline.context import Engines, PipelineParts
 from tandem.pipeline.failures import GENERATION_FAILED, PENDING
 from tandem.pipeline.microbatches import MemoryFit
-from tandem.pipeline.parts import Engines, PipelineParts
 from tandem.pipeline.reward_phase import score_with_reward_model
 from tandem.types import (
     Completion,

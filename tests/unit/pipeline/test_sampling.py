@@ -6,8 +6,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tandem.config.overrides import load_config
-from tandem.config.run import RunConfig
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
 from tandem.pipeline.producer import BASELINE_SAMPLE_ID_BASE, training_sampling
 from tandem.pipeline.validation import validation_requests, validation_sampling
 from tandem.types import VALIDATION_SAMPLE_ID_BASE, Prompt, SamplingParams

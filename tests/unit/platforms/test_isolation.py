@@ -192,8 +192,9 @@ def test_planning_again_in_the_isolated_environment_changes_nothing() -> None:
 
 def test_isolation_is_planned_without_torch() -> None:
     code = (
-        "import sys, tandem.platforms.isolation, tandem.platforms.place, tandem.runtime.hosted,"
-        " tandem.runtime.ray; print(sorted({'torch', 'ray'} & set(sys.modules)))"
+        "import sys, tandem.platforms.isolation, tandem.platforms.place,"
+        " tandem.runtime.worker_process, tandem.runtime.ray;"
+        " print(sorted({'torch', 'ray'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", done.stdout

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tandem.config.rollout import RolloutConfig
+from tandem.config.schema.rollout import RolloutConfig
 from tandem.models.folder import open_model
 from tandem.platforms.record import CPU
 from tandem.rollout.factory import make_rollout

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.overrides import load_config
-from tandem.config.pools import place_run
-from tandem.config.run import RunConfig
+from tandem.config.derived.pools import place_run
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
 from tandem.platforms.record import CPU, Platform
 from tandem.platforms.registry import platform_named
-from tandem.sync.ways import Way
+from tandem.weight_sync.transport_choice import Way
 from tandem.workers.deployment import run_jobs
 from tandem.workers.job import WorkerJob
 

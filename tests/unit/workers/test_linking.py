@@ -14,8 +14,8 @@ from tandem.comm.flagcx_library import LIBRARY, Abi
 from tandem.errors import UserError
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import CUDA
-from tandem.sync.forming import LinkPlace
-from tandem.sync.ways import Way
+from tandem.weight_sync.handshake import LinkPlace
+from tandem.weight_sync.transport_choice import Way
 from tandem.workers.job import LinkSpec
 from tandem.workers.linking import link_place
 

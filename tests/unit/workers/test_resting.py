@@ -8,9 +8,9 @@ import pytest
 from tandem.models.decoder import Decoder
 from tandem.rollout.native.engine import NativeRolloutEngine
 from tandem.rollout.settings import NativeRolloutConfig
-from tandem.sync.failure import SyncError
-from tandem.sync.gate import WeightGate
 from tandem.types import Completion, GenerationRequest, SamplingParams
+from tandem.weight_sync.failure import SyncError
+from tandem.weight_sync.gate import WeightGate
 from tandem.workers.resting import RestingRollout
 from tests.fakes.tiny_decoder import tiny_decoder
 

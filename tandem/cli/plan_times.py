@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tandem plan --times RUN_OR_TABLE ARGUMENTS``: the plan, and a better split of the devices.
+
+The times come from runs that were made, or from a JSON table (``planner.task_times``). The option
+may be given several times, with runs on other numbers of devices. Nothing is started.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from tandem.cli.plan import plan_arguments, print_plan, print_rows
+from tandem.config.schema.run import RunConfig
+from tandem.errors import UserError
+from tandem.planner.advice import TIMES_OPTION, SplitAdvice, advise, format_seconds
+from tandem.planner.task_times import read_times
+
+_LEFT_OUT = "left out: memory, rewards, and caches that are computed again under new weights{}."
+_NO_PACE = (
+    "; that steps of more sequences at a time take longer, too, as where fewer devices generate, "
+    "which the times of a synchronous run with rows for a whole batch would tell"
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the plan and the advice."""
+    paths, words = _take_times([word for word in arguments if word not in ("--json", "--keys")])
+    plan = plan_arguments(words)
+    assert isinstance(plan.config, RunConfig), "plan_arguments plans runs"
+    times = read_times(paths)
+    advice = advise(plan.config, times)
+    if "--json" in arguments:
+        print(json.dumps(plan.to_dict() | {"suggestion": advice.to_dict()}, indent=2))
+        return 0
+    console = Console()
+    print_plan(plan, console, with_keys="--keys" in arguments)
+    print_rows("Suggested split, simulated", _rows(advice), console=console)
+    line = "no split is faster than what is configured"
+    if advice.is_better:
+        left_out = _LEFT_OUT.format("" if times.decoding else _NO_PACE)
+        line = f"{left_out} Try it for a few steps.\narguments: {' '.join(advice.overrides)}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _rows(advice: SplitAdvice) -> list[tuple[str, str]]:
+    suggestion = advice.suggestion
+    gain = advice.configured_seconds / suggestion.seconds
+    return [
+        *(
+            (", ".join(group), f"{count} device(s)")
+            for group, count in zip(advice.groups, suggestion.split.devices, strict=True)
+        ),
+        ("generate ahead, steps", str(suggestion.split.lag)),
+        ("step, predicted", format_seconds(suggestion.seconds)),
+        (
+            "step as configured, predicted",
+            f"{format_seconds(advice.configured_seconds)} ({gain:.2f} times)",
+        ),
+        ("busiest pool, the least a step can take", format_seconds(advice.floor)),
+        ("splits simulated", str(advice.num_simulated)),
+    ]
+
+
+def _take_times(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The values of ``--times``, and the other words."""
+    paths: list[Path] = []
+    others: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        if word == TIMES_OPTION:
+            value = next(remaining, "")
+        elif word.startswith(f"{TIMES_OPTION}="):
+            value = word.removeprefix(f"{TIMES_OPTION}=")
+        else:
+            others.append(word)
+            continue
+        if not value:
+            raise UserError(f"{TIMES_OPTION}='': must name a run folder or a table. Give one.")
+        paths.append(Path(value).expanduser())
+    return paths, others

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many steps a run has, and at which of them it saves and validates, as verl means it.
+
+The trainer and the plan share this file, so that what the plan says is what the run does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
+from tandem.config.schema.trainer import TrainerConfig
+from tandem.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The steps of a run, counted from 1; step 0 stands for before training.
+
+    Attributes:
+        steps_per_epoch: whole batches in the training rows; the rest of an epoch is dropped.
+        total_training_steps: training steps of the whole run; 0 with ``val_only``.
+        optimizer_steps_per_step: mini-batches times passes over each batch.
+        save_freq, test_freq: as in ``TrainerConfig``; ``test_freq`` is 0 without validation files.
+        validates_before_training: whether there is a validation at step 0.
+
+    Example:
+        >>> schedule_run(RunConfig.model_validate({"data": {"train_batch_size": 128}, ...}), 7473)
+    """
+
+    steps_per_epoch: int
+    total_training_steps: int
+    optimizer_steps_per_step: int
+    save_freq: int
+    test_freq: int
+    validates_before_training: bool
+
+    def is_save_step(self, step: int) -> bool:
+        """Whether to save after ``step``."""
+        return self._is_due(step, self.save_freq)
+
+    def is_test_step(self, step: int) -> bool:
+        """Whether to validate after ``step``."""
+        return self._is_due(step, self.test_freq)
+
+    @property
+    def validation_steps(self) -> tuple[int, ...]:
+        """All steps with a validation: 0 if before training, then those of ``is_test_step``."""
+        before = (0,) if self.validates_before_training else ()
+        steps = range(1, self.total_training_steps + 1)
+        return before + tuple(step for step in steps if self.is_test_step(step))
+
+    def _is_due(self, step: int, frequency: int) -> bool:
+        """Every ``frequency`` steps and after the last; never if ``frequency`` is not positive."""
+        is_last = step == self.total_training_steps
+        return frequency > 0 and step > 0 and (is_last or step % frequency == 0)
+
+
+def schedule_run(config: RunConfig, num_train_rows: int) -> Schedule:
+    """The schedule of ``tandem train`` over ``num_train_rows`` rows (after filtering).
+
+    Raises:
+        UserError: the rows do not fill one batch.
+    """
+    data = config.data
+    return _schedule(
+        config.trainer,
+        _steps_per_epoch(num_train_rows, data.train_batch_size),
+        optimizer_steps_per_step=config.optimizer_steps_per_step,
+        has_validation=bool(data.val_files),
+    )
+
+
+def schedule_sft(config: SftConfig, num_train_rows: int) -> Schedule:
+    """The schedule of ``tandem sft``; arguments and errors as ``schedule_run``."""
+    return _schedule(
+        config.trainer,
+        _steps_per_epoch(num_train_rows, config.data.train_batch_size),
+        optimizer_steps_per_step=1,
+        has_validation=bool(config.data.val_files),
+    )
+
+
+def _steps_per_epoch(num_rows: int, batch_size: int) -> int:
+    if num_rows < batch_size:
+        raise UserError(
+            f"data.train_batch_size={batch_size}: must not exceed the number of training rows "
+            f"({num_rows}). Set data.train_batch_size={max(num_rows, 1)} or lower, or add data."
+        )
+    return num_rows // batch_size
+
+
+def _schedule(
+    trainer: TrainerConfig,
+    steps_per_epoch: int,
+    *,
+    optimizer_steps_per_step: int,
+    has_validation: bool,
+) -> Schedule:
+    total = steps_per_epoch * trainer.total_epochs
+    if trainer.total_training_steps is not None:
+        total = min(total, trainer.total_training_steps)
+    return Schedule(
+        steps_per_epoch=steps_per_epoch,
+        total_training_steps=0 if trainer.val_only else total,
+        optimizer_steps_per_step=optimizer_steps_per_step,
+        save_freq=trainer.save_freq,
+        test_freq=trainer.test_freq if has_validation else 0,
+        validates_before_training=has_validation and trainer.val_before_train,
+    )

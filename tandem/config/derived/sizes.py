@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of a dense decoder that decide how much memory it takes and how it can be divided, read
+off config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.config.schema.model import RecomputeGranularity
+
+_SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Of a dense decoder."""
+
+    num_layers: int
+    hidden: int
+    inner: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Any]) -> ModelSizes | None:
+        """From the content of config.json; None if it does not say."""
+        if not all(isinstance(hf_config.get(key), int) for key in (*_SIZE_KEYS, "vocab_size")):
+            return None
+        layers, hidden, inner, heads = (hf_config[key] for key in _SIZE_KEYS)
+        return cls(
+            num_layers=layers,
+            hidden=hidden,
+            inner=inner,
+            num_heads=heads,
+            num_kv_heads=hf_config.get("num_key_value_heads") or heads,
+            head_dim=hf_config.get("head_dim") or hidden // heads,
+            vocabulary=hf_config["vocab_size"],
+            tied=bool(hf_config.get("tie_word_embeddings", False)),
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer: matrices; biases and norms are less than a thousandth."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        return self.hidden * (heads * self.head_dim + 3 * self.inner)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding and, if it is another matrix, the head."""
+        return (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        """Of layers, embedding and head."""
+        return self.num_layers * self.layer_parameters + self.embedding_parameters
+
+    @property
+    def cache_numbers_per_token(self) -> int:
+        """2 (key and value) x layers x heads x head dimension."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def layer_numbers_per_token(self, tensor_parallel: int = 1) -> int:
+        """What one layer keeps of a token for its backward pass: both sums in fp32 (4 D) and their
+        norms (2 D), query, key and value before and after rotation, the attention's output, gate,
+        up and their product; the latter are split where the layer's matrices are.
+        """
+        heads = 3 * self.num_heads + 3 * self.num_kv_heads
+        return 6 * self.hidden + (heads * self.head_dim + 3 * self.inner) // tensor_parallel
+
+    def kept_numbers_per_token(
+        self, recomputed: RecomputeGranularity | None, *, tensor_parallel: int = 1
+    ) -> int:
+        """For a whole backward pass: what all layers keep, or if something is ``recomputed`` what
+        they keep then, the stream in fp32 and what is added to it at least, and one layer whole."""
+        whole = self.layer_numbers_per_token(tensor_parallel)
+        if recomputed is None:
+            return self.num_layers * whole
+        heads = 3 * (self.num_heads + self.num_kv_heads) * self.head_dim // tensor_parallel
+        gate_up = 2 * self.inner // tensor_parallel
+        split = {"full": 0, "feed_forward": heads, "pointwise": heads + gate_up}
+        return self.num_layers * (3 * self.hidden + split[recomputed]) + whole
+
+
+def division_problems(
+    num_heads: int, num_kv_heads: int, *, inner: int, tensor: int, sequence: int, section: str
+) -> Iterator[str]:
+    """Why a dense decoder cannot be divided so among processes.
+
+    Args:
+        inner: width of its feed-forward layers.
+        tensor, sequence: parallel sizes, by keys of ``section``.
+    """
+    whole = (num_heads, num_kv_heads, inner)
+    tensors = [n for n in range(1, num_kv_heads + 1) if not any(size % n for size in whole)]
+    if tensor not in tensors:
+        yield (
+            f"{section}.tensor_model_parallel_size={tensor}: it must divide the model's "
+            f"{num_heads} attention heads, {num_kv_heads} key/value heads and feed-forward width "
+            f"of {inner}. Use {_choice(tensors)}."
+        )
+        return
+    heads, kv_heads = num_heads // tensor, num_kv_heads // tensor
+    sequences = [
+        n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)
+    ]
+    if sequence not in sequences:
+        yield (
+            f"{section}.ulysses_sequence_parallel_size={sequence}: it must divide the {heads} "
+            f"attention heads of a process, and divide its {kv_heads} key/value heads or be a "
+            f"multiple of them. Use {_choice(sequences)}."
+        )
+
+
+def _choice(sizes: Sequence[int]) -> str:
+    return " or ".join(map(str, sizes))

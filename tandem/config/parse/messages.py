@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user is told about a key or a value that the schema refuses: one line with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from tandem.config.derived.pools import show_shares
+from tandem.config.parse.grammar import Assignment
+from tandem.config.parse.keys import Key, find_key
+from tandem.errors import UserError
+
+_SHELL_VARIABLES = {"trainer.nnodes": "WORLD_SIZE", "trainer.experiment_name": "EXP_NAME"}
+"""Variables that published scripts take these keys from."""
+
+_TASKS_KEY, _RATIOS_KEY = "trainer.separated_node_tasks", "trainer.separated_node_ratios"
+
+Context = Mapping[str, Any]
+
+_RULES: dict[str, Callable[[Context], str]] = {
+    "bool_parsing": lambda _: "must be True or False",
+    "bool_type": lambda _: "must be True or False",
+    "dict_type": lambda _: "must be a mapping like {key:value}",
+    "finite_number": lambda _: "must be a finite number",
+    "float_parsing": lambda _: "must be a number",
+    "float_type": lambda _: "must be a number",
+    "greater_than": lambda context: f"must be greater than {context['gt']}",
+    "greater_than_equal": lambda context: f"must be at least {context['ge']}",
+    "int_from_float": lambda _: "must be an integer",
+    "int_parsing": lambda _: "must be an integer",
+    "int_type": lambda _: "must be an integer",
+    "less_than": lambda context: f"must be less than {context['lt']}",
+    "less_than_equal": lambda context: f"must be at most {context['le']}",
+    "missing": lambda _: "must be given",
+    "string_type": lambda _: "must be text",
+    "too_long": lambda context: f"must have {context['max_length']} elements",
+    "tuple_type": lambda _: "must be a list like [a,b]",
+}
+"""pydantic's error type -> the rule in our words."""
+
+
+def describe(schema: type[BaseModel], error: ValidationError, *, tree: Context) -> UserError:
+    """The first of pydantic's complaints about ``tree`` as our one line."""
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for part in first["loc"])
+    key = _key_at(schema, name)
+    if key is not None:
+        # Behind a key pydantic names places in its list, and also types that its value could have.
+        name = ".".join([key.name, *(str(part) for part in first["loc"] if isinstance(part, int))])
+    rule = _RULES.get(first["type"])
+    context = first.get("ctx", {})
+    if key is not None and key.choices:
+        said = f"must be one of {', '.join(key.choices)}"
+    else:
+        said = rule(context) if rule else first["msg"][:1].lower() + first["msg"][1:]
+    remedy = (key and _remedy_of_pair(key, tree)) or _remedy(key, name)
+    return UserError(f"{name}={first['input']!r}: {said}. {remedy}")
+
+
+def contradiction(first: Assignment, other: Assignment, *, name: str) -> UserError:
+    """The error about two spellings of the key ``name`` with different values."""
+    return UserError(
+        f"{first.name}={first.value!r}: must not differ from {other.name}={other.value!r}"
+        f"{_place(first)}, as both mean {name}. Leave one of them out."
+    )
+
+
+def unknown_key(assignment: Assignment, nearest: str) -> UserError:
+    """The error about a key that does not exist."""
+    return UserError(
+        f"{assignment.name}={assignment.value!r}: no such key{_place(assignment)}. "
+        f"Did you mean {nearest}? "
+        f"(+{assignment.name}=... passes an unknown key with a warning.)"
+    )
+
+
+def empty_value(schema: type[BaseModel], name: str) -> UserError:
+    """The error about ``key=`` with nothing behind it, mostly an unset shell variable."""
+    variable = _SHELL_VARIABLES.get(name)
+    question = f"is ${variable} set?" if variable else "is the shell variable behind it set?"
+    return UserError(
+        f"{name}='': value is empty: {question} {_remedy(_key_at(schema, name), name)}"
+    )
+
+
+def not_a_number(key: Key, value: bool) -> UserError:
+    """The error about True or False where a number belongs, which would pass as 1 or 0."""
+    return UserError(f"{key.name}={value}: must be a number. {_remedy(key, key.name)}")
+
+
+def in_override_grammar(value: Any) -> str:
+    """A value as it would be written in an override."""
+    if value is None:
+        return "null"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(in_override_grammar(entry) for entry in value)}]"  # pyright: ignore
+    if isinstance(value, dict):
+        pairs = (f"{k}:{in_override_grammar(v)}" for k, v in value.items())  # pyright: ignore
+        return "{" + ",".join(pairs) + "}"
+    return str(value)
+
+
+def _place(assignment: Assignment) -> str:
+    is_file = assignment.source != Assignment("", None).source
+    return f" in {assignment.source}" if is_file else ""
+
+
+def _key_at(schema: type[BaseModel], name: str) -> Key | None:
+    """The key of a place that pydantic names, which may lie inside a list."""
+    parts = name.split(".")
+    found = (find_key(schema, ".".join(parts[:size])) for size in range(len(parts), 0, -1))
+    return next((key for key in found if key is not None), None)
+
+
+def _remedy(key: Key | None, name: str) -> str:
+    if key is None or key.default == "":
+        return f"Set {name} to a value."
+    return f"Set {key.name}={in_override_grammar(key.default)} (the default)."
+
+
+def _remedy_of_pair(key: Key, tree: Context) -> str:
+    """Of groups and their ratios, where the default of one would not fit the other that is set;
+    "" for anything else.
+    """
+    trainer = tree.get("trainer", {})
+    groups, ratios = trainer.get("separated_node_tasks"), trainer.get("separated_node_ratios")
+    if key.name == _RATIOS_KEY and groups and isinstance(groups, list | tuple):
+        number = len(groups)  # pyright: ignore[reportUnknownArgumentType]
+        return (
+            f"Set {_RATIOS_KEY}={show_shares([1.0] * number)}, or other numbers above 0 and at "
+            f"most 1, one for each of the {number} groups of {_TASKS_KEY}."
+        )
+    if key.name == _TASKS_KEY and ratios:
+        return (
+            f"Write groups like [[actor-train,logp,ref_logp],generate], one for each of "
+            f"{_RATIOS_KEY}, or leave both keys out."
+        )
+    return ""

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments to a typed configuration: defaults, then files, then overrides; the later wins.
+
+A key that the schema does not know is an error that names the nearest one; with ``+`` it is a
+warning. Two spellings of a key with different values in one place are an error. Guarantees that
+every error is one line with key, value, rule and remedy. Rules between keys are ``validate``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast
+
+from pydantic import BaseModel, ValidationError
+
+from tandem.config.parse.aliases import canonical_name
+from tandem.config.parse.grammar import Assignment, Mode, parse_arguments
+from tandem.config.parse.interpolation import has_interpolation, resolve
+from tandem.config.parse.keys import find_key, is_section, keys_of, nearest_key
+from tandem.config.parse.messages import (
+    contradiction,
+    describe,
+    empty_value,
+    not_a_number,
+    unknown_key,
+)
+from tandem.config.parse.yaml_files import Loaded, load_named_config, load_recipe
+from tandem.errors import UserError
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+Tree = dict[str, Any]
+
+_COMMAND_LINE = Assignment("", None).source
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig(Generic[ConfigT]):
+    """A configuration and how it came about.
+
+    Attributes:
+        config: all keys, typed.
+        set_keys: keys that a file or the command line set -> how they were spelt there.
+        unknown_keys: keys that no schema knows and that were let pass (``+key``).
+        warnings: one line each.
+    """
+
+    config: ConfigT
+    set_keys: Mapping[str, str]
+    unknown_keys: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def load_config(schema: type[ConfigT], arguments: Sequence[str]) -> LoadedConfig[ConfigT]:
+    """Parse the arguments of a command into a configuration.
+
+    Args:
+        schema: ``RunConfig`` or ``SftConfig``.
+        arguments: recipe files, overrides, ``--config-path`` and ``--config-name``.
+
+    Raises:
+        UserError: an unknown key, a value of the wrong type or out of range, two spellings of a
+            key with different values, an unreadable file.
+
+    Example:
+        >>> load_config(RunConfig, ["algorithm.adv_estimator=rloo"]).config.algorithm.adv_estimator
+        'rloo'
+    """
+    line = parse_arguments(arguments)
+    files = [load_recipe(name) for name in line.recipes]
+    if line.config_name:
+        files.insert(0, load_named_config(line.config_path, line.config_name))
+    written = _Written(schema)
+    for assignment in (*_assignments_of(files), *line.overrides):
+        written.add(assignment)
+    written.require_agreement()
+    config = _build(schema, resolve(schema, written.tree))
+    return LoadedConfig(
+        config=config,
+        set_keys=dict(written.spellings),
+        unknown_keys=tuple(written.unknown),
+        warnings=(*(w for file in files for w in file.warnings), *written.warnings),
+    )
+
+
+def _assignments_of(files: Sequence[Loaded]) -> Iterator[Assignment]:
+    for file in files:
+        yield from file.assignments
+
+
+class _Written:
+    """What has been written so far: a sparse tree of values, and the keys behind it."""
+
+    def __init__(self, schema: type[BaseModel]) -> None:
+        self._schema = schema
+        self.tree: Tree = {}
+        self.spellings: dict[str, str] = {}
+        self._latest: dict[str, dict[str, Assignment]] = {}
+        self.unknown: dict[str, None] = {}
+        self.warnings: list[str] = []
+
+    def add(self, assignment: Assignment) -> None:
+        """Take one assignment into account. Raises UserError if its key is unknown."""
+        if assignment.name.partition(".")[0] == "hydra":
+            return
+        name = canonical_name(self._schema, assignment.name)
+        if is_section(self._schema, name) and assignment.mode is not Mode.RESET:
+            self._add_section(name, assignment)
+        elif not is_section(self._schema, name) and find_key(self._schema, name) is None:
+            self._add_unknown(assignment)
+        elif assignment.mode is Mode.RESET:
+            self._reset(name)
+        else:
+            self._add_value(name, assignment)
+
+    def require_agreement(self) -> None:
+        """Raise UserError if two spellings of a key differ where it was set last: the command line
+        may overrule a file, but neither may contradict itself. What verl's files take from another
+        key (``${...}``) contradicts nothing.
+        """
+        for name, by_spelling in self._latest.items():
+            given = [one for one in by_spelling.values() if not has_interpolation(one.value)]
+            for other in given[1:]:
+                if other.value != given[0].value:
+                    raise contradiction(given[0], other, name=name)
+
+    def _add_section(self, name: str, assignment: Assignment) -> None:
+        if not isinstance(assignment.value, Mapping):
+            below = [key for key in keys_of(self._schema) if key.startswith(f"{name}.")]
+            raise UserError(
+                f"{assignment.name}={assignment.value!r}: is a section, not a key. "
+                f"Set one of its keys, e.g. {below[0]}."
+            )
+        entries = cast(Mapping[str, Any], assignment.value)  # pyright: ignore[reportUnknownMemberType]
+        for part, value in entries.items():
+            self.add(replace(assignment, name=f"{assignment.name}.{part}", value=value))
+
+    def _add_unknown(self, assignment: Assignment) -> None:
+        name = assignment.name
+        nearest = nearest_key(self._schema, name)
+        if assignment.mode is not Mode.ADD:
+            raise unknown_key(assignment, nearest)
+        if name not in self.unknown:
+            place = "" if assignment.source == _COMMAND_LINE else f" ({assignment.source})"
+            self.warnings.append(f"{name}{place}: unknown, has no effect; nearest key: {nearest}")
+        self.unknown[name] = None
+
+    def _add_value(self, name: str, assignment: Assignment) -> None:
+        if assignment.value == "":
+            raise empty_value(self._schema, name)
+        key = find_key(self._schema, name)
+        if key is not None and key.is_number and isinstance(assignment.value, bool):
+            raise not_a_number(key, assignment.value)
+        if name != assignment.name and name not in self.spellings:
+            self.warnings.append(f"{assignment.name} is read as {name}")
+        self.spellings[name] = assignment.name
+        self._keep(name, assignment)
+        *sections, last = name.split(".")
+        node = self.tree
+        for section in sections:
+            if not isinstance(node.get(section), dict):
+                node[section] = {}
+            node = node[section]
+        node[last] = assignment.value
+
+    def _keep(self, name: str, assignment: Assignment) -> None:
+        """The latest value of each spelling, of the latest source only."""
+        by_spelling = self._latest.setdefault(name, {})
+        if any(other.source != assignment.source for other in by_spelling.values()):
+            by_spelling.clear()
+        by_spelling[assignment.name] = assignment
+
+    def _reset(self, name: str) -> None:
+        """Back to the default: forget a key, or all keys of a section."""
+        for known in [k for k in self.spellings if k == name or k.startswith(f"{name}.")]:
+            del self.spellings[known], self._latest[known]
+        *sections, last = name.split(".")
+        node = self.tree
+        for section in sections:
+            node = node.get(section, {})
+        node.pop(last, None)
+
+
+def _build(schema: type[ConfigT], tree: Tree) -> ConfigT:
+    try:
+        return schema.model_validate(tree)
+    except ValidationError as error:
+        raise describe(schema, error, tree=tree) from error

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""YAML files as assignments: recipes, and the files that verl's users name with ``--config-path``.
+
+``defaults:`` lists are followed inside the file's folder; verl's own entries (``ppo_trainer``) mean
+the built-in defaults. ``hydra:`` and ``_target_`` are skipped. Interpolations are resolved later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from tandem.config.parse.grammar import Assignment, Mode
+from tandem.errors import UserError
+
+BUILT_IN = frozenset(
+    {
+        "ppo_trainer",
+        "ppo_megatron_trainer",
+        "sft_trainer",
+        "sft_trainer_engine",
+        "sft_trainer_megatron",
+    }
+)
+"""Names of verl's own configurations, whose keys and defaults are the schema's."""
+
+MEGATRON_STRATEGY = Assignment("actor_rollout_ref.actor.strategy", "megatron")
+
+_SELF = "_self_"
+_MISSING = "???"
+_SKIPPED = frozenset({"defaults", "hydra", "_target_", "_convert_", "_recursive_", "_partial_"})
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a file says, in order, and what must be told about it."""
+
+    assignments: tuple[Assignment, ...]
+    warnings: tuple[str, ...]
+
+
+def load_recipe(name: str) -> Loaded:
+    """A recipe file.
+
+    Raises:
+        UserError: it does not exist or is no YAML mapping.
+    """
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(f"{name!r}: no such recipe file. Check the path, or write key=value.")
+    return _load(path, path.parent, mode=Mode.SET)
+
+
+def load_named_config(config_path: str, config_name: str) -> Loaded:
+    """The file of ``--config-path`` and ``--config-name``; a missing one is only warned of.
+
+    A name that speaks of Megatron implies ``strategy=megatron``. Such files are written for verl:
+    keys that are unknown here are warned of, not refused.
+    """
+    name = config_name.removesuffix(".yaml")
+    path = Path(config_path).expanduser() / f"{name}.yaml"
+    implied: tuple[Assignment, ...] = ()
+    warnings: tuple[str, ...] = ()
+    if "megatron" in name:
+        implied = (MEGATRON_STRATEGY,)
+        warnings = (f"--config-name={name}: implies {MEGATRON_STRATEGY.name}=megatron",)
+    if name in BUILT_IN and not path.is_file():
+        return Loaded(implied, warnings)
+    if not path.is_file():
+        missing = f"--config-name={name}: {path} does not exist; the built-in defaults are used"
+        return Loaded(implied, (missing, *warnings))
+    loaded = _load(path, path.parent, mode=Mode.ADD)
+    return Loaded(implied + loaded.assignments, warnings + loaded.warnings)
+
+
+def _load(path: Path, folder: Path, *, mode: Mode, above: tuple[Path, ...] = ()) -> Loaded:
+    """A file with its ``defaults:``, which come before its values unless ``_self_`` says else."""
+    if path in above:
+        raise UserError(f"{str(path)!r}: its defaults: lead back to itself. Take one of them out.")
+    content = _read(path)
+    listed: object = content.get("defaults") or []
+    if not isinstance(listed, list):
+        raise UserError(f"{str(path)!r}: defaults: must be a list of names. Mend it.")
+    entries = cast(list[Any], listed)
+    names = [entry for entry in entries if entry != _SELF]
+    position = entries.index(_SELF) if _SELF in entries else len(names)
+    parts = [
+        _load_default(name, folder, mode=mode, above=(*above, path)) for name in _pairs(names, path)
+    ]
+    values = cast(dict[str, Any], _cleaned(content))
+    own = tuple(Assignment(name, value, mode, str(path)) for name, value in values.items())
+    parts.insert(position, Loaded(own, ()))
+    return Loaded(
+        tuple(assignment for part in parts for assignment in part.assignments),
+        tuple(warning for part in parts for warning in part.warnings),
+    )
+
+
+def _pairs(entries: list[Any], path: Path) -> Iterator[tuple[str, str]]:
+    """The entries of a ``defaults:`` list as (group, name); the group of a bare name is empty."""
+    for entry in entries:
+        pair = cast(dict[str, Any], entry) if isinstance(entry, dict) else {"": entry}
+        if len(pair) != 1 or not isinstance(next(iter(pair.values())), str | None):
+            raise UserError(f"{str(path)!r}: {entry!r} in defaults: must be group: name. Mend it.")
+        for group, name in pair.items():
+            yield str(group).removeprefix("override ").removeprefix("optional "), name or ""
+
+
+def _load_default(
+    entry: tuple[str, str], folder: Path, *, mode: Mode, above: tuple[Path, ...]
+) -> Loaded:
+    """One entry of a ``defaults:`` list: ``name``, ``group: name`` or ``group@package: name``."""
+    group, name = entry
+    place, _, package = group.partition("@")
+    path = folder / place / f"{name}.yaml"
+    if path.is_file():
+        loaded = _load(path, folder, mode=mode, above=above)
+        return _below(loaded, package or place.replace("/", "."))
+    if not name or name in BUILT_IN or place.startswith("hydra"):
+        return Loaded((), ())
+    return Loaded((), (f"defaults: {path} does not exist; the built-in defaults are used",))
+
+
+def _below(loaded: Loaded, package: str) -> Loaded:
+    if package in ("", "_global_"):
+        return loaded
+    moved = tuple(
+        replace(assignment, name=f"{package}.{assignment.name}")
+        for assignment in loaded.assignments
+    )
+    return Loaded(moved, loaded.warnings)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        loaded = OmegaConf.load(path)
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise UserError(f"{str(path)!r}: not a readable YAML file ({cause}). Mend it.") from error
+    if not isinstance(loaded, DictConfig):
+        raise UserError(f"{str(path)!r}: must hold keys and values (key: value). Mend it.")
+    return cast(dict[str, Any], OmegaConf.to_container(loaded, resolve=False))
+
+
+def _cleaned(value: Any) -> Any:
+    """Without what only Hydra reads, and without values that are marked as missing."""
+    if not isinstance(value, dict):
+        return value
+    entries = cast(dict[str, Any], value).items()
+    return {k: _cleaned(v) for k, v in entries if k not in _SKIPPED and v != _MISSING}

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the engines of a run live: in this process if one device does everything, else one process
+a device on Ray. Both look the same to the pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from tandem.api import Runtime, TrainEngine, WorkerGroup
+from tandem.comm.store import host_store
+from tandem.config.check.device_conditions import ONE_PROCESS
+from tandem.config.check.device_rules import require_division, section_of
+from tandem.config.check.platform_rules import platform_key
+from tandem.config.derived.pools import Placement, models_beside, place_run, place_sft
+from tandem.config.derived.sizes import ModelSizes
+from tandem.config.plan.memory_remedy import require_cache, require_memory
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
+from tandem.driver.arguments import with_found
+from tandem.driver.execution import first_cause
+from tandem.driver.failure import RunFailure
+from tandem.models.folder import ModelFolder, require_decoder
+from tandem.pipeline.context import Engines
+from tandem.platforms.record import Platform
+from tandem.platforms.registry import platform_named
+from tandem.platforms.select import AUTO, select_platform
+from tandem.rollout.factory import require_kernels
+from tandem.runtime.cluster import ClusterPlan, ClusterSettings, plan_cluster
+from tandem.runtime.failure import NodeFailure, WorkerFailure
+from tandem.runtime.inprocess import InProcessRuntime
+from tandem.runtime.nodes import run_on_nodes
+from tandem.runtime.probe_devices import own_devices
+from tandem.runtime.ray import RayRuntime
+from tandem.runtime.rendezvous import Meeting
+from tandem.runtime.resources import demands, require_here
+from tandem.types import TokenIds
+from tandem.workers.colocated import build_colocated, build_trainer, sizes_of
+from tandem.workers.deployment import remote_engines, remote_trainer, run_jobs, sft_jobs
+from tandem.workers.job import WorkerJob, build_worker
+from tandem.workers.precision import require_precision
+from tandem.workers.remote import PeakMemory, RemoteTrainer, call_each
+
+logger = logging.getLogger(__name__)
+
+PLACEMENT_FILE = "placement.json"
+
+
+class MakeJobs(Protocol):
+    """The job of each pool by its name, given host and port of the driver's store."""
+
+    def __call__(self, *, store: tuple[str, int]) -> Mapping[str, WorkerJob]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a run is to happen, known before anything is started.
+
+    Attributes:
+        platforms: of each pool that has something to do.
+        cluster: None if one process does everything.
+        meeting: where the other nodes of a run that forms its own cluster wait.
+    """
+
+    config: RunConfig | SftConfig
+    platforms: Mapping[str, Platform]
+    placement: Placement
+    cluster: ClusterPlan | None
+    meeting: Meeting | None = None
+
+    @property
+    def platform(self) -> Platform:
+        """That of the pool that trains."""
+        return self.platforms[self.placement.pool_of("actor-train").name]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether pools have devices of several platforms, which need not be here."""
+        return len({platform.name for platform in self.platforms.values()}) > 1
+
+    @property
+    def nodes(self) -> Mapping[str, list[int]]:
+        """Per pool the number of the planned node of each rank."""
+        place = self.placement
+        return {
+            pool.name: [device.node for device in place.devices_of(pool)]
+            for pool in place.used_pools
+        }
+
+    @property
+    def num_devices(self) -> int:
+        """Those with something to do."""
+        return sum(pool.num_devices for pool in self.placement.used_pools)
+
+
+@dataclass(frozen=True, slots=True)
+class HostedRun:
+    """The engines of ``tandem train``, and what the pipeline wants to know of where they are.
+    ``chip`` is the name of the device that trains."""
+
+    runtime: Runtime
+    engines: Engines
+    sizes: ModelSizes | None
+    chip: str
+    peak_memory: Callable[[], PeakMemory]
+
+
+@dataclass(frozen=True, slots=True)
+class HostedTrainer:
+    """The engine of ``tandem sft``."""
+
+    runtime: Runtime
+    engine: TrainEngine
+
+
+def on_site(config: RunConfig | SftConfig, body: Callable[[Site], int]) -> int:
+    """Run ``body`` where the run is driven from; another node of the run lends its devices until
+    that has ended. Returns the exit code, the same on all nodes.
+
+    Raises:
+        UserError: the nodes do not find each other, or cannot have what the run needs.
+        RunFailure: a process or a node of the run failed.
+    """
+    site = site_here(config)
+    if site.placement.is_one_process and config.trainer.nnodes == 1:
+        if os.environ.get("RAY_ADDRESS"):
+            logger.warning("without effect: RAY_ADDRESS: %s", ONE_PROCESS)
+        return body(site)
+    trainer = config.trainer
+    settings = ClusterSettings(
+        num_nodes=trainer.nnodes,
+        devices_per_node=trainer.n_gpus_per_node,
+        wait_s=trainer.ray_wait_register_center_timeout,
+        timeout_s=_timeout_s(config),
+        ray_init=config.ray_kwargs.ray_init,
+    )
+    cluster = plan_cluster(settings, os.environ)
+    platforms = tuple(site.platforms.values())
+    needs = demands(site.nodes, site.platforms, marked=site.is_mixed)
+    if cluster.role == "local" and site.is_mixed:
+        devices = tuple(own_devices(platforms))
+        require_here(needs[0], devices, num_cores=os.cpu_count() or 1)
+        cluster = replace(cluster, devices=devices)
+    if cluster.role != "existing":
+        _warn_of_few_cores(site, cluster.node_rank)
+    try:
+        return run_on_nodes(
+            cluster,
+            lambda meeting: body(replace(site, cluster=cluster, meeting=meeting)),
+            platforms=platforms,
+        )
+    except (WorkerFailure, NodeFailure) as failure:
+        raise RunFailure(str(failure)) from None
+
+
+def _warn_of_few_cores(site: Site, node: int) -> None:
+    """Ray is told that there is a core for each process."""
+    hosts = [name for name, own in site.platforms.items() if own.visibility.mode == "none"]
+    num_processes = sum(site.nodes[pool].count(node) for pool in hosts)
+    num_cores = os.cpu_count() or 1
+    if num_processes > num_cores:
+        wanted = f"trainer.n_gpus_per_node={site.config.trainer.n_gpus_per_node}"
+        text = "%s: %d processes of the host share its %d cores. Lower it unless this is a trial."
+        logger.warning(text, wanted, num_processes, num_cores)
+
+
+def _timeout_s(config: RunConfig | SftConfig) -> float:
+    is_run = isinstance(config, RunConfig)
+    return config.actor_rollout_ref.nccl_timeout if is_run else config.nccl_timeout
+
+
+def site_here(config: RunConfig | SftConfig) -> Site:
+    """That of a run which needs no other process."""
+    placement = place_run(config) if isinstance(config, RunConfig) else place_sft(config)
+    platforms = _platforms(config, placement)
+    if isinstance(config, RunConfig):
+        found = {pool: platform.name for pool, platform in platforms.items()}
+        placement = with_found(config, placement, found=found)
+    return Site(config, platforms, placement, cluster=None)
+
+
+def _platforms(config: RunConfig | SftConfig, placement: Placement) -> dict[str, Platform]:
+    """Of each pool. One for all must be usable here; of several each worker confirms its own."""
+    found = {
+        pool.name: select_platform(AUTO)
+        if pool.platform == AUTO
+        else platform_named(pool.platform, key=platform_key(pool, config))
+        for pool in placement.used_pools
+    }
+    if len({platform.name for platform in found.values()}) == 1:
+        pool = placement.used_pools[0]
+        select_platform(pool.platform, key=platform_key(pool, config))
+    return found
+
+
+@contextmanager
+def naming_step(step: Callable[[], int]) -> Iterator[None]:
+    """Let failures of workers out as ``RunFailure``, with the step that was under way."""
+    try:
+        yield
+    except (WorkerFailure, BaseExceptionGroup) as error:
+        cause = first_cause(error)
+        if not isinstance(cause, WorkerFailure):
+            raise
+        raise RunFailure(f"step {step()}: {cause}") from None
+
+
+def require_fit(
+    site: Site, model: ModelFolder, *, key: str, beside: Mapping[str, ModelFolder] | None = None
+) -> None:
+    """Raise UserError if the models cannot be laid out as asked for, or the devices do not compute
+    them, or not have the memory. Of devices that may be elsewhere their workers tell.
+
+    Args:
+        key: the configuration key that ``model`` came from, for the message.
+        beside: by their names in ``site.placement.layouts``.
+    """
+    others = beside or {}
+    if site.cluster is not None:
+        require_decoder(model, key=key)
+    layouts = site.placement.layouts
+    known = {task: ModelSizes.of(others.get(task, model).hf_config) for task in layouts}
+    require_division(site.config, site.placement, models=known)
+    if isinstance(site.config, RunConfig):
+        generates = site.platforms[site.placement.pool_of("generate").name]
+        require_kernels(model.decoder_config, generates, key=f"{key}={str(model.path)!r}")
+    if not site.is_mixed:
+        _require_precision(site)
+    sizes = known["actor-train"]
+    if site.platform.has_own_memory and sizes is not None and not site.is_mixed:
+        require_memory(
+            site.config,
+            sizes,
+            beside={name: own for name in others if (own := known[name]) is not None},
+            available_bytes=site.platform.total_memory_bytes(),
+            recomputes_parts=model.decoder_config is not None,
+        )
+        has_pages = site.platform.kernels == "triton" and model.decoder_config is not None
+        if has_pages and isinstance(site.config, RunConfig):
+            available_bytes = site.platform.total_memory_bytes()
+            require_cache(site.config, sizes, available_bytes=available_bytes)
+
+
+def _require_precision(site: Site) -> None:
+    """Raise UserError if the devices do not compute in what a layout asks for."""
+    config = site.config
+    if isinstance(config, SftConfig):
+        require_precision(config.engine, site.platform, section="engine")
+        return
+    roles = config.actor_rollout_ref
+    layouts = {
+        "actor-train": roles.actor.fsdp_config,
+        "ref_logp": roles.ref.fsdp_config,
+        **models_beside(config),
+    }
+    for task, layout in layouts.items():
+        if task in site.placement.layouts:
+            require_precision(layout, site.platform, section=section_of(task))
+
+
+@asynccontextmanager
+async def hosted_run(
+    site: Site, config: RunConfig, *, model: ModelFolder, eos_ids: TokenIds, total_steps: int
+) -> AsyncIterator[HostedRun]:
+    """The engines of ``tandem train`` while the block runs.
+
+    Raises:
+        UserError: the model cannot be loaded, or there are too few devices.
+        WorkerFailure: a process could not do its part.
+    """
+    platform = site.platform
+    if site.cluster is None:
+        async with _here(platform) as runtime:
+            built = await runtime.call(
+                build_colocated, config, platform=platform, eos_ids=eos_ids, total_steps=total_steps
+            )
+            engines = Engines(
+                built.train,
+                built.rollout,
+                built.reference,
+                scorer=built.train,
+                critic=built.critic,
+                reward_model=built.reward_model,
+                num_rows=built.num_rows,
+            )
+            peak = partial(PeakMemory.of, platform)
+            yield HostedRun(runtime, engines, built.sizes, platform.device_name(), peak)
+        return
+    make_jobs = partial(
+        run_jobs,
+        config,
+        site.placement,
+        platforms=site.platforms,
+        eos_ids=eos_ids,
+        total_steps=total_steps,
+    )
+    async with _in_pools(site, site.cluster, make_jobs=make_jobs) as (runtime, groups):
+        rollout = config.actor_rollout_ref.rollout
+        remote = remote_engines(groups, site.placement, rollout=rollout)
+        engines = Engines(
+            remote.train,
+            remote.rollout,
+            remote.reference,
+            scorer=remote.scorer,
+            stage=remote.stage,
+            critic=remote.critic,
+            reward_model=remote.reward_model,
+            work=remote.rollout.work,
+            generates_apart=site.placement.generates_apart,
+            num_rows=rollout.max_num_seqs * len(remote.rollout.work()),
+        )
+        sizes = None if model.decoder_config is None else sizes_of(model.decoder_config)
+        chip = await runtime.call(_chip, groups[site.placement.pool_of("actor-train").name])
+        yield HostedRun(runtime, engines, sizes, chip, partial(_peak, remote.train, remote.critic))
+
+
+@asynccontextmanager
+async def hosted_trainer(
+    site: Site, config: SftConfig, *, total_steps: int
+) -> AsyncIterator[HostedTrainer]:
+    """The engine of ``tandem sft`` while the block runs. Errors as ``hosted_run``."""
+    if site.cluster is None:
+        async with _here(site.platform) as runtime:
+            engine = await runtime.call(
+                build_trainer, config, platform=site.platform, total_steps=total_steps
+            )
+            yield HostedTrainer(runtime, engine)
+        return
+    make_jobs = partial(
+        sft_jobs, config, site.placement, platforms=site.platforms, total_steps=total_steps
+    )
+    async with _in_pools(site, site.cluster, make_jobs=make_jobs) as (runtime, groups):
+        yield HostedTrainer(runtime, remote_trainer(groups, site.placement))
+
+
+@asynccontextmanager
+async def _here(platform: Platform) -> AsyncIterator[InProcessRuntime]:
+    runtime = InProcessRuntime(platform.prepare_thread)
+    try:
+        yield runtime
+    finally:
+        await runtime.close()
+
+
+@asynccontextmanager
+async def _in_pools(
+    site: Site, cluster: ClusterPlan, *, make_jobs: MakeJobs
+) -> AsyncIterator[tuple[RayRuntime, Mapping[str, WorkerGroup]]]:
+    """Processes on all devices, each with its engines built."""
+    runtime = RayRuntime(
+        cluster,
+        platforms=site.platforms,
+        platform=site.platform,
+        pools=site.nodes,
+        meeting=site.meeting,
+    )
+    try:
+        store = host_store(timeout_s=cluster.settings.wait_s)
+        jobs = make_jobs(store=(runtime.address, store.port))
+        groups = await runtime.call(
+            runtime.start_pools, {name: partial(build_worker, job) for name, job in jobs.items()}
+        )
+        await runtime.call(_write_placement, site, groups)
+        yield runtime, groups
+    finally:
+        await runtime.close()
+
+
+def _write_placement(site: Site, groups: Mapping[str, WorkerGroup]) -> None:
+    """Where each task's processes run, as they say themselves."""
+    records = [
+        {"tasks": list(pool.tasks), **told}
+        for pool in site.placement.used_pools
+        for told in call_each([groups[pool.name]], "describe")
+    ]
+    folder: Path = site.config.trainer.run_folder
+    (folder / PLACEMENT_FILE).write_text(json.dumps(records, indent=2) + "\n")
+
+
+def _chip(group: WorkerGroup) -> str:
+    """The name of its devices."""
+    return group.gather([group.submit(0, "describe")])[0]["chip"]
+
+
+def _peak(train: RemoteTrainer, critic: RemoteTrainer | None) -> PeakMemory:
+    """While the policy waits for the critic to warm up, there is only the critic's."""
+    peaks = [engine.peak for engine in (train, critic) if engine is not None]
+    return PeakMemory(max(x.allocated for x in peaks), max(x.reserved for x in peaks))

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long each task of a training step takes on how many devices: from runs that were made, or
+from a table. What the planner predicts other splits from.
+
+Between and beyond measured numbers of devices, seconds are ``fixed + divided / devices`` (least
+squares, neither below 0); from one number of devices alone, all of it is taken to divide.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tandem.config.derived.pools import TASKS, place_run
+from tandem.config.schema.run import RunConfig
+from tandem.errors import UserError
+from tandem.metrics.decode_pace import DecodePace
+from tandem.metrics.trace import PAUSE
+from tandem.report.run_folder import RunData, read_run
+from tandem.report.series import Column
+
+SYNC = "sync"
+_GENERATE = "generate"
+_LENGTHS = "response_lengths"
+_SECTIONS = {
+    _GENERATE: ("gen",),
+    "logp": ("old_log_prob",),
+    "ref_logp": ("ref",),
+    "actor-train": ("update_actor", "values", "update_critic"),
+    SYNC: ("update_weights",),
+}
+"""Sections of a synchronous step, for runs without ``pipeline/busy_s``; not every run has more than
+the first."""
+_NUM_WARMUP_STEPS = 1
+_MAX_LENGTHS = 256
+_SATURATED_IDLE_SHARE = 0.1
+
+Measurements = Mapping[str, tuple[tuple[int, float], ...]]
+"""Task -> (devices, seconds) pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """The seconds of a decode step, and how many of them a mean response takes.
+
+    Attributes:
+        num_sequences: of a batch.
+        num_rows: sequences that one engine can have under way.
+    """
+
+    pace: DecodePace
+    mean_tokens: float
+    num_sequences: int
+    num_rows: int
+
+    def saturated_s(self, num_engines: int) -> float:
+        """Of a batch on so many engines that have all their rows under way all the time."""
+        num_steps = self.num_sequences * self.mean_tokens / (num_engines * self.num_rows)
+        return num_steps * self.pace.step_s(self.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTimes:
+    """Seconds of the tasks of one training step.
+
+    Attributes:
+        measured: for ``generate`` the seconds per batch of engines that always have enough to do;
+            a batch alone takes as much longer as its longest response exceeds the mean.
+        relative_lengths: of responses, ascending, mean 1; (1,) if they are not known.
+        longest: of a batch, relative; that of ``relative_lengths``, if no more is known.
+        rows_share: what part of a batch was under way at a time when ``generate`` was measured.
+        decoding: how long decode steps take and responses are, if a run told it. Then ``generate``
+            follows from it.
+
+    Example:
+        >>> times = TaskTimes({"actor-train": ((2, 5.0), (4, 3.0))}, (1.0,))
+        >>> times.seconds("actor-train", 8)  # 1 + 8 / 8
+        2.0
+    """
+
+    measured: Measurements
+    relative_lengths: tuple[float, ...]
+    longest: float = 0.0
+    rows_share: float = 1.0
+    decoding: Decoding | None = None
+
+    def planned(self, config: RunConfig) -> TaskTimes:
+        """With as many sequences and rows as ``config`` has."""
+        if self.decoding is None:
+            return self
+        rows = config.actor_rollout_ref.rollout.max_num_seqs
+        decoding = replace(self.decoding, num_sequences=config.sequences_per_step, num_rows=rows)
+        return replace(self, decoding=decoding)
+
+    def seconds(self, task: str, num_devices: int) -> float:
+        """Seconds on so many devices, 0 for a task that was not measured."""
+        if task == _GENERATE and self.decoding is not None:
+            return self.decoding.saturated_s(num_devices)
+        points = self.measured.get(task, ())
+        if not points:
+            return 0.0
+        if task == SYNC:
+            return statistics.fmean(seconds for _, seconds in points)
+        fixed, divided = _fit(points)
+        return fixed + divided / num_devices
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """Times of a run, its configuration, and the median wall time of its steps."""
+
+    times: TaskTimes
+    config: RunConfig
+    step_s: float
+
+
+def read_times(paths: Sequence[Path]) -> TaskTimes:
+    """The times of run folders and tables together.
+
+    Raises:
+        UserError: one of them cannot be read or holds no times.
+    """
+    found = [measured_run(p).times if p.is_dir() else _read_table(p) for p in paths]
+    measured: dict[str, list[tuple[int, float]]] = {}
+    for times in found:
+        for task, points in times.measured.items():
+            measured.setdefault(task, []).extend(points)
+    told = max(found, key=lambda times: (times.decoding is not None, len(times.relative_lengths)))
+    points_by_task = {task: tuple(points) for task, points in measured.items()}
+    return replace(told, measured=points_by_task)
+
+
+def measured_run(folder: Path) -> MeasuredRun:
+    """What a run folder says.
+
+    Raises:
+        UserError: the folder holds no run of ``tandem train`` with two steps or more.
+    """
+    run = read_run(folder)
+    config = _config_of(run)
+    lengths, longest = _relative_lengths(run), _longest(run)
+    devices = {task: pool.num_devices for pool in place_run(config).pools for task in pool.tasks}
+    all_lengths = (*lengths, longest) if longest > lengths[-1] else lengths
+    waits = _waits_for_longest(run, all_lengths, num_engines=devices[_GENERATE])
+    measured: dict[str, tuple[tuple[int, float], ...]] = {}
+    for task in (*TASKS, SYNC):
+        seconds = _task_seconds(run, task)
+        if task == _GENERATE and seconds is not None:
+            seconds /= waits
+        if seconds:
+            measured[task] = ((devices.get(task, 1), seconds),)
+    wall = _median(run, "pipeline/wall_s") or _median(run, "timing_s/step")
+    if _GENERATE not in measured or "actor-train" not in measured or wall is None:
+        raise UserError(
+            f"--times={str(folder)!r}: holds no times of generation and training. Give the folder "
+            "of a run with two steps or more, or a table."
+        )
+    rows = config.actor_rollout_ref.rollout.max_num_seqs * devices[_GENERATE]
+    rows_share = min(rows / config.sequences_per_step, 1.0) if waits == 1.0 else 1.0
+    times = TaskTimes(measured, lengths, longest, rows_share, _decoding(run, config))
+    return MeasuredRun(times, config, wall)
+
+
+def _config_of(run: RunData) -> RunConfig:
+    try:
+        return RunConfig.model_validate(run.config)
+    except ValueError as error:
+        raise UserError(
+            f"--times={str(run.folder)!r}: its config.json is not one of tandem train "
+            f"({str(error).splitlines()[0]}). Give the folder of such a run."
+        ) from error
+
+
+def _task_seconds(run: RunData, task: str) -> float | None:
+    busy = _median(run, f"pipeline/busy_s/{task}")
+    if busy is not None:
+        return busy
+    first, *others = (_median(run, f"timing_s/{section}") for section in _SECTIONS[task])
+    return None if first is None else first + sum(seconds or 0.0 for seconds in others)
+
+
+def _decoding(run: RunData, config: RunConfig) -> Decoding | None:
+    """As fitted in the run's steps; only synchronous ones tell it."""
+    fixed_s = _median(run, "perf/decode_step_s/fixed")
+    per_sequence_s = _median(run, "perf/decode_step_s/per_sequence")
+    mean_tokens = _median(run, "response_length/mean")
+    if fixed_s is None or per_sequence_s is None or not mean_tokens:
+        return None
+    rows = config.actor_rollout_ref.rollout.max_num_seqs
+    pace = DecodePace(fixed_s, per_sequence_s)
+    return Decoding(pace, mean_tokens, config.sequences_per_step, rows)
+
+
+def _waits_for_longest(run: RunData, lengths: Sequence[float], *, num_engines: int) -> float:
+    """How many times what it takes of engines with always enough to do was measured in ``run``:
+    for a whole batch, or for the mean over engines (one a device) that each have a share of it.
+    """
+    idle = _median(run, f"pipeline/idle_share/{_GENERATE}")
+    if idle is None:
+        return max(lengths)
+    paused_s = _median(run, f"pipeline/wait_s/{_GENERATE}/{PAUSE}")
+    wall_s = _median(run, "pipeline/wall_s")
+    if paused_s and wall_s:
+        paused = min(paused_s / wall_s, idle)
+        idle = (idle - paused) / max(1 - paused, 1e-9)
+    return 1.0 if idle < _SATURATED_IDLE_SHARE else expected_longest(lengths, num_engines)
+
+
+def expected_longest(lengths: Sequence[float], num_shares: int) -> float:
+    """The mean, over all ways to deal ascending ``lengths`` in so many equal shares, of the longest
+    in a share.
+    """
+    size = -(-len(lengths) // num_shares)
+    expected, unseen = 0.0, 1.0
+    for count in range(len(lengths), size - 1, -1):
+        expected += unseen * size / count * lengths[count - 1]
+        unseen *= 1 - size / count
+    return expected
+
+
+def _median(run: RunData, name: str) -> float | None:
+    """Over the steps but the first, which warms up; None if there are no others."""
+    column: Column = run.columns.get(name, ())
+    values = [value for step, value in column if step > _NUM_WARMUP_STEPS]
+    return statistics.median(values) if values else None
+
+
+def _relative_lengths(run: RunData) -> tuple[float, ...]:
+    """Of recorded rollouts of the second half of the run, at most ``_MAX_LENGTHS``, ascending."""
+    late = [r for r in run.rollouts if 2 * int(r["step"]) >= run.num_steps]
+    lengths = sorted(len(r["tokens"]) for r in late if r.get("tokens"))
+    stride = max(-(-len(lengths) // _MAX_LENGTHS), 1)
+    # The longest stays: it decides how long a batch takes.
+    return _relative(lengths[::-1][::stride][::-1])
+
+
+def _longest(run: RunData) -> float:
+    """Of a step's responses, relative to their mean: few are recorded, seldom this one."""
+    longest, mean = _median(run, "response_length/max"), _median(run, "response_length/mean")
+    return longest / mean if longest and mean else 0.0
+
+
+def _relative(lengths: Sequence[float]) -> tuple[float, ...]:
+    if not lengths:
+        return (1.0,)
+    mean = statistics.fmean(lengths)
+    return tuple(length / mean for length in lengths)
+
+
+def _read_table(path: Path) -> TaskTimes:
+    """``{"generate": {"2": 8.0, "4": 4.5}, "actor-train": {"2": 4.0}, "response_lengths": [...]}``:
+    task -> devices -> seconds of one batch; ``sync`` may be a number.
+    """
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        told = [float(length) for length in table.pop(_LENGTHS, ())]
+        measured = {str(task): _points(row) for task, row in table.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"--times={str(path)!r}: {_TABLE_RULE} ({error}).") from error
+    unknown = sorted(set(measured) - {*TASKS, SYNC})
+    missing = [task for task in ("actor-train", _GENERATE) if not measured.get(task)]
+    values = [value for points in measured.values() for point in points for value in point]
+    if unknown or missing or not all(0 < value < math.inf for value in (*values, *told)):
+        what = f"unknown {unknown[0]}" if unknown else f"no {missing[0]}" if missing else ""
+        raise UserError(f"--times={str(path)!r}: {_TABLE_RULE} ({what or 'not > 0 and finite'}).")
+    lengths = _relative(told)
+    alone = measured[_GENERATE]
+    measured[_GENERATE] = tuple((devices, seconds / max(lengths)) for devices, seconds in alone)
+    return TaskTimes(measured, lengths)
+
+
+_TABLE_RULE = (
+    "must be a run folder, or a JSON table of seconds by task and devices. "
+    f'Write {{"generate": {{"2": 8.0}}, "actor-train": {{"2": 4.0}}}}; tasks: {", ".join(TASKS)}, '
+    f"{SYNC}"
+)
+
+
+def _points(row: Any) -> tuple[tuple[int, float], ...]:
+    if isinstance(row, int | float):
+        return ((1, float(row)),)
+    return tuple((int(devices), float(seconds)) for devices, seconds in row.items())
+
+
+def _fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """``(fixed, divided)`` of ``fixed + divided / devices``, neither below 0."""
+    inverse = [1 / devices for devices, _ in points]
+    seconds = [value for _, value in points]
+    mean_x, mean_y = statistics.fmean(inverse), statistics.fmean(seconds)
+    spread = sum((x - mean_x) ** 2 for x in inverse)
+    only_divided = sum(x * y for x, y in zip(inverse, seconds, strict=True)) / sum(
+        x * x for x in inverse
+    )
+    if spread == 0:
+        return 0.0, only_divided
+    products = ((x - mean_x) * (y - mean_y) for x, y in zip(inverse, seconds, strict=True))
+    divided = sum(products) / spread
+    fixed = mean_y - divided * mean_x
+    if divided < 0:
+        return mean_y, 0.0
+    return (fixed, divided) if fixed >= 0 else (0.0, only_divided)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tandem quickstart``: the whole job in small, from a random model to a report, in minutes on two
+cores.
+
+Makes word problems, a tokenizer and a random model of 0.16 M parameters; fine-tunes it on
+demonstrations of mixed quality; reinforces it with GRPO; judges it on held-out problems. All steps
+are the public commands on ordinary files, which stay in the folder. The last line of the output is
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tandem.config.derived.pools import place_run
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
+from tandem.driver.execution import Ended
+from tandem.driver.launch import site_here
+from tandem.driver.notices import configure_logging
+from tandem.driver.sft import run_supervised
+from tandem.driver.train import run_training
+from tandem.errors import UserError
+from tandem.pipeline.loop import RunSummary
+from tandem.quickstart.materials import DATA_SOURCE, Materials, prepare
+from tandem.report.report import write_report
+from tandem.report.run_folder import read_run
+
+_HERE = Path(__file__).parent
+_ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@1"
+
+
+class _Interrupted(Exception):
+    """A signal stopped one of the steps; carries the exit code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run everything; the exit code is 0, or 128 plus the signal that stopped it."""
+    options = _parser().parse_args(arguments)
+    configure_logging()
+    # Two threads on a contended core make a model of this size many times slower than one.
+    torch.set_num_threads(1)
+    begin_s = time.perf_counter()
+    folder: Path = options.folder
+    _check_overrides(options.overrides)
+    try:
+        summary = _run(folder, seed=options.seed, overrides=options.overrides)
+    except _Interrupted as stop:
+        return stop.exit_code
+    summary["seconds"] = round(time.perf_counter() - begin_s, 1)
+    run_folder = folder / "grpo"
+    (run_folder / "summary.json").write_text(json.dumps(summary, indent=2))
+    summary["report"] = str(write_report(run_folder, run_folder / "report.html"))
+    print(json.dumps(summary))
+    return 0
+
+
+def _run(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, float | str]:
+    _say("1/4 making word problems, a tokenizer and a random model")
+    materials = prepare(folder / "materials", seed=seed)
+    _say(f"2/4 supervised warm-up of {materials.num_parameters:,} parameters")
+    warm = warm_start(materials, folder / "sft", seed=seed)
+    _say("3/4 reinforcement learning with GRPO")
+    grpo = _grpo_config(materials, warm, folder=folder / "grpo", seed=seed, overrides=overrides)
+    _finished(run_training(grpo, site_here(grpo)))
+    _say("4/4 judging on unseen combinations of numbers")
+    before = _accuracy_on_unseen(materials, warm, folder=folder / "unseen_before")
+    after = _accuracy_on_unseen(
+        materials, _trained_model(folder / "grpo"), folder=folder / "unseen_after"
+    )
+    accuracies = [value for _, value in read_run(folder / "grpo").columns[_ACCURACY]]
+    return {
+        "accuracy_before": accuracies[0],
+        "accuracy_after": accuracies[-1],
+        "unseen_numbers_before": before,
+        "unseen_numbers_after": after,
+        "seed": seed,
+        "parameters": materials.num_parameters,
+    }
+
+
+def warm_start(materials: Materials, folder: Path, *, seed: int) -> Path:
+    """Fine-tune the random model into ``folder``; returns the model folder."""
+    config = _sft_config(materials, folder, seed=seed)
+    _finished(run_supervised(config, site_here(config)))
+    return _trained_model(folder)
+
+
+def _sft_config(materials: Materials, folder: Path, *, seed: int) -> SftConfig:
+    return load_config(
+        SftConfig,
+        [
+            str(_HERE / "sft.yaml"),
+            f"model.path={materials.model}",
+            f"data.train_files={materials.demonstrations}",
+            f"data.seed={seed}",
+            f"trainer.default_local_dir={folder}",
+            f"trainer.save_freq={_at_the_end()}",
+        ],
+    ).config
+
+
+def _grpo_config(
+    materials: Materials, model: Path, *, folder: Path, seed: int, overrides: Sequence[str]
+) -> RunConfig:
+    return load_config(
+        RunConfig,
+        [
+            str(_HERE / "grpo.yaml"),
+            f"actor_rollout_ref.model.path={model}",
+            f"data.train_files={materials.train}",
+            f"data.val_files={materials.test}",
+            f"data.seed={seed}",
+            f"actor_rollout_ref.rollout.seed={seed}",
+            f"trainer.default_local_dir={folder}",
+            f"trainer.save_freq={_at_the_end()}",
+            *overrides,
+        ],
+    ).config
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Before anything is trained. Raises UserError if they are wrong, or need several devices."""
+    stand_ins = ("actor_rollout_ref.model.path=.", "data.train_files=.", "data.val_files=.")
+    config = load_config(RunConfig, [str(_HERE / "grpo.yaml"), *stand_ins, *overrides]).config
+    if not place_run(config).is_one_process or config.trainer.nnodes > 1:
+        raise UserError(
+            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}, trainer.nnodes="
+            f"{config.trainer.nnodes}: the quickstart trains in one process. Leave them out, or "
+            "use tandem train with the files that the quickstart makes."
+        )
+
+
+def _accuracy_on_unseen(materials: Materials, model: Path, *, folder: Path) -> float:
+    config = load_config(
+        RunConfig,
+        [
+            str(_HERE / "grpo.yaml"),
+            f"actor_rollout_ref.model.path={model}",
+            f"data.train_files={materials.train}",
+            f"data.val_files={materials.test_unseen}",
+            f"trainer.default_local_dir={folder}",
+            "trainer.val_only=True",
+            "trainer.logger=[]",
+        ],
+    ).config
+    return _finished(run_training(config, site_here(config))).validation[_ACCURACY]
+
+
+def _finished(ended: Ended[RunSummary]) -> RunSummary:
+    if ended.exit_code != 0:
+        raise _Interrupted(ended.exit_code)
+    return ended.result
+
+
+def _trained_model(run_folder: Path) -> Path:
+    """The model folder inside the latest checkpoint."""
+    step = (run_folder / "latest_checkpointed_iteration.txt").read_text()
+    return run_folder / f"global_step_{step}" / "actor"
+
+
+def _at_the_end() -> int:
+    """A save frequency that is larger than any quickstart: only the last step is saved."""
+    return 1_000_000
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tandem quickstart",
+        description="Train a small model by supervised fine-tuning and GRPO, and report on it.",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("outputs/quickstart"), help="where everything goes"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights, data and sampling")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the GRPO step's config"
+    )
+    return parser

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far two runs of one recipe differ: the precision procedure behind verl's Ascend tables, and
+beside its numbers those that say whether they mean something.
+
+Pure: two logs in, one ``Comparison`` out. What is compared is the series of one metric over the
+steps that both runs have. docs/compare.md says what each number is and is not.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tandem.errors import UserError
+from tandem.report.compare_sources import MetricLog
+
+LIMITS_PERCENT = {"critic/rewards/mean": 4.0, "train/loss": 2.0}
+"""The published limits of the mean absolute error, for the metrics that they are for."""
+THROUGHPUT = "perf/throughput"
+STEP_SECONDS = ("perf/time_per_step", "timing_s/step", "train/time(s)")
+"""What runs call the time of a step; the first that both have is used."""
+FIRST_STEPS = 4
+"""The published throughput is the mean of so many first steps."""
+
+Column = Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far one series is from another over their common steps; not in percent.
+
+    Attributes:
+        steps: the common ones.
+        mean_absolute: the mean of ``|b - a|``; not divided by anything.
+        largest, largest_step: the greatest ``|b - a|``, and where.
+        bias: the mean of ``b - a``.
+        relative: ``mean_absolute`` over the mean of ``|a|``; infinite if that is 0.
+        num_broken: steps at which a value is not finite; they are in none of the numbers.
+        num_single: steps that only one of the series has; likewise.
+    """
+
+    steps: tuple[int, ...]
+    mean_absolute: float
+    largest: float
+    largest_step: int
+    bias: float
+    relative: float
+    num_broken: int
+    num_single: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A quantity of both runs, and a ratio that is below 1 where B is the slower one."""
+
+    a: float
+    b: float
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Everything that is told of two runs; None where they do not log what it takes.
+
+    Attributes:
+        limit_percent: of ``100 * deviation.mean_absolute``, inclusive.
+        first_throughput: means over the first ``FIRST_STEPS`` logged steps.
+        steady_throughput: medians over the common steps after those.
+        total_time: seconds of the common steps.
+        noise: for each repeated side, ``A`` or ``B``, how far its repetition is from it.
+    """
+
+    metric: str
+    limit_percent: float
+    deviation: Deviation
+    first_throughput: Ratio | None
+    steady_throughput: Ratio | None
+    total_time: Ratio | None
+    noise: Mapping[str, Deviation]
+
+    @property
+    def is_within_limit(self) -> bool:
+        """Whether the runs agree: the verdict."""
+        error = 100 * self.deviation.mean_absolute
+        return not self.deviation.num_broken and error <= self.limit_percent
+
+    @property
+    def noise_floor(self) -> float | None:
+        """The mean absolute error between runs that differ in nothing."""
+        return max((deviation.mean_absolute for deviation in self.noise.values()), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two runs: ``a`` is the reference. The repetitions are further runs of the same side."""
+
+    a: MetricLog
+    b: MetricLog
+    repeat_a: MetricLog | None = None
+    repeat_b: MetricLog | None = None
+
+
+def choose_metric(pair: Pair, wanted: str | None) -> str:
+    """The wanted metric, or the first of those with a published limit that both runs have.
+
+    Raises:
+        UserError: a run does not have it.
+    """
+    sides = {"A": pair.a, "B": pair.b, "--repeat-a": pair.repeat_a, "--repeat-b": pair.repeat_b}
+    logs = {key: log for key, log in sides.items() if log is not None}
+    if wanted is None:
+        for name in LIMITS_PERCENT:
+            if name in pair.a.columns and name in pair.b.columns:
+                wanted = name
+                break
+        else:
+            raise UserError(
+                f"A={str(pair.a.path)!r}, B={str(pair.b.path)!r}: do not both log one of "
+                f"{', '.join(LIMITS_PERCENT)}. Name another metric with --metric and --limit."
+            )
+    for key, log in logs.items():
+        if wanted not in log.columns:
+            close = difflib.get_close_matches(wanted, log.columns, n=3, cutoff=0.3)
+            near = f" (it logs {', '.join(close)})" if close else ""
+            raise UserError(
+                f"{key}={str(log.path)!r}: does not log {wanted}{near}. "
+                "Name a metric of all runs with --metric."
+            )
+    return wanted
+
+
+def compare_runs(pair: Pair, *, metric: str, limit_percent: float) -> Comparison:
+    """Compare B with A, and each side with its repetition.
+
+    Raises:
+        UserError: two runs have no common step.
+    """
+    a, b = pair.a.columns, pair.b.columns
+    repeated = (("A", pair.a, pair.repeat_a), ("B", pair.b, pair.repeat_b))
+    return Comparison(
+        metric=metric,
+        limit_percent=limit_percent,
+        deviation=_deviation(a[metric], b[metric], what=f"{metric} of A and B"),
+        first_throughput=_first_throughput(a.get(THROUGHPUT, {}), b.get(THROUGHPUT, {})),
+        steady_throughput=_steady_throughput(a.get(THROUGHPUT, {}), b.get(THROUGHPUT, {})),
+        total_time=_total_time(a, b),
+        noise={
+            key: _deviation(
+                log.columns[metric],
+                repetition.columns[metric],
+                what=f"{metric} of {key} and its repetition",
+            )
+            for key, log, repetition in repeated
+            if repetition is not None
+        },
+    )
+
+
+def _deviation(a: Column, b: Column, *, what: str) -> Deviation:
+    steps = _common(a, b)
+    if not steps:
+        raise UserError(
+            f"{what}: have no common step ({_range(a)} and {_range(b)}). "
+            "Compare runs that log the same steps."
+        )
+    whole = [step for step in steps if math.isfinite(a[step]) and math.isfinite(b[step])]
+    num_broken = len(steps) - len(whole)
+    num_single = len(a.keys() ^ b.keys())
+    if not whole:
+        nan = math.nan
+        return Deviation(tuple(steps), nan, nan, steps[0], nan, nan, num_broken, num_single)
+    differences = {step: b[step] - a[step] for step in whole}
+    error = statistics.fmean(map(abs, differences.values()))
+    size = statistics.fmean(abs(a[step]) for step in whole)
+    largest_step = max(whole, key=lambda step: abs(differences[step]))
+    return Deviation(
+        steps=tuple(steps),
+        mean_absolute=error,
+        largest=abs(differences[largest_step]),
+        largest_step=largest_step,
+        bias=statistics.fmean(differences.values()),
+        relative=error / size if size else math.inf if error else 0.0,
+        num_broken=num_broken,
+        num_single=num_single,
+    )
+
+
+def _first_throughput(a: Column, b: Column) -> Ratio | None:
+    means = [_mean([*column.values()][:FIRST_STEPS]) for column in (a, b)]
+    return _ratio(means[0], means[1], b_over_a=True)
+
+
+def _steady_throughput(a: Column, b: Column) -> Ratio | None:
+    late = set([*a][FIRST_STEPS:]) & set([*b][FIRST_STEPS:])
+    if not late:
+        return None
+    middles = [statistics.median(column[step] for step in late) for column in (a, b)]
+    return _ratio(middles[0], middles[1], b_over_a=True)
+
+
+def _total_time(a: Mapping[str, Column], b: Mapping[str, Column]) -> Ratio | None:
+    name = next((name for name in STEP_SECONDS if name in a and name in b), None)
+    steps = _common(a[name], b[name]) if name else []
+    if name is None or not steps:
+        return None
+    return _ratio(
+        sum(a[name][step] for step in steps), sum(b[name][step] for step in steps), b_over_a=False
+    )
+
+
+def _ratio(a: float, b: float, *, b_over_a: bool) -> Ratio | None:
+    above, below = (b, a) if b_over_a else (a, b)
+    return Ratio(a, b, above / below) if below > 0 and math.isfinite(above / below) else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+def _common(a: Column, b: Column) -> list[int]:
+    return [step for step in a if step in b]
+
+
+def _range(column: Column) -> str:
+    steps = list(column)
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"

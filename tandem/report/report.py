@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a run: one HTML file with curves, sampled rollouts and the configuration.
+
+The file is self-contained (no network, no other files; its content policy forbids both) and
+bounded: curves are thinned, and of very many or very long rollouts it shows an even selection. Text
+from models and data reaches the page only as JSON data that scripts insert as text, or through
+jinja2's escaping.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from tandem.errors import UserError
+from tandem.metrics.records import spread
+from tandem.report.headline import flatten, subtitle, tiles, title
+from tandem.report.run_folder import RunData, read_run
+from tandem.report.series import charts, curves
+from tandem.report.timeline import timeline
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_MAX_ROLLOUTS = 400
+_MAX_TOKENS_SHOWN = 150_000
+_MAX_TOKENS_PER_ROLLOUT = 2048
+_MAX_PROMPT_CHARACTERS = 8000
+_SCRIPT_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+
+
+def write_report(
+    run_folder: Path, output: Path, *, forecast: Sequence[tuple[str, str]] = ()
+) -> Path:
+    """Write the report of a run, finished or not, and return ``output``.
+
+    Args:
+        forecast: rows of what was to be expected of the run's speed beside what it achieved.
+
+    Raises:
+        UserError: the folder holds no run, a file in it is damaged, or ``output`` cannot be
+            written.
+    """
+    page = render(read_run(run_folder), forecast)
+    partial = output.with_name(output.name + ".partial")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(page, encoding="utf-8", errors="backslashreplace")
+        os.replace(partial, output)
+    except OSError as error:
+        raise UserError(
+            f"--output={str(output)!r}: cannot be written ({error.strerror}). Give another file."
+        ) from error
+    return output
+
+
+def render(run: RunData, forecast: Sequence[tuple[str, str]] = ()) -> str:
+    """The page as text; ``forecast`` as in ``write_report``."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    rollouts = select_rollouts(run.rollouts)
+    data = {
+        "curves": curves(run.columns),
+        "charts": [asdict(chart) for chart in charts(run.columns)],
+        "rollouts": rollouts,
+    }
+    return environment.get_template("report.html").render(
+        title=title(run),
+        subtitle=subtitle(run),
+        tiles=tiles(run),
+        timeline=timeline(run.trace, run.columns),
+        forecast=forecast,
+        summary=flatten(run.summary),
+        config=flatten(run.config),
+        num_recorded=len(run.rollouts),
+        num_shown=len(rollouts),
+        data=script_json(data),
+        style=_asset("report.css"),
+        scripts=[_asset("charts.js"), _asset("rollouts.js")],
+    )
+
+
+def script_json(value: Any) -> Markup:
+    """JSON for a script element: no character in it can end the element or begin a tag."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, default=str)
+    return Markup(text.translate(_SCRIPT_ESCAPES))
+
+
+def select_rollouts(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """An even selection over the run that fits the page, each record cut to a bounded length."""
+    limit = _MAX_ROLLOUTS
+    while True:
+        chosen = [_shown(records[index]) for index in spread(len(records), limit, offset=0)]
+        if sum(len(record["tokens"]) for record in chosen) <= _MAX_TOKENS_SHOWN or limit == 1:
+            return chosen
+        limit //= 2
+
+
+def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = list(record.get("tokens") or ())
+    return {
+        "step": record["step"],
+        "id": record.get("sample_id"),
+        "source": record.get("data_source"),
+        "prompt": _cut(str(record.get("prompt", ""))),
+        "response": _cut(str(record.get("response", ""))),
+        "truth": record.get("ground_truth"),
+        "score": record.get("score"),
+        "status": record.get("status", "value"),
+        "detail": record.get("detail", ""),
+        "extra": record.get("extra") or {},
+        "advantage": record.get("advantage"),
+        "finish": record.get("finish_reason"),
+        "length": len(tokens),
+        "version": record.get("weights_version"),
+        "tokens": tokens[:_MAX_TOKENS_PER_ROLLOUT],
+        "logp": list(record.get("log_probs") or ())[:_MAX_TOKENS_PER_ROLLOUT],
+    }
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _MAX_PROMPT_CHARACTERS:
+        return text
+    return text[:_MAX_PROMPT_CHARACTERS] + f" ... ({len(text)} characters)"
+
+
+def _asset(name: str) -> Markup:
+    return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No key is silently without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from tandem.config.check.device_conditions import RUN_DEVICE_CONDITIONS, SFT_DEVICE_CONDITIONS
+from tandem.config.check.ignored_keys import keys_without_effect as reasons_of
+from tandem.config.check.read_conditions import RUN_CONDITIONS, SFT_CONDITIONS, SHARED_CONDITIONS
+from tandem.config.parse.keys import find_key, is_section, keys_of
+from tandem.config.parse.messages import in_override_grammar
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+REF = "actor_rollout_ref.ref"
+
+
+def reasons(*arguments: str) -> Mapping[str, str]:
+    return reasons_of(load_config(RunConfig, arguments))
+
+
+def test_keys_that_nobody_set_are_not_named() -> None:
+    assert reasons() == {}
+    assert reasons("data.train_batch_size=512", f"{ACTOR}.optim.lr=1e-5") == {}
+
+
+def test_every_key_that_nothing_reads_is_named_when_it_is_set() -> None:
+    for name, key in keys_of(RunConfig).items():
+        if key.no_effect and key.default not in ({}, ""):
+            found = reasons(f"{name}={in_override_grammar(key.default)}")
+            assert found == {name: key.no_effect}
+
+
+def test_keys_are_named_as_they_were_spelt() -> None:
+    found = reasons("+actor_rollout_ref.async_pipeline=True")
+    assert list(found) == ["actor_rollout_ref.async_pipeline"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason", "switch"),
+    [
+        (
+            "algorithm.kl_ctrl.kl_coef=0.1",
+            "use_kl_in_reward=False",
+            "algorithm.use_kl_in_reward=True",
+        ),
+        (
+            "algorithm.filter_groups.metric=acc",
+            "filter_groups.enable=False",
+            "algorithm.filter_groups.enable=True",
+        ),
+        (
+            "algorithm.norm_adv_by_std_in_grpo=False",
+            "grpo and grpo_passk",
+            "algorithm.adv_estimator=grpo",
+        ),
+        (
+            "algorithm.gamma=0.9",
+            "only the estimators",
+            "algorithm.adv_estimator=reinforce_plus_plus",
+        ),
+        ("algorithm.lam=0.9", "only the estimator gae", "algorithm.adv_estimator=gae"),
+        (f"{ACTOR}.kl_loss_coef=0.1", "use_kl_loss=False", f"{ACTOR}.use_kl_loss=True"),
+        (
+            f"{ACTOR}.clip_ratio_c=4",
+            "only loss_mode=vanilla",
+            f"{ACTOR}.policy_loss.loss_mode=vanilla",
+        ),
+        (
+            f"{ACTOR}.loss_scale_factor=5",
+            "sum-norm reads it",
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+        ),
+        (
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=5",
+            "use_dynamic_bsz=True",
+            f"{ACTOR}.use_dynamic_bsz=False",
+        ),
+        (f"{ACTOR}.data_loader_seed=5", "shuffle=False", f"{ACTOR}.shuffle=True"),
+        (
+            f"{ACTOR}.optim.min_lr_ratio=0.1",
+            "type=constant",
+            f"{ACTOR}.optim.lr_scheduler_type=cosine",
+        ),
+        (
+            f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1",
+            "is set and replaces",
+            f"{ACTOR}.optim.lr_warmup_steps=-1",
+        ),
+        (f"{ACTOR}.optim.muon_lr=0.1", "only optimizer=Muon", f"{ACTOR}.optim.optimizer=Muon"),
+        (
+            f"{REF}.log_prob_micro_batch_size_per_gpu=4",
+            "there is no reference",
+            f"{ACTOR}.use_kl_loss=True",
+        ),
+        (
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
+            "strictly on-policy",
+            f"{ACTOR}.ppo_mini_batch_size=512",
+        ),
+        (f"{ROLLOUT}.val_kwargs.top_p=0.9", "is greedy", f"{ROLLOUT}.val_kwargs.do_sample=True"),
+        (f"{ROLLOUT}.top_p=0.9", "is greedy", f"{ROLLOUT}.do_sample=True"),
+        ("data.truncation=left", "drops longer prompts", "data.filter_overlong_prompts=False"),
+        ("data.seed=4", "data.shuffle=False", "data.shuffle=True"),
+        ("custom_reward_function.name=f", "path is not set", "custom_reward_function.path=r.py"),
+        (
+            "reward_model.overlong_buffer.len=4",
+            "reward_manager=dapo",
+            "reward_model.reward_manager=dapo",
+        ),
+        ("trainer.resume_from_path=x", "not resume_path", "trainer.resume_mode=resume_path"),
+        ("trainer.max_actor_ckpt_to_keep=3", "nothing is saved", "trainer.save_freq=1"),
+        ("trainer.test_freq=3", "val_files is empty", "data.val_files=[v.parquet]"),
+        ("trainer.log_val_generations=3", "val_files is empty", "data.val_files=[v.parquet]"),
+        ("trainer.validation_data_dir=x", "val_files is empty", "data.val_files=[v.parquet]"),
+        ("trainer.val_before_train=False", "val_files is empty", "data.val_files=[v.parquet]"),
+    ],
+)
+def test_what_switches_a_key_off_is_the_reason_until_it_is_switched_on(
+    argument: str, reason: str, switch: str
+) -> None:
+    key, switched = argument.partition("=")[0], switch.partition("=")[0]
+    off = {
+        f"{ACTOR}.use_dynamic_bsz": "True",
+        f"{ACTOR}.ppo_mini_batch_size": "1024",
+        f"{ACTOR}.optim.lr_warmup_steps": "5",
+        f"{ACTOR}.policy_loss.loss_mode": "gspo",
+        f"{ROLLOUT}.do_sample": "False",
+        "algorithm.adv_estimator": "rloo",
+        "data.filter_overlong_prompts": "True",
+        "data.shuffle": "False",
+        "data.val_files": "[]",
+    }
+    setting_off = [f"{switched}={off[switched]}"] if switched in off else []
+    enable = ["reward_model.overlong_buffer.enable=True"] if "overlong" in argument else []
+    assert reason in reasons(argument, *setting_off, *enable)[key]
+    assert key not in reasons(argument, switch, *enable)
+
+
+def test_gamma_is_not_read_by_remax() -> None:
+    assert "algorithm.gamma" in reasons("algorithm.gamma=0.9", "algorithm.adv_estimator=remax")
+
+
+def test_the_actors_token_limit_has_no_effect_if_no_pass_is_packed_by_tokens() -> None:
+    key = f"{ACTOR}.ppo_max_token_len_per_gpu"
+    by_count = (f"{key}=9000", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2")
+    assert reasons(*by_count) == {}, "old log-probs follow it, and are packed by tokens"
+    on_policy = f"{ACTOR}.ppo_mini_batch_size=1024"
+    assert "bounded by count" in reasons(*by_count, on_policy)[key]
+    assert key not in reasons(*by_count, on_policy, f"{ACTOR}.use_dynamic_bsz=True")
+    assert key not in reasons(*by_count, on_policy, f"{ACTOR}.use_kl_loss=True")
+
+
+def test_the_runs_seed_has_no_effect_once_every_other_is_set() -> None:
+    seeds = ("data.seed=2", f"{ROLLOUT}.seed=2")
+    assert reasons("trainer.seed=5", seeds[0]) == {}
+    assert list(reasons("trainer.seed=5", *seeds)) == ["trainer.seed"]
+    assert reasons("trainer.seed=5", *seeds, f"{ACTOR}.shuffle=True") == {}
+    loaded = load_config(SftConfig, ["trainer.seed=5", "data.seed=2"])
+    assert list(reasons_of(loaded)) == ["trainer.seed"]
+
+
+def test_a_chat_template_of_the_data_replaces_the_models() -> None:
+    both = ["data.chat_template=a", "model.custom_chat_template=b"]
+    assert list(reasons_of(load_config(SftConfig, both))) == ["model.custom_chat_template"]
+    assert reasons_of(load_config(SftConfig, both[1:])) == {}
+    assert load_config(SftConfig, both).config.chat_template == "a"
+    assert load_config(SftConfig, both[1:]).config.chat_template == "b"
+
+
+def test_clip_ratio_loses_its_effect_only_to_both_sides() -> None:
+    one = (f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_low=0.2")
+    assert reasons(*one) == {}
+    assert list(reasons(*one, f"{ACTOR}.clip_ratio_high=0.2")) == [f"{ACTOR}.clip_ratio"]
+
+
+def test_an_engine_that_is_not_built_is_named() -> None:
+    reason = "engine not built yet: the native engine is used"
+    assert reasons(f"{ROLLOUT}.name=sglang") == {f"{ROLLOUT}.name": reason}
+    assert "family decides" in reasons(f"{ROLLOUT}.name=hf")[f"{ROLLOUT}.name"]
+    assert reasons(f"{ROLLOUT}.name=native") == {}
+
+
+def test_more_keys_that_others_switch_off() -> None:
+    dynamic = ("algorithm.filter_groups.enable=True", "data.gen_batch_size=9")
+    assert list(reasons(*dynamic)) == ["data.gen_batch_size"]
+    assert reasons(*dynamic, "algorithm.filter_groups.max_num_gen_batches=2") == {}
+
+    assert list(reasons(f"{ACTOR}.strategy=fsdp2")) == [f"{ACTOR}.strategy"]
+    assert reasons(f"{ACTOR}.strategy=fsdp") == {}
+
+    greedy = (f"{ROLLOUT}.seed=3", f"{ROLLOUT}.do_sample=False")
+    sampled = (f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=1")
+    assert list(reasons(*greedy)) == [f"{ROLLOUT}.seed"]
+    assert reasons(*greedy, *sampled) == {}
+
+    trained = ("trainer.save_freq=3", f"{ACTOR}.optim.lr=1e-5", "trainer.total_epochs=2")
+    assert reasons(*trained) == {}
+    assert len(reasons(*trained, "trainer.val_only=True")) == len(trained)
+
+
+def test_sft_names_keys_of_reinforcement_learning() -> None:
+    loaded = load_config(SftConfig, ["trainer.critic_warmup=3", "data.max_token_len_per_gpu=4096"])
+    found = reasons_of(loaded)
+    assert found["trainer.critic_warmup"] == "it belongs to reinforcement learning"
+    assert "bounds micro-batches by count" in found["data.max_token_len_per_gpu"]
+
+
+def test_conditions_speak_of_keys_that_exist() -> None:
+    for schema, conditions in (
+        (RunConfig, RUN_CONDITIONS + SHARED_CONDITIONS + RUN_DEVICE_CONDITIONS),
+        (SftConfig, SFT_CONDITIONS + SHARED_CONDITIONS + SFT_DEVICE_CONDITIONS),
+    ):
+        names = [name for condition in conditions for name in condition.keys]
+        assert not [n for n in names if find_key(schema, n) is None and not is_section(schema, n)]
+
+
+def test_the_aggregation_of_sequence_losses_is_their_own_unless_other_terms_follow_it() -> None:
+    gspo = (f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=token-mean")
+    assert list(reasons(*gspo)) == [f"{ACTOR}.loss_agg_mode"]
+    assert reasons(*gspo, f"{ACTOR}.entropy_coeff=0.01") == {}
+
+
+def test_the_length_of_a_schedule_without_slope_has_no_effect() -> None:
+    length = f"{ACTOR}.optim.total_training_steps=9"
+    assert list(reasons(length)) == [f"{ACTOR}.optim.total_training_steps"]
+    assert reasons(length, f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1") == {}
+    assert reasons(length, f"{ACTOR}.optim.lr_scheduler_type=cosine") == {}
+
+
+LAYOUT = f"{ACTOR}.fsdp_config"
+KL = f"{ACTOR}.use_kl_loss=True"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        f"{LAYOUT}.fsdp_size=1",
+        f"{LAYOUT}.reshard_after_forward=False",
+        f"{LAYOUT}.forward_prefetch=True",
+        f"{LAYOUT}.offload_policy=True",
+        f"{REF}.fsdp_config.forward_prefetch=True",
+        "actor_rollout_ref.nccl_timeout=60",
+        f"{ROLLOUT}.param_update_preduce_bucket_size_mb=64",
+        f"{ROLLOUT}.param_update_consume_bucket_size_mb=64",
+        "ray_kwargs.ray_init.num_cpus=4",
+        "trainer.ray_wait_register_center_timeout=60",
+        "trainer.balance_batch=False",
+    ],
+)
+def test_what_only_several_devices_read_has_no_effect_on_one(key: str) -> None:
+    name = key.partition("=")[0]
+    assert list(reasons(key, KL)) == [name]
+    assert reasons(key, KL, "trainer.n_gpus_per_node=2") == {}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "engine.fsdp_size=1",
+        "nccl_timeout=60",
+        "ray_kwargs.ray_init.num_cpus=4",
+        "data.balance_dp_token=False",
+    ],
+)
+def test_of_supervised_runs_too(key: str) -> None:
+    def found(*arguments: str) -> Mapping[str, str]:
+        return reasons_of(load_config(SftConfig, arguments))
+
+    assert list(found(key)) == [key.partition("=")[0]]
+    assert found(key, "trainer.nnodes=2") == {}
+    resting = found("engine.param_offload=True", "trainer.nnodes=2")
+    assert "engine.offload_policy" in resting["engine.param_offload"]
+    groups = "trainer.separated_node_tasks=[[actor-train,generate]]"
+    assert "reinforcement learning" in found(groups)["trainer.separated_node_tasks"]
+
+
+def test_weights_of_one_device_rest_unless_they_are_needed_there() -> None:
+    """On an accelerator the trained ones rest between steps, those that generate never."""
+    own, ref = f"{LAYOUT}.param_offload", f"{REF}.fsdp_config.param_offload"
+    both = (f"{own}=True", f"{ref}=True", KL)
+    assert reasons(*both) == {}
+    assert list(reasons(*both, f"{LAYOUT}.dtype=float32")) == [own]
+    assert set(reasons(*both, "trainer.device=cpu")) == {own, ref}
+    assert reasons(*both, "trainer.device=cpu", "trainer.n_gpus_per_node=2") == {}
+    halves = [f"engine.{key}=bfloat16" for key in ("dtype", "model_dtype")]
+    for arguments, expected in (((), []), (halves, ["engine.param_offload"])):
+        found = reasons_of(load_config(SftConfig, ["engine.param_offload=True", *arguments]))
+        assert list(found) == expected
+
+
+def test_shards_and_balance_need_a_pool_with_several_ranks() -> None:
+    """Two pools of one device each transfer weights, and neither shards nor deals."""
+    halves = ("actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=2")
+    keys = (
+        f"{LAYOUT}.fsdp_size=1",
+        "trainer.balance_batch=False",
+        f"{LAYOUT}.param_offload=True",
+        f"{ROLLOUT}.param_update_preduce_bucket_size_mb=64",
+    )
+    assert set(reasons(*halves, *keys)) == {f"{LAYOUT}.fsdp_size", "trainer.balance_batch"}
+    together = ("trainer.n_gpus_per_node=2", f"{LAYOUT}.tensor_model_parallel_size=2")
+    assert list(reasons(*together, "trainer.balance_batch=False")) == ["trainer.balance_batch"]
+
+
+def test_what_always_rests_on_the_host_need_not_be_moved_there() -> None:
+    two = ("trainer.n_gpus_per_node=2", f"{LAYOUT}.optimizer_offload=True")
+    assert reasons(*two) == {}
+    found = reasons(*two, f"{LAYOUT}.offload_policy=True")
+    assert list(found) == [f"{LAYOUT}.optimizer_offload"]
+    alone = reasons(f"{LAYOUT}.optimizer_offload=True", f"{LAYOUT}.offload_policy=True")
+    assert list(alone) == [f"{LAYOUT}.offload_policy"]
+
+
+def test_named_groups_decide_against_a_hybrid_engine() -> None:
+    groups = (
+        "trainer.separated_node_tasks=[[actor-train,logp],generate]",
+        "trainer.separated_node_ratios=[0.5,0.5]",
+        "trainer.n_gpus_per_node=2",
+    )
+    hybrid = "actor_rollout_ref.hybrid_engine"
+    assert list(reasons(*groups, f"{hybrid}=True")) == [hybrid]
+    assert reasons(*groups, f"{hybrid}=False") == {}
+    together = (groups[2], "trainer.separated_node_tasks=[[actor-train,logp,generate]]")
+    ratios = "trainer.separated_node_ratios=[1.0]"
+    assert list(reasons(*together, ratios, f"{hybrid}=False")) == [hybrid]
+    ahead = ("trainer.async_pipeline=True", "trainer.generate_ahead_steps=1")
+    assert hybrid not in reasons(*together, ratios, f"{hybrid}=False", *ahead)
+
+
+def test_a_device_that_no_pool_has_is_named() -> None:
+    halves = ("actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=2")
+    trains, generates = "pools.actor-train.platform=mlu", "pools.generate.platform=mlu"
+    found = reasons(*halves, "trainer.device=cpu", trains, generates)
+    assert found == {"trainer.device": "every pool's platform is named by pools.*.platform"}
+    assert reasons(*halves, "trainer.device=cpu", generates) == {}
+    assert reasons(*halves, "trainer.device=mlu", trains, generates) == {}
+    assert reasons("trainer.device=mlu", "pools.generate.platform=mlu") == {}
+
+
+def test_the_reference_is_laid_out_as_the_actor_unless_it_is_told_otherwise() -> None:
+    def layouts(*arguments: str) -> tuple[int, bool]:
+        ref = load_config(RunConfig, arguments).config.actor_rollout_ref.ref.fsdp_config
+        return ref.tensor_model_parallel_size, ref.param_offload
+
+    actor = (f"{LAYOUT}.tensor_model_parallel_size=2", f"{LAYOUT}.param_offload=True")
+    assert layouts() == (1, False)
+    assert layouts(*actor) == (2, True)
+    assert layouts(*actor, f"{REF}.fsdp_config.param_offload=False") == (2, False)
+    assert layouts(f"{REF}.fsdp_config.tensor_model_parallel_size=4") == (4, False)
+    assert "no optimizer" in reasons(f"{REF}.fsdp_config.optimizer_offload=True", KL).popitem()[1]

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules between keys: each error names the override that mends it, and that one works."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tandem.config.check.rules import (
+    check_built_run,
+    check_built_sft,
+    check_run,
+    check_sft,
+    unbuilt_run,
+)
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
+from tandem.errors import UserError
+
+MODEL = "actor_rollout_ref.model.path=m"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def config(*arguments: str) -> RunConfig:
+    return load_config(RunConfig, arguments).config
+
+
+def test_defaults_and_dapo_fit() -> None:
+    check_run(config())
+    check_run(
+        config(
+            f"{ROLLOUT}.n=16",
+            "algorithm.filter_groups.enable=True",
+            "reward_model.reward_manager=dapo",
+            "reward_model.overlong_buffer={enable:True,len:100}",
+            f"{ACTOR}.clip_ratio_high=0.28",
+        )
+    )
+    check_built_run(config(MODEL))
+    check_built_run(config(MODEL, "trainer.nnodes=2", "trainer.n_gpus_per_node=8"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["data.train_batch_size=100"],
+            f"{ACTOR}.ppo_mini_batch_size=256: must not exceed data.trai",
+        ),
+        (
+            ["data.train_batch_size=100", f"{ACTOR}.ppo_mini_batch_size=64"],
+            f"{ACTOR}.ppo_mini_batch_size=64: must divide data.train_batch_size=100",
+        ),
+        (["algorithm.adv_estimator=rloo"], f"{ROLLOUT}.n=1: must be at least 2 for algorithm.adv_"),
+        (["algorithm.filter_groups.enable=True"], "for algorithm.filter_groups.enable=True"),
+        ([f"{ROLLOUT}.val_kwargs.do_sample=True"], "temperature=0.0: must be positive with"),
+        (
+            [
+                f"{ROLLOUT}.do_sample=False",
+                f"{ROLLOUT}.temperature=0.7",
+                "algorithm.rollout_correction.bypass_mode=True",
+            ],
+            f"{ROLLOUT}.temperature=0.7: must be 1 with {ROLLOUT}.do_sample=False",
+        ),
+        ([f"{ACTOR}.clip_ratio_low=1.5"], f"{ACTOR}.clip_ratio_low=1.5: must be less than 1"),
+        (["data.max_response_length=20000"], f"{ACTOR}.ppo_max_token_len_per_gpu=16384: must hold"),
+        (
+            ["data.max_response_length=20000", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"],
+            f"{ROLLOUT}.log_prob_max_token_len_per_gpu=16384: must hold one sequence",
+        ),
+        (
+            ["reward_model.reward_manager=dapo", "reward_model.overlong_buffer.enable=True"],
+            "overlong_buffer_cfg.len=0: must be at least 1 and at most the longest response, 512",
+        ),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_from_path=None: must name a folder"),
+        (
+            ["trainer.resume_mode=resume_path", "trainer.resume_from_path=checkpoints"],
+            "trainer.resume_from_path='checkpoints': must name a folder global_step_N",
+        ),
+        (
+            ["trainer.val_only=True", "data.val_files=[]"],
+            "data.val_files=[]: must name a file with trainer.val_only=True",
+        ),
+        (
+            ["trainer.val_only=True", "trainer.val_before_train=False"],
+            "must be True with trainer.v",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused_and_the_remedy_works(
+    arguments: list[str], message: str
+) -> None:
+    problem = first_problem(arguments)
+    assert problem is not None and message in problem
+    for _ in range(3):
+        if problem is not None:
+            remedies = re.findall(r"[\w.]+=[\w./]*\w", problem.partition("Set ")[2])
+            arguments = [*arguments, remedies[0]]
+            problem = first_problem(arguments)
+    assert problem is None
+
+
+def first_problem(arguments: list[str]) -> str | None:
+    try:
+        check_run(config(*arguments))
+    except UserError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    return None
+
+
+def test_token_limits_matter_only_for_passes_that_are_made() -> None:
+    on_policy = [
+        "data.max_response_length=20000",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+        f"{ACTOR}.ppo_mini_batch_size=1024",
+    ]
+    check_run(config(*on_policy))
+    with pytest.raises(UserError, match="actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"):
+        check_run(config(*on_policy, f"{ACTOR}.use_kl_loss=True"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (f"{ACTOR}.strategy=megatron", f"is not built yet. Set {ACTOR}.strategy=fsdp."),
+        ("reward_model={enable:True,model:{lora_rank:8}}", "reward_model.model.lora_rank=8: LoRA"),
+        (f"{ROLLOUT}.multi_turn.enable=True", "multi-turn rollouts are not built yet"),
+        ("actor_rollout_ref.model.lora_rank=8", "LoRA is not built yet"),
+        ("critic={enable:True,model:{lora_rank:8}}", "critic.model.lora_rank=8: LoRA is not built"),
+    ],
+)
+def test_what_is_not_built_passes_the_plan_and_stops_training(argument: str, message: str) -> None:
+    checked = config(MODEL, argument)
+    check_run(checked)
+    assert any(message in line for line in unbuilt_run(checked))
+    with pytest.raises(UserError, match="not built yet"):
+        check_built_run(checked)
+
+
+def test_training_needs_a_model() -> None:
+    with pytest.raises(UserError, match=r"actor_rollout_ref\.model\.path='': must name a model"):
+        check_built_run(config())
+
+
+def test_sft_has_its_own_rules() -> None:
+    def sft(*arguments: str) -> SftConfig:
+        return load_config(SftConfig, arguments).config
+
+    check_sft(sft())
+    check_built_sft(sft("model.partial_pretrain=m"))
+    with pytest.raises(UserError, match="data.max_token_len_per_gpu=8: must hold one row of"):
+        check_sft(sft("data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=8"))
+    with pytest.raises(UserError, match=r"model\.path='': must name a model"):
+        check_built_sft(sft())
+    check_built_sft(sft("model.partial_pretrain=m", "trainer.n_gpus_per_node=2"))
+
+
+@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt"])
+def test_what_rendering_decides_itself_is_refused_as_a_template_setting(name: str) -> None:
+    override = f"data.apply_chat_template_kwargs={{{name}:False,enable_thinking:False}}"
+    with pytest.raises(UserError, match=rf"apply_chat_template_kwargs\.{name}=False.*Take it out"):
+        check_run(config(override))
+    with pytest.raises(UserError, match=name):
+        check_sft(load_config(SftConfig, [override]).config)
+    check_run(config("data.apply_chat_template_kwargs={enable_thinking:False}"))

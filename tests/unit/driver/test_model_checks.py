@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token ids and lengths against what a model's config.json says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import CONFIG_MAPPING
+
+from tandem.cli.main import EXIT_USER_ERROR, main
+from tandem.cli.plan import plan_arguments
+from tandem.driver.model_checks import (
+    max_positions,
+    position_caution,
+    require_known_tokens,
+    require_local_family,
+)
+from tandem.errors import UserError
+from tests.fakes.tiny_run import Material, sft_arguments, train_arguments
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "limit"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 256}, 256),
+        ({"n_positions": 1024}, 1024),
+        ({"max_position_embeddings": 256, "rope_scaling": None}, 256),
+        ({"max_position_embeddings": 256, "rope_parameters": {"rope_theta": 1e4}}, 256),
+        ({"max_position_embeddings": 256, "rope_scaling": {"type": "linear", "factor": 2}}, 512),
+        ({"max_position_embeddings": 32768, "rope_parameters": YARN}, 131072),
+        ({"max_position_embeddings": 131072, "rope_scaling": LLAMA3}, 131072),
+    ],
+)
+def test_the_length_a_model_is_made_for(hf_config: dict[str, Any], limit: int | None) -> None:
+    assert max_positions(hf_config) == limit
+
+
+def test_a_longer_sequence_is_a_caution() -> None:
+    config = {"max_position_embeddings": 256}
+    assert position_caution(config, 256, keys="a + b", model="m") == ()
+    assert position_caution({}, 1000, keys="a + b", model="m") == ()
+    (caution,) = position_caution(config, 257, keys="a + b", model="m")
+    assert caution.startswith("a + b = 257 tokens: m is made for 256 positions")
+
+
+def test_the_plan_warns_of_a_local_model_and_asks_for_no_other(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 600}))
+    key = "actor_rollout_ref.model.path"
+    warnings = plan_arguments([f"{key}={tmp_path}", "data.max_prompt_length=500"]).warnings
+    said = [line for line in warnings if "positions" in line]
+    assert said and said[0].startswith("data.max_prompt_length + data.max_response_length = 1012")
+    fitting = ["data.max_prompt_length=500", "data.max_response_length=100"]
+    warnings = plan_arguments([f"{key}={tmp_path}", *fitting]).warnings
+    assert not [line for line in warnings if "positions" in line]
+    assert plan_arguments([f"{key}=nobody/nothing"]).warnings
+
+
+@pytest.mark.parametrize("command", ["plan", "plan sft", "train", "sft"])
+def test_a_family_that_nobody_knows_is_refused(
+    command: str, material: Material, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "perceptron"}')
+    is_sft = command.endswith("sft")
+    key = "model.path" if is_sft else "actor_rollout_ref.model.path"
+    spelling = "model.partial_pretrain" if is_sft else key  # as in the arguments before it
+    arguments = (sft_arguments if is_sft else train_arguments)(material, tmp_path / "run")
+    words = [*command.split(), *arguments[1:], f"{spelling}={tmp_path}"]
+    assert main(words) == EXIT_USER_ERROR
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: {key}='{tmp_path}': model_type 'perceptron' is unknown. Use one of qwen2, qwen3, "
+        "llama, or a family that transformers knows, with which a policy generates by "
+        "transformers' generate (actor_rollout_ref.rollout.name=hf)."
+    )
+
+
+def test_a_family_that_transformers_knows_is_known_without_loading_it() -> None:
+    for family in CONFIG_MAPPING:
+        require_local_family({"model_type": family}, source="k", trust_remote_code=False)
+    own = {"model_type": "perceptron", "auto_map": {}}
+    require_local_family(own, source="k", trust_remote_code=True)
+    with pytest.raises(UserError, match=r"^k: model_type .*Set actor_rollout_ref.model.trust_rem"):
+        require_local_family(own, source="k", trust_remote_code=False)
+
+
+def test_the_plan_says_that_the_native_engine_does_not_generate(tmp_path: Path) -> None:
+    def said(*arguments: str) -> list[str]:
+        warnings = plan_arguments([f"actor_rollout_ref.model.path={tmp_path}", *arguments]).warnings
+        return [line for line in warnings if "transformers' generate" in line]
+
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "gpt2"}')
+    (line,) = said()
+    assert line.startswith(f"actor_rollout_ref.model.path='{tmp_path}': rollout by transformers'")
+    assert "type 'gpt2', but qwen2, qwen3, llama" in line
+    meant = "actor_rollout_ref.rollout.name=hf"
+    assert line.endswith(f". Set {meant} if that is meant")
+    for device in ("cuda", "cpu"):
+        assert said(f"trainer.device={device}") and not said(f"trainer.device={device}", meant)
+    config.write_text('{"model_type": "qwen3"}')
+    assert not said()
+
+
+def test_a_token_without_an_embedding_is_refused() -> None:
+    ids = [np.array([1, 9], dtype=np.int32), np.array([], dtype=np.int32)]
+    require_known_tokens(ids, {"vocab_size": 10}, path="p", key="model.path")
+    require_known_tokens(ids, {}, path="p", key="model.path")
+    with pytest.raises(UserError, match=r"model.path='p': its tokenizer gives token id 9.*only 9 "):
+        require_known_tokens(ids, {"vocab_size": 9}, path="p", key="model.path")

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router: groups complete whatever the order of their samples, and nothing gets lost."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tandem.metrics.decode_pace import PaceRecorder
+from tandem.metrics.trace import TraceRecorder
+from tandem.pipeline.rollout_loop import EngineSpans, RolloutRouter
+from tandem.runtime.inprocess import InProcessRuntime
+from tandem.types import (
+    Completion,
+    EngineWork,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
+
+SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4)
+
+
+class ReversingEngine:
+    """Finishes one sequence an advance, the newest first."""
+
+    def __init__(self) -> None:
+        self.waiting: list[int] = []
+        self.batches: list[list[int]] = []
+        self.version = 0
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        ids = [i for request in requests for i in request.sample_ids]
+        self.batches.append(ids)
+        self.waiting.extend(ids)
+
+    def advance(self, max_steps: int | None = None) -> list[Completion]:
+        if not self.waiting:
+            return []
+        sample_id = self.waiting.pop()
+        return [Completion(sample_id, (sample_id,), (-0.5,), FinishReason.STOP, self.version)]
+
+    def settle(self) -> None:
+        raise AssertionError("whoever writes weights settles")
+
+    def release_cache(self) -> bool:
+        raise AssertionError("not used here")
+
+    def set_weights_version(self, version: int) -> bool:
+        self.version = version
+        return True
+
+
+class ForgetfulEngine(ReversingEngine):
+    """Accepts work and then knows of none."""
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        self.batches.append([])
+
+
+class SlowReceiver(ReversingEngine):
+    """Has weights only after three more advances, as long as there is work."""
+
+    num_asked = 0
+
+    def set_weights_version(self, version: int) -> bool:
+        self.num_asked += 1
+        if self.waiting and self.num_asked < 4:
+            return False
+        return super().set_weights_version(version)
+
+
+def request(*sample_ids: int) -> GenerationRequest:
+    return GenerationRequest(sample_ids=sample_ids, prompt_ids=(1, 2), sampling=SAMPLING)
+
+
+@asynccontextmanager
+async def routing(
+    engine: ReversingEngine,
+    *,
+    is_bounded: bool = False,
+    num_rows: int | None = None,
+    trace: TraceRecorder | None = None,
+) -> AsyncIterator[RolloutRouter]:
+    """A router that runs within the block."""
+    runtime = InProcessRuntime()
+    trace = trace or TraceRecorder(lambda: 0.0, sink=None)
+    spans = EngineSpans(trace, lambda: [EngineWork.NEXT])
+    pace = PaceRecorder(lambda: 0.0, num_engines=1, num_rows=num_rows)
+    router = RolloutRouter(
+        engine, runtime, spans=spans, pace=pace, is_bounded=is_bounded, num_rows=num_rows
+    )
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            driver = tasks.create_task(router.run())
+            yield router
+            driver.cancel()
+    finally:
+        await runtime.close()
+
+
+async def generate(
+    engine: ReversingEngine, requests: list[GenerationRequest], *, is_bounded: bool = False
+) -> list[list[int]]:
+    async with routing(engine, is_bounded=is_bounded) as router:
+        futures = router.submit(requests)
+        return [[completion.sample_id for completion in await future] for future in futures]
+
+
+def test_groups_come_back_whole_and_in_order() -> None:
+    engine = ReversingEngine()
+    results = asyncio.run(generate(engine, [request(0, 1, 2), request(3, 4)]))
+    assert results == [[0, 1, 2], [3, 4]]
+
+
+def test_requests_submitted_together_are_added_together() -> None:
+    engine = ReversingEngine()
+    asyncio.run(generate(engine, [request(0, 1), request(2, 3)]))
+    assert engine.batches == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("is_bounded", [False, True])
+def test_a_lost_sequence_is_an_error_and_not_a_hang(is_bounded: bool) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(generate(ForgetfulEngine(), [request(0)], is_bounded=is_bounded))
+    assert "lost 1 of its sequences" in str(caught.value.exceptions[0])
+
+
+def test_weights_that_are_on_their_way_do_not_stop_generation() -> None:
+    async def versions() -> list[int]:
+        engine = SlowReceiver()
+        async with routing(engine) as router:
+            futures = router.submit([request(*range(8))])
+            while not engine.batches:
+                await asyncio.sleep(0)
+            await router.use_weights(5)
+            return [completion.weights_version for completion in await futures[0]]
+
+    drawn_by = asyncio.run(versions())
+    assert sorted(drawn_by) == sorted([0] * drawn_by.count(0) + [5] * drawn_by.count(5))
+    assert drawn_by.count(0) >= 3 and drawn_by.count(5) >= 1
+
+
+def test_a_drained_engine_gets_no_request_before_its_weights() -> None:
+    async def versions() -> tuple[list[int], list[int]]:
+        async with routing(ReversingEngine()) as router:
+            (early,) = router.submit([request(0, 1, 2)])
+            await asyncio.sleep(0)
+            await router.drain()
+            assert early.done()
+            (late,) = router.submit([request(3, 4)])
+            await asyncio.sleep(0.05)
+            assert not late.done()
+            await router.use_weights(1)
+            return [c.weights_version for c in await early], [c.weights_version for c in await late]
+
+    assert asyncio.run(versions()) == ([0, 0, 0], [1, 1])
+
+
+def test_a_paused_engine_is_asked_for_nothing_before_its_weights() -> None:
+    class Counting(ReversingEngine):
+        num_advances = 0
+        num_settled = 0
+
+        def settle(self) -> None:
+            self.num_settled += 1
+
+        def advance(self, max_steps: int | None = None) -> list[Completion]:
+            self.num_advances += 1
+            return super().advance(max_steps)
+
+    async def versions() -> list[int]:
+        engine = Counting()
+        async with routing(engine, is_bounded=True) as router:
+            (early,) = router.submit([request(*range(6))])
+            while engine.num_advances < 2:
+                await asyncio.sleep(0)
+            await router.pause()
+            assert engine.num_settled == 1
+            num_advances = engine.num_advances
+            (late,) = router.submit([request(7, 8)])
+            await asyncio.sleep(0.05)
+            assert (engine.num_advances, len(engine.batches)) == (num_advances, 1)
+            await router.use_weights(1)
+            return [c.weights_version for c in (*await early, *await late)]
+
+    drawn_by = asyncio.run(versions())
+    assert drawn_by.count(0) >= 2 and drawn_by[-2:] == [1, 1]
+    assert 1 in drawn_by[:6]
+
+
+@pytest.mark.parametrize(("num_rows", "most"), [(1, 2), (16, 20), (1024, 1280)])
+def test_there_is_room_while_little_waits_for_rows(num_rows: int, most: int) -> None:
+    async def rooms() -> tuple[int | None, list[int | None]]:
+        async with routing(ReversingEngine(), num_rows=num_rows) as router:
+            empty = await router.room()
+            router.submit([request(*range(most + 1))])
+            asking = asyncio.create_task(router.room())
+            await asyncio.sleep(0)
+            assert not asking.done()
+            return empty, [await asking]
+
+    lot = most - num_rows
+    assert asyncio.run(rooms()) == (most + lot, [lot])
+
+
+def test_without_rows_there_is_no_bound() -> None:
+    async def room() -> int | None:
+        async with routing(ReversingEngine()) as router:
+            router.submit([request(*range(1000))])
+            return await router.room()
+
+    assert asyncio.run(room()) is None
+
+
+def test_a_span_lasts_from_the_advance_it_begins_in_to_the_one_that_collects() -> None:
+    """Three engines: the second is not collected from by the first advance, the third idles."""
+    now = [0.0]
+    work = [EngineWork.NEXT, EngineWork.NEXT, EngineWork.NONE]
+    trace = TraceRecorder(lambda: now[0], sink=None)
+    spans = EngineSpans(trace, lambda: work)
+    with spans.advancing(3):
+        now[0] += 1
+        work[1] = EngineWork.UNDER_WAY
+    now[0] += 4
+    work[0] = EngineWork.NONE
+    with spans.advancing(3):
+        now[0] += 1
+        work[1] = EngineWork.NEXT
+    now[0] += 3
+    assert trace.take_step(1)["pipeline/busy_s/generate"] == pytest.approx((1 + 6 + 0) / 3)
+
+
+def test_engines_of_an_advance_that_fails_work_no_more() -> None:
+    now = [0.0]
+    trace = TraceRecorder(lambda: now[0], sink=None)
+    spans = EngineSpans(trace, lambda: [EngineWork.UNDER_WAY])
+    with pytest.raises(RuntimeError), spans.advancing(0):
+        raise RuntimeError
+    now[0] += 1
+    assert trace.take_step(1)["pipeline/busy_s/generate"] == 0
+
+
+def test_it_is_traced_what_an_idle_engine_waits_for() -> None:
+    """Prompts for 2 s, weights for 3 s after all sequences have ended, an update for 4 s."""
+
+    class Settling(ReversingEngine):
+        def settle(self) -> None:
+            pass
+
+    now = [0.0]
+    trace = TraceRecorder(lambda: now[0], sink=None)
+
+    async def idle() -> None:
+        async with routing(Settling(), is_bounded=True, trace=trace) as router:
+            await asyncio.sleep(0.02)
+            now[0] += 2
+            router.submit([request(0, 1, 2)])
+            await router.drain()
+            await asyncio.sleep(0.02)
+            now[0] += 3
+            await router.use_weights(1)
+            (late,) = router.submit([request(3, 4)])
+            await router.pause()
+            await asyncio.sleep(0.02)
+            now[0] += 4
+            await router.use_weights(2)
+            await late
+
+    asyncio.run(idle())
+    metrics = trace.take_step(1)
+    waits = {name: metrics[f"pipeline/wait_s/generate/{name}"] for name in ("admission", "sync")}
+    assert waits == {"admission": 2, "sync": 3}
+    assert metrics["pipeline/wait_s/generate/update"] == 4
