@@ -46,7 +46,7 @@ from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import open_sinks
 from tandem.metrics.throughput import ComputeFacts
 from tandem.pipeline.buffer import ScoredGroup
-from tandem.pipeline.context import Engines, PipelineParts
+from tandem.pipeline.context import Engines, RunContext
 from tandem.pipeline.experience import PolicyScores, as_floats, assign_credit, lay_out
 from tandem.pipeline.loop import Pipeline, initial_kl_controller
 from tandem.pipeline.step_metrics import batch_metrics
@@ -169,7 +169,7 @@ def make_source(
 
 def make_parts(
     options: argparse.Namespace, folder: Path, *, rewards: RewardPool, config: RunConfig
-) -> PipelineParts:
+) -> RunContext:
     """A run's parts but for its engines."""
     codec = load_codec(str(folder / "model"))
     run_folder = folder / "run"
@@ -181,7 +181,7 @@ def make_parts(
     )
     total_steps = NUM_WARMUP + options.steps
     trainer = InstantTrainer(options.devices)
-    return PipelineParts(
+    return RunContext(
         config=config,
         schedule=schedule_run(config, total_steps * options.prompts),
         runtime=InProcessRuntime(),
@@ -230,7 +230,7 @@ def sections(records: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def pieces(options: argparse.Namespace, parts: PipelineParts) -> dict[str, float]:
+def pieces(options: argparse.Namespace, parts: RunContext) -> dict[str, float]:
     """Each piece of a step alone, on the groups of the last one."""
     assert isinstance(parts.recorder, Keeping), "the parts are not those of make_parts"
     config, recorder = parts.config, parts.recorder.recorder

@@ -44,7 +44,7 @@ from tandem.metrics.trace import TraceRecorder
 from tandem.metrics.trace_file import TRACE_FILE, TraceFile
 from tandem.models.folder import ModelFolder, check_folder
 from tandem.models.weights import KEY
-from tandem.pipeline.context import PipelineParts
+from tandem.pipeline.context import RunContext
 from tandem.pipeline.loop import Pipeline, RunSummary
 from tandem.pipeline.reward_phase import overlong_buffer
 from tandem.rewards.custom import CustomReward
@@ -175,7 +175,7 @@ async def _train(prepared: Prepared, start: Start, *, site: Site, switch: StopSw
 
 
 async def _run(
-    parts: PipelineParts, checkpoint: Checkpoint | None, *, switch: StopSwitch
+    parts: RunContext, checkpoint: Checkpoint | None, *, switch: StopSwitch
 ) -> RunSummary:
     pipeline = Pipeline(parts)
     try:
@@ -203,7 +203,7 @@ def _assemble(
     site: Site,
     hosted: HostedRun,
     rewards: RewardPool,
-) -> PipelineParts:
+) -> RunContext:
     config, codec = prepared.config, prepared.codec
     run_folder = config.trainer.run_folder
     keep_through_step = last_step_to_keep(config.trainer, start.checkpoint)
@@ -222,7 +222,7 @@ def _assemble(
         token_texts=lambda ids: codec.decode([[token] for token in ids], skip_special=False),
         keep_through_step=keep_through_step,
     )
-    return PipelineParts(
+    return RunContext(
         config=config,
         schedule=prepared.schedule,
         runtime=hosted.runtime,

@@ -100,7 +100,7 @@ def _no_trace() -> TraceRecorder:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineParts:
+class RunContext:
     """Everything a run is made of.
 
     ``preferred_tokens`` is the micro-batch size the platform computes fastest, if it has one.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.algorithms.value_loss import ValueLoss
 from tandem.config.schema.run import RunConfig
-from tandem.pipeline.context import PipelineParts
+from tandem.pipeline.context import RunContext
 from tandem.pipeline.experience import Experience, ScoredBatch
 from tandem.pipeline.microbatches import MicrobatchLimits
 from tandem.pipeline.optimizer_steps import Updates, rows_to_train, score_sequences, take_steps
@@ -20,7 +20,7 @@ from tandem.types import LossColumns, UpdateReport
 _NO_TEMPERATURE = 1.0
 
 
-async def score_with_critic(parts: PipelineParts, batch: ScoredBatch) -> Tensor | None:
+async def score_with_critic(parts: RunContext, batch: ScoredBatch) -> Tensor | None:
     """Values of the response tokens under the current weights, or None without a critic."""
     critic, config = parts.engines.critic, parts.config.critic
     if critic is None:
@@ -37,7 +37,7 @@ async def score_with_critic(parts: PipelineParts, batch: ScoredBatch) -> Tensor 
     )
 
 
-async def update_critic(parts: PipelineParts, experience: Experience) -> list[UpdateReport]:
+async def update_critic(parts: RunContext, experience: Experience) -> list[UpdateReport]:
     """All optimizer steps of the critic on one batch, in order."""
     critic, config = parts.engines.critic, parts.config.critic
     assert critic is not None and experience.values_R is not None, "the run has a critic"

@@ -24,7 +24,7 @@ from tandem.metrics.records import dump_samples
 from tandem.metrics.reduction import update_metrics
 from tandem.metrics.timers import Timers
 from tandem.pipeline.buffer import GroupBuffer
-from tandem.pipeline.context import PipelineParts
+from tandem.pipeline.context import RunContext
 from tandem.pipeline.critic_phase import update_critic
 from tandem.pipeline.experience import Experience, PolicyScores, as_floats, assign_credit
 from tandem.pipeline.failures import DivergenceGuard, require_fresh, warn_of_failed_rewards
@@ -54,7 +54,7 @@ class RunSummary:
 class Pipeline:
     """One training run over ``parts``."""
 
-    def __init__(self, parts: PipelineParts) -> None:
+    def __init__(self, parts: RunContext) -> None:
         self._parts = parts
         self._config = parts.config
         self._step = self._step_under_way = 0
@@ -353,7 +353,7 @@ class Pipeline:
             await self._save()
 
 
-def may_be_last(parts: PipelineParts, step: int) -> bool:
+def may_be_last(parts: RunContext, step: int) -> bool:
     """Whether dropped groups could use up the data before the batch after ``step``, and a
     validation would then be due.
     """
@@ -361,7 +361,7 @@ def may_be_last(parts: PipelineParts, step: int) -> bool:
     return drops and step < schedule.total_training_steps and schedule.test_freq > 0
 
 
-async def save_models(parts: PipelineParts, folder: Path) -> None:
+async def save_models(parts: RunContext, folder: Path) -> None:
     """Weights and optimizers of what is trained."""
     (folder / "actor").mkdir()
     await parts.runtime.call(parts.engines.train.save, folder / "actor")
@@ -371,7 +371,7 @@ async def save_models(parts: PipelineParts, folder: Path) -> None:
         await parts.runtime.call(parts.engines.critic.save, folder / "critic")
 
 
-def record_rollouts(parts: PipelineParts, experience: Experience, *, step: int) -> None:
+def record_rollouts(parts: RunContext, experience: Experience, *, step: int) -> None:
     """Keep some for the report; a record that cannot be written stops nothing."""
     groups, trainer = experience.batch.groups, parts.config.trainer
     means = as_floats(experience.batch.mean_tokens(experience.columns.advantages_R))

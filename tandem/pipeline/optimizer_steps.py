@@ -19,7 +19,7 @@ from torch import Tensor
 from tandem.api import Loss, ReferencePolicy, TrainEngine
 from tandem.data.balance import batch_cost, deal
 from tandem.data.packing import Plan, TrainSequence, in_sequence_order, pack_microbatches
-from tandem.pipeline.context import PipelineParts
+from tandem.pipeline.context import RunContext
 from tandem.pipeline.experience import Experience, as_bools
 from tandem.pipeline.microbatches import MicrobatchLimits
 from tandem.types import LossColumns, LossScale, UpdateReport
@@ -102,7 +102,7 @@ def rows_to_train(
 
 
 async def score_sequences(
-    parts: PipelineParts,
+    parts: RunContext,
     engine: ReferencePolicy,
     *,
     sequences: Sequence[TrainSequence],
@@ -120,7 +120,7 @@ async def score_sequences(
 
 
 async def take_steps(
-    parts: PipelineParts, rows: TrainingRows, *, updates: Updates
+    parts: RunContext, rows: TrainingRows, *, updates: Updates
 ) -> list[OptimizerStep]:
     """All optimizer steps on one batch, in order."""
     num_sequences = len(rows.sequences)
@@ -135,7 +135,7 @@ async def take_steps(
 
 
 async def _optimizer_step(
-    parts: PipelineParts, rows: TrainingRows, *, chosen: Sequence[int], updates: Updates
+    parts: RunContext, rows: TrainingRows, *, chosen: Sequence[int], updates: Updates
 ) -> OptimizerStep:
     sequences, engine = rows.sequences, updates.engine
     is_counted, is_computed = as_bools(rows.counted_N), as_bools(rows.computed_N)

@@ -16,7 +16,7 @@ from tandem.algorithms.off_policy import lag_metrics
 from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.config.schema.run import RunConfig
 from tandem.data.balance import seqlen_metrics
-from tandem.pipeline.context import PipelineParts
+from tandem.pipeline.context import RunContext
 from tandem.pipeline.correction import correction_of
 from tandem.pipeline.experience import Experience, ScoredBatch
 from tandem.pipeline.microbatches import MicrobatchLimits
@@ -40,7 +40,7 @@ ZERO_WITHOUT_SEQUENCES: tuple[str, ...] = ("actor/loss", "actor/pg_loss", "actor
 """What a mini-batch contributes to means over mini-batches if all its sequences were skipped."""
 
 
-async def score_with_policy(parts: PipelineParts, batch: ScoredBatch) -> Tensor | None:
+async def score_with_policy(parts: RunContext, batch: ScoredBatch) -> Tensor | None:
     """``old_log_probs``: from the current weights, from the rollout (bypass), or None when not
     needed.
     """
@@ -58,7 +58,7 @@ async def score_with_policy(parts: PipelineParts, batch: ScoredBatch) -> Tensor 
     )
 
 
-async def score_with_reference(parts: PipelineParts, batch: ScoredBatch) -> Tensor | None:
+async def score_with_reference(parts: RunContext, batch: ScoredBatch) -> Tensor | None:
     """``ref_log_prob``, or None when nothing reads it."""
     reference = parts.engines.reference
     if reference is None or not parts.config.needs_reference:
@@ -72,7 +72,7 @@ async def score_with_reference(parts: PipelineParts, batch: ScoredBatch) -> Tens
     )
 
 
-async def update_policy(parts: PipelineParts, experience: Experience) -> list[UpdateReport]:
+async def update_policy(parts: RunContext, experience: Experience) -> list[UpdateReport]:
     """All optimizer steps on one batch, in order."""
     config = parts.config
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
@@ -143,7 +143,7 @@ def _computed(config: RunConfig, experience: Experience) -> Tensor:
     return experience.batch.valid_N if needs_all else experience.active_N
 
 
-def _update_limits(parts: PipelineParts) -> MicrobatchLimits:
+def _update_limits(parts: RunContext) -> MicrobatchLimits:
     actor = parts.config.actor_rollout_ref.actor
     return MicrobatchLimits(
         key="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
@@ -154,7 +154,7 @@ def _update_limits(parts: PipelineParts) -> MicrobatchLimits:
     )
 
 
-def _scoring_limits(parts: PipelineParts, role: str) -> MicrobatchLimits:
+def _scoring_limits(parts: RunContext, role: str) -> MicrobatchLimits:
     """Limits of a forward pass: ``rollout`` for old log-probs, ``ref`` for the reference."""
     roles = parts.config.actor_rollout_ref
     part = roles.rollout if role == "rollout" else roles.ref

@@ -17,7 +17,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from tandem.pipeline.buffer import GroupBuffer, ScoredGroup
-from tandem.pipeline.context import PipelineParts
+from tandem.pipeline.context import RunContext
 from tandem.pipeline.critic_phase import score_with_critic
 from tandem.pipeline.experience import ScoredBatch, lay_out
 from tandem.pipeline.policy_phase import score_with_policy, score_with_reference
@@ -61,14 +61,14 @@ class PreparedBatch:
         }
 
 
-def scores_ahead(parts: PipelineParts) -> bool:
+def scores_ahead(parts: RunContext) -> bool:
     """Whether the policy's log-probs of a batch are computed while another one is trained on."""
     in_turn = parts.config.trainer.in_rounds
     return parts.engines.scorer is not parts.engines.train and not in_turn
 
 
 async def prepare_batch(
-    parts: PipelineParts, buffer: GroupBuffer, *, version: int, in_use: Callable[[], int]
+    parts: RunContext, buffer: GroupBuffer, *, version: int, in_use: Callable[[], int]
 ) -> PreparedBatch | None:
     """The batch that the weights ``version`` are to be trained on; None if there is no more.
 
@@ -103,14 +103,14 @@ async def prepare_batch(
     )
 
 
-async def timed_policy(parts: PipelineParts, batch: ScoredBatch) -> TimedScores:
+async def timed_policy(parts: RunContext, batch: ScoredBatch) -> TimedScores:
     """Old log-probs, if something reads them."""
     if not parts.config.needs_old_log_probs:
         return await score_with_policy(parts, batch), 0.0
     return await _timed(parts, "logp", scores=score_with_policy(parts, batch))
 
 
-async def timed_reference(parts: PipelineParts, batch: ScoredBatch) -> TimedScores:
+async def timed_reference(parts: RunContext, batch: ScoredBatch) -> TimedScores:
     """Reference log-probs, if something reads them."""
     if not parts.config.needs_reference:
         return None, 0.0
@@ -118,7 +118,7 @@ async def timed_reference(parts: PipelineParts, batch: ScoredBatch) -> TimedScor
 
 
 async def timed_rewards(
-    parts: PipelineParts, groups: Sequence[ScoredGroup]
+    parts: RunContext, groups: Sequence[ScoredGroup]
 ) -> tuple[Sequence[ScoredGroup], float]:
     """The groups with the scores of a reward model; as they are without one."""
     if parts.engines.reward_model is None:
@@ -127,13 +127,13 @@ async def timed_rewards(
     return await _timed(parts, "reward", scores=scores, name="reward model")
 
 
-async def timed_values(parts: PipelineParts, batch: ScoredBatch) -> TimedScores:
+async def timed_values(parts: RunContext, batch: ScoredBatch) -> TimedScores:
     """The critic's values. They are the trainer's to compute, as its updates change them."""
     return await _timed(parts, "actor-train", scores=score_with_critic(parts, batch), name="values")
 
 
 async def _timed(
-    parts: PipelineParts, role: str, *, scores: Awaitable[T], name: str | None = None
+    parts: RunContext, role: str, *, scores: Awaitable[T], name: str | None = None
 ) -> tuple[T, float]:
     begin_s = parts.clock()
     with parts.trace.span(role, name or role):

@@ -18,7 +18,7 @@ from tandem.algorithms.filtering import is_informative
 from tandem.errors import UserError
 from tandem.pipeline.admission import AdmissionGate
 from tandem.pipeline.buffer import GroupBuffer, ScoredGroup
-from tandem.pipeline.context import PipelineParts
+from tandem.pipeline.context import RunContext
 from tandem.pipeline.failures import (
     GENERATION_FAILED,
     MAX_STEPS_WITHOUT_REWARD,
@@ -55,7 +55,7 @@ class GroupProducer:
 
     def __init__(
         self,
-        parts: PipelineParts,
+        parts: RunContext,
         *,
         gate: AdmissionGate,
         router: RolloutRouter,
@@ -203,7 +203,7 @@ class GroupProducer:
             )
 
 
-def training_sampling(parts: PipelineParts) -> SamplingParams:
+def training_sampling(parts: RunContext) -> SamplingParams:
     """The sampling parameters of training rollouts."""
     rollout = parts.config.actor_rollout_ref.rollout
     return SamplingParams(
@@ -216,7 +216,7 @@ def training_sampling(parts: PipelineParts) -> SamplingParams:
 
 
 async def score_samples(
-    parts: PipelineParts, prompt: Prompt, *, completions: Sequence[Completion]
+    parts: RunContext, prompt: Prompt, *, completions: Sequence[Completion]
 ) -> tuple[Sample, ...]:
     """Decode and score the completions of one prompt."""
     texts = parts.codec.decode([completion.token_ids for completion in completions])
@@ -224,7 +224,7 @@ async def score_samples(
 
 
 async def score_texts(
-    parts: PipelineParts,
+    parts: RunContext,
     prompt: Prompt,
     *,
     completions: Sequence[Completion],

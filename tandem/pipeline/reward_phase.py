@@ -21,7 +21,7 @@ from tandem.data.packing import TrainSequence
 from tandem.data.tokenizer import ChatRefused
 from tandem.errors import UserError
 from tandem.pipeline.buffer import ScoredGroup
-from tandem.pipeline.context import Conversations, PipelineParts
+from tandem.pipeline.context import Conversations, RunContext
 from tandem.pipeline.experience import as_floats
 from tandem.pipeline.failures import warn_of_failed_baseline
 from tandem.pipeline.microbatches import MicrobatchLimits
@@ -36,7 +36,7 @@ Answer = tuple[Prompt, Sample]
 
 
 async def score_with_reward_model(
-    parts: PipelineParts, groups: Sequence[ScoredGroup]
+    parts: RunContext, groups: Sequence[ScoredGroup]
 ) -> list[ScoredGroup]:
     """The groups, and their greedy baselines, with the scores of the reward model.
 
@@ -72,7 +72,7 @@ def overlong_buffer(config: RunConfig) -> OverlongBuffer | None:
     )
 
 
-async def _scores(parts: PipelineParts, answers: Sequence[Answer]) -> Tensor:
+async def _scores(parts: RunContext, answers: Sequence[Answer]) -> Tensor:
     """One an answer, (N,)."""
     model, config = parts.engines.reward_model, parts.config.reward_model
     assert model is not None, "the run has a reward model"

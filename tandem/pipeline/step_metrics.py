@@ -22,7 +22,7 @@ from tandem.metrics.throughput import (
     throughput_metrics,
     timing_metrics,
 )
-from tandem.pipeline.context import PipelineParts
+from tandem.pipeline.context import RunContext
 from tandem.pipeline.experience import Experience, ScoredBatch, as_floats
 
 _VARIANCE_EPSILON = 1e-5
@@ -30,7 +30,7 @@ _VARIANCE_EPSILON = 1e-5
 
 
 def batch_metrics(
-    parts: PipelineParts, experience: Experience, *, kl_coefficient: float
+    parts: RunContext, experience: Experience, *, kl_coefficient: float
 ) -> dict[str, float]:
     """What the batch was like: scores, advantages, lengths, agreement of rollout and trainer.
 
@@ -65,7 +65,7 @@ def batch_metrics(
 
 
 def speed_metrics(
-    parts: PipelineParts, experience: Experience, *, seconds: Mapping[str, float], wall_s: float
+    parts: RunContext, experience: Experience, *, seconds: Mapping[str, float], wall_s: float
 ) -> dict[str, float]:
     """How long the step took and what it used.
 

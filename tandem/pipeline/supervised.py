@@ -36,7 +36,7 @@ _TEMPERATURE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SupervisedParts:
-    """Everything a supervised run is made of; fields as in ``PipelineParts``."""
+    """Everything a supervised run is made of; fields as in ``RunContext``."""
 
     config: SftConfig
     schedule: Schedule

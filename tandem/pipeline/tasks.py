@@ -9,7 +9,7 @@ from tandem.config.schema.run import RunConfig
 from tandem.metrics.decode_pace import PaceRecorder
 from tandem.pipeline.admission import AdmissionGate
 from tandem.pipeline.buffer import BatchRule, GroupBuffer
-from tandem.pipeline.context import PipelineParts
+from tandem.pipeline.context import RunContext
 from tandem.pipeline.journal import Journal
 from tandem.pipeline.prefetch import PreparedBatch, prepare_batch
 from tandem.pipeline.producer import GroupProducer
@@ -22,7 +22,7 @@ class Stages:
     """The tasks of a run, started by and by."""
 
     def __init__(
-        self, parts: PipelineParts, buffer: GroupBuffer, *, tasks: asyncio.TaskGroup, step: int
+        self, parts: RunContext, buffer: GroupBuffer, *, tasks: asyncio.TaskGroup, step: int
     ) -> None:
         config, batch_size = parts.config, parts.config.data.train_batch_size
         num_steps = max(parts.schedule.total_training_steps - step, 0)

@@ -16,7 +16,7 @@ from typing import Any
 
 from tandem.metrics.records import dump_samples
 from tandem.metrics.validation import validation_metrics, validation_samples
-from tandem.pipeline.context import PipelineParts
+from tandem.pipeline.context import RunContext
 from tandem.pipeline.failures import require_fresh, warn_of_failed_rewards
 from tandem.pipeline.producer import Answers, score_samples
 from tandem.pipeline.rollout_loop import RolloutRouter
@@ -45,7 +45,7 @@ class Validator:
         step: the step whose validation was begun last, -1 before.
     """
 
-    def __init__(self, parts: PipelineParts, router: RolloutRouter, *, flow: WeightFlow) -> None:
+    def __init__(self, parts: RunContext, router: RolloutRouter, *, flow: WeightFlow) -> None:
         self._parts = parts
         self._router = router
         self._flow = flow
@@ -115,7 +115,7 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
     return validation_metrics(validation_samples(groups))
 
 
-def validation_sampling(parts: PipelineParts) -> SamplingParams:
+def validation_sampling(parts: RunContext) -> SamplingParams:
     """The sampling parameters of ``rollout.val_kwargs``; greedy unless ``do_sample``."""
     rollout = parts.config.actor_rollout_ref.rollout
     kwargs = rollout.val_kwargs
@@ -144,5 +144,5 @@ def validation_requests(
     ]
 
 
-async def _score(parts: PipelineParts, prompt: Prompt, *, future: Answers) -> Group:
+async def _score(parts: RunContext, prompt: Prompt, *, future: Answers) -> Group:
     return Group(prompt, await score_samples(parts, prompt, completions=await future))

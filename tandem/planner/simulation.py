@@ -26,7 +26,7 @@ from tandem.config.schema.run import RunConfig
 from tandem.data.prompts import PromptEntry, open_source
 from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TraceEvent, TraceRecorder
-from tandem.pipeline.context import Engines, PipelineParts, Store
+from tandem.pipeline.context import Engines, RunContext, Store
 from tandem.pipeline.loop import Pipeline, RunSummary
 from tandem.planner.engines import (
     REFERENCE,
@@ -208,11 +208,11 @@ async def _simulate(
 
 def _parts(
     config: RunConfig, times: SimulatedTimes, *, around: Surroundings, world: _World
-) -> PipelineParts:
+) -> RunContext:
     clock = asyncio.get_running_loop().time
     entries = [_entry(row) for row in range(around.num_rows)]
     source = open_source(entries, config.data, total_epochs=config.trainer.total_epochs)
-    return PipelineParts(
+    return RunContext(
         config=config,
         schedule=schedule_run(config, around.num_rows),
         runtime=SimulatedRuntime(),

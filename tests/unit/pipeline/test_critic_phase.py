@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.pipeline.buffer import ScoredGroup
-from tandem.pipeline.context import Engines, PipelineParts
+from tandem.pipeline.context import Engines, RunContext
 from tandem.pipeline.critic_phase import score_with_critic, update_critic
 from tandem.pipeline.experience import Experience, PolicyScores, assign_credit, lay_out
 from tandem.pipeline.loop import initial_kl_controller
@@ -105,7 +105,7 @@ def learn(
         "engines": Engines(critic, critic, None, critic, critic=critic),  # type: ignore[arg-type]
         "memory": MemoryFit(),
     }
-    parts = PipelineParts(**{f.name: given.get(f.name) for f in fields(PipelineParts)})
+    parts = RunContext(**{f.name: given.get(f.name) for f in fields(RunContext)})
     batch = lay_out(GROUPS)
     values_R = asyncio.run(score_with_critic(parts, batch))
     scores = scores or PolicyScores(None, None)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.pipeline.buffer import ScoredGroup
-from tandem.pipeline.context import Engines, PipelineParts
+from tandem.pipeline.context import Engines, RunContext
 from tandem.pipeline.experience import PolicyScores, assign_credit, lay_out
 from tandem.pipeline.loop import initial_kl_controller
 from tandem.pipeline.microbatches import MemoryFit
@@ -99,8 +99,8 @@ def make_parts(engine: RecordingEngine, groups: Sequence[ScoredGroup], *argument
         "preferred_tokens": None,
         "memory": MemoryFit(),
     }
-    values: dict[str, Any] = {f.name: given.get(f.name) for f in fields(PipelineParts)}
-    return PipelineParts(**values)
+    values: dict[str, Any] = {f.name: given.get(f.name) for f in fields(RunContext)}
+    return RunContext(**values)
 
 
 def update(

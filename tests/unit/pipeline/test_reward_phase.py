@@ -26,7 +26,7 @@ from tandem.errors import UserError
 from tandem.models.folder import check_reward_folder, open_part
 from tandem.models.parallel import WHOLE
 from tandem.pipeline.buffer import ScoredGroup
-from tandem.pipeline.context import Engines, PipelineParts
+from tandem.pipeline.context import Engines, RunContext
 from tandem.pipeline.failures import GENERATION_FAILED, PENDING
 from tandem.pipeline.microbatches import MemoryFit
 from tandem.pipeline.reward_phase import score_with_reward_model
@@ -102,7 +102,7 @@ def scored(
         "memory": MemoryFit(),
         **rest,
     }
-    parts = PipelineParts(**{f.name: given.get(f.name) for f in fields(PipelineParts)})
+    parts = RunContext(**{f.name: given.get(f.name) for f in fields(RunContext)})
     return asyncio.run(score_with_reward_model(parts, groups))
 
 
