@@ -134,5 +134,3 @@ POLICY_LOSSES: dict[str, PolicyLossFunction] = {
     "gspo": gspo,
     "vanilla": vanilla,
 }
-SEQUENCE_LEVEL_LOSSES = frozenset({"geo_mean", "gspo"})
-"""Defined as a mean over sequences: always aggregated by ``seq-mean-token-mean``."""

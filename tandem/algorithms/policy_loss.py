@@ -20,7 +20,6 @@ from tandem.algorithms.aggregation import AGGREGATIONS, aggregate, token_mean
 from tandem.algorithms.kl import KL_ESTIMATORS, estimate_kl
 from tandem.algorithms.losses import (
     POLICY_LOSSES,
-    SEQUENCE_LEVEL_LOSSES,
     ClipRange,
     PolicyTerms,
     TokenLosses,
@@ -35,6 +34,7 @@ from tandem.algorithms.off_policy import (
     lag_sums,
     monitored,
 )
+from tandem.config.schema.actor import loss_traits
 from tandem.errors import UserError
 from tandem.types import LossInputs, LossOutputs
 
@@ -125,7 +125,7 @@ class PolicyLoss:
         tokens = POLICY_LOSSES[self.loss_mode](terms, clip)
         factor_R, corrected = self._corrected(inputs, tokens)
         token_loss_R = tokens.loss_R if factor_R is None else tokens.loss_R * factor_R
-        sequence_level = self.loss_mode in SEQUENCE_LEVEL_LOSSES
+        sequence_level = loss_traits(self.loss_mode).is_sequence_level
         mode = "seq-mean-token-mean" if sequence_level else self.loss_agg_mode
         loss = aggregate(token_loss_R, inputs, mode=mode, scale_factor=self.loss_scale_factor)
         metrics = {

@@ -71,7 +71,7 @@ class GroupProducer:
         rollout = parts.config.actor_rollout_ref.rollout
         self._num_samples = rollout.n
         self._sampling = training_sampling(parts)
-        self._has_baseline = parts.config.algorithm.adv_estimator == "remax"
+        self._has_baseline = parts.config.algorithm.estimator.needs_baseline_rollout
         self._rewards = RewardGuard(
             MAX_STEPS_WITHOUT_REWARD * parts.config.sequences_per_step,
             path=parts.config.custom_reward_function.path,

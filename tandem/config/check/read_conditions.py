@@ -6,11 +6,12 @@ What nothing reads at all is marked at its field and does not stand here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.schema.actor import ActorConfig
+from tandem.config.schema.actor import LOSSES, ActorConfig, Loss
+from tandem.config.schema.algorithm import ESTIMATORS, Estimator
 from tandem.config.schema.optim import OptimConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
@@ -18,8 +19,6 @@ from tandem.config.schema.sft import SftConfig
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
-_GRPO = ("grpo", "grpo_vectorized", "grpo_passk")
-_DISCOUNTING = ("gae", "reinforce_plus_plus")
 _ENGINES_NOT_BUILT = ("vllm", "sglang", "trtllm")
 
 
@@ -71,7 +70,7 @@ def _seeds_nothing(config: RunConfig | SftConfig) -> bool:
 def _aggregates_by_sequence(actor: ActorConfig) -> bool:
     """Sequence losses choose their aggregation themselves; entropy and KL follow the config."""
     has_other_terms = actor.entropy_coeff != 0 or actor.use_kl_loss
-    return actor.policy_loss.loss_mode in ("gspo", "geo_mean") and not has_other_terms
+    return actor.policy_loss.traits.is_sequence_level and not has_other_terms
 
 
 def _has_no_length(optim: OptimConfig) -> bool:
@@ -114,6 +113,26 @@ def model_conditions(prefix: str, model: Callable[[Any], Any]) -> tuple[Conditio
             f"{prefix}.enable_gradient_checkpointing=False: nothing is recomputed",
         ),
     )
+
+
+def _unread_by_choice(
+    section: str,
+    table: Mapping[str, Estimator] | Mapping[str, Loss],
+    *,
+    chosen: Callable[[RunConfig], Estimator | Loss],
+    chosen_by: str,
+) -> Iterator[Condition]:
+    """Yield a condition for each key of ``section`` that only some entries of ``table`` read."""
+    readers: dict[str, list[str]] = {}
+    for name, traits in table.items():
+        for key in traits.reads:
+            readers.setdefault(key, []).append(name)
+    for key, names in readers.items():
+        yield Condition(
+            (f"{section}.{key}",),
+            lambda c, key=key: key not in chosen(c).reads,
+            f"only {chosen_by}={'|'.join(names)} reads it",
+        )
 
 
 RUN_CONDITIONS: tuple[Condition, ...] = (
@@ -162,20 +181,11 @@ RUN_CONDITIONS: tuple[Condition, ...] = (
         lambda c: c.actor_rollout_ref.actor.strategy == "fsdp2",
         "fsdp and fsdp2 are one engine",
     ),
-    Condition(
-        ("algorithm.norm_adv_by_std_in_grpo",),
-        lambda c: c.algorithm.adv_estimator not in _GRPO,
-        "only the estimators grpo and grpo_passk read it",
-    ),
-    Condition(
-        ("algorithm.gamma",),
-        lambda c: c.algorithm.adv_estimator not in _DISCOUNTING,
-        "only the estimators gae and reinforce_plus_plus read it",
-    ),
-    Condition(
-        ("algorithm.lam",),
-        lambda c: c.algorithm.adv_estimator != "gae",
-        "only the estimator gae reads it",
+    *_unread_by_choice(
+        "algorithm",
+        ESTIMATORS,
+        chosen=lambda c: c.algorithm.estimator,
+        chosen_by="algorithm.adv_estimator",
     ),
     Condition(
         (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
@@ -187,15 +197,11 @@ RUN_CONDITIONS: tuple[Condition, ...] = (
         lambda c: None not in _clip_pair(c),
         "clip_ratio_low and clip_ratio_high are both set and replace it",
     ),
-    Condition(
-        (f"{_ACTOR}.clip_ratio_c",),
-        lambda c: c.actor_rollout_ref.actor.policy_loss.loss_mode != "vanilla",
-        "only loss_mode=vanilla reads it",
-    ),
-    Condition(
-        tuple(f"{_ACTOR}.clip_ratio{side}" for side in ("", "_low", "_high")),
-        lambda c: c.actor_rollout_ref.actor.policy_loss.loss_mode == "gpg",
-        "loss_mode=gpg does not clip",
+    *_unread_by_choice(
+        _ACTOR,
+        LOSSES,
+        chosen=lambda c: c.actor_rollout_ref.actor.policy_loss.traits,
+        chosen_by=f"{_ACTOR}.policy_loss.loss_mode",
     ),
     Condition(
         (f"{_ACTOR}.loss_agg_mode",),

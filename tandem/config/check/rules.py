@@ -26,7 +26,6 @@ _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _OWN_TEMPLATE_SETTINGS = ("tokenize", "add_generation_prompt")
-_NEEDS_GROUPS = ("rloo", "opo", "reinforce_plus_plus_baseline", "grpo_passk", "gpg")
 
 
 def check_run(config: RunConfig) -> None:
@@ -174,7 +173,7 @@ def _sampling_problems(config: RunConfig) -> Iterator[str]:
     comparing = ""
     if config.algorithm.filter_groups.enable:
         comparing = "algorithm.filter_groups.enable=True"
-    if config.algorithm.adv_estimator in _NEEDS_GROUPS:
+    if config.algorithm.estimator.needs_groups:
         comparing = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
     if comparing and rollout.n < 2:
         yield (
@@ -196,8 +195,9 @@ def _sampling_problems(config: RunConfig) -> Iterator[str]:
             f"{key}.temperature=0.0: must be positive with {key}.do_sample=True. "
             f"Set {key}.temperature=1.0 or {key}.do_sample=False."
         )
-    low = config.actor_rollout_ref.actor.clip_low
-    if low >= 1 and config.actor_rollout_ref.actor.policy_loss.loss_mode != "geo_mean":
+    actor = config.actor_rollout_ref.actor
+    low = actor.clip_low
+    if not actor.policy_loss.traits.clips_log_ratio and low >= 1:
         yield (
             f"{_ACTOR}.clip_ratio_low={low}: must be less than 1, as ratios are positive. "
             f"Set {_ACTOR}.clip_ratio_low=0.2."
@@ -205,10 +205,12 @@ def _sampling_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _critic_problems(config: RunConfig) -> Iterator[str]:
-    if config.algorithm.adv_estimator == "gae" and not config.uses_critic:
+    algorithm = config.algorithm
+    if algorithm.estimator.needs_values and not config.uses_critic:
         yield (
-            "critic.enable=False: must be True or null with algorithm.adv_estimator='gae', which "
-            "takes a critic's values. Set critic.enable=True or algorithm.adv_estimator=grpo."
+            "critic.enable=False: must be True or null with algorithm.adv_estimator="
+            f"{algorithm.adv_estimator!r}, which takes a critic's values. "
+            "Set critic.enable=True or algorithm.adv_estimator=grpo."
         )
 
 

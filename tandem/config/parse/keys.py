@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from tandem.config.schema.dotted import ByName
 from tandem.config.schema.fields import no_effect_reason
 
 
@@ -100,7 +101,7 @@ def _key(name: str, field: FieldInfo, *, reason: str) -> Key:
         description=field.description or "",
         no_effect=reason,
         is_open=get_origin(field.annotation) is dict,
-        choices=_choices(field.annotation),
+        choices=_choices(field),
         is_number=bool({int, float} & _alternatives(field.annotation)),
     )
 
@@ -112,7 +113,12 @@ def _alternatives(annotation: Any) -> set[Any]:
     return {annotation}
 
 
-def _choices(annotation: Any) -> tuple[str, ...]:
+def _choices(field: FieldInfo) -> tuple[str, ...]:
+    named = (mark.choices for mark in field.metadata if isinstance(mark, ByName))
+    return next(named, _literals(field.annotation))
+
+
+def _literals(annotation: Any) -> tuple[str, ...]:
     if get_origin(annotation) is Literal:
         return tuple(str(choice) for choice in get_args(annotation))
-    return tuple(choice for part in get_args(annotation) for choice in _choices(part))
+    return tuple(choice for part in get_args(annotation) for choice in _literals(part))

@@ -245,7 +245,7 @@ def cautions(config: RunConfig) -> Iterator[str]:
     yield from _pool_cautions(config, place_run(config))
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     val_kwargs = rollout.val_kwargs
-    if rollout.n == 1 and config.algorithm.adv_estimator in ("grpo", "grpo_vectorized"):
+    if rollout.n == 1 and config.algorithm.estimator.prefers_groups:
         yield (
             "actor_rollout_ref.rollout.n=1: with one sample a prompt grpo has no baseline and the "
             "advantage is the reward itself; groups of 5 to 16 are usual"

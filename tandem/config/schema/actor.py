@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from tandem.config.schema.dotted import ByName, traits_of
 from tandem.config.schema.fields import (
     ALWAYS_PACKED,
     NOT_BUILT,
@@ -48,16 +50,61 @@ _MEGATRON = "not built yet: strategy=megatron"
 _ENTROPY = "entropy is always computed in chunks and recomputed in the backward pass"
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The traits of a policy loss.
+
+    Attributes:
+        is_sequence_level: it is a mean over sequences: always aggregated by seq-mean-token-mean.
+        clips_log_ratio: the clip range bounds the log-ratio, so that ``clip_ratio_low`` may be 1
+            or more; otherwise it bounds the ratio, which is positive.
+        reads: the keys below ``actor_rollout_ref.actor`` that it reads.
+    """
+
+    is_sequence_level: bool = False
+    clips_log_ratio: bool = False
+    reads: tuple[str, ...] = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+
+
+_BOTH_SIDES = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+
+LOSSES: dict[str, Loss] = {
+    "vanilla": Loss(),
+    "gspo": Loss(is_sequence_level=True, reads=_BOTH_SIDES),
+    "cispo": Loss(reads=_BOTH_SIDES),
+    "gpg": Loss(reads=()),
+    "geo_mean": Loss(is_sequence_level=True, clips_log_ratio=True, reads=_BOTH_SIDES),
+}
+"""The built-in policy losses by their names; ``algorithms.losses`` computes them."""
+
+LossName = Annotated[str, ByName(LOSSES)]
+
+
+def loss_traits(loss_mode: str) -> Loss:
+    """Return the traits of a value of ``policy_loss.loss_mode``.
+
+    Raises:
+        UserError: a function of the user cannot be imported.
+    """
+    return traits_of("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, known=LOSSES)
+
+
 class PolicyLossConfig(BaseModel):
     """``policy_loss.*``: which policy loss."""
 
     model_config = SECTION
 
-    loss_mode: Literal["vanilla", "gspo", "cispo", "gpg", "geo_mean"] = Field(
+    loss_mode: LossName = Field(
         default="vanilla",
         description="vanilla: PPO with dual clip; gspo: sequence ratio; cispo: clipped weights; "
-        "gpg: plain policy gradient; geo_mean: GMPO.",
+        "gpg: plain policy gradient; geo_mean: GMPO; or a function of your own as "
+        "package.module:function.",
     )
+
+    @property
+    def traits(self) -> Loss:
+        """The traits of ``loss_mode``; raises UserError if it cannot be imported."""
+        return loss_traits(self.loss_mode)
 
 
 class CheckpointConfig(BaseModel):

@@ -3,26 +3,53 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from tandem.config.schema.actor import KlEstimator
 from tandem.config.schema.correction import RolloutCorrectionConfig
+from tandem.config.schema.dotted import ByName, traits_of
 from tandem.config.schema.fields import NOT_BUILT, SECTION, no_effect
 
-AdvantageEstimator = Literal[
-    "gae",
-    "grpo",
-    "grpo_vectorized",
-    "grpo_passk",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "rloo",
-    "opo",
-    "remax",
-    "gpg",
-]
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """The traits of an advantage estimator.
+
+    Attributes:
+        needs_values: it reads the values of a critic.
+        needs_groups: it compares the samples of a prompt and has no meaning for a single one.
+        prefers_groups: it compares them too, but takes the reward itself where there is one.
+        needs_baseline_rollout: it compares each sample with the greedy response to its prompt.
+        reads: the keys below ``algorithm`` that it reads.
+    """
+
+    needs_values: bool = False
+    needs_groups: bool = False
+    prefers_groups: bool = False
+    needs_baseline_rollout: bool = False
+    reads: tuple[str, ...] = ("gamma", "lam", "norm_adv_by_std_in_grpo")
+
+
+_GRPO = Estimator(prefers_groups=True, reads=("norm_adv_by_std_in_grpo",))
+
+ESTIMATORS: dict[str, Estimator] = {
+    "gae": Estimator(needs_values=True, reads=("gamma", "lam")),
+    "grpo": _GRPO,
+    "grpo_vectorized": _GRPO,
+    "grpo_passk": Estimator(needs_groups=True, reads=("norm_adv_by_std_in_grpo",)),
+    "reinforce_plus_plus": Estimator(reads=("gamma",)),
+    "reinforce_plus_plus_baseline": Estimator(needs_groups=True, reads=()),
+    "rloo": Estimator(needs_groups=True, reads=()),
+    "opo": Estimator(needs_groups=True, reads=()),
+    "remax": Estimator(needs_baseline_rollout=True, reads=()),
+    "gpg": Estimator(needs_groups=True, reads=()),
+}
+"""The built-in advantage estimators by their names; ``algorithms.advantages`` computes them."""
+
+EstimatorName = Annotated[str, ByName(ESTIMATORS)]
 
 
 class KlCtrlConfig(BaseModel):
@@ -63,9 +90,10 @@ class AlgorithmConfig(BaseModel):
 
     model_config = SECTION
 
-    adv_estimator: AdvantageEstimator = Field(
+    adv_estimator: EstimatorName = Field(
         default="grpo",
-        description="Advantage estimator; gae takes the values of a critic (see critic.*).",
+        description="Advantage estimator: a name of the list, or a function of your own as "
+        "package.module:function. gae needs the values of a critic (see critic.*).",
     )
     gamma: float = Field(default=1.0, ge=0, le=1, description="Discount of rewards.")
     lam: float = Field(default=1.0, ge=0, le=1, description="Lambda of gae.")
@@ -89,3 +117,8 @@ class AlgorithmConfig(BaseModel):
 
     use_pf_ppo: bool = no_effect(False, "PF-PPO resampling.", why=NOT_BUILT)
     pf_ppo: dict[str, Any] = no_effect(dict[str, Any], "Settings of PF-PPO.", why=NOT_BUILT)
+
+    @property
+    def estimator(self) -> Estimator:
+        """The traits of ``adv_estimator``; raises UserError if it cannot be imported."""
+        return traits_of("algorithm.adv_estimator", self.adv_estimator, known=ESTIMATORS)

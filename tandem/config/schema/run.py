@@ -141,8 +141,8 @@ class RunConfig(BaseModel):
     @property
     def uses_critic(self) -> bool:
         """``critic.enable``, or if that is null whether the advantages need values."""
-        needs_values = self.algorithm.adv_estimator == "gae"
-        return needs_values if self.critic.enable is None else self.critic.enable
+        enable = self.critic.enable
+        return self.algorithm.estimator.needs_values if enable is None else enable
 
     @property
     def frees_cache(self) -> bool:

@@ -57,19 +57,19 @@ def test_keys_are_named_as_they_were_spelt() -> None:
         ),
         (
             "algorithm.norm_adv_by_std_in_grpo=False",
-            "grpo and grpo_passk",
+            "only algorithm.adv_estimator=grpo|grpo_vectorized|grpo_passk reads it",
             "algorithm.adv_estimator=grpo",
         ),
         (
             "algorithm.gamma=0.9",
-            "only the estimators",
+            "only algorithm.adv_estimator=gae|reinforce_plus_plus reads it",
             "algorithm.adv_estimator=reinforce_plus_plus",
         ),
-        ("algorithm.lam=0.9", "only the estimator gae", "algorithm.adv_estimator=gae"),
+        ("algorithm.lam=0.9", "only algorithm.adv_estimator=gae", "algorithm.adv_estimator=gae"),
         (f"{ACTOR}.kl_loss_coef=0.1", "use_kl_loss=False", f"{ACTOR}.use_kl_loss=True"),
         (
             f"{ACTOR}.clip_ratio_c=4",
-            "only loss_mode=vanilla",
+            "policy_loss.loss_mode=vanilla reads it",
             f"{ACTOR}.policy_loss.loss_mode=vanilla",
         ),
         (

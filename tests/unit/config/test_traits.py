@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimators and losses are chosen by a built-in name or by a dotted path to a user's function."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from tandem.algorithms.advantages import ADVANTAGES
+from tandem.algorithms.losses import POLICY_LOSSES
+from tandem.config.check.ignored_keys import keys_without_effect
+from tandem.config.check.rules import check_run
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.actor import LOSSES, Loss
+from tandem.config.schema.algorithm import ESTIMATORS, Estimator
+from tandem.config.schema.dotted import import_dotted, is_dotted
+from tandem.config.schema.run import RunConfig
+from tandem.errors import UserError
+
+ESTIMATOR = "algorithm.adv_estimator"
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+
+
+def plain() -> None:
+    """A function without traits."""
+
+
+def with_traits(traits: object) -> Callable[[], None]:
+    """A function with traits."""
+
+    def function() -> None: ...
+
+    function.traits = traits  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+@pytest.fixture
+def module() -> str:
+    """The name of an importable module with functions of a user."""
+    made = ModuleType("tandem_test_users_functions")
+    made.plain = plain  # pyright: ignore[reportAttributeAccessIssue]
+    made.critic = with_traits(Estimator(needs_values=True, reads=("lam",)))  # pyright: ignore
+    made.sequences = with_traits(Loss(is_sequence_level=True, reads=()))  # pyright: ignore
+    sys.modules[made.__name__] = made
+    yield made.__name__
+    del sys.modules[made.__name__]
+
+
+def test_every_built_in_name_is_computed() -> None:
+    assert set(ESTIMATORS) == set(ADVANTAGES)
+    assert set(LOSSES) == set(POLICY_LOSSES)
+
+
+@pytest.mark.parametrize("key", [ESTIMATOR, LOSS])
+@pytest.mark.parametrize("value", ["gaee", "package.module", "package.module:", ":f", "a-b:f"])
+def test_another_name_is_refused_with_the_names_and_the_form(key: str, value: str) -> None:
+    with pytest.raises(UserError, match="must be one of .*gpg.*package.module:function") as caught:
+        load_config(RunConfig, [f"{key}='{value}'"])
+    assert str(caught.value).startswith(f"{key}={value!r}: ")
+
+
+def test_a_users_function_has_default_traits_unless_it_says_otherwise(module: str) -> None:
+    def run(*arguments: str) -> RunConfig:
+        return load_config(RunConfig, arguments).config
+
+    assert run(f"{ESTIMATOR}={module}:plain").algorithm.estimator == Estimator()
+    assert not run(f"{ESTIMATOR}={module}:plain").uses_critic
+    assert run(f"{ESTIMATOR}={module}:critic").uses_critic
+    policy_loss = run(f"{LOSS}={module}:sequences").actor_rollout_ref.actor.policy_loss
+    assert policy_loss.traits.is_sequence_level
+    with pytest.raises(UserError, match="'traits' is no tandem.config.schema.actor.Loss"):
+        check_run(run(f"{LOSS}={module}:critic"))
+
+
+def test_the_traits_say_which_keys_are_read(module: str) -> None:
+    def ignored(*arguments: str) -> list[str]:
+        return list(keys_without_effect(load_config(RunConfig, arguments)))
+
+    keys = ("algorithm.gamma=0.9", "algorithm.lam=0.9")
+    assert ignored(f"{ESTIMATOR}={module}:plain", *keys) == []
+    assert ignored(f"{ESTIMATOR}={module}:critic", *keys) == ["algorithm.gamma"]
+
+
+@pytest.mark.parametrize(
+    ("path", "rule"),
+    [
+        ("tandem_no_such_module:f", "cannot be imported"),
+        ("tandem.errors:no_such_function", "has no attribute 'no_such_function'"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_in_one_line(path: str, rule: str) -> None:
+    config = load_config(RunConfig, [f"{ESTIMATOR}={path}"]).config
+    with pytest.raises(UserError, match=rule) as caught:
+        check_run(config)
+    assert (caught.value.key, caught.value.value) == (ESTIMATOR, path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dotted_path_names_an_object() -> None:
+    assert is_dotted("a.b:c") and not is_dotted("a.b.c") and not is_dotted("grpo")
+    assert import_dotted("key", "tandem.errors:UserError") is UserError
