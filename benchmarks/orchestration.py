@@ -45,7 +45,6 @@ from tandem.metrics.jsonl_sink import METRICS_FILE
 from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import open_sinks
 from tandem.metrics.throughput import ComputeFacts
-from tandem.pipeline.buffer import ScoredGroup
 from tandem.pipeline.context import Engines, RunContext
 from tandem.pipeline.experience import PolicyScores, as_floats, assign_credit, lay_out
 from tandem.pipeline.loop import Pipeline, initial_kl_controller
@@ -235,10 +234,9 @@ def pieces(options: argparse.Namespace, parts: RunContext) -> dict[str, float]:
     assert isinstance(parts.recorder, Keeping), "the parts are not those of make_parts"
     config, recorder = parts.config, parts.recorder.recorder
     groups = parts.recorder.groups
-    scored = [ScoredGroup(group) for group in groups]
     completions = [sample.completion for group in groups for sample in group.samples]
     controller = initial_kl_controller(config)
-    batch = lay_out(scored)
+    batch = lay_out(groups)
     experience = assign_credit(
         batch, PolicyScores(None, None), config=config, controller=controller
     )
@@ -253,7 +251,7 @@ def pieces(options: argparse.Namespace, parts: RunContext) -> dict[str, float]:
             parts.codec.decode([sample.completion.token_ids for sample in group.samples])
             for group in groups
         ],
-        "lay_out": lambda: lay_out(scored),
+        "lay_out": lambda: lay_out(groups),
         "adv": lambda: assign_credit(
             batch, PolicyScores(None, None), config=config, controller=controller
         ),

@@ -197,10 +197,19 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The n samples of one prompt, in order of their sample ids."""
+    """The n samples of one prompt, in the order of their sample ids.
+
+    Attributes:
+        prompt: the prompt.
+        samples: the samples, of which a reward model may still have to score all.
+        baseline: the greedy answer to the same prompt, for ``remax`` only.
+        generated_s: when the last sample was generated, in seconds by the clock of the run.
+    """
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+    baseline: Sample | None = None
+    generated_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,19 +15,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tandem.types import Group, Sample
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredGroup:
-    """A group ready to be trained on, but for a reward model's scores; ``baseline`` is the greedy
-    answer to the same prompt, for ``remax`` only. ``generated_s`` is when the last of them was
-    generated, by the clock of the run.
-    """
-
-    group: Group
-    baseline: Sample | None = None
-    generated_s: float = 0.0
+from tandem.types import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +45,7 @@ class GroupBuffer:
     def __init__(self, rule: BatchRule) -> None:
         self._rule = rule
         self._versions: dict[int, int] = {}
-        self._complete: dict[int, ScoredGroup] = {}
+        self._complete: dict[int, Group] = {}
         self._closed = False
         self._changed = asyncio.Condition()
 
@@ -70,10 +58,10 @@ class GroupBuffer:
         """These draws have been admitted while ``version`` was in use."""
         self._versions.update(dict.fromkeys(uids, version))
 
-    async def put(self, scored: ScoredGroup) -> None:
+    async def put(self, group: Group) -> None:
         """A group that was expected is complete."""
         async with self._changed:
-            self._complete[scored.group.prompt.uid] = scored
+            self._complete[group.prompt.uid] = group
             self._changed.notify_all()
 
     async def drop(self, uids: Iterable[int]) -> None:
@@ -89,7 +77,7 @@ class GroupBuffer:
             self._closed = True
             self._changed.notify_all()
 
-    async def take(self, version: int) -> list[ScoredGroup]:
+    async def take(self, version: int) -> list[Group]:
         """The batch that the weights ``version`` are to be trained on, in the order of the draws;
         fewer groups only after ``close``.
         """

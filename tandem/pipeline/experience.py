@@ -27,7 +27,6 @@ from tandem.algorithms.off_policy import Mismatch
 from tandem.algorithms.sequences import sum_by_sequence
 from tandem.config.schema.run import RunConfig
 from tandem.data.packing import TrainSequence
-from tandem.pipeline.buffer import ScoredGroup
 from tandem.pipeline.correction import CorrectedBatch, correct, correction_of
 from tandem.types import Completion, Group, LossColumns, RewardStatus
 
@@ -109,13 +108,12 @@ def as_bools(values: Tensor) -> list[bool]:
     return values.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def lay_out(scored: Sequence[ScoredGroup], *, version: int = 0) -> ScoredBatch:
+def lay_out(groups: Sequence[Group], *, version: int = 0) -> ScoredBatch:
     """Flatten groups: sequences, scores and rollout log-probs in order.
 
     Args:
         version: of the weights that are about to be trained.
     """
-    groups = [entry.group for entry in scored]
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
     sequences = [
         TrainSequence(prompt.uid, prompt.token_ids, sample.completion.token_ids)
@@ -125,7 +123,7 @@ def lay_out(scored: Sequence[ScoredGroup], *, version: int = 0) -> ScoredBatch:
     log_probs = [np.asarray(sample.completion.log_probs, np.float32) for _, sample in samples]
     has_value = [sample.reward.status is RewardStatus.VALUE for _, sample in samples]
     valid_N = torch.tensor(has_value)
-    greedy_scores_N = _greedy_scores(scored)
+    greedy_scores_N = _greedy_scores(groups)
     if greedy_scores_N is not None:
         valid_N &= ~greedy_scores_N.isnan()
     return ScoredBatch(
@@ -148,13 +146,13 @@ def _lags(completions: Sequence[Completion], version: int) -> Tensor:
     return torch.as_tensor(np.repeat(lags, [count for _, count in runs]))
 
 
-def _greedy_scores(scored: Sequence[ScoredGroup]) -> Tensor | None:
+def _greedy_scores(groups: Sequence[Group]) -> Tensor | None:
     """The score of the greedy answer for each sequence, NaN if it failed, (N,)."""
     scores = [
-        entry.baseline.reward.score
-        for entry in scored
-        if entry.baseline is not None
-        for _ in entry.group.samples
+        group.baseline.reward.score
+        for group in groups
+        if group.baseline is not None
+        for _ in group.samples
     ]
     return torch.tensor(scores) if scores else None
 

@@ -16,12 +16,13 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from tandem.pipeline.buffer import GroupBuffer, ScoredGroup
+from tandem.pipeline.buffer import GroupBuffer
 from tandem.pipeline.context import RunContext
 from tandem.pipeline.critic_phase import score_with_critic
 from tandem.pipeline.experience import ScoredBatch, lay_out
 from tandem.pipeline.policy_phase import score_with_policy, score_with_reference
 from tandem.pipeline.reward_phase import score_with_reward_model
+from tandem.types import Group
 
 T = TypeVar("T")
 TimedScores = tuple[Tensor | None, float]
@@ -93,7 +94,7 @@ async def prepare_batch(
         scored=batch if scored_groups is groups else lay_out(scored_groups, version=version),
         old_logp_R=old_logp_R,
         ref_logp_R=ref_logp_R,
-        generated_s=max(entry.generated_s for entry in groups),
+        generated_s=max(group.generated_s for group in groups),
         taken_s=taken_s,
         policy_lag=policy_lag,
         policy_s=policy_s,
@@ -118,8 +119,8 @@ async def timed_reference(parts: RunContext, batch: ScoredBatch) -> TimedScores:
 
 
 async def timed_rewards(
-    parts: RunContext, groups: Sequence[ScoredGroup]
-) -> tuple[Sequence[ScoredGroup], float]:
+    parts: RunContext, groups: Sequence[Group]
+) -> tuple[Sequence[Group], float]:
     """The groups with the scores of a reward model; as they are without one."""
     if parts.engines.reward_model is None:
         return groups, 0.0

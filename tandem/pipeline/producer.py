@@ -17,7 +17,7 @@ from dataclasses import replace
 from tandem.algorithms.filtering import is_informative
 from tandem.errors import UserError
 from tandem.pipeline.admission import AdmissionGate
-from tandem.pipeline.buffer import GroupBuffer, ScoredGroup
+from tandem.pipeline.buffer import GroupBuffer
 from tandem.pipeline.context import RunContext
 from tandem.pipeline.failures import (
     GENERATION_FAILED,
@@ -179,7 +179,7 @@ class GroupProducer:
         reference = None if baseline is None else scored[-1]
         if reference is not None:
             warn_of_failed_baseline(reference.reward)
-        await self._buffer.put(ScoredGroup(group, reference, generated_s))
+        await self._buffer.put(replace(group, baseline=reference, generated_s=generated_s))
         return None
 
     async def _score(

@@ -20,14 +20,13 @@ from tandem.config.schema.run import RunConfig
 from tandem.data.packing import TrainSequence
 from tandem.data.tokenizer import ChatRefused
 from tandem.errors import UserError
-from tandem.pipeline.buffer import ScoredGroup
 from tandem.pipeline.context import Conversations, RunContext
 from tandem.pipeline.experience import as_floats
 from tandem.pipeline.failures import warn_of_failed_baseline
 from tandem.pipeline.microbatches import MicrobatchLimits
 from tandem.pipeline.optimizer_steps import score_sequences
 from tandem.rewards.shaping import OverlongBuffer, shape_outcome
-from tandem.types import Prompt, RewardOutcome, RewardStatus, Sample
+from tandem.types import Group, Prompt, RewardOutcome, RewardStatus, Sample
 
 _NO_TEMPERATURE = 1.0
 _ANY_TOKEN = 0
@@ -35,15 +34,13 @@ _ANY_TOKEN = 0
 Answer = tuple[Prompt, Sample]
 
 
-async def score_with_reward_model(
-    parts: RunContext, groups: Sequence[ScoredGroup]
-) -> list[ScoredGroup]:
+async def score_with_reward_model(parts: RunContext, groups: Sequence[Group]) -> list[Group]:
     """The groups, and their greedy baselines, with the scores of the reward model.
 
     Raises:
         UserError: none of the scores is finite.
     """
-    answers = [(entry.group.prompt, sample) for entry in groups for sample in _samples(entry)]
+    answers = [(group.prompt, sample) for group in groups for sample in _samples(group)]
     scores = as_floats(await _scores(parts, answers))
     if not any(map(math.isfinite, scores)):
         raise UserError(
@@ -56,7 +53,7 @@ async def score_with_reward_model(
         _judged(sample, score, buffer=buffer)
         for (_, sample), score in zip(answers, scores, strict=True)
     )
-    return [_with_rewards(entry, judged) for entry in groups]
+    return [_with_rewards(group, judged) for group in groups]
 
 
 def overlong_buffer(config: RunConfig) -> OverlongBuffer | None:
@@ -149,13 +146,13 @@ def _judged(sample: Sample, score: float, *, buffer: OverlongBuffer | None) -> S
     return replace(sample, reward=outcome)
 
 
-def _samples(entry: ScoredGroup) -> Iterator[Sample]:
-    return chain(entry.group.samples, () if entry.baseline is None else (entry.baseline,))
+def _samples(group: Group) -> Iterator[Sample]:
+    return chain(group.samples, () if group.baseline is None else (group.baseline,))
 
 
-def _with_rewards(entry: ScoredGroup, judged: Iterator[Sample]) -> ScoredGroup:
-    samples = tuple(next(judged) for _ in entry.group.samples)
-    baseline = None if entry.baseline is None else next(judged)
+def _with_rewards(group: Group, judged: Iterator[Sample]) -> Group:
+    samples = tuple(next(judged) for _ in group.samples)
+    baseline = None if group.baseline is None else next(judged)
     if baseline is not None:
         warn_of_failed_baseline(baseline.reward)
-    return replace(entry, group=replace(entry.group, samples=samples), baseline=baseline)
+    return replace(group, samples=samples, baseline=baseline)

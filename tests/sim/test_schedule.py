@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tandem.pipeline.buffer import ScoredGroup
 from tandem.planner.engines import SimulatedTimes
 from tandem.planner.simulation import simulate
-from tandem.types import GenerationRequest, Prompt
+from tandem.types import GenerationRequest, Group, Prompt
 from tests.sim.schedules import (
     APART,
     BATCH,
@@ -248,7 +247,7 @@ def test_09_nothing_piles_up_behind_a_generator_that_is_far_ahead() -> None:
 
     def task_s(task: str, number: int) -> float:
         if task == "sync" and number in (20, 480):
-            kinds = (ScoredGroup, Prompt, GenerationRequest, asyncio.Task)
+            kinds = (Group, Prompt, GenerationRequest, asyncio.Task)
             alive[number] = sum(type(one) in kinds for one in gc.get_objects())
         return {"actor-train": 1.0}.get(task, 0.0)
 

@@ -8,15 +8,15 @@ import random
 
 import pytest
 
-from tandem.pipeline.buffer import BatchRule, GroupBuffer, ScoredGroup
+from tandem.pipeline.buffer import BatchRule, GroupBuffer
 from tandem.planner.virtual_time import run_virtually
 from tandem.types import Group, Prompt
 
 IN_TURN = BatchRule(2, max_lag=0, passes_over=False)
 
 
-def group(uid: int) -> ScoredGroup:
-    return ScoredGroup(Group(Prompt(uid, uid, (1,), "", "source", ""), ()))
+def group(uid: int) -> Group:
+    return Group(Prompt(uid, uid, (1,), "", "source", ""), ())
 
 
 async def filled(
@@ -37,7 +37,7 @@ async def taken(buffer: GroupBuffer, version: int) -> list[int] | None:
         scored = await asyncio.wait_for(buffer.take(version), 0.01)
     except TimeoutError:
         return None
-    return [one.group.prompt.uid for one in scored]
+    return [one.prompt.uid for one in scored]
 
 
 def batch(
@@ -104,7 +104,7 @@ def test_close_lets_take_return_what_there_is() -> None:
         waiting = asyncio.create_task(buffer.take(0))
         await asyncio.sleep(0)
         await buffer.close()
-        return [scored.group.prompt.uid for scored in await waiting]
+        return [scored.prompt.uid for scored in await waiting]
 
     assert run_virtually(take()) == [5]
 

@@ -10,7 +10,6 @@ import torch
 
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
-from tandem.pipeline.buffer import ScoredGroup
 from tandem.pipeline.experience import Experience, PolicyScores, assign_credit, lay_out
 from tandem.pipeline.loop import initial_kl_controller
 from tandem.pipeline.policy_phase import policy_loss, training_rows
@@ -42,12 +41,12 @@ def sample(k: int, score: float, version: int, switches: tuple[tuple[int, int], 
     return Sample(Completion(k, (k, 9), (-0.5, -0.5), reason, version, switches), "", reward)
 
 
-def groups() -> list[ScoredGroup]:
+def groups() -> list[Group]:
     """Versions 3 and 3 with 4; 4 and 5."""
     first = (sample(0, 1.0, 3, ()), sample(1, 0.0, 3, ((1, 4),)))
     second = (sample(2, 0.0, 4, ()), sample(3, 1.0, 5, ()))
     return [
-        ScoredGroup(Group(Prompt(uid, uid, (4,), "", "", ""), samples))
+        Group(Prompt(uid, uid, (4,), "", "", ""), samples)
         for uid, samples in enumerate((first, second))
     ]
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
-from tandem.pipeline.buffer import ScoredGroup
 from tandem.pipeline.context import Engines, RunContext
 from tandem.pipeline.critic_phase import score_with_critic, update_critic
 from tandem.pipeline.experience import Experience, PolicyScores, assign_credit, lay_out
@@ -81,14 +80,14 @@ class Runtime:
         return function(*values, **named)
 
 
-def group(uid: int, *scores: float | None) -> ScoredGroup:
+def group(uid: int, *scores: float | None) -> Group:
     """Responses of 3 tokens; None is a reward that failed."""
     outcomes = [FAILED if s is None else RewardOutcome(RewardStatus.VALUE, s) for s in scores]
     samples = tuple(
         Sample(Completion(k, (20 * uid + k,) * 3, (-0.5,) * 3, FinishReason.STOP, 0), "", outcome)
         for k, outcome in enumerate(outcomes)
     )
-    return ScoredGroup(Group(Prompt(uid, uid, (4,), "", "source", ""), samples))
+    return Group(Prompt(uid, uid, (4,), "", "source", ""), samples)
 
 
 GROUPS = [group(1, 1.0, 0.0), group(2, None, 1.0)]

@@ -7,7 +7,6 @@ import math
 
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
-from tandem.pipeline.buffer import ScoredGroup
 from tandem.pipeline.experience import PolicyScores, assign_credit, lay_out
 from tandem.pipeline.loop import initial_kl_controller
 from tandem.types import (
@@ -27,11 +26,11 @@ def value(score: float) -> RewardOutcome:
     return RewardOutcome(RewardStatus.VALUE, score)
 
 
-def scored(uid: int, *outcomes: RewardOutcome, baseline: RewardOutcome | None) -> ScoredGroup:
+def scored(uid: int, *outcomes: RewardOutcome, baseline: RewardOutcome | None) -> Group:
     samples = [sample(k, outcome) for k, outcome in enumerate(outcomes)]
     prompt = Prompt(uid, uid, (3,), "", "source", "")
     greedy = None if baseline is None else sample(9, baseline)
-    return ScoredGroup(Group(prompt, tuple(samples)), greedy)
+    return Group(prompt, tuple(samples), greedy)
 
 
 def sample(sample_id: int, outcome: RewardOutcome) -> Sample:

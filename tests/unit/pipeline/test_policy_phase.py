@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
-from tandem.pipeline.buffer import ScoredGroup
 from tandem.pipeline.context import Engines, RunContext
 from tandem.pipeline.experience import PolicyScores, assign_credit, lay_out
 from tandem.pipeline.loop import initial_kl_controller
@@ -79,17 +78,17 @@ class Runtime:
         return function(*values, **named)
 
 
-def group(uid: int, *scores: float | None) -> ScoredGroup:
+def group(uid: int, *scores: float | None) -> Group:
     """Responses of 3 tokens, each of its own; None is a reward that failed."""
     outcomes = [FAILED if s is None else RewardOutcome(RewardStatus.VALUE, s) for s in scores]
     samples = tuple(
         Sample(Completion(k, (10 * uid + k,) * 3, (-0.5,) * 3, FinishReason.STOP, 0), "", outcome)
         for k, outcome in enumerate(outcomes)
     )
-    return ScoredGroup(Group(Prompt(uid, uid, (4,), "", "source", ""), samples))
+    return Group(Prompt(uid, uid, (4,), "", "source", ""), samples)
 
 
-def make_parts(engine: RecordingEngine, groups: Sequence[ScoredGroup], *arguments: str) -> Any:
+def make_parts(engine: RecordingEngine, groups: Sequence[Group], *arguments: str) -> Any:
     """Only what the training half of a step reads."""
     keys = [f"data.train_batch_size={len(groups)}", "actor_rollout_ref.rollout.n=2", MINI]
     given: dict[str, Any] = {
@@ -103,9 +102,7 @@ def make_parts(engine: RecordingEngine, groups: Sequence[ScoredGroup], *argument
     return RunContext(**values)
 
 
-def update(
-    groups: Sequence[ScoredGroup], *arguments: str
-) -> tuple[RecordingEngine, list[UpdateReport]]:
+def update(groups: Sequence[Group], *arguments: str) -> tuple[RecordingEngine, list[UpdateReport]]:
     """All optimizer steps on the groups, which make one batch."""
     engine = RecordingEngine()
     parts = make_parts(engine, groups, *arguments)

@@ -88,7 +88,7 @@ def test_rewards_of_the_first_group_come_back_before_the_last_text_is_made() -> 
             tasks.create_task(producer.run())
             batch = await buffer.take(0)
             await gate.release_trained(BATCH)
-        assert [[s.reward.score for s in scored.group.samples] for scored in batch] == [
+        assert [[s.reward.score for s in scored.samples] for scored in batch] == [
             [0.0, 1.0]
         ] * BATCH
         return world.events

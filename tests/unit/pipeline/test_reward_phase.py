@@ -25,7 +25,6 @@ from tandem.engines.single import ReferenceModel
 from tandem.errors import UserError
 from tandem.models.folder import check_reward_folder, open_part
 from tandem.models.parallel import WHOLE
-from tandem.pipeline.buffer import ScoredGroup
 from tandem.pipeline.context import Engines, RunContext
 from tandem.pipeline.failures import GENERATION_FAILED, PENDING
 from tandem.pipeline.microbatches import MemoryFit
@@ -86,15 +85,13 @@ def sample(token_ids: Sequence[int], reward: RewardOutcome = PENDING, text: str 
     return Sample(Completion(0, token_ids, log_probs, FinishReason.STOP, 0), text, reward)
 
 
-def group(uid: int, prompt_ids: Sequence[int], *samples: Sample, **rest: Any) -> ScoredGroup:
+def group(uid: int, prompt_ids: Sequence[int], *samples: Sample, **rest: Any) -> Group:
     messages = [{"role": "user", "content": f"question {uid}"}]
     prompt = Prompt(uid, uid, tuple(prompt_ids), "", "source", None, messages=messages)
-    return ScoredGroup(Group(prompt, samples), **rest)
+    return Group(prompt, samples, **rest)
 
 
-def scored(
-    model: Any, groups: Sequence[ScoredGroup], *arguments: str, **rest: Any
-) -> list[ScoredGroup]:
+def scored(model: Any, groups: Sequence[Group], *arguments: str, **rest: Any) -> list[Group]:
     given: dict[str, Any] = {
         "config": load_config(RunConfig, ["reward_model.enable=True", *arguments]).config,
         "runtime": Runtime(),
@@ -106,8 +103,8 @@ def scored(
     return asyncio.run(score_with_reward_model(parts, groups))
 
 
-def scores_of(groups: Sequence[ScoredGroup]) -> list[list[float]]:
-    return [[x.reward.score for x in entry.group.samples] for entry in groups]
+def scores_of(groups: Sequence[Group]) -> list[list[float]]:
+    return [[x.reward.score for x in entry.samples] for entry in groups]
 
 
 def write_classifier(config: PretrainedConfig, folder: Path, *, kind: str) -> torch.nn.Module:
@@ -154,7 +151,7 @@ def test_one_more_token_than_the_limit_is_no_error_and_prompts_are_shared() -> N
     assert whole == [9, 9, 9, 1, 2, 3, 8, 4, 5]
 
 
-def _fed_whole(groups: Sequence[ScoredGroup]) -> list[list[int]]:
+def _fed_whole(groups: Sequence[Group]) -> list[list[int]]:
     model = LastTokens()
     scored(model, groups)
     return [batch.token_ids_T.tolist() for batch in model.batches]
@@ -163,7 +160,7 @@ def _fed_whole(groups: Sequence[ScoredGroup]) -> list[list[int]]:
 def test_what_cannot_be_scored_is_a_failure_and_not_a_number() -> None:
     groups = [group(1, (9,), sample((1, 2)), sample((6,), GENERATION_FAILED), sample((), PENDING))]
     (entry,) = scored(LastTokens(unfinite=(2,)), groups)
-    broken, failed, empty = (x.reward for x in entry.group.samples)
+    broken, failed, empty = (x.reward for x in entry.samples)
     assert (broken.status, broken.detail) == (
         RewardStatus.ERROR,
         "the reward model's score is nan",
