@@ -6,7 +6,7 @@ same program whether its engines are in this process, behind Ray, or fakes under
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -176,14 +176,6 @@ class WorkerGroup(Protocol):
     def first(self, calls: Sequence[Any]) -> int:
         """Index of a call that has finished, the lowest of several. Blocks until there is one."""
         ...
-
-
-class Reward(Protocol):
-    """verl's reward signature. Returns a number, or a mapping with ``score`` and more numbers."""
-
-    def __call__(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
-    ) -> float | Mapping[str, Any]: ...
 
 
 class MetricSink(Protocol):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bounds the waits of something that several processes do together: time, and the first
-failure that any of them, or the driver, reports under a key of the store.
+"""Deadlines of operations that several processes perform together.
+
+A wait ends when its time is over, or when any process reports a failure under the key of the
+operation in the driver's store.
 """
 
 from __future__ import annotations
@@ -10,18 +12,23 @@ import time
 from torch._C._distributed_c10d import Store
 
 POLL_S = 0.1
-"""A process that waits looks for the failures of others this often."""
+"""The interval at which a waiting process looks for failures of other processes."""
 
 
 class GroupError(Exception):
-    """A peer is gone, failed, or did not take part in time."""
+    """The failure of a collective: a peer is gone, has failed, or did not take part in time."""
 
 
 class Deadline:
-    """One for each common operation, in each process."""
+    """The deadline of one collective operation in one process."""
 
     def __init__(self, timeout_s: float, *, store: Store, key: str) -> None:
-        """Starts now. ``key`` is the same in all processes, and holds the first cause."""
+        """Start the clock.
+
+        Args:
+            key: the key of the operation in ``store``, the same in all processes. It holds the
+                first failure.
+        """
         self._timeout_s = timeout_s
         self._end = time.monotonic() + timeout_s
         self._store = store
@@ -29,11 +36,7 @@ class Deadline:
         self._next_look = time.monotonic() + POLL_S
 
     def check(self) -> None:
-        """Return if waiting makes sense.
-
-        Raises:
-            GroupError: somebody failed, or the time is over.
-        """
+        """Raise GroupError if the time is over or a process has reported a failure."""
         now = time.monotonic()
         if now >= self._end:
             raise GroupError(f"not all took part within {self._timeout_s:g} s")
@@ -49,8 +52,12 @@ class Deadline:
 
 
 def report_failure(store: Store, key: str, *, cause: str) -> str:
-    """Free whoever waits under a ``Deadline`` of this key. Returns the first cause of all."""
+    """End the waits of all processes under a ``Deadline`` of this key.
+
+    Returns:
+        the first cause that any process has reported, which may differ from ``cause``.
+    """
     try:
         return store.compare_set(key, "", cause).decode()
-    except RuntimeError:  # the store went down with the driver: nobody is left to be told
+    except RuntimeError:  # the store ended with the driver, so that no process is left to inform
         return cause

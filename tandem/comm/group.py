@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups made directly from a store, independent of the default world: across pools, and formed
-anew under another name when a process was replaced.
+"""Process groups made directly from a store, independent of the default world.
 
-No wait is endless: those on the host end with their ``Deadline``; work queued on a device is waited
-for by the device, and ``wait_for_device`` bounds that. Leaving never waits for a peer.
+They connect processes of several pools. Every wait ends. Waits on the host end with their
+``Deadline``. Work queued on a device is ordered by the device itself, and ``wait_for_device``
+limits the wait for it. Leaving a group never waits for a peer.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store, Work
+from torch.distributed import Backend
 
 from tandem.comm.deadline import POLL_S, Deadline, GroupError
 from tandem.comm.thread import CallingThread
-from tandem.comm.world import create_backend
 
 _DEVICE_POLL_S = 1e-4
 _FORMING_MARGIN_S = 1.0
-"""A library that has a time limit of its own, and says more, comes first: by so much, at most by
-half of the limit."""
+"""The time by which our own limit exceeds the library's, whose error says more. At most half of the
+limit."""
 _BLOCK = 1024
-"""Bytes that a process tells all others at once; if any has more, they do it twice."""
+"""The bytes of each member in the first round of ``gather``. Longer values take a second round."""
 _SIZE = 8
 _Backend = Any
-"""A torch.distributed backend: its stubs do not know the collectives."""
+"""A backend of torch.distributed, whose type stubs lack the collectives."""
 
 
 class Pending(Protocol):
-    """A collective under way."""
+    """A collective that has been started."""
 
     def wait(self, deadline: Deadline) -> None:
-        """Until its tensor may be used; on a device, by what this thread queues next.
+        """Wait until the tensor may be used. On a device, only later work of this thread waits.
 
         Raises:
             GroupError: it failed.
@@ -50,38 +50,38 @@ class Pending(Protocol):
 
 
 class Group(Protocol):
-    """Some processes that do collectives together, in the same order each."""
+    """Processes that perform collectives together, all in the same order."""
 
     members: tuple[int, ...]
 
     def broadcast(self, tensor: Tensor, *, root: int) -> Pending:
-        """Start copying ``tensor`` of member ``root`` into that of all others, in place."""
+        """Start to copy ``tensor`` of process ``root`` into the tensors of all other members."""
         ...
 
     def gather(self, value: Any, deadline: Deadline) -> list[Any]:
-        """The values of all members, in their order. Small picklable ones; host groups only."""
+        """Return the values of all members in their order: small picklable values, on the host."""
         ...
 
     def close(self) -> None:
-        """Leave after the last collective; idempotent."""
+        """Leave the group after the last collective. Idempotent."""
         ...
 
     def abandon(self) -> None:
-        """Leave at once, whatever is under way and whatever became of the peers; idempotent."""
+        """Leave the group at once, without regard to pending collectives and peers. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """This process's place in a group.
+    """The place of this process in a group.
 
     Attributes:
-        name: the same in all members, never used before in this store.
-        members: numbers of the processes, this one's included; ascending.
-        rank: this process's number.
-        device: where the tensors of its collectives lie.
-        timeout_s: bounds forming it and, within the backend, each collective.
-        library: that does them, as torch.distributed knows it.
+        name: the name of the group, the same in all members and never used before in the store.
+        members: the numbers of all member processes, ascending.
+        rank: the number of this process.
+        device: the device of the tensors.
+        timeout_s: the time limit of forming the group and, within the backend, of each collective.
+        library: the library of the collectives, by its name in torch.distributed.
     """
 
     name: str
@@ -93,10 +93,11 @@ class GroupPlace:
 
 
 def form_group(store: Store, place: GroupPlace) -> Group:
-    """Blocks until all members are connected.
+    """Form a group. Blocks until all members are connected.
 
     Raises:
-        GroupError: not all came in time.
+        GroupError: not all members connected in time, or torch.distributed does not know the
+            library.
     """
     store = PrefixStore(place.name, store)
     make = {"gloo": _make_gloo, "nccl": _make_nccl}.get(place.library, _make_registered)
@@ -113,11 +114,10 @@ def form_group(store: Store, place: GroupPlace) -> Group:
 
 
 def wait_for_device(stream: torch.Stream, deadline: Deadline) -> None:
-    """Until all that is queued on ``stream`` is done. A device cannot be waited for with a time
-    limit, hence the polling.
+    """Wait until all work queued on ``stream`` is done. Polls, as devices offer no timed wait.
 
     Raises:
-        GroupError: a collective in it does not end.
+        GroupError: a collective on the stream does not end.
     """
     event = stream.record_event()
     while not event.query():
@@ -126,7 +126,7 @@ def wait_for_device(stream: torch.Stream, deadline: Deadline) -> None:
 
 
 class _BackendGroup:
-    """Implements ``Group`` over one backend of torch.distributed."""
+    """A ``Group`` over one backend of torch.distributed."""
 
     def __init__(self, backend: _Backend, place: GroupPlace) -> None:
         self.members = place.members
@@ -152,22 +152,22 @@ class _BackendGroup:
         longest = _SIZE + max(int.from_bytes(block[:_SIZE], "little") for block in blocks)
         if longest > _BLOCK:
             blocks = self._all_gather(bytes(_SIZE) + data, longest, deadline=deadline)
-        return [pickle.loads(block[_SIZE:]) for block in blocks]  # which ignores what follows
+        return [pickle.loads(block[_SIZE:]) for block in blocks]  # which ignores the padding
 
     def close(self) -> None:
         backend, self._backend = self._backend, None
         if backend is not None and not self._is_host:
-            with suppress(RuntimeError):  # not every library can
+            with suppress(RuntimeError):  # not every library can abort
                 backend.abort()
 
     def abandon(self) -> None:
         if self._is_host and self._backend is not None:
-            # Its end would wait for collectives under way, which dead peers let time out.
+            # Its destructor would wait for pending collectives, which dead peers let time out.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
         self.close()
 
     def _all_gather(self, data: bytes, size: int, *, deadline: Deadline) -> list[bytes]:
-        """The first ``size`` bytes of every member's data, with zeros at its end."""
+        """Return the first ``size`` bytes of each member's data, padded with zeros."""
         own = torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8)
         outputs = [torch.empty_like(own) for _ in self.members]
         try:
@@ -189,7 +189,7 @@ class _HostWork:
 
     def wait(self, deadline: Deadline) -> None:
         while True:
-            with suppress(RuntimeError):  # of the work itself or of this wait: told apart below
+            with suppress(RuntimeError):  # this wait timed out, or the work failed: see below
                 self.work.wait(timedelta(seconds=POLL_S))
             if self.work.is_completed():
                 break
@@ -213,8 +213,8 @@ class _DeviceWork:
 
 
 def _within(timeout_s: float, make: Callable[[], _Backend]) -> _Backend:
-    """``make()``, on a thread that is left behind if it takes longer: NCCL connects without a time
-    limit, and cannot be told to give up if a peer is gone. Raises TimeoutError."""
+    """Return ``make()``, or raise TimeoutError."""
+    # NCCL connects without a time limit and cannot be cancelled: the thread is left behind.
     thread = CallingThread("forming")
     made = thread.submit(make)
     thread.finish()
@@ -229,7 +229,7 @@ def _make_gloo(store: Store, place: GroupPlace) -> _Backend:
 
 def _make_nccl(store: Store, place: GroupPlace) -> _Backend:
     options = c10d.ProcessGroupNCCL.Options()
-    # Its watchdog ends the whole process; our own deadline comes first and does not.
+    # NCCL's watchdog ends the whole process. Our own deadline comes first and does not.
     options._timeout = timedelta(seconds=4 * place.timeout_s + 60)
     rank = place.members.index(place.rank)
     backend = c10d.ProcessGroupNCCL(store, rank, len(place.members), options)
@@ -238,17 +238,26 @@ def _make_nccl(store: Store, place: GroupPlace) -> _Backend:
 
 
 def _make_registered(store: Store, place: GroupPlace) -> _Backend:
-    """Of a vendor's library. No device's name is part of the store's keys: members may differ."""
-    return create_backend(
-        place.library,
-        store,
-        rank=place.members.index(place.rank),
-        members=place.members,
-        timeout_s=place.timeout_s,
-    )
+    plugin = Backend._plugins.get(place.library.upper())
+    if plugin is None:
+        raise GroupError(
+            f"torch.distributed has no {place.library} in this process: its plug-in is not loaded"
+        )
+    rank, timeout = place.members.index(place.rank), timedelta(seconds=place.timeout_s)
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, len(place.members), timeout)
+    # No key of the store contains the type of a device, because the members' types may differ.
+    options = c10d._DistributedBackendOptions()
+    options.store = store
+    options.group_rank = rank
+    options.group_size = len(place.members)
+    options.timeout = timeout
+    options.global_ranks_in_group = list(place.members)
+    options.group_id = "tandem"
+    return plugin.creator_fn(options, None)
 
 
 def _first_sentence(error: Exception) -> str:
-    """What happened, without the source position and the advice around it."""
+    """Return the message without the source position and the advice around it."""
     text = str(error).splitlines()[0]
     return text.rpartition(".cc:")[2].partition("] ")[2].partition(". ")[0] or text

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store at which processes find each other: one TCP server in the driver, a client in each
-worker. Every wait on it has a deadline. No tensors pass through it.
+"""The store through which processes find each other: a TCP server in the driver, and a client in
+each worker. Every wait on it has a time limit. Tensors do not pass through it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from tandem.errors import UserError
 
 
 def host_store(*, timeout_s: float) -> TCPStore:
-    """Start the server on a free port of this host, and keep it: it lives as long as the value.
+    """Start the server on a free port of this host. It runs as long as the returned object lives.
 
-    The port is ``store.port``; workers also need a name of this host that they can reach.
+    Workers connect to ``store.port``. They also need a name of this host that they can reach.
     """
     return TCPStore(
         "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
@@ -24,16 +24,18 @@ def host_store(*, timeout_s: float) -> TCPStore:
 
 
 def connect_store(host: str, port: int, *, timeout_s: float) -> Store:
-    """A client of the driver's store. ``timeout_s`` bounds this call and every later wait.
+    """Return a client of the driver's store. ``timeout_s`` limits this call and every later wait.
 
     Raises:
-        UserError: there is none within the time.
+        UserError: the server does not answer in time.
     """
     timeout = timedelta(seconds=timeout_s)
     try:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except DistError as error:
         raise UserError(
-            f"store={host}:{port}: cannot be reached within {timeout_s:g} s. "
-            "Check that the driver runs and that this host can connect to it."
+            "store",
+            f"{host}:{port}",
+            rule=f"cannot be reached within {timeout_s:g} s",
+            remedy="Check that the driver runs and that this host can connect to it.",
         ) from error

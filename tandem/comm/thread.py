@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that makes calls which may never return, so that who asks for them can give up.
+"""A thread for calls into libraries that may never return, so that the caller can stop waiting.
 
-It ends with the process, whatever it is busy with. Not a pool: the calls are made in order.
+The thread is not a pool: it makes the calls in order. It never keeps the process from ending.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 
 
 class CallingThread:
-    """Makes calls one after the other."""
+    """A daemon thread that makes calls one after the other."""
 
     def __init__(self, name: str) -> None:
-        """``name`` of the thread, which waits for calls from now on."""
+        """Start the thread under this name."""
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        # a daemon: where a call does not return, the process must be able to end
+        # A daemon, because the process must be able to end while a call does not return.
         Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Its result comes when the calls before it have returned."""
+        """Queue a call behind the earlier ones, and return its future."""
         future: Future[Any] = Future()
         self._calls.put((call, future))
         return future
 
     def finish(self) -> None:
-        """End after the calls so far."""
+        """End the thread after the calls that are queued now."""
         self._calls.put(None)
 
     def drop(self) -> None:
-        """Forget the calls that have not begun."""
+        """Discard the queued calls that have not begun."""
         with suppress(Empty):
             while True:
                 self._calls.get_nowait()
@@ -44,6 +44,6 @@ class CallingThread:
             call, future = item
             try:
                 future.set_result(call())
-            except Exception as error:  # whatever it was, who waits is to see it
+            except Exception as error:  # raised again in the thread that waits for the future
                 future.set_exception(error)
-            del item, call, future  # or they would keep tensors until the next call
+            del item, call, future  # or their tensors would live until the next call

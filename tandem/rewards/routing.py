@@ -14,7 +14,8 @@ from tandem.errors import UserError
 from tandem.rewards import gsm8k, math_answer
 
 RuleFunction = Callable[..., Any]
-"""Called with verl's four arguments by name; returns what ``api.Reward`` does."""
+"""A function with verl's signature, called with ``data_source``, ``solution_str``, ``ground_truth``
+and ``extra_info`` by name. It returns a number, or a mapping with ``score`` and more numbers."""
 
 RULES: dict[str, RuleFunction] = {
     "openai/gsm8k": gsm8k.compute_score,

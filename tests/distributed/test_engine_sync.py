@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch._C._distributed_c10d import Store
 
 from tandem.comm.store import connect_store
-from tandem.comm.world import WorldPlace, join_world, leave_world
+from tandem.comm.world import WorldPlace, join_world
 from tandem.config.schema.optim import OptimConfig
 from tandem.models.folder import check_folder, open_part
 from tandem.models.language_model import NativeModel
@@ -83,7 +83,7 @@ def _train_and_send(
         if rank < NUM_TRAINERS + link.num_rollouts
     }
     if trains:
-        leave_world()
+        distributed.destroy_process_group()
     return parts
 
 

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from tandem.comm.group import Group, GroupPlace, form_group
 from tandem.comm.store import connect_store
-from tandem.comm.world import WorldPlace, join_world, leave_world
+from tandem.comm.world import WorldPlace, join_world
 from tandem.weight_sync.failure import SyncError
 from tandem.weight_sync.handshake import LinkTensors
 from tandem.weight_sync.link import WeightLink, open_link
@@ -124,7 +124,7 @@ def _run_cases(rank: int, size: int, store_port: int) -> str:
     ranks = torch.tensor([rank])
     distributed.all_reduce(ranks)
     _run_case(rank, store, case=_Case((2, 2), 2, False, SMALL, (KIB, KIB)), name="last")
-    leave_world()
+    distributed.destroy_process_group()
     return f"{pool} {int(ranks)}"
 
 

@@ -116,3 +116,9 @@ def test_whatever_forming_raises_is_seen_at_once() -> None:
     with pytest.raises(GroupError, match="has no nobody's in this process"):
         form_group(HashStore(), place)
     assert time.monotonic() - started_s < 5
+
+
+def test_a_library_that_is_not_loaded_is_named() -> None:
+    place = GroupPlace("one", (0,), 0, CPU, 5, "xyzccl")
+    with pytest.raises(GroupError, match=r"torch\.distributed has no xyzccl in this process"):
+        form_group(HashStore(), place)

@@ -23,7 +23,7 @@ def test_a12_clients_meet_at_the_hosted_store_and_nobody_else_gets_its_port() ->
 
 
 def test_a_store_that_cannot_be_reached_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match=r"store=127\.0\.0\.1:1: cannot be reached within 0\.2 s"):
+    with pytest.raises(UserError, match=r"store='127\.0\.0\.1:1': cannot be reached within 0\.2 s"):
         connect_store("127.0.0.1", 1, timeout_s=0.2)
 
 
