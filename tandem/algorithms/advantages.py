@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantage estimators: from token rewards to an advantage and a return per response token.
 
-Each is a function of ``AdvantageInputs`` and keys of ``algorithm``; ``ADVANTAGES`` names them as
-``algorithm.adv_estimator`` does. A sequence whose reward has no value (timeout, error) takes part
-in no baseline and no statistic, and gets advantage 0. A group of one sample has no baseline (mean
-0, std 1, as in verl); a group in which only one sample is left after failures has nothing to
-compare with and gets 0. Runs on the CPU (fp64 inside).
+An estimator is a function of ``AdvantageInputs`` and the keys of ``algorithm``. ``ADVANTAGES`` maps
+the values of ``algorithm.adv_estimator`` to the built-in ones. A sequence whose reward failed
+(timeout, error) enters no baseline and no statistic, and its advantage is 0. A group of one sample
+has mean 0 and std 1, as in verl. If failures leave one sample in a group, its advantage is 0.
+Everything runs on the CPU, in fp64 inside.
 
 Shapes: R response tokens, N sequences.
 """
@@ -32,16 +32,18 @@ _VARIANCE_EPSILON = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """One batch.
+    """The rewards of one batch, and the layout of its tokens.
 
     Attributes:
-        token_rewards_R: fp32; outcome rewards stand at the last token (``kl.place_scores``).
-        sequence_R: int64, ascending: the sequence of each token.
+        token_rewards_R: the rewards, fp32; an outcome reward stands at the last token of its
+            sequence (``kl.place_scores``).
+        sequence_R: the sequence of each token, int64, ascending.
         num_sequences: N.
-        group_N: int64: which prompt (any number that names it) a sequence answers.
-        valid_N: bool: the reward has a value.
-        values_R: the critic's values, for ``gae`` only.
-        greedy_scores_N: reward of the greedy response to the same prompt, for ``remax`` only.
+        group_N: an identifier of the prompt of each sequence, int64.
+        valid_N: whether the reward has a value, bool.
+        values_R: the critic's values; None for an estimator that needs none.
+        greedy_scores_N: the reward of the greedy response to the same prompt, NaN if that failed;
+            None for an estimator that needs none.
     """
 
     token_rewards_R: Tensor
@@ -55,7 +57,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Advantages and returns (the critic's targets), fp32 (R,)."""
+    """The advantages, and the returns that a critic learns, fp32 (R,)."""
 
     advantages_R: Tensor
     returns_R: Tensor
@@ -66,7 +68,7 @@ Estimator = Callable[[AdvantageInputs, AlgorithmConfig], Advantages]
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Statistics of each sequence's group, (N,); fp64, so that equal scores centre to exactly 0."""
+    """The statistics of each sequence's group, (N,), in fp64: equal scores centre to exactly 0."""
 
     scores_N: Tensor
     mean_N: Tensor
@@ -76,7 +78,7 @@ class _Groups:
     alone_N: Tensor
 
     def total(self, values_N: Tensor) -> Tensor:
-        """Sum of ``values_N`` over the group of each sequence, (N,)."""
+        """Sum ``values_N`` over the group of each sequence, (N,)."""
         return _group_total(values_N, self.group_N)
 
 
@@ -89,7 +91,7 @@ def _numbered_from_zero(group_N: Tensor) -> Tensor:
 
 
 def _valid_rewards(inputs: AdvantageInputs) -> Tensor:
-    """Token rewards with those of failed sequences (which may be NaN) put to 0, (R,)."""
+    """Return the token rewards with 0 for failed sequences, whose rewards may be NaN, (R,)."""
     return torch.where(inputs.valid_N[inputs.sequence_R], inputs.token_rewards_R, 0.0)
 
 
@@ -114,7 +116,7 @@ def _group_statistics(inputs: AdvantageInputs) -> _Groups:
 
 
 def _broadcast(advantages_N: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """One advantage a sequence to one a token, 0 for failed sequences, fp32 (R,)."""
+    """Repeat each sequence's advantage over its tokens, 0 for failed sequences, fp32 (R,)."""
     return torch.where(inputs.valid_N, advantages_N, 0.0).float()[inputs.sequence_R]
 
 
@@ -124,7 +126,7 @@ def _outcome(advantages_N: Tensor, inputs: AdvantageInputs) -> Advantages:
 
 
 def _whiten(values_R: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """Zero mean and unit variance over the tokens of valid sequences, 0 for the others, (R,)."""
+    """Scale to mean 0 and variance 1 over the tokens of valid sequences; 0 for others, (R,)."""
     valid_R = inputs.valid_N[inputs.sequence_R]
     count = valid_R.sum()
     mean = torch.where(valid_R, values_R, 0.0).sum() / count.clamp(min=1)
@@ -134,9 +136,9 @@ def _whiten(values_R: Tensor, inputs: AdvantageInputs) -> Tensor:
 
 
 def grpo(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
-    """``(R - mean) / (std + 1e-6)`` over the group, std unbiased (arXiv:2402.03300).
+    """Compute ``(R - mean) / (std + 1e-6)`` over the group, std unbiased (arXiv:2402.03300).
 
-    Without ``norm_adv_by_std_in_grpo``: ``R - mean`` (Dr.GRPO, arXiv:2503.20783).
+    With ``norm_adv_by_std_in_grpo=False`` compute ``R - mean`` (Dr.GRPO, arXiv:2503.20783).
     """
     groups = _group_statistics(inputs)
     centred_N = groups.scores_N - groups.mean_N
@@ -146,7 +148,7 @@ def grpo(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
 
 
 def grpo_passk(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
-    """Only the best of a group counts, by its lead over the second best (arXiv:2503.19595)."""
+    """Give the best of a group its lead over the second best, others 0 (arXiv:2503.19595)."""
     groups = _group_statistics(inputs)
     ranked_N = torch.where(inputs.valid_N, groups.scores_N, -torch.inf)
     by_score = torch.argsort(ranked_N, descending=True, stable=True)
@@ -162,14 +164,14 @@ def grpo_passk(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages
 
 
 def rloo(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
-    """Reward minus the mean of the other samples of the group (arXiv:2402.14740)."""
+    """Subtract from each reward the mean of the group's other samples (arXiv:2402.14740)."""
     groups = _group_statistics(inputs)
     others_N = (groups.num_valid_N - 1).clamp(min=1)
     return _outcome((groups.scores_N - groups.mean_N) * groups.num_valid_N / others_N, inputs)
 
 
 def opo(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
-    """Reward minus the length-weighted mean of the group (arXiv:2505.23585)."""
+    """Subtract from each reward the length-weighted mean of the group (arXiv:2505.23585)."""
     groups = _group_statistics(inputs)
     length_N = count_by_sequence(inputs.sequence_R, inputs.num_sequences) * inputs.valid_N
     total_N = groups.total(length_N.double()).clamp(min=1)
@@ -178,7 +180,7 @@ def opo(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
 
 
 def gpg(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
-    """``R - mean``, scaled up by the share of sequences without any reward (arXiv:2504.02546)."""
+    """Divide ``R - mean`` by the share of sequences whose reward is not 0 (arXiv:2504.02546)."""
     groups = _group_statistics(inputs)
     rewarded = torch.count_nonzero(groups.scores_N).clamp(min=1)
     scale = inputs.valid_N.sum() / rewarded
@@ -186,14 +188,14 @@ def gpg(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
-    """``R - mean`` of the group, whitened over the tokens of the batch (arXiv:2501.03262)."""
+    """Whiten ``R - mean`` of the group over the tokens of the batch (arXiv:2501.03262)."""
     groups = _group_statistics(inputs)
     whitened_R = _whiten(_broadcast(groups.scores_N - groups.mean_N, inputs), inputs)
     return Advantages(whitened_R, whitened_R)
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
-    """Discounted returns, whitened over the tokens of the batch (arXiv:2501.03262)."""
+    """Whiten the discounted returns over the tokens of the batch (arXiv:2501.03262)."""
     returns_R = discounted_suffix_sum(
         _valid_rewards(inputs), inputs.sequence_R, discount=settings.gamma
     )
@@ -201,10 +203,9 @@ def reinforce_plus_plus(inputs: AdvantageInputs, settings: AlgorithmConfig) -> A
 
 
 def remax(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
-    """Rewards to come minus the reward of the greedy response (arXiv:2310.10505).
+    """Subtract the reward of the greedy response from the rewards to come (arXiv:2310.10505).
 
-    A greedy response whose reward failed (NaN) counts as a failure of the sequences it is compared
-    with.
+    If the reward of the greedy response failed (NaN), the sequences compared with it get 0.
     """
     assert inputs.greedy_scores_N is not None, "remax needs greedy_scores_N"
     returns_R = discounted_suffix_sum(_valid_rewards(inputs), inputs.sequence_R, discount=1.0)
@@ -214,11 +215,10 @@ def remax(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
 
 
 def gae(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
-    """Generalised advantage estimation (arXiv:1506.02438), whitened after taking the returns.
+    """Compute generalised advantages (arXiv:1506.02438), whitened after the returns are taken.
 
-    Tokens without loss (tool output) are absent from the flat layout, so that values and errors
-    carry over them. For a failed sequence the return is the value itself: the critic learns
-    nothing from it.
+    The flat layout has no tokens without loss (tool output), so that values and errors carry over
+    them. The return of a failed sequence is the value itself: the critic learns nothing from it.
     """
     assert inputs.values_R is not None, "gae needs values_R"
     next_values_R = shift_from_next(inputs.values_R, inputs.sequence_R)
@@ -243,4 +243,4 @@ ADVANTAGES: dict[str, Estimator] = {
     "remax": remax,
     "rloo": rloo,
 }
-"""The values of ``algorithm.adv_estimator``; ``grpo_vectorized`` gives the same as ``grpo``."""
+"""The built-in values of ``algorithm.adv_estimator``; ``grpo_vectorized`` equals ``grpo``."""

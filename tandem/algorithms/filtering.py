@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dynamic sampling (DAPO, arXiv:2503.14476): groups whose samples all fare alike are dropped.
+"""Dynamic sampling (DAPO, arXiv:2503.14476): groups whose samples all have one value are dropped.
 
-Only decides; drawing more prompts until the batch is full is the pipeline's part. Failed rewards
-are left out.
+This file only decides; the pipeline draws more prompts until the batch is full. Failed rewards are
+ignored.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 
 
 def filter_values(group: Group, metric: str) -> list[float]:
-    """The metric of each sample of the group whose reward has a value.
+    """Return the metric of each sample of the group whose reward has a value.
 
-    ``acc`` and ``score`` are what the reward function said; ``seq_reward`` and
-    ``seq_final_reward`` the reward after shaping. (A KL penalty inside the reward is added later
-    and is not part of any of them.)
+    ``acc`` and ``score`` are the numbers that the reward function returned; ``seq_reward`` and
+    ``seq_final_reward`` are the reward after shaping. None of them includes a KL penalty, which is
+    subtracted later.
 
     Raises:
         UserError: the metric is unknown, or the reward function does not return it.
     """
     if metric not in FILTER_METRICS:
         raise UserError(
-            f"algorithm.filter_groups.metric={metric!r}: unknown. "
-            f"Use one of {', '.join(FILTER_METRICS)}."
+            "algorithm.filter_groups.metric",
+            metric,
+            rule="unknown",
+            remedy=f"Use one of {', '.join(FILTER_METRICS)}.",
         )
     rewards = (sample.reward for sample in group.samples)
     return [_metric(reward, metric) for reward in rewards if reward.status is RewardStatus.VALUE]
@@ -38,14 +40,16 @@ def _metric(reward: RewardOutcome, metric: str) -> float:
         return reward.extra[metric]
     if metric == "acc":
         raise UserError(
-            "algorithm.filter_groups.metric='acc': the reward function does not return it. "
-            "Return a mapping with 'acc', or set algorithm.filter_groups.metric=score."
+            "algorithm.filter_groups.metric",
+            metric,
+            rule="the reward function does not return it",
+            remedy="Return a mapping with 'acc', or set algorithm.filter_groups.metric=score.",
         )
     return reward.score
 
 
 def is_informative(group: Group, metric: str) -> bool:
-    """Whether to keep the group: its values differ, or it was sampled only once."""
+    """Return whether to keep the group: its values differ, or it has only one sample."""
     values = filter_values(group, metric)
     if len(group.samples) == 1:
         return len(values) == 1

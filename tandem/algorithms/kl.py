@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """KL divergence from sampled tokens: estimators, penalty in the reward, and its coefficient.
 
-Estimators follow J. Schulman, "Approximating KL divergence" (2020): k1 is unbiased, k2 has the
+The estimators follow J. Schulman, "Approximating KL divergence" (2020): k1 is unbiased, k2 has the
 right gradient, k3 is unbiased with low variance. A trailing ``+`` keeps the value and takes the
-gradient of k2. The exact divergence over the vocabulary is not in here: only log-probs of sampled
-tokens are.
+gradient of k2. All of them read the log-probs of the sampled tokens only; the exact divergence over
+the vocabulary is not available.
 
 Shapes: R response tokens, N sequences.
 """
@@ -40,7 +40,7 @@ def _k2(logp_R: Tensor, ref_logp_R: Tensor) -> Tensor:
 
 def _k3(logp_R: Tensor, ref_logp_R: Tensor) -> Tensor:
     log_ratio_R = (ref_logp_R - logp_R).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    # The outer clamp kills the gradient of a token that ran away, as in verl.
+    # The outer clamp zeroes the gradient of a token whose ratio diverged, as in verl.
     return (log_ratio_R.exp() - log_ratio_R - 1).clamp(-_K3_LIMIT, _K3_LIMIT)
 
 
@@ -57,10 +57,10 @@ KL_ESTIMATORS: dict[str, KlEstimator] = {
 
 
 def estimate_kl(logp_R: Tensor, ref_logp_R: Tensor, *, kind: str) -> Tensor:
-    """KL(policy || reference) per token, (R,); the gradient flows through ``logp_R``.
+    """Estimate KL(policy || reference) of each token, (R,); the gradient flows through ``logp_R``.
 
     Raises:
-        ValueError: unknown ``kind``.
+        ValueError: ``kind`` is unknown.
     """
     estimator = KL_ESTIMATORS.get(kind.removesuffix("+"))
     if estimator is None:
@@ -76,17 +76,17 @@ def estimate_kl(logp_R: Tensor, ref_logp_R: Tensor, *, kind: str) -> Tensor:
 
 
 def place_scores(scores_N: Tensor, sequence_R: Tensor) -> Tensor:
-    """Token rewards of an outcome reward: the score at its sequence's last token, else 0, (R,)."""
+    """Place each sequence's score at its last token, and 0 at the others, (R,)."""
     return torch.where(last_tokens(sequence_R), scores_N[sequence_R], 0.0)
 
 
 def penalise_rewards(token_rewards_R: Tensor, kl_R: Tensor, *, coefficient: float) -> Tensor:
-    """KL in the reward (``algorithm.use_kl_in_reward``): ``r_t - coefficient * kl_t``, (R,)."""
+    """Compute ``r_t - coefficient * kl_t`` (``algorithm.use_kl_in_reward``), (R,)."""
     return token_rewards_R - coefficient * kl_R
 
 
 def mean_sequence_kl(kl_R: Tensor, sequence_R: Tensor, *, num_sequences: int) -> Tensor:
-    """Mean over sequences of their mean KL per token, a scalar: what ``AdaptiveKl`` follows."""
+    """Average the mean KL per token over sequences; ``AdaptiveKl`` follows this scalar."""
     length_N = count_by_sequence(sequence_R, num_sequences).clamp(min=1)
     return (sum_by_sequence(kl_R, sequence_R, num_sequences=num_sequences) / length_N).mean()
 
@@ -103,7 +103,7 @@ class AdaptiveKl:
     """A coefficient that steers the KL to ``target`` (arXiv:1909.08593); ``horizon`` in sequences.
 
     Raises:
-        ValueError: target or horizon is not positive.
+        ValueError: ``target`` or ``horizon`` is not positive.
     """
 
     coefficient: float
@@ -124,7 +124,7 @@ KlController = FixedKl | AdaptiveKl
 def next_kl_controller(
     controller: KlController, *, mean_kl: float, num_sequences: int
 ) -> KlController:
-    """The controller for the next step, after ``num_sequences`` sequences with ``mean_kl``."""
+    """Return the controller for the step after ``num_sequences`` sequences with ``mean_kl``."""
     if isinstance(controller, FixedKl):
         return controller
     error = min(max(mean_kl / controller.target - 1, -0.2), 0.2)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy losses per response token; ``POLICY_LOSSES`` names them as ``policy_loss.loss_mode`` does.
+"""Policy losses per response token, each a few lines of algebra in the order of its paper.
 
-Each is a few lines of algebra in the order of its paper. Aggregation, entropy and the KL term are
-added by ``policy_loss.PolicyLoss``. Log-ratios are clamped before exp.
+``POLICY_LOSSES`` maps the values of ``policy_loss.loss_mode`` to the built-in ones.
+``policy_loss.PolicyLoss`` adds aggregation, entropy and the KL term. Log-ratios are clamped before
+exp.
 
 Shapes: R response tokens, N sequences.
 """
@@ -23,9 +24,10 @@ _SEQUENCE_LOG_RATIO_LIMIT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ClipRange:
-    """The ratio is clipped to ``1 - low .. 1 + high``; ``dual`` bounds it for negative advantages.
+    """The bounds of the ratio of new to old probability: ``1 - low`` to ``1 + high``.
 
-    ``high > low`` is DAPO's clip-higher. ``dual`` is verl's ``clip_ratio_c`` (arXiv:1912.09729).
+    ``high > low`` is DAPO's clip-higher. ``dual`` bounds the ratio where the advantage is negative
+    (verl's ``clip_ratio_c``, arXiv:1912.09729).
     """
 
     low: float
@@ -35,7 +37,15 @@ class ClipRange:
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerms:
-    """What a policy loss sees, fp32 (R,); the gradient flows through ``logp_R`` only."""
+    """The inputs of a policy loss, fp32 (R,); the gradient flows through ``logp_R`` only.
+
+    Attributes:
+        logp_R: the log-probs of the tokens under the policy in training.
+        old_logp_R: their log-probs under the policy that this batch began with.
+        advantages_R: the advantages.
+        sequence_R: the sequence of each token, int64, ascending.
+        num_sequences: N.
+    """
 
     logp_R: Tensor
     old_logp_R: Tensor
@@ -44,11 +54,11 @@ class PolicyTerms:
     num_sequences: int
 
     def log_ratio(self) -> Tensor:
-        """``log(policy / old policy)``, clamped, (R,)."""
+        """Return ``log(policy / old policy)``, clamped to +-20, (R,)."""
         return (self.logp_R - self.old_logp_R).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
     def mean_by_sequence(self, values_R: Tensor) -> Tensor:
-        """Mean over each sequence's tokens, (N,)."""
+        """Average over each sequence's tokens, (N,)."""
         length_N = count_by_sequence(self.sequence_R, self.num_sequences).clamp(min=1)
         sum_N = sum_by_sequence(values_R, self.sequence_R, num_sequences=self.num_sequences)
         return sum_N / length_N
@@ -56,7 +66,13 @@ class PolicyTerms:
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """Loss (R,), and where clipping was active, bool (R,); lower: by the dual bound."""
+    """The result of a policy loss.
+
+    Attributes:
+        loss_R: the loss of each token.
+        clipped_R: whether clipping changed it, bool; reported as ``actor/pg_clipfrac``.
+        clipped_lower_R: whether the dual bound changed it, bool; ``actor/pg_clipfrac_lower``.
+    """
 
     loss_R: Tensor
     clipped_R: Tensor
@@ -67,7 +83,7 @@ PolicyLossFunction = Callable[[PolicyTerms, ClipRange], TokenLosses]
 
 
 def _clipped_surrogate(ratio_R: Tensor, advantages_R: Tensor, *, clip: ClipRange) -> TokenLosses:
-    """PPO's pessimistic bound (arXiv:1707.06347)."""
+    """Compute PPO's pessimistic bound (arXiv:1707.06347)."""
     unclipped_R = -advantages_R * ratio_R
     clipped_R = -advantages_R * ratio_R.clamp(1 - clip.low, 1 + clip.high)
     loss_R = torch.maximum(unclipped_R, clipped_R)
@@ -75,7 +91,7 @@ def _clipped_surrogate(ratio_R: Tensor, advantages_R: Tensor, *, clip: ClipRange
 
 
 def vanilla(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
-    """PPO with separate clip ranges (DAPO, arXiv:2503.14476) and dual clip (arXiv:1912.09729)."""
+    """Clip as PPO, with two ranges (DAPO, arXiv:2503.14476) and dual clip (arXiv:1912.09729)."""
     surrogate = _clipped_surrogate(terms.log_ratio().exp(), terms.advantages_R, clip=clip)
     bound_R = -terms.advantages_R * clip.dual
     bounded_R = (terms.advantages_R < 0) & (surrogate.loss_R > bound_R)
@@ -84,7 +100,7 @@ def vanilla(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
 
 
 def gspo(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
-    """One ratio a sequence, the geometric mean over its tokens (GSPO-token, arXiv:2507.18071)."""
+    """Clip the geometric mean of each sequence's ratios (GSPO-token, arXiv:2507.18071)."""
     log_ratio_N = terms.mean_by_sequence((terms.logp_R - terms.old_logp_R).detach())
     own_gradient_R = terms.logp_R - terms.logp_R.detach()
     log_ratio_R = own_gradient_R + log_ratio_N[terms.sequence_R]
@@ -93,7 +109,7 @@ def gspo(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
 
 
 def cispo(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
-    """REINFORCE weighted by the detached clipped ratio; drops no token (arXiv:2506.13585)."""
+    """Weight REINFORCE by the detached clipped ratio; drop no token (arXiv:2506.13585)."""
     ratio_R = terms.log_ratio().detach().exp()
     clipped_ratio_R = ratio_R.clamp(1 - clip.low, 1 + clip.high)
     loss_R = -clipped_ratio_R * terms.advantages_R * terms.logp_R
@@ -102,16 +118,16 @@ def cispo(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
 
 
 def gpg(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
-    """Plain policy gradient, without ratio or clipping (arXiv:2504.02546)."""
+    """Compute the plain policy gradient, without ratio or clipping (arXiv:2504.02546)."""
     none_R = torch.zeros_like(terms.logp_R, dtype=torch.bool)
     return TokenLosses(-terms.logp_R * terms.advantages_R, none_R, none_R)
 
 
 def geo_mean(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
-    """GMPO (arXiv:2507.20673): the geometric mean of clipped ratios, repeated for each token.
+    """Repeat the geometric mean of a sequence's clipped ratios (GMPO, arXiv:2507.20673).
 
-    ``clip`` bounds the log-ratio itself: ``-low .. high``. The two masks are those of positive
-    and of negative advantages.
+    ``clip`` bounds the log-ratio itself, to ``-low .. high``. ``clipped_R`` counts the clipped
+    tokens with a positive advantage, ``clipped_lower_R`` those with a negative one.
     """
     log_ratio_R = terms.log_ratio()
     bounded_R = log_ratio_R.clamp(-clip.low, clip.high)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Off-policy correction: importance weights and rejection between the policy that sampled the
-tokens (behaviour) and the one that training starts from (proximal).
+"""Off-policy correction: importance weights and rejection between two policies.
 
-The objective is the decoupled one of arXiv:2110.00641 (section 3; for language models
-arXiv:2505.24298): ``w * clipped ratio(current / proximal)`` with ``w`` from proximal and behaviour,
-truncated (arXiv:1802.01561, section 4.1) or set to 0 outside its bounds (IcePop). Names and
-conventions are verl's (``algorithm.rollout_correction.*``, ``rollout_corr/*``). Weights carry no
-gradient.
+The behaviour policy sampled the tokens; training starts from the proximal policy. The objective is
+the decoupled one of arXiv:2110.00641 (section 3; for language models arXiv:2505.24298):
+``w * clipped ratio(current / proximal)``. The weight ``w`` is ``proximal / behaviour``, truncated
+(arXiv:1802.01561, section 4.1) or set to 0 outside its bounds (IcePop), without a gradient. Names
+and conventions are verl's (``algorithm.rollout_correction.*``, ``rollout_corr/*``).
 
 Shapes: R response tokens, N sequences, K lags (0 .. K-1).
 """
@@ -28,7 +27,7 @@ _SUM_PREFIX = "lag_sum/"
 _COUNT = "count"
 CLIPPED = "clipped"
 REJECTED = "rejected"
-"""Names, for ``lag_sums``, of where the policy loss clipped, and of what was rejected in it."""
+"""The keys of ``lag_sums`` for clipped and for rejected tokens of the policy loss."""
 _FIGURES = {
     "kl": f"{PREFIX}kl",
     "k3_kl": f"{PREFIX}k3_kl",
@@ -42,9 +41,10 @@ _FIGURES = {
 
 @dataclass(frozen=True, slots=True)
 class ImportanceSampling:
-    """Weights of tokens, or one a sequence (the product over its tokens).
+    """An importance weight for each token, or for each sequence (the product over its tokens).
 
-    Without ``lower`` they are truncated at ``upper``; with it, those outside are 0.
+    Without ``lower``, weights are truncated at ``upper``; with it, weights outside the bounds are
+    set to 0.
     """
 
     by_sequence: bool
@@ -54,11 +54,11 @@ class ImportanceSampling:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Tokens or sequences whose divergence leaves ``lower .. upper`` do not count.
+    """A rule that excludes tokens or sequences whose divergence leaves ``lower .. upper``.
 
-    ``option`` is verl's: ``token_k1``, ``seq_mean_k3``, ... with the estimators of KL(behaviour ||
-    proximal): k1 ``log(behaviour / proximal)``, bounded on both sides by logarithms; k2, k3 by
-    ``upper`` alone.
+    ``option`` is verl's (``token_k1``, ``seq_mean_k3``, ...): a reduction, and an estimator of
+    KL(behaviour || proximal). k1 is ``log(behaviour / proximal)``, bounded on both sides by the
+    logarithms of the bounds; k2 and k3 are bounded by ``upper`` alone.
     """
 
     option: str
@@ -68,9 +68,9 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What is done about the difference of two policies; nothing, if both fields are empty.
+    """The treatment of the difference between two policies; none if both fields are empty.
 
-    ``monitored_upper`` is the bound that metrics are reported against where no weight is applied.
+    ``monitored_upper`` is the bound that metrics are reported against if no weight is applied.
     """
 
     importance: ImportanceSampling | None
@@ -80,9 +80,9 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Log-probs of the same tokens under both policies, fp32 (R,), detached.
+    """The log-probs of the same tokens under both policies, fp32 (R,), detached.
 
-    ``counted_R`` is false for tokens that are left out of training, or None if none are.
+    ``counted_R`` is false for tokens that are left out of training; None if none are.
     """
 
     proximal_logp_R: Tensor
@@ -92,35 +92,35 @@ class Mismatch:
     counted_R: Tensor | None = None
 
     def log_ratio(self) -> Tensor:
-        """``log(proximal / behaviour)``, 0 where not counted, (R,)."""
+        """Return ``log(proximal / behaviour)``, 0 where not counted, (R,)."""
         log_ratio_R = self.proximal_logp_R - self.behaviour_logp_R
         if self.counted_R is None:
             return log_ratio_R
         return torch.where(self.counted_R, log_ratio_R, 0.0)
 
     def counts(self) -> Tensor:
-        """1 for tokens that count, else 0, fp32 (R,)."""
+        """Return 1 for tokens that count, else 0, fp32 (R,)."""
         if self.counted_R is None:
             return torch.ones_like(self.proximal_logp_R)
         return self.counted_R.to(self.proximal_logp_R.dtype)
 
     def sum(self, values_R: Tensor) -> Tensor:
-        """By sequence, (N,)."""
+        """Sum over each sequence, (N,)."""
         return sum_by_sequence(values_R, self.sequence_R, num_sequences=self.num_sequences)
 
     def mean(self, values_R: Tensor) -> Tensor:
-        """By sequence, (N,)."""
+        """Average over each sequence, (N,)."""
         length_N = count_by_sequence(self.sequence_R, self.num_sequences).clamp(min=1)
         return self.sum(values_R) / length_N
 
     def max(self, values_R: Tensor) -> Tensor:
-        """By sequence, 0 for an empty one, (N,)."""
+        """Return the largest value of each sequence, 0 for an empty one, (N,)."""
         zero_N = values_R.new_zeros(self.num_sequences)
         return zero_N.scatter_reduce(0, self.sequence_R, values_R, "amax", include_self=False)
 
 
 def raw_weights(mismatch: Mismatch, *, by_sequence: bool) -> Tensor:
-    """``proximal / behaviour`` by token or by sequence, its logarithm clamped, (R,)."""
+    """Compute ``proximal / behaviour`` by token or sequence, its logarithm clamped, (R,)."""
     log_ratio_R = mismatch.log_ratio()
     if by_sequence:
         log_ratio_R = mismatch.sum(log_ratio_R)[mismatch.sequence_R]
@@ -128,7 +128,7 @@ def raw_weights(mismatch: Mismatch, *, by_sequence: bool) -> Tensor:
 
 
 def importance_weights(mismatch: Mismatch, sampling: ImportanceSampling) -> Tensor:
-    """The weights that losses are multiplied by, (R,)."""
+    """Compute the factors of the token losses, (R,)."""
     weights_R = raw_weights(mismatch, by_sequence=sampling.by_sequence)
     if sampling.lower is None:
         return weights_R.clamp(max=sampling.upper)
@@ -137,7 +137,7 @@ def importance_weights(mismatch: Mismatch, sampling: ImportanceSampling) -> Tens
 
 
 def normalized(weights_R: Tensor, mismatch: Mismatch, *, by_sequence: bool) -> Tensor:
-    """Weights with mean 1 over the tokens that count, or over the sequences, (R,)."""
+    """Scale weights to mean 1 over the tokens that count, or over the sequences, (R,)."""
     counts_R = mismatch.counts()
     if by_sequence:
         counts_R = counts_R / mismatch.sum(counts_R).clamp(min=1)[mismatch.sequence_R]
@@ -146,7 +146,7 @@ def normalized(weights_R: Tensor, mismatch: Mismatch, *, by_sequence: bool) -> T
 
 
 def kept_tokens(mismatch: Mismatch, rejection: Rejection) -> Tensor:
-    """Whether ``rejection`` lets each token count, bool (R,)."""
+    """Return whether ``rejection`` lets each token count, bool (R,)."""
     value_R = _divergence(mismatch, rejection.option)
     if rejection.lower is None:
         return value_R <= rejection.upper
@@ -154,7 +154,7 @@ def kept_tokens(mismatch: Mismatch, rejection: Rejection) -> Tensor:
 
 
 def all_kept(mismatch: Mismatch, rejections: tuple[Rejection, ...]) -> Tensor:
-    """Whether every rejection lets each token count, bool (R,)."""
+    """Return whether every rejection lets each token count, bool (R,)."""
     kept_R = torch.ones_like(mismatch.proximal_logp_R, dtype=torch.bool)
     for rejection in rejections:
         kept_R &= kept_tokens(mismatch, rejection)
@@ -162,7 +162,7 @@ def all_kept(mismatch: Mismatch, rejections: tuple[Rejection, ...]) -> Tensor:
 
 
 def _divergence(mismatch: Mismatch, option: str) -> Tensor:
-    """The estimator of ``option`` for each token, or that of its sequence, (R,)."""
+    """Return the estimate of ``option`` for each token or for its sequence, (R,)."""
     log_ratio_R = mismatch.log_ratio().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     estimates = {
         "k1": -log_ratio_R,
@@ -180,12 +180,13 @@ def _divergence(mismatch: Mismatch, option: str) -> Tensor:
 def lag_sums(
     values: Mapping[str, Tensor], *, counts_R: Tensor, lag_R: Tensor, num_lags: int
 ) -> dict[str, Tensor]:
-    """Sums of each of ``values`` (R,) by lag, which add up over micro-batches; ``lag_metrics``
-    divides them.
+    """Sum each of ``values`` (R,) by lag.
+
+    The sums add up over micro-batches; ``figures_by_lag`` turns them into means.
 
     Args:
         counts_R: 1 for tokens that count, else 0.
-        lag_R: int64 (R,), below ``num_lags``.
+        lag_R: the lag of each token, int64 (R,), below ``num_lags``.
     """
     columns = {_COUNT: torch.ones_like(counts_R), **values}
     values_RM = torch.stack(list(columns.values()), dim=1) * counts_R[:, None]
@@ -198,7 +199,7 @@ def lag_sums(
 
 
 def monitored(mismatch: Mismatch, correction: Correction) -> dict[str, Tensor]:
-    """What ``lag_sums`` should add up of a difference between policies, each (R,)."""
+    """Return the quantities of a mismatch that ``lag_sums`` adds up, each (R,)."""
     log_ratio_R = mismatch.log_ratio()
     sampling = correction.importance
     by_sequence = sampling is not None and sampling.by_sequence
@@ -216,12 +217,12 @@ def monitored(mismatch: Mismatch, correction: Correction) -> dict[str, Tensor]:
     }
 
 
-def lag_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """``metrics`` with the sums of ``lag_sums`` among them turned into figures by lag and in total.
+def figures_by_lag(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Replace the sums of ``lag_sums`` among ``metrics`` by means over all tokens and by lag.
 
-    ``rollout_corr/kl``, ``.../rollout_is_eff_sample_size`` (of tokens, 1 is all of them:
-    ``mean(w)^2 / mean(w^2)``, Kish 1965), ``.../rollout_is_ratio_fraction_high`` and others, of
-    each lag k with tokens also as ``<name>/lag_k``. A total over one lag is not repeated.
+    The results are ``rollout_corr/*`` and ``actor/pg_clipfrac``. The effective sample size is a
+    share of tokens, ``mean(w)^2 / mean(w^2)`` (Kish 1965). If there is more than one lag, each lag
+    k that has tokens adds ``<name>/lag_k``. Other metrics pass unchanged.
     """
     sums: dict[int, dict[str, float]] = {}
     others: dict[str, float] = {}

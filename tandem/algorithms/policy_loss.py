@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actor's loss: ``agg(policy loss) - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)``.
 
-``PolicyLoss`` satisfies ``tandem.api.Loss``. It is a picklable value; loss and metrics of the
-micro-batches of one optimizer step add up, because all denominators come from ``LossScale`` (sums
-by lag are divided after the step: ``off_policy.lag_metrics``). It checks no tensor for finiteness:
-the engine does that once a step.
+``PolicyLoss`` satisfies ``tandem.api.Loss``. It is a picklable value. The losses and metrics of the
+micro-batches of one optimizer step add up, because all denominators come from ``LossScale``; sums
+by lag are divided after the step (``off_policy.figures_by_lag``). The loss checks no tensor for
+finiteness: the engine does that once a step.
 
 Shapes: R response tokens.
 """
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.algorithms.aggregation import AGGREGATIONS, aggregate, token_mean
 from tandem.algorithms.kl import KL_ESTIMATORS, estimate_kl
 from tandem.algorithms.losses import (
     POLICY_LOSSES,
@@ -34,6 +33,7 @@ from tandem.algorithms.off_policy import (
     lag_sums,
     monitored,
 )
+from tandem.algorithms.sequences import AGGREGATIONS, aggregate, token_mean
 from tandem.config.schema.actor import loss_traits
 from tandem.errors import UserError
 from tandem.types import LossInputs, LossOutputs
@@ -43,21 +43,21 @@ _ACTOR = "actor_rollout_ref.actor"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """The fields are verl's keys under ``actor_rollout_ref.actor``.
+    """The loss of a policy; its fields are verl's keys under ``actor_rollout_ref.actor``.
 
     Attributes:
-        clip_ratio_low, clip_ratio_high, clip_ratio_c: see ``losses.ClipRange``. loss_scale_factor:
-        divisor of ``seq-mean-token-sum-norm`` (verl's default: the longest response allowed);
-            None with any other mode.
-        calculate_entropy: report the entropy even if it is not part of the loss.
-        kl_loss_coef: read with ``use_kl_loss`` only.
-        correction: of the difference between the current policy and ``LossColumns.rollout_logp_R``,
-            where there is one. Rejected tokens contribute nothing to the policy term; denominators
-            are those of the uncut batch.
+        clip_ratio_low, clip_ratio_high, clip_ratio_c: the fields of ``losses.ClipRange``.
+        loss_scale_factor: the divisor of ``seq-mean-token-sum-norm`` (verl's default: the longest
+            response allowed); None with any other mode.
+        calculate_entropy: whether to report the entropy even if it is not part of the loss.
+        kl_loss_coef: the coefficient of the KL term, read with ``use_kl_loss`` only.
+        correction: the correction of the difference between the current policy and
+            ``LossColumns.rollout_logp_R``, if any. Rejected tokens contribute nothing to the policy
+            term; denominators still count them.
         max_lag: the largest entry of ``LossColumns.lag_R``.
 
     Raises:
-        UserError: an unknown name, or a dual clip that does not bound anything.
+        UserError: a name is unknown, the dual clip bounds nothing, or the scale factor is missing.
     """
 
     loss_mode: str
@@ -80,13 +80,17 @@ class PolicyLoss:
         _check_name("kl_loss_type", self.kl_loss_type.removesuffix("+"), known=tuple(KL_ESTIMATORS))
         if self.clip_ratio_c <= 1:
             raise UserError(
-                f"{_ACTOR}.clip_ratio_c={self.clip_ratio_c}: must be greater than 1. "
-                f"Set {_ACTOR}.clip_ratio_c=3.0."
+                f"{_ACTOR}.clip_ratio_c",
+                self.clip_ratio_c,
+                rule="must be greater than 1",
+                remedy=f"Set {_ACTOR}.clip_ratio_c=3.0.",
             )
         if self.loss_agg_mode == "seq-mean-token-sum-norm" and not self.loss_scale_factor:
             raise UserError(
-                f"{_ACTOR}.loss_scale_factor={self.loss_scale_factor}: "
-                "seq-mean-token-sum-norm divides by it. Set it to data.max_response_length."
+                f"{_ACTOR}.loss_scale_factor",
+                self.loss_scale_factor,
+                rule="must be positive with loss_agg_mode=seq-mean-token-sum-norm",
+                remedy="Set it to data.max_response_length.",
             )
 
     @property
@@ -95,7 +99,10 @@ class PolicyLoss:
         return self.calculate_entropy or self.entropy_coeff != 0
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """This micro-batch's share. Without ``old_logp_R`` the ratio is exactly 1 (on-policy)."""
+        """Return this micro-batch's share of the loss, and its metrics.
+
+        Without ``old_logp_R`` the ratio is exactly 1 (on-policy).
+        """
         loss, metrics = self._policy_term(inputs)
         if inputs.entropy_R is not None:
             entropy = self._aggregate(inputs.entropy_R, inputs)
@@ -139,7 +146,7 @@ class PolicyLoss:
     def _corrected(
         self, inputs: LossInputs, tokens: TokenLosses
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What the token losses are multiplied by (None: nothing) and what is to be told of it."""
+        """Return the factors of the token losses (None: all 1), and the sums to report by lag."""
         columns, correction = inputs.columns, self.correction
         assert columns is not None, "a policy loss needs LossColumns"
         if correction is None:
@@ -179,4 +186,9 @@ class PolicyLoss:
 
 def _check_name(key: str, name: str, *, known: tuple[str, ...]) -> None:
     if name not in known:
-        raise UserError(f"{_ACTOR}.{key}={name!r}: unknown. Use one of {', '.join(known)}.")
+        raise UserError(
+            f"{_ACTOR}.{key}",
+            name,
+            rule="unknown",
+            remedy=f"Use one of {', '.join(known)}.",
+        )

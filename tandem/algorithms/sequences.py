@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions over the flat layout: R response tokens of N sequences in order, without padding.
 
-``sequence_R`` (int64) names the sequence of each token, ascending from 0. A sequence may have no
-token. There is no loop over tokens and no synchronisation with the device in here.
+``sequence_R`` (int64) holds the sequence of each token, ascending from 0. A sequence may have no
+token. Nothing here loops over tokens or synchronises with the device.
 
 Shapes: R response tokens, N sequences.
 """
@@ -12,27 +12,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem.types import LossInputs
+
+AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+"""The values of ``actor_rollout_ref.actor.loss_agg_mode``."""
+
 
 def sum_by_sequence(values_R: Tensor, sequence_R: Tensor, *, num_sequences: int) -> Tensor:
-    """Sum of each sequence's tokens, (N,); differentiable."""
+    """Sum over each sequence's tokens, (N,); differentiable."""
     return values_R.new_zeros(num_sequences).index_add(0, sequence_R, values_R)
 
 
 def count_by_sequence(sequence_R: Tensor, num_sequences: int) -> Tensor:
-    """Number of tokens of each sequence, fp32 (N,)."""
+    """Count the tokens of each sequence, fp32 (N,)."""
     ones_R = torch.ones(sequence_R.shape, dtype=torch.float32, device=sequence_R.device)
     return sum_by_sequence(ones_R, sequence_R, num_sequences=num_sequences)
 
 
 def last_tokens(sequence_R: Tensor) -> Tensor:
-    """Whether a token is the last of its sequence, bool (R,)."""
+    """Return whether each token is the last of its sequence, bool (R,)."""
     is_last_R = torch.ones_like(sequence_R, dtype=torch.bool)
     is_last_R[:-1] = sequence_R[1:] != sequence_R[:-1]
     return is_last_R
 
 
 def shift_from_next(values_R: Tensor, sequence_R: Tensor) -> Tensor:
-    """The value of the following token of the same sequence, 0 after the last one, (R,)."""
+    """Return the value of the next token of the same sequence, 0 after the last one, (R,)."""
     shifted_R = torch.zeros_like(values_R)
     same_R = sequence_R[1:] == sequence_R[:-1]
     shifted_R[:-1] = torch.where(same_R, values_R[1:], 0.0)
@@ -40,11 +51,8 @@ def shift_from_next(values_R: Tensor, sequence_R: Tensor) -> Tensor:
 
 
 def discounted_suffix_sum(values_R: Tensor, sequence_R: Tensor, *, discount: float) -> Tensor:
-    """``y_t = x_t + discount * y_(t+1)`` within each sequence, (R,).
-
-    By doubling: after k rounds y_t covers 2^k tokens, so a batch takes log2(R) rounds whatever its
-    lengths.
-    """
+    """Compute ``y_t = x_t + discount * y_(t+1)`` within each sequence, (R,)."""
+    # By doubling: after k rounds y_t covers 2^k tokens, so that log2(R) rounds are enough.
     total_R = values_R.clone()
     reach, factor = 1, discount
     while reach < len(values_R):
@@ -53,3 +61,40 @@ def discounted_suffix_sum(values_R: Tensor, sequence_R: Tensor, *, discount: flo
         total_R = torch.cat((total_R[:-reach] + addend_R, total_R[-reach:]))
         reach, factor = 2 * reach, factor * factor
     return total_R
+
+
+def aggregate(
+    values_R: Tensor, inputs: LossInputs, *, mode: str, scale_factor: float | None
+) -> Tensor:
+    """Reduce ``values_R`` to this micro-batch's share of the aggregate, a scalar.
+
+    The denominators are those of the whole optimizer step (``LossScale``), so that the shares of
+    all micro-batches and ranks add up to the value of the undivided batch. ``token-mean`` weighs
+    all tokens alike (DAPO, arXiv:2503.14476), ``seq-mean-token-mean`` all sequences alike (GRPO,
+    arXiv:2402.03300). ``seq-mean-token-sum-norm`` divides by the constant ``scale_factor`` instead
+    of a length (Dr.GRPO, arXiv:2503.20783); only that mode reads it.
+
+    Raises:
+        ValueError: the mode is unknown, or lacks its scale factor.
+    """
+    if mode == "token-mean":
+        return values_R.sum() / inputs.scale.num_tokens
+    if mode == "token-sum":
+        return values_R.sum()
+    if mode == "seq-mean-token-sum":
+        return values_R.sum() / inputs.scale.num_sequences
+    if mode == "seq-mean-token-mean":
+        sum_N = sum_by_sequence(values_R, inputs.sequence_R, num_sequences=inputs.num_sequences)
+        length_N = count_by_sequence(inputs.sequence_R, inputs.num_sequences)
+        return (sum_N / length_N.clamp(min=1)).sum() / inputs.scale.num_sequences
+    if mode == "seq-mean-token-sum-norm" and scale_factor:
+        return values_R.sum() / (scale_factor * inputs.scale.num_sequences)
+    raise ValueError(
+        f"loss_agg_mode={mode!r} with loss_scale_factor={scale_factor}: no such aggregation. "
+        f"Use one of {', '.join(AGGREGATIONS)}; the last one needs a positive loss_scale_factor."
+    )
+
+
+def token_mean(values_R: Tensor, inputs: LossInputs) -> Tensor:
+    """Return the share of the mean over the optimizer step's tokens, detached; True counts as 1."""
+    return values_R.detach().float().sum() / inputs.scale.num_tokens

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The critic's loss: half the squared error of its values, clipped as PPO clips its ratios.
 
-``ValueLoss`` satisfies ``tandem.api.Loss``. As ``policy_loss`` it is a picklable value whose losses
-and metrics of the micro-batches of one optimizer step add up.
+``ValueLoss`` satisfies ``tandem.api.Loss``. It is a picklable value; the losses and metrics of the
+micro-batches of one optimizer step add up.
 
 Shapes: R response tokens.
 """
@@ -13,19 +13,20 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.algorithms.aggregation import aggregate, token_mean
+from tandem.algorithms.sequences import aggregate, token_mean
 from tandem.types import LossInputs, LossOutputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """``0.5 * agg(max((v - G)^2, (clip(v, old - c, old + c) - G)^2))``: values that have moved by
-    more than ``c`` towards the return G gain nothing more (verl's formula, after the code of
-    arXiv:1707.06347).
+    """The clipped squared error ``0.5 * agg(max((v - G)^2, (clip(v, old - c, old + c) - G)^2))``.
+
+    A value that has moved by more than ``c`` towards the return G gains nothing more. The formula
+    is verl's, after the code of arXiv:1707.06347.
 
     Attributes:
         cliprange_value: c.
-        loss_agg_mode, loss_scale_factor: as in ``PolicyLoss``.
+        loss_agg_mode, loss_scale_factor: the aggregation, see ``PolicyLoss``.
     """
 
     cliprange_value: float
@@ -35,7 +36,7 @@ class ValueLoss:
     needs_entropy = False
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """This micro-batch's share. ``inputs.score_R`` are the values."""
+        """Return this micro-batch's share of the loss; ``inputs.score_R`` holds the values."""
         columns = inputs.columns
         assert columns is not None, "a value loss needs LossColumns"
         old_R, returns_R = columns.values_R, columns.returns_R

@@ -21,9 +21,9 @@ from tandem.algorithms.off_policy import (
     Mismatch,
     Rejection,
     all_kept,
+    figures_by_lag,
     importance_weights,
     kept_tokens,
-    lag_metrics,
     lag_sums,
     monitored,
     normalized,
@@ -71,7 +71,7 @@ def correct(
         lag_R=lag_R,
         num_lags=num_lags,
     )
-    metrics = lag_metrics({name: value.item() for name, value in sums.items()})
+    metrics = figures_by_lag({name: value.item() for name, value in sums.items()})
     metrics |= _mismatch_metrics(mismatch)
     weights_R = None
     if correction.importance is not None:

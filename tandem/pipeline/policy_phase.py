@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tandem.algorithms.off_policy import lag_metrics
+from tandem.algorithms.off_policy import figures_by_lag
 from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.config.schema.run import RunConfig
 from tandem.data.balance import seqlen_metrics
@@ -123,7 +123,7 @@ def _report(step: OptimizerStep) -> UpdateReport:
     if not num_computed:
         return replace(step.report, metrics=dict.fromkeys(ZERO_WITHOUT_SEQUENCES, 0.0) | share)
     metrics = {**step.report.metrics, **seqlen_metrics(step.lengths, step.shares)}
-    return replace(step.report, metrics=lag_metrics(_rescaled(metrics, step.rescale)) | share)
+    return replace(step.report, metrics=figures_by_lag(_rescaled(metrics, step.rescale)) | share)
 
 
 def _rescaled(metrics: Mapping[str, float], factor: float) -> dict[str, float]:

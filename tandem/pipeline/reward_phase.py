@@ -25,7 +25,7 @@ from tandem.pipeline.experience import as_floats
 from tandem.pipeline.failures import warn_of_failed_baseline
 from tandem.pipeline.microbatches import MicrobatchLimits
 from tandem.pipeline.optimizer_steps import score_sequences
-from tandem.rewards.shaping import OverlongBuffer, shape_outcome
+from tandem.rewards.scoring import OverlongBuffer, shape_outcome
 from tandem.types import Group, Prompt, RewardOutcome, RewardStatus, Sample
 
 _NO_TEMPERATURE = 1.0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a reward function of the user's by file and name (verl's ``custom_reward_function.*``).
+"""The loader of the user's reward function, by file and name (verl's ``custom_reward_function.*``).
 
-Executes foreign code, hence only ever called inside a reward process. Every mistake is a
-``UserError`` naming the key: no such file, does not import, lacks the function, cannot be called
-with verl's four arguments.
+It executes foreign code, and is therefore called inside reward processes only. Each error is a
+``UserError`` that names the key: the file is missing or does not import, or the function is missing
+or cannot be called with verl's four arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 @dataclass(frozen=True, slots=True)
 class CustomReward:
-    """``custom_reward_function.{path,name,reward_kwargs}``; the last go into every call."""
+    """The keys ``custom_reward_function.*``; every call is passed ``reward_kwargs``."""
 
     path: str
     name: str
@@ -41,31 +41,35 @@ def load_custom_reward(custom: CustomReward) -> Callable[..., Any]:
     """Import the file and return its function, which may be a coroutine function.
 
     Raises:
-        UserError: see the module.
+        UserError: the function cannot be loaded or called.
     """
     module = _import(custom.path)
     function = getattr(module, custom.name, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         raise UserError(
-            f"custom_reward_function.name={custom.name!r}: {custom.path} defines no such function "
-            f"(it has: {', '.join(names) or 'none'}). Set custom_reward_function.name."
+            "custom_reward_function.name",
+            custom.name,
+            rule=f"{custom.path} defines no such function (it has: {', '.join(names) or 'none'})",
+            remedy="Set custom_reward_function.name.",
         )
     arguments = dict.fromkeys(_ARGUMENTS) | dict(custom.reward_kwargs)
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise UserError(
-            f"custom_reward_function.name={custom.name!r}: cannot be called with "
-            f"{', '.join(arguments)}: {error}. Change its parameters or reward_kwargs."
+            "custom_reward_function.name",
+            custom.name,
+            rule=f"cannot be called with {', '.join(arguments)}: {error}",
+            remedy="Change its parameters or reward_kwargs.",
         ) from error
     except ValueError:
-        pass  # a builtin without a signature: its first call will tell
+        pass  # a builtin without a signature: its first call will show
     return function
 
 
 def describe(error: BaseException) -> str:
-    """One line: kind, message, and where it was raised."""
+    """Describe an error in one line: its class, its message, and the line that raised it."""
     message = " ".join(str(error).split())[:200]
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
@@ -82,16 +86,20 @@ def _import(path: str) -> ModuleType:
     # SystemExit too: a script without a __main__ guard ends like that.
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"custom_reward_function.path={path!r}: does not import: {describe(error)}. "
-            "Mend the file."
+            "custom_reward_function.path",
+            path,
+            rule=f"does not import: {describe(error)}",
+            remedy="Correct the file.",
         ) from error
 
 
 def _import_file(path: str) -> ModuleType:
     file = Path(path).expanduser()
     if not file.is_file():
-        raise UserError(f"custom_reward_function.path={path!r}: no such file. Correct the path.")
-    # The file may import its neighbours; last, so that they hide nothing.
+        raise UserError(
+            "custom_reward_function.path", path, rule="no such file", remedy="Correct the path."
+        )
+    # The file may import its neighbours. They come last, so that they hide no other module.
     sys.path.append(str(file.parent.resolve()))
     loader = SourceFileLoader(_MODULE_NAME, str(file))
     spec = importlib.util.spec_from_file_location(_MODULE_NAME, file, loader=loader)

@@ -2,7 +2,8 @@
 """GSM8K: exact match of the final number, by verl's definitions of strict and flexible.
 
 Only the last 300 characters are searched. Strict takes the last ``#### number``, flexible the last
-number anywhere. Numbers are compared as text (``12.`` is not ``12``); no arithmetic, no LaTeX.
+number anywhere. Numbers are compared as text (``12.`` is not ``12``). Arithmetic and LaTeX are not
+read.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _NUMBER = re.compile(r"-?[0-9.,]+")
 
 
 def extract_answer(solution_str: str, method: str) -> str | None:
-    """The answer as text, or None if there is none; ``method`` is ``strict`` or ``flexible``.
+    """Return the answer as text or None; ``method`` is ``strict`` or ``flexible``.
 
-    Strict drops thousands separators, flexible returns what it finds; both as in verl.
+    As in verl, strict drops thousands separators and flexible keeps them.
 
     Raises:
-        ValueError: another method.
+        ValueError: ``method`` is neither.
     """
     tail = solution_str[-_TAIL_CHARACTERS:]
     if method == "strict":
@@ -33,7 +34,7 @@ def extract_answer(solution_str: str, method: str) -> str | None:
     if method == "flexible":
         numbers = _NUMBER.findall(tail)
         meaningful = [number for number in numbers if number != "."]
-        # Nothing but dots: verl ends on the first of them.
+        # If all of them are dots, verl returns the first.
         return meaningful[-1] if meaningful else next(iter(numbers), None)
     raise ValueError(f"method={method!r}: must be strict or flexible.")
 
@@ -47,8 +48,10 @@ def compute_score(
     method: str = "strict",
     format_score: float = 0.0,
 ) -> Mapping[str, Any]:
-    """1 for the right answer, ``format_score`` for a wrong one, 0 for none; verl's ``acc`` is the
-    score. ``pred`` is the answer."""
+    """Score the right answer 1, a wrong one ``format_score``, and none 0.
+
+    As in verl, ``acc`` equals the score. ``pred`` is the answer.
+    """
     answer = extract_answer(solution_str, method)
     score = 0.0
     if answer is not None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mathematical answers, compared with the ground truth as mathematics, by math-verify.
 
-The answer is the last ``\\boxed{...}`` or the last ``Answer: ...`` line; a response without it
-scores like a wrong one. (verl compares normalised text instead; equal text is equal here too.) The
-only file that imports math-verify, and only when texts differ. math-verify's own alarms are off:
-the deadline is the pool's.
+The answer is the last ``\\boxed{...}`` or the last ``Answer: ...`` line; a response without one
+scores like a wrong answer. verl compares normalised text instead; equal text is equal here too.
+Only this file imports math-verify, and only when two texts differ. The alarms of math-verify are
+switched off, because the pool enforces the deadline.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BOX = "\\boxed{"
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last ``\\boxed{...}``, or None if there is none that closes."""
+    """Return the content of the last ``\\boxed{...}``, or None if it is missing or not closed."""
     start = text.rfind(_BOX)
     if start < 0:
         return None
@@ -36,7 +36,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_answer_line(text: str) -> str | None:
-    """What follows the last ``Answer:`` of the last 300 characters, without box and dollars."""
+    """Return the text after the last ``Answer:`` of the last 300 characters, unboxed."""
     lines = _ANSWER_LINE.findall(text[-_TAIL_CHARACTERS:])
     if not lines:
         return None
@@ -45,7 +45,7 @@ def last_answer_line(text: str) -> str | None:
 
 
 def is_equivalent(answer: str, ground_truth: str) -> bool:
-    """Whether two LaTeX expressions mean the same.
+    """Return whether two LaTeX expressions are mathematically equal.
 
     Raises:
         ValueError: the ground truth is not mathematics.
@@ -58,7 +58,7 @@ def is_equivalent(answer: str, ground_truth: str) -> bool:
 def compute_boxed_score(
     data_source: str, solution_str: str, *, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """1 if the last box holds the answer, else 0 (MATH); ``pred`` is what it holds."""
+    """Score 1 if the last box holds the right answer, else 0 (MATH); ``pred`` is its content."""
     answer = last_boxed(solution_str)
     score = float(answer is not None and is_equivalent(answer, str(ground_truth)))
     return {"score": score, "acc": score, "pred": _prediction(answer)}
@@ -67,8 +67,10 @@ def compute_boxed_score(
 def compute_answer_line_score(
     data_source: str, solution_str: str, *, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """1 if the ``Answer:`` line holds the answer, else -1 (DAPO's scale); ``acc`` is 1 or 0 and
-    ``pred`` the answer."""
+    """Score 1 if the ``Answer:`` line holds the right answer, else -1 (DAPO's scale).
+
+    ``acc`` is 1 or 0, and ``pred`` is the answer.
+    """
     answer = last_answer_line(solution_str)
     correct = answer is not None and is_equivalent(answer, str(ground_truth))
     score = 1.0 if correct else -1.0
@@ -76,7 +78,7 @@ def compute_answer_line_score(
 
 
 def _prediction(answer: str | None) -> str:
-    """What a majority vote counts; spelling that means nothing is taken out."""
+    """Return the text that a majority vote counts, without spacing and ``$``."""
     return NO_ANSWER if answer is None else _squeezed(answer)
 
 
@@ -89,7 +91,7 @@ def _math_verify() -> Callable[[str, str], bool]:
     """Import math-verify, which takes about half a second, on first use."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # Without its alarms it warns that somebody has to watch the time; the pool does.
+    # Without its alarms it warns that the caller must watch the time. The pool does.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def read(expression: str) -> list[Any]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs rewards in limited child processes; what goes wrong is a typed outcome, never a 0.
+"""The pool of child processes that computes rewards; a failure is a typed outcome, never a 0.
 
-A process that hangs or dies is killed and replaced. The sample it was working on becomes TIMEOUT
-or ERROR, the others it had been given are run again. No process outlives ``close`` or this
-process. Requests and outcomes are streamed: 256 GSM8K rewards take 6 ms on two cores, 1 ms of it
-in the rewards (pebble, with a deadline a sample: 20 to 34 ms). Not a sandbox: a reward function
-has the rights of its user.
+A process that hangs or dies is killed and replaced. The sample that it was working on becomes
+TIMEOUT or ERROR; its other samples are run again. No process outlives ``close`` or this process.
+Requests and outcomes are streamed: 256 GSM8K rewards take 6 ms on two cores, 1 ms of it in the
+rewards (pebble, with a deadline for each sample: 20 to 34 ms). The pool is not a sandbox: a reward
+function has the rights of its user.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from tandem.errors import UserError
-from tandem.rewards.batch import Batch, Job, make_jobs
-from tandem.rewards.process import RewardProcess
+from tandem.rewards.process import Batch, Job, RewardProcess, make_jobs
 from tandem.rewards.scoring import RewardSpec
 from tandem.rewards.worker import WorkerSetup
 from tandem.types import RewardOutcome, RewardRequest
@@ -29,10 +28,15 @@ _REAP_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RewardLimits:
-    """Processes, seconds a sample may take, memory a process may allocate (None: any).
+    """The limits of a pool.
+
+    Attributes:
+        num_processes: the largest number of processes.
+        deadline_s: the seconds that a sample may take.
+        memory_limit_bytes: the memory that a process may allocate; None for any.
 
     Raises:
-        UserError: nothing could run under such limits.
+        UserError: a limit is not positive.
     """
 
     num_processes: int
@@ -41,16 +45,20 @@ class RewardLimits:
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
-            raise UserError(f"reward.num_workers={self.num_processes}: must be at least 1. Set 1.")
+            raise UserError(
+                "reward.num_workers", self.num_processes, rule="must be at least 1", remedy="Set 1."
+            )
         if self.deadline_s <= 0:
-            raise UserError(f"reward.timeout_s={self.deadline_s}: must be positive. Set 30.")
+            raise UserError(
+                "reward.timeout_s", self.deadline_s, rule="must be positive", remedy="Set 30."
+            )
 
 
 class RewardPool:
-    """Scores requests of any number of concurrent callers on one event loop.
+    """A pool that scores the requests of any number of concurrent callers on one event loop.
 
-    Processes start when there is work for them. Each is given a window of requests at a time, so
-    that small rewards do not pay for a round trip each; windows shrink as work runs out.
+    Processes start when there is work for them. A process takes a window of requests at a time, so
+    that small rewards share the cost of a round trip; windows shrink as work runs out.
 
     Example:
         >>> async with RewardPool(RewardSpec(), RewardLimits(4, deadline_s=10)) as pool:
@@ -79,7 +87,7 @@ class RewardPool:
         await self.close()
 
     async def start(self) -> None:
-        """Start one process and wait until the reward function is loaded in it.
+        """Start one process and wait until it has loaded the reward function.
 
         Raises:
             UserError: the function cannot be loaded.
@@ -94,7 +102,7 @@ class RewardPool:
         await started
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        """An outcome a request, in their order.
+        """Return the outcome of each request, in their order.
 
         Raises:
             UserError: the reward function cannot be loaded.
@@ -115,7 +123,7 @@ class RewardPool:
                 self._pending = deque(job for job in self._pending if job.batch is not batch)
 
     async def close(self) -> None:
-        """Kill all processes and wait until they are gone; idempotent. Calls still waiting fail."""
+        """Kill all processes and wait until they are gone. Pending calls fail; idempotent."""
         self._fail(RuntimeError("the reward pool is closed"))
         dying, self._dying = self._dying, []
         for process in dying:
@@ -133,11 +141,11 @@ class RewardPool:
         self._dispatch()
 
     def on_start_failed(self, process: RewardProcess, error: Exception) -> None:
-        """See ``ProcessOwner``. What one process cannot load no other can: the pool is done."""
+        """See ``ProcessOwner``. No other process could load the function: the pool fails."""
         self._fail(error)
 
     def on_failed(self, process: RewardProcess, outcome: RewardOutcome) -> None:
-        """See ``ProcessOwner``. In order, the first unanswered did it; else all are suspects."""
+        """See ``ProcessOwner``. Blame the first open request, or suspect all if concurrent."""
         self._processes.remove(process)
         self._dying = [dead for dead in self._dying if not dead.reap(0)] + [process]
         jobs = list(process.in_flight.values())
@@ -148,11 +156,11 @@ class RewardPool:
         self._pending.extendleft(reversed(jobs))
         try:
             self._dispatch()
-        except OSError as error:  # nobody awaits this call, so tell those who wait for outcomes
+        except OSError as error:  # nobody awaits this call, so fail the pending ones
             self._fail(RuntimeError(f"no reward process can be started: {error}"))
 
     def _dispatch(self) -> None:
-        """Give pending work to idle processes, starting some while there are fewer than allowed."""
+        """Give pending work to idle processes, and start further ones up to the limit."""
         while self._pending:
             process = next((p for p in self._processes if not p.in_flight), None)
             if process is None:
@@ -167,7 +175,7 @@ class RewardPool:
         return process
 
     def _take_window(self, *, is_concurrent: bool) -> list[Job]:
-        """The next jobs for one process. A suspect goes alone, to harm only itself."""
+        """Remove and return the next jobs for one process. A suspect goes alone."""
         share = -(-len(self._pending) // self._limits.num_processes)
         size = share if is_concurrent else min(-(-share // 2), _MAX_WINDOW)
         window = [self._pending.popleft()]
@@ -180,7 +188,7 @@ class RewardPool:
             raise self._error
 
     def _fail(self, error: Exception) -> None:
-        """Nothing can be scored any more: everybody who waits gets ``error``."""
+        """Close the pool for good: raise ``error`` in every pending call."""
         self._error = self._error or error
         for process in self._processes:
             process.kill()
@@ -195,7 +203,7 @@ class RewardPool:
 
 
 def check_reward(spec: RewardSpec, limits: RewardLimits) -> None:
-    """Load the reward function in a child process, which is then ended; blocks for about 0.1 s.
+    """Load the reward function in a child process, then end it; blocks for about 0.1 s.
 
     Raises:
         UserError: it cannot be loaded.

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One reward process as its parent sees it: requests go in, outcomes or a failure come back.
+"""The parent's view of a reward process: requests go in, outcomes or a failure come back.
 
-A small state machine on the event loop: starting, serving, dead. It never answers for the
-function: the outcome of the request at fault is decided by ``pool``. A fresh interpreter is
-started (no fork of a process that holds a device, no re-import of the main program), which takes
-some 60 ms.
+It is a small state machine on the event loop: starting, serving, dead. ``pool`` decides which
+request is at fault for a failure. Each process is a fresh interpreter, which takes some 60 ms: it
+neither forks a process that holds a device nor imports the main program again.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tandem.errors import UserError
-from tandem.rewards.batch import Job
 from tandem.rewards.scoring import failure, timeout
 from tandem.rewards.worker import LENGTH_BYTES, WorkerSetup
-from tandem.types import RewardOutcome, RewardStatus
+from tandem.types import RewardOutcome, RewardRequest, RewardStatus
 
-# One thread: there are several processes, and each thread of a math library allocates tens of MiB.
+# One thread: several processes run, and each thread of a math library allocates tens of MiB.
 _BOOTSTRAP = (
     "import json, os, sys; os.environ.setdefault('OMP_NUM_THREADS', '1'); "
     "sys.path[:] = json.loads(sys.argv[1]); "
@@ -39,28 +38,73 @@ _CONCURRENT_GRACE_S = 0.5
 _EXIT_WAIT_S = 1.0
 
 
+class Batch:
+    """The requests of one call. The future ``outcomes`` is done when all outcomes are there."""
+
+    def __init__(self, size: int) -> None:
+        self.outcomes: asyncio.Future[list[RewardOutcome]] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._collected: dict[int, RewardOutcome] = {}
+        self._size = size
+
+    def put(self, index: int, outcome: RewardOutcome) -> None:
+        """Take the outcome of request ``index``; the caller may have given up waiting."""
+        self._collected[index] = outcome
+        if len(self._collected) == self._size and not self.outcomes.done():
+            self.outcomes.set_result([self._collected[i] for i in range(self._size)])
+
+    def fail(self, error: Exception) -> None:
+        """Raise ``error`` in the caller, unless it has its outcomes already."""
+        if not self.outcomes.done():
+            self.outcomes.set_exception(error)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A pickled request of a batch.
+
+    ``is_suspect``: it was in flight when a process failed, and the request at fault is not known.
+    Such a request is tried again on its own.
+    """
+
+    batch: Batch
+    index: int
+    payload: bytes
+    is_suspect: bool = False
+
+    def finish(self, outcome: RewardOutcome) -> None:
+        """Pass the outcome to the batch."""
+        self.batch.put(self.index, outcome)
+
+
+def make_jobs(batch: Batch, requests: Sequence[RewardRequest]) -> list[Job]:
+    """Pickle each request; one that cannot be pickled raises here, in the call that it is of."""
+    return [Job(batch, index, pickle.dumps(request)) for index, request in enumerate(requests)]
+
+
 class ProcessOwner(Protocol):
-    """Who hears about what happens to a process."""
+    """The listener to the events of a process."""
 
     def on_ready(self, process: RewardProcess) -> None:
-        """The function is loaded."""
+        """Accept that the function is loaded."""
         ...
 
     def on_idle(self, process: RewardProcess) -> None:
-        """Every request was answered."""
+        """Accept that every request was answered."""
         ...
 
     def on_start_failed(self, process: RewardProcess, error: Exception) -> None:
-        """The function could not be loaded; the process is dead."""
+        """Accept that the function could not be loaded; the process is dead."""
         ...
 
     def on_failed(self, process: RewardProcess, outcome: RewardOutcome) -> None:
-        """The process hung or died and is killed; ``outcome`` is due to whoever did it."""
+        """Accept that the process hung or died, and give the request at fault ``outcome``."""
         ...
 
 
 class RewardProcess:
-    """Made on a running event loop. ``submit`` need not wait until the function is loaded."""
+    """A process that is started on a running event loop. ``submit`` works from the start."""
 
     def __init__(self, setup: WorkerSetup, owner: ProcessOwner) -> None:
         self.in_flight: dict[int, Job] = {}
@@ -80,7 +124,7 @@ class RewardProcess:
         self._watch()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs in the process; outcomes arrive in order unless ``is_concurrent``."""
+        """Send jobs to the process; outcomes arrive in order unless ``is_concurrent``."""
         for job in jobs:
             self.in_flight[self._num_submitted] = job
             self._num_submitted += 1
@@ -90,7 +134,7 @@ class RewardProcess:
         self._watch()
 
     def kill(self) -> None:
-        """End the process and all it started, without waiting; idempotent."""
+        """Kill the process and all its children without waiting; idempotent."""
         if self._lifeline_fd is None:
             return
         self._loop.remove_reader(self._socket)
@@ -103,7 +147,7 @@ class RewardProcess:
         self._lifeline_fd = None
 
     def reap(self, wait_s: float) -> bool:
-        """Whether the killed process is gone, waiting for that at most ``wait_s``."""
+        """Wait up to ``wait_s`` for the killed process; return whether it is gone."""
         try:
             self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
@@ -122,7 +166,7 @@ class RewardProcess:
             self._loop.add_writer(self._socket, self._flush)
             return
         except ConnectionError:
-            self._outgoing.clear()  # it died; the reader finds out and says so
+            self._outgoing.clear()  # it died; the reader will find that out
         self._loop.remove_writer(self._socket)
 
     def _receive(self) -> None:
@@ -164,7 +208,7 @@ class RewardProcess:
         return self._deadline_s + (_CONCURRENT_GRACE_S if self.is_concurrent else 0.0)
 
     def _watch(self) -> None:
-        """Have the silence of a process checked when the limit that now holds is over."""
+        """Schedule a check of the silence for when the present limit ends."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(self._limit_s(), self._check_silence)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which built-in rule scores a row, by its ``data_source`` (verl's names).
+"""The built-in rule of each ``data_source`` (verl's names).
 
 An unknown source is an error before the run starts (``check_sources``), never a reward of 0.
 """
@@ -33,33 +33,33 @@ RULES: dict[str, RuleFunction] = {
     "math_dapo_reasoning": math_answer.compute_answer_line_score,
 }
 AIME_PREFIX = "aime"
-"""Sources that begin with this are scored like ``math_dapo``."""
+"""The prefix of the sources that are scored like ``math_dapo``."""
 
 
 def find_rule(data_source: str) -> RuleFunction | None:
-    """The rule for a source, or None."""
+    """Return the rule of a source, or None."""
     if data_source.startswith(AIME_PREFIX):
         return math_answer.compute_answer_line_score
     return RULES.get(data_source)
 
 
 def check_sources(data_sources: Iterable[str]) -> None:
-    """Check before a run that every source has a rule and that rule's library is installed.
-
-    Raises:
-        UserError: the first source of which that is not true.
-    """
+    """Raise UserError unless every source has a rule whose library is installed."""
     for data_source in sorted(set(data_sources)):
         rule = find_rule(data_source)
         if rule is None:
             raise UserError(
-                f"data_source={data_source!r}: no built-in reward. Built in are "
-                f"{', '.join(RULES)} and {AIME_PREFIX}*. "
-                "Set custom_reward_function.path to a file that defines compute_score."
+                "data_source",
+                data_source,
+                rule="no built-in reward",
+                remedy=f"Built in are {', '.join(RULES)} and {AIME_PREFIX}*. "
+                "Set custom_reward_function.path to a file that defines compute_score.",
             )
         needs_math_verify = rule is not gsm8k.compute_score
         if needs_math_verify and importlib.util.find_spec("math_verify") is None:
             raise UserError(
-                f"data_source={data_source!r}: its reward needs math-verify, which is missing. "
-                "Run pip install math-verify."
+                "data_source",
+                data_source,
+                rule="its reward needs math-verify, which is missing",
+                remedy="Run pip install math-verify.",
             )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a request to a typed outcome: find the function, call it, judge and shape its result.
+"""The way of a request to a typed outcome: find the function, call it, judge and shape its result.
 
-Whatever a reward function does wrong (raises, returns no finite number) becomes an ERROR outcome
-with a one-line cause. Hanging and dying are not handled here but by the process that is watched.
+If a reward function raises or returns no finite number, the outcome is an ERROR with a one-line
+cause. The parent process handles functions that hang or die (``process``).
 """
 
 from __future__ import annotations
@@ -11,20 +11,47 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tandem.errors import UserError
 from tandem.rewards.custom import CustomReward, describe, load_custom_reward
 from tandem.rewards.routing import find_rule
-from tandem.rewards.shaping import OverlongBuffer, shape_outcome
 from tandem.types import RewardOutcome, RewardRequest, RewardStatus
 
 _PRED = "pred"
 
 
 @dataclass(frozen=True, slots=True)
+class OverlongBuffer:
+    """The overlong penalty of DAPO (arXiv:2503.14476), by the number of response tokens.
+
+    It is 0 up to ``max_tokens - buffer_tokens`` and falls to ``-penalty_factor`` at ``max_tokens``.
+    The two lengths are verl's ``max_resp_len`` and ``overlong_buffer_cfg.len``. With ``log``,
+    outcomes carry the penalty.
+
+    Raises:
+        UserError: the buffer is empty, or longer than ``max_tokens``.
+    """
+
+    max_tokens: int
+    buffer_tokens: int
+    penalty_factor: float
+    log: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.buffer_tokens <= self.max_tokens:
+            raise UserError(
+                "reward_model.reward_kwargs.overlong_buffer_cfg.len",
+                self.buffer_tokens,
+                rule=f"must be from 1 to max_resp_len={self.max_tokens}",
+                remedy="Choose a shorter buffer.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """What to compute; without ``custom`` the built-in rule of each row's source.
+    """The reward to compute; without ``custom``, the built-in rule of each row's source.
 
     Example:
         >>> RewardSpec(custom=CustomReward(path="reward.py", name="compute_score"))
@@ -36,7 +63,7 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A loaded reward; ``is_concurrent``: a coroutine function, whose calls wait together."""
+    """A loaded reward; ``is_concurrent``: a coroutine function, whose calls overlap."""
 
     function: Callable[..., Any]
     overlong: OverlongBuffer | None
@@ -45,10 +72,10 @@ class Scorer:
 
 
 def load_scorer(spec: RewardSpec) -> Scorer:
-    """Load the function of ``spec``; imports the user's file if there is one.
+    """Load the function of ``spec``, from the user's file if it names one.
 
     Raises:
-        UserError: it cannot be loaded.
+        UserError: the function cannot be loaded.
     """
     if spec.custom is None:
         return Scorer(_score_by_rule, spec.overlong, {}, is_concurrent=False)
@@ -58,10 +85,10 @@ def load_scorer(spec: RewardSpec) -> Scorer:
 
 
 def score_request(scorer: Scorer, request: RewardRequest) -> RewardOutcome:
-    """Call a plain reward function. Raises nothing that an exception handler could catch."""
+    """Call a plain reward function; turn every exception into an outcome."""
     try:
         outcome = judge(scorer.function(**_arguments(scorer, request)))
-    # SystemExit too: a library that calls sys.exit() must not take the process along.
+    # SystemExit too: a library that calls sys.exit() must not end the process.
     except (Exception, SystemExit) as error:
         return failure(RewardStatus.ERROR, describe(error))
     return _shaped(scorer, request, outcome=outcome)
@@ -82,10 +109,10 @@ async def score_request_concurrently(
 
 
 def judge(returned: Any) -> RewardOutcome:
-    """What a reward function returned, as an outcome. A number is its own ``acc``, as in verl.
+    """Turn the result of a reward function into an outcome.
 
-    Of a mapping, ``score`` is the score and ``pred`` the prediction; its other finite numbers (and
-    booleans) are kept, the rest is dropped.
+    A number is the score and, as in verl, ``acc``. In a mapping, ``score`` is the score and
+    ``pred`` the prediction; other finite numbers and booleans are kept, other values dropped.
     """
     if not isinstance(returned, Mapping):
         score = as_number(returned)
@@ -111,7 +138,7 @@ def judge(returned: Any) -> RewardOutcome:
 
 
 def as_number(value: Any) -> float | None:
-    """``value`` as a finite float, or None; takes what has ``__float__``, as NumPy scalars."""
+    """Convert a value with ``__float__`` (NumPy scalars too) to a finite float, else None."""
     if not hasattr(value, "__float__"):
         return None
     try:
@@ -122,13 +149,36 @@ def as_number(value: Any) -> float | None:
 
 
 def failure(status: RewardStatus, detail: str) -> RewardOutcome:
-    """An outcome without a value."""
+    """Return an outcome without a value."""
     return RewardOutcome(status, math.nan, {}, detail)
 
 
 def timeout(deadline_s: float) -> RewardOutcome:
-    """The outcome of a reward that took too long."""
+    """Return the outcome of a reward that exceeded its deadline."""
     return failure(RewardStatus.TIMEOUT, f"no result within {deadline_s:g} s")
+
+
+def overlong_penalty(num_tokens: int, buffer: OverlongBuffer) -> float:
+    """Compute the addend to the score of a response of ``num_tokens``: 0 or less."""
+    excess = num_tokens - (buffer.max_tokens - buffer.buffer_tokens)
+    return min(-excess / buffer.buffer_tokens * buffer.penalty_factor, 0.0)
+
+
+def shape_outcome(
+    outcome: RewardOutcome, buffer: OverlongBuffer, *, num_tokens: int
+) -> RewardOutcome:
+    """Add the overlong penalty to the score; return a failure unchanged.
+
+    ``extra`` gets the raw ``score`` and, with ``buffer.log``, ``overlong_reward`` and ``overlong``;
+    its ``acc`` stays.
+    """
+    if outcome.status is not RewardStatus.VALUE:
+        return outcome
+    penalty = overlong_penalty(num_tokens, buffer)
+    extra = {"score": outcome.score, **outcome.extra}
+    if buffer.log:
+        extra |= {"overlong_reward": penalty, "overlong": float(penalty < 0)}
+    return replace(outcome, score=outcome.score + penalty, extra=extra)
 
 
 def _score_by_rule(data_source: str, solution_str: str, **rest: Any) -> Any:

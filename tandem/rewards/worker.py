@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a reward process: reads requests from a socket, writes outcomes to it.
+"""The program of a reward process: it reads requests from a socket and writes outcomes to it.
 
-In: length-prefixed pickles, first a ``WorkerSetup``, then ``RewardRequest``s. Out: JSON lines,
-first a greeting, then the number of each request with the fields of its outcome. Never imports
-torch. Ends with its parent, whatever it is doing: the parent holds the other end of a pipe, and
-the kernel signals this process group when that closes.
+Input is length-prefixed pickles: a ``WorkerSetup``, then ``RewardRequest``s. Output is JSON lines:
+a greeting, then the number of each request with the fields of its outcome. The program never
+imports torch. It ends with its parent in any state: the parent holds the other end of a pipe, and
+the kernel signals this process group when that end closes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LENGTH_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """The first message: what to load, and under which limits."""
+    """The first message: the reward to load, and its limits."""
 
     spec: RewardSpec
     deadline_s: float
@@ -43,15 +43,15 @@ class WorkerSetup:
 
 
 def main(channel_fd: int, lifeline_fd: int) -> None:
-    """Serve until the other end of the channel closes."""
+    """Serve requests until the other end of the channel closes."""
     for descriptor in (channel_fd, lifeline_fd):
         os.set_inheritable(descriptor, False)
     _end_with_parent(lifeline_fd)
-    os.dup2(2, 1)  # what a reward prints must not mix with the results a command prints
+    os.dup2(2, 1)  # a reward must not print between the results that a command prints
     try:
         _work(socket.socket(fileno=channel_fd))
     except ConnectionError:
-        return  # the parent has gone, and needs no answer
+        return  # the parent is gone and needs no answer
 
 
 def _work(channel: socket.socket) -> None:
@@ -59,7 +59,7 @@ def _work(channel: socket.socket) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if setup.memory_limit_bytes is not None:
         limit = (setup.memory_limit_bytes, setup.memory_limit_bytes)
-        # Not RLIMIT_AS: libraries map and reserve far more address space than they ever use.
+        # Not RLIMIT_AS: libraries reserve far more address space than they use.
         resource.setrlimit(resource.RLIMIT_DATA, limit)
     try:
         scorer = load_scorer(setup.spec)
@@ -74,11 +74,8 @@ def _work(channel: socket.socket) -> None:
 
 
 def _end_with_parent(lifeline_fd: int) -> None:
-    """Have the kernel send SIGIO, whose default is the end, to this group when the pipe closes.
-
-    A thread waiting on the pipe would need the interpreter lock, which a hanging C call may never
-    give back.
-    """
+    """Ask the kernel to send SIGIO to this group when the pipe closes; its default action kills."""
+    # A thread waiting on the pipe would need the interpreter lock, which a hanging C call may hold.
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
     flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
@@ -114,7 +111,7 @@ async def _serve_concurrently(channel: socket.socket, scorer: Scorer, *, deadlin
 
 
 def _receive_message(channel: socket.socket) -> bytes:
-    """One message and not a byte more, because what follows is read in another way.
+    """Read one message and not a byte more, because a stream reads the following ones.
 
     Raises:
         ConnectionError: the parent has closed the channel.

@@ -17,7 +17,13 @@ from pathlib import Path
 from tests.arch.layout import ROOMS
 from tests.arch.source import Function, Module, Violation, in_folders
 
-UNFINISHED_ROOMS: frozenset[str] = frozenset(ROOMS) | {"__init__"}
+FINISHED_ROOMS = frozenset(
+    {
+        "algorithms",
+        "rewards",
+    }
+)
+UNFINISHED_ROOMS: frozenset[str] = (frozenset(ROOMS) | {"__init__"}) - FINISHED_ROOMS
 """The rooms whose docstrings are still to be rewritten. It shrinks until it can be deleted."""
 
 FOLDER = Path(__file__).parents[1]

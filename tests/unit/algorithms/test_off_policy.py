@@ -15,9 +15,9 @@ from tandem.algorithms.off_policy import (
     ImportanceSampling,
     Mismatch,
     Rejection,
+    figures_by_lag,
     importance_weights,
     kept_tokens,
-    lag_metrics,
     lag_sums,
     monitored,
     normalized,
@@ -165,7 +165,7 @@ def test_figures_by_lag_equal_the_formulas_and_add_up_over_microbatches() -> Non
             num_lags=4,
         )
         sums = {name: sums.get(name, 0.0) + value.item() / 100 for name, value in some.items()}
-    metrics = lag_metrics({"actor/pg_clipfrac": 0.5, "other": 1.0, **sums})
+    metrics = figures_by_lag({"actor/pg_clipfrac": 0.5, "other": 1.0, **sums})
     flat = [value for row in log_ratios(of) for value in row]
     for suffix, chosen in (
         ("", range(9)),
@@ -242,7 +242,7 @@ def test_the_loss_itself_finds_the_weights_that_are_known_before_the_update(
     wanted = gradient(LOSS, inputs(known, of.proximal_logp_R))
     torch.testing.assert_close(gradient(loss, inputs(found, of.proximal_logp_R)), wanted)
     metrics = loss(inputs(found, of.proximal_logp_R)).metrics
-    assert "rollout_corr/rollout_is_eff_sample_size" in lag_metrics(
+    assert "rollout_corr/rollout_is_eff_sample_size" in figures_by_lag(
         {name: value.item() for name, value in metrics.items()}
     )
 
@@ -266,7 +266,7 @@ def test_rejected_tokens_have_no_gradient_in_bypass_mode() -> None:
     assert (gradient(loss, given)[~kept_R] == 0).all()
     assert (gradient(loss, inputs(columns, of.proximal_logp_R))[kept_R] != 0).all()
     metrics = {name: value.item() for name, value in loss(given).metrics.items()}
-    share = lag_metrics(metrics)["rollout_corr/rollout_rs_masked_fraction"]
+    share = figures_by_lag(metrics)["rollout_corr/rollout_rs_masked_fraction"]
     assert share == pytest.approx((~kept_R).float().mean().item())
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem.algorithms.aggregation import AGGREGATIONS
 from tandem.algorithms.losses import POLICY_LOSSES
+from tandem.algorithms.sequences import AGGREGATIONS
 from tandem.errors import UserError
 from tandem.types import LossColumns, LossInputs, LossScale
 from tests.fakes.losses import PLAIN
