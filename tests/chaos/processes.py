@@ -13,13 +13,15 @@ from typing import Any
 import psutil
 
 from tests.fakes.commands import Command
+from tests.fakes.patience import PATIENCE_S
 
 MARK = "TANDEM_TEST_MARK"
 """A variable that all processes of a run inherit."""
 
-MOST_SECONDS_TO_END = 10
+MOST_SECONDS_TO_END = PATIENCE_S
+"""A run ends within seconds of a death; the time limits of its waits are longer than this."""
+
 _DYING = Path(__file__).resolve().parents[1] / "fakes/dying"
-_PATIENCE_S = 60
 
 
 def dying(
@@ -48,7 +50,7 @@ def wait_for_end(pid: int) -> None:
 
 def wait_for_status(pid: int, status: str) -> None:
     """Until a process is in this state, or is no more."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     with suppress(psutil.NoSuchProcess):
         while psutil.Process(pid).status() != status:
             assert time.monotonic() < deadline, f"process {pid} is not {status}"
@@ -67,9 +69,9 @@ def processes_with(mark: str) -> list[psutil.Process]:
     return found
 
 
-def none_left(mark: str, *, within_s: float) -> bool:
-    """Whether all processes of a run end in time."""
-    deadline = time.monotonic() + within_s
+def none_left(mark: str) -> bool:
+    """Return whether all processes of a run end in time."""
+    deadline = time.monotonic() + PATIENCE_S
     while processes_with(mark):
         if time.monotonic() > deadline:
             return False

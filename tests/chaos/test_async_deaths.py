@@ -84,7 +84,7 @@ def test_12_whoever_is_killed_ends_the_run(material: Material, tmp_path: Path, r
     assert time.monotonic() - died_s < MOST_SECONDS_TO_END
     # The reply to the call before may be lost with the process: then it is the one named.
     check_end(ended, place, role=role, says=rf"died in (add|swap|transfer|{failure.method}): ")
-    assert none_left(str(run), within_s=2)
+    assert none_left(str(run))
 
 
 @pytest.mark.parametrize("role", FAILURES)
@@ -96,7 +96,7 @@ def test_12_whoever_raises_ends_the_run(material: Material, tmp_path: Path, role
     says = rf"failed in {failure.method}: RuntimeError: as a test wants, at (?P<when>[0-9.]+)$"
     found = check_end(ended, place, role=role, says=says)
     assert time.time() - float(found["when"]) < MOST_SECONDS_TO_END
-    assert none_left(str(run), within_s=2)
+    assert none_left(str(run))
 
 
 def begin(material: Material, run: Path, *, failure: Failure, kind: str) -> Command:
@@ -137,7 +137,7 @@ def test_12_and_23_who_dies_in_a_save_leaves_the_checkpoint_before_and_sigterm_a
     ended = command.wait()
     assert time.monotonic() - stopped_s < MOST_SECONDS_TO_END
     assert ended.code == 128 + signal.SIGTERM, ended.stderr
-    assert none_left(str(run), within_s=2)
+    assert none_left(str(run))
     last = max(metrics_of(run))
     assert list(metrics_of(run)) == list(range(1, last + 1)) and last >= 3
     assert (run / "latest_checkpointed_iteration.txt").read_text() == str(last)
@@ -154,4 +154,4 @@ def test_12_rewards_that_raise_end_the_run(material: Material, tmp_path: Path) -
     assert ended.code == 2
     (line,) = ended.errors
     assert "custom_reward_function.path=" in line and "out of order" in line
-    assert none_left(str(run), within_s=2)
+    assert none_left(str(run))

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.fakes.commands import Command, Conditions, Ended, run_command
+from tests.fakes.patience import PATIENCE_S
 from tests.fakes.tiny_run import (
     Material,
     metrics_of,
@@ -198,7 +199,7 @@ def test_a_second_signal_ends_it_at_once(
     command.wait_for(tmp_path / "stderr.txt", text="once more to leave at once")
     command.signal(number)
     assert command.wait().code == code
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
     assert not alive
 
 
@@ -208,13 +209,13 @@ def test_reward_processes_end_with_a_killed_command(material: Material, tmp_path
     children = wait_for_children(command.pid, count=3)
     command.signal(signal.SIGKILL)
     assert "Traceback" not in command.wait().stderr
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
     assert not alive
 
 
 def wait_for_children(pid: int, *, count: int) -> list[psutil.Process]:
     """The processes below ``pid`` once there are ``count``."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         children = psutil.Process(pid).children(recursive=True)
         if len(children) >= count:

@@ -88,7 +88,7 @@ def check_death(arguments: list[str], death: Death, *, run: Path, folder: Path) 
     assert line.startswith(f"error: step 2: {who} "), line
     # The reply to the call before may be lost with the process: then it is the one named.
     assert re.search(f"died in (add|{death.method})", line), line
-    assert none_left(mark, within_s=2)
+    assert none_left(mark)
 
 
 def kill_the_driver(arguments: list[str], *, run: Path, folder: Path) -> None:
@@ -99,7 +99,7 @@ def kill_the_driver(arguments: list[str], *, run: Path, folder: Path) -> None:
     command.wait_for(run / "metrics.jsonl", text='"step": 2')
     command.signal(signal.SIGKILL)
     command.wait()
-    assert none_left(mark, within_s=MOST_SECONDS_TO_END)
+    assert none_left(mark)
 
 
 def stop_the_process_group(arguments: list[str], *, run: Path, folder: Path) -> None:
@@ -113,7 +113,7 @@ def stop_the_process_group(arguments: list[str], *, run: Path, folder: Path) -> 
     assert ended.code in (0, 128 + signal.SIGTERM), ended.stderr
     last = int((run / "latest_checkpointed_iteration.txt").read_text())
     assert last == max(metrics_of(run)) >= 3
-    assert none_left(mark, within_s=MOST_SECONDS_TO_END)
+    assert none_left(mark)
 
 
 def test_a_death_that_nobody_waits_for_ends_the_run_too(material: Material, tmp_path: Path) -> None:

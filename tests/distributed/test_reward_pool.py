@@ -19,6 +19,7 @@ from tandem.rewards.custom import CustomReward
 from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
 from tandem.rewards.scoring import RewardSpec
 from tandem.types import RewardOutcome, RewardRequest, RewardStatus
+from tests.fakes.patience import PATIENCE_S
 
 UNRULY = """
 import asyncio, os, signal, subprocess, sys, time
@@ -117,7 +118,7 @@ def in_pool(
     return asyncio.run(main())
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+def eventually(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         if condition():

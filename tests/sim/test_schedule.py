@@ -7,7 +7,6 @@ import asyncio
 import gc
 import random
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -230,16 +229,6 @@ def test_07_sequences_that_end_under_their_weights_cost_time_but_less_than_takin
     finishing = step_seconds(case, lag=case.lag, partial=False)
     assert step_seconds(case, lag=case.lag) <= finishing * 1.01
     assert finishing < 0.95 * step_seconds(case, lag=0)
-
-
-@pytest.mark.parametrize("lag", [0, 2])
-def test_07_the_orchestration_takes_less_than_ten_milliseconds_a_step(lag: int) -> None:
-    num_steps = 100
-    nothing = times(generate=0.0, slots=BATCH * SAMPLES * (lag + 1))
-    begin = time.process_time()
-    run = simulate(config(lag, num_steps=num_steps), nothing, around=around(num_steps))
-    assert run.summary.last_step == num_steps
-    assert (time.process_time() - begin) / num_steps < 0.010
 
 
 def test_09_nothing_piles_up_behind_a_generator_that_is_far_ahead() -> None:

@@ -7,7 +7,6 @@ import os
 import runpy
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,14 +15,16 @@ import pytest
 from tandem.cli.main import COMMANDS, EXIT_BROKEN_PIPE, main
 
 ROOT = Path(__file__).parents[3]
-MAX_HELP_SECONDS = 0.5
+MOST_MODULES_OF_HELP = 200
+"""It loads about 80, a third of them Python's own; torch alone brings more than a thousand."""
+
+LEAVE = "print(len(sys.modules), file=sys.stderr)\nsys.exit(code)\n"
 WITHOUT_TORCH = """
 import sys
 from tandem.cli.main import main
 for words in sys.argv[1:]:
     code = main(words.split())
     assert not {"torch", "transformers", "hydra"} & set(sys.modules) - set(%r), words
-sys.exit(code)
 """
 
 
@@ -33,26 +34,25 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_is_quick_and_imports_nothing_heavy() -> None:
-    seconds: list[float] = []
-    for _ in range(3):
-        begin_s = time.perf_counter()
-        result = run_python("-c", WITHOUT_TORCH % [()], "--help")
-        seconds.append(time.perf_counter() - begin_s)
-        assert result.returncode == 0, result.stderr
-        assert all(f"  {name} " in result.stdout for name in COMMANDS)
-    assert min(seconds) < MAX_HELP_SECONDS
+def test_help_imports_nothing_heavy() -> None:
+    """The modules are counted, because seconds depend on the machine."""
+    result = run_python("-c", WITHOUT_TORCH % [()] + LEAVE, "--help")
+    assert result.returncode == 0, result.stderr
+    assert all(f"  {name} " in result.stdout for name in COMMANDS)
+    assert int(result.stderr) < MOST_MODULES_OF_HELP
 
 
 def test_the_plan_imports_no_torch() -> None:
-    result = run_python("-c", WITHOUT_TORCH % ["hydra"], "plan --json data.train_files=none")
+    result = run_python(
+        "-c", WITHOUT_TORCH % ["hydra"] + LEAVE, "plan --json data.train_files=none"
+    )
     assert result.returncode == 0, result.stderr
 
 
 def test_mistyped_keys_and_platforms_are_found_before_torch_is_imported() -> None:
     keys = [f"{command} data.train_batchsize=4" for command in ("train", "sft")]
     platforms = [f"{command} trainer.device=asend" for command in ("train", "sft", "plan")]
-    result = run_python("-c", WITHOUT_TORCH % ["hydra"], *keys, *platforms)
+    result = run_python("-c", WITHOUT_TORCH % ["hydra"] + LEAVE, *keys, *platforms)
     assert result.returncode == 2, result.stderr
     no_key = "error: data.train_batchsize=4: no such key"
     no_platform = "error: trainer.device=asend: there is no such platform. Did you mean"
