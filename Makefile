@@ -11,10 +11,12 @@
 # Settings: PYTHON=/path/to/python     the interpreter to make .venv from
 #           TORCH_ARGS="..."           more arguments for installing torch, such as the index of its CPU
 #                                      builds where pip would fetch a CUDA build that you have no use for
+#           TEST_PROCESSES=2           test processes that run side by side, each over whole files of tests
 #           PYTEST_ARGS="..."          more arguments for pytest
 
 PYTHON ?=
 TORCH_ARGS ?=
+TEST_PROCESSES ?= 2
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -37,7 +39,7 @@ quickstart: $(RUN_STAMP)
 	@$(BIN)/tandem quickstart
 
 test: $(DEV_STAMP)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: $(DEV_STAMP)
 	@$(BIN)/python -m pytest tests/gpu tests/unit/models/kernels tests/unit/rollout/paged $(PYTEST_ARGS)
