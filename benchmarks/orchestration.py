@@ -45,8 +45,9 @@ from tandem.metrics.jsonl_sink import METRICS_FILE
 from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import open_sinks
 from tandem.metrics.throughput import ComputeFacts
+from tandem.pipeline.batch import as_floats, lay_out
 from tandem.pipeline.context import Engines, RunContext
-from tandem.pipeline.experience import PolicyScores, as_floats, assign_credit, lay_out
+from tandem.pipeline.experience import assign_credit
 from tandem.pipeline.loop import Pipeline, initial_kl_controller
 from tandem.pipeline.step_metrics import batch_metrics
 from tandem.planner.engines import TRAINER, SimulatedPolicy, SimulatedTimes
@@ -237,10 +238,8 @@ def pieces(options: argparse.Namespace, parts: RunContext) -> dict[str, float]:
     completions = [sample.completion for group in groups for sample in group.samples]
     controller = initial_kl_controller(config)
     batch = lay_out(groups)
-    experience = assign_credit(
-        batch, PolicyScores(None, None), config=config, controller=controller
-    )
-    means = as_floats(batch.mean_tokens(experience.columns.advantages_R))
+    experience = assign_credit(batch, config=config, controller=controller)
+    means = as_floats(batch.mean_tokens(experience.advantages_R))
     plan = plan_microbatches(
         batch.sequences, max_tokens=options.budget, multiple_of=options.devices
     )
@@ -252,9 +251,7 @@ def pieces(options: argparse.Namespace, parts: RunContext) -> dict[str, float]:
             for group in groups
         ],
         "lay_out": lambda: lay_out(groups),
-        "adv": lambda: assign_credit(
-            batch, PolicyScores(None, None), config=config, controller=controller
-        ),
+        "adv": lambda: assign_credit(batch, config=config, controller=controller),
         "plan": lambda: plan_microbatches(
             batch.sequences, max_tokens=options.budget, multiple_of=options.devices
         ),

@@ -47,8 +47,13 @@ class TrainSequence:
     loss_mask: tuple[bool, ...] | None = None
 
     @property
+    def num_tokens(self) -> int:
+        """The number of tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
     def num_loss_tokens(self) -> int:
-        """How many entries of flat R columns belong to this sequence."""
+        """The number of entries of flat R columns that belong to this sequence."""
         return len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)
 
 
@@ -328,7 +333,7 @@ def _num_tokens(sequences: Sequence[TrainSequence], members: Sequence[int]) -> i
 
 
 def _check_budget(sequences: Sequence[TrainSequence], max_tokens: int, *, key: str) -> None:
-    longest = max(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
+    longest = max(sequence.num_tokens for sequence in sequences)
     if longest > max_tokens:
         raise UserError(
             f"{key}={max_tokens}: must hold the longest sequence, which has {longest} tokens. "

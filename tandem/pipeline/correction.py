@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Off-policy correction of a batch whose proximal log-probs are known before the update: importance
-weights, rejection, and verl's ``rollout_corr/*`` metrics, also by lag.
+"""Off-policy correction of a batch whose old log-probs are known before the update: importance
+weights, rejection, and verl's metrics ``rollout_corr/*``, in total and by lag.
 
-Where they are not known (one optimizer step a batch, or ``bypass_mode``), ``PolicyLoss`` does the
-same with the log-probs of its own forward pass, and a pass over the batch is saved.
+With one optimizer step a batch, or with ``bypass_mode``, they are not known. ``PolicyLoss`` then
+does the same with the log-probs of its own forward pass, which saves a pass over the batch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,18 @@ from tandem.algorithms.off_policy import (
     raw_weights,
 )
 from tandem.config.schema.run import RunConfig
+from tandem.pipeline.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class CorrectedBatch:
-    """``weights_R`` fp32 (R,) and ``kept_R`` bool (R,); None where there are none."""
+    """The correction of a batch.
+
+    Attributes:
+        weights_R: importance weights, fp32; None without importance sampling.
+        kept_R: whether rejection keeps a token, bool; None without rejection.
+        metrics: ``rollout_corr/*``.
+    """
 
     weights_R: Tensor | None
     kept_R: Tensor | None
@@ -42,7 +49,7 @@ class CorrectedBatch:
 
 
 def correction_of(config: RunConfig) -> Correction | None:
-    """The correction as the config describes it; None if nothing compares rollout and trainer."""
+    """Return the correction that a config describes; None if it asks for none."""
     if not config.compares_policies:
         return None
     keys = config.algorithm.rollout_correction
@@ -56,32 +63,35 @@ def correction_of(config: RunConfig) -> Correction | None:
     return Correction(importance, rejections, monitored_upper=bounds.upper)
 
 
-def correct(
-    mismatch: Mismatch, correction: Correction, *, normalizes: bool, lag_R: Tensor, num_lags: int
-) -> CorrectedBatch:
-    """Weights, kept tokens and metrics of a whole batch.
-
-    Args:
-        normalizes: divide weights by their mean.
-        lag_R: int64 (R,), below ``num_lags``.
-    """
+def correct_batch(batch: Batch, config: RunConfig) -> CorrectedBatch | None:
+    """Return the correction of a batch; None without one, and if the loss computes it."""
+    correction = correction_of(config)
+    keys = config.algorithm.rollout_correction
+    if correction is None or keys.bypass_mode or batch.old_logp_R is None:
+        return None
+    mismatch = Mismatch(
+        batch.old_logp_R,
+        batch.rollout_logp_R,
+        batch.sequence_R,
+        len(batch.sequences),
+        counted_R=batch.valid_N[batch.sequence_R],
+    )
+    max_lag = config.trainer.max_lag
     sums = lag_sums(
         monitored(mismatch, correction),
         counts_R=mismatch.counts(),
-        lag_R=lag_R,
-        num_lags=num_lags,
+        lag_R=batch.lag_R.clamp(0, max_lag),
+        num_lags=max_lag + 1,
     )
     metrics = figures_by_lag({name: value.item() for name, value in sums.items()})
     metrics |= _mismatch_metrics(mismatch)
-    weights_R = None
+    weights_R = kept_R = None
     if correction.importance is not None:
         weights_R = importance_weights(mismatch, correction.importance)
         metrics |= _extremes(weights_R, mismatch)
-        if normalizes:
-            weights_R = normalized(
-                weights_R, mismatch, by_sequence=correction.importance.by_sequence
-            )
-    kept_R = None
+        if keys.rollout_is_batch_normalize:
+            by_sequence = correction.importance.by_sequence
+            weights_R = normalized(weights_R, mismatch, by_sequence=by_sequence)
     if correction.rejections:
         kept_R = all_kept(mismatch, correction.rejections)
         metrics |= _rejection_metrics(mismatch, correction.rejections)
@@ -99,7 +109,7 @@ def _extremes(weights_R: Tensor, mismatch: Mismatch) -> dict[str, float]:
 
 
 def _mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
-    """Perplexities (means over sequences) and chi-squared divergences."""
+    """Return perplexities, which are means over sequences, and chi-squared divergences."""
     counts_R = mismatch.counts()
     has_tokens_N = mismatch.sum(counts_R) > 0
     if not has_tokens_N.any():
@@ -124,7 +134,7 @@ def _mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
 
 
 def _rejection_metrics(mismatch: Mismatch, rejections: tuple[Rejection, ...]) -> dict[str, float]:
-    """Shares of tokens and of sequences (with a rejected token) of each option and of all."""
+    """Return the shares of rejected tokens, and of sequences with one, by option and in total."""
     masks = {f"{r.option}_": kept_tokens(mismatch, r) for r in rejections}
     masks[""] = all_kept(mismatch, rejections)
     counts_R = mismatch.counts()

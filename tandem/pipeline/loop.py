@@ -23,18 +23,13 @@ from tandem.config.schema.run import RunConfig
 from tandem.metrics.records import dump_samples
 from tandem.metrics.reduction import update_metrics
 from tandem.metrics.timers import Timers
+from tandem.pipeline.batch import Batch, as_floats
 from tandem.pipeline.buffer import GroupBuffer
 from tandem.pipeline.context import RunContext
-from tandem.pipeline.critic_phase import update_critic
-from tandem.pipeline.experience import Experience, PolicyScores, as_floats, assign_credit
+from tandem.pipeline.experience import Experience, assign_credit
 from tandem.pipeline.failures import DivergenceGuard, require_fresh, warn_of_failed_rewards
-from tandem.pipeline.policy_phase import update_policy
-from tandem.pipeline.prefetch import (
-    PreparedBatch,
-    scores_ahead,
-    timed_policy,
-    timed_values,
-)
+from tandem.pipeline.phases import update_critic, update_policy
+from tandem.pipeline.prefetch import finish_scoring
 from tandem.pipeline.step_metrics import batch_metrics, speed_metrics
 from tandem.pipeline.tasks import Stages, batch_rule
 from tandem.types import UpdateReport
@@ -144,44 +139,42 @@ class Pipeline:
         while upcoming is not None and not self._stopping:
             self._step_under_way = self._step + 1
             with self._timers.section("step"):
-                prepared = await self._next_batch(upcoming)
-                if prepared is None:
+                batch = await self._next_batch(upcoming)
+                if batch is None:
                     break
                 more = self._step + 1 < total_steps
                 upcoming = stages.prepare(self._step + 1) if more else None
-                experience = await self._learn(prepared, stages)
+                experience = await self._learn(batch, stages)
                 if experience is None:
                     break
             await self._end_step(experience, stages)
         await self._finish(stages)
 
-    async def _next_batch(
-        self, upcoming: asyncio.Task[PreparedBatch | None]
-    ) -> PreparedBatch | None:
+    async def _next_batch(self, upcoming: asyncio.Task[Batch | None]) -> Batch | None:
         """The next batch; None if there is none, or the run is to stop. Its wait is split at the
         moments when its last sequence was generated, and scored.
         """
         begin_s = self._parts.clock()
         with self._parts.trace.waiting("actor-train", "batch"):
-            prepared = await upcoming
-        if prepared is None or self._stopping:
+            batch = await upcoming
+        if batch is None or self._stopping:
             return None
         self._close_row({})
-        generated_s = max(prepared.generated_s, begin_s)
+        generated_s = max(batch.generated_s, begin_s)
         self._timers.add("gen", generated_s - begin_s)
-        self._timers.add("reward", max(prepared.taken_s - generated_s, 0.0))
-        return prepared
+        self._timers.add("reward", max(batch.taken_s - generated_s, 0.0))
+        return batch
 
-    async def _learn(self, prepared: PreparedBatch, stages: Stages) -> Experience | None:
+    async def _learn(self, batch: Batch, stages: Stages) -> Experience | None:
         """One training step, and its weights on their way; None if the run is to stop before."""
-        groups = prepared.scored.groups
+        groups = batch.groups
         require_fresh(groups, version=self._step, max_lag=self._config.trainer.max_lag)
         dropped = stages.producer.take_dropped()
         with self._parts.trace.waiting("actor-train", "sync"):
             await stages.flow.begin_training()
         if self._stopping:
             return None
-        experience = await self._credit(prepared)
+        experience = await self._credit(batch)
         coefficient = self._controller.coefficient
         updating = stages.tasks.create_task(self._update_models(experience))
         await asyncio.sleep(0)  # the update is under way, and this thread free
@@ -200,28 +193,14 @@ class Pipeline:
             "training/epoch": float(self._parts.source.epoch),
             "training/dropped_groups": float(len(dropped)),
         }
-        if self._config.trainer.max_lag > 0:
-            self._metrics |= prepared.lag_metrics
         return experience
 
-    async def _credit(self, prepared: PreparedBatch) -> Experience:
-        old_logp_R, policy_s = prepared.old_logp_R, prepared.policy_s
-        if not scores_ahead(self._parts):
-            old_logp_R, policy_s = await timed_policy(self._parts, prepared.scored)
-        self._timers.add("old_log_prob", policy_s)
-        self._timers.add("ref", prepared.reference_s)
-        self._timers.add("reward", prepared.reward_s)
-        values_R = None
-        if self._parts.engines.critic is not None:
-            values_R, values_s = await timed_values(self._parts, prepared.scored)
-            self._timers.add("values", values_s)
+    async def _credit(self, batch: Batch) -> Experience:
+        batch = await finish_scoring(self._parts, batch)
+        for name, seconds in batch.seconds.items():
+            self._timers.add(name, seconds)
         with self._timers.section("adv"):
-            return assign_credit(
-                prepared.scored,
-                PolicyScores(old_logp_R, prepared.ref_logp_R, values_R),
-                config=self._config,
-                controller=self._controller,
-            )
+            return assign_credit(batch, config=self._config, controller=self._controller)
 
     async def _update_models(self, experience: Experience) -> dict[str, float]:
         """All optimizer steps on one batch; their metrics."""
@@ -374,7 +353,7 @@ async def save_models(parts: RunContext, folder: Path) -> None:
 def record_rollouts(parts: RunContext, experience: Experience, *, step: int) -> None:
     """Keep some for the report; a record that cannot be written stops nothing."""
     groups, trainer = experience.batch.groups, parts.config.trainer
-    means = as_floats(experience.batch.mean_tokens(experience.columns.advantages_R))
+    means = as_floats(experience.batch.mean_tokens(experience.advantages_R))
     try:
         parts.recorder.write(step, groups, advantages=means)
         if trainer.rollout_data_dir is not None:

@@ -139,7 +139,7 @@ def _scaled(tokens: int | None, factor: int) -> int | None:
 
 
 def _longest(sequences: Sequence[TrainSequence]) -> int:
-    return max((len(s.prompt_ids) + len(s.response_ids) for s in sequences), default=0)
+    return max((sequence.num_tokens for sequence in sequences), default=0)
 
 
 def _num_tokens(sequences: Sequence[TrainSequence], members: Sequence[int]) -> int:

@@ -1,73 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of a model over a batch, policy or critic: scoring it, and the optimizer steps on it.
+"""Passes of one model over a batch: forward passes that score it, and optimizer steps on it.
 
-Mini-batches are cut from the batch in order (verl's meaning: ``ppo_mini_batch_size`` prompts each,
-``ppo_epochs`` times over). Micro-batches only bound memory; loss, gradient and metrics do not
-depend on them. A sequence that is counted and not computed is part of the denominators only. What
-rejection leaves out (``rollout_correction.rollout_rs``) does not count.
+Mini-batches are cut from the batch in order, as in verl: ``ppo_mini_batch_size`` prompts each,
+``ppo_epochs`` times over. Micro-batches only bound memory; loss, gradient and metrics do not depend
+on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tandem.api import Loss, ReferencePolicy, TrainEngine
+from tandem.config.schema.actor import ActorConfig
+from tandem.config.schema.critic import CriticConfig
 from tandem.data.balance import batch_cost, deal
 from tandem.data.packing import Plan, TrainSequence, in_sequence_order, pack_microbatches
+from tandem.pipeline.batch import as_bools
 from tandem.pipeline.context import RunContext
-from tandem.pipeline.experience import Experience, as_bools
+from tandem.pipeline.experience import Experience
 from tandem.pipeline.microbatches import MicrobatchLimits
-from tandem.types import LossColumns, LossScale, UpdateReport
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingRows:
-    """What of a batch is trained on.
-
-    Attributes:
-        sequences: all N, with masks where tokens were rejected.
-        columns: over their loss tokens.
-        counted_N: part of the denominators.
-        computed_N: goes through the model.
-    """
-
-    sequences: Sequence[TrainSequence]
-    columns: LossColumns
-    counted_N: Tensor
-    computed_N: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Updates:
-    """The optimizer steps of one model on one batch.
-
-    Attributes:
-        size: sequences of a mini-batch.
-        shuffle_seed: of the order that mini-batches are cut in; None is that of the batch.
-    """
-
-    engine: TrainEngine
-    loss: Loss
-    limits: MicrobatchLimits
-    temperature: float
-    size: int
-    num_epochs: int
-    shuffle_seed: int | None
+from tandem.types import LossScale, UpdateReport
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """One step that was taken, and over what.
+    """An optimizer step and the sequences it covered.
 
     Attributes:
-        lengths: of the sequences that were computed; ``shares`` deals them to the ranks.
-        num_counted: sequences in the denominators.
-        rescale: all tokens in the denominators by those that were computed.
+        report: the report of the engine.
+        lengths: the number of tokens of each computed sequence.
+        shares: the computed sequences of each rank, as indices into ``lengths``.
+        num_counted: the number of sequences in the denominators of the loss.
+        rescale: the loss tokens of the counted sequences divided by those of the computed ones.
     """
 
     report: UpdateReport
@@ -77,96 +45,128 @@ class OptimizerStep:
     rescale: float
 
 
-def rows_to_train(
-    experience: Experience, columns: LossColumns, *, computed_N: Tensor
-) -> TrainingRows:
-    """The batch without its rejected tokens and without sequences that none are left of.
+def limits_of(
+    context: RunContext,
+    key: str,
+    *,
+    max_sequences: int | None,
+    max_tokens: int | None,
+    is_dynamic: bool,
+) -> MicrobatchLimits:
+    """Return the limits of a model's micro-batches.
 
     Args:
-        columns: over all tokens of the batch.
-        computed_N: some of the valid sequences.
+        key: the configuration key of ``max_tokens``.
+        max_sequences: the largest number of sequences, used without ``max_tokens``.
+        max_tokens: the largest number of packed tokens.
+        is_dynamic: whether the user asked to fill micro-batches up to ``max_tokens``; else the size
+            that the platform prefers is used if it is smaller.
     """
-    batch, kept_R = experience.batch, experience.kept_R
-    if kept_R is None:
-        return TrainingRows(batch.sequences, columns, batch.valid_N, computed_N)
-    lengths = [len(sequence.response_ids) for sequence in batch.sequences]
-    flags = iter(as_bools(kept_R))
-    masks = [tuple(islice(flags, length)) for length in lengths]
-    remains_N = batch.sum_tokens(kept_R.float()) > 0
-    return TrainingRows(
-        [replace(row, loss_mask=mask) for row, mask in zip(batch.sequences, masks, strict=True)],
-        columns.map(lambda column_R: column_R[kept_R]),
-        batch.valid_N & remains_N,
-        computed_N & remains_N,
+    return MicrobatchLimits(
+        key=key,
+        max_sequences=max_sequences,
+        max_tokens=max_tokens,
+        preferred_tokens=None if is_dynamic else context.preferred_tokens,
+        by_cost=context.config.trainer.balance_batch,
     )
 
 
 async def score_sequences(
-    parts: RunContext,
+    context: RunContext,
     engine: ReferencePolicy,
     *,
     sequences: Sequence[TrainSequence],
     limits: MicrobatchLimits,
-    temperature: float,
+    temperature: float = 1.0,
 ) -> Tensor:
-    """What a model says of all response tokens, in the order of the sequences, fp32 (R,)."""
+    """Return a model's score of each loss token in the order of the sequences, fp32.
+
+    The score is a log-prob for a policy, and a value for a critic or a reward model.
+    """
 
     async def score(plan: Plan) -> Tensor:
         batches = pack_microbatches(sequences, plan)
-        columns = await parts.runtime.call(engine.score, batches, temperature)
+        columns = await context.runtime.call(engine.score, batches, temperature)
         return in_sequence_order(columns, sequences=sequences, plan=plan)
 
-    return await parts.memory.run(score, sequences, limits=limits.on(engine))
+    return await context.memory.run(score, sequences, limits=limits.on(engine))
 
 
 async def take_steps(
-    parts: RunContext, rows: TrainingRows, *, updates: Updates
+    context: RunContext,
+    experience: Experience,
+    *,
+    engine: TrainEngine,
+    loss: Loss,
+    limits: MicrobatchLimits,
+    settings: ActorConfig | CriticConfig,
+    temperature: float = 1.0,
 ) -> list[OptimizerStep]:
-    """All optimizer steps on one batch, in order."""
-    num_sequences = len(rows.sequences)
+    """Take all optimizer steps of one model on one batch, in order.
+
+    Args:
+        settings: the model's section, which says how mini-batches are cut.
+    """
+    num_sequences = len(experience.sequences)
+    size = settings.ppo_mini_batch_size * context.config.actor_rollout_ref.rollout.n
+    seed = settings.data_loader_seed if settings.shuffle else None
+    is_counted, is_computed = as_bools(experience.counted_N), as_bools(experience.computed_N)
     steps: list[OptimizerStep] = []
-    for epoch in range(updates.num_epochs):
-        order = _sequence_order(num_sequences, updates.shuffle_seed, epoch=epoch)
-        for start in range(0, num_sequences, updates.size):
-            chosen = order[start : start + updates.size]
-            steps.append(await _optimizer_step(parts, rows, chosen=chosen, updates=updates))
-    await parts.runtime.call(updates.engine.advance_schedule)
+    for epoch in range(settings.ppo_epochs):
+        order = _sequence_order(num_sequences, seed, epoch=epoch)
+        for start in range(0, num_sequences, size):
+            chosen = order[start : start + size]
+            step = _take_step(
+                context,
+                experience,
+                counted=[i for i in chosen if is_counted[i]],
+                computed=[i for i in chosen if is_computed[i]],
+                engine=engine,
+                loss=loss,
+                limits=limits.on(engine),
+                temperature=temperature,
+            )
+            steps.append(await step)
+    await context.runtime.call(engine.advance_schedule)
     return steps
 
 
-async def _optimizer_step(
-    parts: RunContext, rows: TrainingRows, *, chosen: Sequence[int], updates: Updates
+async def _take_step(
+    context: RunContext,
+    experience: Experience,
+    *,
+    counted: Sequence[int],
+    computed: Sequence[int],
+    engine: TrainEngine,
+    loss: Loss,
+    limits: MicrobatchLimits,
+    temperature: float,
 ) -> OptimizerStep:
-    sequences, engine = rows.sequences, updates.engine
-    is_counted, is_computed = as_bools(rows.counted_N), as_bools(rows.computed_N)
-    valid = [i for i in chosen if is_counted[i]]
-    computed = [i for i in chosen if is_computed[i]]
-    num_tokens = sum(sequences[i].num_loss_tokens for i in valid)
-    scale = LossScale(num_tokens=max(num_tokens, 1), num_sequences=max(len(valid), 1))
+    sequences = experience.sequences
+    num_tokens = sum(sequences[i].num_loss_tokens for i in counted)
     num_computed = sum(sequences[i].num_loss_tokens for i in computed)
+    scale = LossScale(num_tokens=max(num_tokens, 1), num_sequences=max(len(counted), 1))
 
     async def update(plan: Plan) -> OptimizerStep:
         members = [[computed[i] for i in microbatch] for microbatch in plan]
-        batches = pack_microbatches(sequences, members, columns=rows.columns)
-        report: UpdateReport = await parts.runtime.call(
-            engine.update, batches, updates.loss, scale=scale, temperature=updates.temperature
+        batches = pack_microbatches(sequences, members, columns=experience.columns)
+        report: UpdateReport = await context.runtime.call(
+            engine.update, batches, loss, scale=scale, temperature=temperature
         )
         dealt = deal([batch_cost(batch) for batch in batches], engine.data_parallel_size)
         return OptimizerStep(
             report,
-            [len(sequences[i].prompt_ids) + len(sequences[i].response_ids) for i in computed],
-            [[i for number in mine for i in plan[number]] for mine in dealt],
-            num_counted=len(valid),
+            lengths=[sequences[i].num_tokens for i in computed],
+            shares=[[i for number in mine for i in plan[number]] for mine in dealt],
+            num_counted=len(counted),
             rescale=scale.num_tokens / max(num_computed, 1),
         )
 
-    return await parts.memory.run(
-        update, [sequences[i] for i in computed], limits=updates.limits.on(engine)
-    )
+    return await context.memory.run(update, [sequences[i] for i in computed], limits=limits)
 
 
 def _sequence_order(num_sequences: int, seed: int | None, *, epoch: int) -> list[int]:
-    """The order mini-batches are cut in: that of the batch, or a seeded one an epoch."""
+    """Return the order mini-batches are cut in: the batch's, or one drawn for each epoch."""
     if seed is None:
         return list(range(num_sequences))
     generator = torch.Generator().manual_seed(seed + epoch)

@@ -20,15 +20,13 @@ from tandem.config.schema.run import RunConfig
 from tandem.data.packing import TrainSequence
 from tandem.data.tokenizer import ChatRefused
 from tandem.errors import UserError
+from tandem.pipeline.batch import as_floats
 from tandem.pipeline.context import Conversations, RunContext
-from tandem.pipeline.experience import as_floats
 from tandem.pipeline.failures import warn_of_failed_baseline
-from tandem.pipeline.microbatches import MicrobatchLimits
-from tandem.pipeline.optimizer_steps import score_sequences
+from tandem.pipeline.optimizer_steps import limits_of, score_sequences
 from tandem.rewards.scoring import OverlongBuffer, shape_outcome
 from tandem.types import Group, Prompt, RewardOutcome, RewardStatus, Sample
 
-_NO_TEMPERATURE = 1.0
 _ANY_TOKEN = 0
 
 Answer = tuple[Prompt, Sample]
@@ -86,19 +84,17 @@ async def _scores(parts: RunContext, answers: Sequence[Answer]) -> Tensor:
                 f"reward_model.model.path={config.model.path!r}: a response {error}"
             ) from error
     # A conversation that is longer in the model's own tokens has a micro-batch to itself.
-    longest = max(len(row.prompt_ids) + len(row.response_ids) for row in sequences)
+    longest = max(sequence.num_tokens for sequence in sequences)
     needed = -(-longest // model.sequence_parallel_size)
     tokens = config.microbatch_tokens
-    limits = MicrobatchLimits(
-        key="reward_model.forward_max_token_len_per_gpu",
+    limits = limits_of(
+        parts,
+        "reward_model.forward_max_token_len_per_gpu",
         max_sequences=config.micro_batch_size_per_gpu,
         max_tokens=None if tokens is None else max(tokens, needed),
-        preferred_tokens=None if config.use_dynamic_bsz else parts.preferred_tokens,
-        by_cost=parts.config.trainer.balance_batch,
+        is_dynamic=config.use_dynamic_bsz,
     )
-    return await score_sequences(
-        parts, model, sequences=sequences, limits=limits, temperature=_NO_TEMPERATURE
-    )
+    return await score_sequences(parts, model, sequences=sequences, limits=limits)
 
 
 def _read_to_the_end(

@@ -22,8 +22,9 @@ from tandem.metrics.throughput import (
     throughput_metrics,
     timing_metrics,
 )
+from tandem.pipeline.batch import Batch, as_floats
 from tandem.pipeline.context import RunContext
-from tandem.pipeline.experience import Experience, ScoredBatch, as_floats
+from tandem.pipeline.experience import Experience
 
 _VARIANCE_EPSILON = 1e-5
 """verl's."""
@@ -44,7 +45,7 @@ def batch_metrics(
     metrics = {
         **score_metrics(groups, rewards=as_floats(experience.rewards_N)),
         **reward_metrics(groups),
-        **advantage_metrics(experience.columns.advantages_R, returns_R=experience.returns_R),
+        **advantage_metrics(experience.advantages_R, returns_R=experience.returns_R),
         **length_metrics(
             groups,
             max_prompt_length=data.max_prompt_length,
@@ -55,7 +56,9 @@ def batch_metrics(
         **experience.correction_metrics,
     }
     if parts.config.trainer.max_lag > 0:
-        metrics |= lag_metrics(experience.batch)
+        metrics |= token_lag_metrics(experience.batch)
+        metrics["pipeline/buffered_groups"] = float(experience.batch.num_left)
+        metrics["training/lag/old_log_prob"] = float(experience.batch.policy_lag)
     if algorithm.use_kl_in_reward:
         metrics["actor/reward_kl_penalty"] = experience.mean_kl
         metrics["actor/reward_kl_penalty_coeff"] = kl_coefficient
@@ -76,7 +79,7 @@ def speed_metrics(
     groups, sequences = experience.batch.groups, experience.batch.sequences
     num_prompt_tokens = sum(len(group.prompt.token_ids) * len(group.samples) for group in groups)
     num_response_tokens = sum(len(sequence.response_ids) for sequence in sequences)
-    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in sequences]
+    lengths = [sequence.num_tokens for sequence in sequences]
     return {
         **timing_metrics(
             seconds, num_prompt_tokens=num_prompt_tokens, num_response_tokens=num_response_tokens
@@ -96,7 +99,7 @@ def speed_metrics(
     }
 
 
-def lag_metrics(batch: ScoredBatch) -> dict[str, float]:
+def token_lag_metrics(batch: Batch) -> dict[str, float]:
     """``training/lag/mean`` over tokens; ``max`` and ``share/lag_k`` over samples, each by its
     oldest token.
     """
@@ -117,7 +120,7 @@ def value_metrics(experience: Experience) -> dict[str, float]:
     """``critic/values/*``, and the share of the returns' variance that they explain, over the
     tokens whose reward has a value. Empty without a critic.
     """
-    batch, values_R = experience.batch, experience.values_R
+    batch, values_R = experience.batch, experience.batch.values_R
     if values_R is None:
         return {}
     counted_R = batch.valid_N[batch.sequence_R]
@@ -139,7 +142,7 @@ def rollout_difference(experience: Experience) -> dict[str, float]:
 
     Empty unless the trainer scored the batch itself.
     """
-    old_logp_R, rollout_logp_R = experience.columns.old_logp_R, experience.batch.rollout_logp_R
+    old_logp_R, rollout_logp_R = experience.batch.old_logp_R, experience.batch.rollout_logp_R
     if old_logp_R is None or old_logp_R is rollout_logp_R or len(rollout_logp_R) == 0:
         return {}
     trainer_R, rollout_R = old_logp_R.exp(), rollout_logp_R.exp()

@@ -8,10 +8,11 @@ import asyncio
 from tandem.config.schema.run import RunConfig
 from tandem.metrics.decode_pace import PaceRecorder
 from tandem.pipeline.admission import AdmissionGate
+from tandem.pipeline.batch import Batch
 from tandem.pipeline.buffer import BatchRule, GroupBuffer
 from tandem.pipeline.context import RunContext
 from tandem.pipeline.journal import Journal
-from tandem.pipeline.prefetch import PreparedBatch, prepare_batch
+from tandem.pipeline.prefetch import prepare_batch
 from tandem.pipeline.producer import GroupProducer
 from tandem.pipeline.rollout_loop import EngineSpans, RolloutRouter
 from tandem.pipeline.validation import Validator
@@ -58,13 +59,13 @@ class Stages:
         self.journal = Journal(parts.sinks)
         endless = (parts.runtime.watch(), self.router.run(), self.flow.run(), self.journal.run())
         self._endless = [tasks.create_task(stage) for stage in endless]
-        self._preparing: asyncio.Task[PreparedBatch | None] | None = None
+        self._preparing: asyncio.Task[Batch | None] | None = None
 
     def produce(self) -> None:
         """Begin to generate for training."""
         self._endless.append(self.tasks.create_task(self.producer.run()))
 
-    def prepare(self, version: int) -> asyncio.Task[PreparedBatch | None]:
+    def prepare(self, version: int) -> asyncio.Task[Batch | None]:
         """The batch that the weights ``version`` are to be trained on, once it is ready."""
         preparing = prepare_batch(
             self._parts, self._buffer, version=version, in_use=lambda: self.flow.in_use

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
-from tandem.pipeline.experience import Experience, PolicyScores, assign_credit, lay_out
+from tandem.pipeline.batch import lay_out
+from tandem.pipeline.experience import Experience, assign_credit
 from tandem.pipeline.loop import initial_kl_controller
-from tandem.pipeline.policy_phase import policy_loss, training_rows
-from tandem.pipeline.step_metrics import lag_metrics
+from tandem.pipeline.phases import policy_loss
+from tandem.pipeline.step_metrics import token_lag_metrics
 from tandem.types import (
     Completion,
     FinishReason,
@@ -54,8 +56,7 @@ def groups() -> list[Group]:
 def experience(*arguments: str, old_logp_R: torch.Tensor | None = OLD_LOGP_R) -> Experience:
     config = load_config(RunConfig, [*BATCH, *arguments]).config
     return assign_credit(
-        lay_out(groups(), version=5),
-        PolicyScores(old_logp_R, None),
+        replace(lay_out(groups(), version=5), old_logp_R=old_logp_R),
         config=config,
         controller=initial_kl_controller(config),
     )
@@ -68,7 +69,7 @@ def config_of(*arguments: str) -> RunConfig:
 def test_every_token_knows_its_lag() -> None:
     batch = lay_out(groups(), version=5)
     assert batch.lag_R.tolist() == [2, 2, 2, 1, 1, 1, 0, 0]
-    assert lag_metrics(batch) == {
+    assert token_lag_metrics(batch) == {
         "training/lag/mean": 1.125,
         "training/lag/max": 2.0,
         "training/lag/share/lag_0": 0.25,
@@ -118,18 +119,17 @@ def test_each_option_changes_what_it_should() -> None:
 def test_rejection_leaves_tokens_out_of_loss_and_denominators() -> None:
     keys = (f"{KEY}.rollout_rs=token_k1", f"{KEY}.rollout_rs_threshold=1.2")
     made = experience(*keys)
-    rows = training_rows(config_of(*keys), made)
-    assert [row.num_loss_tokens for row in rows.sequences] == [1, 2, 1, 2]
-    assert len(rows.columns.advantages_R) == 6
+    assert [row.num_loss_tokens for row in made.sequences] == [1, 2, 1, 2]
+    assert len(made.columns.advantages_R) == 6
     assert made.columns.weights_R is None
     name = "rollout_corr/rollout_rs_token_k1_masked_fraction"
     assert made.correction_metrics[name] == 0.25
     assert made.correction_metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
 
     keys = (f"{KEY}.rollout_rs=seq_max_k2", f"{KEY}.rollout_rs_threshold=0.01")
-    rows = training_rows(config_of(*keys), experience(*keys))
-    assert rows.counted_N.tolist() == [False, True, False, True]
-    assert rows.computed_N.tolist() == [False, True, False, True]
+    made = experience(*keys)
+    assert made.counted_N.tolist() == [False, True, False, True]
+    assert made.computed_N.tolist() == [False, True, False, True]
 
 
 def test_the_loss_corrects_where_the_batch_is_not_scored_before() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
+from tandem.pipeline.batch import lay_out
 from tandem.pipeline.context import Engines, RunContext
-from tandem.pipeline.critic_phase import score_with_critic, update_critic
-from tandem.pipeline.experience import Experience, PolicyScores, assign_credit, lay_out
+from tandem.pipeline.experience import Experience, assign_credit
 from tandem.pipeline.loop import initial_kl_controller
 from tandem.pipeline.microbatches import MemoryFit
+from tandem.pipeline.phases import score_with_critic, update_critic
 from tandem.pipeline.step_metrics import value_metrics
 from tandem.types import (
     Completion,
@@ -93,9 +94,7 @@ def group(uid: int, *scores: float | None) -> Group:
 GROUPS = [group(1, 1.0, 0.0), group(2, None, 1.0)]
 
 
-def learn(
-    *arguments: str, scores: PolicyScores | None = None
-) -> tuple[RecordingCritic, Experience]:
+def learn(*arguments: str, old_logp_R: Tensor | None = None) -> tuple[RecordingCritic, Experience]:
     """Values, advantages and the critic's optimizer steps on ``GROUPS``."""
     critic = RecordingCritic()
     given: dict[str, Any] = {
@@ -107,10 +106,8 @@ def learn(
     parts = RunContext(**{f.name: given.get(f.name) for f in fields(RunContext)})
     batch = lay_out(GROUPS)
     values_R = asyncio.run(score_with_critic(parts, batch))
-    scores = scores or PolicyScores(None, None)
     experience = assign_credit(
-        batch,
-        PolicyScores(scores.old_logp_R, scores.ref_logp_R, values_R),
+        replace(batch, old_logp_R=old_logp_R, values_R=values_R),
         config=parts.config,
         controller=initial_kl_controller(parts.config),
     )
@@ -147,7 +144,7 @@ def test_rejected_tokens_are_not_learned_from() -> None:
     )
     old_R = torch.full((12,), -0.5)
     old_R[0] = -9.0
-    critic, _ = learn(*rejects, scores=PolicyScores(old_R, None))
+    critic, _ = learn(*rejects, old_logp_R=old_R)
     ((batches, scale),) = critic.updates
     assert scale.num_tokens == 8
     assert sum(len(batch.target_R) for batch in batches) == 8
@@ -156,8 +153,8 @@ def test_rejected_tokens_are_not_learned_from() -> None:
 def test_the_values_explain_the_share_of_the_variance_that_they_take_away() -> None:
     _, experience = learn()
     counted_R = torch.tensor([True] * 6 + [False] * 3 + [True] * 3)
-    assert experience.values_R is not None
-    values_R, returns_R = experience.values_R[counted_R], experience.returns_R[counted_R]
+    assert experience.batch.values_R is not None
+    values_R, returns_R = experience.batch.values_R[counted_R], experience.returns_R[counted_R]
     residual = float((returns_R - values_R).var() / (returns_R.var() + 1e-5))
     found = value_metrics(experience)
     assert found["critic/vf_explained_var"] == pytest.approx(1 - residual, abs=1e-6)

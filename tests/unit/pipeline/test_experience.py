@@ -7,7 +7,8 @@ import math
 
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
-from tandem.pipeline.experience import PolicyScores, assign_credit, lay_out
+from tandem.pipeline.batch import lay_out
+from tandem.pipeline.experience import assign_credit
 from tandem.pipeline.loop import initial_kl_controller
 from tandem.types import (
     Completion,
@@ -48,12 +49,10 @@ def test_remax_takes_the_greedy_score_of_the_same_prompt_as_baseline() -> None:
         ]
     )
     assert batch.valid_N.tolist() == [True, True, True, False, False, False]
-    experience = assign_credit(
-        batch, PolicyScores(None, None), config=config, controller=initial_kl_controller(config)
-    )
-    advantages_N = batch.mean_tokens(experience.columns.advantages_R)
+    experience = assign_credit(batch, config=config, controller=initial_kl_controller(config))
+    advantages_N = batch.mean_tokens(experience.advantages_R)
     assert advantages_N.tolist() == [0.75, 0.0, 0.5, 0.0, 0.0, 0.0]
-    assert experience.active_N.tolist() == [True, False, True, False, False, False]
+    assert experience.computed_N.tolist() == [True, False, True, False, False, False]
 
 
 def test_without_baselines_there_are_no_greedy_scores() -> None:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
+from tandem.pipeline.batch import lay_out
 from tandem.pipeline.context import Engines, RunContext
-from tandem.pipeline.experience import PolicyScores, assign_credit, lay_out
+from tandem.pipeline.experience import assign_credit
 from tandem.pipeline.loop import initial_kl_controller
 from tandem.pipeline.microbatches import MemoryFit
-from tandem.pipeline.policy_phase import COMPUTED_SHARE, score_with_policy, update_policy
+from tandem.pipeline.phases import COMPUTED_SHARE, score_with_policy, update_policy
 from tandem.types import (
     Completion,
     FinishReason,
@@ -108,7 +109,6 @@ def update(groups: Sequence[Group], *arguments: str) -> tuple[RecordingEngine, l
     parts = make_parts(engine, groups, *arguments)
     experience = assign_credit(
         lay_out(groups),
-        PolicyScores(None, None),
         config=parts.config,
         controller=initial_kl_controller(parts.config),
     )
