@@ -41,7 +41,7 @@ from tandem.data.prompts import PromptEntry, PromptSource, open_source
 from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.data.wire import SentBatches
 from tandem.driver.train import MAX_ROLLOUTS_RECORDED_PER_STEP, reward_limits, reward_spec
-from tandem.metrics.jsonl_sink import METRICS_FILE
+from tandem.metrics.jsonl import METRICS_FILE
 from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import open_sinks
 from tandem.metrics.throughput import ComputeFacts

@@ -28,8 +28,8 @@ from tandem.report.compare import (
     choose_metric,
     compare_runs,
 )
-from tandem.report.compare_plot import plot_comparison
 from tandem.report.compare_sources import MetricLog, read_metrics
+from tandem.report.plot import plot_comparison
 
 AGREE, DIFFER = 0, 1
 

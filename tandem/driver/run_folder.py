@@ -24,8 +24,7 @@ from tandem.config.schema.trainer import TrainerConfig
 from tandem.data.source import Source
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.errors import UserError
-from tandem.metrics.jsonl import BEFORE_FIRST_STEP, last_step, read_records
-from tandem.metrics.jsonl_sink import METRICS_FILE
+from tandem.metrics.jsonl import BEFORE_FIRST_STEP, METRICS_FILE, last_step, read_records
 from tandem.models.folder import ModelFolder, check_folder
 from tandem.pipeline.validation import VALIDATION_SECONDS
 from tandem.report.run_folder import CONFIG_FILE

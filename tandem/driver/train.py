@@ -40,8 +40,7 @@ from tandem.driver.run_folder import (
 from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import open_sinks, require_loggers
 from tandem.metrics.throughput import ComputeFacts
-from tandem.metrics.trace import TraceRecorder
-from tandem.metrics.trace_file import TRACE_FILE, TraceFile
+from tandem.metrics.trace import TRACE_FILE, TraceFile, TraceRecorder
 from tandem.models.folder import ModelFolder, check_folder
 from tandem.models.weights import KEY
 from tandem.pipeline.context import RunContext

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named metrics, timers, the trace, recorded rollouts, and sinks."""
+"""Metrics and their names, timers, the trace, recorded rollouts, and sinks."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a decode step takes by how many sequences it is for, from when the sequences of a batch
-end that all began together.
+"""A fit of the time of a decode step as a function of the number of its sequences.
 
-After its prompts a batch takes steps of ``fixed + a * n + b * c`` seconds for n sequences of c
-cached tokens together, and a sequence ends once it has taken part in as many as it has tokens.
-Engines that share a batch are taken to have equal parts of it.
+The fit reads the times at which the sequences of a batch end that all began together. After its
+prompts, a batch takes steps of ``fixed + a * n + b * c`` seconds, for n sequences with c cached
+tokens in total. A sequence ends after as many steps as it has tokens. Engines that share a batch
+are assumed to have equal parts of it.
 """
 
 from __future__ import annotations
@@ -19,36 +19,37 @@ from numpy.typing import NDArray
 from tandem.types import GenerationRequest
 
 _MIN_LONGEST = 2.0
-"""Times the mean length: below it all sequences run nearly to the end, and nothing tells the parts
-of a step apart."""
+"""The smallest ratio of longest to mean length; below it, the parts of a step cannot be told apart,
+because all sequences run nearly to the end."""
 _MAX_RESIDUAL = 0.2
-"""Of the spread of the ends: above it they followed from something else, such as a full cache."""
+"""The largest share of the spread of the ends that the fit may leave unexplained. Above it, another
+cause dominates, such as a full cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePace:
-    """Seconds of a decode step of one engine.
+    """The seconds of a decode step of one engine.
 
-    ``per_sequence_s`` includes cached tokens, as many as in the mean over the steps of a batch, and
-    the prompt's computation, spread over the steps of its sequences.
+    ``per_sequence_s`` includes the mean number of cached tokens over the steps of a batch, and the
+    computation of the prompt, spread over the steps of its sequences.
     """
 
     fixed_s: float
     per_sequence_s: float
 
     def step_s(self, num_sequences: float) -> float:
-        """Of a step for so many sequences."""
+        """Return the seconds of a step for ``num_sequences`` sequences."""
         return self.fixed_s + self.per_sequence_s * num_sequences
 
 
 class PaceRecorder:
-    """Notes the ends of sequences, and fits what was generated without others coming in between.
+    """A recorder of the ends of sequences that fits the batches generated on their own.
 
     Args:
-        clock: seconds, of which only differences are used.
-        num_engines: that share the sequences.
-        num_rows: sequences that all of them generate at once; a batch of more is not fitted. None
-            if that is not so.
+        clock: the time in seconds; only differences are used.
+        num_engines: the number of engines that share the sequences.
+        num_rows: the number of sequences that all engines together generate at once; a larger batch
+            is not fitted. None disables fits.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class PaceRecorder:
         self._largest_prompt_tokens = 0.0
 
     def begin(self, requests: Sequence[GenerationRequest], *, is_alone: bool) -> None:
-        """``requests`` are handed to the engines, beside others unless ``is_alone``."""
+        """Begin a batch of ``requests``; it is fitted only if the engines have no other work."""
         self._ends, self._num_expected = [], 0
         num_sequences = sum(len(request.sample_ids) for request in requests)
         if is_alone and 0 < num_sequences <= self._num_rows:
@@ -75,7 +76,7 @@ class PaceRecorder:
             self._begin_s = self._clock()
 
     def end(self, num_tokens: int) -> None:
-        """A sequence of so many tokens has been generated."""
+        """Record the end of a sequence of ``num_tokens`` tokens."""
         if self._num_expected == 0:
             return
         self._ends.append((num_tokens, self._clock() - self._begin_s))
@@ -83,8 +84,9 @@ class PaceRecorder:
             self._largest, self._largest_prompt_tokens = self._ends, self._prompt_tokens
 
     def take(self) -> dict[str, float]:
-        """Of the largest batch since the last call: ``perf/decode_step_s/fixed`` and
-        ``perf/decode_step_s/per_sequence``, empty if they cannot be told.
+        """Fit the largest batch since the last call; return {} if no fit is possible.
+
+        The metrics are ``perf/decode_step_s/fixed`` and ``perf/decode_step_s/per_sequence``.
         """
         ends, self._largest = self._largest, []
         pace = fit_pace(
@@ -101,11 +103,14 @@ class PaceRecorder:
 def fit_pace(
     ends: Sequence[tuple[int, float]], *, prompt_tokens: float, num_engines: int
 ) -> DecodePace | None:
-    """Least squares over ``(tokens, seconds after the begin)`` of all sequences of a batch, no part
-    below 0; None if lengths differ too little to tell, or the ends do not follow from them.
+    """Fit a batch by least squares without negative parts.
 
     Args:
-        prompt_tokens: of the mean sequence.
+        ends: the tokens of each sequence, and the seconds from the begin of the batch to its end.
+        prompt_tokens: the mean number of prompt tokens of a sequence.
+
+    Returns:
+        None if the lengths differ too little, or the ends do not follow from them.
     """
     lengths = np.maximum([length for length, _ in ends], 1)
     if len(ends) == 0 or lengths.max() < _MIN_LONGEST * lengths.mean():
@@ -127,8 +132,10 @@ def fit_pace(
 def _nonnegative_fit(
     parts: NDArray[np.float64], values: NDArray[np.float64]
 ) -> tuple[float, ...] | None:
-    """A constant of any sign, and the factor of each part: those of the choice of parts that fits
-    best without a negative factor. None if none fits, or if lengths are too few for all parts.
+    """Fit a constant of any sign and a factor of each part, no factor below 0.
+
+    Every choice of parts is tried, and the best fit wins. Return None if none fits, or if there are
+    too few different lengths for all parts.
     """
     sizes = parts.max(axis=1)
     scaled = np.stack([np.ones(len(values)), *(parts / sizes[:, None])], axis=1)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON objects, one a line, each with a ``step``: appended, cut back on resume.
+"""JSON objects, one a line, each with a ``step``; ``metrics.jsonl`` is such a file.
 
-Steps do not decrease along the file, but where an older checkpoint was validated alone. A line has
-left the process when ``append`` returns (there is no fsync); what a power cut leaves of a last line
-is ignored by readers and removed by reopening. Numbers that are not finite are written as null,
-because JSON has no other word for them.
+Files are appended to, and cut back on resume. Steps never decrease along a file, except where an
+older checkpoint was validated on its own. A line has left the process when ``append`` returns
+(there is no fsync). Readers ignore an unfinished last line, and reopening removes it. Numbers that
+are not finite are written as null, because JSON has no form for them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import UserError
+from tandem.types import StepReport
 
+METRICS_FILE = "metrics.jsonl"
 BEFORE_FIRST_STEP = -1
-"""As the last step to keep: nothing. Step 0 is the validation before training."""
+"""The last step of an empty file. (Step 0 is the validation before training.)"""
 
 
 class JsonLinesFile:
-    """An open file to append to."""
+    """An open file of records, to append to."""
 
     def __init__(self, path: Path, *, keep_through_step: int) -> None:
-        """Open ``path`` without what it holds of steps after ``keep_through_step``."""
+        """Open ``path`` and remove the records of steps after ``keep_through_step``."""
         path.parent.mkdir(parents=True, exist_ok=True)
         truncate_after(path, keep_through_step)
         self._stream = path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record, whole or not at all. Raises OSError if the disk is full."""
+        """Write one record completely or not at all. Raises OSError if the disk is full."""
         line = encode(record).encode("ascii") + b"\n"
         begin = self._stream.tell()
         if self._stream.write(line) != len(line):
@@ -46,13 +48,29 @@ class JsonLinesFile:
         self._stream.close()
 
 
+class JsonlSink:
+    """The ``tandem.api.MetricSink`` that every run has: ``{"step": 3, "actor/lr": ...}`` a line."""
+
+    def __init__(self, run_folder: Path, *, keep_through_step: int) -> None:
+        self._file = JsonLinesFile(run_folder / METRICS_FILE, keep_through_step=keep_through_step)
+
+    def write(self, report: StepReport) -> None:
+        """Append one line."""
+        metrics = {name: float(value) for name, value in report.metrics.items()}
+        self._file.append({"step": report.step, **metrics})
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self._file.close()
+
+
 def encode(record: Mapping[str, Any]) -> str:
-    """One line of strict JSON, pure ASCII. What JSON does not know becomes its ``str``."""
+    """Format one line of strict ASCII JSON; values that JSON lacks become their ``str``."""
     return json.dumps(_finite(record), ensure_ascii=True, allow_nan=False, default=str)
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Cut the file where the first record of a later step, or an unfinished line, begins."""
+    """Cut the file at the first record of a later step, or at an unfinished line."""
     if not path.exists():
         return
     size = 0
@@ -68,15 +86,16 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def last_step(path: Path) -> int:
-    """The last step on record, ``BEFORE_FIRST_STEP`` if there is none. Errors as below.
+    """Return the largest step on record, ``BEFORE_FIRST_STEP`` if there is none.
 
-    That is not always the last record's: an earlier checkpoint may have been validated since.
+    The last record may have a smaller one: an earlier checkpoint may have been validated since.
+    Raises UserError as ``read_records``.
     """
     return max((int(record["step"]) for record in read_records(path)), default=BEFORE_FIRST_STEP)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All records of a file, also of one still being written; [] if there is no file.
+    """Read all records of a file, which may still be written; [] if there is no file.
 
     Raises:
         UserError: a line before the last one is not a JSON object.
@@ -90,13 +109,15 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if None in records:
         number = records.index(None) + 1
         raise UserError(
-            f"{path}: line {number} is not a JSON object. Remove that line, or the file."
+            str(path),
+            rule=f"line {number} is not a JSON object",
+            remedy="Remove that line, or the file.",
         )
     return [record for record in records if record is not None]
 
 
 def _decode(line: bytes) -> dict[str, Any] | None:
-    """The object of one line, None if the line is unfinished or no JSON object."""
+    """Parse one line; return None if it is unfinished or no JSON object."""
     if not line.endswith(b"\n"):
         return None
     try:

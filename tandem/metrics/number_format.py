@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as people read them: at most four significant digits, thousands as k, M and G."""
+"""Numbers for people to read: at most four significant digits, thousands as k, M and G."""
 
 from __future__ import annotations
 
 import math
 
 _SUFFIXES = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
-"""From which size on numbers are divided, by what, and what then follows them."""
+"""The smallest size, the divisor and the suffix of each range."""
 
 
 def format_number(value: float) -> str:
-    """A short text.
+    """Format a number as a short text.
 
     Example:
         >>> [format_number(value) for value in (0.51234, 25.0, 128340.0, 3e-7)]
@@ -25,7 +25,7 @@ def format_number(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Hours and minutes, minutes and seconds, or seconds."""
+    """Format as hours and minutes, minutes and seconds, or seconds."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -34,5 +34,5 @@ def format_duration(seconds: float) -> str:
 
 
 def _round(value: float) -> float:
-    """To three significant digits."""
+    """Round to three significant digits."""
     return float(f"{value:.3g}")

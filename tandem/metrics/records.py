@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts on disk: a few of each step for the report, and verl's dumps of all of them.
 
-``rollouts.jsonl`` holds one object a sample with its tokens as text and their log-probs, at most
-``max_per_step`` of a step, chosen evenly over the batch without randomness, so that a resumed run
-records the same ones. The dumps (``trainer.rollout_data_dir``, ``trainer.validation_data_dir``) are
-``<step>.jsonl`` with verl's fields.
+``rollouts.jsonl`` holds one object for each recorded sample, with its tokens as text and their
+log-probs. A step records at most ``max_per_step`` samples, chosen evenly over the batch without
+randomness, so that a resumed run records the same ones. The dumps (``trainer.rollout_data_dir``,
+``trainer.validation_data_dir``) are ``<step>.jsonl`` with verl's fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 
 
 class RolloutRecorder:
-    """Appends sampled rollouts of each training step to ``rollouts.jsonl``."""
+    """A recorder that appends some rollouts of each training step to ``rollouts.jsonl``."""
 
     def __init__(
         self,
@@ -30,11 +30,11 @@ class RolloutRecorder:
         token_texts: Callable[[Sequence[int]], list[str]],
         keep_through_step: int,
     ) -> None:
-        """Open the file, without what it holds of steps after ``keep_through_step``.
+        """Open the file and remove the records of steps after ``keep_through_step``.
 
         Args:
-            max_per_step: the largest number of samples recorded a step; 0 records nothing.
-            token_texts: the text of each token id, special tokens included.
+            max_per_step: the largest number of samples recorded for a step; 0 records nothing.
+            token_texts: a function that returns the text of each token id, special tokens included.
         """
         self._max_per_step = max_per_step
         self._token_texts = token_texts
@@ -45,8 +45,8 @@ class RolloutRecorder:
         """Record some samples of a step. Raises OSError if the disk is full.
 
         Args:
-            advantages: one a sample in the order of ``groups`` (the mean over its tokens where they
-                differ).
+            advantages: the advantage of each sample in the order of ``groups`` (the mean over its
+                tokens if they differ).
         """
         samples = [(group.prompt, sample) for group in groups for sample in group.samples]
         if len(advantages) != len(samples):
@@ -88,7 +88,7 @@ class RolloutRecorder:
 
 
 def spread(count: int, limit: int, *, offset: int) -> list[int]:
-    """At most ``limit`` of ``count`` indices, evenly spaced; ``offset`` rotates which ones."""
+    """Choose at most ``limit`` of ``count`` indices, evenly spaced; ``offset`` rotates them."""
     if limit <= 0 or count == 0:
         return []
     if count <= limit:
@@ -101,8 +101,8 @@ def spread(count: int, limit: int, *, offset: int) -> list[int]:
 def dump_samples(folder: Path, step: int, *, groups: Sequence[Group]) -> Path:
     """Write all samples of a step as verl does, replacing an earlier dump of that step.
 
-    Each line has ``input``, ``output``, ``gts``, ``score``, ``step`` and what else the reward
-    returned; the score of a failed reward is null. Raises OSError if the disk is full.
+    Each line has ``input``, ``output``, ``gts``, ``score``, ``step`` and the further values that
+    the reward returned; the score of a failed reward is null. Raises OSError if the disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step}.jsonl"

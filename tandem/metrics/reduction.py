@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the metrics of several optimizer steps become those that are logged for a training step.
+"""The reduction of the metrics of several optimizer steps to those of a training step.
 
-verl guesses from the name (one that contains "max" is maximised, and so on). Here every metric is
-averaged, so that a name never changes a number. Nothing here knows of processes: metrics arrive
-already divided by their global denominators (see ``LossOutputs``).
+verl guesses the reduction from the name (a name with "max" is maximised, and so on). Here every
+metric is averaged, so that a name never changes a number. Metrics arrive already divided by their
+global denominators (see ``LossOutputs``).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tandem.types import UpdateReport
 
 
 def update_metrics(reports: Sequence[UpdateReport], role: str = "actor") -> dict[str, float]:
-    """The ``actor/*`` metrics of the optimizer steps of one training step, under verl's names, or
-    those of another ``role``.
+    """Reduce the reports of one training step to metrics under verl's names.
 
-    Metrics of a loss are averaged over the steps that were taken; ``actor/lr`` is the last one in
-    force; ``actor/skipped_updates`` counts steps not taken because loss or gradient was not finite.
+    Metrics of a loss are averaged over the steps that were taken. ``<role>/lr`` is the last
+    learning rate in force. ``<role>/skipped_updates`` counts the steps that were not taken because
+    the loss or the gradient was not finite.
     """
     taken = [report for report in reports if not report.skipped]
     values: dict[str, list[float]] = {}
@@ -34,6 +34,6 @@ def update_metrics(reports: Sequence[UpdateReport], role: str = "actor") -> dict
 
 
 def _mean(values: Sequence[float]) -> float:
-    """NaN of both infinities, which ``fsum`` refuses."""
+    """Average, also if there are infinities of both signs, which ``fsum`` refuses."""
     total = fsum(values) if all(map(isfinite, values)) else sum(values)
     return total / len(values)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of the rollouts of one step, under verl's names.
 
-A reward that failed is never counted as 0: it is left out of ``critic/score`` and
-``critic/rewards`` and shows in ``reward/timeouts``, ``reward/errors`` and ``reward/failures``. A
-statistic over nothing is left out rather than logged as NaN. Lengths are tokens. As in verl, prompt
-statistics weigh a prompt once a sample.
+A reward that failed never counts as 0: ``critic/score`` and ``critic/rewards`` leave it out, and
+``reward/timeouts``, ``reward/errors`` and ``reward/failures`` count it. A statistic over nothing is
+left out rather than logged as NaN. Lengths are in tokens. As in verl, prompt statistics weigh a
+prompt once for each of its samples.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def score_metrics(groups: Sequence[Group], *, rewards: Sequence[float]) -> dict[str, float]:
-    """Scores as the reward gave them, rewards as the advantage saw them (after any KL penalty).
+    """Compute statistics of the scores, and of the rewards after any KL penalty.
 
     Args:
-        rewards: one a sample, in the order of ``groups``; those of failed samples are ignored.
+        rewards: the reward of each sample in the order of ``groups``; those of failed samples are
+            ignored.
     """
     scored = [
         (sample, reward)
@@ -37,10 +38,10 @@ def score_metrics(groups: Sequence[Group], *, rewards: Sequence[float]) -> dict[
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Further numbers of the reward, failures by kind, and the share of groups that teach nothing.
+    """Compute the means of further numbers of the reward, and count its failures by kind.
 
-    ``reward/zero_variance_group_ratio`` is the share, among groups with two scores or more, of
-    those whose scores are all equal: their group-relative advantages are 0.
+    ``reward/zero_variance_group_ratio`` is a share of the groups with at least two scores: those
+    whose scores are all equal. Their group-relative advantages are 0, so that they teach nothing.
     """
     samples = _samples(groups)
     extras: dict[str, list[float]] = {}
@@ -62,7 +63,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def advantage_metrics(advantages_R: Tensor, *, returns_R: Tensor) -> dict[str, float]:
-    """Statistics over the R response tokens that carry loss; both (R,)."""
+    """Compute statistics over the R response tokens that carry loss; both tensors are (R,)."""
     return {
         **_tensor_statistics("critic/advantages", advantages_R),
         **_tensor_statistics("critic/returns", returns_R),
@@ -72,9 +73,10 @@ def advantage_metrics(advantages_R: Tensor, *, returns_R: Tensor) -> dict[str, f
 def length_metrics(
     groups: Sequence[Group], *, max_prompt_length: int, max_response_length: int
 ) -> dict[str, float]:
-    """Lengths of prompts and responses; ``clip_ratio`` is the share that has the greatest length.
+    """Compute statistics of the lengths of prompts and responses, in tokens.
 
-    A response without a token counts as aborted: ``response_length_non_aborted/*`` leaves it out.
+    ``clip_ratio`` is the share that has the largest length allowed. A response without a token
+    counts as aborted: ``response_length_non_aborted/*`` leaves it out.
     """
     responses = [len(sample.completion.token_ids) for sample in _samples(groups)]
     prompts = [len(group.prompt.token_ids) for group in groups for _ in group.samples]

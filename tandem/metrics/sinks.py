@@ -1,49 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the sinks that ``trainer.logger`` names, and keeps their failures from stopping a run.
+"""The sinks that ``trainer.logger`` names; none of them can stop a run.
 
 ``metrics.jsonl`` is always written; verl's ``file`` is another name for it. ``console`` is a
-progress bar at a terminal and verl's line elsewhere. What cannot work (a logger that is not
-installed) is said before the run.
+progress bar at a terminal and verl's lines elsewhere. A dotted path names a sink of the user
+(docs/extend/metrics.md). A logger that cannot work is an error before the run.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
+from tandem.api import MetricSink
+from tandem.config.schema.dotted import import_dotted, is_dotted
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
-from tandem.metrics.console_sink import ConsoleSink
-from tandem.metrics.jsonl_sink import JsonlSink
-from tandem.metrics.progress_sink import ProgressSink
+from tandem.metrics.console import ConsoleSink, ProgressSink
+from tandem.metrics.jsonl import JsonlSink
 from tandem.metrics.tensorboard_sink import TensorBoardSink, tensorboard_folder
 from tandem.metrics.wandb_sink import WandbSink
 from tandem.types import StepReport
 
 _log = logging.getLogger(__name__)
 
-Sink = JsonlSink | ConsoleSink | ProgressSink | TensorBoardSink | WandbSink
+_KEY = "trainer.logger"
 
-LOGGER_PACKAGES = {"console": None, "file": None, "tensorboard": "tensorboard", "wandb": "wandb"}
-"""What ``trainer.logger`` may name, and the package it needs."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkSettings:
+    """The facts of a run that a sink may need.
+
+    Attributes:
+        trainer: the keys ``trainer.*``, among them ``project_name`` and ``experiment_name``.
+        run_folder: the folder of the run, which exists.
+        total_steps: the number of training steps of the whole run.
+        keep_through_step: the last step before a resume; -1 for a new run.
+        environment: the environment variables.
+        stream: the console.
+    """
+
+    trainer: TrainerConfig
+    run_folder: Path
+    total_steps: int
+    keep_through_step: int
+    environment: Mapping[str, str]
+    stream: TextIO
+
+
+def _open_tensorboard(settings: SinkSettings) -> MetricSink:
+    trainer = settings.trainer
+    folder = tensorboard_folder(
+        trainer.project_name, trainer.experiment_name, environment=settings.environment
+    )
+    return TensorBoardSink(folder, first_step=settings.keep_through_step + 1)
+
+
+def _open_wandb(settings: SinkSettings) -> MetricSink:
+    trainer = settings.trainer
+    return WandbSink(
+        settings.run_folder, project=trainer.project_name, experiment=trainer.experiment_name
+    )
+
+
+def _open_console(settings: SinkSettings) -> MetricSink:
+    stream = settings.stream
+    if not stream.isatty():
+        return ConsoleSink(stream)
+    first_step = max(settings.keep_through_step, 0)
+    return ProgressSink(stream, total_steps=settings.total_steps, first_step=first_step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Logger:
+    """A built-in logger: the function that opens it (None: always open), and its package."""
+
+    open: Callable[[SinkSettings], MetricSink] | None
+    package: str | None = None
+
+
+LOGGERS = {
+    "console": _Logger(_open_console),
+    "file": _Logger(None),
+    "tensorboard": _Logger(_open_tensorboard, package="tensorboard"),
+    "wandb": _Logger(_open_wandb, package="wandb"),
+}
+"""The built-in values of ``trainer.logger``."""
 
 
 class GuardedSink:
-    """Implements ``tandem.api.MetricSink`` around another one, whose failures it logs once.
+    """A ``tandem.api.MetricSink`` around another one, whose failures it logs once.
 
     A display fails with OSError (disk, pipe, network) or ValueError (closed stream, unprintable
-    text); any other exception is a defect and passes.
+    text). Any other exception is a defect and passes.
     """
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: MetricSink) -> None:
         self._sink = sink
         self._failed = False
 
     def write(self, report: StepReport) -> None:
-        """Pass the report on; the next one is tried again after a failure."""
+        """Pass the report on, even if an earlier one failed."""
         try:
             self._sink.write(report)
         except (OSError, ValueError) as error:
@@ -68,19 +128,28 @@ def require_loggers(names: Sequence[str]) -> None:
     """Check ``trainer.logger`` without opening anything.
 
     Raises:
-        UserError: a logger is unknown or its package is not installed.
+        UserError: a logger is unknown, its package is not installed, or a sink of the user cannot
+            be imported.
     """
     for name in names:
-        if name not in LOGGER_PACKAGES:
+        if is_dotted(name):
+            _require_callable(name)
+            continue
+        if name not in LOGGERS:
             raise UserError(
-                f"trainer.logger={name!r}: is not a logger of ours. "
-                f"Choose among {', '.join(LOGGER_PACKAGES)}; metrics.jsonl is always written."
+                _KEY,
+                name,
+                rule="unknown logger",
+                remedy=f"Choose among {', '.join(LOGGERS)} and package.module:Sink; "
+                "metrics.jsonl is always written.",
             )
-        package = LOGGER_PACKAGES[name]
+        package = LOGGERS[name].package
         if package is not None and find_spec(package) is None:
             raise UserError(
-                f"trainer.logger={name!r}: the package {package} is not installed. "
-                f"Install it (pip install {package}) or take {name} out of trainer.logger."
+                _KEY,
+                name,
+                rule=f"the package {package} is not installed",
+                remedy=f"Install it (pip install {package}) or remove {name} from {_KEY}.",
             )
 
 
@@ -93,37 +162,46 @@ def open_sinks(
     environment: Mapping[str, str],
     stream: TextIO,
 ) -> tuple[GuardedSink, ...]:
-    """Open every sink of a run.
+    """Open every sink of a run; the arguments are the fields of ``SinkSettings``.
 
-    Args:
-        run_folder: where ``metrics.jsonl`` goes; made if it is missing.
-        keep_through_step: the last step of which records stay in this folder; -1 for a new run,
-            which replaces those of an earlier one.
-        environment: read for TENSORBOARD_DIR.
-        stream: the console.
+    A new run replaces the records of an earlier one in its folder, which is made if it is missing.
 
     Raises:
         UserError: a logger is unknown, not installed or refuses to start.
     """
-    names = tuple(dict.fromkeys(trainer.logger))
-    require_loggers(names)
-    sinks: list[Sink] = [JsonlSink(run_folder, keep_through_step=keep_through_step)]
-    if "tensorboard" in names:
-        folder = tensorboard_folder(
-            trainer.project_name, trainer.experiment_name, environment=environment
-        )
-        sinks.append(TensorBoardSink(folder, first_step=keep_through_step + 1))
-    if "wandb" in names:
-        project, experiment = trainer.project_name, trainer.experiment_name
-        sinks.append(WandbSink(run_folder, project=project, experiment=experiment))
-    if "console" in names:
-        sinks.append(
-            _console(stream, total_steps=total_steps, first_step=max(keep_through_step, 0))
-        )
+    require_loggers(trainer.logger)
+    sinks: list[MetricSink] = [JsonlSink(run_folder, keep_through_step=keep_through_step)]
+    settings = SinkSettings(
+        trainer=trainer,
+        run_folder=run_folder,
+        total_steps=total_steps,
+        keep_through_step=keep_through_step,
+        environment=environment,
+        stream=stream,
+    )
+    for name in dict.fromkeys(trainer.logger):
+        if is_dotted(name):
+            sinks.append(_open_dotted(name, settings))
+        elif (opener := LOGGERS[name].open) is not None:
+            sinks.append(opener(settings))
     return tuple(GuardedSink(sink) for sink in sinks)
 
 
-def _console(stream: TextIO, *, total_steps: int, first_step: int) -> Sink:
-    if stream.isatty():
-        return ProgressSink(stream, total_steps=total_steps, first_step=first_step)
-    return ConsoleSink(stream)
+def _require_callable(name: str) -> Callable[[SinkSettings], MetricSink]:
+    found = import_dotted(_KEY, name)
+    if not callable(found):
+        raise UserError(_KEY, name, rule="is neither a class nor a function")
+    return cast(Callable[[SinkSettings], MetricSink], found)
+
+
+def _open_dotted(name: str, settings: SinkSettings) -> MetricSink:
+    sink = _require_callable(name)(settings)
+    missing = [method for method in ("write", "close") if not hasattr(sink, method)]
+    if missing:
+        raise UserError(
+            _KEY,
+            name,
+            rule=f"its sink has no method {' and no method '.join(missing)}",
+            remedy="Implement tandem.api.MetricSink.",
+        )
+    return sink

@@ -13,10 +13,10 @@ _FLUSH_SECONDS = 10
 
 
 class TensorBoardSink:
-    """Implements ``tandem.api.MetricSink``."""
+    """A ``tandem.api.MetricSink`` that writes scalars to TensorBoard's event files."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
-        """Write events into ``folder``; older ones from ``first_step`` on are hidden.
+        """Write events into ``folder``; hide its older ones from ``first_step`` on.
 
         Raises:
             UserError: tensorboard is not installed.
@@ -25,13 +25,15 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
         except ImportError as error:
             raise UserError(
-                "trainer.logger='tensorboard': the package tensorboard is not installed. "
-                "Install it (pip install tensorboard) or take it out of trainer.logger."
+                "trainer.logger",
+                "tensorboard",
+                rule="the package tensorboard is not installed",
+                remedy="Install it (pip install tensorboard) or remove it from trainer.logger.",
             ) from error
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=_FLUSH_SECONDS)
 
     def write(self, report: StepReport) -> None:
-        """Add one scalar a metric."""
+        """Add one scalar for each metric."""
         for name, value in report.metrics.items():
             self._writer.add_scalar(name, value, report.step)
 
@@ -41,6 +43,6 @@ class TensorBoardSink:
 
 
 def tensorboard_folder(project: str, experiment: str, *, environment: Mapping[str, str]) -> Path:
-    """Where verl puts the events of a run."""
+    """Return verl's folder for the events of a run; TENSORBOARD_DIR overrides it."""
     default = Path("tensorboard_log") / project / experiment
     return Path(environment.get("TENSORBOARD_DIR") or default)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed in verl's terms: ``perf/*``, ``timing_s/*`` and ``timing_per_token_ms/*``.
 
-The formulas are verl's, so that figures compare: model flops count ``2 * vocab_size * hidden_size``
-for embedding and head even where they are tied, causal attention at half the square, and no
-recomputation. What verl lacks is ``perf/wall_throughput``, which leaves nothing out (data,
-validation and saving included).
+The formulas are verl's, so that figures compare. Model flops count ``2 * vocab_size * hidden_size``
+for embedding and head even if these are tied, half the square for causal attention, and no
+recomputation. ``perf/wall_throughput`` is ours: it includes data, validation and saving.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PEAK_FLOPS = {
     "910B": 354e12,
     "Ascend910": 354e12,
 }
-"""Dense bf16 flops a second by a part of the device's name; the longest match counts."""
+"""Dense bf16 flops per second by a part of the device's name; the longest match counts."""
 
 _SECTIONS_OVER_ALL_TOKENS: tuple[str, ...] = (
     "ref",
@@ -48,9 +47,13 @@ _SECTIONS_OVER_ALL_TOKENS: tuple[str, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ComputeFacts:
-    """What speed is measured against. ``sizes`` is None for families without a formula.
+    """The model and the devices that speed is related to.
 
-    ``num_training_devices`` are those of all ``num_devices`` that an update is computed on.
+    Attributes:
+        sizes: the sizes of the model; None for families without a formula.
+        device_name: the name of the devices, from which their peak follows.
+        num_devices: the number of all devices.
+        num_training_devices: the number of devices that compute an update.
     """
 
     sizes: ModelSizes | None
@@ -61,28 +64,28 @@ class ComputeFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step: ``step_s`` by the ``step`` timer, ``wall_s`` since the last step ended."""
+    """The seconds of a step: ``step_s`` of its timer, ``wall_s`` since the end of the last step."""
 
     step_s: float
     wall_s: float
 
 
 def peak_flops(device_name: str) -> float:
-    """Dense bf16 flops a second of the named device, 0 if it is not known."""
+    """Return the dense bf16 flops per second of the named device, 0 if it is unknown."""
     matches = [name for name in PEAK_FLOPS if name in device_name]
     return PEAK_FLOPS[max(matches, key=len)] if matches else 0.0
 
 
 def matmul_parameters(sizes: ModelSizes) -> int:
-    """``L * (3*h*I + h*(q+k+v) + q*h) + 2*V*h``."""
+    """Compute ``L * (3*h*I + h*(q+k+v) + q*h) + 2*V*h``."""
     return sizes.num_layers * sizes.layer_parameters + 2 * sizes.vocabulary * sizes.hidden
 
 
 def training_flops(sizes: ModelSizes, sequence_lengths: Sequence[int]) -> float:
-    """Flops of one forward and backward pass: ``6*N*T + 6*L*heads*head_dim*sum(s^2)``.
+    """Compute the flops of a forward and backward pass: ``6*N*T + 6*L*heads*head_dim*sum(s^2)``.
 
     Args:
-        sequence_lengths: tokens of each sequence, prompt and response together.
+        sequence_lengths: the tokens of each sequence, prompt and response together.
     """
     dense = 6 * matmul_parameters(sizes) * sum(sequence_lengths)
     squares = sum(length * length for length in sequence_lengths)
@@ -90,7 +93,7 @@ def training_flops(sizes: ModelSizes, sequence_lengths: Sequence[int]) -> float:
 
 
 def model_flops_utilisation(flops: float, seconds: float, *, facts: ComputeFacts) -> float:
-    """Share of the peak of the devices that train, 0 if the peak is not known or no time passed."""
+    """Return the share of the training devices' peak, 0 if it is unknown or no time passed."""
     available = peak_flops(facts.device_name) * facts.num_training_devices * seconds
     return flops / available if available > 0 else 0.0
 
@@ -98,7 +101,7 @@ def model_flops_utilisation(flops: float, seconds: float, *, facts: ComputeFacts
 def actor_utilisation_metrics(
     sequence_lengths: Sequence[int], *, seconds: float, num_epochs: int, facts: ComputeFacts
 ) -> dict[str, float]:
-    """``perf/mfu/actor`` of ``num_epochs`` updates over the sequences within ``seconds``."""
+    """Compute ``perf/mfu/actor`` of ``num_epochs`` updates over the sequences in ``seconds``."""
     if facts.sizes is None:
         return {"perf/mfu/actor": 0.0}
     flops = num_epochs * training_flops(facts.sizes, sequence_lengths)
@@ -106,7 +109,7 @@ def actor_utilisation_metrics(
 
 
 def throughput_metrics(num_tokens: int, *, time: StepTime, num_devices: int) -> dict[str, float]:
-    """Tokens a second a device; ``num_tokens`` counts prompts and responses, no padding."""
+    """Compute tokens per second per device; ``num_tokens`` counts prompts and responses."""
     return {
         "perf/total_num_tokens": float(num_tokens),
         "perf/time_per_step": time.step_s,
@@ -118,9 +121,10 @@ def throughput_metrics(num_tokens: int, *, time: StepTime, num_devices: int) -> 
 def timing_metrics(
     seconds: Mapping[str, float], *, num_prompt_tokens: int, num_response_tokens: int
 ) -> dict[str, float]:
-    """Sections by name, and those that scale with tokens also in milliseconds a token.
+    """Name the seconds of sections, and divide those that scale with tokens by their tokens.
 
-    ``gen`` counts response tokens, the others prompt and response tokens; both over all sequences.
+    ``timing_per_token_ms/gen`` counts response tokens, others count prompt and response tokens, all
+    of them over all sequences.
     """
     num_all_tokens = num_prompt_tokens + num_response_tokens
     counts: dict[str, int] = dict.fromkeys(_SECTIONS_OVER_ALL_TOKENS, num_all_tokens)
@@ -133,7 +137,7 @@ def timing_metrics(
 
 
 def memory_metrics(allocated_bytes: int, *, reserved_bytes: int) -> dict[str, float]:
-    """Peaks of the device's allocator and memory in use on this host, in GiB (verl: gb)."""
+    """Convert the peaks of the device's allocator and the host's memory in use to GiB."""
     return {
         "perf/max_memory_allocated_gb": allocated_bytes / _GIB,
         "perf/max_memory_reserved_gb": reserved_bytes / _GIB,

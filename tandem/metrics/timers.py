@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds spent in the named sections of a step.
+"""Timers of the named sections of a step.
 
 Sections may overlap and repeat (repeats add up), and a section counts even if it raised. The clock
-comes in as a parameter, so that tests and the planner use a virtual one. Nothing here waits for an
-accelerator: a section measures what the caller waited for.
+is a parameter, so that tests and the planner use a virtual one. Nothing here waits for an
+accelerator: a section measures how long the caller waited.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 class Timers:
-    """Collects sections until they are taken.
+    """The seconds of sections, collected until they are taken.
 
     Example:
         >>> timers = Timers(time.perf_counter)
@@ -41,6 +41,6 @@ class Timers:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds by section since the last call, which starts over."""
+        """Return the seconds by section since the last call, and start over."""
         taken, self._seconds = self._seconds, {}
         return taken

@@ -1,23 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who worked and who waited, and for what: the recorder of asynchronous runs.
+"""The trace of an asynchronous run: the work and the waits of each role, and their causes.
 
 Roles are tracks: ``generate/0``, ``reward``, ``logp``, ``ref_logp``, ``actor-train``, ``sync``,
-``validation``. What overlaps on one track counts once, and repeated calls of one kind become one
-event, so that a track costs a few events a step. Sums are kept for each step; events go straight to
-``trace_file.TraceFile``. The clock comes in as a parameter; nothing here waits for a device.
+``validation``. Overlapping spans of one track count once, and repeated calls of one kind become one
+event, so that a track costs a few events a step. ``TraceRecorder`` keeps sums for each step and
+passes events to a ``TraceFile``. The clock is a parameter; nothing here waits for a device.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
 
-_MERGED_GAP_S = 0.005
-_WAIT_PREFIX = "wait: "
+logger = logging.getLogger(__name__)
+
+TRACE_FILE = "trace.json"
+MAX_EVENTS = 400_000
+WAIT_PREFIX = "wait: "
+"""The prefix of the names of waits."""
+WAITS_SUFFIX = " (waits)"
+"""The suffix of the track that holds the waits of a role."""
 PAUSE = "update"
-"""What generation waits for that takes turns with training."""
+"""The cause of waiting of an engine that generates and trains by turns."""
+_MERGED_GAP_S = 0.005
+_MICROSECONDS = 1e6
+_OPENING = b"[\n"
+_CLOSING = b"\n]\n"
 
 Details = Mapping[str, float | str]
 _NO_DETAILS: Details = {}
@@ -25,9 +38,9 @@ _NO_DETAILS: Details = {}
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """Something that took from ``begin_s`` to ``end_s`` on ``track``; a mark if both are equal.
+    """An event from ``begin_s`` to ``end_s`` on ``track``; a mark if both are equal.
 
-    ``is_wait``: the role of the track did nothing but wait. ``num_calls`` were merged into it.
+    ``is_wait``: the role of the track only waited. ``num_calls`` calls were merged into the event.
     """
 
     track: str
@@ -40,7 +53,7 @@ class TraceEvent:
 
 
 class TraceSink(Protocol):
-    """Where events go, in order of their ends on each track."""
+    """A receiver of events, in the order of their ends on each track."""
 
     def append(self, event: TraceEvent) -> None: ...
 
@@ -51,7 +64,7 @@ class TraceSink(Protocol):
 
 @dataclass(slots=True)
 class _Track:
-    """How deep in spans a track is, since when, and the event that may still grow."""
+    """The open spans of a track, their begin, and the last event, which may still grow."""
 
     depth: int = 0
     begin_s: float = 0.0
@@ -63,11 +76,11 @@ class _Track:
 
 
 class TraceRecorder:
-    """Records spans, waits and marks.
+    """A recorder of spans, waits and marks.
 
     Args:
-        clock: seconds, of which only differences are used.
-        sink: takes the events; None keeps the sums only.
+        clock: the time in seconds; only differences are used.
+        sink: the receiver of events; None keeps the sums only.
 
     Example:
         >>> trace = TraceRecorder(clock, sink=None)
@@ -88,7 +101,7 @@ class TraceRecorder:
 
     @contextmanager
     def span(self, role: str, name: str, *, details: Details = _NO_DETAILS) -> Iterator[None]:
-        """``role`` works. A role of several engines is ``role/number``."""
+        """Record that ``role`` works. A role of several engines is ``role/number``."""
         track = self._busy.setdefault(role, _Track())
         self._enter(track, name, details=details)
         try:
@@ -97,30 +110,30 @@ class TraceRecorder:
             self._leave(track, role, is_wait=False)
 
     def expect(self, role: str) -> None:
-        """``role`` is idle until its first span, and counts as such."""
+        """Count ``role`` as idle until its first span."""
         self._busy.setdefault(role, _Track())
 
     @contextmanager
     def waiting(self, role: str, what: str) -> Iterator[None]:
-        """``role`` can do nothing until ``what`` is there."""
+        """Record that ``role`` can do nothing until ``what`` is there."""
         track = self._waits.setdefault((role, what), _Track())
-        self._enter(track, _WAIT_PREFIX + what, details=_NO_DETAILS)
+        self._enter(track, WAIT_PREFIX + what, details=_NO_DETAILS)
         try:
             yield
         finally:
             self._leave(track, role, is_wait=True)
 
     def mark(self, role: str, name: str, *, details: Details = _NO_DETAILS) -> None:
-        """Something that took no time, such as weights coming into use."""
+        """Record an instant, such as the begin of the use of new weights."""
         if self._sink is not None:
             now_s = self._clock()
             self._sink.append(TraceEvent(role, name, now_s, now_s, details=details))
 
     def take_step(self, step: int) -> dict[str, float]:
-        """Metrics since the last call, which starts over.
+        """Return the metrics since the last call, and start over.
 
-        ``pipeline/busy_s/<role>`` and ``pipeline/idle_share/<role>`` (means over a role's engines),
-        ``pipeline/wait_s/<role>/<what>``, ``pipeline/wall_s``.
+        They are ``pipeline/wall_s``, ``pipeline/busy_s/<role>`` and ``pipeline/idle_share/<role>``
+        (means over a role's engines), and ``pipeline/wait_s/<role>/<what>``.
         """
         now_s = self._clock()
         wall_s, self._step_began_s = now_s - self._step_began_s, now_s
@@ -138,7 +151,7 @@ class TraceRecorder:
         return metrics
 
     def close(self) -> None:
-        """Hand over what is still held back; idempotent."""
+        """Pass the pending events on and close the sink; idempotent."""
         for tracks in (self._busy, self._waits):
             for track in tracks.values():
                 self._flush(track)
@@ -176,13 +189,13 @@ class TraceRecorder:
 
 
 def _continues(last: TraceEvent, event: TraceEvent) -> bool:
-    """Whether ``event`` is more of the same right after ``last``."""
+    """Return whether ``event`` repeats ``last`` right after it."""
     is_same = last.name == event.name and last.details == event.details
     return is_same and event.begin_s - last.end_s <= _MERGED_GAP_S
 
 
 def _taken(track: _Track, now_s: float) -> float:
-    """Seconds of the track since the last call, a span under way included."""
+    """Return the seconds of the track since the last call, an open span included."""
     if track.depth > 0:
         track.sum_s += now_s - track.counted_from_s
         track.counted_from_s = now_s
@@ -190,14 +203,133 @@ def _taken(track: _Track, now_s: float) -> float:
     return seconds
 
 
-def _role_of(track: str) -> str:
-    """``generate`` of ``generate/0``."""
-    return track.split("/", maxsplit=1)[0]
-
-
 def _means(busy: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by role; of roles with several engines (``generate/0``, ...) the mean."""
+    """Average the seconds of the engines of each role (``generate/0``, ...)."""
     engines: dict[str, list[float]] = {}
     for role, seconds in busy.items():
-        engines.setdefault(_role_of(role), []).append(seconds)
+        engines.setdefault(role.split("/", maxsplit=1)[0], []).append(seconds)
     return {role: sum(seconds) / len(seconds) for role, seconds in engines.items()}
+
+
+class TraceFile:
+    """A ``TraceSink`` that writes ``trace.json`` in Chrome's format (chrome://tracing, Perfetto).
+
+    The file has one event a line, appended as they come, so that viewers and ``read_trace`` open
+    the file of a killed run too. A resumed run continues after the last event, on a time axis that
+    begins where the earlier one ended. After ``MAX_EVENTS`` the file stays as it is, and a failure
+    to write it never stops the run.
+
+    Args:
+        resumes: whether to continue the existing file instead of replacing it.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float], resumes: bool) -> None:
+        self._path = path
+        earlier = read_trace(path) if resumes else []
+        self._num_events = len(earlier)
+        end_us = max((float(e.get("ts", 0)) + float(e.get("dur", 0)) for e in earlier), default=0.0)
+        self._origin_s = clock() - end_us / _MICROSECONDS
+        self._tracks = {
+            str(e["args"]["name"]): int(e["tid"]) for e in earlier if e.get("ph") == "M"
+        }
+        self._stream: BinaryIO | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._stream = path.open("wb")
+            self._stream.write(_OPENING + b",\n".join(_encoded(event) for event in earlier))
+        except OSError as error:
+            self._give_up(error)
+        self._is_empty = not earlier
+
+    def append(self, event: TraceEvent) -> None:
+        """Write one event, unless the file is full."""
+        if self._stream is None or self._num_events >= MAX_EVENTS:
+            return
+        record: dict[str, Any] = {
+            "name": event.name,
+            "cat": "wait" if event.is_wait else "work",
+            "ph": "X" if event.end_s > event.begin_s else "i",
+            "ts": self._microseconds(event.begin_s),
+            "pid": 1,
+            "tid": self._track(event.track + (WAITS_SUFFIX if event.is_wait else "")),
+            "args": {**event.details, "calls": event.num_calls},
+        }
+        if record["ph"] == "X":
+            record["dur"] = round((event.end_s - event.begin_s) * _MICROSECONDS, 1)
+        else:
+            record["s"] = "t"
+        self._write(record)
+        if self._num_events >= MAX_EVENTS:
+            logger.warning("%s: is full with %d events", self._path, MAX_EVENTS)
+
+    def flush(self) -> None:
+        """Pass the written bytes to the operating system."""
+        if self._stream is not None:
+            try:
+                self._stream.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """Complete the file; idempotent."""
+        stream, self._stream = self._stream, None
+        if stream is None:
+            return
+        try:
+            stream.write(_CLOSING)
+            stream.close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _track(self, name: str) -> int:
+        """Return the number of a track; write its name on first use."""
+        if name not in self._tracks:
+            self._tracks[name] = len(self._tracks) + 1
+            number = self._tracks[name]
+            record = {"name": "thread_name", "ph": "M", "pid": 1, "tid": number}
+            self._write({**record, "args": {"name": name}})
+        return self._tracks[name]
+
+    def _microseconds(self, seconds: float) -> float:
+        return round((seconds - self._origin_s) * _MICROSECONDS, 1)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self._stream is None:
+            return
+        separator = b"" if self._is_empty else b",\n"
+        self._is_empty = False
+        self._num_events += 1
+        try:
+            self._stream.write(separator + _encoded(record))
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._stream = None
+        logger.warning("%s: the trace ends here: %s", self._path, error)
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """Read all events of a file, which may still be written; [] if there is none.
+
+    Lines without an event are skipped.
+    """
+    try:
+        text = path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return []
+    return list(_events(text))
+
+
+def _events(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        try:
+            event = json.loads(line.rstrip(","))
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            yield event
+
+
+def _encoded(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode("ascii")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation metrics under verl's names, ``val-core/<source>/<variable>/<statistic>``.
 
-For N samples a prompt: ``mean@N``, ``std@N`` and, by 1000 bootstrap draws of n = 2, 4, ..., N
-samples, ``best@n``, ``worst@n`` and ``maj@n`` (majority vote over predictions), each with ``/mean``
-and ``/std``; then the mean over prompts. Numbers equal those of verl's
-``process_validation_metrics`` with the same seed. Unlike there, a reward that failed is left out
-and counted in ``val-aux/<source>/failures/count`` instead of scoring 0.
+With N samples for each prompt, the statistics are ``mean@N`` and ``std@N`` and, by 1000 bootstrap
+draws of n = 2, 4, ..., N samples, ``best@n``, ``worst@n`` and ``maj@n`` (majority vote over
+predictions), each with ``/mean`` and ``/std``. They are averaged over prompts. Numbers equal those
+of verl's ``process_validation_metrics`` with the same seed, except that a failed reward does not
+score 0: it is left out and counted in ``val-aux/<source>/failures/count``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _CORE_STATISTICS = ("mean@", "best@", "maj@")
 
 @dataclass(frozen=True, slots=True)
 class ValidationSample:
-    """One scored sample.
+    """A scored sample.
 
     Attributes:
-        data_source: what the metrics are grouped by.
-        row: the prompt's row in the data set; samples of one prompt share it.
-        score: None if the reward failed.
-        extra: further numbers of the reward; ``acc`` takes the place of the score in ``val-core``.
-        prediction: the answer that majority voting counts, None if the reward names none.
+        data_source: the source that metrics are grouped by.
+        row: the prompt's row in the data set, which all samples of a prompt share.
+        score: the score; None if the reward failed.
+        extra: further numbers of the reward; ``acc`` replaces the score in ``val-core``.
+        prediction: the answer that majority voting counts; None if the reward returns none.
     """
 
     data_source: str
@@ -45,7 +45,7 @@ class ValidationSample:
 
 
 def validation_samples(groups: Iterable[Group]) -> list[ValidationSample]:
-    """The samples of scored groups."""
+    """Return the samples of scored groups."""
     return [
         ValidationSample(
             data_source=group.prompt.data_source,
@@ -60,7 +60,7 @@ def validation_samples(groups: Iterable[Group]) -> list[ValidationSample]:
 
 
 def validation_metrics(samples: Iterable[ValidationSample], *, seed: int = 42) -> dict[str, float]:
-    """All metrics of one validation. ``seed`` fixes the bootstrap draws."""
+    """Compute all metrics of one validation; ``seed`` fixes the bootstrap draws."""
     sources: dict[str, dict[int, list[ValidationSample]]] = {}
     for sample in samples:
         prompts = sources.setdefault(sample.data_source, {})
@@ -100,7 +100,7 @@ def _source_metrics(
 
 
 def _prompt_metrics(samples: Sequence[ValidationSample], seed: int) -> dict[str, dict[str, float]]:
-    """Statistics by variable of one prompt; ``N`` counts failed samples too, the values do not."""
+    """Compute a prompt's statistics by variable; N counts failed samples, the values do not."""
     scored = [sample for sample in samples if sample.score is not None]
     predictions = [sample.prediction for sample in scored]
     columns: dict[str, list[float]] = {}
@@ -139,7 +139,7 @@ def _statistics(
 
 
 def _subset_sizes(num_samples: int) -> list[int]:
-    """2, 4, 8, ... below ``num_samples``, then itself."""
+    """Return 2, 4, 8, ... below ``num_samples``, then itself."""
     sizes: list[int] = []
     size = 2
     while size < num_samples:
@@ -150,15 +150,13 @@ def _subset_sizes(num_samples: int) -> list[int]:
 
 @lru_cache(maxsize=32)
 def _draws(num_values: int, size: int, *, seed: int) -> np.ndarray:
-    """Indices of the bootstrap, (1000, size); numpy's legacy generator, because that is verl's.
-
-    Kept, because every prompt is drawn from alike.
-    """
+    """Draw the indices of the bootstrap, (1000, size), with numpy's legacy generator, as verl."""
+    # Cached, because all prompts with as many values share the draws.
     return np.random.RandomState(seed).choice(num_values, size=(_NUM_DRAWS, size), replace=True)
 
 
 def _vote_codes(predictions: Sequence[str | None]) -> np.ndarray | None:
-    """One integer a distinct prediction; None if any sample has no prediction."""
+    """Number the distinct predictions; return None if any sample has none."""
     codes: dict[str, int] = {}
     votes: list[int] = []
     for prediction in predictions:
@@ -169,7 +167,7 @@ def _vote_codes(predictions: Sequence[str | None]) -> np.ndarray | None:
 
 
 def _majority_positions(votes_BN: np.ndarray) -> np.ndarray:
-    """Where in each row the commonest vote first stands, (B, 1); of equals the earlier."""
+    """Return the first position of each row's most frequent vote, (B, 1); of equals the earlier."""
     counts_BN = np.zeros_like(votes_BN)
     for code in np.unique(votes_BN):
         same_BN = votes_BN == code
@@ -182,5 +180,5 @@ def _mean_and_std(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _num_samples(name: str) -> int:
-    """The N of ``best@N/mean``."""
+    """Return the N of ``best@N/mean``."""
     return int(name.partition("@")[2].partition("/")[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights & Biases, if it is installed. It reads WANDB_MODE, WANDB_ENTITY and so on itself."""
+"""The sink of Weights & Biases, which reads WANDB_MODE, WANDB_ENTITY and so on itself."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tandem.types import StepReport
 
 
 class WandbSink:
-    """Implements ``tandem.api.MetricSink``."""
+    """A ``tandem.api.MetricSink`` that logs to a W&B run."""
 
     def __init__(self, run_folder: Path, *, project: str, experiment: str) -> None:
-        """Start a W&B run that carries the ``config.json`` of ``run_folder``.
+        """Start a W&B run with the ``config.json`` of ``run_folder``.
 
         Raises:
             UserError: wandb is not installed, or it refuses to start (no login, no network).
@@ -23,8 +23,10 @@ class WandbSink:
             import wandb  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise UserError(
-                "trainer.logger='wandb': the package wandb is not installed. "
-                "Install it (pip install wandb) or take it out of trainer.logger."
+                "trainer.logger",
+                "wandb",
+                rule="the package wandb is not installed",
+                remedy="Install it (pip install wandb) or remove it from trainer.logger.",
             ) from error
         self._error = wandb.Error
         path = run_folder / "config.json"
@@ -35,12 +37,15 @@ class WandbSink:
             )
         except wandb.Error as error:
             raise UserError(
-                f"trainer.logger='wandb': W&B does not start ({error}). "
-                "Log in (wandb login), set WANDB_MODE=offline, or take it out of trainer.logger."
+                "trainer.logger",
+                "wandb",
+                rule=f"W&B does not start ({error})",
+                remedy="Log in (wandb login), set WANDB_MODE=offline, or remove it from "
+                "trainer.logger.",
             ) from error
 
     def write(self, report: StepReport) -> None:
-        """Log one step. Raises OSError when W&B fails, so that callers need not know its errors."""
+        """Log one step. Raises OSError if W&B fails, so that callers need not know its errors."""
         try:
             self._run.log(dict(report.metrics), step=report.step)
         except self._error as error:

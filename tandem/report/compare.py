@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far two runs of one recipe differ: the precision procedure behind verl's Ascend tables, and
-beside its numbers those that say whether they mean something.
+"""The difference between two runs of one recipe.
 
-Pure: two logs in, one ``Comparison`` out. What is compared is the series of one metric over the
-steps that both runs have. docs/compare.md says what each number is and is not.
+This is the precision procedure behind verl's Ascend tables, with further numbers that show whether
+a difference is significant. Two logs go in and a ``Comparison`` comes out: it compares the series
+of one metric over the steps that both runs have. docs/compare.md explains each number.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from tandem.errors import UserError
 from tandem.report.compare_sources import MetricLog
 
 LIMITS_PERCENT = {"critic/rewards/mean": 4.0, "train/loss": 2.0}
-"""The published limits of the mean absolute error, for the metrics that they are for."""
+"""The published limits of the mean absolute error, by metric."""
 THROUGHPUT = "perf/throughput"
 STEP_SECONDS = ("perf/time_per_step", "timing_s/step", "train/time(s)")
-"""What runs call the time of a step; the first that both have is used."""
+"""The names of the time of a step; the first one that both runs have is used."""
 FIRST_STEPS = 4
-"""The published throughput is the mean of so many first steps."""
+"""The number of first steps whose mean is the published throughput."""
 
 Column = Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far one series is from another over their common steps; not in percent.
+    """The distance of series b from series a over their common steps, not in percent.
 
     Attributes:
-        steps: the common ones.
-        mean_absolute: the mean of ``|b - a|``; not divided by anything.
-        largest, largest_step: the greatest ``|b - a|``, and where.
+        steps: the common steps.
+        mean_absolute: the mean of ``|b - a|``, not normalised.
+        largest, largest_step: the largest ``|b - a|``, and its step.
         bias: the mean of ``b - a``.
         relative: ``mean_absolute`` over the mean of ``|a|``; infinite if that is 0.
-        num_broken: steps at which a value is not finite; they are in none of the numbers.
-        num_single: steps that only one of the series has; likewise.
+        num_broken: the number of steps at which a value is not finite; no other number counts them.
+        num_single: the number of steps that only one of the series has; no other number counts
+            them.
     """
 
     steps: tuple[int, ...]
@@ -54,7 +55,7 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A quantity of both runs, and a ratio that is below 1 where B is the slower one."""
+    """A quantity of both runs, and a ratio that is below 1 if B is slower."""
 
     a: float
     b: float
@@ -63,14 +64,14 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Everything that is told of two runs; None where they do not log what it takes.
+    """The result of comparing two runs; a field is None if the runs lack the metrics for it.
 
     Attributes:
-        limit_percent: of ``100 * deviation.mean_absolute``, inclusive.
-        first_throughput: means over the first ``FIRST_STEPS`` logged steps.
-        steady_throughput: medians over the common steps after those.
-        total_time: seconds of the common steps.
-        noise: for each repeated side, ``A`` or ``B``, how far its repetition is from it.
+        limit_percent: the largest ``100 * deviation.mean_absolute`` that passes.
+        first_throughput: the means over the first ``FIRST_STEPS`` logged steps.
+        steady_throughput: the medians over the common steps after those.
+        total_time: the seconds of the common steps.
+        noise: for each repeated side, ``A`` or ``B``, the distance of its repetition from it.
     """
 
     metric: str
@@ -83,19 +84,19 @@ class Comparison:
 
     @property
     def is_within_limit(self) -> bool:
-        """Whether the runs agree: the verdict."""
+        """Whether the runs agree."""
         error = 100 * self.deviation.mean_absolute
         return not self.deviation.num_broken and error <= self.limit_percent
 
     @property
     def noise_floor(self) -> float | None:
-        """The mean absolute error between runs that differ in nothing."""
+        """The largest mean absolute error between repetitions of one run."""
         return max((deviation.mean_absolute for deviation in self.noise.values()), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two runs: ``a`` is the reference. The repetitions are further runs of the same side."""
+    """Two runs, of which ``a`` is the reference, and optional repetitions of each."""
 
     a: MetricLog
     b: MetricLog
@@ -104,10 +105,10 @@ class Pair:
 
 
 def choose_metric(pair: Pair, wanted: str | None) -> str:
-    """The wanted metric, or the first of those with a published limit that both runs have.
+    """Return the wanted metric, or the first one with a published limit that both runs have.
 
     Raises:
-        UserError: a run does not have it.
+        UserError: a run does not log it.
     """
     sides = {"A": pair.a, "B": pair.b, "--repeat-a": pair.repeat_a, "--repeat-b": pair.repeat_b}
     logs = {key: log for key, log in sides.items() if log is not None}
@@ -118,16 +119,19 @@ def choose_metric(pair: Pair, wanted: str | None) -> str:
                 break
         else:
             raise UserError(
-                f"A={str(pair.a.path)!r}, B={str(pair.b.path)!r}: do not both log one of "
-                f"{', '.join(LIMITS_PERCENT)}. Name another metric with --metric and --limit."
+                f"A={str(pair.a.path)!r}, B={str(pair.b.path)!r}",
+                rule=f"do not both log one of {', '.join(LIMITS_PERCENT)}",
+                remedy="Name another metric with --metric and --limit.",
             )
     for key, log in logs.items():
         if wanted not in log.columns:
             close = difflib.get_close_matches(wanted, log.columns, n=3, cutoff=0.3)
             near = f" (it logs {', '.join(close)})" if close else ""
             raise UserError(
-                f"{key}={str(log.path)!r}: does not log {wanted}{near}. "
-                "Name a metric of all runs with --metric."
+                key,
+                str(log.path),
+                rule=f"does not log {wanted}{near}",
+                remedy="Name a metric of all runs with --metric.",
             )
     return wanted
 
@@ -163,8 +167,9 @@ def _deviation(a: Column, b: Column, *, what: str) -> Deviation:
     steps = _common(a, b)
     if not steps:
         raise UserError(
-            f"{what}: have no common step ({_range(a)} and {_range(b)}). "
-            "Compare runs that log the same steps."
+            what,
+            rule=f"have no common step ({_range(a)} and {_range(b)})",
+            remedy="Compare runs that log the same steps.",
         )
     whole = [step for step in steps if math.isfinite(a[step]) and math.isfinite(b[step])]
     num_broken = len(steps) - len(whole)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of a run, by whatever wrote them: our JSON lines, TensorBoard's events, or a console
-log of ours or verl's.
+"""The reader of a run's metrics: JSON lines, TensorBoard's events, or a console log.
 
-Of several values of one metric at one step the last counts. Numbers that are not finite are kept:
-whoever compares runs must know of them.
+Console logs may be ours or verl's. Of several values of one metric at one step, the last counts.
+Numbers that are not finite are kept, because a comparison must report them.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tandem.errors import UserError
-from tandem.metrics.jsonl import read_records
-from tandem.metrics.jsonl_sink import METRICS_FILE
+from tandem.metrics.jsonl import METRICS_FILE, read_records
 
 _EVENTS = "tfevents"
 _LINE = re.compile(r"(?<![\w/])step:(?P<step>\d+) - (?P<fields>.*)")
-"""One step in a console log, after whatever a launcher or a progress bar wrote before it."""
+"""One step in a console log, after any text of a launcher or a progress bar."""
 _WRAPPED = re.compile(r"[\w.]+\((?P<value>.*)\)")
-"""A number as newer versions of NumPy write it: ``np.float64(0.5)``."""
+"""A number in the form of newer versions of NumPy, ``np.float64(0.5)``."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 _Value = tuple[str, int, float]
@@ -33,7 +31,7 @@ _Value = tuple[str, int, float]
 
 @dataclass(frozen=True, slots=True)
 class MetricLog:
-    """A run's metrics: ``columns[metric][step]``, steps ascending."""
+    """The metrics of a run: ``columns[metric][step]``, steps ascending."""
 
     path: Path
     columns: Mapping[str, Mapping[int, float]]
@@ -43,41 +41,47 @@ def read_metrics(path: Path, *, key: str) -> MetricLog:
     """Read a run folder, a folder of events, or a file of any of the formats.
 
     Args:
-        key: what the command line calls this run, for messages.
+        key: the name of this run on the command line, for messages.
 
     Raises:
-        UserError: there is nothing, it cannot be read, or it holds no metrics.
+        UserError: ``path`` does not exist, cannot be read, or holds no metrics.
     """
-    source = f"{key}={str(path)!r}"
     try:
-        values = _read(path, source)
+        values = _read(path, key)
         columns = _columns(values)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"{source}: cannot be read ({reason}). Give another file.") from error
+        raise UserError(
+            key, str(path), rule=f"cannot be read ({reason})", remedy="Give another file."
+        ) from error
     if not columns:
         raise UserError(
-            f"{source}: holds no metrics of any step. Give a run folder, {METRICS_FILE}, "
-            "TensorBoard's events, or a console log with lines step:N - name:value."
+            key,
+            str(path),
+            rule="holds no metrics of any step",
+            remedy=f"Give a run folder, {METRICS_FILE}, TensorBoard's events, "
+            "or a console log with lines step:N - name:value.",
         )
     return MetricLog(path, columns)
 
 
-def _read(path: Path, source: str) -> Iterable[_Value]:
+def _read(path: Path, key: str) -> Iterable[_Value]:
     if path.is_dir():
         if (path / METRICS_FILE).exists():
             return _json_values(path / METRICS_FILE)
         if any(_EVENTS in child.name for child in path.iterdir()):
             return _event_values(path)
         raise UserError(
-            f"{source}: holds neither {METRICS_FILE} nor TensorBoard's events. "
-            "Give the folder or the file that a run wrote its metrics to."
+            key,
+            str(path),
+            rule=f"holds neither {METRICS_FILE} nor TensorBoard's events",
+            remedy="Give the folder or the file that a run wrote its metrics to.",
         )
     if _EVENTS in path.name:
-        with path.open("rb"):  # missing ones are no error for its reader
+        with path.open("rb"):  # its reader accepts a missing file
             return _event_values(path)
     if path.suffix == ".jsonl":
-        with path.open("rb"):  # likewise
+        with path.open("rb"):  # as above
             return _json_values(path)
     return _console_values(path)
 
@@ -89,7 +93,7 @@ def _json_values(path: Path) -> Iterator[_Value]:
             continue
         for name, value in record.items():
             if value is None:
-                yield name, step, math.nan  # how our files write what is not finite
+                yield name, step, math.nan  # null stands for any number that is not finite
             elif isinstance(value, int | float) and name != "step":
                 yield name, step, float(value)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few numbers at the top of a report, each beside what it was at the beginning."""
+"""The numbers at the top of a report, each beside its value at the beginning."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tandem.report.run_folder import RunData
 from tandem.report.series import Column, validation_names
 
 _WINDOW = 10
-"""Steps averaged at either end of a noisy curve."""
+"""The number of steps averaged at either end of a noisy curve."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One number with its name and a line of context; ``alarming`` ones are coloured."""
+    """A number with its name and a line of context; ``alarming`` ones are coloured."""
 
     label: str
     value: str
@@ -27,7 +27,7 @@ class Tile:
 
 
 def tiles(run: RunData) -> list[Tile]:
-    """What a reader wants to know first; only what the run has."""
+    """Return the tiles that the run has data for."""
     found = [
         _accuracy(run),
         _ends(run.columns, "critic/score/mean", label="Training reward"),
@@ -41,12 +41,12 @@ def tiles(run: RunData) -> list[Tile]:
 
 
 def title(run: RunData) -> str:
-    """The experiment's name, or the folder's."""
+    """Return the name of the experiment, or of the folder."""
     return str(_lookup(run.config, "trainer.experiment_name") or run.folder.resolve().name)
 
 
 def subtitle(run: RunData) -> list[str]:
-    """Project, model, algorithm and length of the run, as far as known."""
+    """Return project, model, algorithm and length of the run, as far as known."""
     parts = [
         _lookup(run.config, "trainer.project_name"),
         _lookup(run.config, "actor_rollout_ref.model.path") or _lookup(run.config, "model.path"),
@@ -56,7 +56,7 @@ def subtitle(run: RunData) -> list[str]:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """A nested config as ``(dotted key, value)`` rows."""
+    """Flatten a nested config to rows ``(dotted key, value)``."""
     rows: list[tuple[str, str]] = []
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -129,7 +129,7 @@ def _lookup(tree: Mapping[str, Any], key: str) -> Any:
 
 
 def _literal(value: Any) -> str:
-    """As it would stand on a command line."""
+    """Format a value for a command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a run: one HTML file with curves, sampled rollouts and the configuration.
 
-The file is self-contained (no network, no other files; its content policy forbids both) and
-bounded: curves are thinned, and of very many or very long rollouts it shows an even selection. Text
-from models and data reaches the page only as JSON data that scripts insert as text, or through
-jinja2's escaping.
+The file is self-contained: its content policy forbids network access and other files. Its size is
+bounded: curves are thinned, and an even selection of the rollouts is shown. Text from models and
+data reaches the page only as JSON data that scripts insert as text, or through jinja2's escaping.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def write_report(
     """Write the report of a run, finished or not, and return ``output``.
 
     Args:
-        forecast: rows of what was to be expected of the run's speed beside what it achieved.
+        forecast: rows of the expected and the achieved speed of the run.
 
     Raises:
         UserError: the folder holds no run, a file in it is damaged, or ``output`` cannot be
@@ -54,13 +53,16 @@ def write_report(
         os.replace(partial, output)
     except OSError as error:
         raise UserError(
-            f"--output={str(output)!r}: cannot be written ({error.strerror}). Give another file."
+            "--output",
+            str(output),
+            rule=f"cannot be written ({error.strerror})",
+            remedy="Give another file.",
         ) from error
     return output
 
 
 def render(run: RunData, forecast: Sequence[tuple[str, str]] = ()) -> str:
-    """The page as text; ``forecast`` as in ``write_report``."""
+    """Render the page as text; see ``write_report`` for ``forecast``."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -91,13 +93,13 @@ def render(run: RunData, forecast: Sequence[tuple[str, str]] = ()) -> str:
 
 
 def script_json(value: Any) -> Markup:
-    """JSON for a script element: no character in it can end the element or begin a tag."""
+    """Encode JSON for a script element, without characters that end it or begin a tag."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False, default=str)
     return Markup(text.translate(_SCRIPT_ESCAPES))
 
 
 def select_rollouts(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """An even selection over the run that fits the page, each record cut to a bounded length."""
+    """Select rollouts evenly over the run to fit the page, and cut each to a bounded length."""
     limit = _MAX_ROLLOUTS
     while True:
         chosen = [_shown(records[index]) for index in spread(len(records), limit, offset=0)]

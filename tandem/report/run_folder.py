@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what a run leaves in its folder, also while it is still running.
+"""The reader of a run folder, whose run may still be active.
 
 ``metrics.jsonl`` is required; ``rollouts.jsonl``, ``trace.json``, ``config.json`` and
-``summary.json`` are shown if they are there.
+``summary.json`` are optional.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import UserError
-from tandem.metrics.jsonl import read_records
-from tandem.metrics.jsonl_sink import METRICS_FILE
+from tandem.metrics.jsonl import METRICS_FILE, read_records
 from tandem.metrics.records import ROLLOUTS_FILE
-from tandem.metrics.trace_file import TRACE_FILE, read_trace
+from tandem.metrics.trace import TRACE_FILE, read_trace
 
 CONFIG_FILE = "config.json"
 SUMMARY_FILE = "summary.json"
@@ -28,13 +27,13 @@ class RunData:
     """A run as read from disk.
 
     Attributes:
-        folder: where it lies.
+        folder: the run folder.
         columns: ``{metric: [(step, value), ...]}`` with finite values only, steps ascending and
             unique.
         num_steps: the last training step.
         rollouts: the records of ``rollouts.jsonl``.
         trace: the events of ``trace.json``.
-        config, summary: the contents of their files, {} where there is none.
+        config, summary: the contents of their files, {} for a missing one.
     """
 
     folder: Path
@@ -53,12 +52,16 @@ def read_run(folder: Path) -> RunData:
         UserError: there is no such folder, it holds no metrics, or a file in it is damaged.
     """
     if not folder.is_dir():
-        raise UserError(f"RUN={str(folder)!r}: is not a folder. Give the folder of a run.")
+        raise UserError(
+            "RUN", str(folder), rule="is not a folder", remedy="Give the folder of a run."
+        )
     records = read_records(folder / METRICS_FILE)
     if not records:
         raise UserError(
-            f"RUN={str(folder)!r}: holds no {METRICS_FILE} with a step in it. "
-            "Give the folder of a run that has finished a step (trainer.default_local_dir)."
+            "RUN",
+            str(folder),
+            rule=f"holds no {METRICS_FILE} with a step in it",
+            remedy="Give the folder of a run that has finished a step (trainer.default_local_dir).",
         )
     columns = _columns(records)
     return RunData(
@@ -73,13 +76,15 @@ def read_run(folder: Path) -> RunData:
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Turn rows into columns; of several values of one metric at one step the last counts."""
+    """Turn rows into columns; of several values of one metric at one step, the last counts."""
     columns: dict[str, dict[int, float]] = {}
     for number, record in enumerate(records, start=1):
         step = record.get("step")
         if not isinstance(step, int):
             raise UserError(
-                f"{METRICS_FILE}: line {number} has no whole number as its step. Remove that line."
+                METRICS_FILE,
+                rule=f"line {number} has no whole number as its step",
+                remedy="Remove that line.",
             )
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
@@ -93,7 +98,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path}: is not JSON ({error}). Mend or remove it.") from error
+        raise UserError(
+            str(path), rule=f"is not JSON ({error})", remedy="Correct or remove it."
+        ) from error
     if not isinstance(content, dict):
-        raise UserError(f"{path}: is not a JSON object. Mend or remove it.")
+        raise UserError(str(path), rule="is not a JSON object", remedy="Correct or remove it.")
     return content

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curves for the report: which metrics go into which chart, and the thinning of long runs.
+"""The charts of the report with their metrics, and the thinning of long curves.
 
-Thinning averages neighbouring steps and keeps their extremes, so that a spike never disappears.
-Charts name the curves they draw; a chart none of whose metrics a run has is left out.
+Thinning averages neighbouring steps and keeps their extremes, so that a spike never disappears. A
+chart is left out if the run has none of its metrics.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Column = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class ChartSpec:
-    """One chart. ``metrics`` maps the names of metrics to their labels.
+    """A chart; ``metrics`` maps the names of metrics to their labels.
 
-    ``unit`` follows numbers; ``share`` shows the whole of 0..1 if the values lie in it; ``exact``
-    curves are never smoothed; ``stacked`` adds the curves up.
+    ``unit`` follows numbers. ``share`` shows the whole range 0..1 if the values lie in it.
+    ``exact`` curves are never smoothed. ``stacked`` adds the curves up.
     """
 
     section: str
@@ -152,12 +152,12 @@ _ONLY_IF_NONZERO = ("reward/timeouts", "reward/errors")
 
 
 def curves(columns: Mapping[str, Column]) -> dict[str, dict[str, list[float]]]:
-    """Every metric thinned, by name, and the seconds of a step that no section explains."""
+    """Thin every metric, and add the seconds of a step outside all its sections."""
     return {name: thin(column) for name, column in sorted({**columns, **_rest(columns)}.items())}
 
 
 def thin(column: Column) -> dict[str, list[float]]:
-    """At most ``MAX_POINTS`` points: steps ``x``, means ``y``; if thinned, extremes too."""
+    """Reduce to ``MAX_POINTS`` points: steps ``x``, means ``y`` and, if thinned, extremes."""
     size = -(-len(column) // MAX_POINTS)
     if size <= 1:
         return {"x": [step for step, _ in column], "y": [_short(value) for _, value in column]}
@@ -173,13 +173,13 @@ def thin(column: Column) -> dict[str, list[float]]:
 
 
 def charts(columns: Mapping[str, Column]) -> list[ChartSpec]:
-    """The charts a run has data for, in order, each with the metrics the run has."""
+    """Return the charts that the run has data for, each with the metrics that the run has."""
     specs = [CHARTS[0], _validation_chart(columns), *CHARTS[1:], _time_chart(columns)]
     return [chart for chart in (_present(spec, columns) for spec in specs) if chart.metrics]
 
 
 def validation_names(columns: Mapping[str, Column]) -> list[str]:
-    """The metrics ``val-core/<source>/<variable>/mean@N``: how good the policy is."""
+    """Return the metrics ``val-core/<source>/<variable>/mean@N``: the quality of the policy."""
     return [name for name in columns if name.startswith("val-core/") and "/mean@" in name]
 
 
@@ -190,7 +190,7 @@ def _validation_chart(columns: Mapping[str, Column]) -> ChartSpec:
 
 
 def _time_chart(columns: Mapping[str, Column]) -> ChartSpec:
-    """Sections of a step, the longest at the bottom."""
+    """Return the chart of the sections of a step, the longest at the bottom."""
     names = sorted(_sections(columns), key=lambda name: -sum(value for _, value in columns[name]))
     labels = {name: name.removeprefix("timing_s/") for name in names}
     if labels:
@@ -221,7 +221,7 @@ def _rest(columns: Mapping[str, Column]) -> dict[str, Column]:
 
 
 def _present(spec: ChartSpec, columns: Mapping[str, Column]) -> ChartSpec:
-    """The chart with the metrics worth drawing: no all-zero failures, no curve twice."""
+    """Keep the metrics worth drawing: no all-zero failures, and no curve twice."""
     kept: dict[str, str] = {}
     drawn: list[Column] = []
     for name, label in spec.metrics.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trace of an asynchronous run for its report: who worked when over the last steps, and over
-the whole run how idle each role was, what was waited for, and how old samples were.
+"""The timeline of an asynchronous run in its report.
 
-Bounded: at most ``_MAX_BARS`` bars a track. All text is ours.
+It shows the work of each role over the last steps and, over the whole run, idle shares, waits and
+the lag of samples. A track has at most ``_MAX_BARS`` bars. No text comes from models or data.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.metrics.number_format import format_duration
+from tandem.metrics.trace import WAIT_PREFIX, WAITS_SUFFIX
 from tandem.report.series import Column
 
 _STEPS_SHOWN = 8
@@ -19,14 +20,12 @@ _MAX_BARS = 400
 _NUM_COLORS = 7
 _SECOND = 1e6
 _STEP_TRACK = "step"
-_WAIT_PREFIX = "wait: "
-_WAITS = " (waits)"
 _LAG_PREFIX = "training/lag/share/lag_"
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A piece of work; ``left`` and ``width`` in percent of what is shown. Colour is by version."""
+    """A piece of work, coloured by version; ``left`` and ``width`` in percent of the window."""
 
     left: float
     width: float
@@ -36,7 +35,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One role, or one of its engines; ``idle`` is its share over the whole run, in words."""
+    """A role or one of its engines; ``idle`` is its share over the whole run, as text."""
 
     name: str
     idle: str
@@ -45,13 +44,14 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What is drawn.
+    """The contents of the timeline.
 
     Attributes:
-        seconds: how much time the bars span, in words.
-        steps: where steps ended, in percent, and their names.
-        waits: role, what it waited for, how long, share of the run.
-        lags: lag, share of samples in percent.
+        seconds: the time that the bars span, as text.
+        tracks: the tracks with work.
+        steps: the position of the end of each step in percent, and its name.
+        waits: rows of role, cause, duration and share of the run.
+        lags: rows of lag and share of samples in percent.
     """
 
     seconds: str
@@ -72,7 +72,7 @@ class _Window:
 
 
 def timeline(events: Sequence[Mapping[str, Any]], columns: Mapping[str, Column]) -> Timeline | None:
-    """The timeline of a trace as ``trace_file.read_trace`` gives it; None without work in it."""
+    """Build the timeline of the events of ``trace.read_trace``; None if they contain no work."""
     names = {e["tid"]: str(e["args"]["name"]) for e in events if e.get("ph") == "M"}
     timed = [e for e in events if e.get("ph") == "X" and e.get("tid") in names]
     work = [e for e in timed if e.get("cat") == "work"]
@@ -98,7 +98,7 @@ def timeline(events: Sequence[Mapping[str, Any]], columns: Mapping[str, Column])
 
 
 def _window(marks: Sequence[Mapping[str, Any]], *, begin: float, end: float) -> _Window:
-    """The last steps: from the end of the one before them on."""
+    """Return the window of the last steps, from the end of the step before them."""
     if len(marks) <= _STEPS_SHOWN:
         return _Window(begin, end)
     return _Window(_begin(marks[-_STEPS_SHOWN - 1]), max(_begin(marks[-1]), begin + 1))
@@ -124,11 +124,10 @@ def _bar(event: Mapping[str, Any], window: _Window) -> Bar:
 def _waits(
     events: Sequence[Mapping[str, Any]], names: Mapping[Any, str], *, run: float
 ) -> tuple[tuple[str, str, str, str], ...]:
-    """The longest first."""
     sums: dict[tuple[str, str], float] = {}
     for event in events:
-        role = names[event["tid"]].removesuffix(_WAITS)
-        key = role, str(event["name"]).removeprefix(_WAIT_PREFIX)
+        role = names[event["tid"]].removesuffix(WAITS_SUFFIX)
+        key = role, str(event["name"]).removeprefix(WAIT_PREFIX)
         sums[key] = sums.get(key, 0.0) + float(event["dur"])
     longest_first = sorted(sums.items(), key=lambda item: -item[1])
     return tuple(
@@ -138,7 +137,7 @@ def _waits(
 
 
 def _lags(columns: Mapping[str, Column]) -> tuple[tuple[int, float], ...]:
-    """Mean over the steps of the share of each lag; a step without a lag has 0 of it."""
+    """Average the share of each lag over the steps; a step without a lag counts 0 for it."""
     shares = {
         int(name.removeprefix(_LAG_PREFIX)): column
         for name, column in columns.items()

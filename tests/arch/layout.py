@@ -47,7 +47,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "config": frozenset(),
     "platforms": frozenset({"api"}),
     "comm": frozenset({"api", "platforms"}),
-    "metrics": frozenset({"types", "config"}),
+    "metrics": frozenset({"types", "api", "config"}),
     "data": frozenset({"types", "config"}),
     "rewards": frozenset({"types", "config"}),
     "algorithms": frozenset({"types", "config"}),

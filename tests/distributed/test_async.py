@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tandem.data.tokenizer import TextCodec, load_codec
-from tandem.metrics.trace_file import TRACE_FILE, read_trace
+from tandem.metrics.trace import TRACE_FILE, read_trace
 from tandem.quickstart.task import draw_problems
 from tests.chaos.processes import MARK, none_left
 from tests.fakes.commands import Conditions, run_command

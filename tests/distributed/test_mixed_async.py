@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.metrics.trace_file import TRACE_FILE, read_trace
+from tandem.metrics.trace import TRACE_FILE, read_trace
 from tandem.testing.doubles import write_vendor_package
 from tests.fakes.commands import Conditions, run_command
 from tests.fakes.tiny_run import Material, metrics_of, read_lines, repeatable, train_arguments

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.checkpoint.store import Checkpoint
 from tandem.driver.run_folder import is_logged, is_validated
-from tandem.metrics.jsonl_sink import METRICS_FILE
+from tandem.metrics.jsonl import METRICS_FILE
 
 LOGGED = {"step": 4, "actor/loss": 1.0}
 VALIDATED = {"step": 4, "val-core/some/reward/mean@1": 0.5, "timing_s/testing": 2.0}

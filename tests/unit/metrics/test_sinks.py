@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sinks a run gets, and that none of them can stop it."""
+"""The sinks of a run: those of ``trainer.logger``, none of which can stop it."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tandem.api import MetricSink
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
-from tandem.metrics.console_sink import ConsoleSink
+from tandem.metrics.console import ConsoleSink
 from tandem.metrics.sinks import GuardedSink, open_sinks, require_loggers
 from tandem.types import StepReport
 
@@ -127,3 +127,53 @@ def test_a_defect_is_not_hidden():
 
     with pytest.raises(AttributeError):
         sink.write(None)  # type: ignore[arg-type]
+
+
+OWN = """
+class Sink:
+    def __init__(self, settings):
+        self.file = (settings.run_folder / f"{settings.trainer.project_name}.txt").open("w")
+
+    def write(self, report):
+        self.file.write(f"{report.step} {sorted(report.metrics)}\\n")
+
+    def close(self):
+        self.file.close()
+
+
+def without_close(settings):
+    return object()
+
+
+NUMBER = 5
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path, monkeypatch):
+    (tmp_path / "own_sinks.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_sinks", raising=False)
+
+
+def test_a_sink_of_the_user(tmp_path, own_file):
+    _run(tmp_path / "run", ["console", "own_sinks:Sink"], [1, 2])
+
+    expected = "1 ['critic/score/mean']\n2 ['critic/score/mean']\n"
+    assert (tmp_path / "run" / "p.txt").read_text() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("own_sinks:NUMBER", "is neither a class nor a function"),
+        ("own_sinks:missing", "module own_sinks has no attribute 'missing'"),
+        ("own_sinks:without_close", "its sink has no method write and no method close"),
+    ],
+)
+def test_a_sink_of_the_user_that_cannot_work_is_named(tmp_path, own_file, name, rule):
+    with pytest.raises(UserError) as caught:
+        _run(tmp_path / "run", [name], [])
+
+    assert (caught.value.key, caught.value.value) == ("trainer.logger", name)
+    assert caught.value.rule == rule

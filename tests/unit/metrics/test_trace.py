@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.metrics.trace import TraceEvent, TraceRecorder
-from tandem.metrics.trace_file import TraceFile, read_trace
+from tandem.metrics.trace import TraceEvent, TraceFile, TraceRecorder, read_trace
 
 
 class Clock:
@@ -177,7 +176,7 @@ def test_a_file_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
 
 
 def test_the_file_stops_growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.metrics.trace_file.MAX_EVENTS", 50)
+    monkeypatch.setattr("tandem.metrics.trace.MAX_EVENTS", 50)
     clock, path = Clock(), tmp_path / "trace.json"
     trace = TraceRecorder(clock, sink=TraceFile(path, clock=clock, resumes=False))
     for number in range(500):

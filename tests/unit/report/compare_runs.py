@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tandem.metrics.jsonl import BEFORE_FIRST_STEP, JsonLinesFile
-from tandem.metrics.jsonl_sink import METRICS_FILE
+from tandem.metrics.jsonl import BEFORE_FIRST_STEP, METRICS_FILE, JsonLinesFile
 from tandem.metrics.tensorboard_sink import TensorBoardSink
 from tandem.types import StepReport
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import UserError
-from tandem.metrics.console_sink import console_line
+from tandem.metrics.console import console_line
 from tandem.metrics.tensorboard_sink import TensorBoardSink
 from tandem.report.compare_sources import read_metrics
 from tandem.types import StepReport

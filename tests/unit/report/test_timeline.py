@@ -6,8 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tandem.metrics.jsonl import BEFORE_FIRST_STEP, JsonLinesFile
-from tandem.metrics.trace import TraceRecorder
-from tandem.metrics.trace_file import TraceFile, read_trace
+from tandem.metrics.trace import TraceFile, TraceRecorder, read_trace
 from tandem.report.report import write_report
 from tandem.report.timeline import Timeline, timeline
 

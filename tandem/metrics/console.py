@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At a terminal: one compact line a step, above a bar with step, reward, speed and time left.
+"""The sinks of the console: a progress bar at a terminal, verl's lines elsewhere.
 
-Numbers are rounded for reading; ``metrics.jsonl`` has all of them in full.
+Numbers above the bar are rounded for reading; ``metrics.jsonl`` has all of them in full.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tandem.types import StepReport
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One number of the compact line: ``label value unit`` of the first metric a step has."""
+    """A number of the compact line: ``label value unit`` of the first metric that a step has."""
 
     label: str
     metrics: tuple[str, ...]
@@ -54,11 +54,26 @@ _FIELDS = (
 _VALIDATION_PREFIX = "val-core/"
 
 
+class ConsoleSink:
+    """A ``tandem.api.MetricSink`` that writes verl's lines to a text stream, for logs to grep."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, report: StepReport) -> None:
+        """Write and flush one line with every metric in full precision."""
+        self._stream.write(console_line(report) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the stream open."""
+
+
 class ProgressSink:
-    """Implements ``tandem.api.MetricSink`` on a terminal."""
+    """A ``tandem.api.MetricSink`` on a terminal: a line a step above a bar of the run."""
 
     def __init__(self, stream: TextIO, *, total_steps: int, first_step: int) -> None:
-        """Show a bar of ``total_steps``, of which ``first_step`` were done before a resume."""
+        """Show a bar of ``total_steps``; ``first_step`` of them were done before a resume."""
         self._console = Console(file=stream)
         self._progress = Progress(
             TextColumn("[bold]step"),
@@ -84,12 +99,21 @@ class ProgressSink:
         )
 
     def close(self) -> None:
-        """Leave the bar as it stands and give the terminal back; idempotent."""
+        """Freeze the bar and release the terminal; idempotent."""
         self._progress.stop()
 
 
+def console_line(report: StepReport) -> str:
+    """Format one step as ``step:3 - critic/score/mean:0.5 - ...``, without a newline."""
+    fields = [
+        f"step:{report.step}",
+        *(f"{name}:{value!r}" for name, value in report.metrics.items()),
+    ]
+    return " - ".join(fields)
+
+
 def compact_line(report: StepReport) -> str:
-    """The step and the few numbers one looks at while it runs."""
+    """Format the step and the numbers that matter during a run."""
     parts = [f"step {report.step}", *(_render(field, report.metrics) for field in _FIELDS)]
     for name, value in report.metrics.items():
         if name.startswith(_VALIDATION_PREFIX) and "/mean@" in name:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a terminal shows."""
+"""The console: verl's line exactly, and the bar of a terminal."""
 
 import io
 
-from tandem.metrics.progress_sink import ProgressSink, compact_line
+from tandem.metrics.console import ConsoleSink, ProgressSink, compact_line
 from tandem.types import StepReport
 
 
@@ -67,3 +67,16 @@ def test_brackets_in_names_are_not_markup():
     sink.close()
 
     assert "val [/red]x 0.5" in terminal.getvalue()
+
+
+def test_the_line_is_verls():
+    stream = io.StringIO()
+    sink = ConsoleSink(stream)
+    sink.write(StepReport(0, {"val-core/gsm8k/reward/mean@1": 0.25}))
+    sink.write(StepReport(1, {"critic/score/mean": 1 / 3, "actor/lr": 5e-07, "bad": float("nan")}))
+    sink.close()
+
+    assert stream.getvalue().splitlines() == [
+        "step:0 - val-core/gsm8k/reward/mean@1:0.25",
+        "step:1 - critic/score/mean:0.3333333333333333 - actor/lr:5e-07 - bad:nan",
+    ]
