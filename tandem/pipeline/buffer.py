@@ -88,7 +88,7 @@ class GroupBuffer:
                 del self._versions[uid]
             return [self._complete.pop(uid) for uid in chosen]
 
-    async def settled(self) -> None:
+    async def wait_complete(self) -> None:
         """Return once every group that was admitted is complete, or nothing is waited for."""
         async with self._changed:
             await self._changed.wait_for(

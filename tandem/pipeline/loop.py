@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline: prompts -> admission -> rollout -> reward -> advantage -> pack -> train -> release.
 
-One program for every lag. The tasks: the router advances the rollout engine, the producer turns
+One program for every lag. The tasks: the rollout loop advances the engine, the producer turns
 admitted prompts into scored groups, one task prepares the next batch, the loop below trains on it,
 the weight flow brings its weights to the rollout, validations run beside, the journal writes what
 came of each step. The loop owns the training step, which is the weights version, and the
@@ -101,7 +101,7 @@ class Pipeline:
         self._stopping = True
         await self._buffer.close()
         if self._stages is not None:
-            await self._stages.let_go()
+            await self._stages.abandon()
 
     async def run(self) -> RunSummary:
         """Train to the end of the schedule or of the data, or until ``stop``."""
@@ -242,7 +242,7 @@ class Pipeline:
         is_required = is_last or self._parts.schedule.is_test_step(self._step)
         waiting = self._parts.trace.waiting("actor-train", "sync")
         with self._timers.section("update_weights"), waiting:
-            await stages.flow.offer(self._step, is_required=is_required)
+            await stages.flow.publish(self._step, is_required=is_required)
 
     async def _end_step(self, experience: Experience, stages: Stages) -> None:
         """Save, validate and log, whatever of it is due."""
@@ -253,7 +253,7 @@ class Pipeline:
                 await self._save()
         validates = schedule.is_test_step(self._step)
         await self._log(stages, self._metrics, validates=validates, experience=experience)
-        if self._config.trainer.in_rounds:
+        if self._config.trainer.lockstep:
             await stages.gate.release_trained(self._config.data.train_batch_size)
 
     async def _save(self) -> None:
@@ -287,7 +287,7 @@ class Pipeline:
         validation = None
         if validates and not self._stopping:
             validation = stages.validator.start(stages.tasks)
-            if self._config.trainer.in_rounds:
+            if self._config.trainer.lockstep:
                 await validation
         elif not self._stopping and may_be_last(self._parts, self._step):
             validation = self._open_row = asyncio.get_running_loop().create_future()
@@ -300,7 +300,7 @@ class Pipeline:
         if experience is not None and self._config.trainer.max_lag > 0:
             row |= self._parts.trace.take_step(self._step)
         stages.journal.add(self._step, row, validation=validation)
-        if self._config.trainer.in_rounds and self._open_row is None:
+        if self._config.trainer.lockstep and self._open_row is None:
             await stages.journal.flush()
 
     def _close_row(self, validated: Mapping[str, float]) -> None:
@@ -320,7 +320,7 @@ class Pipeline:
                 self._step,
                 total_steps,
             )
-            await stages.flow.arrive()
+            await stages.flow.wait_in_use()
             is_validated = self._step in (self._validated_step, stages.validator.step)
             if self._open_row is not None and not self._stopping:
                 self._close_row(await stages.validator.start(stages.tasks))

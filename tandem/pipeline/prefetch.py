@@ -3,7 +3,7 @@
 
 Frozen models score ahead: the reference and the reward model. If they share devices with the
 trainer, their passes fall between those of the trainer. The old log-probs are computed ahead only
-where other devices than the trainer's compute them. In lockstep (``trainer.in_rounds``) they are
+where other devices than the trainer's compute them. In lockstep (``trainer.lockstep``) they are
 computed in turn, so that the version of their weights is fixed.
 """
 
@@ -78,7 +78,7 @@ async def finish_scoring(context: RunContext, batch: Batch) -> Batch:
 
 def _scores_ahead(context: RunContext) -> bool:
     """Return whether the old log-probs of a batch are computed while another one is trained on."""
-    in_turn = context.config.trainer.in_rounds
+    in_turn = context.config.trainer.lockstep
     return context.engines.scorer is not context.engines.train and not in_turn
 
 

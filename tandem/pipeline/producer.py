@@ -27,7 +27,7 @@ from tandem.pipeline.failures import (
     warn_of_failed_baseline,
     warn_of_failed_rewards,
 )
-from tandem.pipeline.rollout_loop import RolloutRouter
+from tandem.pipeline.rollout_loop import RolloutLoop
 from tandem.types import (
     Completion,
     FinishReason,
@@ -58,18 +58,17 @@ class GroupProducer:
         parts: RunContext,
         *,
         gate: AdmissionGate,
-        router: RolloutRouter,
+        rollout: RolloutLoop,
         buffer: GroupBuffer,
         version: Callable[[], int],
     ) -> None:
         """``version``: that of the weights in use."""
         self._parts = parts
         self._gate = gate
-        self._router = router
+        self._rollout = rollout
         self._buffer = buffer
         self._version = version
-        rollout = parts.config.actor_rollout_ref.rollout
-        self._num_samples = rollout.n
+        self._num_samples = parts.config.actor_rollout_ref.rollout.n
         self._sampling = training_sampling(parts)
         self._has_baseline = parts.config.algorithm.estimator.needs_baseline_rollout
         self._rewards = RewardGuard(
@@ -94,15 +93,15 @@ class GroupProducer:
                 prompts = await self._draw(count)
                 if not prompts:
                     break
-                size = count if self._parts.config.trainer.in_rounds else 1
+                size = count if self._parts.config.trainer.lockstep else 1
                 for start in range(0, len(prompts), size):
                     rounds.create_task(self._produce(prompts[start : start + size]))
-                await asyncio.sleep(0)  # they are with the router before it is asked for room
+                await asyncio.sleep(0)  # they are with the rollout before it is asked for room
         await self._buffer.close()
 
     async def _admit(self) -> int:
         """How many prompts may be drawn: as many as have slots, and rows before long."""
-        room = await self._router.room()
+        room = await self._rollout.room()
         return await self._gate.admit(None if room is None else -(-room // self._num_samples))
 
     async def _draw(self, count: int) -> list[Prompt]:
@@ -123,10 +122,10 @@ class GroupProducer:
 
     async def _produce_once(self, prompts: Sequence[Prompt]) -> list[int]:
         """The draws of those that were dropped."""
-        futures = self._router.submit([self._request(prompt) for prompt in prompts])
+        futures = self._rollout.submit([self._request(prompt) for prompt in prompts])
         baselines: Sequence[Answers | None] = [None] * len(prompts)
         if self._has_baseline:
-            baselines = self._router.submit([self._baseline_request(prompt) for prompt in prompts])
+            baselines = self._rollout.submit([self._baseline_request(prompt) for prompt in prompts])
         async with asyncio.TaskGroup() as groups:
             tasks = [
                 groups.create_task(self._finish_group(prompt, future, baseline=baseline))

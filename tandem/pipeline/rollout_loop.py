@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives a rollout engine and hands each finished group to whoever asked for it.
+"""The loop that drives a rollout engine and returns the completions of each request together.
 
-The engine is a state machine (add, advance, use weights); this is the only place that calls it, one
-call at a time, so that weights change between two advances. Training and validation requests go
-through the same router and meet in the same batches.
+The engine is a state machine (add, advance, use weights). Only this loop calls it, one call at a
+time, so that weights change between two advances. Requests of training and validation share its
+batches.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 
 from tandem.api import RolloutEngine, Runtime
 from tandem.metrics.decode_pace import PaceRecorder
@@ -19,15 +20,16 @@ from tandem.metrics.trace import PAUSE, TraceRecorder
 from tandem.types import Completion, EngineWork, GenerationRequest
 
 STEPS_PER_ADVANCE = 32
-"""Decode steps of a bounded advance: as long as new weights and new requests may have to wait."""
+"""The decode steps of a bounded advance: new weights and requests wait no longer than these."""
 
-_MAX_FRUITLESS = 64
-"""Bounded advances in a row without a result, beyond those that the tokens under way explain."""
+_MAX_IDLE_ADVANCES = 64
+"""The bounded advances in a row without a result, beyond those of the tokens still to come, after
+which a sequence must have been lost."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A request whose completions are being gathered."""
+    """A request whose completions are being collected."""
 
     request: GenerationRequest
     future: asyncio.Future[tuple[Completion, ...]]
@@ -35,11 +37,13 @@ class _Pending:
 
 
 class EngineSpans:
-    """The spans of the engines behind a rollout in the trace: each from the advance that it begins
-    in to the one that collects what it has done.
+    """The spans of the rollout's engines in the trace.
+
+    A span lasts from the advance in which an engine begins to work until the one that collects its
+    results.
 
     Args:
-        work: what each engine has to do at this moment.
+        work: returns what each engine has to do at this moment.
     """
 
     def __init__(self, trace: TraceRecorder, work: Callable[[], Sequence[EngineWork]]) -> None:
@@ -51,7 +55,7 @@ class EngineSpans:
 
     @contextmanager
     def advancing(self, version: int) -> Generator[None, None, None]:
-        """Around an advance under ``version``. If it raises, nobody works any more."""
+        """Record an advance under ``version``. If it raises, all spans end."""
         for number, work in enumerate(self._work()):
             if work is not EngineWork.NONE and number not in self._open:
                 span = self.trace.span(_track(number), "generate", details={"version": version})
@@ -65,7 +69,7 @@ class EngineSpans:
         self.close_idle()
 
     def close_idle(self) -> None:
-        """End the spans of those that compute nothing at this moment."""
+        """End the spans of engines that compute nothing at this moment."""
         under_way = {n for n, work in enumerate(self._work()) if work is EngineWork.UNDER_WAY}
         self._close(self._open.keys() - under_way)
 
@@ -78,15 +82,47 @@ def _track(number: int) -> str:
     return f"generate/{number}"
 
 
-class RolloutRouter:
-    """Consumes: requests, versions. Waits for: work. Unblocked by: ``submit``, ``use_weights``.
-    Produces: completions of whole groups.
+class LoopState(Enum):
+    """The states of ``RolloutLoop``."""
+
+    GENERATING = "generating"
+    DRAINING = "draining"
+    PAUSED = "paused"
+
+
+_IDLE_REASON = {
+    LoopState.GENERATING: "admission",
+    LoopState.DRAINING: "sync",
+    LoopState.PAUSED: PAUSE,
+}
+"""The wait that the trace shows for an engine without work."""
+
+
+class RolloutLoop:
+    """The loop that advances the rollout engine.
+
+    It consumes requests and weights versions, waits for either, is unblocked by ``submit`` and
+    ``use_weights``, and produces the completions of whole groups.
+
+    ==========  =========================  ==========  ===========================================
+    State       Event                      Next state  Who waits for it
+    ==========  =========================  ==========  ===========================================
+    GENERATING  ``drain``                  DRAINING    ``drain``, until all sequences have ended
+    GENERATING  ``pause``                  PAUSED      ``pause``, until no engine call is under way
+    any         the engine has taken the   GENERATING  ``use_weights``
+                version of ``use_weights``
+    ==========  =========================  ==========  ===========================================
+
+    GENERATING sends requests to the engine and advances it. DRAINING only advances it. PAUSED does
+    neither, except that it advances the engine while a version is on its way, because the engine
+    may have to collect its sequences before it can take the version.
 
     Args:
-        pace: notes when sequences end.
-        is_bounded: whether the engine is to stop within sequences, for requests and weights that
-            come while it generates.
-        num_rows: sequences that it generates at once; None if ``room`` is not to count them.
+        pace: the recorder of when sequences end.
+        is_bounded: whether an advance ends after ``STEPS_PER_ADVANCE`` steps, so that requests and
+            weights that arrive meanwhile do not wait for whole sequences.
+        num_rows: the number of sequences that the engine generates at once; None if ``room`` is not
+            to count them.
     """
 
     def __init__(
@@ -99,28 +135,31 @@ class RolloutRouter:
         is_bounded: bool,
         num_rows: int | None = None,
     ) -> None:
-        self._num_rows = num_rows
         self._engine = engine
         self._runtime = runtime
         self._spans = spans
         self._trace = spans.trace
         self._pace = pace
         self._max_steps = STEPS_PER_ADVANCE if is_bounded else None
+        self._num_rows = num_rows
         self._pending: dict[int, _Pending] = {}
         self._unsent: list[GenerationRequest] = []
         self._num_sent = 0
-        self._num_fruitless = 0
-        self._is_held = self._is_paused = self._is_calling = False
-        self._wanted_version: int | None = None
+        self._idle_advances = 0
+        self._state = LoopState.GENERATING
         self._version = -1
+        self._wanted_version: int | None = None
+        self._is_calling = False
         self._changed = asyncio.Condition()
         self._has_work = asyncio.Event()
 
     def submit(
         self, requests: Sequence[GenerationRequest]
     ) -> list[asyncio.Future[tuple[Completion, ...]]]:
-        """Queue requests, together; each future yields the completions in the order of
-        ``sample_ids``.
+        """Queue requests that reach the engine together.
+
+        Returns:
+            One future a request, with its completions in the order of ``sample_ids``.
         """
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[tuple[Completion, ...]]] = []
@@ -133,55 +172,55 @@ class RolloutRouter:
         return futures
 
     async def room(self) -> int | None:
-        """Wait until no more than a quarter of the rows' number of sequences wait for a row; how
-        many may be added so that it is a half. None without rows.
+        """Wait until at most ``num_rows / 4`` sequences are queued behind the engine's rows.
 
-        From its admission on a group grows old. What was admitted long before it had rows would
-        make batches wait for its stragglers.
+        Groups age from their admission on. Groups that were admitted long before they get rows
+        would make later batches wait for their stragglers.
+
+        Returns:
+            How many sequences may be added to have ``num_rows / 2`` queued; None without rows.
         """
         if self._num_rows is None:
             return None
-        lot = max(self._num_rows // 4, 1)
-        most = self._num_rows + lot
+        chunk = max(self._num_rows // 4, 1)
+        most = self._num_rows + chunk
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._pending) <= most)
-        return most + lot - len(self._pending)
+        return most + chunk - len(self._pending)
 
     async def drain(self) -> None:
-        """Send nothing more, and return once all that was sent has finished. ``use_weights`` ends
-        this.
-        """
-        self._is_held = True
-        self._look_for_work()
+        """Send no more requests until ``use_weights``; return once the engine has no sequence."""
+        self._leave_generating(LoopState.DRAINING)
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_sent == 0)
 
     async def pause(self) -> None:
-        """Begin no advance, and return once none is under way. ``use_weights`` ends this."""
-        self._is_paused = True
-        self._look_for_work()
+        """Begin no advance until ``use_weights``; return once none is under way."""
+        self._leave_generating(LoopState.PAUSED)
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is_calling)
         await self._runtime.call(self._engine.settle)
         self._spans.close_idle()
 
     async def use_weights(self, version: int) -> None:
-        """Return once the whole engine uses ``version``, between two advances."""
+        """Let the engine take ``version`` between two advances; return once it uses it."""
+        if self._wanted_version is not None or version <= self._version:
+            raise RuntimeError(f"version {version} is wanted after {self._version}")
         self._wanted_version = version
         self._look_for_work()
         async with self._changed:
             await self._changed.wait_for(lambda: self._version == version)
 
     async def run(self) -> None:
-        """Advance the engine as long as there is work; ends only by cancellation."""
+        """Advance the engine as long as there is work, until cancelled."""
         while True:
             if not self._has_work.is_set():
-                with self._trace.waiting("generate", self._reason()):
+                with self._trace.waiting("generate", _IDLE_REASON[self._state]):
                     await self._has_work.wait()
             self._is_calling = True
             if self._wanted_version is not None:
                 await self._switch(self._wanted_version)
-            if self._unsent and not (self._is_held or self._is_paused):
+            if self._unsent and self._state is LoopState.GENERATING:
                 requests, self._unsent = self._unsent, []
                 self._pace.begin(requests, is_alone=self._num_sent == 0)
                 self._num_sent += sum(len(request.sample_ids) for request in requests)
@@ -191,36 +230,34 @@ class RolloutRouter:
                     completions = await self._runtime.call(self._engine.advance, self._max_steps)
                 self._deliver(completions)
             self._is_calling = False
-            await self._tell()
+            async with self._changed:
+                self._changed.notify_all()
             self._look_for_work()
 
-    def _reason(self) -> str:
-        """What is waited for without work."""
-        return PAUSE if self._is_paused else "sync" if self._is_held else "admission"
+    def _leave_generating(self, state: LoopState) -> None:
+        if self._state is not LoopState.GENERATING:
+            raise RuntimeError(f"the rollout goes from {self._state.name} to {state.name}")
+        self._state = state
+        self._look_for_work()
 
     def _may_advance(self) -> bool:
-        """Weights on their way may need what is under way to be collected."""
-        return not self._is_paused or self._wanted_version is not None
+        return self._state is not LoopState.PAUSED or self._wanted_version is not None
 
     def _look_for_work(self) -> None:
-        has_requests = bool(self._unsent) and not self._is_held
-        has_generation = bool(self._num_sent or has_requests) and not self._is_paused
-        if has_generation or self._wanted_version is not None:
+        has_work = bool(self._num_sent) and self._state is not LoopState.PAUSED
+        has_requests = bool(self._unsent) and self._state is LoopState.GENERATING
+        if has_work or has_requests or self._wanted_version is not None:
             self._has_work.set()
         else:
             self._has_work.clear()
 
-    async def _tell(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
     async def _switch(self, version: int) -> None:
-        """Ask for ``version``; where it is still on its way, generation goes on meanwhile."""
+        """Ask the engine to take ``version``. Generation goes on if it is still on its way."""
         with self._trace.span("sync", "sync", details={"version": version}):
             is_in_use = await self._runtime.call(self._engine.set_weights_version, version)
         if is_in_use:
             self._version, self._wanted_version = version, None
-            self._is_held = self._is_paused = False
+            self._state = LoopState.GENERATING
             self._trace.mark("sync", "version in use", details={"version": version})
         elif not self._num_sent:
             raise RuntimeError(f"the rollout engine does not take version {version}, and is idle")
@@ -229,7 +266,7 @@ class RolloutRouter:
         if not completions:
             self._check_progress()
             return
-        self._num_fruitless = 0
+        self._idle_advances = 0
         self._num_sent -= len(completions)
         for completion in completions:
             self._pace.end(len(completion.token_ids))
@@ -240,12 +277,12 @@ class RolloutRouter:
                 pending.future.set_result(tuple(pending.finished[i] for i in ids))
 
     def _check_progress(self) -> None:
-        """A sequence that was lost must not be waited for without end."""
-        self._num_fruitless += 1
+        """Raise RuntimeError if the engine must have lost a sequence, instead of waiting for it."""
+        self._idle_advances += 1
         if self._max_steps is not None:
-            if self._num_fruitless <= _MAX_FRUITLESS:
+            if self._idle_advances <= _MAX_IDLE_ADVANCES:
                 return
             tokens = sum(p.request.sampling.max_new_tokens for p in self._pending.values())
-            if self._num_fruitless <= _MAX_FRUITLESS + tokens // self._max_steps:
+            if self._idle_advances <= _MAX_IDLE_ADVANCES + tokens // self._max_steps:
                 return
         raise RuntimeError(f"the rollout engine lost {self._num_sent} of its sequences")

@@ -14,9 +14,9 @@ from tandem.pipeline.context import RunContext
 from tandem.pipeline.journal import Journal
 from tandem.pipeline.prefetch import prepare_batch
 from tandem.pipeline.producer import GroupProducer
-from tandem.pipeline.rollout_loop import EngineSpans, RolloutRouter
+from tandem.pipeline.rollout_loop import EngineSpans, RolloutLoop
 from tandem.pipeline.validation import Validator
-from tandem.pipeline.weights import FlowEnds, FlowRule, WeightFlow
+from tandem.pipeline.weights import FlowRule, WeightFlow
 
 
 class Stages:
@@ -38,26 +38,33 @@ class Stages:
             num_engines=len(engines.work()),
             num_rows=engines.num_rows if config.trainer.max_lag == 0 else None,
         )
-        self.router = RolloutRouter(
+        self.rollout = RolloutLoop(
             engines.rollout,
             parts.runtime,
             spans=EngineSpans(parts.trace, engines.work),
             pace=self.pace,
             is_bounded=config.trainer.max_lag > 0,
-            num_rows=None if rule.drains else engines.num_rows,
+            num_rows=None if rule.finishes_on_old_weights else engines.num_rows,
         )
-        ends = FlowEnds(parts.runtime, engines.stage, self.router, buffer, self.gate)
-        self.flow = WeightFlow(ends, rule, version=step)
+        self.flow = WeightFlow(
+            rule,
+            runtime=parts.runtime,
+            stage=engines.stage,
+            rollout=self.rollout,
+            buffer=buffer,
+            gate=self.gate,
+            version=step,
+        )
         self.producer = GroupProducer(
             parts,
             gate=self.gate,
-            router=self.router,
+            rollout=self.rollout,
             buffer=buffer,
             version=lambda: self.flow.in_use,
         )
-        self.validator = Validator(parts, self.router, flow=self.flow)
+        self.validator = Validator(parts, self.rollout, flow=self.flow)
         self.journal = Journal(parts.sinks)
-        endless = (parts.runtime.watch(), self.router.run(), self.flow.run(), self.journal.run())
+        endless = (parts.runtime.watch(), self.rollout.run(), self.flow.run(), self.journal.run())
         self._endless = [tasks.create_task(stage) for stage in endless]
         self._preparing: asyncio.Task[Batch | None] | None = None
 
@@ -73,10 +80,10 @@ class Stages:
         self._preparing = self.tasks.create_task(preparing)
         return self._preparing
 
-    async def let_go(self) -> None:
+    async def abandon(self) -> None:
         """The run is to end soon: validations are dropped, and weights not waited for."""
         self.validator.drop()
-        await self.flow.let_go()
+        await self.flow.abandon()
 
     def close(self) -> None:
         """End all tasks."""
@@ -89,12 +96,15 @@ def batch_rule(config: RunConfig) -> BatchRule:
     """How the batches of a run are formed."""
     trainer = config.trainer
     return BatchRule(
-        config.data.train_batch_size, trainer.max_lag, passes_over=not trainer.in_rounds
+        config.data.train_batch_size, trainer.max_lag, passes_over=not trainer.lockstep
     )
 
 
 def _flow_rule(config: RunConfig, *, generates_apart: bool) -> FlowRule:
-    in_rounds = config.trainer.in_rounds
-    drains = in_rounds or not config.actor_rollout_ref.rollout.partial_rollout
-    takes_turns = not (in_rounds or generates_apart)
-    return FlowRule(in_rounds, drains, takes_turns, config.data.train_batch_size)
+    lockstep = config.trainer.lockstep
+    return FlowRule(
+        lockstep=lockstep,
+        finishes_on_old_weights=lockstep or not config.actor_rollout_ref.rollout.partial_rollout,
+        time_shared=not (lockstep or generates_apart),
+        batch_size=config.data.train_batch_size,
+    )

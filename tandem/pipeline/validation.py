@@ -19,7 +19,7 @@ from tandem.metrics.validation import validation_metrics, validation_samples
 from tandem.pipeline.context import RunContext
 from tandem.pipeline.failures import require_fresh, warn_of_failed_rewards
 from tandem.pipeline.producer import Answers, score_samples
-from tandem.pipeline.rollout_loop import RolloutRouter
+from tandem.pipeline.rollout_loop import RolloutLoop
 from tandem.pipeline.weights import WeightFlow
 from tandem.types import (
     VALIDATION_SAMPLE_ID_BASE,
@@ -45,9 +45,9 @@ class Validator:
         step: the step whose validation was begun last, -1 before.
     """
 
-    def __init__(self, parts: RunContext, router: RolloutRouter, *, flow: WeightFlow) -> None:
+    def __init__(self, parts: RunContext, rollout: RolloutLoop, *, flow: WeightFlow) -> None:
         self._parts = parts
-        self._router = router
+        self._rollout = rollout
         self._flow = flow
         self.metrics: Metrics = {}
         self.step = -1
@@ -62,7 +62,7 @@ class Validator:
         parts = self._parts
         num_samples = parts.config.actor_rollout_ref.rollout.val_kwargs.n
         prompts, sampling = parts.validation_prompts, validation_sampling(parts)
-        answers = self._router.submit(validation_requests(prompts, num_samples, sampling=sampling))
+        answers = self._rollout.submit(validation_requests(prompts, num_samples, sampling=sampling))
         scoring = [
             tasks.create_task(_score(parts, prompt, future=future))
             for prompt, future in zip(prompts, answers, strict=True)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of the weights from the trainer to the rollout, and what waits for it.
+"""The state machine that carries weights versions from the trainer to the rollout.
 
-The trainer offers each version it has made; a version is brought into use as soon as the rollout
-can take it, and the admission slots of the groups trained on are free from then on. Versions may be
-left out while the rollout is bound to an older one, by a validation or by sequences that are to end
-under the weights they began with; training goes on meanwhile, except that a version that must not
-be left out is waited for. While its weights are taken the trainer does not change them.
+The trainer publishes every version it makes. A version comes into use as soon as the rollout can
+take it, and then frees the admission slots of the groups it was trained on. A version is skipped if
+the trainer publishes a newer one while the rollout is bound to an old one. The trainer never
+changes its weights while they are read.
 """
 
 from __future__ import annotations
@@ -13,99 +12,152 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from tandem.api import Runtime, WeightStage
 from tandem.pipeline.admission import AdmissionGate
 from tandem.pipeline.buffer import GroupBuffer
-from tandem.pipeline.rollout_loop import RolloutRouter
+from tandem.pipeline.rollout_loop import RolloutLoop
 
 
 @dataclass(frozen=True, slots=True)
 class FlowRule:
-    """When weights are taken.
+    """The rule for when a version comes into use.
 
     Attributes:
-        in_rounds: every version is waited for, and comes into use once all groups that were
-            admitted are complete. Slots are then given back by whoever ends the round.
-        drains: sequences end under the weights they began with.
-        takes_turns: the devices that generate are those that train, perhaps with the very weights
-            that an update changes. Generation pauses in between two versions, and every one comes
-            into use.
-        batch_size: slots that a version frees.
+        lockstep: every version comes into use, after all admitted groups are complete, and the
+            trainer waits for it. The training loop frees the slots at the end of its step.
+        finishes_on_old_weights: sequences finish under the version they began with.
+        time_shared: generation uses the trainer's devices, perhaps even its weights. It pauses from
+            the begin of a training step until the new version is in use.
+        batch_size: the number of slots that a version frees.
     """
 
-    in_rounds: bool
-    drains: bool
-    takes_turns: bool
+    lockstep: bool
+    finishes_on_old_weights: bool
+    time_shared: bool
     batch_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class FlowEnds:
-    """What the weights pass by. ``stage`` is None where the rollout takes them from the trainer."""
+class FlowState(Enum):
+    """The states of ``WeightFlow``."""
 
-    runtime: Runtime
-    stage: WeightStage | None
-    router: RolloutRouter
-    buffer: GroupBuffer
-    gate: AdmissionGate
+    IDLE = "idle"
+    FINISHING = "finishing"
+    READY = "ready"
+    READING = "reading"
+    SWITCHING = "switching"
+
+
+_NEXT_STATES = {
+    FlowState.IDLE: (FlowState.FINISHING, FlowState.READY),
+    FlowState.FINISHING: (FlowState.READY, FlowState.SWITCHING),
+    FlowState.READY: (FlowState.READING,),
+    FlowState.READING: (FlowState.FINISHING, FlowState.SWITCHING, FlowState.IDLE),
+    FlowState.SWITCHING: (FlowState.IDLE,),
+}
 
 
 class WeightFlow:
-    """Consumes: versions. Waits for: the trainer between two steps, the rollout where it has to
-    end something. Unblocked by: ``offer``, ``unpin``. Produces: weights in use, free slots.
+    """The way of the weights: at most one version is on its way at a time.
+
+    =========  ========================================  ===========================  =============
+    State      Event that ends it                        Next state                   Trainer waits
+    =========  ========================================  ===========================  =============
+    IDLE       a newer version is published, no pins     FINISHING (if needed) READY  if READY next
+    FINISHING  sequences of the old version finished     READY; staged: SWITCHING     if required
+    READY      the trainer is between two steps          READING                      yes
+    READING    direct: the rollout uses the version      IDLE                         yes
+    READING    staged: the copy is complete              FINISHING or SWITCHING       yes
+    SWITCHING  the rollout uses the version              IDLE                         if required
+    =========  ========================================  ===========================  =============
+
+    Without a stage the rollout reads the trainer's weights itself: IDLE, FINISHING, READY, READING.
+    With a stage they are copied first, and the trainer goes on while the rollout finishes its
+    sequences and switches to the copy: IDLE, READY, READING, FINISHING, SWITCHING. FINISHING occurs
+    only with ``lockstep`` or ``finishes_on_old_weights``. READING reads the newest version.
+
+    ``publish`` and ``begin_training`` wait in the states of the last column until the published
+    version is in use or no longer read; ``wait_in_use`` waits for IDLE. ``abandon`` ends all waits
+    but that for READING. A pin keeps the flow in IDLE.
     """
 
-    def __init__(self, ends: FlowEnds, rule: FlowRule, *, version: int) -> None:
-        self._ends = ends
+    def __init__(
+        self,
+        rule: FlowRule,
+        *,
+        runtime: Runtime,
+        stage: WeightStage | None,
+        rollout: RolloutLoop,
+        buffer: GroupBuffer,
+        gate: AdmissionGate,
+        version: int,
+    ) -> None:
         self._rule = rule
-        self._trained = self._in_use = self._staged = version
-        self._is_required = self._is_training = False
-        self._is_taking = self._is_switching = self._is_settled = False
+        self._runtime = runtime
+        self._stage = stage
+        self._rollout = rollout
+        self._buffer = buffer
+        self._gate = gate
+        self._state = FlowState.IDLE
+        self._published = self._in_use = version
         self._num_pins = 0
-        self._is_let_go = False
+        self._is_training = False
+        self._is_abandoned = False
         self._changed = asyncio.Condition()
 
     @property
     def in_use(self) -> int:
-        """The version that all of the rollout uses."""
+        """The version that the whole rollout uses."""
         return self._in_use
 
     async def start(self) -> None:
-        """Bring the version that the trainer begins with into use; ``run`` is not needed yet."""
-        if self._ends.stage is not None:
-            await self._ends.runtime.call(self._ends.stage.stage, self._trained)
-        await self._ends.router.use_weights(self._trained)
+        """Bring the trainer's first version into use. ``run`` need not have started."""
+        if self._stage is not None:
+            await self._runtime.call(self._stage.stage, self._published)
+        await self._rollout.use_weights(self._published)
 
     async def begin_training(self) -> None:
-        """Return once the trainer's weights may change; nobody takes them from then on."""
+        """Return once the trainer may change its weights; nothing reads them until ``publish``."""
+        if self._is_training:
+            raise RuntimeError("a training step begins before the last one has published")
         await self._until(lambda: self._may_train() and not self._must_wait_for_pins())
         self._is_training = True
-        if self._rule.takes_turns:
-            await self._ends.router.pause()
+        if self._rule.time_shared:
+            await self._rollout.pause()
 
-    async def offer(self, version: int, *, is_required: bool) -> None:
-        """The trainer has made ``version``. Returns once it has been taken, or need not be now.
+    async def publish(self, version: int, *, is_required: bool) -> None:
+        """Announce that the trainer has made ``version``, and return once it may go on.
 
         Args:
-            is_required: it must come into use, and is waited for.
+            is_required: whether to wait until the version is in use.
+
+        Raises:
+            RuntimeError: no training step is under way, or the version is not a newer one.
         """
-        self._trained, self._is_training = version, False
-        self._is_required = is_required or self._rule.in_rounds or self._rule.takes_turns
+        if not self._is_training or version <= self._published:
+            raise RuntimeError(f"version {version} is published without a training step")
+        self._published, self._is_training = version, False
+        waits = is_required or self._rule.lockstep or self._rule.time_shared
         await self._notify()
-        await self._until(self._may_train)
+        await self._until(lambda: self._may_train(is_required=waits))
 
-    async def arrive(self) -> None:
-        """Return once the newest version is in use, or need not be any more."""
-        await self._until(lambda: self._in_use == self._trained or self._is_let_go)
+    async def wait_in_use(self) -> None:
+        """Return once the newest version is in use, or after ``abandon``."""
+        await self._until(lambda: self._in_use == self._published or self._is_abandoned)
 
-    async def let_go(self) -> None:
-        """The trainer is about to end: no version need come into use any more."""
-        self._is_let_go = True
+    async def abandon(self) -> None:
+        """Stop waiting for versions to come into use, because the run is about to end."""
+        self._is_abandoned = True
         await self._notify()
 
     def pin(self) -> None:
-        """The version in use stays in use until ``unpin``."""
+        """Keep the version in use until ``unpin``. Raise RuntimeError if a newer one is published.
+
+        Several pins may be held at the same time.
+        """
+        if self._in_use != self._published:
+            raise RuntimeError(f"version {self._in_use} is pinned, {self._published} is published")
         self._num_pins += 1
 
     async def unpin(self) -> None:
@@ -114,63 +166,64 @@ class WeightFlow:
         await self._notify()
 
     async def run(self) -> None:
-        """Bring versions into use; ends only by cancellation."""
+        """Bring versions into use until cancelled."""
         while True:
-            await self._until(lambda: self._in_use < self._trained and self._num_pins == 0)
-            if self._ends.stage is None:
-                await self._settle()
+            await self._until(lambda: self._in_use < self._published and self._num_pins == 0)
+            if self._stage is None:
+                await self._finish_sequences()
                 version = await self._hold_trainer()
             else:
                 version = await self._hold_trainer()
-                await self._ends.runtime.call(self._ends.stage.stage, version)
-                self._staged, self._is_switching, self._is_taking = version, True, False
-                await self._notify()
-                await self._settle()
-            await self._ends.router.use_weights(version)
-            await self._came_into_use(version)
+                await self._runtime.call(self._stage.stage, version)
+                await self._finish_sequences()
+                await self._enter(FlowState.SWITCHING)
+            await self._rollout.use_weights(version)
+            num_versions, self._in_use = version - self._in_use, version
+            if not self._rule.lockstep:
+                await self._gate.release_trained(num_versions * self._rule.batch_size)
+            await self._enter(FlowState.IDLE)
 
-    async def _came_into_use(self, version: int) -> None:
-        num_versions, self._in_use = version - self._in_use, version
-        self._is_taking = self._is_switching = self._is_settled = False
-        if not self._rule.in_rounds:
-            await self._ends.gate.release_trained(num_versions * self._rule.batch_size)
-        await self._notify()
-
-    async def _settle(self) -> None:
-        """Wait for what is to end under the weights in use."""
-        if self._rule.in_rounds:
-            await self._ends.buffer.settled()
-        if self._rule.drains:
-            await self._ends.router.drain()
-        self._is_settled = True
-        await self._notify()
+    async def _finish_sequences(self) -> None:
+        if not self._must_finish():
+            return
+        await self._enter(FlowState.FINISHING)
+        if self._rule.lockstep:
+            await self._buffer.wait_complete()
+        if self._rule.finishes_on_old_weights:
+            await self._rollout.drain()
 
     async def _hold_trainer(self) -> int:
-        """Wait until the trainer is between two steps, and keep it there; the version it has."""
+        """Wait until the trainer is between two steps, hold it there, and return its version."""
+        await self._enter(FlowState.READY)
         await self._until(lambda: not self._is_training)
-        self._is_taking = True
-        return self._trained
+        await self._enter(FlowState.READING)
+        return self._published
 
-    def _may_train(self) -> bool:
-        """Whether the trainer may go on: the version it has made was taken, or cannot be now."""
-        if self._is_taking:
+    def _may_train(self, *, is_required: bool = False) -> bool:
+        if self._state is FlowState.READING:
             return False
-        if self._in_use == self._trained or self._is_let_go:
+        if self._in_use == self._published or self._is_abandoned:
             return True
-        if self._is_required:
-            return False
-        return self._staged == self._trained or not self._can_take()
+        return not is_required and not self._is_read_next()
+
+    def _is_read_next(self) -> bool:
+        """Return whether the flow waits for nothing but the trainer to read its weights."""
+        if self._state is FlowState.IDLE:
+            return self._num_pins == 0 and (self._stage is not None or not self._must_finish())
+        return self._state is FlowState.READY
+
+    def _must_finish(self) -> bool:
+        return self._rule.lockstep or self._rule.finishes_on_old_weights
 
     def _must_wait_for_pins(self) -> bool:
-        """Whether what is bound to the version in use would see it change."""
-        return self._rule.takes_turns and self._num_pins > 0
+        """Return whether a training step would change the very weights that are pinned."""
+        return self._rule.time_shared and self._num_pins > 0
 
-    def _can_take(self) -> bool:
-        """Whether the version made last would be taken at once."""
-        if self._num_pins > 0 or self._is_switching:
-            return False
-        waits = self._rule.in_rounds or self._rule.drains
-        return self._ends.stage is not None or self._is_settled or not waits
+    async def _enter(self, state: FlowState) -> None:
+        if state not in _NEXT_STATES[self._state]:
+            raise RuntimeError(f"the weights go from {self._state.name} to {state.name}")
+        self._state = state
+        await self._notify()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         async with self._changed:

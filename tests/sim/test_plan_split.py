@@ -14,9 +14,10 @@ import pytest
 
 from tandem.cli.main import main
 from tandem.cli.plan import plan_arguments
+from tandem.cli.plan_times import run
 from tandem.config.schema.run import RunConfig
 from tandem.metrics.jsonl import BEFORE_FIRST_STEP, JsonLinesFile
-from tandem.planner.advice import configured_seconds, forecast_rows, run
+from tandem.planner.advice import configured_seconds, forecast_rows
 from tandem.planner.engines import SimulatedTimes
 from tandem.planner.simulation import Surroundings, simulate, simulated_config
 from tandem.planner.task_times import read_times

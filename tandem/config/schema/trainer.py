@@ -171,7 +171,7 @@ class TrainerConfig(BaseModel):
         return self.generate_ahead_steps if self.async_pipeline else 0
 
     @property
-    def in_rounds(self) -> bool:
+    def lockstep(self) -> bool:
         """Whether generation waits for the weights of each step: ``max_lag`` is 0, or
         ``deterministic_async``.
         """

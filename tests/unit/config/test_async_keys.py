@@ -29,7 +29,7 @@ def refusal(*overrides: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "max_lag", "in_rounds"),
+    ("overrides", "max_lag", "lockstep"),
     [
         ((), 0, True),
         (("trainer.generate_ahead_steps=3",), 0, True),
@@ -43,10 +43,10 @@ def refusal(*overrides: str) -> str:
     ],
 )
 def test_the_largest_lag_and_whether_generation_goes_in_rounds(
-    overrides: tuple[str, ...], max_lag: int, in_rounds: bool
+    overrides: tuple[str, ...], max_lag: int, lockstep: bool
 ) -> None:
     trainer = config(*overrides).trainer
-    assert (trainer.max_lag, trainer.in_rounds) == (max_lag, in_rounds)
+    assert (trainer.max_lag, trainer.lockstep) == (max_lag, lockstep)
 
 
 def test_02_a_negative_lag_is_refused() -> None:

@@ -109,16 +109,16 @@ def test_close_lets_take_return_what_there_is() -> None:
     assert run_virtually(take()) == [5]
 
 
-def test_all_is_settled_when_what_is_left_is_complete_or_dropped() -> None:
+def test_the_buffer_is_complete_when_the_groups_left_are_complete_or_dropped() -> None:
     async def run() -> list[bool]:
         buffer = await filled(IN_TURN, (0,), {0: 0, 1: 0, 2: 0})
-        settled = asyncio.create_task(buffer.settled())
+        waiting = asyncio.create_task(buffer.wait_complete())
         seen = []
         for change in (buffer.put(group(1)), buffer.drop([2])):
             await change
             await asyncio.sleep(0)
-            seen.append(settled.done())
-        await settled
+            seen.append(waiting.done())
+        await waiting
         return seen
 
     assert run_virtually(run()) == [False, True]

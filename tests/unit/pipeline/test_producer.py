@@ -48,7 +48,7 @@ class World:
         return [RewardOutcome(RewardStatus.VALUE, float(k)) for k in range(len(requests))]
 
 
-class Router:
+class Rollout:
     """Completes everything at the same moment. The token of a response is its prompt's uid."""
 
     def submit(
@@ -80,10 +80,12 @@ def test_rewards_of_the_first_group_come_back_before_the_last_text_is_made() -> 
             trace=TraceRecorder(lambda: 0.0, sink=None),
             clock=lambda: 0.0,
         )
-        router: Any = Router()
+        rollout: Any = Rollout()
         gate = AdmissionGate(BATCH, BATCH)
         buffer = GroupBuffer(BatchRule(BATCH, max_lag=0, passes_over=False))
-        producer = GroupProducer(parts, gate=gate, router=router, buffer=buffer, version=lambda: 0)
+        producer = GroupProducer(
+            parts, gate=gate, rollout=rollout, buffer=buffer, version=lambda: 0
+        )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(producer.run())
             batch = await buffer.take(0)

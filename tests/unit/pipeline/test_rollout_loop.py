@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router: groups complete whatever the order of their samples, and nothing gets lost."""
+"""Groups complete whatever the order of their samples, and no sequence gets lost."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -9,7 +9,7 @@ import pytest
 
 from tandem.metrics.decode_pace import PaceRecorder
 from tandem.metrics.trace import TraceRecorder
-from tandem.pipeline.rollout_loop import EngineSpans, RolloutRouter
+from tandem.pipeline.rollout_loop import EngineSpans, RolloutLoop
 from tandem.runtime.inprocess import InProcessRuntime
 from tandem.types import (
     Completion,
@@ -76,25 +76,25 @@ def request(*sample_ids: int) -> GenerationRequest:
 
 
 @asynccontextmanager
-async def routing(
+async def looping(
     engine: ReversingEngine,
     *,
     is_bounded: bool = False,
     num_rows: int | None = None,
     trace: TraceRecorder | None = None,
-) -> AsyncIterator[RolloutRouter]:
-    """A router that runs within the block."""
+) -> AsyncIterator[RolloutLoop]:
+    """A rollout loop that runs within the block."""
     runtime = InProcessRuntime()
     trace = trace or TraceRecorder(lambda: 0.0, sink=None)
     spans = EngineSpans(trace, lambda: [EngineWork.NEXT])
     pace = PaceRecorder(lambda: 0.0, num_engines=1, num_rows=num_rows)
-    router = RolloutRouter(
+    loop = RolloutLoop(
         engine, runtime, spans=spans, pace=pace, is_bounded=is_bounded, num_rows=num_rows
     )
     try:
         async with asyncio.TaskGroup() as tasks:
-            driver = tasks.create_task(router.run())
-            yield router
+            driver = tasks.create_task(loop.run())
+            yield loop
             driver.cancel()
     finally:
         await runtime.close()
@@ -103,8 +103,8 @@ async def routing(
 async def generate(
     engine: ReversingEngine, requests: list[GenerationRequest], *, is_bounded: bool = False
 ) -> list[list[int]]:
-    async with routing(engine, is_bounded=is_bounded) as router:
-        futures = router.submit(requests)
+    async with looping(engine, is_bounded=is_bounded) as loop:
+        futures = loop.submit(requests)
         return [[completion.sample_id for completion in await future] for future in futures]
 
 
@@ -130,11 +130,11 @@ def test_a_lost_sequence_is_an_error_and_not_a_hang(is_bounded: bool) -> None:
 def test_weights_that_are_on_their_way_do_not_stop_generation() -> None:
     async def versions() -> list[int]:
         engine = SlowReceiver()
-        async with routing(engine) as router:
-            futures = router.submit([request(*range(8))])
+        async with looping(engine) as loop:
+            futures = loop.submit([request(*range(8))])
             while not engine.batches:
                 await asyncio.sleep(0)
-            await router.use_weights(5)
+            await loop.use_weights(5)
             return [completion.weights_version for completion in await futures[0]]
 
     drawn_by = asyncio.run(versions())
@@ -144,15 +144,15 @@ def test_weights_that_are_on_their_way_do_not_stop_generation() -> None:
 
 def test_a_drained_engine_gets_no_request_before_its_weights() -> None:
     async def versions() -> tuple[list[int], list[int]]:
-        async with routing(ReversingEngine()) as router:
-            (early,) = router.submit([request(0, 1, 2)])
+        async with looping(ReversingEngine()) as loop:
+            (early,) = loop.submit([request(0, 1, 2)])
             await asyncio.sleep(0)
-            await router.drain()
+            await loop.drain()
             assert early.done()
-            (late,) = router.submit([request(3, 4)])
+            (late,) = loop.submit([request(3, 4)])
             await asyncio.sleep(0.05)
             assert not late.done()
-            await router.use_weights(1)
+            await loop.use_weights(1)
             return [c.weights_version for c in await early], [c.weights_version for c in await late]
 
     assert asyncio.run(versions()) == ([0, 0, 0], [1, 1])
@@ -172,17 +172,17 @@ def test_a_paused_engine_is_asked_for_nothing_before_its_weights() -> None:
 
     async def versions() -> list[int]:
         engine = Counting()
-        async with routing(engine, is_bounded=True) as router:
-            (early,) = router.submit([request(*range(6))])
+        async with looping(engine, is_bounded=True) as loop:
+            (early,) = loop.submit([request(*range(6))])
             while engine.num_advances < 2:
                 await asyncio.sleep(0)
-            await router.pause()
+            await loop.pause()
             assert engine.num_settled == 1
             num_advances = engine.num_advances
-            (late,) = router.submit([request(7, 8)])
+            (late,) = loop.submit([request(7, 8)])
             await asyncio.sleep(0.05)
             assert (engine.num_advances, len(engine.batches)) == (num_advances, 1)
-            await router.use_weights(1)
+            await loop.use_weights(1)
             return [c.weights_version for c in (*await early, *await late)]
 
     drawn_by = asyncio.run(versions())
@@ -193,10 +193,10 @@ def test_a_paused_engine_is_asked_for_nothing_before_its_weights() -> None:
 @pytest.mark.parametrize(("num_rows", "most"), [(1, 2), (16, 20), (1024, 1280)])
 def test_there_is_room_while_little_waits_for_rows(num_rows: int, most: int) -> None:
     async def rooms() -> tuple[int | None, list[int | None]]:
-        async with routing(ReversingEngine(), num_rows=num_rows) as router:
-            empty = await router.room()
-            router.submit([request(*range(most + 1))])
-            asking = asyncio.create_task(router.room())
+        async with looping(ReversingEngine(), num_rows=num_rows) as loop:
+            empty = await loop.room()
+            loop.submit([request(*range(most + 1))])
+            asking = asyncio.create_task(loop.room())
             await asyncio.sleep(0)
             assert not asking.done()
             return empty, [await asking]
@@ -207,9 +207,9 @@ def test_there_is_room_while_little_waits_for_rows(num_rows: int, most: int) -> 
 
 def test_without_rows_there_is_no_bound() -> None:
     async def room() -> int | None:
-        async with routing(ReversingEngine()) as router:
-            router.submit([request(*range(1000))])
-            return await router.room()
+        async with looping(ReversingEngine()) as loop:
+            loop.submit([request(*range(1000))])
+            return await loop.room()
 
     assert asyncio.run(room()) is None
 
@@ -253,19 +253,19 @@ def test_it_is_traced_what_an_idle_engine_waits_for() -> None:
     trace = TraceRecorder(lambda: now[0], sink=None)
 
     async def idle() -> None:
-        async with routing(Settling(), is_bounded=True, trace=trace) as router:
+        async with looping(Settling(), is_bounded=True, trace=trace) as loop:
             await asyncio.sleep(0.02)
             now[0] += 2
-            router.submit([request(0, 1, 2)])
-            await router.drain()
+            loop.submit([request(0, 1, 2)])
+            await loop.drain()
             await asyncio.sleep(0.02)
             now[0] += 3
-            await router.use_weights(1)
-            (late,) = router.submit([request(3, 4)])
-            await router.pause()
+            await loop.use_weights(1)
+            (late,) = loop.submit([request(3, 4)])
+            await loop.pause()
             await asyncio.sleep(0.02)
             now[0] += 4
-            await router.use_weights(2)
+            await loop.use_weights(2)
             await late
 
     asyncio.run(idle())
@@ -273,3 +273,16 @@ def test_it_is_traced_what_an_idle_engine_waits_for() -> None:
     waits = {name: metrics[f"pipeline/wait_s/generate/{name}"] for name in ("admission", "sync")}
     assert waits == {"admission": 2, "sync": 3}
     assert metrics["pipeline/wait_s/generate/update"] == 4
+
+
+def test_the_rollout_is_stopped_for_one_reason_at_a_time() -> None:
+    async def stop() -> None:
+        async with looping(ReversingEngine()) as loop:
+            await loop.drain()
+            with pytest.raises(RuntimeError, match="from DRAINING to PAUSED"):
+                await loop.pause()
+            await loop.use_weights(1)
+            with pytest.raises(RuntimeError, match="version 1 is wanted after 1"):
+                await loop.use_weights(1)
+
+    asyncio.run(stop())
