@@ -35,7 +35,7 @@ from shapes import (
     random_decoder,
 )
 
-from tandem.models.accelerate import operators_for
+from tandem.models.operators import operators_for
 from tandem.platforms.select import select_platform
 from tandem.rollout.paged.engine import WINDOW_TOKENS, PagedRolloutEngine
 from tandem.rollout.settings import NativeRolloutConfig

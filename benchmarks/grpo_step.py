@@ -46,7 +46,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from tandem.models.accelerate import operators_for
+from tandem.models.operators import operators_for
 from tandem.models.weights import save_hf_folder
 from tandem.platforms.select import select_platform
 

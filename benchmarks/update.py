@@ -29,9 +29,9 @@ from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.config.schema.optim import MomentsDtype, OptimConfig
 from tandem.data.packing import TrainSequence, pack_microbatches, plan_microbatches
 from tandem.engines.single import SingleDeviceEngine
-from tandem.models.accelerate import operators_for
 from tandem.models.decoder import Granularity, Recompute
 from tandem.models.language_model import NativeModel
+from tandem.models.operators import operators_for
 from tandem.platforms.select import select_platform
 from tandem.types import LossColumns, LossScale
 

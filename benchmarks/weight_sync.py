@@ -32,8 +32,8 @@ from torch.multiprocessing.spawn import spawn
 
 from tandem.comm.store import connect_store, host_store
 from tandem.config.derived.pools import RankLayout
-from tandem.engines.sharding import boxes_of
-from tandem.models.parallel import slices_of_rows, tensor_boxes
+from tandem.engines.shards import regions_of_rank
+from tandem.models.parallel import slices_of_rows, tensor_regions
 from tandem.platforms.record import CUDA
 from tandem.types import HeldSlice
 from tandem.weight_sync.handshake import LinkPlace, LinkSettings, LinkTensors
@@ -156,18 +156,20 @@ def _measure(rank: int, job: Job) -> None:
 def _member(model: str, job: Job, *, rank: int, device: torch.device) -> Member:
     config = SHAPES[model].decoder_config()
     shards, sends, whole, receives = {}, [], {}, []
-    whole_boxes = tensor_boxes(config, rank=0, size=1, dtype=torch.bfloat16)
+    whole_regions = tensor_regions(config, rank=0, size=1, dtype=torch.bfloat16)
     if rank < job.trainers:
         layout = RankLayout(job.trainers, 1, 1, num_shards=job.trainers)
-        for name, boxes in boxes_of(config, layout, rank=rank, dtype=torch.float32).items():
-            rows = sum(box.size[0] for box in boxes)
-            shards[name] = torch.randn(rows, *boxes[0].size[1:], device=device)
-            sends += slices_of_rows(boxes, shards[name])
+        for name, regions in regions_of_rank(
+            config, layout, rank=rank, dtype=torch.float32
+        ).items():
+            rows = sum(region.size[0] for region in regions)
+            shards[name] = torch.randn(rows, *regions[0].size[1:], device=device)
+            sends += slices_of_rows(regions, shards[name])
     if not job.split or rank >= job.trainers:
-        for name, boxes in whole_boxes.items():
-            whole[name] = torch.empty(boxes[0].shape, dtype=torch.bfloat16, device=device)
-            receives += slices_of_rows(boxes, whole[name])
-    num_bytes = sum(2 * prod(boxes[0].shape) for boxes in whole_boxes.values())
+        for name, regions in whole_regions.items():
+            whole[name] = torch.empty(regions[0].shape, dtype=torch.bfloat16, device=device)
+            receives += slices_of_rows(regions, whole[name])
+    num_bytes = sum(2 * prod(regions[0].shape) for regions in whole_regions.values())
     return Member(model, num_bytes, rank, device, shards, sends, whole, receives)
 
 

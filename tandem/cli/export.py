@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from tandem.engines.checkpoint import SHARDED_FILE
-from tandem.engines.sharded_access import export_sharded
+from tandem.engines.sharded_checkpoint import export_sharded
 from tandem.errors import UserError
 from tandem.models.weights import convert_folder
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training engines: they hold a policy and its optimizer and know no algorithm."""
+"""Training engines. They hold a policy or a critic and its optimizer, and know no algorithm."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW (Loshchilov and Hutter, 2019) through torch's fused kernel.
 
-Not a ``torch.optim.Optimizer``: constructing one imports torch's compiler, which costs a process a
-second or more before its first step, and nothing else of that class is needed here. There is one
-parameter group; weights, gradients and the rate come with each step, and only moments are kept: in
-the precision of the weights, or in bf16, from which every step makes fp32 ones a piece at a time
-and rounds them back at random.
+It is not a ``torch.optim.Optimizer``: constructing one imports torch's compiler, which takes a
+process 1.5 s, and nothing else of that class is needed. There is one parameter group. Weights,
+gradients and the learning rate are arguments of each step, and only the moments are kept. They have
+the precision of the weights, or are bf16: each step then converts them to fp32 one chunk at a time
+and rounds them back stochastically.
 
-Shapes: N numbers of a piece.
+Shapes: N numbers of a chunk.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from tandem.engines.rounding import round_at_random
-
 _EPSILON = 1e-8
-PIECE_NUMBERS = 1 << 24
-"""Whose moments are in fp32 at the same time: enough to fill an accelerator, 128 MiB of moments."""
+CHUNK_NUMBERS = 1 << 24
+"""The size of a chunk whose moments are in fp32 at the same time. It fills an accelerator and takes
+128 MiB for moments."""
+_DROPPED_BITS = 16
+"""The bits of the mantissa of fp32 that bf16 lacks."""
 
 Moments = dict[str, list[Tensor]]
-"""Tensors by name, one a weight in the order of the weights; empty before the first step."""
+"""The moments by name, one tensor for each weight in order. Empty before the first step."""
 
-Piece = tuple[Tensor, ...]
-"""Runs of a weight, its gradient and its two moments, flat."""
+Run = tuple[Tensor, ...]
+"""Consecutive numbers of a weight, of its gradient and of its two moments, flat."""
 
 
 class AdamW:
-    """Decays all weights alike. Every step must be given the same weights in the same order.
+    """An optimizer that decays all weights alike. All steps take the same weights in one order.
 
     Args:
-        stored: precision of the weights, their gradients and the moments.
-        half_moments: the moments are bf16 instead, and rounded at random.
+        stored: the precision of the weights, their gradients and the moments.
+        half_moments: whether the moments are bf16 instead, rounded stochastically.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class AdamW:
         self.moments: Moments = {}
 
     def adopt(self, moments: Moments) -> None:
-        """Take over moments of the same weights, whatever their precision."""
+        """Take over moments of the same weights in any precision."""
         self.moments = {
             name: parts if name == "step" else [part.to(self._moments_dtype) for part in parts]
             for name, parts in moments.items()
@@ -72,15 +73,15 @@ class AdamW:
         if not self._half_moments:
             self._update(columns, steps, rate=rate)
             return
-        # The step alone decides what is drawn: a resumed run draws the same, and so do ranks that
-        # hold the same, as their parts have the same sizes in the same order.
+        # The step number seeds the rounding. A resumed run therefore draws the same numbers, and so
+        # do ranks that hold the same weights: their parts have the same sizes in the same order.
         generator = torch.Generator(parts[0].device).manual_seed(int(steps[0]))
-        for pieces in _pieces(columns, limit=PIECE_NUMBERS):
-            self._update_rounded(pieces, steps[0], rate=rate, generator=generator)
+        for chunk in _chunks(columns, limit=CHUNK_NUMBERS):
+            self._update_rounded(chunk, steps[0], rate=rate, generator=generator)
         torch._foreach_add_(steps, 1.0)  # pyright: ignore[reportPrivateImportUsage]
 
     def zero_moments(self, weights: Mapping[str, Tensor]) -> Moments:
-        """What the first step begins with."""
+        """Return the moments before the first step."""
         parts, dtype = weights.values(), self._moments_dtype
         return {
             "exp_avg": [torch.zeros_like(weight, dtype=dtype) for weight in parts],
@@ -89,10 +90,10 @@ class AdamW:
         }
 
     def _update_rounded(
-        self, pieces: Sequence[Piece], step: Tensor, *, rate: float, generator: torch.Generator
+        self, chunk: Sequence[Run], step: Tensor, *, rate: float, generator: torch.Generator
     ) -> None:
-        """Update runs of weights whose moments are in lower precision."""
-        weights, gradients, *moments = (list(column) for column in zip(*pieces, strict=True))
+        """Update a chunk of weights whose moments are bf16."""
+        weights, gradients, *moments = (list(column) for column in zip(*chunk, strict=True))
         sizes = [len(weight) for weight in weights]
         whole = [torch.cat(moment).float() for moment in moments]
         columns = (
@@ -102,12 +103,12 @@ class AdamW:
         )
         self._update(columns, [step.clone() for _ in sizes], rate=rate)
         for kept, moment_N in zip(moments, whole, strict=True):
-            _copy(kept, round_at_random(moment_N, generator).split(sizes))
+            _copy(kept, round_stochastically(moment_N, generator).split(sizes))
         if weights[0].dtype != torch.float32:
             _copy(weights, columns[0])
 
     def _update(self, columns: Sequence[list[Tensor]], steps: list[Tensor], *, rate: float) -> None:
-        """One step with weights, gradients and both moments of one precision, all in place."""
+        """Take one step in place. Weights, gradients and both moments have one precision."""
         weights, gradients, first, second = columns
         adamw(
             weights,
@@ -127,23 +128,40 @@ class AdamW:
         )
 
 
-def _pieces(columns: Sequence[Sequence[Tensor]], *, limit: int) -> Iterator[list[Piece]]:
-    """All of the tensors, in lists of runs of ``limit`` numbers together at most."""
-    pieces: list[Piece] = []
+def round_stochastically(x_N: Tensor, generator: torch.Generator) -> Tensor:
+    """Round finite fp32 numbers to one of their two bf16 neighbours, so that the mean is unbiased.
+
+    A neighbour is the likelier the nearer it is. Zeros and numbers that bf16 holds are kept.
+    Rounding to the nearest would not do for moments: a change by less than half of the last digit
+    would always be lost, and a moment that decays by a thousandth a step would never decay.
+
+    Args:
+        generator: a generator of the device of ``x_N``. It alone decides the result.
+    """
+    noise_N = torch.empty_like(x_N, dtype=torch.int32)
+    noise_N.random_(0, 1 << _DROPPED_BITS, generator=generator)
+    noise_N += x_N.view(torch.int32)  # sign and magnitude: the carry moves away from zero
+    noise_N &= -1 << _DROPPED_BITS
+    return noise_N.view(torch.float32).bfloat16()
+
+
+def _chunks(columns: Sequence[Sequence[Tensor]], *, limit: int) -> Iterator[list[Run]]:
+    """Yield all of the tensors as lists of runs, of at most ``limit`` numbers together."""
+    chunk: list[Run] = []
     room = limit
     for tensors in zip(*columns, strict=True):
         flat = [tensor.view(-1) for tensor in tensors]
         begin, length = 0, len(flat[0])
         while begin < length:
             end = min(begin + room, length)
-            pieces.append(tuple(tensor[begin:end] for tensor in flat))
+            chunk.append(tuple(tensor[begin:end] for tensor in flat))
             room -= end - begin
             begin = end
             if not room:
-                yield pieces
-                pieces, room = [], limit
-    if pieces:
-        yield pieces
+                yield chunk
+                chunk, room = [], limit
+    if chunk:
+        yield chunk
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

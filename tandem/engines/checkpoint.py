@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checkpoints of training engines have in common, and the file that one process writes
-beside its Hugging Face folder. Those of several processes are in ``sharded.py``.
+"""The common parts of the checkpoints of training engines.
+
+One process writes ``OPTIMIZER_FILE`` into its Hugging Face folder. Several processes write the
+files of ``sharded_checkpoint``.
 """
 
 from __future__ import annotations
@@ -19,39 +21,39 @@ from tandem.models.decoder import DecoderConfig
 from tandem.types import SliceSpec
 
 OPTIMIZER_FILE = "optimizer.pt"
-"""Optimizer and schedule of a process that holds everything."""
+"""The file with optimizer and schedule of a process that holds all parameters."""
 
 SHARDED_FILE = "sharded.json"
-"""Only checkpoints of several processes have it."""
+"""The file that tells a checkpoint of several processes from one of a single process."""
 
 
 def fingerprint(
     family: str, architecture: DecoderConfig | None, *, parameters: Iterable[SliceSpec]
 ) -> str:
-    """Tells models apart, however they are sharded.
+    """Return a hash that differs between models but not between shardings of one model.
 
     Args:
-        architecture: of the whole decoder, None for transformers' models.
-        parameters: a box of each parameter, in order.
+        architecture: the configuration of the whole decoder, None for transformers' models.
+        parameters: one region of each parameter, in order.
     """
-    listed = [(box.name, box.shape, str(box.dtype)) for box in parameters]
+    listed = [(region.name, region.shape, str(region.dtype)) for region in parameters]
     return hashlib.sha256(repr((family, architecture, listed)).encode()).hexdigest()
 
 
 def read_state(
     folder: Path, device: torch.device, *, model: str, mapped: bool = False
 ) -> Mapping[str, Any]:
-    """The content of ``OPTIMIZER_FILE``.
+    """Return the content of ``OPTIMIZER_FILE``.
 
     Args:
-        model: fingerprint of the model that is to take it over.
-        mapped: only what is looked at is read; ``device`` must be the CPU.
+        model: the fingerprint of the model that the state is for.
+        mapped: whether to read lazily through a memory map. Requires the CPU as ``device``.
 
     Raises:
-        UserError: it is missing or cut short, or belongs to another model.
+        UserError: the file is missing, is cut short, or belongs to another model.
     """
     path = folder / OPTIMIZER_FILE
-    if not is_zipfile(path):  # what torch writes, and what a file cut short no longer is
+    if not is_zipfile(path):  # torch writes a zip file, and one that is cut short is none
         raise incomplete(folder, f"it has no complete {OPTIMIZER_FILE}")
     try:
         state = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
@@ -63,18 +65,22 @@ def read_state(
 
 
 def require_model(folder: Path, model: str, *, saved: str) -> None:
-    """Raise UserError if the fingerprints are not the same."""
+    """Raise UserError unless the fingerprints ``model`` and ``saved`` are equal."""
     if saved != model:
         raise UserError(
-            f"checkpoint={str(folder)!r}: it belongs to another model. "
-            "Set actor_rollout_ref.model.path (of a critic: critic.model.path, of tandem sft: "
-            "model.path) to the one it was trained from, or trainer.resume_mode=disable."
+            "checkpoint",
+            str(folder),
+            rule="it belongs to another model",
+            remedy="Set actor_rollout_ref.model.path (of a critic: critic.model.path, of tandem "
+            "sft: model.path) to the one it was trained from, or trainer.resume_mode=disable.",
         )
 
 
 def incomplete(folder: Path, reason: str) -> UserError:
-    """The error for a checkpoint that cannot be loaded."""
+    """Return the error for a checkpoint that cannot be loaded."""
     return UserError(
-        f"checkpoint={str(folder)!r}: {reason}. "
-        "Resume from a complete checkpoint or set trainer.resume_mode=disable."
+        "checkpoint",
+        str(folder),
+        rule=reason,
+        remedy="Resume from a complete checkpoint or set trainer.resume_mode=disable.",
     )

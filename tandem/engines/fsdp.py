@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a model that is spread over the ranks of a pool: one rank of the engine.
+"""The training engine of a model that is sharded over the ranks of a pool, as one rank sees it.
 
 All ranks make the same calls in the same order, each with its own micro-batches. Loss, gradients
-and metrics are sums over all of them, so that an update is that of ``SingleDeviceEngine`` whatever
-the number of ranks: a step that is not finite on one rank is taken on none. Running out of memory
-on one rank ends the run, because the others then wait in vain.
+and metrics are sums over all ranks, so that an update equals that of ``SingleDeviceEngine`` for any
+number of ranks. A step that is not finite on one rank is skipped on all. If one rank runs out of
+memory, the run ends, because the other ranks wait for it.
 
 Shapes: R response tokens.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,10 @@ from tandem.api import Loss
 from tandem.config.schema.optim import OptimConfig
 from tandem.engines.adamw import Moments
 from tandem.engines.checkpoint import SHARDED_FILE, fingerprint, read_state
+from tandem.engines.fsdp_model import FsdpModel, idle_batch
 from tandem.engines.optim import PolicyOptimizer, make_schedule
-from tandem.engines.sharded import restore, store
-from tandem.engines.sharded_model import ShardedModel, idle_batch
-from tandem.engines.slices import in_whole
+from tandem.engines.sharded_checkpoint import load_sharded, save_sharded
+from tandem.engines.shards import view_of
 from tandem.engines.steps import Totals, backward, clip, report_step
 from tandem.models.language_model import score_batch
 from tandem.models.parallel import is_whole, slices_of_rows
@@ -39,17 +40,15 @@ from tandem.types import HeldSlice, LossScale, PackedBatch, UpdateReport
 class FsdpEngine:
     """One rank of an ``api.TrainEngine``.
 
-    Where a method takes ``num_rounds`` it is the same on all ranks, and at least the number of
-    batches of each; a rank with fewer computes without effect in the other rounds. None means that
-    all ranks have as many batches as this one.
+    The argument ``num_rounds`` is the same on all ranks and at least the number of batches of each.
+    A rank with fewer batches computes without effect in the remaining rounds. None means that all
+    ranks have as many batches as this one.
     """
 
-    def __init__(
-        self, model: ShardedModel, config: OptimConfig, *, total_training_steps: int
-    ) -> None:
+    def __init__(self, model: FsdpModel, config: OptimConfig, *, total_training_steps: int) -> None:
         """Take over ``model``."""
         self._model = model
-        self._optimizer = PolicyOptimizer(model.language_model, config, holding=model.holding)
+        self._optimizer = PolicyOptimizer(model.language_model, config, shard_map=model.shard_map)
         self._schedule = make_schedule(config, total_training_steps)
         self._learning_rate = config.lr
         self._clip_norm = config.clip_grad
@@ -57,20 +56,18 @@ class FsdpEngine:
 
     @property
     def data_parallel_size(self) -> int:
-        """Micro-batches computed at the same time by all ranks together."""
-        return self._model.sharding.layout.data_parallel
+        """The number of micro-batches that all ranks together compute at the same time."""
+        return self._model.spec.layout.data_parallel
 
     @property
     def sequence_parallel_size(self) -> int:
-        """Ranks that share the tokens of a micro-batch."""
-        return self._model.sharding.layout.sequence_parallel
+        """The number of ranks that share the tokens of a micro-batch."""
+        return self._model.spec.layout.sequence_parallel
 
     def score(
         self, batches: Sequence[PackedBatch], temperature: float, *, num_rounds: int | None = None
     ) -> list[Tensor]:
-        """What the model says of the response tokens of this rank's batches, fp32 (R,) each, on the
-        CPU.
-        """
+        """Return log-probs, or values, of the response tokens, fp32 (R,) a batch, on the CPU."""
         return self._model.score(batches, temperature=temperature, num_rounds=num_rounds)
 
     def update(
@@ -82,13 +79,16 @@ class FsdpEngine:
         temperature: float,
         num_rounds: int | None = None,
     ) -> UpdateReport:
-        """One optimizer step over the micro-batches of all ranks, which all report the same."""
-        self._model.wake()
+        """Take one optimizer step over the micro-batches of all ranks. All ranks report the same.
+
+        Offloaded weights are onloaded and stay on the device.
+        """
+        self._model.onload()
         totals = self._accumulate(
             batches, loss, scale=scale, temperature=temperature, num_rounds=num_rounds
         )
         gradients = self._model.gradients()
-        self._agree_on_whole(gradients)
+        self._broadcast_unsplit(gradients)
         sums = self._sum_over_ranks(totals, gradients)
         factor = self._schedule.factor(self._schedule_step)
         report = report_step(
@@ -103,45 +103,46 @@ class FsdpEngine:
         """Step the learning-rate schedule; called once a training step."""
         self._schedule_step += 1
 
-    def rest(self) -> None:
-        """Move the weights to the host's memory if the config asks for it, until the next call that
-        computes with them."""
-        self._model.rest()
+    def offload(self) -> None:
+        """Move the weights to the host's memory if the config asks for it."""
+        self._model.offload()
 
-    def wake(self) -> None:
-        """Undo ``rest``, as ``score`` and ``update`` do by themselves."""
-        self._model.wake()
+    def on_device(self) -> AbstractContextManager[None]:
+        """Return a context in which the weights are on the device, and offloaded afterwards."""
+        return self._model.on_device()
 
     def held_slices(self) -> list[HeldSlice]:
-        """This rank's weights, in use: valid until ``rest`` or ``wake``."""
+        """Return this rank's weights, in use, and valid until they are offloaded or onloaded."""
         return self._model.held_slices()
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of weights and optimizer into a folder that all ranks share."""
-        store(
+        save_sharded(
             folder,
             self._model.weights(),
             optimizer=self._optimizer,
-            boxes=self._model.holding.boxes,
+            regions=self._model.shard_map.regions,
             model=self._fingerprint(),
             schedule_step=self._schedule_step,
         )
-        if self._model.sharding.rank == 0:
-            source, stored = self._model.folder, self._model.sharding.stored
+        if self._model.spec.rank == 0:
+            source, stored = self._model.folder, self._model.spec.stored
             write_config(source.hf_config, folder, dtype=stored)
             copy_companions(source.path, folder)
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save``, here or on any number of ranks, or ``SingleDeviceEngine.save``
-        wrote, bit by bit.
+        """Restore a checkpoint of any number of ranks, or of ``SingleDeviceEngine``, bit by bit.
 
         Raises:
-            UserError: it belongs to another model or optimizer, or is incomplete.
+            UserError: the checkpoint belongs to another model or optimizer, or is incomplete.
         """
-        weights, boxes = self._model.weights(), self._model.holding.boxes
         if (folder / SHARDED_FILE).is_file():
-            self._schedule_step = restore(
-                folder, weights, optimizer=self._optimizer, model=self._fingerprint(), boxes=boxes
+            self._schedule_step = load_sharded(
+                folder,
+                self._model.weights(),
+                optimizer=self._optimizer,
+                regions=self._model.shard_map.regions,
+                model=self._fingerprint(),
             )
             return
         state = read_state(folder, torch.device("cpu"), model=self._fingerprint(), mapped=True)
@@ -161,9 +162,9 @@ class FsdpEngine:
         temperature: float,
         num_rounds: int | None,
     ) -> Totals:
-        """Add up loss and metrics of this rank's micro-batches, and the gradients of all ranks'."""
+        """Sum loss and metrics over this rank's micro-batches, and gradients over all ranks'."""
         model = self._model.language_model
-        totals = Totals(torch.zeros((), device=self._model.sharding.device))
+        totals = Totals(torch.zeros((), device=self._model.spec.device))
         rounds = len(batches) if num_rounds is None else num_rounds
         for index in range(rounds):
             self._model.announce_backward(is_last=index == rounds - 1)
@@ -175,34 +176,40 @@ class FsdpEngine:
                 (scores.score_R.sum() * 0.0).backward()
         return totals
 
-    def _agree_on_whole(self, gradients: Mapping[str, Tensor]) -> None:
-        """What every tensor-parallel rank holds whole must stay the same bit by bit, but kernels
-        need not add in the same order on all of them: they take the first one's gradients."""
+    def _broadcast_unsplit(self, gradients: Mapping[str, Tensor]) -> None:
+        """Replace gradients of parameters that every tensor-parallel rank holds whole by rank 0's.
+
+        Such parameters must stay equal bit by bit, but kernels need not add in the same order on
+        all ranks.
+        """
         peers = self._model.language_model.layout.tensor
         if peers.size == 1:
             return
-        shares = self._model.holding.shares
+        shares = self._model.shard_map.shares
         wholes = [part for name, part in gradients.items() if is_whole(shares[name])]
-        flat = torch.cat([part.flatten() for part in wholes]).to(self._model.sharding.device)
+        flat = torch.cat([part.flatten() for part in wholes]).to(self._model.spec.device)
         distributed.broadcast(flat, group=peers.group, group_src=0)
         parts = flat.split([part.numel() for part in wholes])
         for whole, part in zip(wholes, parts, strict=True):
             whole.copy_(part.view_as(whole))
 
     def _sum_over_ranks(self, totals: Totals, gradients: Mapping[str, Tensor]) -> _Sums:
-        """Each rank adds the same numbers in the same order, so that all decide alike."""
-        holding = self._model.holding
-        norm = get_total_norm([part for name, part in gradients.items() if holding.counts(name)])
+        """Sum loss, squared norm and metrics over all ranks, in the same order on each.
+
+        The results are equal bit by bit, so that all ranks decide alike.
+        """
+        shard_map = self._model.shard_map
+        norm = get_total_norm([x for name, x in gradients.items() if shard_map.is_owner(name)])
         values = [norm.to(totals.loss.device), totals.loss, *totals.metrics.values()]
         norm, loss, *metrics = torch.stack(values).tolist()
-        place = holding.place
-        speaks = place.tensor == place.sequence == 0  # of those that compute the same micro-batch
+        place = shard_map.place
+        reports = place.tensor == place.sequence == 0  # one of those with the same micro-batch
         mine = _Sums(
-            loss=loss if speaks else 0.0,
+            loss=loss if reports else 0.0,
             grad_norm=norm,
-            metrics=dict(zip(totals.metrics, metrics, strict=True)) if speaks else {},
+            metrics=dict(zip(totals.metrics, metrics, strict=True)) if reports else {},
         )
-        everyone: list[Any] = [mine] * self._model.sharding.layout.num_ranks
+        everyone: list[Any] = [mine] * self._model.spec.layout.num_ranks
         distributed.all_gather_object(everyone, mine)
         return _sum(everyone)
 
@@ -210,11 +217,11 @@ class FsdpEngine:
         parts = list(gradients.values())
         clip(parts, parts[0].new_tensor(norm, dtype=torch.float32), limit=self._clip_norm)
         self._optimizer.step(self._model.weights(), gradients, rate_factor=rate_factor)
-        if self._model.sharding.config.optimizer_offload:
-            self._optimizer.rest()
+        if self._model.spec.config.optimizer_offload:
+            self._optimizer.offload()
 
     def _take_moments(self, state: Mapping[str, Moments]) -> None:
-        """This rank's part of moments of whole parameters."""
+        """Copy this rank's part of the moments of unsharded parameters."""
         if not any(state.values()):
             self._optimizer.load_state_dict(state)
             return
@@ -231,18 +238,18 @@ class FsdpEngine:
         if not part.dim():
             part.copy_(whole)
             return
-        for held in slices_of_rows(self._model.holding.boxes[name], part):
-            held.tensor.copy_(in_whole(whole, held.spec))
+        for held in slices_of_rows(self._model.shard_map.regions[name], part):
+            held.tensor.copy_(view_of(whole, held.spec))
 
     def _fingerprint(self) -> str:
         model = self._model.language_model
-        boxes = (boxes[0] for boxes in self._model.holding.shares.values())
-        return fingerprint(model.family, model.config, parameters=boxes)
+        parameters = (regions[0] for regions in self._model.shard_map.shares.values())
+        return fingerprint(model.family, model.config, parameters=parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Of one rank, or over all of them."""
+    """Loss, gradient norm and metrics of one rank, or of all ranks together."""
 
     loss: float
     grad_norm: float

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon (Jordan et al., 2024): momentum, orthogonalised by Newton-Schulz iterations; matrices only.
 
-The update of ``torch.optim.Muon`` with ``adjust_lr_fn="original"``, in two points different: a
-parameter may hold several matrices on top of each other, each of which is orthogonalised for
-itself, and matrices of equal shape go through the iteration as one batch, which is several times as
-fast for small models. Matrices that are spread over processes are orthogonalised whole by each.
+The update is that of ``torch.optim.Muon`` with ``adjust_lr_fn="original"``, with two differences. A
+parameter may be several matrices stacked along the rows, and each of them is orthogonalised
+separately. Matrices of equal shape are iterated as one batch, which is several times as fast for
+small models. If a matrix is sharded, every process gathers and orthogonalises all of it.
 
 Shapes: N matrices of one shape, A rows, B columns.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tandem.engines.adamw import Moments
-from tandem.engines.slices import Holding, stacked
+from tandem.engines.shards import ShardMap, with_first_rows
 
 _MOMENTUM = 0.95
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -30,7 +30,7 @@ _EPSILON = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Rows ``start .. start + rows`` of the whole parameter ``owner``: one linear map."""
+    """A linear map: rows ``start .. start + rows`` of the unsharded parameter ``owner``."""
 
     owner: str
     start: int
@@ -38,25 +38,26 @@ class Matrix:
     columns: int
 
     def of(self, whole: Tensor) -> Tensor:
-        """These rows of a tensor shaped like the owner, (A, B)."""
+        """Return these rows, (A, B), of a tensor shaped like the owner."""
         return whole[self.start : self.start + self.rows]
 
 
 class Muon:
-    """Nesterov momentum and decoupled weight decay. The matrices of one owner must cover it.
+    """An optimizer with Nesterov momentum and decoupled weight decay.
 
     Args:
-        holding: what of each owner this process holds.
+        matrices: the matrices of all parameters. Those of one owner must cover it.
+        shard_map: the regions of each owner that this process holds.
     """
 
     def __init__(
-        self, matrices: Sequence[Matrix], *, weight_decay: float, holding: Holding
+        self, matrices: Sequence[Matrix], *, weight_decay: float, shard_map: ShardMap
     ) -> None:
         self._by_shape: dict[tuple[int, int], list[Matrix]] = defaultdict(list)
         for matrix in matrices:
             self._by_shape[matrix.rows, matrix.columns].append(matrix)
         self._weight_decay = weight_decay
-        self._holding = holding
+        self._shard_map = shard_map
         self.moments: Moments = {}
 
     def adopt(self, moments: Moments) -> None:
@@ -67,13 +68,13 @@ class Muon:
     def step(
         self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, rate: float
     ) -> None:
-        """Update the owners in place. Collective where they are spread over processes."""
+        """Update the owners in place. Collective if they are sharded."""
         self.moments = self.moments or self.zero_moments(weights)
         updates: dict[str, Tensor] = {}
         for name, momentum in zip(weights, self.moments["momentum"], strict=True):
             momentum.lerp_(gradients[name], 1 - _MOMENTUM)
             update = gradients[name].lerp(momentum, _MOMENTUM).bfloat16()
-            updates[name] = self._holding.whole(name, update)
+            updates[name] = self._shard_map.gather(name, update)
         for (rows, columns), matrices in self._by_shape.items():
             stacked_NAB = torch.stack([matrix.of(updates[matrix.owner]) for matrix in matrices])
             adjusted = rate * math.sqrt(max(1.0, rows / columns))
@@ -83,24 +84,27 @@ class Muon:
                     weight.mul_(1 - rate * self._weight_decay).sub_(update, alpha=adjusted)
 
     def zero_moments(self, weights: Mapping[str, Tensor]) -> Moments:
-        """What the first step begins with."""
+        """Return the moments before the first step."""
         return {"momentum": [torch.zeros_like(weight) for weight in weights.values()]}
 
     def _held(
         self, matrix: Matrix, part: Tensor, *, update_AB: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rows of a matrix that are held here: views of the weight and of its update."""
-        for at, box in stacked(self._holding.boxes[matrix.owner]):
-            first = max(matrix.start, box.offset[0])
-            last = min(matrix.start + matrix.rows, box.offset[0] + box.size[0])
+        """Yield the rows of a matrix that this process holds: views of weight and update."""
+        for at, region in with_first_rows(self._shard_map.regions[matrix.owner]):
+            first = max(matrix.start, region.offset[0])
+            last = min(matrix.start + matrix.rows, region.offset[0] + region.size[0])
             if first < last:
                 rows_AB = update_AB[first - matrix.start : last - matrix.start]
-                held = part[at + first - box.offset[0] : at + last - box.offset[0]]
-                yield held, rows_AB.narrow(1, box.offset[1], box.size[1])
+                held = part[at + first - region.offset[0] : at + last - region.offset[0]]
+                yield held, rows_AB.narrow(1, region.offset[1], region.size[1])
 
 
 def orthogonalise(matrices_NAB: Tensor) -> Tensor:
-    """Roughly U V^T of each matrix U S V^T, in bf16, by five quintic Newton-Schulz steps."""
+    """Return approximately U V^T of each matrix U S V^T, in bf16.
+
+    The approximation takes five quintic Newton-Schulz steps.
+    """
     first, third, fifth = _COEFFICIENTS
     x_NAB = matrices_NAB.bfloat16()
     is_tall = x_NAB.shape[1] > x_NAB.shape[2]

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer of a policy: AdamW, or Muon for the matrices of the layers and AdamW for everything
-else.
+"""The optimizer of a policy and its learning-rate schedule.
 
-As in verl, AdamW decays every parameter, one-dimensional ones too. Muon orthogonalises each of the
-matrices that Hugging Face names, not the fused ones the decoder computes with: query, key, value,
-gate and up are separate maps, which a common orthogonalisation would couple.
+The optimizer is AdamW, or Muon for the matrices of the layers and AdamW for all other parameters.
+As in verl, AdamW decays every parameter, one-dimensional ones too. Muon orthogonalises the matrices
+that Hugging Face names, not the fused matrices of the decoder: query, key, value, gate and up are
+separate linear maps, which a common orthogonalisation would couple.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +20,7 @@ from torch import Tensor, nn
 from tandem.config.schema.optim import OptimConfig
 from tandem.engines.adamw import AdamW, Moments
 from tandem.engines.muon import Matrix, Muon
-from tandem.engines.schedule import LearningRateSchedule, warmup_steps
-from tandem.engines.slices import Holding
+from tandem.engines.shards import ShardMap
 from tandem.errors import UserError
 from tandem.models.decoder import parameter_shapes
 from tandem.models.language_model import LanguageModel
@@ -26,8 +28,38 @@ from tandem.models.parallel import whole_config
 from tandem.models.weights import file_tensors
 
 
+@dataclass(frozen=True, slots=True)
+class LearningRateSchedule:
+    """A linear warm-up over ``warmup_steps``, then a constant or a cosine.
+
+    The formulas are those of verl and transformers. As there, the first training step is step 0, so
+    that with a warm-up it has learning rate 0.
+
+    Attributes:
+        min_ratio: the lower bound of the cosine's factor.
+        num_cycles: the number of cosine waves; 0.5 falls once.
+    """
+
+    kind: Literal["constant", "cosine"]
+    warmup_steps: int
+    total_steps: int
+    min_ratio: float
+    num_cycles: float
+
+    def factor(self, step: int) -> float:
+        """Return the factor of the configured rate at a training step, counted from 0."""
+        if step < self.warmup_steps:
+            return step / self.warmup_steps
+        if self.kind == "constant":
+            return 1.0
+        progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        wave = math.cos(math.pi * self.num_cycles * 2.0 * progress)
+        cosine = 0.5 * (1 - self.min_ratio) * wave + 0.5 * (1 + self.min_ratio)
+        return max(self.min_ratio, cosine)
+
+
 def make_schedule(config: OptimConfig, total_training_steps: int) -> LearningRateSchedule:
-    """The schedule of the config, whose own ``total_training_steps`` wins if positive."""
+    """Return the configured schedule. A positive ``config.total_training_steps`` wins."""
     if config.total_training_steps > 0:
         total_training_steps = config.total_training_steps
     return LearningRateSchedule(
@@ -43,8 +75,13 @@ def make_schedule(config: OptimConfig, total_training_steps: int) -> LearningRat
     )
 
 
+def warmup_steps(steps: int, ratio: float, *, total_steps: int) -> int:
+    """Return ``steps`` if positive, else ``ratio`` of all steps, rounded down. verl's rule."""
+    return steps if steps > 0 else int(ratio * total_steps)
+
+
 class PolicyOptimizer:
-    """One or two optimizers that step together, each at its own rate.
+    """One or two optimizers that step together, each at its own learning rate.
 
     Weights, gradients and moments are the parts of the parameters that this process holds.
 
@@ -52,11 +89,11 @@ class PolicyOptimizer:
         members: the parameters of each optimizer, in the order of its moments.
     """
 
-    def __init__(self, model: LanguageModel, config: OptimConfig, *, holding: Holding) -> None:
+    def __init__(self, model: LanguageModel, config: OptimConfig, *, shard_map: ShardMap) -> None:
         matrices = _matrices(model) if config.optimizer == "Muon" else []
         owners = {matrix.owner for matrix in matrices}
         decay = config.weight_decay
-        self.members = {"AdamW": [name for name in holding.boxes if name not in owners]}
+        self.members = {"AdamW": [name for name in shard_map.regions if name not in owners]}
         self._peak_rates = {"AdamW": config.lr}
         self._optimizers: dict[str, AdamW | Muon] = {
             "AdamW": AdamW(
@@ -67,62 +104,68 @@ class PolicyOptimizer:
             )
         }
         if matrices:
-            self.members["Muon"] = [name for name in holding.boxes if name in owners]
+            self.members["Muon"] = [name for name in shard_map.regions if name in owners]
             self._peak_rates["Muon"] = config.muon_lr
-            self._optimizers["Muon"] = Muon(matrices, weight_decay=decay, holding=holding)
+            self._optimizers["Muon"] = Muon(matrices, weight_decay=decay, shard_map=shard_map)
 
     def step(
         self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, rate_factor: float
     ) -> None:
-        """One step at ``rate_factor`` times the configured rates, where the weights are."""
+        """Take one step at ``rate_factor`` times the configured rates, on the weights' device.
+
+        Moments that were offloaded move to that device.
+        """
         for name, optimizer in self._optimizers.items():
             own = {member: weights[member] for member in self.members[name]}
             optimizer.moments = _moved(optimizer.moments, next(iter(own.values())).device)
             optimizer.step(own, gradients, rate=self._peak_rates[name] * rate_factor)
 
-    def rest(self) -> None:
-        """Move the moments to the host's memory; the next step takes them back."""
+    def offload(self) -> None:
+        """Move the moments to the host's memory until the next step."""
         for optimizer in self._optimizers.values():
             optimizer.moments = _moved(optimizer.moments, torch.device("cpu"))
 
     def allocate(self, weights: Mapping[str, Tensor]) -> None:
-        """Begin with moments of zero, which may be written into."""
+        """Set all moments to zeros, which the caller may write into."""
         for name, optimizer in self._optimizers.items():
             optimizer.moments = optimizer.zero_moments({x: weights[x] for x in self.members[name]})
 
     def state_dict(self) -> dict[str, Moments]:
-        """The moments of each optimizer by its name."""
+        """Return the moments of each optimizer by its name."""
         return {name: optimizer.moments for name, optimizer in self._optimizers.items()}
 
     def load_state_dict(self, state: Mapping[str, Moments]) -> None:
-        """Take over moments that ``state_dict`` returned, which belong to the same parameters."""
+        """Take over moments that ``state_dict`` returned for the same parameters."""
         for name, optimizer in self._optimizers.items():
             optimizer.adopt(state[name])
 
     def spread_scalars(self) -> None:
-        """Give to all parameters what is the same for all, and was read for the first alone."""
+        """Copy each scalar moment of the first parameter to all others.
+
+        Checkpoints store one scalar for all parameters.
+        """
         for moments in self.state_dict().values():
             for first, *others in moments.values():
                 for other in others if not first.dim() else ():
                     other.copy_(first)
 
     def require_same(self, saved: Collection[str]) -> None:
-        """Raise UserError if optimizers of other names were ``saved``."""
+        """Raise UserError unless ``saved`` names the same optimizers."""
         if set(saved) != self._optimizers.keys():
-            configured = "Muon" if "Muon" in self._optimizers else "AdamW"
             raise UserError(
-                f"actor_rollout_ref.actor.optim.optimizer={configured!r}: the checkpoint holds "
-                f"the state of {', '.join(saved)}. Resume with the optimizer it was saved with."
+                "actor_rollout_ref.actor.optim.optimizer",
+                "Muon" if "Muon" in self._optimizers else "AdamW",
+                rule=f"the checkpoint holds the state of {', '.join(saved)}",
+                remedy="Resume with the optimizer it was saved with.",
             )
 
 
 def _moved(moments: Moments, device: torch.device) -> Moments:
-    """The same tensors if they are there already."""
     return {name: [tensor.to(device) for tensor in group] for name, group in moments.items()}
 
 
 def _matrices(model: LanguageModel) -> list[Matrix]:
-    """The linear maps within the layers; not embeddings, not the language-model head."""
+    """Return the linear maps within the layers, without embedding and language-model head."""
     if model.decoder is None:
         head = model.lm_head_weight
         linears = [part.weight for part in model.module.modules() if isinstance(part, nn.Linear)]

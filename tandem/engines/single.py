@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on one device in this process, and the frozen reference policy.
 
-An update is a sum over micro-batches with global denominators, so that loss, gradient and metrics
-do not depend on how the mini-batch was cut. A step whose loss or gradient is not finite is not
-taken. Weights are kept in one precision and may be computed with in a lower one: gradients are then
-summed up and the optimizer steps in the precision they are kept in; only then need the kept weights
-be on the device. No autocast, no loss scaling, no sharding.
+An update is a sum over micro-batches with global denominators, so that loss, gradients and metrics
+do not depend on how the mini-batch was cut. A step whose loss or gradient is not finite is skipped.
+The stored weights have one precision, and a copy of them may compute in a lower one. Gradients are
+then summed, and the optimizer steps, in the precision of the stored weights, which need the device
+only during that step. There is no autocast, no loss scaling and no sharding.
 
-Shapes: T packed tokens, R response tokens, D hidden.
+Shapes: R response tokens.
 """
 
 from __future__ import annotations
@@ -29,21 +29,14 @@ from tandem.engines.checkpoint import (
     incomplete,
     read_state,
 )
+from tandem.engines.offload import OffloadedParameters, on_device
 from tandem.engines.optim import PolicyOptimizer, make_schedule
-from tandem.engines.resting import RestingParameters
-from tandem.engines.sharded_access import restore
-from tandem.engines.slices import whole_holding
+from tandem.engines.shards import unsharded_map
 from tandem.engines.steps import Totals, backward, clip, report_step, score
 from tandem.errors import UserError
 from tandem.models.language_model import LanguageModel
 from tandem.models.weights import load_weights
 from tandem.types import LossScale, PackedBatch, UpdateReport
-
-_NO_ROOM_TO_STEP = (
-    "out of memory: the optimizer's step does not fit the device, whatever the micro-batches. Set "
-    "optimizer_offload=True or optim.moments_dtype=bfloat16, or lower "
-    "actor_rollout_ref.rollout.gpu_memory_utilization."
-)
 
 
 class SingleDeviceEngine:
@@ -64,23 +57,22 @@ class SingleDeviceEngine:
         """Take over ``model``.
 
         Args:
-            compute: a copy of it in the precision to compute in, if another.
-            offload_optimizer: the optimizer's state rests in the host's memory between steps.
-            offload_weights: so do the weights of ``model``, which then is not what computes.
+            compute: a copy of the model in the precision to compute in, if that differs.
+            offload_optimizer: whether the moments are in the host's memory between steps.
+            offload_weights: whether the weights of ``model`` are, too. Requires ``compute``.
         """
         self._model = model
         self._compute = model if compute is None else compute
         self._computed = list(self._compute.module.parameters())
         self._weights = dict(model.module.named_parameters())
         self._sums: dict[str, Tensor] = {}
-        self._resting: RestingParameters | None = None
+        self._offloaded: OffloadedParameters | None = None
         if offload_weights:
-            assert self._compute is not model, "weights that are computed with cannot rest"
-            self._resting = RestingParameters(self._weights.values())
-            self._resting.rest()
+            assert self._compute is not model, "weights that compute cannot be offloaded"
+            self._offloaded = OffloadedParameters(self._weights.values())
         self._device = self._compute.lm_head_weight.device
-        self._holding = whole_holding(self._weights)
-        self._optimizer = PolicyOptimizer(model, config, holding=self._holding)
+        self._shard_map = unsharded_map(self._weights)
+        self._optimizer = PolicyOptimizer(model, config, shard_map=self._shard_map)
         self._offload_optimizer = offload_optimizer
         self._schedule = make_schedule(config, total_training_steps)
         self._learning_rate = config.lr
@@ -88,19 +80,17 @@ class SingleDeviceEngine:
         self._schedule_step = 0
 
     def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """What the model says of the response tokens, fp32 (R,) a batch, on the CPU."""
+        """Return log-probs, or values, of the response tokens, fp32 (R,) a batch, on the CPU."""
         return [score(self._compute, batch, temperature=temperature) for batch in batches]
 
     def update(
         self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
     ) -> UpdateReport:
-        """One optimizer step over all micro-batches. Without any, the gradient is zero.
-
-        Running out of memory with the micro-batches (torch.OutOfMemoryError) leaves everything as
-        it was.
+        """Take one optimizer step over all micro-batches. Without any, gradients are zero.
 
         Raises:
-            UserError: the optimizer ran out of memory.
+            torch.OutOfMemoryError: a micro-batch did not fit. Weights and optimizer are unchanged.
+            UserError: the step of the optimizer did not fit.
         """
         try:
             totals = self._accumulate(batches, loss, scale=scale, temperature=temperature)
@@ -121,13 +111,13 @@ class SingleDeviceEngine:
             try:
                 clip(list(gradients.values()), norm, limit=self._clip_norm)
                 self._step(gradients, rate_factor=factor)
-            except torch.OutOfMemoryError as error:  # part of the weights may have been stepped
-                raise UserError(_NO_ROOM_TO_STEP) from error
+            except torch.OutOfMemoryError as error:  # some weights may have been updated
+                raise _out_of_memory() from error
         self._drop_gradients()
         return report
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Of all weights, zero where there is none: optimizers would skip a weight without one."""
+        # Zeros stand for missing gradients: an optimizer would skip a weight without one.
         if self._compute is self._model:
             found = {name: weight.grad for name, weight in self._weights.items()}
         else:
@@ -147,7 +137,7 @@ class SingleDeviceEngine:
         self._schedule_step += 1
 
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face folder with the weights as they are, and the optimizer beside it."""
+        """Write a Hugging Face folder with the stored weights, and the optimizer beside it."""
         self._model.save(folder)
         state = {
             "model": self._fingerprint(),
@@ -156,22 +146,26 @@ class SingleDeviceEngine:
         }
         try:
             torch.save(state, folder / OPTIMIZER_FILE)
-        except RuntimeError as error:  # how torch reports a disk that is full
+        except RuntimeError as error:  # torch's report of a full disk
             raise OSError(f"{OPTIMIZER_FILE}: {error}") from error
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote, bit by bit.
+        """Restore a checkpoint of this engine, or of any number of ranks, bit by bit.
 
         Raises:
-            UserError: it belongs to another model or optimizer, or is incomplete.
+            UserError: the checkpoint belongs to another model or optimizer, or is incomplete.
         """
         if (folder / SHARDED_FILE).is_file():
-            self._schedule_step = restore(
+            # Imported here because torch's distributed checkpoints take 1 s to import, and few runs
+            # of one process read any.
+            from tandem.engines.sharded_checkpoint import load_sharded
+
+            self._schedule_step = load_sharded(
                 folder,
                 self._weights,
                 optimizer=self._optimizer,
+                regions=self._shard_map.regions,
                 model=self._fingerprint(),
-                boxes=self._holding.boxes,
             )
         else:
             state = read_state(folder, self._device, model=self._fingerprint())
@@ -179,12 +173,12 @@ class SingleDeviceEngine:
             self._optimizer.load_state_dict(state["optimizer"])
             self._schedule_step = state["schedule_step"]
             _load_weights(self._model, folder)
-        self._refresh()
+        self._update_compute_weights()
 
     def _accumulate(
         self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
     ) -> Totals:
-        """Add up gradients, loss and metrics of all micro-batches."""
+        """Sum gradients, loss and metrics over all micro-batches."""
         totals = Totals(torch.zeros((), device=self._device))
         for batch in batches:
             totals.add(
@@ -194,18 +188,15 @@ class SingleDeviceEngine:
         return totals
 
     def _step(self, gradients: dict[str, Tensor], *, rate_factor: float) -> None:
-        if self._resting is not None:
-            self._resting.wake()
-        self._optimizer.step(self._weights, gradients, rate_factor=rate_factor)
-        if self._offload_optimizer:
-            self._optimizer.rest()
-        self._refresh()
-        if self._resting is not None:
-            self._resting.rest()
+        with on_device(self._offloaded):
+            self._optimizer.step(self._weights, gradients, rate_factor=rate_factor)
+            if self._offload_optimizer:
+                self._optimizer.offload()
+            self._update_compute_weights()
 
     @torch.no_grad()
     def _collect_gradients(self) -> None:
-        """Add what a micro-batch left in the lower precision to the gradients that are kept."""
+        """Add the gradients of a micro-batch to the sums in the stored precision."""
         if self._compute is self._model:
             return
         for (name, kept), computed in zip(self._weights.items(), self._computed, strict=True):
@@ -218,8 +209,8 @@ class SingleDeviceEngine:
             computed.grad = None
 
     @torch.no_grad()
-    def _refresh(self) -> None:
-        """Round the weights into those that are computed with, in place."""
+    def _update_compute_weights(self) -> None:
+        """Round the stored weights into the weights that compute, in place."""
         if self._compute is not self._model:
             for kept, computed in zip(self._weights.values(), self._computed, strict=True):
                 computed.copy_(kept)
@@ -227,42 +218,45 @@ class SingleDeviceEngine:
     def _fingerprint(self) -> str:
         decoder = self._model.decoder
         architecture = None if decoder is None else decoder.config
-        boxes = (box for (box,) in self._holding.boxes.values())
-        return fingerprint(self._model.family, architecture, parameters=boxes)
+        parameters = (region for (region,) in self._shard_map.regions.values())
+        return fingerprint(self._model.family, architecture, parameters=parameters)
 
 
 class ReferenceModel:
-    """``api.ReferencePolicy``: a model that is scored with and never changed."""
+    """An ``api.ReferencePolicy`` on one device, whose weights never change."""
 
     data_parallel_size = sequence_parallel_size = 1
 
     def __init__(self, model: LanguageModel, *, offload_weights: bool = False) -> None:
-        """Freezes ``model``, which must not share parameters with the trained one.
+        """Freeze ``model``, which must not share parameters with the trained one.
 
         Args:
-            offload_weights: they rest in the host's memory while nothing is scored.
+            offload_weights: whether the weights are in the host's memory between scores.
         """
         model.module.requires_grad_(False)
         self._model = model
-        self._resting: RestingParameters | None = None
+        self._offloaded: OffloadedParameters | None = None
         if offload_weights:
-            self._resting = RestingParameters(model.module.parameters(), frozen=True)
-            self._resting.rest()
+            self._offloaded = OffloadedParameters(model.module.parameters(), frozen=True)
 
     def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """Log-probs of the response tokens, fp32 (R,) a batch, on the CPU."""
-        if self._resting is not None:
-            self._resting.wake()
-        try:
+        """Return log-probs, or values, of the response tokens, fp32 (R,) a batch, on the CPU."""
+        with on_device(self._offloaded):
             return [score(self._model, batch, temperature=temperature) for batch in batches]
-        finally:
-            if self._resting is not None:
-                self._resting.rest()
+
+
+def _out_of_memory() -> UserError:
+    return UserError(
+        "out of memory",
+        rule="the optimizer's step does not fit the device, whatever the micro-batches",
+        remedy="Set optimizer_offload=True or optim.moments_dtype=bfloat16, or lower "
+        "actor_rollout_ref.rollout.gpu_memory_utilization.",
+    )
 
 
 @torch.no_grad()
 def _load_weights(model: LanguageModel, folder: Path) -> None:
-    """Into the parameters in place, so that whoever shares their storage sees them."""
+    # In place, so that a model that shares the storage sees the loaded weights.
     if model.decoder is not None:
         load_weights(model.decoder, folder, key="checkpoint")
         return

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that every training engine takes, as functions: scoring, one micro-batch's forward and
-backward pass, sums over micro-batches, clipping, the report. No state, no communication.
+"""The steps that all training engines share, as functions: scoring, the forward and backward pass
+of a micro-batch, sums over micro-batches, gradient clipping, and the report. They keep no state and
+communicate with no other process.
 
 Shapes: R response tokens.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from tandem.api import Loss
 from tandem.models.language_model import LanguageModel, TokenScores, score_batch
-from tandem.models.upload import upload
+from tandem.models.operators import upload
 from tandem.types import (
     LossColumns,
     LossInputs,
@@ -32,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def score(model: LanguageModel, batch: PackedBatch, *, temperature: float) -> Tensor:
-    """What the model says of the response tokens, fp32 (R,), on the CPU."""
+    """Return log-probs, or values, of the response tokens: fp32 (R,), on the CPU."""
     return score_batch(model, batch, temperature=temperature, with_entropy=False).score_R.cpu()
 
 
 def backward(
     model: LanguageModel, batch: PackedBatch, *, loss: Loss, scale: LossScale, temperature: float
 ) -> LossOutputs:
-    """Add the gradient of a micro-batch to those of the model's parameters."""
+    """Add the gradients of a micro-batch to those of the model's parameters."""
     scores = score_batch(model, batch, temperature=temperature, with_entropy=loss.needs_entropy)
     outputs = loss(_loss_inputs(batch, scores, scale=scale))
     outputs.loss.backward()
@@ -48,20 +49,20 @@ def backward(
 
 @dataclass
 class Totals:
-    """Loss and metrics of the micro-batches so far, scalars on their device."""
+    """The sums of loss and metrics over micro-batches, scalars on their device."""
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def add(self, outputs: LossOutputs) -> None:
-        """Add those of one micro-batch."""
+        """Add loss and metrics of one micro-batch."""
         self.loss = self.loss + outputs.loss.detach()
         for name, value in outputs.metrics.items():
             self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, *, limit: float) -> None:
-    """Scale gradients down in place where their common ``norm`` is above ``limit``."""
+    """Scale gradients in place so that their total ``norm`` is at most ``limit``."""
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(list(gradients), factor)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -69,7 +70,7 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, *, limit: float) -> None:
 def report_step(
     loss: float, norm: float, *, metrics: Mapping[str, float], rate: float
 ) -> UpdateReport:
-    """What to say of a step, and whether it may be taken."""
+    """Return the report of a step. It is to be skipped if loss or norm is not finite."""
     skipped = not (math.isfinite(loss) and math.isfinite(norm))
     if skipped:
         logger.warning("update skipped: loss %s, gradient norm %s", loss, norm)

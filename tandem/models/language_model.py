@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.models.decoder import Decoder, DecoderConfig, Granularity
-from tandem.models.operators import Operators
+from tandem.models.operators import Operators, upload
 from tandem.models.parallel import (
     WHOLE,
-    Boxes,
     ParallelLayout,
+    Regions,
     slices_of_rows,
-    tensor_boxes,
+    tensor_regions,
     whole_config,
 )
 from tandem.models.sequence_parallel import (
@@ -35,7 +35,6 @@ from tandem.models.sequence_parallel import (
     own_tokens,
 )
 from tandem.models.tensor_parallel import local_decoder
-from tandem.models.upload import upload
 from tandem.models.weights import allocate, copy_companions, save_hf_folder, write_config
 from tandem.types import HeldSlice, PackedBatch
 
@@ -183,18 +182,18 @@ class NativeModel:
             decoder, hf_config=self._hf_config, source=self._source, layout=self.layout
         )
 
-    def boxes(self) -> dict[str, Boxes]:
+    def regions(self) -> dict[str, Regions]:
         """What this process holds of the unsharded decoder's tensors, by parameter."""
         tensor, dtype = self.layout.tensor, self.lm_head_weight.dtype
-        return tensor_boxes(self.config, rank=tensor.rank, size=tensor.size, dtype=dtype)
+        return tensor_regions(self.config, rank=tensor.rank, size=tensor.size, dtype=dtype)
 
     def held_slices(self) -> list[HeldSlice]:
         """The same with their storage, unless an engine has cut the parameters further."""
-        boxes = self.boxes()
+        regions = self.regions()
         return [
             held
             for name, parameter in self.decoder.named_parameters()
-            for held in slices_of_rows(boxes[name], parameter)
+            for held in slices_of_rows(regions[name], parameter)
         ]
 
     def unsharded(self, weights: Mapping[str, Tensor]) -> NativeModel:

@@ -21,8 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
+from tandem.errors import UserError
 from tandem.models.attention import PackedAttention
 from tandem.models.logprob import TokenLogProbs, token_log_probs
+from tandem.platforms.record import Platform
 from tandem.types import Segments
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -188,3 +190,34 @@ def logits(h_RD: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 TORCH = Operators(add_norm, rotate, gate, PackedAttention, token_log_probs, logits)
+
+
+def operators_for(platform: Platform) -> Operators:
+    """Return the fused operators if Triton compiles for the platform, else torch's.
+
+    Raises:
+        UserError: triton is not installed.
+    """
+    if platform.kernels == "torch":
+        return TORCH
+    try:
+        from tandem.models.kernels.operators import TRITON
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "trainer.device",
+            platform.name,
+            rule=f"its kernels need triton ({error})",
+            remedy="Install triton, or set trainer.device=cpu.",
+        ) from error
+    return TRITON
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a small tensor of the host on ``device`` without making the host wait for the device.
+
+    A copy from ordinary memory waits for all work queued on the device. A copy from pinned memory
+    is queued, too, so that the host goes on to prepare the next micro-batch.
+    """
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one model is laid out over several processes, as plain values: no communication here.
+"""The layout of one model over several processes, as plain values without communication.
 
-Two layouts, which combine. Tensor parallel: each process holds some of the heads and some of the
-feed-forward width of every layer, as a smaller decoder. Sequence parallel (Ulysses): each process
-computes some of a batch's tokens with all of the weights it has. ``tensor_boxes`` says which boxes
-of the unsharded decoder's tensors a process holds; loading, weight transport and checkpoints need
-nothing else. How a sharding engine cuts the rows of local tensors further is its own matter:
-``slices_of_rows`` follows it.
+Two layouts combine. With tensor parallelism each process holds some of the heads and some of the
+feed-forward width of every layer, as a smaller decoder. With sequence parallelism (Ulysses) each
+process computes some of a batch's tokens with all the weights that it has. ``tensor_regions``
+returns the regions of the unsharded decoder's tensors that a process holds; loading, weight
+transport and checkpoints need nothing else. An engine may shard the rows of these local tensors
+further: ``slices_of_rows`` finds the regions of such rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CUT_DIMENSION = {
 }
 """What tensor parallelism cuts; all else is held by every process."""
 
-Boxes = tuple[SliceSpec, ...]
+Regions = tuple[SliceSpec, ...]
 """What a local tensor holds of an unsharded one, on top of each other: those of a fused matrix lie
 apart in the whole."""
 
@@ -128,9 +128,9 @@ def whole_config(local: DecoderConfig, size: int) -> DecoderConfig:
     )
 
 
-def tensor_boxes(
+def tensor_regions(
     config: DecoderConfig, *, rank: int, size: int, dtype: torch.dtype
-) -> dict[str, Boxes]:
+) -> dict[str, Regions]:
     """What tensor-parallel process ``rank`` of ``size`` holds, by parameter, in their order.
 
     Args:
@@ -139,43 +139,43 @@ def tensor_boxes(
     spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for part in file_tensors(config):
         spans[part.ours].append((part.start, part.rows))
-    boxes: dict[str, Boxes] = {}
+    regions: dict[str, Regions] = {}
     for name, shape in parameter_shapes(config).items():
         whole = SliceSpec(name, dtype, shape=shape, offset=(0,) * len(shape), size=shape)
         dimension = _CUT_DIMENSION.get(_kind(name))
         if size == 1 or dimension is None:
-            boxes[name] = (whole,)
+            regions[name] = (whole,)
             continue
         cuts = spans[name] if dimension == 0 else [(0, shape[1])]
-        boxes[name] = tuple(
+        regions[name] = tuple(
             _narrow(whole, dimension, start=start + rank * (count // size), count=count // size)
             for start, count in cuts
         )
-    return boxes
+    return regions
 
 
-def is_whole(boxes: Boxes) -> bool:
+def is_whole(regions: Regions) -> bool:
     """Every tensor-parallel process holds all of the tensor, with the same gradient."""
-    return boxes[0].size == boxes[0].shape
+    return regions[0].size == regions[0].shape
 
 
-def slices_of_rows(boxes: Boxes, rows: Tensor, *, first_row: int = 0) -> list[HeldSlice]:
-    """The boxes that some rows of a local tensor are, with views of those rows.
+def slices_of_rows(regions: Regions, rows: Tensor, *, first_row: int = 0) -> list[HeldSlice]:
+    """The regions that some rows of a local tensor are, with views of those rows.
 
     Args:
-        boxes: of the local tensor.
+        regions: of the local tensor.
         rows: its rows ``first_row .. first_row + len(rows)``; may be empty.
     """
     slices, begin = [], 0
-    for box in boxes:
+    for region in regions:
         start = max(first_row, begin)
-        stop = min(first_row + len(rows), begin + box.size[0])
+        stop = min(first_row + len(rows), begin + region.size[0])
         if start < stop:
             view = rows.detach()[start - first_row : stop - first_row]
-            offset = (box.offset[0] + start - begin, *box.offset[1:])
-            spec = replace(box, dtype=view.dtype, offset=offset, size=tuple(view.shape))
+            offset = (region.offset[0] + start - begin, *region.offset[1:])
+            spec = replace(region, dtype=view.dtype, offset=offset, size=tuple(view.shape))
             slices.append(HeldSlice(spec, view))
-        begin += box.size[0]
+        begin += region.size[0]
     return slices
 
 
@@ -185,8 +185,8 @@ def _kind(name: str) -> tuple[str, str]:
     return module, parameter
 
 
-def _narrow(box: SliceSpec, dimension: int, *, start: int, count: int) -> SliceSpec:
+def _narrow(region: SliceSpec, dimension: int, *, start: int, count: int) -> SliceSpec:
     """Of a whole tensor."""
-    offset, size = list(box.offset), list(box.size)
+    offset, size = list(region.offset), list(region.size)
     offset[dimension], size[dimension] = start, count
-    return replace(box, offset=tuple(offset), size=tuple(size))
+    return replace(region, offset=tuple(offset), size=tuple(size))

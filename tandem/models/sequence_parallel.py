@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.models.collectives import exchange, sum_values
-from tandem.models.operators import Attention
+from tandem.models.operators import Attention, upload
 from tandem.models.parallel import Peers
-from tandem.models.upload import upload
 from tandem.types import PackedBatch
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.models.upload import upload
+from tandem.models.operators import upload
 from tandem.types import Segments
 
 

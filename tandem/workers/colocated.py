@@ -21,7 +21,6 @@ from tandem.config.schema.optim import OptimConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.engines.single import ReferenceModel, SingleDeviceEngine
-from tandem.models.accelerate import operators_for
 from tandem.models.decoder import DecoderConfig
 from tandem.models.folder import (
     ModelFolder,
@@ -31,6 +30,7 @@ from tandem.models.folder import (
     open_part,
 )
 from tandem.models.language_model import LanguageModel
+from tandem.models.operators import operators_for
 from tandem.models.parallel import WHOLE
 from tandem.platforms.record import Platform
 from tandem.rollout.factory import make_rollout

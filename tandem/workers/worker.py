@@ -12,7 +12,7 @@ import gc
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,9 @@ from tandem.comm.store import connect_store
 from tandem.comm.world import WorldPlace, join_world
 from tandem.config.derived.pools import REWARD_MODEL
 from tandem.engines.fsdp import FsdpEngine
-from tandem.engines.sharded_model import ShardedModel, Sharding, open_sharded
+from tandem.engines.fsdp_model import FsdpModel, FsdpSpec, open_fsdp_model
 from tandem.engines.steps import score
 from tandem.errors import UserError
-from tandem.models.accelerate import operators_for
 from tandem.models.folder import (
     ModelFolder,
     check_critic_folder,
@@ -38,6 +37,7 @@ from tandem.models.folder import (
     open_part,
 )
 from tandem.models.language_model import NativeModel
+from tandem.models.operators import operators_for
 from tandem.models.parallel import WHOLE
 from tandem.models.weights import allocate
 from tandem.platforms.place import WorkerPlace
@@ -122,18 +122,16 @@ class Worker:
             self._resting.rest()
         if task in ("actor-train", "critic"):
             scores = self._training(task).score(batches, temperature, num_rounds=num_rounds)
-            self._rest_critic(task)
+            self._offload_critic(task)
             return scores
         if task == "generate":
             assert self._generator is not None, f"pool {self._place.pool} does not generate"
             with self._whole_version():
                 return [score(self._generator, batch, temperature=temperature) for batch in batches]
         policy = self._frozen[task]
-        policy.wake()
-        with self._whole_version() if task == "logp" else nullcontext():
-            columns = policy.score(batches, temperature=temperature, num_rounds=num_rounds)
-        policy.rest()
-        return columns
+        guard = self._whole_version() if task == "logp" else nullcontext()
+        with policy.on_device(), guard:
+            return policy.score(batches, temperature=temperature, num_rounds=num_rounds)
 
     def update(
         self,
@@ -157,7 +155,7 @@ class Worker:
     def advance_schedule(self, task: str) -> None:
         """See ``api.TrainEngine``."""
         self._training(task).advance_schedule()
-        self._rest_critic(task)
+        self._offload_critic(task)
 
     def save(self, task: str, folder: Path) -> None:
         """See ``api.TrainEngine``. Raises UserError if this rank's part cannot be written."""
@@ -192,7 +190,7 @@ class Worker:
         """
         if self._resting is not None:
             self._resting.wake()
-        with self._awake([self._trainer, self._frozen.get("logp")]), self._tagged():
+        with self._on_device([self._trainer, self._frozen.get("logp")]), self._tagged():
             self._linked().begin(version)
 
     def swap(self, version: int | None = None) -> int | None:
@@ -207,7 +205,7 @@ class Worker:
         link = self._linked()
         if not link.receives:
             return None
-        with self._awake([self._frozen.get("logp")]), self._tagged():
+        with self._on_device([self._frozen.get("logp")]), self._tagged():
             return link.swap(version)
 
     @contextmanager
@@ -220,14 +218,13 @@ class Worker:
             self._rollout.set_weights_version(gate.version)
 
     @contextmanager
-    def _awake(self, policies: Sequence[FsdpEngine | ShardedModel | None]) -> Iterator[None]:
-        """With weights that may be offloaded where they are computed with."""
-        present = [policy for policy in policies if policy is not None]
-        for policy in present:
-            policy.wake()
-        yield
-        for policy in present:
-            policy.rest()
+    def _on_device(self, policies: Sequence[FsdpEngine | FsdpModel | None]) -> Iterator[None]:
+        """Hold weights that may be offloaded on the device, and offload them afterwards."""
+        with ExitStack() as stack:
+            for policy in policies:
+                if policy is not None:
+                    stack.enter_context(policy.on_device())
+            yield
 
     def _whole_version(self) -> AbstractContextManager[object]:
         """While weights that come through the link are used. Raises SyncError if they are none, or
@@ -245,18 +242,16 @@ class Worker:
         assert engine is not None, f"pool {self._place.pool} does not train for {task}"
         return engine
 
-    def _rest_critic(self, task: str) -> None:
+    def _offload_critic(self, task: str) -> None:
         """Weights that are offloaded leave the device; the policy's do so with their transfer."""
         if task == "critic":
-            self._training(task).rest()
+            self._training(task).offload()
 
     def _generating(self) -> RolloutEngine:
         assert self._rollout is not None, f"pool {self._place.pool} does not generate"
         return self._rollout
 
-    def _open_trainer(
-        self, spec: TrainerSpec | None
-    ) -> tuple[FsdpEngine | None, ShardedModel | None]:
+    def _open_trainer(self, spec: TrainerSpec | None) -> tuple[FsdpEngine | None, FsdpModel | None]:
         if spec is None:
             return None, None
         model = self._open_policy(spec.policy, frozen=False)
@@ -266,10 +261,10 @@ class Worker:
         )
         return FsdpEngine(model, spec.optim, total_training_steps=spec.total_steps), model
 
-    def _open_policy(self, spec: PolicySpec, *, frozen: bool) -> ShardedModel:
+    def _open_policy(self, spec: PolicySpec, *, frozen: bool) -> FsdpModel:
         """What does not train is kept in the precision it is computed with."""
         compute = compute_dtype(spec.layout, self._platform, section=spec.section)
-        sharding = Sharding(
+        fsdp = FsdpSpec(
             config=spec.layout,
             layout=spec.ranks,
             rank=self._place.rank,
@@ -279,9 +274,9 @@ class Worker:
             else stored_dtype(spec.layout, self._platform, section=spec.section),
             compute=compute,
         )
-        return open_sharded(
+        return open_fsdp_model(
             _folder(spec),
-            sharding,
+            fsdp,
             random_seed=spec.random_seed,
             operators=operators_for(self._platform),
             frozen=frozen,
@@ -320,8 +315,8 @@ class Worker:
         spec: LinkSpec | None,
         store: Store,
         *,
-        sends: ShardedModel | None,
-        receives: ShardedModel | NativeModel | None,
+        sends: FsdpModel | None,
+        receives: FsdpModel | NativeModel | None,
     ) -> WeightLink | None:
         if spec is None:
             return None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.config.schema.optim import OptimConfig
 from tandem.engines.checkpoint import OPTIMIZER_FILE, SHARDED_FILE
-from tandem.engines.sharded import export_sharded
+from tandem.engines.sharded_checkpoint import export_sharded
 from tandem.errors import UserError
 from tandem.models.folder import open_part
 from tandem.models.parallel import WHOLE

@@ -82,9 +82,9 @@ def _compare(whole: Expected, part: NativeModel, *, batch: PackedBatch, case: st
     with torch.no_grad():
         scored = score_batch(part, batch, temperature=0.7, with_entropy=False)
     assert torch.equal(scored.score_R, actual[0]), case
-    found, boxes = _summed(_gradients(part), part.layout.sequence), part.boxes()
-    _require_alike({n: x for n, x in found.items() if is_whole(boxes[n])}, part.layout.tensor)
-    for held in (held for n, x in found.items() for held in slices_of_rows(boxes[n], x)):
+    found, regions = _summed(_gradients(part), part.layout.sequence), part.regions()
+    _require_alike({n: x for n, x in found.items() if is_whole(regions[n])}, part.layout.tensor)
+    for held in (held for n, x in found.items() for held in slices_of_rows(regions[n], x)):
         wanted, spec = whole.gradients[held.spec.name], held.spec
         box = tuple(slice(o, o + n) for o, n in zip(spec.offset, spec.size, strict=True))
         atol = TOLERANCE * max(1.0, float(wanted.abs().max()))

@@ -17,9 +17,9 @@ from tandem.config.derived.pools import rank_layout
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.optim import OptimConfig
 from tandem.engines.fsdp import FsdpEngine
-from tandem.engines.sharded_model import ShardedModel, Sharding, open_sharded
+from tandem.engines.fsdp_model import FsdpModel, FsdpSpec, open_fsdp_model
+from tandem.engines.shards import view_of
 from tandem.engines.single import SingleDeviceEngine
-from tandem.engines.slices import in_whole
 from tandem.models.folder import ModelFolder, check_critic_folder, check_folder, open_part
 from tandem.models.parallel import WHOLE
 from tandem.types import PackedBatch, SliceSpec, UpdateReport
@@ -76,10 +76,10 @@ def open_engine(case: Case, *, rank: int, size: int) -> FsdpEngine:
 
 def open_sharded_model(
     case: Case, *, rank: int, size: int, frozen: bool = False, random_seed: int | None = None
-) -> ShardedModel:
+) -> FsdpModel:
     """One rank's part; all must call it."""
     config = FsdpConfig(**case.config)
-    sharding = Sharding(
+    spec = FsdpSpec(
         config,
         rank_layout(config, size),
         rank=rank,
@@ -87,7 +87,7 @@ def open_sharded_model(
         stored=torch.float32,
         compute=case.compute,
     )
-    return open_sharded(case.model, sharding, frozen=frozen, random_seed=random_seed)
+    return open_fsdp_model(case.model, spec, frozen=frozen, random_seed=random_seed)
 
 
 def open_single(case: Case) -> tuple[SingleDeviceEngine, dict[str, Tensor]]:
@@ -116,7 +116,7 @@ def train_rank(
     num_steps: int = NUM_STEPS,
     loss: Loss = LOSS,
 ) -> Outcome:
-    """Train some steps as one rank, resting in between."""
+    """Train some steps as one rank, offloading in between."""
     reports: list[UpdateReport] = []
     for _ in range(num_steps):
         reports.append(
@@ -125,7 +125,7 @@ def train_rank(
             )
         )
         engine.advance_schedule()
-        engine.rest()
+        engine.offload()
     log_probs = engine.score(batches, TEMPERATURE, num_rounds=num_rounds)
     return Outcome(reports, log_probs, copied_parts(engine))
 
@@ -151,7 +151,7 @@ def assembled(parts: Iterable[tuple[SliceSpec, Tensor]]) -> dict[str, Tensor]:
     wholes: dict[str, Tensor] = {}
     for spec, tensor in parts:
         whole = wholes.setdefault(spec.name, torch.full(spec.shape, math.nan, dtype=spec.dtype))
-        held = in_whole(whole, spec)
+        held = view_of(whole, spec)
         assert held.isnan().all() or torch.equal(held, tensor), f"ranks differ in {spec}"
         held.copy_(tensor)
     for name, whole in wholes.items():

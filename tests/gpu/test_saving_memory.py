@@ -16,9 +16,8 @@ pytest.importorskip("pydantic", reason="the engine's configuration needs pydanti
 
 from tandem.config.derived.sizes import ModelSizes
 from tandem.data.packing import TrainSequence
-from tandem.engines.adamw import AdamW
-from tandem.engines.resting import RestingParameters
-from tandem.engines.rounding import round_at_random
+from tandem.engines.adamw import AdamW, round_stochastically
+from tandem.engines.offload import OffloadedParameters
 from tandem.models.decoder import Granularity
 from tandem.models.language_model import score_batch
 from tandem.types import PackedBatch
@@ -127,7 +126,7 @@ def test_gradients_of_shared_rows_add_up_in_a_fixed_order(machine: Machine, tmp_
 def test_random_rounding_is_right_in_the_mean(machine: Machine) -> None:
     x_N = torch.randn(500, generator=torch.Generator().manual_seed(1)).to(machine.device)
     generator = torch.Generator(machine.device).manual_seed(2)
-    draws = round_at_random(x_N.repeat(NUM_DRAWS), generator).view(NUM_DRAWS, -1).double()
+    draws = round_stochastically(x_N.repeat(NUM_DRAWS), generator).view(NUM_DRAWS, -1).double()
     spacing_N = 2.0 ** (x_N.double().abs().log2().floor() - 7)
     error_N = (draws.mean(0) - x_N.double()).abs()
     assert bool((error_N <= 4.5 * spacing_N / 2 / NUM_DRAWS**0.5).all())
@@ -154,18 +153,17 @@ def test_half_moments_learn_as_whole_ones_and_twice_the_same(machine: Machine) -
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=20 * 1e-3 * 0.02)
 
 
-def test_resting_weights_leave_the_device(machine: Machine, tmp_path: Path) -> None:
+def test_offloaded_weights_leave_the_device(machine: Machine, tmp_path: Path) -> None:
     if machine.trial:
         pytest.skip("it counts the memory of a device")
     make_pair(SHAPE, machine, tmp_path)
     model = open_ours(tmp_path, machine, dtype=torch.float32)
     values = [parameter.detach().cpu() for parameter in model.module.parameters()]
-    resting = RestingParameters(model.module.parameters())
-    awake = torch.accelerator.memory_allocated()
-    resting.rest()
-    freed = awake - torch.accelerator.memory_allocated()
+    before = torch.accelerator.memory_allocated()
+    offloaded = OffloadedParameters(model.module.parameters())
+    freed = before - torch.accelerator.memory_allocated()
     assert freed >= 4 * sum(parameter.numel() for parameter in values)
-    resting.wake()
-    assert torch.accelerator.memory_allocated() <= awake
-    for parameter, expected in zip(model.module.parameters(), values, strict=True):
-        assert torch.equal(parameter.cpu(), expected)
+    with offloaded.on_device():
+        assert torch.accelerator.memory_allocated() <= before
+        for parameter, expected in zip(model.module.parameters(), values, strict=True):
+            assert torch.equal(parameter.cpu(), expected)

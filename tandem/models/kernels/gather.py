@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tandem.models.upload import upload
+from tandem.models.operators import upload
 
 
 class Gather:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from tandem.models.attention import PackedAttention
 from tandem.models.kernels.gather import Gather
-from tandem.models.upload import upload
+from tandem.models.operators import upload
 from tandem.types import Segments
 
 _DTYPES = (torch.bfloat16, torch.float16)

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tandem.models.upload import upload
+from tandem.models.operators import upload
 from tandem.rollout.settings import CacheShape
 
 PAGE_TOKENS = 64

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tandem.models.decoder import Decoder
-from tandem.models.upload import upload
+from tandem.models.operators import upload
 from tandem.platforms.capture import Capturer
 from tandem.rollout.ending import finish_reason
 from tandem.rollout.keyed_random import stream_keys, uniforms

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.models.operators import MakeAttention
-from tandem.models.upload import upload
+from tandem.models.operators import MakeAttention, upload
 from tandem.rollout.packing import pack
 from tandem.rollout.paged.cache import PAGE_TOKENS, PageStore
 from tandem.rollout.paged.scheduler import Run

@@ -19,13 +19,13 @@ from tandem.config.schema.optim import OptimConfig
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.data.packing import TrainSequence, pack_microbatches, plan_microbatches
 from tandem.engines.fsdp import FsdpEngine
-from tandem.engines.resting import RestingParameters
-from tandem.engines.sharded_model import Sharding, open_sharded
+from tandem.engines.fsdp_model import FsdpSpec, open_fsdp_model
+from tandem.engines.offload import OffloadedParameters
+from tandem.engines.shards import view_of
 from tandem.engines.single import SingleDeviceEngine
-from tandem.engines.slices import in_whole
 from tandem.engines.steps import score
-from tandem.models.accelerate import operators_for
 from tandem.models.folder import check_folder, open_model
+from tandem.models.operators import operators_for
 from tandem.platforms.record import CPU, Platform
 from tandem.rollout.factory import make_rollout
 from tandem.testing.contracts.check import (
@@ -158,20 +158,22 @@ def training_resumes(bench: Bench) -> Measured:
     return bounded("resumed_step", error_of(found, expected))
 
 
-def weights_rest_on_the_host(bench: Bench) -> Measured:
-    """Weights leave the device's memory and come back as they were, twice, as the same objects."""
+def weights_are_offloaded(bench: Bench) -> Measured:
+    """Move weights to the host's memory and back, twice: they keep their values and stay the same
+    objects."""
     net = torch.nn.Linear(64, 64).to(bench.device)
     before = [weight.detach().cpu().clone() for weight in net.parameters()]
-    resting = RestingParameters(net.parameters())
+    offloaded = OffloadedParameters(net.parameters())
     for _ in range(2):
-        resting.rest()
-        require(net.weight.device.type == "cpu", f"weights rest on {net.weight.device}")
-        resting.wake()
-        require(net.weight.device == bench.device, f"weights awake on {net.weight.device}")
-        for weight, expected in zip(net.parameters(), before, strict=True):
-            require_equal(weight, expected, what="a weight that rested")
-    net(torch.ones(1, 64, device=bench.device)).sum().backward()
-    require(net.weight.grad is not None, "weights that rested have no gradient")
+        require(net.weight.device.type == "cpu", f"offloaded weights are on {net.weight.device}")
+        with offloaded.on_device():
+            require(net.weight.device == bench.device, f"weights are on {net.weight.device}")
+            for weight, expected in zip(net.parameters(), before, strict=True):
+                require_equal(weight, expected, what="a weight that was offloaded")
+    with offloaded.on_device():
+        net(torch.ones(1, 64, device=bench.device)).sum().backward()
+        require(net.weight.grad is not None, "weights that were offloaded have no gradient")
+        net.zero_grad()
     return {}
 
 
@@ -241,7 +243,7 @@ def _deal(bench: Bench) -> tuple[list[PackedBatch], int]:
 
 def _engine(bench: Bench) -> FsdpEngine:
     config = FsdpConfig()
-    sharding = Sharding(
+    spec = FsdpSpec(
         config,
         rank_layout(config, bench.here.size),
         rank=bench.here.rank,
@@ -249,9 +251,9 @@ def _engine(bench: Bench) -> FsdpEngine:
         stored=torch.float32,
         compute=torch.float32,
     )
-    model = open_sharded(
+    model = open_fsdp_model(
         check_folder(str(_model(bench)), load_weight=False),
-        sharding,
+        spec,
         random_seed=_SEED,
         operators=operators_for(bench.here.platform),
     )
@@ -276,7 +278,7 @@ def _whole(engine: FsdpEngine) -> dict[str, Tensor]:
     wholes: dict[str, Tensor] = {}
     for spec, tensor in (part for parts in gathered for part in parts):
         whole = wholes.setdefault(spec.name, torch.full(spec.shape, torch.nan, dtype=spec.dtype))
-        in_whole(whole, spec).copy_(tensor)
+        view_of(whole, spec).copy_(tensor)
     return wholes
 
 
@@ -308,6 +310,6 @@ CHECKS = (
     Check("model/log_probs", log_probs_match),
     Check("model/training", training_matches),
     Check("model/resuming", training_resumes),
-    Check("model/resting", weights_rest_on_the_host),
+    Check("model/resting", weights_are_offloaded),
     Check("model/generation", generation_matches),
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.engines.muon import Matrix, Muon, orthogonalise
-from tandem.engines.slices import whole_holding
+from tandem.engines.shards import unsharded_map
 
 SHAPES = ((24, 16), (16, 16), (8, 32), (24, 16))
 
@@ -24,7 +24,7 @@ def _muon(weights: dict[str, Tensor], rows: int | None = None) -> Muon:
         for name, weight in weights.items()
         for start in range(0, len(weight), rows or len(weight))
     ]
-    return Muon(matrices, weight_decay=0.1, holding=whole_holding(weights))
+    return Muon(matrices, weight_decay=0.1, shard_map=unsharded_map(weights))
 
 
 def test_steps_equal_torchs() -> None:

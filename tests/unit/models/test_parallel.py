@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which boxes of the unsharded decoder each process holds, however its rows are cut further, and
+"""Which regions of the unsharded decoder each process holds, however its rows are cut further, and
 that folder and seed fill them with the same values as the whole."""
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from tandem.models.families import decoder_config
 from tandem.models.folder import check_folder, fill_slices, open_part
 from tandem.models.parallel import (
     WHOLE,
-    Boxes,
     ParallelLayout,
     Peers,
+    Regions,
     check_layout,
     is_whole,
     local_config,
     slices_of_rows,
-    tensor_boxes,
+    tensor_regions,
     whole_config,
 )
 from tandem.models.weights import allocate
@@ -38,8 +38,8 @@ def config_of(case: str) -> DecoderConfig:
     return config
 
 
-def boxes_of(config: DecoderConfig, *, rank: int, size: int) -> dict[str, Boxes]:
-    return tensor_boxes(config, rank=rank, size=size, dtype=torch.float32)
+def regions_of(config: DecoderConfig, *, rank: int, size: int) -> dict[str, Regions]:
+    return tensor_regions(config, rank=rank, size=size, dtype=torch.float32)
 
 
 def box(spec: SliceSpec) -> tuple[slice, ...]:
@@ -50,14 +50,14 @@ def held_by(config: DecoderConfig, size: int, *, num_cuts: int) -> Iterator[Held
     """By all tensor-parallel processes, the rows of each cut as evenly as ``chunk`` does it."""
     for rank in range(size):
         local_shapes = parameter_shapes(local_config(config, size))
-        boxes = boxes_of(config, rank=rank, size=size)
-        assert list(boxes) == list(local_shapes)
+        regions = regions_of(config, rank=rank, size=size)
+        assert list(regions) == list(local_shapes)
         for name, shape in local_shapes.items():
             first_row = 0
             for rows in torch.zeros(shape).chunk(num_cuts):
-                yield from slices_of_rows(boxes[name], rows, first_row=first_row)
+                yield from slices_of_rows(regions[name], rows, first_row=first_row)
                 first_row += len(rows)
-            assert slices_of_rows(boxes[name], torch.zeros(0, *shape[1:]), first_row=1) == []
+            assert slices_of_rows(regions[name], torch.zeros(0, *shape[1:]), first_row=1) == []
 
 
 @pytest.mark.parametrize("num_cuts", [1, 3])
@@ -70,31 +70,31 @@ def test_slices_tile_every_tensor_once(case: str, size: int, num_cuts: int) -> N
         assert held.spec.shape == counts[held.spec.name].shape
         assert held.spec.size == held.tensor.shape
         counts[held.spec.name][box(held.spec)] += 1
-    for name, boxes in boxes_of(config, rank=0, size=size).items():
-        times = size if is_whole(boxes) else 1
+    for name, regions in regions_of(config, rank=0, size=size).items():
+        times = size if is_whole(regions) else 1
         assert torch.equal(counts[name], torch.full_like(counts[name], times)), name
 
 
 def test_what_is_cut() -> None:
-    boxes = boxes_of(config_of("llama_biases_tied"), rank=1, size=2)
-    cut = {name.removeprefix("layers.0.") for name in boxes if not is_whole(boxes[name])}
+    regions = regions_of(config_of("llama_biases_tied"), rank=1, size=2)
+    cut = {name.removeprefix("layers.0.") for name in regions if not is_whole(regions[name])}
     assert {name for name in cut if not name.startswith("layers.")} == {
         *("qkv.weight", "qkv.bias", "gate_up.weight", "gate_up.bias", "o.weight", "down.weight")
     }
-    gate_up = boxes["layers.0.gate_up.bias"]
+    gate_up = regions["layers.0.gate_up.bias"]
     assert [(box.offset, box.size) for box in gate_up] == [((24,), (24,)), ((72,), (24,))]
 
 
 def test_a_process_alone_holds_tensors_in_one_piece() -> None:
-    for boxes in boxes_of(config_of("qwen2_tied"), rank=0, size=1).values():
-        assert len(boxes) == 1
-        assert is_whole(boxes)
+    for regions in regions_of(config_of("qwen2_tied"), rank=0, size=1).values():
+        assert len(regions) == 1
+        assert is_whole(regions)
 
 
 def test_views_are_not_copies() -> None:
-    boxes = boxes_of(config_of("qwen2_tied"), rank=1, size=2)["layers.0.o.weight"]
+    regions = regions_of(config_of("qwen2_tied"), rank=1, size=2)["layers.0.o.weight"]
     rows = torch.zeros(5, 16, dtype=torch.bfloat16)
-    (held,) = slices_of_rows(boxes, rows, first_row=7)
+    (held,) = slices_of_rows(regions, rows, first_row=7)
     assert held.spec.dtype == torch.bfloat16
     held.tensor.fill_(1)
     assert rows.min() == 1
@@ -135,11 +135,11 @@ def test_a_part_cut_further_reads_its_rows_only(seed: int | None, tmp_path: Path
     layout = ParallelLayout(tensor=Peers(1, 2))
     empty = open_part(folder, layout, dtype=torch.float32, device="meta", random_seed=seed)
     assert all(parameter.is_meta for parameter in empty.module.parameters())
-    boxes, cuts, slices = empty.boxes(), {}, []
+    regions, cuts, slices = empty.regions(), {}, []
     for name, parameter in empty.module.named_parameters():
         first = len(parameter) // 3
         cuts[name] = torch.full((len(parameter) - first, *parameter.shape[1:]), torch.nan)
-        slices += slices_of_rows(boxes[name], cuts[name], first_row=first)
+        slices += slices_of_rows(regions[name], cuts[name], first_row=first)
     fill_slices(folder, slices, random_seed=seed)
     full = open_part(folder, layout, dtype=torch.float32, device="cpu", random_seed=seed)
     for name, parameter in full.module.named_parameters():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The boxes of all ranks together are the whole decoder, each as often as the layout says."""
+"""The regions of all ranks together are the whole decoder, each as often as the layout says."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tandem.config.derived.pools import RankLayout
-from tandem.engines.sharding import boxes_of, place_of
-from tandem.engines.slices import in_whole
+from tandem.engines.shards import place_of, regions_of_rank, view_of
 from tandem.models.decoder import DecoderConfig, parameter_shapes
 from tandem.models.families import decoder_config
 from tests.unit.models.tiny_models import NATIVE
@@ -37,10 +36,12 @@ def test_every_entry_is_held_by_as_many_ranks_as_there_are_copies(
     copies = ranks // (tensor * shards)
     holders = {name: torch.zeros(shape) for name, shape in parameter_shapes(config).items()}
     for rank in range(ranks):
-        for name, boxes in boxes_of(config, layout, rank=rank, dtype=torch.float32).items():
-            for box in boxes:
-                assert (box.name, box.shape) == (name, tuple(holders[name].shape))
-                in_whole(holders[name], box).add_(1)
+        for name, regions in regions_of_rank(
+            config, layout, rank=rank, dtype=torch.float32
+        ).items():
+            for region in regions:
+                assert (region.name, region.shape) == (name, tuple(holders[name].shape))
+                view_of(holders[name], region).add_(1)
     for name, count in holders.items():
         is_cut = any(part in name for part in CUT_BY_TENSOR_PARALLELISM)
         assert (count == copies * (1 if is_cut else tensor)).all(), name

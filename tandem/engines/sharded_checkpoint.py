@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that several ranks write into one folder, through torch.distributed.checkpoint.
 
-Everything is stored as boxes of whole tensors under the names of the whole decoder, so that any
-number of ranks, or one process without a process group, can read it. Beside them lie a record of
-what was trained, and config and tokenizer of the model. Atomicity is the caller's.
+Weights and moments are stored as regions of whole tensors under the names of the unsharded decoder.
+Any number of ranks, or one process without a process group, can therefore read them. The folder
+also contains a record of the model and its optimizer, and the model's config and tokenizer. The
+caller makes the checkpoint atomic.
 """
 
 from __future__ import annotations
@@ -44,25 +45,25 @@ from tandem.engines.optim import PolicyOptimizer
 from tandem.models.decoder import Decoder, parameter_shapes
 from tandem.models.families import decoder_config
 from tandem.models.language_model import NativeModel
-from tandem.models.parallel import Boxes, slices_of_rows, tensor_boxes
+from tandem.models.parallel import Regions, slices_of_rows, tensor_regions
 from tandem.models.weights import read_config
 from tandem.types import HeldSlice, SliceSpec
 
 _CAUSE_LENGTH = 400
-"""Of a message of torch's or the system's at most; there is room for a path in it."""
+"""The length to which messages of torch and of the system are cut; it leaves room for a path."""
 
 Stored = dict[str, list[HeldSlice]]
-"""By key of the checkpoint, what this rank has of it."""
+"""This rank's slices by key of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a checkpoint holds, in ``SHARDED_FILE``.
+    """The description of a checkpoint, stored in ``SHARDED_FILE``.
 
     Attributes:
-        model: fingerprint.
-        dtype: of the weights, torch's name of it.
-        moments: names of each optimizer's, none before its first step.
+        model: the fingerprint of the model.
+        dtype: torch's name of the precision of the weights.
+        moments: the names of each optimizer's moments; none before its first step.
     """
 
     model: str
@@ -71,29 +72,30 @@ class Record:
     schedule_step: int
 
 
-def store(
+def save_sharded(
     folder: Path,
     weights: Mapping[str, Tensor],
     *,
     optimizer: PolicyOptimizer,
-    boxes: Mapping[str, Boxes],
+    regions: Mapping[str, Regions],
     model: str,
     schedule_step: int,
 ) -> None:
-    """Write this rank's part of a checkpoint into an existing folder; collective if there is a
-    process group.
+    """Write this rank's part of a checkpoint into an existing folder.
+
+    Collective if there is a process group.
 
     Args:
-        weights: this rank's parts, which ``boxes`` describes.
-        model: its fingerprint.
+        weights: the parts of this rank, which ``regions`` describes.
+        model: the fingerprint of the model.
 
     Raises:
-        OSError: some rank could not write, because the disk is full, say, or the folder is not
-            there for it; on all ranks.
+        OSError: a rank could not write, for example because its disk is full or because it does not
+            see the folder. Raised on all ranks.
     """
-    stored = _stored(weights, optimizer, boxes=boxes)
+    stored = _stored(weights, optimizer, regions=regions)
     try:
-        with _quiet():
+        with _without_warnings():
             save({}, storage_writer=FileSystemWriter(folder), planner=_Save(stored, folder))
     except CheckpointException as error:
         raise _write_error(error) from error
@@ -104,21 +106,21 @@ def store(
         (folder / SHARDED_FILE).write_text(json.dumps(asdict(record), indent=2) + "\n")
 
 
-def restore(
+def load_sharded(
     folder: Path,
     weights: Mapping[str, Tensor],
     *,
     optimizer: PolicyOptimizer,
-    boxes: Mapping[str, Boxes],
+    regions: Mapping[str, Regions],
     model: str,
 ) -> int:
-    """Read what ``store`` wrote, on any number of ranks, into ``weights`` and the optimizer.
+    """Read a checkpoint of any number of ranks into ``weights`` and the optimizer.
 
     Returns:
-        the schedule's step.
+        the step of the learning-rate schedule.
 
     Raises:
-        UserError: it belongs to another model or optimizer, or is incomplete.
+        UserError: the checkpoint belongs to another model or optimizer, or is incomplete.
     """
     record = read_record(folder)
     require_model(folder, model, saved=record.model)
@@ -127,13 +129,13 @@ def restore(
         optimizer.allocate(weights)
     else:
         optimizer.load_state_dict({kind: {} for kind in record.moments})
-    _read(folder, _stored(weights, optimizer, boxes=boxes))
+    _read(folder, _stored(weights, optimizer, regions=regions))
     optimizer.spread_scalars()
     return record.schedule_step
 
 
 def read_record(folder: Path) -> Record:
-    """Raises UserError if it is missing or damaged."""
+    """Read the record of a checkpoint. Raises UserError if it is missing or damaged."""
     try:
         return Record(**json.loads((folder / SHARDED_FILE).read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -144,8 +146,8 @@ def export_sharded(source: Path, folder: Path, *, dtype: str | None = None) -> N
     """Write the weights of a checkpoint as a Hugging Face model folder, in one process.
 
     Args:
-        folder: made if it does not exist.
-        dtype: torch's name of it, such as ``bfloat16``; None keeps that of the checkpoint.
+        folder: the folder to write, created if it does not exist.
+        dtype: torch's name of a precision, such as ``bfloat16``; None keeps the checkpoint's.
 
     Raises:
         UserError: the checkpoint is incomplete.
@@ -159,8 +161,8 @@ def export_sharded(source: Path, folder: Path, *, dtype: str | None = None) -> N
     weights = {
         name: torch.empty(shape, dtype=stored) for name, shape in parameter_shapes(config).items()
     }
-    boxes = tensor_boxes(config, rank=0, size=1, dtype=stored)
-    _read(source, {name: slices_of_rows(boxes[name], part) for name, part in weights.items()})
+    regions = tensor_regions(config, rank=0, size=1, dtype=stored)
+    _read(source, {name: slices_of_rows(regions[name], part) for name, part in weights.items()})
     with torch.device("meta"):
         decoder = Decoder(config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,24 +171,24 @@ def export_sharded(source: Path, folder: Path, *, dtype: str | None = None) -> N
 
 
 def _stored(
-    weights: Mapping[str, Tensor], optimizer: PolicyOptimizer, *, boxes: Mapping[str, Boxes]
+    weights: Mapping[str, Tensor], optimizer: PolicyOptimizer, *, regions: Mapping[str, Regions]
 ) -> Stored:
-    stored = {name: slices_of_rows(boxes[name], part) for name, part in weights.items()}
+    stored = {name: slices_of_rows(regions[name], part) for name, part in weights.items()}
     for kind, moments in optimizer.state_dict().items():
         for moment, parts in moments.items():
             members = zip(optimizer.members[kind], parts, strict=True)
-            stored |= _of_moment(f"{kind}/{moment}", members, boxes=boxes)
+            stored |= _stored_moment(f"{kind}/{moment}", members, regions=regions)
     return stored
 
 
-def _of_moment(
-    moment: str, members: Iterable[tuple[str, Tensor]], *, boxes: Mapping[str, Boxes]
+def _stored_moment(
+    moment: str, members: Iterable[tuple[str, Tensor]], *, regions: Mapping[str, Regions]
 ) -> Stored:
     stored: Stored = {}
     for name, part in members:
         if part.dim():
-            stored[f"{moment}/{name}"] = slices_of_rows(boxes[name], part)
-        else:  # the same for all parameters
+            stored[f"{moment}/{name}"] = slices_of_rows(regions[name], part)
+        else:  # a scalar is the same for all parameters
             spec = SliceSpec(moment, part.dtype, shape=(), offset=(), size=())
             stored.setdefault(moment, [HeldSlice(spec, part)])
     return stored
@@ -194,19 +196,19 @@ def _of_moment(
 
 def _read(folder: Path, stored: Stored) -> None:
     try:
-        with _quiet():
+        with _without_warnings():
             load({}, storage_reader=FileSystemReader(folder), planner=_Load(stored), no_dist=True)
     except (CheckpointException, OSError, EOFError, UnpicklingError) as error:
         raise incomplete(folder, f"it cannot be read ({_first_cause(error)})") from error
 
 
-def _quiet() -> AbstractContextManager[None]:
-    """torch warns where processes read or write for themselves, which is what is meant."""
+def _without_warnings() -> AbstractContextManager[None]:
+    # Torch warns if a process reads or writes without a process group, which is intended here.
     return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 
 class _Save(DefaultSavePlanner):
-    """Plans to write ``Stored`` instead of a state dict; what several ranks hold, one writes."""
+    """A plan to write ``Stored`` instead of a state dict. One rank writes what several hold."""
 
     def __init__(self, stored: Stored, folder: Path) -> None:
         super().__init__(flatten_state_dict=False)
@@ -215,7 +217,7 @@ class _Save(DefaultSavePlanner):
         self._tensors = _by_index(stored)
 
     def create_local_plan(self) -> SavePlan:
-        # torch's writer would make it, on a disk that no other node sees.
+        # Torch's writer would create the folder, on a disk that no other node sees.
         if not self._folder.is_dir():
             raise FileNotFoundError(
                 f"{self._folder} is not there: the folder must be on a file system that all nodes "
@@ -230,7 +232,7 @@ class _Save(DefaultSavePlanner):
 
 
 class _Load(DefaultLoadPlanner):
-    """Plans to read into ``Stored``."""
+    """A plan to read into ``Stored``."""
 
     def __init__(self, stored: Stored) -> None:
         super().__init__(flatten_state_dict=False)
@@ -271,9 +273,9 @@ def _chunk(spec: SliceSpec) -> ChunkStorageMetadata:
 
 
 def _write_error(error: CheckpointException) -> BaseException:
-    """What is to be raised for it: an OSError if all that went wrong was writing files."""
+    """Return the exception to raise: an OSError if only writing files failed."""
     causes = [cause for cause, _ in error.failures.values()]
-    # RuntimeError is how torch's writer reports a disk that is full.
+    # Torch's writer reports a full disk by a RuntimeError.
     if all(isinstance(cause, OSError | RuntimeError) for cause in causes):
         return OSError(f"a rank cannot write its part: {_first_cause(error)}")
     return error

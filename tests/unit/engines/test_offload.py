@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that rest in the host's memory: the same values elsewhere, and the same training."""
+"""Weights that are offloaded to the host's memory keep their values and train the same."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from tandem.config.schema.optim import OptimConfig
-from tandem.engines.resting import RestingParameters
+from tandem.engines.offload import OffloadedParameters
 from tandem.engines.single import ReferenceModel, SingleDeviceEngine
 from tandem.models.folder import open_model
 from tandem.models.language_model import LanguageModel
@@ -25,7 +26,7 @@ def _model(folder: Path) -> LanguageModel:
 def _engine(
     folder: Path, *, offload: bool
 ) -> tuple[SingleDeviceEngine, LanguageModel, LanguageModel]:
-    """With what it keeps, in fp32, and what it computes with."""
+    """Return an engine, the fp32 model that it keeps, and the model that it computes with."""
     kept = _model(folder)
     computed = kept.in_dtype(torch.bfloat16)
     engine = SingleDeviceEngine(
@@ -48,50 +49,54 @@ def _places(model: LanguageModel) -> list[int]:
     return [parameter.data_ptr() for parameter in model.module.parameters()]
 
 
-def test_what_rests_leaves_its_place_and_comes_back_as_it_was() -> None:
+def test_offloaded_parameters_move_and_come_back_as_they_were() -> None:
     parameters = [nn.Parameter(torch.randn(shape)) for shape in ((3, 4), (5,))]
     before = [(parameter.data_ptr(), parameter.detach().clone()) for parameter in parameters]
-    resting = RestingParameters(parameters)
+    offloaded = OffloadedParameters(parameters)
+    hosted = [parameter.data_ptr() for parameter in parameters]
     for _ in range(2):
-        resting.rest()
-        hosted = [parameter.data_ptr() for parameter in parameters]
-        resting.rest()
         assert [parameter.data_ptr() for parameter in parameters] == hosted
         for parameter, (place, values) in zip(parameters, before, strict=True):
             assert parameter.data_ptr() != place and torch.equal(parameter, values)
-        resting.wake()
-        for parameter, host, (_, values) in zip(parameters, hosted, before, strict=True):
-            assert parameter.data_ptr() != host and torch.equal(parameter, values)
-            assert parameter.requires_grad and parameter.is_leaf
-        resting.wake()
+        with offloaded.on_device():
+            for parameter, host, (_, values) in zip(parameters, hosted, before, strict=True):
+                assert parameter.data_ptr() != host and torch.equal(parameter, values)
+                assert parameter.requires_grad and parameter.is_leaf
 
 
-def test_changes_while_awake_are_kept_unless_there_can_be_none() -> None:
+def test_parameters_are_offloaded_after_an_error_too() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    offloaded = OffloadedParameters([parameter])
+    host = parameter.data_ptr()
+    with pytest.raises(ZeroDivisionError), offloaded.on_device():
+        assert parameter.data_ptr() != host
+        _ = 1 / 0
+    assert parameter.data_ptr() == host
+
+
+def test_changes_on_the_device_are_kept_unless_there_can_be_none() -> None:
     for frozen in (False, True):
         parameter = nn.Parameter(torch.zeros(3), requires_grad=False)
-        resting = RestingParameters([parameter], frozen=frozen)
-        resting.rest()
-        resting.wake()
-        parameter += 1
-        resting.rest()
+        with OffloadedParameters([parameter], frozen=frozen).on_device():
+            parameter += 1
         assert bool((parameter == (0 if frozen else 1)).all())
 
 
-def test_training_is_the_same_bit_by_bit_and_the_kept_weights_rest(
+def test_training_is_the_same_bit_by_bit_and_the_stored_weights_are_offloaded(
     tiny_policy_folder: Path,
 ) -> None:
-    resting, kept, computed = _engine(tiny_policy_folder, offload=True)
-    awake, same, _ = _engine(tiny_policy_folder, offload=False)
+    offloading, kept, computed = _engine(tiny_policy_folder, offload=True)
+    staying, same, _ = _engine(tiny_policy_folder, offload=False)
     hosted, generating = _places(kept), _places(computed)
     for _ in range(3):
-        _step(resting)
-        _step(awake)
+        _step(offloading)
+        _step(staying)
         assert _places(kept) == hosted and _places(computed) == generating
     for one, other in zip(kept.module.parameters(), same.module.parameters(), strict=True):
         assert torch.equal(one, other) and one.grad is None
 
 
-def test_checkpoints_are_taken_and_read_at_rest(tiny_policy_folder: Path, tmp_path: Path) -> None:
+def test_checkpoints_are_taken_and_read_offloaded(tiny_policy_folder: Path, tmp_path: Path) -> None:
     first, kept, _ = _engine(tiny_policy_folder, offload=True)
     _step(first)
     first.save(tmp_path)
@@ -107,13 +112,13 @@ def test_checkpoints_are_taken_and_read_at_rest(tiny_policy_folder: Path, tmp_pa
         assert torch.equal(one, other)
 
 
-def test_a_reference_rests_between_scores(tiny_policy_folder: Path) -> None:
+def test_a_reference_is_offloaded_between_scores(tiny_policy_folder: Path) -> None:
     model, batches = _model(tiny_policy_folder), cut_batches(max_sequences=6)
     expected = ReferenceModel(_model(tiny_policy_folder)).score(batches, 1.0)
-    awake = _places(model)
+    on_device = _places(model)
     reference = ReferenceModel(model, offload_weights=True)
     places = _places(model)
-    assert not set(places) & set(awake)
+    assert not set(places) & set(on_device)
     for _ in range(2):
         found = reference.score(batches, 1.0)
         assert all(map(torch.equal, found, expected))

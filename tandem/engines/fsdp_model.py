@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder of ours spread over the ranks of a pool by torch's FSDP2, as one rank sees it.
+"""A decoder of ours sharded over the ranks of a pool by torch's FSDP2, as one rank sees it.
 
-The layers are a unit of sharding each, and what is left is one more. Every rank starts with its own
-slices of the weights and reads no others. Gradients are sums over ranks, never means: the
-denominators of losses are global. Tensor and sequence parallelism are the model's; here their ranks
-only find each other. What is done with scores and gradients is the engines' business.
+Each layer is a unit of sharding, and the remaining parameters are one more. Every rank reads only
+its own slices of the weights. Gradients are sums over ranks, never means, because the denominators
+of losses are global. The model implements tensor and sequence parallelism; this file only forms
+their process groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import cast
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from tandem.config.derived.pools import RankLayout
 from tandem.config.schema.fsdp import FsdpConfig
-from tandem.engines.sharding import ShardHolding
+from tandem.engines.shards import RankShardMap
 from tandem.engines.steps import score
 from tandem.models.decoder import Decoder
 from tandem.models.folder import ModelFolder, fill_slices, open_part, require_decoder
@@ -41,13 +42,13 @@ from tandem.types import HeldSlice, PackedBatch, Segments
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
-    """How one rank holds and computes its part of a model.
+class FsdpSpec:
+    """The way in which one rank stores and computes its part of a model.
 
     Attributes:
-        layout: of the pool, whose default world this process has joined as ``rank``.
-        stored: precision of the weights, their gradients and the optimizer.
-        compute: precision of forward and backward pass.
+        layout: the layout of the pool, whose default world this process has joined as ``rank``.
+        stored: the precision of the weights, their gradients and the optimizer.
+        compute: the precision of the forward and backward pass.
     """
 
     config: FsdpConfig
@@ -58,36 +59,35 @@ class Sharding:
     compute: torch.dtype
 
 
-class ShardedModel:
-    """What ``open_sharded`` returns. A frozen one is a reference policy by itself.
+class FsdpModel:
+    """One rank's part of a model, made by ``open_fsdp_model``. Without gradients it is a reference
+    policy.
 
     Attributes:
         language_model: computes like any other; all ranks of a shard group call it together.
-        holding: which boxes of the parameters this rank holds.
+        shard_map: the regions of the parameters that this rank holds.
     """
 
-    def __init__(self, model: NativeModel, folder: ModelFolder, *, sharding: Sharding) -> None:
-        """``open_sharded`` makes these."""
+    def __init__(self, model: NativeModel, folder: ModelFolder, *, spec: FsdpSpec) -> None:
         self.language_model = model
         self.folder = folder
-        self.sharding = sharding
-        self.holding = ShardHolding(
-            model.config,
-            sharding.layout,
-            rank=sharding.rank,
-            dtype=sharding.stored,
-            group=_copy_group(sharding),
+        self.spec = spec
+        self.shard_map = RankShardMap(
+            model.config, spec.layout, rank=spec.rank, dtype=spec.stored, group=_copy_group(spec)
         )
         self._decoder = model.decoder
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """This rank's parts by parameter; in use, and valid until ``rest`` or ``wake``."""
+        """Return this rank's parts by parameter.
+
+        They are in use, and valid until the weights are offloaded or onloaded.
+        """
         return {name: _local(parameter) for name, parameter in self._decoder.named_parameters()}
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of ``weights()``, zero where there is none."""
+        """Return the gradients of ``weights()``, zeros where there is none."""
         gradients = {name: p.grad for name, p in self._decoder.named_parameters()}
         return {
             name: torch.zeros_like(part) if gradients[name] is None else _local(gradients[name])
@@ -95,38 +95,41 @@ class ShardedModel:
         }
 
     def drop_gradients(self) -> None:
-        """Forget them."""
+        """Free the gradients."""
         for parameter in self._decoder.parameters():
             parameter.grad = None
 
     def held_slices(self) -> list[HeldSlice]:
-        """All of ``weights()`` as boxes of the whole tensors."""
-        boxes = self.holding.boxes
+        """Return ``weights()`` as slices of the whole tensors, valid as long as those."""
+        regions = self.shard_map.regions
         return [
-            x for name, part in self.weights().items() for x in slices_of_rows(boxes[name], part)
+            x for name, part in self.weights().items() for x in slices_of_rows(regions[name], part)
         ]
 
     def announce_backward(self, *, is_last: bool) -> None:
-        """Before each forward pass that a backward pass follows.
+        """Prepare a forward pass that a backward pass follows.
 
-        Gradients are summed over the ranks, and then sharded, after every backward pass; where
-        memory is to be spent on less traffic, only after the last, and weights are gathered once
-        a step.
+        With ``reshard_after_forward``, gradients are summed over the ranks and sharded after every
+        backward pass. Without it, memory is spent on less traffic: gradients are summed only after
+        the last backward pass of a step, and weights are gathered once a step.
         """
         root = cast(FSDPModule, self._decoder)
-        is_frugal = self.sharding.config.reshard_after_forward
+        is_frugal = self.spec.config.reshard_after_forward
         root.set_requires_gradient_sync(is_last or is_frugal)
         root.set_reshard_after_backward(is_last, recurse=not is_frugal)
 
     def score(
         self, batches: Sequence[PackedBatch], *, temperature: float, num_rounds: int | None
     ) -> list[Tensor]:
-        """What the model says of the response tokens of each batch, fp32 (R,), on the CPU.
+        """Return log-probs, or values, of the response tokens, fp32 (R,) a batch, on the CPU.
 
-        All ranks call it with the same ``num_rounds``, which is at least the number of batches;
-        None if that is the same on all ranks.
+        Collective. Offloaded weights are onloaded and stay on the device.
+
+        Args:
+            num_rounds: at least the number of batches of every rank, and the same on all; None if
+                all ranks have as many batches as this one.
         """
-        self.wake()
+        self.onload()
         idle = [idle_batch()] * ((num_rounds or len(batches)) - len(batches))
         scores = [
             score(self.language_model, batch, temperature=temperature)
@@ -135,18 +138,25 @@ class ShardedModel:
         self._free_gathered()
         return scores[: len(batches)]
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Move the weights to the host's memory if the config asks for it."""
-        if self.sharding.config.param_offload:
+        if self.spec.config.param_offload:
             self._decoder.to("cpu")
 
-    def wake(self) -> None:
-        """Undo ``rest``; does nothing to weights that are where they belong."""
-        if self.sharding.config.param_offload:
-            self._decoder.to(_home(self.sharding))
+    def onload(self) -> None:
+        """Move offloaded weights back to where they are computed with."""
+        if self.spec.config.param_offload:
+            self._decoder.to(_home(self.spec))
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Onload the weights while the context is open, and offload them afterwards."""
+        self.onload()
+        yield
+        self.offload()  # not after an error, which ends the run
 
     def _free_gathered(self) -> None:
-        """Without a backward pass nobody else frees weights, nor the record of their order."""
+        # Without a backward pass FSDP frees neither gathered weights nor the record of their order.
         for module in self._decoder.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -157,50 +167,50 @@ class ShardedModel:
                     group.comm_ctx.post_forward_order.clear()
 
 
-def open_sharded(
+def open_fsdp_model(
     folder: ModelFolder,
-    sharding: Sharding,
+    spec: FsdpSpec,
     *,
     random_seed: int | None = None,
     operators: Operators = TORCH,
     frozen: bool = False,
-) -> ShardedModel:
-    """Load this rank's slices of a model. Collective: all ranks of the pool call it.
+) -> FsdpModel:
+    """Load this rank's slices of a model. Collective over the pool.
 
     Args:
-        random_seed: draws random weights, those of ``open_model``, instead of loading them.
-        frozen: without gradients.
+        random_seed: a seed to draw the random weights of ``open_model`` from instead of loading.
+        frozen: whether the weights have no gradients.
 
     Raises:
-        UserError: as ``open_part``, or it is not a decoder of ours.
+        UserError: see ``open_part``; or the model is not a decoder of ours.
     """
     require_decoder(folder)
     model = open_part(
         folder,
-        _parallel_layout(sharding),
-        dtype=sharding.stored,
+        _parallel_layout(spec),
+        dtype=spec.stored,
         device="meta",
         operators=operators,
     )
     assert isinstance(model, NativeModel), "a model with a decoder config is our own"
     model.decoder.requires_grad_(not frozen)
-    _shard(model.decoder, sharding)
-    model.decoder.to_empty(device=_home(sharding))
-    model.device = sharding.device
-    sharded = ShardedModel(model, folder, sharding=sharding)
+    _shard(model.decoder, spec)
+    model.decoder.to_empty(device=_home(spec))
+    model.device = spec.device
+    sharded = FsdpModel(model, folder, spec=spec)
     with torch.no_grad():
         fill_slices(folder, sharded.held_slices(), random_seed=random_seed)
     return sharded
 
 
-def _shard(decoder: Decoder, sharding: Sharding) -> None:
-    config = sharding.config
-    on_host = CPUOffloadPolicy(pin_memory=sharding.device.type != "cpu")
+def _shard(decoder: Decoder, spec: FsdpSpec) -> None:
+    config = spec.config
+    on_host = CPUOffloadPolicy(pin_memory=spec.device.type != "cpu")
     settings = {
-        "mesh": _shard_mesh(sharding),
-        # The residual stream is fp32 on purpose: what a layer is given is not cast.
+        "mesh": _shard_mesh(spec),
+        # The residual stream is fp32 on purpose: the inputs of a layer must not be cast.
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=sharding.compute, reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=spec.compute, reduce_dtype=torch.float32, cast_forward_inputs=False
         ),
         "offload_policy": on_host if config.offload_policy else OffloadPolicy(),
     }
@@ -209,7 +219,7 @@ def _shard(decoder: Decoder, sharding: Sharding) -> None:
         fully_shard(layer, **settings, reshard_after_forward=config.reshard_after_forward)
         for layer in layers
     ]
-    # What the model says is taken from its head after the forward pass.
+    # Log-probs are computed from the weight of the head after the forward pass.
     root = fully_shard(decoder, **settings, reshard_after_forward=False)
     for unit in (*units, root):
         unit.set_gradient_divide_factor(1.0)
@@ -219,41 +229,41 @@ def _shard(decoder: Decoder, sharding: Sharding) -> None:
             unit.set_modules_to_forward_prefetch([following])
 
 
-def _home(sharding: Sharding) -> torch.device:
-    """Where the weights are while they are in use."""
-    return torch.device("cpu") if sharding.config.offload_policy else sharding.device
+def _home(spec: FsdpSpec) -> torch.device:
+    """Return the device of the weights while they are computed with."""
+    return torch.device("cpu") if spec.config.offload_policy else spec.device
 
 
 def _local(tensor: Tensor | None) -> Tensor:
-    """What of a parameter or its gradient is here."""
-    assert isinstance(tensor, DTensor), "weights are looked at while they are sharded"
+    """Return this rank's shard of a parameter or of its gradient."""
+    assert isinstance(tensor, DTensor), "weights must be sharded here, not gathered"
     return tensor.to_local()
 
 
-def _shard_mesh(sharding: Sharding) -> DeviceMesh:
-    layout = sharding.layout
+def _shard_mesh(spec: FsdpSpec) -> DeviceMesh:
+    layout = spec.layout
     shards, tensor = layout.num_shards, layout.tensor_parallel
     copies = layout.num_ranks // (shards * tensor)
-    mesh = _mesh(sharding, {"copy": copies, "shard": shards, "tensor": tensor})
+    mesh = _mesh(spec, {"copy": copies, "shard": shards, "tensor": tensor})
     return mesh["shard"] if copies == 1 else mesh["copy", "shard"]
 
 
-def _copy_group(sharding: Sharding) -> ProcessGroup | None:
-    layout = sharding.layout
+def _copy_group(spec: FsdpSpec) -> ProcessGroup | None:
+    layout = spec.layout
     members = layout.tensor_parallel * layout.num_shards
     copies = layout.num_ranks // members
     if copies == 1:
         return None
-    return _mesh(sharding, {"copy": copies, "shard": members})["shard"].get_group()
+    return _mesh(spec, {"copy": copies, "shard": members})["shard"].get_group()
 
 
-def _parallel_layout(sharding: Sharding) -> ParallelLayout:
-    layout = sharding.layout
+def _parallel_layout(spec: FsdpSpec) -> ParallelLayout:
+    layout = spec.layout
     sequence, tensor = layout.sequence_parallel, layout.tensor_parallel
     if sequence == tensor == 1:
         return WHOLE
     sizes = {"shard": layout.data_parallel, "sequence": sequence, "tensor": tensor}
-    mesh = _mesh(sharding, sizes)
+    mesh = _mesh(spec, sizes)
     return ParallelLayout(
         tensor=peers_of(mesh["tensor"]) if tensor > 1 else ALONE,
         sequence=peers_of(mesh["sequence"]) if sequence > 1 else ALONE,
@@ -266,13 +276,13 @@ def _default_world() -> ProcessGroup:
     return world
 
 
-def _mesh(sharding: Sharding, sizes: Mapping[str, int]) -> DeviceMesh:
-    """The ranks of the pool as a grid; ways of only one rank are left out, but for ``shard``."""
+def _mesh(spec: FsdpSpec, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Return the ranks of the pool as a grid, without dimensions of size 1 other than ``shard``."""
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-    names, device = tuple(kept), sharding.device
+    names, device = tuple(kept), spec.device
     mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=names)
-    # Groups of a mesh start out with torch's own timeout, not with that of their world, which the
-    # host's backend can tell on every platform.
+    # Groups of a mesh begin with torch's default timeout instead of their world's. The backend of
+    # the host knows the world's timeout on every platform.
     timeout = _default_world()._get_backend(torch.device("cpu")).options._timeout
     for group in mesh.get_all_groups():
         _set_pg_timeout(timeout, group)
@@ -281,7 +291,7 @@ def _mesh(sharding: Sharding, sizes: Mapping[str, int]) -> DeviceMesh:
 
 @cache
 def idle_batch() -> PackedBatch:
-    """What a rank computes in a round without a micro-batch for it, so that collectives match."""
+    """Return the batch of a rank that has no micro-batch in a round, so that collectives match."""
     zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
     return PackedBatch(
         token_ids_T=zero,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints as boxes: round trips in one process, export, and what is wrong with one."""
+"""Checkpoints as regions: round trips in one process, export, and what is wrong with one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from tandem.config.schema.optim import OptimConfig
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.engines.optim import PolicyOptimizer
-from tandem.engines.sharded import export_sharded, restore, store
+from tandem.engines.sharded_checkpoint import export_sharded, load_sharded, save_sharded
+from tandem.engines.shards import unsharded_map
 from tandem.engines.single import SingleDeviceEngine
-from tandem.engines.slices import whole_holding
 from tandem.errors import UserError
 from tandem.models.folder import open_model
 from tandem.models.language_model import LanguageModel
@@ -36,28 +36,28 @@ class Trained:
         self.weights: dict[str, Tensor] = {
             name: p.detach() for name, p in self.model.module.named_parameters()
         }
-        self.holding = whole_holding(self.weights)
-        self.optimizer = PolicyOptimizer(self.model, MUON, holding=self.holding)
+        self.shard_map = unsharded_map(self.weights)
+        self.optimizer = PolicyOptimizer(self.model, MUON, shard_map=self.shard_map)
         for _ in range(steps):
             gradients = {name: torch.randn_like(x) for name, x in self.weights.items()}
             self.optimizer.step(self.weights, gradients, rate_factor=1.0)
 
     def store(self, folder: Path, *, model: str = "a model") -> None:
-        store(
+        save_sharded(
             folder,
             self.weights,
             optimizer=self.optimizer,
-            boxes=self.holding.boxes,
+            regions=self.shard_map.regions,
             model=model,
             schedule_step=7,
         )
 
     def restore(self, folder: Path) -> int:
-        return restore(
+        return load_sharded(
             folder,
             self.weights,
             optimizer=self.optimizer,
-            boxes=self.holding.boxes,
+            regions=self.shard_map.regions,
             model="a model",
         )
 

@@ -12,7 +12,7 @@ from transformers.optimization import (
     get_cosine_schedule_with_warmup,
 )
 
-from tandem.engines.schedule import LearningRateSchedule, warmup_steps
+from tandem.engines.optim import LearningRateSchedule, warmup_steps
 
 
 def _schedule(kind: str = "cosine", **changes: float) -> LearningRateSchedule:

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that stay in the host's memory while nothing computes with them, on one device.
+
+They remain the same ``nn.Parameter`` objects; only their storage moves. No other tensor may share
+that storage, because each offload replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+
+class OffloadedParameters:
+    """Parameters of one device that are in the host's memory unless ``on_device`` is open."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, frozen: bool = False) -> None:
+        """Offload the parameters.
+
+        Args:
+            frozen: the parameters never change, so that only the first offload copies them.
+        """
+        self._parameters = list(parameters)
+        self._device = self._parameters[0].device
+        self._frozen = frozen
+        # The buffers on the host are kept: allocating pinned memory is slow.
+        self._hosted = [_host_memory(part) for part in self._parameters]
+        self._offload(copies=True)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Hold the parameters on their device while the context is open."""
+        self._onload()
+        try:
+            yield
+        finally:
+            self._offload(copies=not self._frozen)
+
+    @torch.no_grad()
+    def _onload(self) -> None:
+        for parameter in self._parameters:
+            values = torch.empty_like(parameter, device=self._device)
+            _set_values(parameter, values.copy_(parameter, non_blocking=True))
+
+    @torch.no_grad()
+    def _offload(self, *, copies: bool) -> None:
+        for parameter, hosted in zip(self._parameters, self._hosted, strict=True):
+            if copies:
+                hosted.copy_(parameter)
+            _set_values(parameter, hosted)
+
+
+def on_device(parameters: OffloadedParameters | None) -> AbstractContextManager[None]:
+    """Return ``parameters.on_device()``, or a context without effect if nothing is offloaded."""
+    return nullcontext() if parameters is None else parameters.on_device()
+
+
+def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
+    # Torch accepts new data only of the same kind of tensor. Between the host and a device of an
+    # out-of-tree backend the kinds differ, so that the whole tensor is exchanged.
+    is_same_kind = torch._has_compatible_shallow_copy_type  # pyright: ignore[reportPrivateImportUsage]
+    if is_same_kind(parameter, values):
+        parameter.data = values
+    else:
+        torch.utils.swap_tensors(
+            parameter, nn.Parameter(values, requires_grad=parameter.requires_grad)
+        )
+
+
+def _host_memory(parameter: Tensor) -> Tensor:
+    # Accelerators copy several times as fast from and to pinned memory.
+    pinned = parameter.device.type != "cpu"
+    return torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=pinned)
