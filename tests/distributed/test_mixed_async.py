@@ -14,6 +14,7 @@ import pytest
 
 from tandem.metrics.trace import TRACE_FILE, read_trace
 from tandem.testing.doubles import write_vendor_package
+from tests.distributed.fp32_metrics import differences
 from tests.fakes.commands import Conditions, run_command
 from tests.fakes.tiny_run import Material, metrics_of, read_lines, repeatable, train_arguments
 
@@ -61,12 +62,18 @@ def finished(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Ru
 
 def test_a15_doubles_of_two_vendors_compute_what_the_host_computes(finished: Run) -> None:
     host, mixed = (repeatable(metrics_of(finished(*words))) for words in ((), VENDORS))
-    assert host.keys() == mixed.keys()
-    for step, metrics in host.items():
-        for name, value in metrics.items():
-            is_exponential = name.startswith("rollout_corr/")  # of sums over whole responses
-            tolerance = 1e-4 if is_exponential else 1e-5
-            assert mixed[step][name] == pytest.approx(value, abs=1e-5, rel=tolerance), name
+    assert not list(differences(mixed, host))
+
+
+def test_the_bounds_tell_another_learning_rate_and_a_missing_step(finished: Run) -> None:
+    host, wrong = (
+        repeatable(metrics_of(finished(*words)))
+        for words in ((), ("actor_rollout_ref.actor.optim.lr=0.0011",))
+    )
+    told = " ".join(differences(wrong, host))
+    assert "rollout_corr/rollout_is_std" in told and "rollout_corr/kl" in told
+    told = " ".join(differences({NUM_STEPS: host[NUM_STEPS - 1]}, {NUM_STEPS: host[NUM_STEPS]}))
+    assert "rollout_corr/rollout_is_std" in told and "actor/pg_loss" in told
 
 
 @pytest.mark.parametrize("mode", [(), (BYPASS,)], ids=["decoupled", "bypass"])

@@ -17,6 +17,7 @@ import pytest
 from tandem.comm.flagcx_library import Abi
 from tandem.testing.doubles import write_vendor_package
 from tandem.testing.flagcx_stub import stub_library
+from tests.distributed.fp32_metrics import differences
 from tests.fakes.commands import Conditions, check_refusal, run_command
 from tests.fakes.tiny_run import Material, metrics_of, repeatable, train_arguments
 
@@ -63,11 +64,7 @@ def finished(
 
 def test_a8_a_run_across_vendors_computes_what_one_on_the_host_computes(finished: Run) -> None:
     host, mixed = (repeatable(metrics_of(finished(*words))) for words in ((), VENDORS))
-    assert host.keys() == mixed.keys()
-    for step, metrics in host.items():
-        assert metrics.keys() == mixed[step].keys()
-        for name, value in metrics.items():
-            assert mixed[step][name] == pytest.approx(value, abs=1e-6, rel=1e-6), name
+    assert not list(differences(mixed, host))
 
 
 def test_each_pool_runs_on_devices_of_its_platform(finished: Run) -> None:
