@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantage estimators: from token rewards to an advantage and a return per response token.
 
-An estimator is a function of ``AdvantageInputs`` and the keys of ``algorithm``. ``ADVANTAGES`` maps
-the values of ``algorithm.adv_estimator`` to the built-in ones. A sequence whose reward failed
-(timeout, error) enters no baseline and no statistic, and its advantage is 0. A group of one sample
-has mean 0 and std 1, as in verl. If failures leave one sample in a group, its advantage is 0.
-Everything runs on the CPU, in fp64 inside.
+An estimator is a function of ``AdvantageInputs`` and the keys of ``algorithm``. ``ADVANTAGES`` has
+the built-in ones; docs/extend/advantage_estimator.md tells how to add one. A sequence whose reward
+failed (timeout, error) enters no baseline and no statistic, and its advantage is 0. A group of one
+sample has mean 0 and std 1, as in verl. If failures leave one sample in a group, its advantage is
+0. Everything runs on the CPU, in fp64 inside.
 
 Shapes: R response tokens, N sequences.
 """
@@ -25,6 +25,8 @@ from tandem.algorithms.sequences import (
     sum_by_sequence,
 )
 from tandem.config.schema.algorithm import AlgorithmConfig
+from tandem.config.schema.dotted import import_dotted
+from tandem.errors import UserError
 
 _STD_EPSILON = 1e-6
 _VARIANCE_EPSILON = 1e-8
@@ -63,7 +65,7 @@ class Advantages:
     returns_R: Tensor
 
 
-Estimator = Callable[[AdvantageInputs, AlgorithmConfig], Advantages]
+EstimatorFunction = Callable[[AdvantageInputs, AlgorithmConfig], Advantages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +233,7 @@ def gae(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
     return Advantages(_whiten(raw_R, inputs), returns_R)
 
 
-ADVANTAGES: dict[str, Estimator] = {
+ADVANTAGES: dict[str, EstimatorFunction] = {
     "gae": gae,
     "gpg": gpg,
     "grpo": grpo,
@@ -244,3 +246,38 @@ ADVANTAGES: dict[str, Estimator] = {
     "rloo": rloo,
 }
 """The built-in values of ``algorithm.adv_estimator``; ``grpo_vectorized`` equals ``grpo``."""
+
+
+def estimate_advantages(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
+    """Apply the estimator ``settings.adv_estimator``.
+
+    Raises:
+        UserError: a function of the user cannot be imported, or does not return ``Advantages`` of
+            two finite fp32 tensors (R,).
+    """
+    name = settings.adv_estimator
+    if name in ADVANTAGES:
+        return ADVANTAGES[name](inputs, settings)
+    found = import_dotted("algorithm.adv_estimator", name)(inputs, settings)
+    if not isinstance(found, Advantages):
+        raise _not_advantages(name, f"returned {type(found).__name__}")
+    expected = inputs.token_rewards_R
+    for field in ("advantages_R", "returns_R"):
+        values_R: Tensor = getattr(found, field)
+        if values_R.shape != expected.shape or values_R.dtype != expected.dtype:
+            raise _not_advantages(
+                name, f"returned {field} of shape {tuple(values_R.shape)} and {values_R.dtype}"
+            )
+        if not values_R.isfinite().all():
+            raise _not_advantages(name, f"returned {field} with a value that is not finite")
+    return found
+
+
+def _not_advantages(name: str, fault: str) -> UserError:
+    return UserError(
+        "algorithm.adv_estimator",
+        name,
+        rule=fault,
+        remedy="Return tandem.algorithms.advantages.Advantages, fp32, with one finite number for "
+        "each response token.",
+    )

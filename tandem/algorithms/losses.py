@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy losses per response token, each a few lines of algebra in the order of its paper.
 
-``POLICY_LOSSES`` maps the values of ``policy_loss.loss_mode`` to the built-in ones.
+``POLICY_LOSSES`` holds the built-in ones; docs/extend/policy_loss.md tells how to add one.
 ``policy_loss.PolicyLoss`` adds aggregation, entropy and the KL term. Log-ratios are clamped before
 exp.
 
@@ -12,13 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.algorithms.kl import LOG_RATIO_LIMIT
 from tandem.algorithms.sequences import count_by_sequence, sum_by_sequence
+from tandem.config.schema.dotted import import_dotted
+from tandem.errors import UserError
 
+_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
 _SEQUENCE_LOG_RATIO_LIMIT = 10.0
 
 
@@ -150,3 +154,29 @@ POLICY_LOSSES: dict[str, PolicyLossFunction] = {
     "gspo": gspo,
     "vanilla": vanilla,
 }
+
+
+def compute_loss(terms: PolicyTerms, clip: ClipRange, *, loss_mode: str) -> TokenLosses:
+    """Apply the policy loss ``loss_mode``.
+
+    Raises:
+        UserError: a function of the user cannot be imported, or does not return ``TokenLosses`` of
+            tensors (R,).
+    """
+    if loss_mode in POLICY_LOSSES:
+        return POLICY_LOSSES[loss_mode](terms, clip)
+    found: Any = import_dotted(_KEY, loss_mode)(terms, clip)
+    shape = terms.logp_R.shape
+    fields = ("loss_R", "clipped_R", "clipped_lower_R")
+    if not isinstance(found, TokenLosses):
+        fault = f"returned {type(found).__name__}"
+    elif wrong := [field for field in fields if getattr(found, field).shape != shape]:
+        fault = f"returned {wrong[0]} of shape {tuple(getattr(found, wrong[0]).shape)}"
+    else:
+        return found
+    raise UserError(
+        _KEY,
+        loss_mode,
+        rule=fault,
+        remedy="Return tandem.algorithms.losses.TokenLosses, one entry for each response token.",
+    )

@@ -22,6 +22,7 @@ from tandem.algorithms.losses import (
     ClipRange,
     PolicyTerms,
     TokenLosses,
+    compute_loss,
 )
 from tandem.algorithms.off_policy import (
     CLIPPED,
@@ -35,6 +36,7 @@ from tandem.algorithms.off_policy import (
 )
 from tandem.algorithms.sequences import AGGREGATIONS, aggregate, token_mean
 from tandem.config.schema.actor import loss_traits
+from tandem.config.schema.dotted import is_dotted
 from tandem.errors import UserError
 from tandem.types import LossInputs, LossOutputs
 
@@ -75,7 +77,8 @@ class PolicyLoss:
     max_lag: int = 0
 
     def __post_init__(self) -> None:
-        _check_name("policy_loss.loss_mode", self.loss_mode, known=tuple(POLICY_LOSSES))
+        if not is_dotted(self.loss_mode):
+            _check_name("policy_loss.loss_mode", self.loss_mode, known=tuple(POLICY_LOSSES))
         _check_name("loss_agg_mode", self.loss_agg_mode, known=AGGREGATIONS)
         _check_name("kl_loss_type", self.kl_loss_type.removesuffix("+"), known=tuple(KL_ESTIMATORS))
         if self.clip_ratio_c <= 1:
@@ -129,7 +132,7 @@ class PolicyLoss:
             num_sequences=inputs.num_sequences,
         )
         clip = ClipRange(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
-        tokens = POLICY_LOSSES[self.loss_mode](terms, clip)
+        tokens = compute_loss(terms, clip, loss_mode=self.loss_mode)
         factor_R, corrected = self._corrected(inputs, tokens)
         token_loss_R = tokens.loss_R if factor_R is None else tokens.loss_R * factor_R
         sequence_level = loss_traits(self.loss_mode).is_sequence_level

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TextIO, cast
+from typing import TextIO
 
 from tandem.api import MetricSink
 from tandem.config.schema.dotted import import_dotted, is_dotted
@@ -133,7 +133,7 @@ def require_loggers(names: Sequence[str]) -> None:
     """
     for name in names:
         if is_dotted(name):
-            _require_callable(name)
+            import_dotted(_KEY, name)
             continue
         if name not in LOGGERS:
             raise UserError(
@@ -187,15 +187,8 @@ def open_sinks(
     return tuple(GuardedSink(sink) for sink in sinks)
 
 
-def _require_callable(name: str) -> Callable[[SinkSettings], MetricSink]:
-    found = import_dotted(_KEY, name)
-    if not callable(found):
-        raise UserError(_KEY, name, rule="is neither a class nor a function")
-    return cast(Callable[[SinkSettings], MetricSink], found)
-
-
 def _open_dotted(name: str, settings: SinkSettings) -> MetricSink:
-    sink = _require_callable(name)(settings)
+    sink = import_dotted(_KEY, name)(settings)
     missing = [method for method in ("write", "close") if not hasattr(sink, method)]
     if missing:
         raise UserError(

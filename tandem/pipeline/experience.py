@@ -13,7 +13,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from tandem.algorithms.advantages import ADVANTAGES, AdvantageInputs
+from tandem.algorithms.advantages import AdvantageInputs, estimate_advantages
 from tandem.algorithms.kl import (
     KlController,
     estimate_kl,
@@ -85,7 +85,7 @@ def assign_credit(batch: Batch, *, config: RunConfig, controller: KlController) 
         values_R=batch.values_R,
         greedy_scores_N=batch.greedy_scores_N,
     )
-    advantages = ADVANTAGES[algorithm.adv_estimator](inputs, algorithm)
+    advantages = estimate_advantages(inputs, algorithm)
     corrected = correct_batch(batch, config)
     max_lag = config.trainer.max_lag
     compares = config.compares_policies

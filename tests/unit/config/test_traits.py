@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -89,9 +90,15 @@ def test_the_traits_say_which_keys_are_read(module: str) -> None:
     [
         ("tandem_no_such_module:f", "cannot be imported"),
         ("tandem.errors:no_such_function", "has no attribute 'no_such_function'"),
+        ("tandem.errors:NO_VALUE", "is neither a class nor a function"),
+        ("broken_module_of_tests:f", "raises ZeroDivisionError when imported"),
     ],
 )
-def test_what_cannot_be_imported_is_refused_in_one_line(path: str, rule: str) -> None:
+def test_what_cannot_be_imported_is_refused_in_one_line(
+    path: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_module_of_tests.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
     config = load_config(RunConfig, [f"{ESTIMATOR}={path}"]).config
     with pytest.raises(UserError, match=rule) as caught:
         check_run(config)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of docs/extend: their files and commands, as they stand there, in small runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.commands import Ended, check_refusal, run_command
+from tests.fakes.tiny_run import Material, metrics_of, train_arguments
+
+PAGES = Path(__file__).parents[2] / "docs/extend"
+BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# (?P<name>\w+\.py)\n")
+COMMAND = ("tandem", "train", "recipe.yaml")
+SHORT = ("trainer.total_training_steps=2", "data.val_files=[]", "trainer.save_freq=-1")
+TWO_UPDATES = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+TWO_WORKERS = "trainer.n_gpus_per_node=2"
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    """Return the texts of the page's code blocks of one kind."""
+    text = (PAGES / page).read_text("utf-8")
+    return [match["text"] for match in BLOCK.finditer(text) if match["kind"] == kind]
+
+
+def write_files(page: str, folder: Path) -> None:
+    """Write every Python block that begins with the name of its file."""
+    for text in blocks(page, "python"):
+        if match := FILE.match(text):
+            (folder / match["name"]).write_text(text, "utf-8")
+
+
+def overrides(page: str) -> list[list[str]]:
+    """Return the arguments of every command of the page that trains, without the recipe."""
+    commands = [shlex.split(text.replace("\\\n", " ")) for text in blocks(page, "bash")]
+    return [words[3:] for words in commands if tuple(words[:3]) == COMMAND]
+
+
+def train(material: Material, folder: Path, arguments: Sequence[str]) -> Ended:
+    """Run ``tandem train`` for two steps in ``folder``, which is the working directory."""
+    return run_command(train_arguments(material, folder / "run", *SHORT, *arguments), folder=folder)
+
+
+def metrics_after(
+    page: str, material: Material, folder: Path, *more: str
+) -> dict[int, dict[str, float]]:
+    """Write the files of a page, run its only command, and return the metrics."""
+    write_files(page, folder)
+    (arguments,) = overrides(page)
+    ended = train(material, folder, [*arguments, *more])
+    assert ended.code == 0, ended.stderr
+    return metrics_of(folder / "run")
+
+
+def test_advantage_estimator(material: Material, tmp_path: Path) -> None:
+    metrics = metrics_after("advantage_estimator.md", material, tmp_path)
+    for row in metrics.values():
+        largest = max(abs(row["critic/advantages/max"]), abs(row["critic/advantages/min"]))
+        assert largest == pytest.approx(1)
+
+
+def test_estimators_with_wrong_results_are_refused(material: Material, tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("def estimate(inputs, settings): return inputs.group_N\n")
+    ended = train(material, tmp_path, ["algorithm.adv_estimator=wrong:estimate"])
+    check_refusal(ended, "algorithm.adv_estimator='wrong:estimate'", "returned Tensor")
+
+
+def test_policy_loss(material: Material, tmp_path: Path) -> None:
+    metrics = metrics_after("policy_loss.md", material, tmp_path, TWO_UPDATES)
+    assert all(row["actor/pg_clipfrac"] == 0 for row in metrics.values())
+    assert metrics[1]["actor/pg_loss"] != 0
+
+
+def test_policy_loss_in_worker_processes(material: Material, tmp_path: Path) -> None:
+    metrics = metrics_after("policy_loss.md", material, tmp_path, TWO_UPDATES, TWO_WORKERS)
+    assert metrics[1]["actor/pg_loss"] != 0
+
+
+def test_losses_with_wrong_results_are_refused(material: Material, tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("def loss(terms, clip): return terms.logp_R\n")
+    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    check_refusal(
+        train(material, tmp_path, [f"{key}=wrong:loss"]), f"{key}='wrong:loss'", "returned Tensor"
+    )
+
+
+def test_reward(material: Material, tmp_path: Path) -> None:
+    metrics = metrics_after("reward.md", material, tmp_path)
+    assert all(row["reward/length/mean"] > 0 for row in metrics.values())
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in PAGES.glob("*.md")))
+def test_every_page_is_run_here(page: str) -> None:
+    source = Path(__file__).read_text("utf-8")
+    if overrides(page):
+        assert f'"{page}"' in source, f"no test runs the command of docs/extend/{page}"
