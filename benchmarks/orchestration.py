@@ -235,7 +235,8 @@ def pieces(options: argparse.Namespace, parts: RunContext) -> dict[str, float]:
     assert isinstance(parts.recorder, Keeping), "the parts are not those of make_parts"
     config, recorder = parts.config, parts.recorder.recorder
     groups = parts.recorder.groups
-    completions = [sample.completion for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.samples]
+    completions = [drawn for sample in samples for drawn in sample.trajectory.completions]
     controller = initial_kl_controller(config)
     batch = lay_out(groups)
     experience = assign_credit(batch, config=config, controller=controller)
@@ -247,7 +248,7 @@ def pieces(options: argparse.Namespace, parts: RunContext) -> dict[str, float]:
     steps = iter(range(10**6))
     calls: dict[str, Callable[[], object]] = {
         "decode": lambda: [
-            parts.codec.decode([sample.completion.token_ids for sample in group.samples])
+            parts.codec.decode([sample.trajectory.response_ids for sample in group.samples])
             for group in groups
         ],
         "lay_out": lambda: lay_out(groups),

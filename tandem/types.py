@@ -10,9 +10,11 @@ optimizer phases (0 = the initial weights).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from itertools import chain, dropwhile, takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -187,10 +189,100 @@ class RewardRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """A completion with its decoded text and its reward."""
+class Span:
+    """Consecutive tokens of one origin: drawn by the policy, or given to it.
 
-    completion: Completion
+    Attributes:
+        token_ids: the tokens.
+        completion: the generation that drew exactly these tokens, with their log-probs and weights
+            versions; None for given tokens, which carry no loss.
+    """
+
+    token_ids: Sequence[int]
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """All tokens of one sample in the order in which the policy saw them.
+
+    It begins with given tokens and holds at least one completion. A trajectory of a single turn is
+    one given span, the prompt, and one drawn span, the response.
+
+    Example:
+        The prompt (1, 2) is given, a call (3, 4) is drawn, its result (5,) is given and an answer
+        (6, 7) is drawn: ``prompt_ids`` is (1, 2), ``response_ids`` is (3, 4, 5, 6, 7) and
+        ``loss_mask`` is (True, True, False, True, True).
+
+    Raises:
+        ValueError: the first span is drawn, or no span is.
+    """
+
+    sample_id: int
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        if not self.spans or self.spans[0].completion is not None or not self.completions:
+            raise ValueError(
+                f"sample {self.sample_id}: the first span must be given, and one must be drawn"
+            )
+
+    @classmethod
+    def of_single_turn(cls, prompt_ids: TokenIds, completion: Completion) -> Trajectory:
+        """Return the trajectory of a prompt and the response to it."""
+        spans = (Span(prompt_ids), Span(completion.token_ids, completion))
+        return cls(completion.sample_id, spans)
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """The completions of the drawn spans, in order."""
+        return tuple(span.completion for span in self.spans if span.completion is not None)
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The tokens given before the first drawn one."""
+        return _joined(tuple(takewhile(_is_given, self.spans)))
+
+    @property
+    def response_spans(self) -> tuple[Span, ...]:
+        """The spans behind the prompt: the first drawn span and all that follow it."""
+        return tuple(dropwhile(_is_given, self.spans))
+
+    @property
+    def response_ids(self) -> Sequence[int]:
+        """The tokens behind the prompt, drawn and given."""
+        return _joined(self.response_spans)
+
+    @property
+    def loss_mask(self) -> tuple[bool, ...] | None:
+        """Whether each token of ``response_ids`` was drawn; None if all of them were."""
+        spans = self.response_spans
+        if all(span.completion is not None for span in spans):
+            return None
+        drawn = ((span.completion is not None, len(span.token_ids)) for span in spans)
+        return tuple(flag for flag, length in drawn for _ in range(length))
+
+    @property
+    def num_drawn_tokens(self) -> int:
+        """The number of tokens that the policy drew."""
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+
+def _is_given(span: Span) -> bool:
+    return span.completion is None
+
+
+def _joined(spans: tuple[Span, ...]) -> Sequence[int]:
+    if len(spans) == 1:
+        return spans[0].token_ids
+    return array("i", chain.from_iterable(span.token_ids for span in spans))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A trajectory with the text of its drawn tokens and its reward."""
+
+    trajectory: Trajectory
     text: str
     reward: RewardOutcome
 

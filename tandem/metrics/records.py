@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.metrics.jsonl import JsonLinesFile, encode
-from tandem.types import Group, Prompt, RewardStatus, Sample
+from tandem.types import Group, Prompt, RewardStatus, Sample, Trajectory
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 
@@ -66,12 +66,13 @@ class RolloutRecorder:
     def _record(
         self, prompt: Prompt, sample: Sample, *, step: int, advantage: float
     ) -> dict[str, Any]:
-        completion = sample.completion
+        trajectory = sample.trajectory
+        completions = trajectory.completions
         return {
             "step": step,
-            "sample_id": completion.sample_id,
-            "weights_version": completion.weights_version,
-            "switches": [list(switch) for switch in completion.switches],
+            "sample_id": trajectory.sample_id,
+            "weights_version": completions[0].weights_version,
+            "switches": _switches(trajectory),
             "data_source": prompt.data_source,
             "prompt": prompt.text,
             "response": sample.text,
@@ -81,10 +82,36 @@ class RolloutRecorder:
             "detail": sample.reward.detail,
             "extra": dict(sample.reward.extra),
             "advantage": advantage,
-            "finish_reason": completion.finish_reason.value,
-            "tokens": self._token_texts(completion.token_ids),
-            "log_probs": [float(f"{value:.5g}") for value in completion.log_probs],
+            "finish_reason": completions[-1].finish_reason.value,
+            "tokens": self._token_texts(trajectory.response_ids),
+            "log_probs": _log_probs(trajectory),
         }
+
+
+def _switches(trajectory: Trajectory) -> list[list[int]]:
+    """Return [index into the response, version] wherever another version began to draw."""
+    switches: list[list[int]] = []
+    index, current = 0, trajectory.completions[0].weights_version
+    for span in trajectory.response_spans:
+        runs = () if span.completion is None else span.completion.version_runs
+        begin = index
+        for version, length in runs:
+            if version != current:
+                switches.append([begin, version])
+            begin, current = begin + length, version
+        index += len(span.token_ids)
+    return switches
+
+
+def _log_probs(trajectory: Trajectory) -> list[float | None]:
+    """Return the log-prob of each token of the response, None for a given one."""
+    values: list[float | None] = []
+    for span in trajectory.response_spans:
+        if span.completion is None:
+            values += [None] * len(span.token_ids)
+        else:
+            values += [float(f"{value:.5g}") for value in span.completion.log_probs]
+    return values
 
 
 def spread(count: int, limit: int, *, offset: int) -> list[int]:

@@ -29,7 +29,7 @@ def score_metrics(groups: Sequence[Group], *, rewards: Sequence[float]) -> dict[
     scored = [
         (sample, reward)
         for sample, reward in zip(_samples(groups), rewards, strict=True)
-        if _has_score(sample) and sample.completion.token_ids
+        if _has_score(sample) and sample.trajectory.num_drawn_tokens > 0
     ]
     return {
         **_statistics("critic/score", [sample.reward.score for sample, _ in scored]),
@@ -78,7 +78,7 @@ def length_metrics(
     ``clip_ratio`` is the share that has the largest length allowed. A response without a token
     counts as aborted: ``response_length_non_aborted/*`` leaves it out.
     """
-    responses = [len(sample.completion.token_ids) for sample in _samples(groups)]
+    responses = [len(sample.trajectory.response_ids) for sample in _samples(groups)]
     prompts = [len(group.prompt.token_ids) for group in groups for _ in group.samples]
     finished = [length for length in responses if length > 0]
     if not responses:

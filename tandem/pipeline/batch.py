@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem.algorithms.sequences import sum_by_sequence
 from tandem.data.packing import TrainSequence
-from tandem.types import Completion, Group, RewardStatus
+from tandem.types import Completion, Group, Prompt, RewardStatus, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Batch:
 
     def mean_tokens(self, values_R: Tensor) -> Tensor:
         """Return the mean over the tokens of each sequence, 0 for an empty one, (N,)."""
-        lengths_N = torch.tensor([len(sequence.response_ids) for sequence in self.sequences])
+        lengths_N = torch.tensor([sequence.num_loss_tokens for sequence in self.sequences])
         return self.sum_tokens(values_R) / lengths_N.clamp(min=1)
 
 
@@ -85,12 +85,10 @@ def lay_out(groups: Sequence[Group], *, version: int = 0) -> Batch:
         version: the version of the weights that are about to be trained.
     """
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
-    sequences = [
-        TrainSequence(prompt.uid, prompt.token_ids, sample.completion.token_ids)
-        for prompt, sample in samples
-    ]
-    lengths_N = torch.tensor([len(sample.completion.token_ids) for _, sample in samples])
-    log_probs = [np.asarray(sample.completion.log_probs, np.float32) for _, sample in samples]
+    sequences = [sequence_of(prompt, sample.trajectory) for prompt, sample in samples]
+    completions = [drawn for _, sample in samples for drawn in sample.trajectory.completions]
+    lengths_N = torch.tensor([sequence.num_loss_tokens for sequence in sequences])
+    log_probs = [np.asarray(completion.log_probs, np.float32) for completion in completions]
     has_value = [sample.reward.status is RewardStatus.VALUE for _, sample in samples]
     valid_N = torch.tensor(has_value)
     greedy_scores_N = _greedy_scores(groups)
@@ -105,8 +103,20 @@ def lay_out(groups: Sequence[Group], *, version: int = 0) -> Batch:
         valid_N=valid_N,
         greedy_scores_N=greedy_scores_N,
         rollout_logp_R=torch.as_tensor(np.concatenate(log_probs)),
-        lag_R=_lags([sample.completion for _, sample in samples], version),
+        lag_R=_lags(completions, version),
     )
+
+
+def sequence_of(prompt: Prompt, trajectory: Trajectory) -> TrainSequence:
+    """Return the sequence of a trajectory, of which the drawn tokens carry loss.
+
+    Trajectories that begin with the tokens of ``prompt`` share its key, so that these are computed
+    once. A trajectory that an environment has given more tokens at first has a key of its own.
+    """
+    prompt_ids = trajectory.prompt_ids
+    shares = prompt_ids is prompt.token_ids or tuple(prompt_ids) == prompt.token_ids
+    key = prompt.uid if shares else -1 - trajectory.sample_id
+    return TrainSequence(key, prompt_ids, trajectory.response_ids, trajectory.loss_mask)
 
 
 def _lags(completions: Sequence[Completion], version: int) -> Tensor:

@@ -7,7 +7,7 @@ Shapes: N sequences, R drawn tokens, L loss tokens (the R tokens without those t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -130,7 +130,7 @@ def _computed(batch: Batch, advantages_R: Tensor, *, config: RunConfig) -> Tenso
 def _without_rejected(experience: Experience, kept_R: Tensor) -> Experience:
     """Leave out rejected tokens, and sequences of which no token is left."""
     batch, flags = experience.batch, iter(as_bools(kept_R))
-    masks = [tuple(islice(flags, len(row.response_ids))) for row in batch.sequences]
+    masks = [_masked(sequence, flags) for sequence in batch.sequences]
     remains_N = batch.sum_tokens(kept_R.float()) > 0
     return replace(
         experience,
@@ -142,3 +142,10 @@ def _without_rejected(experience: Experience, kept_R: Tensor) -> Experience:
         computed_N=experience.computed_N & remains_N,
         kept_R=kept_R,
     )
+
+
+def _masked(sequence: TrainSequence, kept: Iterator[bool]) -> tuple[bool, ...]:
+    """Return the loss mask of a sequence, of whose loss tokens ``kept`` tells which remain."""
+    if sequence.loss_mask is None:
+        return tuple(islice(kept, len(sequence.response_ids)))
+    return tuple(carries_loss and next(kept) for carries_loss in sequence.loss_mask)

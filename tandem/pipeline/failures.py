@@ -69,11 +69,11 @@ def require_fresh(groups: Sequence[Group], *, version: int, max_lag: int) -> Non
     """Raise StaleSampleError if the weights ``version`` have no use for a token of ``groups``."""
     for group in groups:
         for sample in group.samples:
-            completion = sample.completion
-            versions = [drawn_by for drawn_by, _ in completion.version_runs]
+            trajectory = sample.trajectory
+            versions = [run[0] for drawn in trajectory.completions for run in drawn.version_runs]
             if min(versions) < version - max_lag or max(versions) > version:
                 raise StaleSampleError(
-                    f"sample {completion.sample_id} was drawn by the versions {versions}, and "
+                    f"sample {trajectory.sample_id} was drawn by the versions {versions}, and "
                     f"{version} is to use it; the largest lag allowed is {max_lag}"
                 )
 

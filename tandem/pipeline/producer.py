@@ -38,6 +38,7 @@ from tandem.types import (
     RewardRequest,
     Sample,
     SamplingParams,
+    Trajectory,
 )
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,8 @@ class GroupProducer:
         self, prompt: Prompt, completions: Sequence[Completion], *, texts: Sequence[str]
     ) -> tuple[Sample, ...]:
         if self._parts.config.reward_model.enable:
-            return _judged(completions, texts, outcomes=[PENDING] * len(texts))
+            outcomes = [PENDING] * len(texts)
+            return _judged(prompt, completions, texts=texts, outcomes=outcomes)
         return await score_texts(self._parts, prompt, completions=completions, texts=texts)
 
     def _check_dropped(self) -> None:
@@ -241,15 +243,23 @@ async def score_texts(
         for completion, text in zip(completions, texts, strict=True)
     ]
     outcomes = await parts.rewards.score(requests)
-    return _judged(completions, texts, outcomes=outcomes)
+    return _judged(prompt, completions, texts=texts, outcomes=outcomes)
 
 
 def _judged(
-    completions: Sequence[Completion], texts: Sequence[str], *, outcomes: Sequence[RewardOutcome]
+    prompt: Prompt,
+    completions: Sequence[Completion],
+    *,
+    texts: Sequence[str],
+    outcomes: Sequence[RewardOutcome],
 ) -> tuple[Sample, ...]:
     """Samples with their outcomes. A generation that failed has no reward."""
     return tuple(
-        Sample(completion, text, GENERATION_FAILED if _has_failed(completion) else outcome)
+        Sample(
+            Trajectory.of_single_turn(prompt.token_ids, completion),
+            text,
+            GENERATION_FAILED if _has_failed(completion) else outcome,
+        )
         for completion, text, outcome in zip(completions, texts, outcomes, strict=True)
     )
 

@@ -20,7 +20,7 @@ from tandem.config.schema.run import RunConfig
 from tandem.data.packing import TrainSequence
 from tandem.data.tokenizer import ChatRefused
 from tandem.errors import UserError
-from tandem.pipeline.batch import as_floats
+from tandem.pipeline.batch import as_floats, sequence_of
 from tandem.pipeline.context import Conversations, RunContext
 from tandem.pipeline.failures import warn_of_failed_baseline
 from tandem.pipeline.optimizer_steps import limits_of, score_sequences
@@ -73,8 +73,7 @@ async def _scores(parts: RunContext, answers: Sequence[Answer]) -> Tensor:
     assert model is not None, "the run has a reward model"
     if parts.conversations is None:
         sequences = [
-            _read_to_the_end(prompt.uid, prompt.token_ids, response_ids=sample.completion.token_ids)
-            for prompt, sample in answers
+            _read_to_the_end(sequence_of(prompt, sample.trajectory)) for prompt, sample in answers
         ]
     else:
         try:
@@ -97,14 +96,14 @@ async def _scores(parts: RunContext, answers: Sequence[Answer]) -> Tensor:
     return await score_sequences(parts, model, sequences=sequences, limits=limits)
 
 
-def _read_to_the_end(
-    prompt_key: int, prompt_ids: Sequence[int], *, response_ids: Sequence[int]
-) -> TrainSequence:
-    """A sequence whose one loss token stands behind the response: what is said of it is said at the
-    response's last token."""
-    ids = array("i", response_ids)
+def _read_to_the_end(sequence: TrainSequence) -> TrainSequence:
+    """Return the sequence with one loss token behind its end.
+
+    What a model says of that token, it says at the last token of the response.
+    """
+    ids = array("i", sequence.response_ids)
     ids.append(_ANY_TOKEN)
-    return TrainSequence(prompt_key, prompt_ids, ids, (False,) * len(response_ids) + (True,))
+    return replace(sequence, response_ids=ids, loss_mask=(False,) * (len(ids) - 1) + (True,))
 
 
 def _rendered(conversations: Conversations, answers: Sequence[Answer]) -> list[TrainSequence]:
@@ -118,7 +117,9 @@ def _rendered(conversations: Conversations, answers: Sequence[Answer]) -> list[T
     for key, (_, pairs) in enumerate(begun_alike):
         own = [row for _, row in pairs]
         shared = _beginning(own)
-        sequences += [_read_to_the_end(key, shared, response_ids=row[len(shared) :]) for row in own]
+        sequences += [
+            _read_to_the_end(TrainSequence(key, shared, row[len(shared) :])) for row in own
+        ]
     return sequences
 
 
@@ -137,7 +138,7 @@ def _judged(sample: Sample, score: float, *, buffer: OverlongBuffer | None) -> S
         return replace(sample, reward=RewardOutcome(RewardStatus.ERROR, math.nan, detail=detail))
     outcome = RewardOutcome(RewardStatus.VALUE, score)
     if buffer is not None:
-        num_tokens = len(sample.completion.token_ids)
+        num_tokens = len(sample.trajectory.response_ids)
         outcome = shape_outcome(outcome, buffer, num_tokens=num_tokens)
     return replace(sample, reward=outcome)
 

@@ -110,7 +110,8 @@ class _World(SimulatedEngine):
 
     def record(self, step: int, groups: Sequence[Group]) -> None:
         """Keep what was trained on."""
-        self.samples[step] = tuple(s.completion for group in groups for s in group.samples)
+        samples = [sample for group in groups for sample in group.samples]
+        self.samples[step] = tuple(c for sample in samples for c in sample.trajectory.completions)
 
 
 @dataclass(frozen=True, slots=True)

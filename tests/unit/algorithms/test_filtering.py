@@ -13,6 +13,7 @@ from tandem.types import (
     RewardOutcome,
     RewardStatus,
     Sample,
+    Trajectory,
 )
 
 
@@ -26,7 +27,8 @@ FAILED = RewardOutcome(RewardStatus.TIMEOUT, float("nan"))
 def group(*rewards: RewardOutcome) -> Group:
     prompt = Prompt(uid=0, row=0, token_ids=(1,), text="", data_source="", ground_truth="")
     completion = Completion(0, (1,), (0.0,), FinishReason.STOP, 0)
-    return Group(prompt, tuple(Sample(completion, "", reward) for reward in rewards))
+    trajectory = Trajectory.of_single_turn(prompt.token_ids, completion)
+    return Group(prompt, tuple(Sample(trajectory, "", reward) for reward in rewards))
 
 
 @pytest.mark.parametrize(

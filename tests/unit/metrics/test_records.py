@@ -3,6 +3,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,8 @@ from tandem.types import (
     RewardOutcome,
     RewardStatus,
     Sample,
+    Span,
+    Trajectory,
 )
 
 
@@ -38,15 +41,16 @@ def _groups(num_groups, num_samples):
 
 def _sample(sample_id):
     failed = sample_id == 1
+    completion = Completion(
+        sample_id=sample_id,
+        token_ids=(10, 11),
+        log_probs=(-0.123456789, -2.0),
+        finish_reason=FinishReason.LENGTH,
+        weights_version=4,
+        switches=((1, 5),),
+    )
     return Sample(
-        completion=Completion(
-            sample_id=sample_id,
-            token_ids=(10, 11),
-            log_probs=(-0.123456789, -2.0),
-            finish_reason=FinishReason.LENGTH,
-            weights_version=4,
-            switches=((1, 5),),
-        ),
+        trajectory=Trajectory.of_single_turn((1, 2), completion),
         text=f"answer {sample_id}",
         reward=RewardOutcome(
             status=RewardStatus.TIMEOUT if failed else RewardStatus.VALUE,
@@ -91,6 +95,25 @@ def test_a_record_has_what_the_report_shows(tmp_path):
         "log_probs": [-0.12346, -2.0],
     }
     assert (failed["score"], failed["status"]) == (None, "timeout")
+
+
+def test_a_record_of_several_turns_tells_given_tokens_and_versions(tmp_path):
+    recorder = _recorder(tmp_path, 1)
+    turns = [
+        Completion(3, (10, 11), (-1.0, -2.0), FinishReason.STOP, 4, ((1, 5),)),
+        Completion(3, (13,), (-3.0,), FinishReason.LENGTH, 6),
+    ]
+    first, second = (Span(turn.token_ids, turn) for turn in turns)
+    trajectory = Trajectory(3, (Span((1, 2)), first, Span((12,)), second))
+    (group,) = _groups(1, 1)
+    sample = replace(group.samples[0], trajectory=trajectory)
+    recorder.write(1, [replace(group, samples=(sample,))], advantages=[0.0])
+    recorder.close()
+    (record,) = read_records(tmp_path / ROLLOUTS_FILE)
+    assert record["tokens"] == ["<10>", "<11>", "<12>", "<13>"]
+    assert record["log_probs"] == [-1.0, -2.0, None, -3.0]
+    assert (record["weights_version"], record["switches"]) == (4, [[1, 5], [3, 6]])
+    assert record["finish_reason"] == "length"
 
 
 def test_a_bounded_number_is_recorded_and_resume_repeats_it(tmp_path):

@@ -19,6 +19,7 @@ from tandem.types import (
     RewardOutcome,
     RewardStatus,
     Sample,
+    Trajectory,
 )
 
 
@@ -35,7 +36,7 @@ def _sample(score, *, length=3, status=RewardStatus.VALUE, extra=None):
         score=score if status is RewardStatus.VALUE else math.nan,
         extra=extra or {},
     )
-    return Sample(completion=completion, text="", reward=outcome)
+    return Sample(trajectory=Trajectory.of_single_turn((1,), completion), text="", reward=outcome)
 
 
 def _group(*samples, prompt_length=4):

@@ -24,6 +24,7 @@ from tandem.types import (
     RewardOutcome,
     RewardStatus,
     Sample,
+    Trajectory,
 )
 
 KEY = "algorithm.rollout_correction"
@@ -39,8 +40,8 @@ OLD_LOGP_R = torch.tensor([-0.5, -0.1, -0.5, -0.5, -0.5, -2.0, -0.5, -0.5])
 
 def sample(k: int, score: float, version: int, switches: tuple[tuple[int, int], ...]) -> Sample:
     reward = RewardOutcome(RewardStatus.VALUE, score)
-    reason = FinishReason.STOP
-    return Sample(Completion(k, (k, 9), (-0.5, -0.5), reason, version, switches), "", reward)
+    completion = Completion(k, (k, 9), (-0.5, -0.5), FinishReason.STOP, version, switches)
+    return Sample(Trajectory.of_single_turn((4,), completion), "", reward)
 
 
 def groups() -> list[Group]:

@@ -18,6 +18,7 @@ from tandem.types import (
     RewardOutcome,
     RewardStatus,
     Sample,
+    Trajectory,
 )
 
 FAILED = RewardOutcome(RewardStatus.ERROR, math.nan, {}, "out of order")
@@ -36,7 +37,7 @@ def scored(uid: int, *outcomes: RewardOutcome, baseline: RewardOutcome | None) -
 
 def sample(sample_id: int, outcome: RewardOutcome) -> Sample:
     completion = Completion(sample_id, (1, 2), (-0.5, -0.5), FinishReason.STOP, 0)
-    return Sample(completion, "", outcome)
+    return Sample(Trajectory.of_single_turn((3,), completion), "", outcome)
 
 
 def test_remax_takes_the_greedy_score_of_the_same_prompt_as_baseline() -> None:

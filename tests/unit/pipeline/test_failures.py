@@ -22,6 +22,7 @@ from tandem.types import (
     RewardOutcome,
     RewardStatus,
     Sample,
+    Trajectory,
 )
 
 GOOD = RewardOutcome(RewardStatus.VALUE, 1.0)
@@ -30,8 +31,9 @@ LATE = RewardOutcome(RewardStatus.TIMEOUT, math.nan, {}, "no result within 3 s")
 
 def group(*outcomes: RewardOutcome) -> Group:
     completion = Completion(0, (1,), (-0.5,), FinishReason.STOP, 0)
+    trajectory = Trajectory.of_single_turn((1,), completion)
     prompt = Prompt(0, 0, (1,), "", "source", "")
-    return Group(prompt, tuple(Sample(completion, "", outcome) for outcome in outcomes))
+    return Group(prompt, tuple(Sample(trajectory, "", outcome) for outcome in outcomes))
 
 
 def test_one_line_counts_failures_and_names_the_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,7 +75,8 @@ def test_a_token_that_is_too_old_or_too_new_is_never_used(
 ) -> None:
     """The sample was begun by version 3 and ended by version 4."""
     completion = Completion(7, (1, 2, 3), (-0.5,) * 3, FinishReason.STOP, 3, ((2, 4),))
-    groups = [Group(Prompt(0, 0, (1,), "", "source", ""), (Sample(completion, "", GOOD),))]
+    sample = Sample(Trajectory.of_single_turn((1,), completion), "", GOOD)
+    groups = [Group(Prompt(0, 0, (1,), "", "source", ""), (sample,))]
     if is_fresh:
         require_fresh(groups, version=version, max_lag=max_lag)
         return

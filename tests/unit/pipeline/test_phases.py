@@ -31,6 +31,7 @@ from tandem.types import (
     RewardOutcome,
     RewardStatus,
     Sample,
+    Trajectory,
     UpdateReport,
 )
 
@@ -82,9 +83,13 @@ class Runtime:
 def group(uid: int, *scores: float | None) -> Group:
     """Responses of 3 tokens, each of its own; None is a reward that failed."""
     outcomes = [FAILED if s is None else RewardOutcome(RewardStatus.VALUE, s) for s in scores]
+    drawn = [
+        Completion(k, (10 * uid + k,) * 3, (-0.5,) * 3, FinishReason.STOP, 0)
+        for k in range(len(scores))
+    ]
     samples = tuple(
-        Sample(Completion(k, (10 * uid + k,) * 3, (-0.5,) * 3, FinishReason.STOP, 0), "", outcome)
-        for k, outcome in enumerate(outcomes)
+        Sample(Trajectory.of_single_turn((4,), completion), "", outcome)
+        for completion, outcome in zip(drawn, outcomes, strict=True)
     )
     return Group(Prompt(uid, uid, (4,), "", "source", ""), samples)
 

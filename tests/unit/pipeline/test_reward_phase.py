@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from tandem.types import (
     RewardOutcome,
     RewardStatus,
     Sample,
+    Trajectory,
 )
 from tests.unit.models.tiny_models import NATIVE
 
@@ -81,14 +82,23 @@ class Runtime:
 
 
 def sample(token_ids: Sequence[int], reward: RewardOutcome = PENDING, text: str = "") -> Sample:
-    log_probs = (-0.5,) * len(token_ids)
-    return Sample(Completion(0, token_ids, log_probs, FinishReason.STOP, 0), text, reward)
+    completion = Completion(0, token_ids, (-0.5,) * len(token_ids), FinishReason.STOP, 0)
+    return Sample(Trajectory.of_single_turn((), completion), text, reward)
 
 
-def group(uid: int, prompt_ids: Sequence[int], *samples: Sample, **rest: Any) -> Group:
+def group(
+    uid: int, prompt_ids: Sequence[int], *samples: Sample, baseline: Sample | None = None
+) -> Group:
     messages = [{"role": "user", "content": f"question {uid}"}]
     prompt = Prompt(uid, uid, tuple(prompt_ids), "", "source", None, messages=messages)
-    return Group(prompt, samples, **rest)
+    answers = [_after(prompt, one) for one in samples]
+    return Group(prompt, tuple(answers), None if baseline is None else _after(prompt, baseline))
+
+
+def _after(prompt: Prompt, answer: Sample) -> Sample:
+    (completion,) = answer.trajectory.completions
+    trajectory = Trajectory.of_single_turn(prompt.token_ids, completion)
+    return replace(answer, trajectory=trajectory)
 
 
 def scored(model: Any, groups: Sequence[Group], *arguments: str, **rest: Any) -> list[Group]:
