@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ import torch
 from grpo_step import PHASES, REWARD, write_tokenizer
 from measure import describe, tell
 
+from tandem.api import Engines
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.derived.schedule import schedule_run
 from tandem.config.parse.overrides import load_config
@@ -46,7 +47,7 @@ from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import open_sinks
 from tandem.metrics.throughput import ComputeFacts
 from tandem.pipeline.batch import as_floats, lay_out
-from tandem.pipeline.context import Engines, RunContext
+from tandem.pipeline.context import RunContext
 from tandem.pipeline.experience import assign_credit
 from tandem.pipeline.loop import Pipeline, initial_kl_controller
 from tandem.pipeline.step_metrics import batch_metrics
@@ -95,9 +96,9 @@ class InstantRollout:
     def settle(self) -> None:
         """Nothing is under way."""
 
-    def release_cache(self) -> bool:
-        """There is none."""
-        return not self._complete
+    def metrics(self) -> Mapping[str, float]:
+        """Return nothing."""
+        return {}
 
     def set_weights_version(self, version: int) -> bool:
         """In use at once."""

@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Protocols of the plug-in points. Engines are plain synchronous objects that live inside one
-process; the ``Runtime`` turns a call on one of them into an awaitable, so that the pipeline is the
-same program whether its engines are in this process, behind Ray, or fakes under a virtual clock.
+"""The Protocols of the plug-in points.
+
+Engines are plain synchronous objects that live inside one process. The ``Runtime`` turns a call on
+one of them into an awaitable, so that the pipeline is the same program whether its engines are in
+this process, behind Ray, or simulated under a virtual clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from tandem.types import (
     Completion,
+    EngineWork,
     GenerationRequest,
     LossInputs,
     LossOutputs,
     LossScale,
     PackedBatch,
+    SliceSpec,
     StepReport,
     UpdateReport,
 )
@@ -29,7 +34,7 @@ R = TypeVar("R")
 
 
 class Loss(Protocol):
-    """A picklable callable from one micro-batch to its share of the loss; see ``LossOutputs``."""
+    """A picklable function from one micro-batch to its share of the loss; see ``LossOutputs``."""
 
     @property
     def needs_entropy(self) -> bool:
@@ -40,112 +45,263 @@ class Loss(Protocol):
 
 
 class ReferencePolicy(Protocol):
-    """What scores: a policy or a reward model that stays as it is, or what is trained."""
+    """A model that scores tokens: a frozen policy, a reward model, or a model in training."""
 
     @property
     def data_parallel_size(self) -> int:
-        """How many micro-batches are computed at the same time."""
+        """The number of micro-batches computed at the same time."""
         ...
 
     @property
     def sequence_parallel_size(self) -> int:
-        """How many devices share the tokens of a micro-batch."""
+        """The number of devices that share the tokens of a micro-batch."""
         ...
 
     def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """What the current weights say of the response tokens, fp32 (R,) a batch, on the CPU: a
-        policy's log-probs, else values, which have no temperature.
+        """Score the response tokens with the current weights: fp32 (R,) a batch, on the CPU.
+
+        A policy's scores are log-probs. Other models' are values, which ignore ``temperature``.
         """
         ...
 
 
 class TrainEngine(ReferencePolicy, Protocol):
-    """Holds a policy or a critic (and its optimizer) in one process or spread over several."""
+    """A policy or a critic with its optimizer, in one process or spread over several."""
 
     def update(
         self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
     ) -> UpdateReport:
-        """One optimizer step over all micro-batches; the learning-rate schedule stays."""
+        """Take one optimizer step over all micro-batches, without advancing the schedule."""
         ...
 
     def advance_schedule(self) -> None:
-        """Step the learning-rate schedule; called once a training step."""
+        """Advance the learning-rate schedule. Called once a training step."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer into an existing empty folder (atomicity is the caller's)."""
+        """Write weights and optimizer into an existing empty folder. The caller makes the write
+        atomic.
+        """
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote. Raises UserError if it belongs to another model."""
+        """Restore what ``save`` wrote. Raise UserError if it belongs to another model."""
         ...
 
 
-class RolloutEngine(Protocol):
-    """A generation engine as a state machine driven from outside: add work, advance, collect what
-    finished.
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """The promises of a rollout engine, which its contract suite (``tandem.testing``) checks.
+
+    Attributes:
+        shares_weights: the engine computes with the weights of the model that it was built with,
+            in their storage. Otherwise it has weights of its own, and takes new ones through
+            ``RolloutEngine.sink``.
+        draws_by_key: the tokens of a sample depend on weights, prompt, sampling parameters and
+            (seed, sample id), up to rounding of logits, and not on the batch.
+        stops_within_sequences: ``advance`` heeds ``max_steps``, and new weights come into use
+            within sequences. Otherwise every sequence has one version.
+        keeps_cache: cached keys and values stay when new weights come into use. Otherwise the
+            engine computes them again.
     """
+
+    shares_weights: bool
+    draws_by_key: bool
+    stops_within_sequences: bool
+    keeps_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The amount of work that a rollout engine holds at once.
+
+    Attributes:
+        num_rows: sequences generated at once, each of which makes room for another when it ends.
+            None where none does, because batches are generated to their ends.
+        cache_tokens: tokens whose keys and values fit into the cache; None without a bound.
+    """
+
+    num_rows: int | None
+    cache_tokens: int | None
+
+
+class WeightSink(Protocol):
+    """Takes the weights of a version, as whole tensors under their names in checkpoint files."""
+
+    def manifest(self) -> Sequence[SliceSpec]:
+        """Return the tensors that make up a version, in the order in which they must come. Each
+        spec is of a whole tensor; its dtype is the one that the engine keeps.
+        """
+        ...
+
+    def begin(self, version: int) -> None:
+        """Begin to take ``version``. The engine computes nothing until ``end`` returns."""
+        ...
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor, which is valid only during the call and may have another dtype."""
+        ...
+
+    def end(self) -> None:
+        """Return once all weights are loaded. Raise EngineFailure if one is missing."""
+        ...
+
+
+class Rollout(Protocol):
+    """Generation as the pipeline drives it: add work, advance, collect what finished."""
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests. Cheap; nothing is computed yet."""
         ...
 
     def advance(self, max_steps: int | None = None) -> list[Completion]:
-        """Generate until at least one sequence finishes, return all that did; [] only if there is
-        no work.
+        """Generate until at least one sequence finishes, and return all that did. Return [] only
+        if there is no work.
 
-        With ``max_steps`` also stop after about so many decode steps: [] may then come although
-        there is work. An engine that only stops between sequences need not heed it.
+        With ``max_steps`` also stop after about so many decode steps, perhaps with []. An engine
+        that only stops between sequences ignores it.
         """
         ...
 
     def settle(self) -> None:
-        """Return once nothing is being computed, so that weights may be replaced in place. What has
-        finished meanwhile comes with the next ``advance``.
+        """Return once nothing is being computed, so that weights may be replaced in place. The next
+        ``advance`` returns the sequences that finish meanwhile.
         """
-        ...
-
-    def release_cache(self) -> bool:
-        """Free what is kept for the next generation, if there is nothing to generate. Returns
-        whether that is so."""
         ...
 
     def set_weights_version(self, version: int) -> bool:
-        """Use the trainer's weights as they are now, ``version``, and tag later tokens with it.
+        """Use the trainer's weights in their present state as ``version``, and tag later tokens
+        with it.
 
-        Where trainer and rollout do not share storage, this is when the weights are sent. Sequences
-        under way keep their tokens and log-probs; what was computed of them under other weights is
-        computed again, and they go on under these.
+        Unfinished sequences keep their tokens and log-probs and continue under the new weights.
+        Their cached keys and values are computed again, unless the engine keeps its cache.
 
-        Returns whether all of the engine uses them: staged weights may still be on their way, or
-        one of several engines generating, while there is work to go on with. Then ask again after
-        the next ``advance``.
+        Returns:
+            whether all of the engine uses them. Otherwise, because staged weights have not arrived
+            or one of several engines is generating, the caller asks again after the next
+            ``advance``.
         """
         ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return counters of the engine since its start, by name. A training step logs the growth
+        of each as ``rollout/engine/NAME``.
+
+        Any thread may call this at any time. It does not wait for ``advance``.
+        """
+        ...
+
+
+class RolloutEngine(Rollout, Protocol):
+    """A generation engine of one process, driven from outside. ``rollout.factory`` builds it.
+
+    Calls come one at a time. A failure that the engine cannot recover from raises EngineFailure,
+    after which only ``close`` is called.
+    """
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The promises of the engine."""
+        ...
+
+    @property
+    def capacity(self) -> Capacity:
+        """The amount of work that the engine holds at once."""
+        ...
+
+    def sink(self) -> WeightSink | None:
+        """Return where the engine takes weights of its own; None if it shares the model's.
+
+        New weights come between ``settle`` and ``set_weights_version``, which names them.
+        """
+        ...
+
+    def sleep(self) -> bool:
+        """Free the memory of the device, unless there is something to generate: the cache, and
+        weights of the engine's own. Return whether the engine sleeps. ``add`` ends the sleep of an
+        engine that shares weights.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Take memory back for weights of the engine's own, which the sink then receives anew. Does
+        nothing in an engine that is awake.
+        """
+        ...
+
+    def close(self) -> None:
+        """End processes and free memory; idempotent."""
+        ...
+
+
+class EngineFailure(RuntimeError):
+    """A rollout engine cannot go on. The message names the engine and the cause in one line."""
 
 
 class WeightStage(Protocol):
-    """Lets training go on while the rollout takes weights over."""
+    """Lets training continue while the rollout takes new weights."""
 
     def stage(self, version: int) -> None:
-        """Keep the trainer's weights as they are now, as ``version``; returns when they may change.
+        """Keep the trainer's weights in their present state as ``version``. Return once the trainer
+        may change them.
 
-        ``RolloutEngine.set_weights_version`` then brings into use what was staged last.
+        ``RolloutEngine.set_weights_version`` then brings the version that was staged last into use.
         """
         ...
+
+
+def _one_engine() -> tuple[EngineWork, ...]:
+    return (EngineWork.NEXT,)
+
+
+def _nothing_to_close() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The engines of a run.
+
+    Attributes:
+        train: the policy in training.
+        rollout: the same policy, generating.
+        reference: the frozen initial policy, if the run needs it.
+        scorer: computes old log-probs: the trainer, or the same policy on devices of its own.
+        stage: lets training continue while weights are sent, where the run does so.
+        critic, reward_model: the models beside the policy, if the run has them.
+        work: returns the state of each engine behind the rollout, for the trace. One engine alone
+            counts as always busy.
+        generates_apart: whether other devices generate than train.
+        num_rows: sequences that all engines generate at once; see ``Capacity``.
+        close: ends what the engines have started outside this process.
+    """
+
+    train: TrainEngine
+    rollout: Rollout
+    reference: ReferencePolicy | None
+    scorer: ReferencePolicy
+    stage: WeightStage | None = None
+    critic: TrainEngine | None = None
+    reward_model: ReferencePolicy | None = None
+    work: Callable[[], Sequence[EngineWork]] = _one_engine
+    generates_apart: bool = False
+    num_rows: int | None = None
+    close: Callable[[], object] = _nothing_to_close
 
 
 class Runtime(Protocol):
     """Turns synchronous calls on engines into awaitables."""
 
     async def call(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run one method of an engine where that engine lives. Exceptions come back as they were
-        raised.
+        """Run one method of an engine where that engine lives. Raise the exceptions that it
+        raises.
         """
         ...
 
     async def watch(self) -> None:
-        """Never returns; raises as soon as a process of the run has ended, whoever waits for it."""
+        """Raise as soon as a process of the run has ended, whether or not a call waits for it.
+        Never return.
+        """
         ...
 
     async def close(self) -> None:
@@ -154,7 +310,7 @@ class Runtime(Protocol):
 
 
 class WorkerGroup(Protocol):
-    """Processes of one pool, each holding one object; calls name a method of it.
+    """Processes of one pool, each of which holds one object whose methods are called by name.
 
     Calls to one worker run one at a time, in the order of their submission. Every wait ends: with
     the results, or with the first cause as ``WorkerFailure``.
@@ -162,19 +318,21 @@ class WorkerGroup(Protocol):
 
     @property
     def size(self) -> int:
-        """How many workers."""
+        """The number of workers."""
         ...
 
     def submit(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Start a call on worker ``rank``; returns what ``gather`` and ``first`` take."""
+        """Start a call on worker ``rank``. Return a handle for ``gather`` and ``first``."""
         ...
 
     def gather(self, calls: Sequence[Any]) -> list[Any]:
-        """The results of all calls (of any group of this runtime), in order. Blocks."""
+        """Wait for calls of any groups of this runtime, and return their results in order."""
         ...
 
     def first(self, calls: Sequence[Any]) -> int:
-        """Index of a call that has finished, the lowest of several. Blocks until there is one."""
+        """Wait until one of the calls has finished, and return the lowest index of those that
+        have.
+        """
         ...
 
 

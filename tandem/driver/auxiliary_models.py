@@ -11,14 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.config.derived.pools import CRITIC, REWARD_MODEL
+from tandem.config.derived.pools import CRITIC, REWARD_MODEL, place_run
 from tandem.config.schema.run import RunConfig
 from tandem.data.prompts import PromptEntry
 from tandem.data.tokenizer import ChatRefused, TextCodec, load_codec
 from tandem.driver.model_checks import position_caution, require_known_tokens, require_vocabulary
 from tandem.errors import UserError
 from tandem.models.folder import ModelFolder
-from tandem.workers.colocated import critic_folder, reward_folder
+from tandem.workers.deployment import policy_spec
+from tandem.workers.policies import policy_folder
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +49,16 @@ def check_beside(
     """
     folders: dict[str, ModelFolder] = {}
     if config.uses_critic:
-        folders[CRITIC] = critic = critic_folder(config)
+        folders[CRITIC] = critic = policy_folder(
+            policy_spec(config, place_run(config), task=CRITIC)
+        )
         path, key = config.critic.model.path, "critic.model.path"
         require_vocabulary(critic.hf_config, policy.hf_config, path=path, key=key)
     if not config.reward_model.enable:
         return Beside(folders, None)
-    folders[REWARD_MODEL] = judge = reward_folder(config)
+    folders[REWARD_MODEL] = judge = policy_folder(
+        policy_spec(config, place_run(config), task=REWARD_MODEL)
+    )
     path = config.reward_model.model.path
     if config.reward_model.model.input_tokenizer is None:
         require_vocabulary(judge.hf_config, policy.hf_config, path=path, key=_KEY)

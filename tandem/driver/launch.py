@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from tandem.api import Runtime, TrainEngine, WorkerGroup
+from tandem.api import Engines, Runtime, TrainEngine, WorkerGroup
 from tandem.comm.store import host_store
 from tandem.config.check.device_conditions import ONE_PROCESS
 from tandem.config.check.device_rules import require_division, section_of
@@ -28,8 +28,8 @@ from tandem.config.schema.sft import SftConfig
 from tandem.driver.arguments import with_found
 from tandem.driver.execution import first_cause
 from tandem.driver.failure import RunFailure
+from tandem.models.decoder import DecoderConfig
 from tandem.models.folder import ModelFolder, require_decoder
-from tandem.pipeline.context import Engines
 from tandem.platforms.record import Platform
 from tandem.platforms.registry import platform_named
 from tandem.platforms.select import AUTO, select_platform
@@ -43,11 +43,11 @@ from tandem.runtime.ray import RayRuntime
 from tandem.runtime.rendezvous import Meeting
 from tandem.runtime.resources import demands, require_here
 from tandem.types import TokenIds
-from tandem.workers.colocated import build_colocated, build_trainer, sizes_of
+from tandem.workers.colocated import build_colocated, build_trainer
 from tandem.workers.deployment import remote_engines, remote_trainer, run_jobs, sft_jobs
 from tandem.workers.job import WorkerJob, build_worker
-from tandem.workers.precision import require_precision
-from tandem.workers.remote import PeakMemory, RemoteTrainer, call_each
+from tandem.workers.policies import require_precision
+from tandem.workers.remote import PeakMemory, call_each
 
 logger = logging.getLogger(__name__)
 
@@ -277,22 +277,22 @@ async def hosted_run(
         WorkerFailure: a process could not do its part.
     """
     platform = site.platform
+    sizes = None if model.decoder_config is None else _sizes_of(model.decoder_config)
     if site.cluster is None:
         async with _here(platform) as runtime:
-            built = await runtime.call(
-                build_colocated, config, platform=platform, eos_ids=eos_ids, total_steps=total_steps
+            engines = await runtime.call(
+                build_colocated,
+                config,
+                site.placement,
+                platform=platform,
+                eos_ids=eos_ids,
+                total_steps=total_steps,
             )
-            engines = Engines(
-                built.train,
-                built.rollout,
-                built.reference,
-                scorer=built.train,
-                critic=built.critic,
-                reward_model=built.reward_model,
-                num_rows=built.num_rows,
-            )
-            peak = partial(PeakMemory.of, platform)
-            yield HostedRun(runtime, engines, built.sizes, platform.device_name(), peak)
+            try:
+                peak = partial(PeakMemory.of, platform)
+                yield HostedRun(runtime, engines, sizes, platform.device_name(), peak)
+            finally:
+                await runtime.call(engines.close)
         return
     make_jobs = partial(
         run_jobs,
@@ -304,22 +304,22 @@ async def hosted_run(
     )
     async with _in_pools(site, site.cluster, make_jobs=make_jobs) as (runtime, groups):
         rollout = config.actor_rollout_ref.rollout
-        remote = remote_engines(groups, site.placement, rollout=rollout)
-        engines = Engines(
-            remote.train,
-            remote.rollout,
-            remote.reference,
-            scorer=remote.scorer,
-            stage=remote.stage,
-            critic=remote.critic,
-            reward_model=remote.reward_model,
-            work=remote.rollout.work,
-            generates_apart=site.placement.generates_apart,
-            num_rows=rollout.max_num_seqs * len(remote.rollout.work()),
-        )
-        sizes = None if model.decoder_config is None else sizes_of(model.decoder_config)
+        engines, peak = await runtime.call(remote_engines, groups, site.placement, rollout=rollout)
         chip = await runtime.call(_chip, groups[site.placement.pool_of("actor-train").name])
-        yield HostedRun(runtime, engines, sizes, chip, partial(_peak, remote.train, remote.critic))
+        yield HostedRun(runtime, engines, sizes, chip, peak)
+
+
+def _sizes_of(config: DecoderConfig) -> ModelSizes:
+    return ModelSizes(
+        num_layers=config.num_layers,
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocabulary=config.vocab_size,
+        tied=config.tie_embeddings,
+    )
 
 
 @asynccontextmanager
@@ -330,7 +330,11 @@ async def hosted_trainer(
     if site.cluster is None:
         async with _here(site.platform) as runtime:
             engine = await runtime.call(
-                build_trainer, config, platform=site.platform, total_steps=total_steps
+                build_trainer,
+                config,
+                site.placement,
+                platform=site.platform,
+                total_steps=total_steps,
             )
             yield HostedTrainer(runtime, engine)
         return
@@ -388,9 +392,3 @@ def _write_placement(site: Site, groups: Mapping[str, WorkerGroup]) -> None:
 def _chip(group: WorkerGroup) -> str:
     """The name of its devices."""
     return group.gather([group.submit(0, "describe")])[0]["chip"]
-
-
-def _peak(train: RemoteTrainer, critic: RemoteTrainer | None) -> PeakMemory:
-    """While the policy waits for the critic to warm up, there is only the critic's."""
-    peaks = [engine.peak for engine in (train, critic) if engine is not None]
-    return PeakMemory(max(x.allocated for x in peaks), max(x.reserved for x in peaks))

@@ -106,6 +106,13 @@ def allocate(decoder: Decoder, *, dtype: torch.dtype, device: torch.device | str
             module.register_parameter(name, nn.Parameter(empty))
 
 
+def file_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, view of our tensor's rows) of every tensor of the file."""
+    parameters = dict(decoder.named_parameters())
+    for source in file_tensors(decoder.config):
+        yield source.name, _slice(parameters, source)
+
+
 def load_weights(decoder: Decoder, folder: Path, *, key: str = KEY) -> None:
     """Copy a folder's weights into ``decoder``, cast to its dtype and moved to its device.
 

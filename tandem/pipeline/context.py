@@ -13,50 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.api import (
-    MetricSink,
-    ReferencePolicy,
-    RolloutEngine,
-    Runtime,
-    TrainEngine,
-    WeightStage,
-)
+from tandem.api import Engines, MetricSink, Runtime
 from tandem.config.derived.schedule import Schedule
 from tandem.config.schema.run import RunConfig
 from tandem.data.prompts import PromptSource
 from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TraceRecorder
 from tandem.pipeline.microbatches import MemoryFit
-from tandem.types import EngineWork, Group, Prompt, RewardOutcome, RewardRequest
-
-
-def _one_engine() -> tuple[EngineWork, ...]:
-    return (EngineWork.NEXT,)
-
-
-@dataclass(frozen=True, slots=True)
-class Engines:
-    """The policy in training, the same policy generating and scoring (the trainer itself, unless
-    that has devices of its own), the frozen reference, the critic and the frozen reward model if
-    they are needed.
-
-    ``stage`` is there if weights can be on their way to the rollout while training goes on.
-    ``work`` tells what each engine behind the rollout has to do, for the trace; of one alone there
-    is nothing to tell. ``generates_apart``: other devices generate than train. ``num_rows``:
-    sequences that all of them generate at once, of which each makes room for another when it ends;
-    None where that is not so.
-    """
-
-    train: TrainEngine
-    rollout: RolloutEngine
-    reference: ReferencePolicy | None
-    scorer: ReferencePolicy
-    stage: WeightStage | None = None
-    critic: TrainEngine | None = None
-    reward_model: ReferencePolicy | None = None
-    work: Callable[[], Sequence[EngineWork]] = _one_engine
-    generates_apart: bool = False
-    num_rows: int | None = None
+from tandem.types import Group, Prompt, RewardOutcome, RewardRequest
 
 
 class Codec(Protocol):

@@ -297,6 +297,7 @@ class Pipeline:
         row = {**metrics, **stages.pace.take()}
         if experience is not None:
             row |= speed_metrics(self._parts, experience, seconds=seconds, wall_s=wall_s)
+            row |= stages.rollout.take_metrics()
         if experience is not None and self._config.trainer.max_lag > 0:
             row |= self._parts.trace.take_step(self._step)
         stages.journal.add(self._step, row, validation=validation)

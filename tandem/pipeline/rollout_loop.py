@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tandem.api import RolloutEngine, Runtime
+from tandem.api import Rollout, Runtime
 from tandem.metrics.decode_pace import PaceRecorder
 from tandem.metrics.trace import PAUSE, TraceRecorder
 from tandem.types import Completion, EngineWork, GenerationRequest
@@ -127,7 +127,7 @@ class RolloutLoop:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: Rollout,
         runtime: Runtime,
         *,
         spans: EngineSpans,
@@ -136,6 +136,7 @@ class RolloutLoop:
         num_rows: int | None = None,
     ) -> None:
         self._engine = engine
+        self._counters: dict[str, float] = {}
         self._runtime = runtime
         self._spans = spans
         self._trace = spans.trace
@@ -170,6 +171,14 @@ class RolloutLoop:
         self._unsent.extend(requests)
         self._look_for_work()
         return futures
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return ``rollout/engine/*``: the growth of the engine's counters since the last call."""
+        before, self._counters = self._counters, dict(self._engine.metrics())
+        return {
+            f"rollout/engine/{name}": float(count - before.get(name, 0))
+            for name, count in self._counters.items()
+        }
 
     async def room(self) -> int | None:
         """Wait until at most ``num_rows / 4`` sequences are queued behind the engine's rows.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,9 +190,9 @@ class SimulatedRollout(SimulatedEngine):
         """Nothing is under way between two calls."""
         self.announced_s = 0.0
 
-    def release_cache(self) -> bool:
-        """There is none."""
-        return not any(engine.size() for engine in self._engines)
+    def metrics(self) -> Mapping[str, float]:
+        """Return nothing."""
+        return {}
 
     def set_weights_version(self, version: int) -> bool:
         """In use at once; the time of the transfer has passed, if the weights were staged."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.api import WeightStage
+from tandem.api import Engines, WeightStage
 from tandem.checkpoint.store import Checkpoint
 from tandem.config.derived.schedule import schedule_run
 from tandem.config.parse.overrides import load_config
@@ -26,7 +26,7 @@ from tandem.config.schema.run import RunConfig
 from tandem.data.prompts import PromptEntry, open_source
 from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TraceEvent, TraceRecorder
-from tandem.pipeline.context import Engines, RunContext, Store
+from tandem.pipeline.context import RunContext, Store
 from tandem.pipeline.loop import Pipeline, RunSummary
 from tandem.planner.engines import (
     REFERENCE,

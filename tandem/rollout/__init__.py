@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout engines: the native one, and the one over transformers' generate."""
+"""Rollout engines: dense, paged, over transformers' generate, and the table that builds them."""

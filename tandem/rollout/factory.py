@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rollout engine serves a model in this process."""
+"""The table of rollout engines, and the choice among them.
+
+An engine is one function from an ``EngineSpec`` to an ``api.RolloutEngine``. An engine of this
+package has a line in ``ENGINES``. Any other is named by its dotted path.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from tandem.api import RolloutEngine
+from tandem.config.schema.dotted import import_dotted, is_dotted
 from tandem.config.schema.families import foreign_rollout
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder, DecoderConfig
 from tandem.models.language_model import LanguageModel
-from tandem.platforms.capture import Capturer, eager
+from tandem.platforms.capture import eager
 from tandem.platforms.record import Platform
 from tandem.rollout.hf import HfRolloutConfig, HfRolloutEngine
 from tandem.rollout.native.engine import NativeRolloutEngine
@@ -23,39 +30,55 @@ from tandem.types import TokenIds
 logger = logging.getLogger(__name__)
 
 
-def make_rollout(
-    model: LanguageModel, config: RolloutConfig, *, eos_ids: TokenIds, platform: Platform
-) -> RolloutEngine:
-    """A native engine where our decoder computes the model, else transformers' generate.
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Everything that a rollout engine is built from.
 
-    ``config.name`` has no say: engines of other names are not built yet, and the family decides
-    between these two; ``hf`` says no more than that the latter is meant. What is free of the
-    device's memory now must not decide how large batches are, because rounding depends on that, and
-    a resumed run must repeat it.
-
-    Args:
-        model: one that ``require_kernels`` accepts.
-        eos_ids: tokens that end a response.
+    Attributes:
+        model: the policy, whose weights others change in place: the trainer in the same process, or
+            the weight link. An engine that shares weights computes with it. Any other leaves it
+            alone, because it may have no memory between two updates.
+        folder: the model's folder with config.json and tokenizer. Its weights are those before
+            training, and version 0 comes through the sink as well.
+        config: the keys ``actor_rollout_ref.rollout.*``.
+        eos_ids: the tokens that end a response.
+        platform: the platform of the device.
     """
-    if model.decoder is None:
-        is_meant = config.name == "hf"
-        level = logging.INFO if is_meant else logging.WARNING
-        logger.log(level, "%s", foreign_rollout(model.family, is_meant=is_meant))
-        hf_settings = HfRolloutConfig(config.seed, eos_ids, max_num_seqs=config.max_num_seqs)
-        return HfRolloutEngine(model.module, hf_settings)
-    total_bytes = platform.total_memory_bytes()
-    if platform.kernels == "torch":
-        settings = _settings(config, eos_ids, cache_bytes=total_bytes // 4)
-        return NativeRolloutEngine(model.decoder, settings)
-    weights_bytes = sum(weight.nbytes for weight in model.decoder.parameters())
-    cache_bytes = max(0, int(total_bytes * config.gpu_memory_utilization) - weights_bytes)
-    settings = _settings(config, eos_ids, cache_bytes=cache_bytes)
-    make_capturer = eager if config.enforce_eager else platform.make_capturer
-    return _paged(model.decoder, settings, make_capturer=make_capturer, platform=platform)
+
+    model: LanguageModel
+    folder: Path
+    config: RolloutConfig
+    eos_ids: TokenIds
+    platform: Platform
+
+
+def build_engine(spec: EngineSpec) -> RolloutEngine:
+    """Build the engine that ``spec.config.name`` asks for.
+
+    Raises:
+        UserError: a dotted path leads to no function, or the engine cannot serve the model.
+    """
+    name = spec.config.name
+    if is_dotted(name):
+        return import_dotted("actor_rollout_ref.rollout.name", name)(spec)
+    return ENGINES[engine_name(spec)](spec)
+
+
+def engine_name(spec: EngineSpec) -> str:
+    """Return the line of ``ENGINES`` that serves a model.
+
+    ``native`` and ``hf`` do not choose: our own engines serve the families of our decoder, and
+    transformers' generate serves all others. Names of engines that are not built yet mean the same.
+    """
+    if spec.config.name in ENGINES.keys() - {"hf"}:
+        return spec.config.name
+    if spec.model.decoder is None:
+        return "hf"
+    return "dense" if spec.platform.kernels == "torch" else "paged"
 
 
 def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: str) -> None:
-    """Raise UserError if a model would be generated with by kernels, and they do not compute it.
+    """Raise UserError if the paged engine would serve a model that its kernels do not compute.
 
     Args:
         config: None for a model of transformers', which needs no kernels.
@@ -64,16 +87,53 @@ def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: st
     if config is None or platform.kernels == "torch" or config.head_dim in HEAD_DIMS:
         return
     raise UserError(
-        f"{key}: its head dimension {config.head_dim} has no attention kernel for "
-        f"{platform.name} (there are {', '.join(map(str, HEAD_DIMS))}). "
-        "Set trainer.device=cpu or use another model."
+        key,
+        rule=f"its head dimension {config.head_dim} has no attention kernel for {platform.name} "
+        f"(there are {', '.join(map(str, HEAD_DIMS))})",
+        remedy="Set trainer.device=cpu or use another model.",
     )
 
 
-def _settings(config: RolloutConfig, eos_ids: TokenIds, *, cache_bytes: int) -> NativeRolloutConfig:
+def _build_hf(spec: EngineSpec) -> RolloutEngine:
+    is_meant = spec.config.name == "hf"
+    level = logging.INFO if is_meant else logging.WARNING
+    logger.log(level, "%s", foreign_rollout(spec.model.family, is_meant=is_meant))
+    config = HfRolloutConfig(spec.config.seed, spec.eos_ids, max_num_seqs=spec.config.max_num_seqs)
+    return HfRolloutEngine(spec.model.module, config)
+
+
+def _build_dense(spec: EngineSpec) -> RolloutEngine:
+    # The free memory must not decide the size of batches, because rounding depends on that size,
+    # and a resumed run must repeat it.
+    cache_bytes = spec.platform.total_memory_bytes() // 4
+    return NativeRolloutEngine(_decoder(spec), _settings(spec, cache_bytes=cache_bytes))
+
+
+def _build_paged(spec: EngineSpec) -> RolloutEngine:
+    from tandem.rollout.paged.engine import PagedRolloutEngine
+
+    decoder, platform, config = _decoder(spec), spec.platform, spec.config
+    weights_bytes = sum(weight.nbytes for weight in decoder.parameters())
+    share_bytes = int(platform.total_memory_bytes() * config.gpu_memory_utilization)
+    return PagedRolloutEngine(
+        decoder,
+        _settings(spec, cache_bytes=max(0, share_bytes - weights_bytes)),
+        make_capturer=eager if config.enforce_eager else platform.make_capturer,
+        num_multiprocessors=platform.num_multiprocessors(),
+    )
+
+
+def _decoder(spec: EngineSpec) -> Decoder:
+    decoder = spec.model.decoder
+    assert decoder is not None, "our own engines serve our own decoder"
+    return decoder
+
+
+def _settings(spec: EngineSpec, *, cache_bytes: int) -> NativeRolloutConfig:
+    config = spec.config
     return NativeRolloutConfig(
         seed=config.seed,
-        eos_ids=eos_ids,
+        eos_ids=spec.eos_ids,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_cache_bytes=cache_bytes,
@@ -81,18 +141,9 @@ def _settings(config: RolloutConfig, eos_ids: TokenIds, *, cache_bytes: int) -> 
     )
 
 
-def _paged(
-    decoder: Decoder,
-    settings: NativeRolloutConfig,
-    *,
-    make_capturer: Callable[[], Capturer],
-    platform: Platform,
-) -> RolloutEngine:
-    from tandem.rollout.paged.engine import PagedRolloutEngine
-
-    return PagedRolloutEngine(
-        decoder,
-        settings,
-        make_capturer=make_capturer,
-        num_multiprocessors=platform.num_multiprocessors(),
-    )
+ENGINES: Mapping[str, Callable[[EngineSpec], RolloutEngine]] = {
+    "dense": _build_dense,
+    "paged": _build_paged,
+    "hf": _build_hf,
+}
+"""The engines of this package by name."""

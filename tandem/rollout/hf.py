@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout by transformers' ``generate``, for families that our decoder does not compute.
 
-Requests are generated in batches, left-padded, without continuous batching and without sharing the
-prefill. Tokens are drawn by a logits processor with the same keyed sampler as the native engine's,
-and generate's own processors are kept out, so that log-probs are those of the model.
+Requests are generated in left-padded batches, without continuous batching and without a shared
+prefill. A logits processor draws the tokens with the keyed sampler of the native engines. No other
+processor runs, so that log-probs are those of the model.
 
 Shapes: B rows, J new tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tandem.rollout.ending import finish_reason
+from tandem.api import Capacity, EngineFacts
+from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.sampler import Draw, DrawRule, draw_tokens
 from tandem.types import Completion, GenerationRequest, SamplingParams, TokenIds
@@ -29,7 +29,7 @@ from tandem.types import Completion, GenerationRequest, SamplingParams, TokenIds
 
 @dataclass(frozen=True, slots=True)
 class HfRolloutConfig:
-    """How to run the engine: the fields mean what they mean for the native one."""
+    """The settings of the engine, as in ``NativeRolloutConfig``."""
 
     seed: int
     eos_ids: tuple[int, ...]
@@ -43,34 +43,54 @@ class _Sample:
 
 
 class HfRolloutEngine:
-    """``api.RolloutEngine`` over a transformers model, which is read, never copied."""
+    """An ``api.RolloutEngine`` over a transformers model, which it reads and never copies."""
+
+    facts = EngineFacts(shares_weights=True, draws_by_key=True, stops_within_sequences=False)
+    capacity = Capacity(num_rows=None, cache_tokens=None)
 
     def __init__(self, module: nn.Module, config: HfRolloutConfig) -> None:
-        """``module`` is a ``PreTrainedModel`` with a language-model head."""
+        """Take over ``module``, a ``PreTrainedModel`` with a language-model head."""
         self._module: Any = module
         self._config = config
         self._waiting: deque[GenerationRequest] = deque()
         self._weights_version = 0
+        self._num_prefilled_tokens = self._num_decoded_tokens = 0
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; nothing is computed."""
         self._waiting.extend(requests)
 
     def settle(self) -> None:
-        """See ``api.RolloutEngine``. Between two advances nothing is being computed."""
+        """Return at once: between two advances nothing is being computed."""
 
-    def release_cache(self) -> bool:
-        """See ``api.RolloutEngine``. Every batch has a cache of its own."""
+    def sleep(self) -> bool:
+        """Return whether there is nothing to generate. No memory is held between two batches."""
         return not self._waiting
 
+    def wake(self) -> None:
+        """Do nothing."""
+
+    def sink(self) -> None:
+        """Return None: the module's own weights change."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
     def set_weights_version(self, version: int) -> bool:
-        """Batches generated from now on carry ``version``; between two advances none is begun."""
+        """Tag the batches generated from now on with ``version``."""
         self._weights_version = version
         return True
 
+    def metrics(self) -> Mapping[str, float]:
+        """Return how many tokens were prefilled and decoded, without padding."""
+        return {
+            "num_prefilled_tokens": self._num_prefilled_tokens,
+            "num_decoded_tokens": self._num_decoded_tokens,
+        }
+
     @torch.no_grad()
     def advance(self, max_steps: int | None = None) -> list[Completion]:
-        """Generate the next batch to its end, whatever ``max_steps``; [] only without work."""
+        """Generate the next batch to its end. ``max_steps`` is ignored."""
         if not self._waiting:
             return []
         sampling = self._waiting[0].sampling
@@ -79,13 +99,16 @@ class HfRolloutEngine:
         token_ids = torch.stack([draw.token_B for draw in draws], 1).tolist()
         log_probs = torch.stack([draw.logp_B for draw in draws], 1).tolist()
         eos_ids = () if sampling.ignore_eos else self._config.eos_ids
-        return [
+        completions = [
             self._completion(sample, ids, log_probs=logps, eos_ids=eos_ids)
             for sample, ids, logps in zip(samples, token_ids, log_probs, strict=True)
         ]
+        self._num_prefilled_tokens += sum(len(sample.prompt_ids) for sample in samples)
+        self._num_decoded_tokens += sum(len(one.token_ids) for one in completions)
+        return completions
 
     def _next_samples(self, sampling: SamplingParams) -> list[_Sample]:
-        """Whole requests of one sampling rule, as many as fit; at least one."""
+        """Take whole requests of one sampling rule, as many as fit, and at least one."""
         samples: list[_Sample] = []
         while self._waiting and self._waiting[0].sampling == sampling:
             request = self._waiting[0]
@@ -96,7 +119,7 @@ class HfRolloutEngine:
         return samples
 
     def _generate(self, samples: list[_Sample], sampling: SamplingParams) -> list[Draw]:
-        """One draw a step until every row has ended."""
+        """Return one draw a step, until every row has ended."""
         device = self._module.device
         width = max(len(sample.prompt_ids) for sample in samples)
         padding = [width - len(sample.prompt_ids) for sample in samples]
@@ -125,21 +148,20 @@ class HfRolloutEngine:
         log_probs: list[float],
         eos_ids: tuple[int, ...],
     ) -> Completion:
-        """Up to and with the first end token: a row goes on until its whole batch has ended."""
+        # A row goes on until its whole batch has ended.
         ends = (i + 1 for i, token in enumerate(token_ids) if token in eos_ids)
         length = next(ends, len(token_ids))
-        stopped = token_ids[length - 1] in eos_ids
-        return Completion(
-            sample_id=sample.sample_id,
-            token_ids=array("i", token_ids[:length]),
-            log_probs=array("f", log_probs[:length]),
-            finish_reason=finish_reason(log_probs[length - 1], stopped=stopped),
-            weights_version=self._weights_version,
+        return complete(
+            sample.sample_id,
+            token_ids[:length],
+            log_probs=log_probs[:length],
+            eos_ids=eos_ids,
+            versions=((0, self._weights_version),),
         )
 
 
 class _KeyedDraws:
-    """A logits processor that draws and keeps one token a row and lets greedy search take it."""
+    """A logits processor that draws one token a row, keeps it, and lets greedy search take it."""
 
     def __init__(
         self,
@@ -156,7 +178,7 @@ class _KeyedDraws:
         self.done: list[Draw] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Minus infinity everywhere but at the drawn token, (B, V)."""
+        """Return (B, V), minus infinity everywhere except at the drawn token."""
         draw = draw_tokens(scores, self._uniform_BJ[:, len(self.done)], rule=self._rule)
         self.done.append(draw)
         return torch.full_like(scores, float("-inf")).scatter_(1, draw.token_B[:, None], 0.0)
@@ -164,7 +186,7 @@ class _KeyedDraws:
 
 @contextmanager
 def _undisturbed(module: Any) -> Iterator[None]:
-    """Without the model's generation defaults, which change scores, and in evaluation mode."""
+    """Suspend the model's generation defaults, which change scores, and its training mode."""
     defaults, training = module.generation_config, module.training
     module.generation_config = transformers.GenerationConfig()
     module.eval()

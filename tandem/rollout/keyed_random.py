@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Uniform numbers that are a pure function of (seed, sample id, position).
 
-There is no generator state: a sample draws the same numbers whatever else is in its batch, in
-whatever order and on whatever device. The hash is the finaliser of splitmix64 (Steele, Lea and
+There is no generator state: a sample draws the same numbers in any batch, in any order and on any
+device. The hash is the finaliser of splitmix64 (Steele, Lea and
 Flood, OOPSLA 2014) in wrapping int64 arithmetic. Not for cryptography.
 
 Shapes: B samples, J positions.
@@ -23,14 +23,14 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 def stream_keys(
     seed: int, sample_ids: Sequence[int], *, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """One key a sample, int64 (B,), to be passed to ``uniforms``."""
+    """Return one key a sample, int64 (B,), for ``uniforms``."""
     seed_tensor = torch.tensor(_signed(seed), dtype=torch.int64, device=device)
     ids_B = torch.tensor([_signed(sample_id) for sample_id in sample_ids], device=device)
     return splitmix64(splitmix64(seed_tensor) + ids_B * _signed(_INCREMENT))
 
 
 def uniforms(keys_B: Tensor, positions_BJ: Tensor) -> Tensor:
-    """Numbers in [0, 1) with 24 bits, fp32 (B, J), for int64 positions within the streams of
+    """Return numbers in [0, 1) with 24 bits, fp32 (B, J), at int64 positions of the streams of
     ``keys_B``.
     """
     bits_BJ = splitmix64(keys_B[:, None] + positions_BJ * _signed(_INCREMENT))
@@ -38,7 +38,7 @@ def uniforms(keys_B: Tensor, positions_BJ: Tensor) -> Tensor:
 
 
 def splitmix64(state: Tensor) -> Tensor:
-    """One output of splitmix64 for each int64 state: the increment, then the finaliser."""
+    """Return one output of splitmix64 for each int64 state: the increment, then the finaliser."""
     state = state + _signed(_INCREMENT)
     state = (state ^ _shift_right(state, 30)) * _signed(_MULTIPLIERS[0])
     state = (state ^ _shift_right(state, 27)) * _signed(_MULTIPLIERS[1])
@@ -46,10 +46,10 @@ def splitmix64(state: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift; int64 shifts of torch keep the sign."""
+    """Shift logically. Shifts of int64 in torch keep the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:
-    """The two's complement int64 with the same low 64 bits."""
+    """Return the two's complement int64 with the same low 64 bits."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of tokens that one prefill pass computes, behind each other and without padding.
+"""Runs of tokens that one prefill pass computes, packed without padding.
 
-A run begins at some position of its sequence. The keys of what comes before it, a prompt say, are
-there already: they stand behind the keys of the pass itself, once for all runs that name them.
+A run begins at some position of its sequence. The keys of its prefix, for example of a prompt,
+exist already: they follow the keys of the pass itself, once for all runs with that prefix.
 
 Shapes: S runs, T tokens.
 """
@@ -22,7 +22,7 @@ from tandem.types import Segments
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What a pass is fed, int64. ``last_S``: index into T of each run's last token."""
+    """The input of a pass, int64. ``last_S`` is the index into T of each run's last token."""
 
     token_T: Tensor
     position_T: Tensor
@@ -40,8 +40,8 @@ def pack(
     """Pack ``runs``, which begin at positions ``starts``.
 
     Args:
-        prefix_starts: where the keys of positions 0..start-1 begin among those that are there
-            already; of no meaning for a run that begins at 0.
+        prefix_starts: the index of each run's prefix (positions 0..start-1) among the keys that
+            exist already. It has no meaning for a run that begins at 0.
     """
     length_S, start_S = torch.tensor([len(run) for run in runs]), torch.tensor(starts)
     stop_S = length_S.cumsum(0)
@@ -55,13 +55,15 @@ def pack(
 
 
 def cost_of(num_tokens: int, start: int) -> int:
-    """What a run costs, in tokens of a pass. The keys before it are laid out once more for it,
-    which takes memory even where the run is short."""
+    """Return the cost of a run in tokens of a pass.
+
+    The keys of its prefix are copied for the pass, which takes memory even if the run is short.
+    """
     return max(num_tokens, (start + num_tokens) // 4)
 
 
 def in_passes(costs: Sequence[int], max_cost: int) -> list[slice]:
-    """Cut items into runs that cost at most ``max_cost``; one that costs more stands alone."""
+    """Cut items into slices that cost at most ``max_cost``. A dearer item stands alone."""
     starts, total = [0], 0
     for index, cost in enumerate(costs):
         if index > starts[-1] and total + cost > max_cost:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawing one token a row from logits and one uniform number a row, by inversion of the
-distribution function.
+"""The draw of one token a row from logits and a uniform number, by inversion of the distribution.
 
 The log-prob is that of the temperature-scaled distribution before top-k and top-p (greedy: of the
-unscaled one), because that is what training differentiates. A row's token depends on its own logits
-and its own uniform number alone. No generator, no state.
+unscaled one), because training differentiates that one. A row's token depends on its own logits and
+its own uniform number alone. There is no generator and no state.
 
 Shapes: B rows, V vocabulary, C candidates.
 """
@@ -31,7 +30,7 @@ class DrawRule:
 
     @classmethod
     def of(cls, sampling: SamplingParams) -> DrawRule:
-        """The rule of a request."""
+        """Return the rule of a request."""
         return cls(sampling.temperature, sampling.top_k, sampling.top_p)
 
 
@@ -44,7 +43,7 @@ class Draw:
 
 
 def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, *, rule: DrawRule) -> Draw:
-    """Draw one token a row. ``uniform_B`` is fp32 in [0, 1); greedy does not look at it."""
+    """Draw one token a row. ``uniform_B`` is fp32 in [0, 1); a greedy draw ignores it."""
     logits_BV = logits_BV.float()
     if rule.temperature == 0:
         token_B1 = logits_BV.max(-1, keepdim=True).indices  # on CPUs faster than argmax
@@ -57,26 +56,24 @@ def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, *, rule: DrawRule) -> Draw
 
 
 def _invert(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """The first token whose cumulated weight exceeds ``uniform`` of the total, (B, 1).
+    """Return the first token whose cumulated weight exceeds ``uniform`` of the total, (B, 1).
 
     Rounding cannot select a token of weight 0: a 24-bit uniform number below 1 times the total
     stays below the total, and a cumulated sum only rises where there is weight.
     """
     cumulated_BV = weight_BV.cumsum(-1)
     threshold_B1 = uniform_B[:, None] * cumulated_BV[:, -1:]
-    # The clamp matters for NaN logits only: they must surface as a NaN log-prob, not as an index
-    # error.
+    # The clamp is for NaN logits, which must surface as a NaN log-prob and not as an index error.
     return torch.searchsorted(cumulated_BV, threshold_B1, right=True).clamp_max_(
         weight_BV.shape[1] - 1
     )
 
 
 def _filter(prob_BV: Tensor, rule: DrawRule) -> Tensor:
-    """Zero what top-k, then top-p (of the mass top-k left), exclude; at least the likeliest token
-    stays.
+    """Zero the tokens that top-k excludes, then those that top-p excludes of the remaining mass.
 
     Top-p keeps the shortest prefix, likeliest first, whose mass reaches ``top_p`` (Holtzman et al.,
-    2020).
+    2020). The likeliest token always stays.
     """
     limits_k, limits_p = 0 < rule.top_k < prob_BV.shape[1], rule.top_p < 1
     if not limits_k and not limits_p:
@@ -94,9 +91,9 @@ def _filter(prob_BV: Tensor, rule: DrawRule) -> Tensor:
 
 
 def _nucleus_candidates(prob_BV: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens in descending order, enough to hold ``top_p`` of every row's mass.
+    """Return the likeliest tokens in descending order, with at least ``top_p`` of a row's mass.
 
-    Sorting a whole vocabulary costs more than a decode step of a small model; its head nearly
+    To sort a whole vocabulary costs more than a decode step of a small model, and its head nearly
     always suffices.
     """
     vocabulary = prob_BV.shape[1]

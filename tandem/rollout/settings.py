@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both native engines are told and keep: the dense one of CPUs and the paged one of
-accelerators."""
+"""The settings and limits that the dense engine of CPUs and the paged one of accelerators share."""
 
 from __future__ import annotations
 
@@ -13,17 +12,17 @@ from tandem.models.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class NativeRolloutConfig:
-    """How to run a native engine.
+    """The settings of a native engine.
 
     Attributes:
-        seed: with a sample id it determines every random number.
+        seed: determines, together with a sample id, every random number.
         eos_ids: tokens that end a response.
-        max_num_seqs: sequences that run together.
-        max_num_batched_tokens: prompt tokens of one prefill pass.
-        max_cache_bytes: bound on keys and values; the dense engine reckons with the greatest
-            length a row may reach.
-        keeps_cache: what is cached of sequences under way stays when other weights come into use;
-            else it is computed again.
+        max_num_seqs: the most sequences that run together.
+        max_num_batched_tokens: the most prompt tokens of one prefill pass.
+        max_cache_bytes: a bound on keys and values. The dense engine counts every row at the
+            greatest length that one of them may reach.
+        keeps_cache: whether cached keys and values of unfinished sequences stay when other weights
+            come into use. Otherwise they are computed again.
     """
 
     seed: int
@@ -33,10 +32,29 @@ class NativeRolloutConfig:
     max_cache_bytes: int
     keeps_cache: bool = False
 
+    @property
+    def limits(self) -> Limits:
+        """The bounds of a scheduler."""
+        return Limits(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bounds of a scheduler.
+
+    Attributes:
+        max_rows: the most sequences that run together.
+        max_prefill_tokens: the most prompt tokens of one prefill pass. A longer prompt passes
+            alone.
+    """
+
+    max_rows: int
+    max_prefill_tokens: int
+
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a cache holds of one token, and where."""
+    """The numbers that a cache holds of one token, and where they lie."""
 
     num_layers: int
     num_kv_heads: int
@@ -46,7 +64,7 @@ class CacheShape:
 
     @classmethod
     def of(cls, decoder: Decoder) -> CacheShape:
-        """Of the tokens that ``decoder`` computes."""
+        """Return the shape for the tokens that ``decoder`` computes."""
         config, weight = decoder.config, decoder.lm_head_weight
         return cls(
             config.num_layers, config.num_kv_heads, config.head_dim, weight.dtype, weight.device
@@ -54,6 +72,6 @@ class CacheShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """2 (key and value) x layers x heads x head dimension x bytes per number."""
+        """Bytes of a token: 2 (key and value) x layers x heads x head dimension x itemsize."""
         numbers = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return numbers * self.dtype.itemsize

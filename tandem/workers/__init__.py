@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside a process: engines put together from a config."""
+"""The engines of a run, built from a configuration: in one process, or in worker processes."""

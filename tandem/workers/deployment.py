@@ -1,50 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a configuration and its placement to what each pool does, and from running pools to engines.
+"""The jobs of pools from a configuration and its placement, and the engines over running pools.
 
-Pure functions of plain values, but for the engines they return. Starting processes is not here.
+All functions are pure functions of plain values, except those that return engines. Starting
+processes is not here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import accumulate
 
-from tandem.api import ReferencePolicy, WorkerGroup
+from tandem.api import Capacity, Engines, WorkerGroup
 from tandem.config.check.device_rules import section_of
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL, Placement, Pool, scorer_of
 from tandem.config.schema.fsdp import FsdpConfig
+from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.platforms.record import Platform
 from tandem.platforms.select import DTYPES
 from tandem.types import TokenIds
+from tandem.weight_sync.handshake import LinkSettings
 from tandem.weight_sync.transport_choice import Way
 from tandem.workers.job import LinkSpec, PolicySpec, RolloutSpec, TrainerSpec, WorkerJob
 from tandem.workers.remote import (
+    PeakMemory,
     RemotePolicy,
     RemoteRollout,
     RemoteStage,
     RemoteTrainer,
     WeightWay,
+    call_each,
 )
 
 _MEBIBYTE = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteEngines:
-    """The engines of a run over its pools; see ``pipeline.context.Engines``."""
+def policy_spec(config: RunConfig, placement: Placement, *, task: str) -> PolicySpec:
+    """Return the model that does ``task``, or the critic or the reward model by their names."""
+    roles, seed = config.actor_rollout_ref, config.trainer.seed
+    model: ModelConfig = roles.model
+    layout = roles.ref.fsdp_config if task == "ref_logp" else roles.actor.fsdp_config
+    if task == CRITIC:
+        model, layout = config.critic.model, config.critic.model.fsdp_config
+    elif task == REWARD_MODEL:
+        model, layout = config.reward_model.model, config.reward_model.model.fsdp_config
+    loads = roles.actor.load_weight or task == REWARD_MODEL
+    return PolicySpec(
+        model,
+        layout,
+        placement.layouts[task],
+        random_seed=None if loads else seed,
+        section=section_of(task),
+        value_head_seed=seed if task == CRITIC else None,
+        is_reward_model=task == REWARD_MODEL,
+    )
 
-    train: RemoteTrainer
-    rollout: RemoteRollout
-    reference: ReferencePolicy | None
-    scorer: ReferencePolicy
-    stage: RemoteStage | None
-    critic: RemoteTrainer | None
-    reward_model: ReferencePolicy | None
+
+def trainer_spec(
+    config: RunConfig, placement: Placement, *, task: str, total_steps: int
+) -> TrainerSpec:
+    """Return the policy in training, or the critic."""
+    is_critic = task == CRITIC
+    optim = config.critic.optim if is_critic else config.actor_rollout_ref.actor.optim
+    return TrainerSpec(policy_spec(config, placement, task=task), optim, total_steps)
+
+
+def sft_spec(config: SftConfig, placement: Placement, *, total_steps: int) -> TrainerSpec:
+    """Return the policy in supervised fine-tuning."""
+    ranks = placement.layouts["actor-train"]
+    policy = PolicySpec(config.model, config.engine, ranks, random_seed=None, section="engine")
+    return TrainerSpec(policy, config.optim, total_steps)
 
 
 def run_jobs(
@@ -56,92 +84,56 @@ def run_jobs(
     eos_ids: TokenIds,
     total_steps: int,
 ) -> dict[str, WorkerJob]:
-    """The job of each pool that has something to do, by its name.
+    """Return the job of each pool that has something to do, by the pool's name.
 
     Args:
-        platforms: of each of them.
+        platforms: the platform of each of these pools.
         store: host and port of the driver's store.
     """
     roles = config.actor_rollout_ref
     training = platforms[placement.pool_of("actor-train").name]
-    settled = partial(_settle_dtype, platforms=platforms, training=training)
-    actor_layout = settled(roles.actor.fsdp_config)
-    seed = None if roles.actor.load_weight else config.trainer.seed
-    rollout = roles.rollout.model_copy(update={"free_cache_engine": config.frees_cache})
-    links = _links(config, placement, crosses=len({p.name for p in platforms.values()}) > 1)
+    is_mixed = len({platform.name for platform in platforms.values()}) > 1
+    links = _links(config, placement, crosses=is_mixed)
+
+    def settled(layout: FsdpConfig) -> FsdpConfig:
+        """Replace ``dtype=auto`` by the trainer's precision, if the platforms differ."""
+        if layout.dtype != "auto" or not is_mixed:
+            return layout
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        return layout.model_copy(update={"dtype": names[training.compute_dtype]})
 
     def policy(task: str) -> PolicySpec:
-        layout = settled(roles.ref.fsdp_config) if task == "ref_logp" else actor_layout
-        return PolicySpec(
-            roles.model, layout, placement.layouts[task], random_seed=seed, section=section_of(task)
-        )
+        spec = policy_spec(config, placement, task=task)
+        return replace(spec, layout=settled(spec.layout))
 
-    return {
-        pool.name: WorkerJob(
+    def trainer(task: str) -> TrainerSpec:
+        spec = trainer_spec(config, placement, task=task, total_steps=total_steps)
+        return replace(spec, policy=policy(task))
+
+    def job(pool: Pool) -> WorkerJob:
+        trains = "actor-train" in pool.tasks
+        return WorkerJob(
             platform=platforms[pool.name],
             store=store,
             timeout_s=roles.nccl_timeout,
-            trainer=TrainerSpec(policy("actor-train"), roles.actor.optim, total_steps)
-            if "actor-train" in pool.tasks
-            else None,
-            critic=_critic(
-                config,
-                placement,
-                layout=settled(config.critic.model.fsdp_config),
-                total_steps=total_steps,
-            )
-            if "actor-train" in pool.tasks and config.uses_critic
-            else None,
-            reward_model=_reward_model(
-                config, placement, layout=settled(config.reward_model.model.fsdp_config)
-            )
-            if "actor-train" in pool.tasks and config.reward_model.enable
-            else None,
+            trainer=trainer("actor-train") if trains else None,
+            critic=trainer(CRITIC) if trains and config.uses_critic else None,
+            reward_model=policy(REWARD_MODEL) if trains and config.reward_model.enable else None,
             scorer=policy("logp") if scorer_of(pool) == "logp" else None,
             reference=policy("ref_logp") if "ref_logp" in pool.tasks else None,
-            rollout=RolloutSpec(roles.model, actor_layout, rollout, eos_ids)
+            rollout=RolloutSpec(
+                roles.model,
+                settled(roles.actor.fsdp_config),
+                roles.rollout.model_copy(update={"free_cache_engine": config.frees_cache}),
+                eos_ids,
+                scores=scorer_of(pool) == "generate",
+            )
             if "generate" in pool.tasks
             else None,
             link=links.get(pool.name),
         )
-        for pool in placement.used_pools
-    }
 
-
-def _critic(
-    config: RunConfig, placement: Placement, *, layout: FsdpConfig, total_steps: int
-) -> TrainerSpec:
-    policy = PolicySpec(
-        config.critic.model,
-        layout,
-        placement.layouts[CRITIC],
-        random_seed=None if config.actor_rollout_ref.actor.load_weight else config.trainer.seed,
-        section=section_of(CRITIC),
-        value_head_seed=config.trainer.seed,
-    )
-    return TrainerSpec(policy, config.critic.optim, total_steps)
-
-
-def _reward_model(config: RunConfig, placement: Placement, *, layout: FsdpConfig) -> PolicySpec:
-    return PolicySpec(
-        config.reward_model.model,
-        layout,
-        placement.layouts[REWARD_MODEL],
-        random_seed=None,
-        section=section_of(REWARD_MODEL),
-        is_reward_model=True,
-    )
-
-
-def _settle_dtype(
-    layout: FsdpConfig, *, platforms: Mapping[str, Platform], training: Platform
-) -> FsdpConfig:
-    """``dtype=auto`` is what the trainer's devices compute in, also for pools of other devices:
-    what generates should compute what trains."""
-    if layout.dtype != "auto" or len({platform.name for platform in platforms.values()}) == 1:
-        return layout
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    return layout.model_copy(update={"dtype": names[training.compute_dtype]})
+    return {pool.name: job(pool) for pool in placement.used_pools}
 
 
 def sft_jobs(
@@ -152,47 +144,61 @@ def sft_jobs(
     store: tuple[str, int],
     total_steps: int,
 ) -> dict[str, WorkerJob]:
-    """As ``run_jobs``, for fine-tuning."""
+    """Return the job of the one pool of supervised fine-tuning; see ``run_jobs``."""
     (pool,) = placement.used_pools
-    ranks = placement.layouts["actor-train"]
-    policy = PolicySpec(config.model, config.engine, ranks, random_seed=None, section="engine")
     job = WorkerJob(
         platform=platforms[pool.name],
         store=store,
         timeout_s=config.nccl_timeout,
-        trainer=TrainerSpec(policy, config.optim, total_steps),
+        trainer=sft_spec(config, placement, total_steps=total_steps),
     )
     return {pool.name: job}
 
 
 def remote_engines(
     groups: Mapping[str, WorkerGroup], placement: Placement, *, rollout: RolloutConfig
-) -> RemoteEngines:
-    """The engines over running pools, each named in ``groups`` as in ``placement``."""
+) -> tuple[Engines, Callable[[], PeakMemory]]:
+    """Return the engines over running pools, and the peak memory of the devices that train.
+
+    Args:
+        groups: the running pools by their names in ``placement``.
+    """
     train = remote_trainer(groups, placement)
+    critic = remote_trainer(groups, placement, task=CRITIC) if CRITIC in placement.layouts else None
     linked = {pool.name: groups[pool.name] for pool in _linked_pools(placement)}
     way = WeightWay(list(linked.values()))
     if placement.generates_apart and (rollout.enable_param_async or rollout.enable_dual_buffer):
         busy = [placement.pool_of(task).name for task in ("generate", "actor-train")]
         scoring = [group for name, group in linked.items() if name not in busy]
         way = WeightWay(way.linked, scoring, is_staged=True)
-    return RemoteEngines(
+    generating = groups[placement.pool_of("generate").name]
+    remote = RemoteRollout(generating, way)
+    engines = Engines(
         train=train,
-        rollout=RemoteRollout(groups[placement.pool_of("generate").name], way),
+        rollout=remote,
         reference=_frozen(groups, placement, task="ref_logp", pool_of="ref_logp"),
         scorer=_scorer(groups, placement, train=train),
         stage=RemoteStage(way.linked) if way.is_staged else None,
-        critic=remote_trainer(groups, placement, task=CRITIC)
-        if CRITIC in placement.layouts
-        else None,
+        critic=critic,
         reward_model=_frozen(groups, placement, task=REWARD_MODEL, pool_of="actor-train"),
+        work=remote.work,
+        generates_apart=placement.generates_apart,
+        num_rows=_num_rows(call_each([generating], "capacity")),
     )
+    trainers = [train] if critic is None else [train, critic]
+    # While the critic warms up, the policy has no peak.
+    return engines, lambda: PeakMemory.most(trainer.peak for trainer in trainers)
+
+
+def _num_rows(capacities: list[Capacity]) -> int | None:
+    rows = [capacity.num_rows for capacity in capacities]
+    return None if None in rows else sum(number for number in rows if number is not None)
 
 
 def remote_trainer(
     groups: Mapping[str, WorkerGroup], placement: Placement, *, task: str = "actor-train"
 ) -> RemoteTrainer:
-    """The engine that trains the policy, or the critic."""
+    """Return the engine that trains the policy, or the critic."""
     group = groups[placement.pool_of("actor-train").name]
     return RemoteTrainer(group, task, layout=placement.layouts[task])
 
@@ -200,7 +206,9 @@ def remote_trainer(
 def _frozen(
     groups: Mapping[str, WorkerGroup], placement: Placement, *, task: str, pool_of: str
 ) -> RemotePolicy | None:
-    """The engine of a model that only scores, in the pool of a task; None if the run has none."""
+    """Return the engine of a model that only scores, in the pool of a task. Return None if the run
+    has no such model.
+    """
     if task not in placement.layouts:
         return None
     group = groups[placement.pool_of(pool_of).name]
@@ -210,19 +218,19 @@ def _frozen(
 def _scorer(
     groups: Mapping[str, WorkerGroup], placement: Placement, *, train: RemoteTrainer
 ) -> RemotePolicy:
-    """Who scores with the policy as it is: the trainer, unless that is another pool's task."""
+    """Return the engine that computes old log-probs: the trainer, or one of another pool."""
     if "logp" not in placement.layouts:
         return train
     pool = placement.pool_of("logp")
     task = scorer_of(pool)
-    assert task is not None, "it is the pool of logp"
+    assert task is not None, "the pool of logp has a scorer"
     if task == "actor-train":
         return train
     return RemotePolicy(groups[pool.name], task, layout=placement.layouts["logp"])
 
 
 def _linked_pools(placement: Placement) -> list[Pool]:
-    """Those that send weights or need them."""
+    """Return the pools that send weights or need them."""
     return [pool for pool in placement.used_pools if {*pool.tasks} - {"ref_logp"}]
 
 
@@ -231,16 +239,20 @@ def _links(config: RunConfig, placement: Placement, *, crosses: bool) -> dict[st
     pools, is_apart = _linked_pools(placement), placement.generates_apart
     transport = config.pools.transport
     ends = list(accumulate(pool.num_devices for pool in pools))
+    settings = LinkSettings(
+        send_bucket_bytes=rollout.param_update_preduce_bucket_size_mb * _MEBIBYTE,
+        receive_bucket_bytes=rollout.param_update_consume_bucket_size_mb * _MEBIBYTE,
+        timeout_s=config.actor_rollout_ref.nccl_timeout,
+        double_buffered=rollout.enable_dual_buffer and is_apart,
+        staged=rollout.enable_param_async and is_apart,
+        way=None if transport == "auto" else Way(transport),
+    )
     return {
         pool.name: LinkSpec(
             first_rank=end - pool.num_devices,
             size=ends[-1],
-            send_bucket_bytes=rollout.param_update_preduce_bucket_size_mb * _MEBIBYTE,
-            receive_bucket_bytes=rollout.param_update_consume_bucket_size_mb * _MEBIBYTE,
-            double_buffered=rollout.enable_dual_buffer and is_apart,
-            staged=rollout.enable_param_async and is_apart,
-            way=None if transport == "auto" else Way(transport),
             crosses=crosses,
+            settings=settings,
         )
         for pool, end in zip(pools, ends, strict=True)
     }

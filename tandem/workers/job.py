@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker process is to do, as plain values that the driver sends it."""
+"""The job of a worker process, as plain values that the driver sends to it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from tandem.config.schema.rollout import RolloutConfig
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import Platform
 from tandem.types import TokenIds
-from tandem.weight_sync.transport_choice import Way
+from tandem.weight_sync.handshake import LinkSettings
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """A model that the ranks of a pool hold and compute together.
+    """A model of a run, which one device holds or the ranks of a pool hold together.
 
-    ``random_seed`` draws its weights; None loads them. ``value_head_seed`` makes it a critic, see
-    ``models.folder.check_critic_folder``; or it ``is_reward_model``. ``section`` is that of the
-    keys that ``layout`` came from, for messages.
+    Attributes:
+        random_seed: draws its weights; None loads them.
+        section: the section of the keys that ``layout`` came from, for messages.
+        value_head_seed: makes it a critic; see ``models.folder.check_critic_folder``.
     """
 
     model: ModelConfig
@@ -47,42 +48,45 @@ class TrainerSpec:
 class RolloutSpec:
     """A policy that generates, whole in each process. Its weights come through the link.
 
-    ``layout`` says in which precision the trainer computes, and hence the rollout.
+    Attributes:
+        layout: the trainer's, whose precision the rollout computes in.
+        scores: whether the same weights compute old log-probs between two updates.
     """
 
     model: ModelConfig
     layout: FsdpConfig
     config: RolloutConfig
     eos_ids: TokenIds
+    scores: bool
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """The weight link of a run: of its ``size`` processes this pool's begin at ``first_rank``;
-    ``crosses``: they have devices of different platforms. For the rest see ``LinkSettings``."""
+    """A pool's part of the weight link of a run.
+
+    Attributes:
+        first_rank: the link's rank of the pool's first process.
+        size: the number of processes of the link.
+        crosses: whether they have devices of different platforms.
+    """
 
     first_rank: int
     size: int
-    send_bucket_bytes: int
-    receive_bucket_bytes: int
-    double_buffered: bool
-    staged: bool
-    way: Way | None
     crosses: bool
+    settings: LinkSettings
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerJob:
-    """The same for all workers of a pool. A task that the pool does not have is None.
+    """The job of all workers of a pool. A task that the pool does not have is None.
 
     Attributes:
-        platform: of the pool's devices.
+        platform: the platform of the pool's devices.
         store: host and port of the driver's store.
-        timeout_s: of every collective.
-        critic: in the pool that trains, if the run has one.
-        scorer: the policy as it is trained, in a pool that neither trains nor generates.
-        reference: the policy as it was.
-        reward_model: as ``critic``.
+        timeout_s: the time limit of every collective.
+        critic, reward_model: the models beside the policy, in the pool that trains.
+        scorer: the policy in training, in a pool that neither trains nor generates.
+        reference: the initial policy.
     """
 
     platform: Platform
@@ -98,8 +102,8 @@ class WorkerJob:
 
 
 def build_worker(job: WorkerJob, place: WorkerPlace) -> object:
-    """The ``Worker`` of a process, built in it. What it needs is loaded there only: it takes
-    seconds, and the driver does not compute."""
+    """Build the ``Worker`` of a process, in that process."""
+    # Its imports take seconds, and the driver does not need them.
     from tandem.workers.worker import Worker
 
     return Worker(job, place)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's place in the weight link of a run, and FlagCX where the link may use it."""
+"""The place of a worker in the weight link of a run, and FlagCX if the link may use it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tandem.workers.job import LinkSpec
 def link_place(
     spec: LinkSpec, place: WorkerPlace, *, platform: Platform, device: torch.device
 ) -> LinkPlace:
-    """Of the process at ``place``.
+    """Return the place in the link of the process at ``place``.
 
     Raises:
-        UserError: FlagCX was asked for and is not here, or is here and cannot be used.
+        UserError: FlagCX was asked for and is not installed, or is installed and cannot be used.
     """
     return LinkPlace(
         name="weights",
@@ -38,9 +38,9 @@ def link_place(
 
 
 def _flagcx_end(spec: LinkSpec, place: WorkerPlace, *, platform: Platform) -> FlagcxEnd | None:
-    """Looked for where the link crosses to another platform, or where it was asked for."""
-    is_wanted = spec.way is Way.FLAGCX
-    may_help = spec.crosses and spec.way is None
+    """Look for FlagCX if the link crosses to another platform, or if it was asked for."""
+    is_wanted = spec.settings.way is Way.FLAGCX
+    may_help = spec.crosses and spec.settings.way is None
     if not platform.has_own_memory or not (is_wanted or may_help):
         return None
     environment = {"FLAGCX_PATH": place.flagcx_path} if place.flagcx_path else {}
@@ -57,5 +57,5 @@ def _flagcx_end(spec: LinkSpec, place: WorkerPlace, *, platform: Platform) -> Fl
 
 
 def stream_handle(device_type: str, stream: object) -> int:
-    """The vendor's own handle of a stream: every extension of torch calls it so."""
+    """Return the vendor's handle of a stream, whose name is the same in all extensions of torch."""
     return getattr(stream, f"{device_type}_stream")

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of a run whose work is done by other processes, as the driver sees them.
+"""The driver's engines over worker processes.
 
-Each implements a Protocol of ``api`` over a group of workers. Their methods wait for the workers;
-the runtime calls them on threads. Micro-batches are dealt to the data-parallel ranks in rounds that
-cost about the same, because ranks compute in lock-step. A rank that a round leaves without a
-micro-batch is told how many rounds there are, and takes part without one. Several threads may call
-the engines of one pool: its ranks receive the calls in one order all the same.
+Each implements a Protocol of ``api`` over a group of workers. Their methods block until the workers
+answer, and the runtime calls them on threads. Micro-batches are dealt to the data-parallel ranks in
+rounds of about the same cost, because ranks compute in lock-step. Every rank knows the number of
+rounds and takes part in all of them, with or without a micro-batch. Several threads may call the
+engines of one pool: all its ranks receive the calls in the same order.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,29 +33,35 @@ from tandem.types import (
 )
 
 _SUBMITTING = threading.Lock()
-"""Held while a call is submitted to all ranks of a pool: ranks that met two collectives in
-different orders would wait for each other for ever."""
+"""Held while a call is submitted to all ranks of a pool. Ranks that entered two collectives in
+different orders would wait for each other without end."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """The most that a device of a group has held, bytes."""
+    """The peak memory of the devices of a group, in bytes."""
 
     allocated: int = 0
     reserved: int = 0
 
     @classmethod
     def of(cls, platform: Platform) -> PeakMemory:
-        """As its allocator has counted in this process."""
+        """Return the peak of this process's device, as its allocator counted it."""
         return cls(platform.memory_allocated_bytes(), platform.memory_reserved_bytes())
+
+    @classmethod
+    def most(cls, peaks: Iterable[PeakMemory]) -> PeakMemory:
+        """Return the highest of several peaks, each number by itself."""
+        allocated, reserved = zip(*((x.allocated, x.reserved) for x in peaks), strict=True)
+        return cls(max(allocated), max(reserved))
 
 
 class RemotePolicy:
     """``api.ReferencePolicy``: a model that a group of workers scores with.
 
     Args:
-        task: under which of its tasks the workers know the model.
-        layout: how the group's ranks divide for it.
+        task: the task by whose name the workers know the model.
+        layout: the division of the group's ranks for it.
     """
 
     def __init__(self, group: WorkerGroup, task: str, *, layout: RankLayout) -> None:
@@ -65,16 +71,16 @@ class RemotePolicy:
 
     @property
     def data_parallel_size(self) -> int:
-        """See ``api.TrainEngine.data_parallel_size``."""
+        """The number of micro-batches computed at the same time."""
         return self._layout.data_parallel
 
     @property
     def sequence_parallel_size(self) -> int:
-        """See ``api.TrainEngine.sequence_parallel_size``."""
+        """The number of devices that share the tokens of a micro-batch."""
         return self._layout.sequence_parallel
 
     def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """See ``api.TrainEngine.score``."""
+        """Score the response tokens; see ``api.ReferencePolicy``."""
         dealt = deal([batch_cost(batch) for batch in batches], self.data_parallel_size)
         results = self._call_all("score", batches, self._task, dealt=dealt, temperature=temperature)
         columns: list[Tensor | None] = [None] * len(batches)
@@ -93,7 +99,7 @@ class RemotePolicy:
         dealt: Sequence[Sequence[int]],
         **kwargs: Any,
     ) -> list[Any]:
-        """``method`` on every rank with its micro-batches; the results by rank."""
+        """Call ``method`` on every rank with its micro-batches. Return the results by rank."""
         num_rounds = max(map(len, dealt), default=0)
         with _SUBMITTING:
             calls = [
@@ -126,7 +132,7 @@ class RemoteTrainer(RemotePolicy):
     def update(
         self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
     ) -> UpdateReport:
-        """See ``api.TrainEngine.update``; all ranks report the same."""
+        """Take one optimizer step; see ``api.TrainEngine``. All ranks report the same."""
         dealt = deal([batch_cost(batch) for batch in batches], self.data_parallel_size)
         results = self._call_all(
             "update",
@@ -137,34 +143,31 @@ class RemoteTrainer(RemotePolicy):
             scale=scale,
             temperature=temperature,
         )
-        peaks = [peak for _, peak in results]
-        self.peak = PeakMemory(
-            max(peak.allocated for peak in peaks), max(peak.reserved for peak in peaks)
-        )
+        self.peak = PeakMemory.most(peak for _, peak in results)
         return results[0][0]
 
     def advance_schedule(self) -> None:
-        """See ``api.TrainEngine.advance_schedule``."""
+        """Advance the learning-rate schedule."""
         call_each([self._group], "advance_schedule", self._task)
 
     def save(self, folder: Path) -> None:
-        """All ranks write into ``folder``, which every node must see."""
+        """Save into ``folder``, which every node must see, because all ranks write into it."""
         call_each([self._group], "save", self._task, folder)
 
     def load(self, folder: Path) -> None:
-        """See ``api.TrainEngine.load``."""
+        """Restore what ``save`` wrote."""
         call_each([self._group], "load", self._task, folder)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightWay:
-    """How weights come from the trainer to those that use them.
+    """The way of weights from the trainer to the pools that use them.
 
     Attributes:
-        linked: all pools that send or receive.
-        scoring: those that only score with them; they take them when they come to it.
-        is_staged: ``RemoteStage`` sends them, and each worker takes them as soon as it has them;
-            else all pools bring them into use together.
+        linked: all pools that send or receive weights.
+        scoring: pools that only score. They bring weights into use without the driver's waiting.
+        is_staged: whether ``RemoteStage`` sends them, and each worker brings them into use by
+            itself. Otherwise all pools bring them into use together.
     """
 
     linked: Sequence[WorkerGroup]
@@ -173,14 +176,11 @@ class WeightWay:
 
 
 class RemoteRollout:
-    """``api.RolloutEngine`` over workers that each generate for themselves.
+    """An ``api.Rollout`` over workers that generate independently.
 
-    A request goes to the worker with the fewest sequences to do, which depends on nothing but the
-    order of requests as long as they come in batches that are waited for. Each worker is one call
-    ahead of what has been collected, and does not wait for the others.
-
-    Args:
-        way: how weights come to it.
+    A request goes to the worker with the fewest unfinished sequences. If the caller waits for each
+    batch of requests, this depends only on their order. Each worker is one call ahead of the
+    results that have been collected, and does not wait for the others.
     """
 
     def __init__(self, group: WorkerGroup, way: WeightWay) -> None:
@@ -195,9 +195,10 @@ class RemoteRollout:
         self._swaps: dict[int, Any] = {}
         self._late: list[Any] = []
         self._is_held = False
+        self._counters: list[Mapping[str, float]] = [{}] * group.size
 
     def work(self) -> list[EngineWork]:
-        """What each worker has to do; whose call was not collected yet goes on by itself."""
+        """Return the state of each worker. One whose call was not collected continues by itself."""
         return [self._work_of(rank, number) for rank, number in enumerate(self._unfinished)]
 
     def _work_of(self, rank: int, num_unfinished: int) -> EngineWork:
@@ -206,7 +207,7 @@ class RemoteRollout:
         return EngineWork.NEXT if num_unfinished and not self._is_held else EngineWork.NONE
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """See ``api.RolloutEngine.add``."""
+        """Queue requests, each at the worker with the fewest unfinished sequences."""
         dealt: list[list[GenerationRequest]] = [[] for _ in self._unfinished]
         for request in requests:
             rank = self._unfinished.index(min(self._unfinished))
@@ -217,7 +218,7 @@ class RemoteRollout:
                 self._added[rank].append(self._group.submit(rank, "add", mine))
 
     def advance(self, max_steps: int | None = None) -> list[Completion]:
-        """What one of the workers has finished; see ``api.RolloutEngine.advance``."""
+        """Return the completions of the first worker that answers; see ``api.Rollout``."""
         for rank, number in enumerate(self._unfinished):
             if number and rank not in self._advancing and not self._is_held:
                 if self._wanted_version is not None:
@@ -228,31 +229,35 @@ class RemoteRollout:
             return finished
         if not self._advancing:
             return []
-        ranks = list(self._advancing)  # who was asked first comes first
+        ranks = list(self._advancing)  # in the order of their calls
         return self._collect(ranks[self._group.first([self._advancing[rank] for rank in ranks])])
 
     def _collect(self, rank: int) -> list[Completion]:
-        """Wait for what it was asked."""
+        """Wait for the calls of a worker and return its completions."""
         calls = [*self._added[rank], self._advancing.pop(rank)]
         self._added[rank] = []
-        completions: list[Completion] = self._group.gather(calls)[-1]
+        completions: list[Completion]
+        completions, self._counters[rank] = self._group.gather(calls)[-1]
         self._unfinished[rank] -= len(completions)
         if rank in self._swaps:
             (self._versions[rank],) = self._group.gather([self._swaps.pop(rank)])
         return completions
 
     def settle(self) -> None:
-        """See ``api.RolloutEngine``. It collects from every worker that was asked to advance."""
+        """Wait for every worker that advances, and keep its completions."""
         for rank in list(self._advancing):
             self._finished += self._collect(rank)
 
-    def release_cache(self) -> bool:
-        """See ``api.RolloutEngine``. Workers do so by themselves where their devices train."""
-        return not any(self._unfinished)
+    def metrics(self) -> Mapping[str, float]:
+        """Return the sums of the engines' counters, each as of its last collected call."""
+        names = dict.fromkeys(name for counters in self._counters for name in counters)
+        return {name: sum(c.get(name, 0.0) for c in self._counters) for name in names}
 
     def set_weights_version(self, version: int) -> bool:
-        """See ``api.RolloutEngine``. A worker takes part between two of its advances; where all
-        take part together, none begins another before.
+        """Bring ``version`` into use; see ``api.Rollout``.
+
+        A worker takes part between two of its advances. Without staging all take part together, and
+        no worker begins another advance before.
         """
         if not self._way.is_staged:
             self._is_held = bool(self._advancing)
@@ -273,16 +278,16 @@ class RemoteRollout:
 
 
 class RemoteStage:
-    """``api.WeightStage`` over the pools that the weight link joins.
+    """An ``api.WeightStage`` over the pools that the weight link joins.
 
-    Its calls run beside those of the rollout, which goes on generating.
+    Its calls run beside those of the rollout, which continues to generate.
     """
 
     def __init__(self, groups: Sequence[WorkerGroup]) -> None:
         self._groups = groups
 
     def stage(self, version: int) -> None:
-        """See ``api.WeightStage.stage``."""
+        """Send the trainer's weights as ``version``; see ``api.WeightStage``."""
         call_each(self._groups, "transfer", version)
 
 
@@ -293,5 +298,5 @@ def submit_each(groups: Sequence[WorkerGroup], method: str, /, *args: Any) -> li
 
 
 def call_each(groups: Sequence[WorkerGroup], method: str, /, *args: Any) -> list[Any]:
-    """The same call on every worker of some groups; the results by group and rank."""
+    """Call a method of every worker of some groups. Return the results by group and rank."""
     return groups[0].gather(submit_each(groups, method, *args))

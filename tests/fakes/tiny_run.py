@@ -19,7 +19,7 @@ from tests.fakes.tiny_policy import write_tiny_policy
 
 DATA_SOURCE = "openai/gsm8k"
 REWARDS = Path(__file__).parent / "rewards.py"
-VARYING = ("timing_", "perf/", "global_seqlen/", "pipeline/")
+VARYING = ("timing_", "perf/", "global_seqlen/", "pipeline/", "rollout/engine/")
 """Metrics whose names begin like this differ from run to run, or with the number of devices."""
 
 

@@ -247,7 +247,7 @@ def test_memory_is_given_back_and_taken_again(decoder: Decoder, machine: Machine
     for _ in range(2 if machine.trial else 6):
         engine.add(requests)
         check_same(drain(engine), expected)
-        assert engine.release_cache()
+        assert engine.sleep()
         if not machine.trial:
             torch.cuda.empty_cache()
             left.append(torch.cuda.memory_reserved())

@@ -10,6 +10,9 @@ from typing import Any
 
 from tandem.config.schema.model import RecomputeGranularity
 
+CACHE_PAGE_TOKENS = 64
+"""Tokens of a page of the paged rollout engine's cache."""
+
 _SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL, models_beside
-from tandem.config.derived.sizes import ModelSizes
+from tandem.config.derived.sizes import CACHE_PAGE_TOKENS, ModelSizes
 from tandem.config.plan.memory import (
     BYTES,
     GIB,
@@ -22,9 +22,6 @@ from tandem.config.plan.memory import (
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
-
-CACHE_PAGE_TOKENS = 64
-"""The paged cache hands out (``rollout.paged.cache``)."""
 
 _ACTOR = "actor_rollout_ref.actor."
 _CACHE_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from tandem.config.schema.dotted import ByName
 from tandem.config.schema.fields import (
     ENGINE_ONLY,
     NOT_BUILT,
@@ -64,10 +65,11 @@ class RolloutConfig(BaseModel):
 
     model_config = SECTION
 
-    name: Literal["native", "hf", "vllm", "sglang", "trtllm"] = Field(
+    name: Annotated[str, ByName(("native", "hf", "vllm", "sglang", "trtllm"))] = Field(
         default="native",
-        description="Generation engine. So far the model's family decides: native where our "
-        "decoder computes it, else hf (transformers' generate); the others are not built yet.",
+        description="Generation engine: the dotted path of a function that builds one, or a name. "
+        "Of the names the model's family decides: native for the families of our decoder, else hf "
+        "(transformers' generate); the others are not built yet.",
     )
     n: int = Field(default=1, ge=1, description="Samples per prompt (the group of GRPO).")
     temperature: float = Field(

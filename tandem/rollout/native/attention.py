@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two attention callables of native rollout: prefill, which also keeps keys and values, and
-decode.
+"""The attention functions of the dense engine: prefill, which keeps keys and values, and decode.
 
 Decode writes one key and value a row into the cache and attends to all columns of that row. The
-query heads that share a key/value head are the rows of one matrix product, so keys and values are
-never repeated. Plain torch, any device; an accelerator replaces both by kernels.
+query heads that share a key/value head are the rows of one matrix product, so that keys and values
+are never repeated. Plain torch on any device. The paged engine has kernels instead.
 
 Shapes: B rows, W visible columns, T packed tokens, H query heads, K key/value heads, G = H / K, E
 head dimension.
@@ -24,11 +23,15 @@ class PrefillAttention:
     """Attention over packed runs that keeps every layer's keys and values.
 
     Attributes:
-        packed: what the decoder is fed.
+        packed: the decoder's input.
     """
 
     def __init__(self, packed: Packed, prefix: TokenStates | None = None) -> None:
-        """``prefix``: what runs have before them; without it all begin at position 0."""
+        """Prepare the attention of one pass.
+
+        Args:
+            prefix: the states that precede the runs. Without it all runs begin at position 0.
+        """
         self.packed = packed
         self._attention = PackedAttention(packed.segments, packed.token_T.device)
         self._prefix = prefix
@@ -36,7 +39,7 @@ class PrefillAttention:
         self._values: list[Tensor] = []
 
     def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
-        """Attend causally to each run and what is before it. Layers must come in order."""
+        """Attend causally to each run and its prefix. Layers must come in order."""
         self._keys.append(k_TKE.permute(1, 2, 0).contiguous())
         self._values.append(v_TKE.transpose(0, 1).contiguous())
         if self._prefix is not None:
@@ -45,15 +48,15 @@ class PrefillAttention:
         return self._attention(layer, q_THE, k_TKE, v_TKE)
 
     def states(self) -> TokenStates:
-        """What has been kept."""
+        """Return the keys and values of all layers."""
         return TokenStates(tuple(self._keys), tuple(self._values))
 
 
 class DecodeAttention:
-    """Attention of one new token a row, over columns ``first_column .. column`` of a cache.
+    """The attention of one new token a row, over columns ``first_column .. column`` of a cache.
 
-    Valid until rows enter, leave or move, or the cache is resized. ``column`` is to be set before
-    each step.
+    It is valid until rows enter, leave or move, or the cache is resized. The caller sets ``column``
+    before each step.
     """
 
     def __init__(self, cache: RowCache, num_rows: int, *, first_column: int, masked: bool) -> None:
@@ -83,7 +86,7 @@ class DecodeAttention:
         return torch.bmm(torch.softmax(scores, -1), values).view(q_BHE.shape)
 
     def _make_bias(self, cache: RowCache, num_rows: int) -> Tensor:
-        """(B * K, 1, C), -inf where a row has nothing."""
+        """Return (B * K, 1, C), -inf in the columns before a row's first token."""
         columns_C = torch.arange(
             cache.first_column, cache.stop_column, device=cache.facts_3R.device
         )

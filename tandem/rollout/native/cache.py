@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage of running sequences, addressed by (row, column): keys, values, tokens, log-probs,
-uniform numbers.
+"""The storage of running sequences by (row, column): keys, values, tokens, log-probs, uniforms.
 
-Columns are absolute and grow for ever; the cache holds a window of them, which it shifts or
+Columns are absolute and grow without bound. The cache holds a window of them, which it shifts or
 enlarges on demand, so that memory follows the longest running sequence and not the longest
-permitted one. Closing a gap copies only the rows that fill it. Dense, not paged: on CPUs a gather
-costs what it would save.
+permitted one. Closing a gap copies only the rows that fill it. The cache is dense and not paged,
+because a gather on a CPU costs as much as it would save.
 
 Shapes: R rows allocated, C columns allocated, T packed prompt tokens, K key/value heads, E head
 dimension, J random numbers.
@@ -23,18 +22,18 @@ from torch.nn import functional as F  # noqa: N812
 from tandem.rollout.settings import CacheShape
 
 NUM_UNIFORMS = 32
-"""Random numbers computed ahead a row."""
+"""Random numbers that are computed ahead for each row."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStates:
-    """Keys (K, E, T) and values (K, T, E) a layer of packed tokens."""
+    """Keys (K, E, T) and values (K, T, E) of packed tokens, one of each a layer."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
     def part(self, tokens: slice) -> TokenStates:
-        """Some of them, without holding on to the others."""
+        """Copy some of them, so that the memory of the others can be freed."""
         keys = tuple(key[..., tokens].clone() for key in self.keys)
         return TokenStates(keys, tuple(value[:, tokens].clone() for value in self.values))
 
@@ -43,14 +42,14 @@ class RowCache:
     """Buffers that grow, shift and compact together.
 
     Attributes:
-        shape: what it holds of one token.
-        first_column: the column that stands at index 0.
-        keys: a layer (R, K, E, C); transposed, which makes the product with a query faster.
-        values: a layer (R, K, C, E).
+        shape: the numbers of one token.
+        first_column: the column at index 0.
+        keys: (R, K, E, C) for each layer, transposed, because the product with a query is faster.
+        values: (R, K, C, E) for each layer.
         tokens_RC: int64, the generated tokens.
         logp_RC: fp32, their log-probs.
-        facts_3R: int64, of a row: its start column, its first generated column, the key of its
-            random stream.
+        facts_3R: int64, for each row its start column, its first generated column, and the key of
+            its random stream.
         uniform_RJ: fp32, the next numbers of that stream.
     """
 
@@ -75,27 +74,27 @@ class RowCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of keys and values."""
+        """The memory of keys and values."""
         return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
 
     @property
     def stop_column(self) -> int:
-        """One past the last column there is room for."""
+        """The end of the window: one past its last column."""
         return self.first_column + self.tokens_RC.shape[1]
 
     def index(self, columns: range) -> slice:
-        """Where ``columns`` stand in the buffers."""
+        """Return the indices of ``columns`` in the buffers."""
         return slice(columns.start - self.first_column, columns.stop - self.first_column)
 
     def has_room(self, num_rows: int, columns: range) -> bool:
-        """Whether rows 0..``num_rows``-1 have a place for ``columns``."""
+        """Return whether rows 0..``num_rows``-1 have room for ``columns``."""
         has_columns = self.first_column <= columns.start and columns.stop <= self.stop_column
         return num_rows <= len(self.tokens_RC) and has_columns
 
     def reserve(self, num_rows: int, columns: range, *, live_rows: int) -> None:
         """Make room for rows 0..``num_rows``-1 and for ``columns``.
 
-        Keeps what rows 0..``live_rows``-1 hold in ``columns``; everything else may be lost.
+        The contents of rows 0..``live_rows``-1 in ``columns`` are kept. All else may be lost.
         """
         start = max(columns.start, self.first_column)
         kept = range(start, min(columns.stop, self.stop_column))
@@ -123,7 +122,7 @@ class RowCache:
             self.values[layer][rows, :, columns] = states.values[layer][:, tokens]
 
     def read(self, places: Sequence[tuple[int, range]]) -> TokenStates:
-        """The states of some columns of some rows, behind each other."""
+        """Return the states of some columns of some rows, concatenated."""
         where = [(row, self.index(columns)) for row, columns in places]
         keys = [torch.cat([key[row, :, :, at] for row, at in where], 2) for key in self.keys]
         values = [torch.cat([value[row, :, at] for row, at in where], 1) for value in self.values]
@@ -144,8 +143,8 @@ class RowCache:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """What ``reserve`` keeps: ``rows`` x column indices ``source`` of the old buffer, at ``target``
-    in the new.
+    """The block that ``reserve`` keeps: the first ``rows`` rows of column indices ``source`` in the
+    old buffer, which move to ``target`` in the new one.
     """
 
     size: tuple[int, int]
@@ -154,7 +153,7 @@ class _Block:
     target: slice
 
     def regrid(self, buffer: Tensor, column_dim: int) -> Tensor:
-        """``buffer`` with its columns shifted, in place if it is large enough."""
+        """Shift the columns of ``buffer``, in place if it is large enough, and return it."""
         kept = _columns(buffer[: self.rows], column_dim, where=self.source)
         if (buffer.shape[0], buffer.shape[column_dim]) == self.size:
             kept = kept.clone()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native rollout engine: continuous batching over the decoder that the trainer trains, in the
-same storage.
+"""The dense rollout engine: continuous batching over the trainer's decoder, in its storage.
 
-Each prompt is prefilled once for all its samples, again if other weights come into use meanwhile;
-finished sequences leave the batch, waiting ones enter. Tokens depend on weights, prompt, sampling
-parameters and (seed, sample id), up to rounding of logits; not on the batch. One process, one
-device, plain torch operations: no graphs, no paging, no preemption.
+Each prompt is prefilled once for all its samples, and again when other weights come into use.
+Finished sequences leave the batch and waiting ones enter. Tokens depend on weights, prompt,
+sampling parameters and (seed, sample id), up to rounding of logits, and not on the batch. One
+process, one device, plain torch operations: no graphs, no paging, no preemption.
 
 Shapes: B running rows, n rows entering, P prompts, T packed tokens, D hidden, V vocabulary, J
 columns.
@@ -13,8 +12,7 @@ columns.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 
@@ -22,38 +20,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from tandem.api import Capacity, EngineFacts
 from tandem.models.decoder import Decoder
-from tandem.rollout.ending import finish_reason
+from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.native.attention import DecodeAttention, PrefillAttention
 from tandem.rollout.native.cache import NUM_UNIFORMS, RowCache, TokenStates
-from tandem.rollout.native.scheduler import Admission, Limits, Row, Scheduler
+from tandem.rollout.native.scheduler import Admission, Row, Scheduler
 from tandem.rollout.packing import cost_of, in_passes, pack
 from tandem.rollout.sampler import Draw, draw_tokens
 from tandem.rollout.settings import CacheShape, NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest, TokenIds
 
 _SMALL_CACHE_BYTES = 64 * 2**20
-"""A cache of this size is allocated at once and kept when idle; a larger one grows and is freed."""
+"""A cache of this size is allocated at once and kept when idle. A larger one grows and is freed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """States of P prompts behind each other, where each stands, and the logits that follow them."""
+    """States of P packed prompts, the place of each, and the logits that follow them."""
 
     states: TokenStates
     tokens: tuple[slice, ...]
     logits_PV: Tensor
 
     def part(self, index: int) -> _Prefill:
-        """One prompt, without holding on to the others."""
+        """Copy one prompt, so that the memory of the others can be freed."""
         tokens = self.tokens[index]
         alone = slice(0, tokens.stop - tokens.start)
         return _Prefill(self.states.part(tokens), (alone,), self.logits_PV[index, None].clone())
 
 
 class NativeRolloutEngine:
-    """``api.RolloutEngine`` on one device. The decoder is read, never copied."""
+    """An ``api.RolloutEngine`` on one device. It reads the decoder and never copies it."""
 
     def __init__(self, decoder: Decoder, config: NativeRolloutConfig) -> None:
         shape = CacheShape.of(decoder)
@@ -61,13 +60,15 @@ class NativeRolloutEngine:
         self._config = config
         self._device = shape.device
         self._cache = RowCache(shape)
-        self._scheduler = Scheduler(
-            Limits(
-                max_sequences=config.max_num_seqs,
-                max_prefill_tokens=config.max_num_batched_tokens,
-                max_cache_tokens=config.max_cache_bytes // shape.bytes_per_token,
-            )
+        max_tokens = config.max_cache_bytes // shape.bytes_per_token
+        self._scheduler = Scheduler(config.limits, max_cache_tokens=max_tokens)
+        self.facts = EngineFacts(
+            shares_weights=True,
+            draws_by_key=True,
+            stops_within_sequences=True,
+            keeps_cache=config.keeps_cache,
         )
+        self.capacity = Capacity(config.max_num_seqs, max_tokens)
         self._eos = torch.tensor(config.eos_ids, device=self._device)
         self._attention: DecodeAttention | None = None
         self._carried: _Prefill | None = None
@@ -76,36 +77,49 @@ class NativeRolloutEngine:
         self.num_prefilled_tokens = 0
         self.num_decoded_tokens = 0
 
-    @property
-    def num_cached_rows(self) -> int:
-        """Rows the cache has memory for."""
-        return len(self._cache.tokens_RC)
-
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests; nothing is computed."""
+        """Queue requests; nothing is computed. Raise UserError if one is too long for the model."""
         for request in requests:
             longest = len(request.prompt_ids) + request.sampling.max_new_tokens
             self._decoder.rotary.require_length(longest)
         self._scheduler.add(requests)
 
     def settle(self) -> None:
-        """See ``api.RolloutEngine``. Between two advances nothing is being computed."""
+        """Return at once: between two advances nothing is being computed."""
 
-    def release_cache(self) -> bool:
-        """See ``api.RolloutEngine``."""
+    def sleep(self) -> bool:
+        """Free the cache, unless there is something to generate. Return whether it was freed."""
         if self._scheduler.has_work:
             return False
         self._cache.release()
         return True
 
+    def wake(self) -> None:
+        """Do nothing: the next ``advance`` allocates a cache."""
+
+    def sink(self) -> None:
+        """Return None: the decoder's own weights change."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
     def set_weights_version(self, version: int) -> bool:
-        """See ``api.RolloutEngine``. Keys and values are computed again before the next step."""
+        """Tag later tokens with ``version``. Cached keys and values are computed again before the
+        next step, unless the cache is kept.
+        """
         self._is_outdated |= self._scheduler.set_weights_version(version)
         return True
 
+    def metrics(self) -> Mapping[str, float]:
+        """Return how many tokens were prefilled and decoded."""
+        return {
+            "num_prefilled_tokens": self.num_prefilled_tokens,
+            "num_decoded_tokens": self.num_decoded_tokens,
+        }
+
     @torch.inference_mode()
     def advance(self, max_steps: int | None = None) -> list[Completion]:
-        """See ``api.RolloutEngine``."""
+        """Generate until a sequence finishes; see ``api.Rollout``."""
         if self._is_outdated:
             self._renew()
         completions: list[Completion] = []
@@ -125,7 +139,7 @@ class NativeRolloutEngine:
         return completions
 
     def _enter(self, admission: Admission) -> list[Completion]:
-        """Fill the new rows, sample their first tokens."""
+        """Fill the new rows and draw their first tokens."""
         prefill = self._prefill(admission.prompts) if admission.prompts else self._carried
         assert prefill is not None, "an admission without prompts follows one with prompts"
         scheduler, cache = self._scheduler, self._cache
@@ -152,13 +166,13 @@ class NativeRolloutEngine:
         return _Prefill(attention.states(), _places(prompts), logits_PV)
 
     def _compute(self, attention: PrefillAttention) -> Tensor:
-        """Hidden states (T, D) of what ``attention`` has been packed for."""
+        """Return the hidden states (T, D) of the tokens that ``attention`` was packed for."""
         packed = attention.packed
         self.num_prefilled_tokens += len(packed.token_T)
         return self._decoder(packed.token_T, packed.position_T, attention)
 
     def _renew(self) -> None:
-        """What other weights have computed, but for a cache that is to be kept."""
+        """Compute cached keys and values again after new weights, unless the cache is kept."""
         self._is_outdated = False
         if not self._config.keeps_cache:
             self._recompute()
@@ -166,8 +180,9 @@ class NativeRolloutEngine:
             self._carried = self._prefill([head])
 
     def _recompute(self) -> None:
-        """Keys and values of all rows anew, but for those of their newest tokens, which follow when
-        these are fed to the decoder: each prompt once, then what its rows have behind it.
+        """Compute the keys and values of all rows again: each prompt once, then the responses.
+
+        Those of each row's newest token follow when that token is fed to the decoder.
         """
         scheduler, max_tokens = self._scheduler, self._config.max_num_batched_tokens
         rows_of, responses = scheduler.rows_by_prompt(), self._responses()
@@ -191,7 +206,7 @@ class NativeRolloutEngine:
             self._extend({row: responses[row] for row in behind[chosen]})
 
     def _extend(self, responses: dict[int, list[int]]) -> None:
-        """Compute what some rows have behind their prompts, which are in the cache."""
+        """Compute the responses of some rows, whose prompts are in the cache."""
         rows, cache = self._scheduler.rows, self._cache
         source = {rows[row].prompt_ids: row for row in responses}  # one reads it for all
         prompts = dict(zip(source, _places(list(source)), strict=True))
@@ -213,7 +228,7 @@ class NativeRolloutEngine:
             cache.write(slice(row, row + 1), states, tokens=tokens, column=column)
 
     def _responses(self) -> list[list[int]]:
-        """The tokens of each row without the newest."""
+        """Return the response of each row without its newest token."""
         rows, column = self._scheduler.rows, self._scheduler.column
         first = min((row.first for row in rows), default=column)
         window = self._cache.index(range(first, column))
@@ -221,14 +236,14 @@ class NativeRolloutEngine:
         return [ids[row.first - first :] for row, ids in zip(rows, tokens, strict=True)]
 
     def _carry(self, prefill: _Prefill, admission: Admission) -> None:
-        """Keep the last prompt while samples of it wait for rows."""
+        """Keep the last prefill while samples of its prompt wait for rows."""
         if self._scheduler.prefilled_head is None:
             self._carried = None
         elif admission.prompts:
             self._carried = prefill.part(-1)
 
     def _make_room(self, *, live_rows: int) -> None:
-        """Room for the rows and their next column; where it lacks, for twice the columns in use."""
+        """Reserve room for the rows and their next column, and spare columns if the cache grows."""
         scheduler = self._scheduler
         start, column, num_rows = scheduler.oldest_column, scheduler.column, scheduler.wanted_rows
         # Without live rows there is nothing to move, and the window can start anew.
@@ -250,7 +265,7 @@ class NativeRolloutEngine:
         facts_3n[2] = keys_n
 
     def _draw_uniforms(self) -> None:
-        """The random numbers of all rows for the current column and those after it."""
+        """Draw the random numbers of all rows for the current column and the next ones."""
         num_rows, column = len(self._scheduler.rows), self._scheduler.column
         facts_3B = self._cache.facts_3R[:, :num_rows]
         columns_J = torch.arange(column, column + NUM_UNIFORMS, device=self._device)
@@ -258,7 +273,7 @@ class NativeRolloutEngine:
         self._uniform_start = column
 
     def _decode(self) -> list[Completion]:
-        """One token for every running row."""
+        """Compute one token for every running row."""
         scheduler, cache = self._scheduler, self._cache
         num_rows, column = len(scheduler.rows), scheduler.column
         if column + 1 >= cache.stop_column:
@@ -281,7 +296,7 @@ class NativeRolloutEngine:
         return DecodeAttention(self._cache, len(rows), first_column=first_column, masked=masked)
 
     def _sample(self, logits_BV: Tensor, first_row: int) -> list[Completion]:
-        """Draw the tokens of the current column, and collect the sequences they end."""
+        """Draw the tokens of the current column, and collect the sequences that they end."""
         scheduler, cache = self._scheduler, self._cache
         rows, column = slice(first_row, first_row + len(logits_BV)), scheduler.column
         uniform_B = cache.uniform_RJ[rows, column - self._uniform_start]
@@ -297,7 +312,7 @@ class NativeRolloutEngine:
         return self._collect(ended) if ended else []
 
     def _draw(self, logits_BV: Tensor, uniform_B: Tensor, *, first_row: int) -> Draw:
-        """Draw under each row's rule; nearly always there is only one."""
+        """Draw under each row's rule. Nearly always all rows have the same."""
         rules = self._scheduler.rules
         if len(rules) == 1:
             return draw_tokens(logits_BV, uniform_B, rule=rules[0])
@@ -312,7 +327,7 @@ class NativeRolloutEngine:
         return Draw(token_B, logp_B)
 
     def _collect(self, ended: list[int]) -> list[Completion]:
-        """Take the rows ``ended`` out of the batch."""
+        """Remove the rows ``ended`` from the batch, and return their completions."""
         cache, columns = (
             self._cache,
             range(self._scheduler.oldest_column, self._scheduler.column + 1),
@@ -331,22 +346,17 @@ class NativeRolloutEngine:
         ]
 
     def _completion(self, row: Row, token_ids: list[int], *, log_probs: list[float]) -> Completion:
-        stopped = not row.ignore_eos and token_ids[-1] in self._config.eos_ids
-        return Completion(
-            sample_id=row.sample_id,
-            token_ids=array("i", token_ids),
-            log_probs=array("f", log_probs),
-            finish_reason=finish_reason(log_probs[-1], stopped=stopped),
-            weights_version=row.weights_version,
-            switches=tuple(
-                (column - row.first, version)
-                for column, version in row.switches
-                if column < row.first + len(token_ids)
-            ),
+        starts = ((column - row.first, version) for column, version in row.switches)
+        return complete(
+            row.sample_id,
+            token_ids,
+            log_probs=log_probs,
+            eos_ids=() if row.ignore_eos else self._config.eos_ids,
+            versions=((0, row.weights_version), *starts),
         )
 
 
 def _places(runs: Sequence[Sequence[int]]) -> tuple[slice, ...]:
-    """Where each of several runs stands behind the others."""
+    """Return the place of each of several packed runs."""
     stops = list(accumulate(len(run) for run in runs))
     return tuple(slice(stop - len(run), stop) for run, stop in zip(runs, stops, strict=True))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waits, what runs and in which row: the bookkeeping of continuous batching in plain integers.
+"""The bookkeeping of continuous batching in plain integers: the queue, and the rows in use.
 
-Running sequences occupy rows 0..B-1 without gaps. All rows share one clock, the *column*: it counts
-decode steps, a row's prompt ends in the column before its first token, and the newest token of
-every row stands in the current column, so that one slice serves all rows whatever their lengths. A
-prompt is prefilled once; when its samples do not all fit, the others follow later from the same
-prefill. First come, first served; nothing is preempted. No tensors, no model: the caller does what
-an ``Admission`` or a ``Removal`` says.
+Running sequences occupy rows 0..B-1 without gaps. All rows share one clock, the *column*, which
+counts decode steps. A row's prompt ends in the column before its first token, and the newest token
+of every row stands in the current column, so that one slice serves rows of all lengths. A prompt is
+prefilled once. Samples of it that find no row follow later from the same prefill. Sequences enter
+in the order in which they came, and none is preempted. There are no tensors and no model here: the
+caller carries out an ``Admission`` or a ``Removal``.
 """
 
 from __future__ import annotations
@@ -16,32 +16,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tandem.rollout.sampler import DrawRule
+from tandem.rollout.settings import Limits
 from tandem.types import GenerationRequest, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of a scheduler.
+class Row:
+    """A running sequence.
 
     Attributes:
-        max_sequences: rows that run together.
-        max_prefill_tokens: prompt tokens of one prefill pass; a longer single prompt still passes.
-        max_cache_tokens: bound on rows x the greatest length that one of them may reach; one
-            sequence alone still runs.
-    """
-
-    max_sequences: int
-    max_prefill_tokens: int
-    max_cache_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One running sequence.
-
-    ``start``, ``first`` and ``last`` are the columns of its first prompt token, of its first
-    generated token and of the last token it may generate; ``weights_version`` is the one it entered
-    with, ``switches`` the columns from which on later ones were in use.
+        start: the column of its first prompt token.
+        first: the column of its first generated token.
+        last: the column of the last token that it may generate.
+        weights_version: the version that was in use when it entered.
+        switches: (column, version) pairs: the first column of each later version.
     """
 
     sample_id: int
@@ -59,8 +47,11 @@ class Row:
 class Admission:
     """New rows, appended after the running ones.
 
-    ``prompts`` are to be prefilled now; the first ``num_rows[0]`` rows belong to the first of them,
-    and so on. When ``prompts`` is empty, all rows continue the last prompt of the admission before.
+    Attributes:
+        prompts: the prompts to prefill now. When empty, all rows belong to the last prompt of the
+            admission before.
+        num_rows: how many of the rows belong to each prompt, in order.
+        rows: the new rows.
     """
 
     prompts: tuple[TokenIds, ...]
@@ -70,7 +61,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Rows that left, and the moves, ``sources`` to ``targets``, that close the gaps."""
+    """Rows that left, and the moves from ``sources`` to ``targets`` that close the gaps."""
 
     rows: tuple[Row, ...]
     sources: tuple[int, ...]
@@ -78,10 +69,16 @@ class Removal:
 
 
 class Scheduler:
-    """See the module docstring. ``rows`` and ``column`` are for reading."""
+    """The queue and the rows in use. Callers only read ``rows`` and ``column``.
 
-    def __init__(self, limits: Limits) -> None:
+    Args:
+        max_cache_tokens: a bound on the number of rows x the greatest length that one of them may
+            reach. One sequence alone always runs.
+    """
+
+    def __init__(self, limits: Limits, *, max_cache_tokens: int) -> None:
         self._limits = limits
+        self._max_cache_tokens = max_cache_tokens
         self._waiting: deque[GenerationRequest] = deque()
         self._num_waiting = 0
         self._head_is_prefilled = False
@@ -95,16 +92,18 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything runs or waits."""
+        """Whether any sequence runs or waits."""
         return bool(self.rows or self._waiting)
 
     @property
     def prefilled_head(self) -> TokenIds | None:
-        """The prompt that has been prefilled, and of which samples still wait for rows."""
+        """The prefilled prompt whose samples still wait for rows; None if there is none."""
         return self._waiting[0].prompt_ids if self._head_is_prefilled else None
 
     def rows_by_prompt(self) -> dict[TokenIds, list[int]]:
-        """The rows of each prompt whose states are in use; those of the head may all have ended."""
+        """Return the rows of each prompt whose states are in use. The rows of the head of the queue
+        may all have ended.
+        """
         rows: dict[TokenIds, list[int]] = {}
         for index, row in enumerate(self.rows):
             rows.setdefault(row.prompt_ids, []).append(index)
@@ -134,13 +133,13 @@ class Scheduler:
 
     @property
     def wanted_rows(self) -> int:
-        """Rows in use once all that waits now has entered, as far as the limits allow."""
+        """The number of rows in use once the whole queue has entered, within the limits."""
         wanted = len(self.rows) + self._num_waiting
-        limit = self._limits.max_cache_tokens // max(1, self._longest)
-        return max(len(self.rows), min(wanted, self._limits.max_sequences, limit))
+        limit = self._max_cache_tokens // max(1, self._longest)
+        return max(len(self.rows), min(wanted, self._limits.max_rows, limit))
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests behind those that wait."""
+        """Append requests to the queue."""
         for request in requests:
             assert request.prompt_ids, f"samples {request.sample_ids}: the prompt has no tokens"
             assert request.sampling.max_new_tokens > 0, f"samples {request.sample_ids}: no tokens"
@@ -148,7 +147,7 @@ class Scheduler:
         self._num_waiting += sum(len(request.sample_ids) for request in requests)
 
     def set_weights_version(self, version: int) -> bool:
-        """Tag tokens from the next column on; returns whether it is another version."""
+        """Tag tokens from the next column on. Return whether the version is a new one."""
         if version == self._weights_version:
             return False
         self._weights_version = version
@@ -156,12 +155,12 @@ class Scheduler:
         return True
 
     def admit(self) -> Admission | None:
-        """Let waiting samples enter as far as the limits allow; None if nothing enters now.
+        """Let waiting samples enter within the limits. Return None if none enters now.
 
-        Rows are given out in lots of a quarter of all, because entering has a fixed cost.
+        Samples enter when a quarter of all rows is free, because entering has a fixed cost.
         """
-        lot = min(self._num_waiting, max(1, self._limits.max_sequences // 4))
-        if lot == 0 or (self.rows and self._limits.max_sequences - len(self.rows) < lot):
+        chunk = min(self._num_waiting, max(1, self._limits.max_rows // 4))
+        if chunk == 0 or (self.rows and self._limits.max_rows - len(self.rows) < chunk):
             return None
         num_before = len(self.rows)
         self._longest = max([row.last + 1 - row.start for row in self.rows], default=0)
@@ -175,11 +174,15 @@ class Scheduler:
         return Admission(prompts, num_rows, rows) if rows else None
 
     def tick(self) -> None:
-        """A decode step has been run: its tokens stand in the next column."""
+        """Move to the next column, after a decode step whose tokens stand there."""
         self.column += 1
 
     def ended(self, stopped: Sequence[int]) -> list[int]:
-        """Rows that end with their newest token, given those where it is an end token."""
+        """Return the rows that end with their newest token, ascending.
+
+        Args:
+            stopped: the rows whose newest token is an end token.
+        """
         column, rows = self.column, self.rows
         ended = {i for i in stopped if not rows[i].ignore_eos}
         if column >= self._next_last:
@@ -187,7 +190,7 @@ class Scheduler:
         return sorted(ended)
 
     def remove(self, ended: Sequence[int]) -> Removal:
-        """Take out the rows ``ended`` (ascending), filling their places from the end."""
+        """Remove the rows ``ended`` (ascending), and fill their places from the end."""
         num_kept = len(self.rows) - len(ended)
         leaving = set(ended)
         targets = tuple([i for i in ended if i < num_kept])
@@ -219,12 +222,12 @@ class Scheduler:
         return tuple(prompts), tuple(num_rows)
 
     def _enter_head(self) -> int:
-        """Append rows for the head request's samples as far as there is room; their number."""
+        """Append rows for samples of the head request while there is room; return their number."""
         request = self._waiting[0]
         length = len(request.prompt_ids) + request.sampling.max_new_tokens
         longest = max(self._longest, length)
-        by_cache = self._limits.max_cache_tokens // longest
-        room = min(self._limits.max_sequences, by_cache) - len(self.rows)
+        by_cache = self._max_cache_tokens // longest
+        room = min(self._limits.max_rows, by_cache) - len(self.rows)
         count = min(len(request.sample_ids), room if self.rows else max(1, room))
         if count <= 0:
             return 0
@@ -250,6 +253,5 @@ class Scheduler:
 
 
 def _switched(row: Row, column: int, *, version: int) -> Row:
-    """``row`` with ``version`` from ``column`` on."""
     earlier = tuple(switch for switch in row.switches if switch[0] < column)
     return replace(row, switches=(*earlier, (column, version)))

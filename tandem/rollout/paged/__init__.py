@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native rollout engine for accelerators: paged cache, captured decode steps, fused kernels."""
+"""The rollout engine for accelerators: paged cache, captured decode steps, fused kernels."""

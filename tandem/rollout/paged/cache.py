@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory of the paged engine: pages of keys and values, and the state of running rows.
+"""The device memory of the paged engine: pages of keys and values, and the state of running rows.
 
-Everything is allocated once and changed in place, so that captured graphs stay valid. Which page
-belongs to whom is ``pages.py``'s.
+Everything is allocated once and changed in place, so that captured graphs stay valid. ``pages.py``
+decides who owns which page.
 
 Shapes: R rows, L layers, P tokens of a page, N pages of a block table, K key/value heads, H query
 heads, E head dimension, S programs of attention a key/value head, W tokens of a window.
@@ -17,12 +17,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from tandem.config.derived.sizes import CACHE_PAGE_TOKENS
 from tandem.models.operators import upload
 from tandem.rollout.settings import CacheShape
 
-PAGE_TOKENS = 64
+PAGE_TOKENS = CACHE_PAGE_TOKENS
 HEAD_DIMS = (16, 32, 64, 128, 256)
-"""Head dimensions that there are attention kernels for."""
+"""The head dimensions that have attention kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class TailCopy:
-    """The first ``num_tokens`` tokens of page ``source`` belong in page ``target``, too."""
+    """A copy of the first ``num_tokens`` tokens of page ``source`` to page ``target``."""
 
     source: int
     target: int
@@ -43,11 +44,18 @@ class TailCopy:
 
 
 class PageStore:
-    """The pages of all layers. ``layers[i]`` are layer i's."""
+    """The pages of all layers.
 
-    def __init__(self, shape: CacheShape, num_pages: int) -> None:
+    Attributes:
+        layers: the pages of each layer.
+    """
+
+    def __init__(
+        self, shape: CacheShape, num_pages: int, *, page_tokens: int = PAGE_TOKENS
+    ) -> None:
         self.num_pages = num_pages
-        size = (num_pages, shape.num_kv_heads, PAGE_TOKENS, shape.head_dim)
+        self.page_tokens = page_tokens
+        size = (num_pages, shape.num_kv_heads, page_tokens, shape.head_dim)
         # Zeros, because a masked product of a NaN is a NaN.
         self.layers = [
             LayerCache(
@@ -58,7 +66,7 @@ class PageStore:
         ]
 
     def copy_tails(self, copies: Sequence[TailCopy]) -> None:
-        """Carry out ``copies`` in every layer."""
+        """Copy parts of pages in every layer."""
         if not copies:
             return
         pages = torch.tensor([(copy.source, copy.target) for copy in copies])
@@ -74,7 +82,7 @@ class PageStore:
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What the device knows of each row; ``numbers`` is int64 (R, 9), ``settings`` fp32 (R, 2).
+    """The device's state of each row: ``numbers`` is int64 (R, 9), ``settings`` fp32 (R, 2).
 
     Fields of ``numbers``: the token to be fed next and its position, how many tokens may still be
     drawn, whether the row runs, how many tokens this window has drawn, whether an end token ends
@@ -98,20 +106,20 @@ class RowState:
 
     @classmethod
     def allocate(cls, num_rows: int, device: torch.device) -> RowState:
-        """All rows inactive."""
+        """Allocate rows that are all inactive."""
         numbers = torch.zeros((num_rows, cls.NUM_FIELDS), dtype=torch.int64, device=device)
         return cls(numbers, torch.zeros((num_rows, 2), device=device))
 
     def rows(self, rows: slice) -> RowState:
-        """Views of some rows."""
+        """Return views of some rows."""
         return RowState(self.numbers[rows], self.settings[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What the steps between two looks of the host consume and produce, (R, W) each.
+    """The inputs and outputs of the steps between two reads by the host, (R, W) each.
 
-    ``eos_ids``: int64, tokens that end a response.
+    ``eos_ids`` (int64) are the tokens that end a response.
     """
 
     uniform_BW: Tensor
@@ -123,7 +131,7 @@ class Window:
     def allocate(
         cls, num_rows: int, num_tokens: int, *, eos_ids: tuple[int, ...], device: torch.device
     ) -> Window:
-        """Zeros."""
+        """Allocate zeros."""
         size = (num_rows, num_tokens)
         return cls(
             torch.zeros(size, device=device),
@@ -133,23 +141,25 @@ class Window:
         )
 
     def rows(self, rows: slice) -> Window:
-        """Views of some rows."""
+        """Return views of some rows."""
         return Window(self.uniform_BW[rows], self.token_BW[rows], self.logp_BW[rows], self.eos_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class PageDivision:
-    """The pages of all rows stand in one line, which the programs of a key/value head divide.
+    """A division of the pages of all rows, in one line, among the programs of a key/value head.
 
     Attributes:
-        end_B: int32, where each row's pages end.
-        begin_S: int32, where each program begins, and where the last one ends. Those that are not
-            needed stand at the end of the line.
-        row_S: int32, the row that each begins in.
-        part_S2HE, stats_S2H2: fp32 room for what programs have of the rows they share: of the one
-            that they begin inside of, and of the one that they end inside of.
+        page_tokens: tokens of a page.
+        end_B: int32, the end of each row's pages in the line.
+        begin_S: int32, the begin of each program, and the end of the last one. Programs that are
+            not needed begin at the end of the line.
+        row_S: int32, the row in which each program begins.
+        part_S2HE, stats_S2H2: fp32 buffers for partial results of rows that several programs
+            share: the row inside which a program begins, and the one inside which it ends.
     """
 
+    page_tokens: int
     end_B: Tensor
     begin_S: Tensor
     row_S: Tensor
@@ -165,9 +175,11 @@ class PageDivision:
         num_heads: int,
         head_dim: int,
         device: torch.device,
+        page_tokens: int = PAGE_TOKENS,
     ) -> PageDivision:
-        """Room for it; ``kernels.attention.divide_pages`` fills it."""
+        """Allocate a division, which ``kernels.attention.divide_pages`` fills."""
         return cls(
+            page_tokens,
             torch.empty(num_rows, dtype=torch.int32, device=device),
             torch.empty(num_programs + 1, dtype=torch.int32, device=device),
             torch.empty(num_programs, dtype=torch.int32, device=device),
@@ -176,18 +188,18 @@ class PageDivision:
         )
 
     def rows(self, rows: slice) -> PageDivision:
-        """The same room for some rows alone."""
+        """Return the same buffers for some rows alone."""
         return replace(self, end_B=self.end_B[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """What a decode step's attention knows of its B rows.
+    """The inputs of a decode step's attention that describe its B rows.
 
     Attributes:
         table_BN: int32, the pages of each row in order.
         position_B, active_B: int64 fields of ``RowState.numbers``.
-        division: of these rows' pages among programs.
+        division: the division of these rows' pages among programs.
     """
 
     table_BN: Tensor

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native rollout engine for accelerators, over the trainer's decoder in the trainer's storage.
+"""The paged rollout engine for accelerators, over the trainer's decoder, in its storage.
 
-Prompts are prefilled once for all their samples, again if other weights come into use meanwhile.
-Steps are captured, sample and find ends on the device. The host launches a window of steps before
-it reads the last one, so that the device never waits; a sequence that has ended is carried along
-for up to a window more. Tokens depend on weights, prompt, sampling parameters and (seed, sample
-id), up to rounding of logits; not on the batch.
+Prompts are prefilled once for all their samples, and again when other weights come into use. Steps
+are captured; they sample and detect ends on the device. The host launches a window of steps before
+it reads the previous one, so that the device never waits. A sequence that has ended therefore stays
+in the batch for up to a window more. Tokens depend on weights, prompt, sampling parameters and
+(seed, sample id), up to rounding of logits, and not on the batch.
 
 Shapes: B running rows, n rows entering, P prompts, T packed tokens, W tokens of a window, N pages
 of a block table.
@@ -13,8 +13,7 @@ of a block table.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -22,27 +21,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.api import Capacity, EngineFacts
 from tandem.models.decoder import Decoder
 from tandem.models.operators import upload
 from tandem.platforms.capture import Capturer
-from tandem.rollout.ending import finish_reason
+from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.paged.cache import PAGE_TOKENS, PageStore, RowState, Window
 from tandem.rollout.paged.kernels.sampling import draw_next
 from tandem.rollout.paged.prefill import PrefillAttention
-from tandem.rollout.paged.scheduler import Entry, Limits, PagedScheduler, Running
+from tandem.rollout.paged.scheduler import Entry, PagedScheduler, Running
 from tandem.rollout.paged.step import DecodeStep
 from tandem.rollout.settings import CacheShape, NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest
 
 WINDOW_TOKENS = 8
-"""Steps between two looks of the host."""
+"""Steps between two reads by the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A window under way: its rows in the order of the device, the most tokens each may draw in
-    it, and what will have been read of them when ``event`` has come."""
+    """A launched window.
+
+    Attributes:
+        rows: its rows, in the order of the device.
+        num_launched: the most tokens that each row may draw in it.
+        numbers, token_BW, logp_BW: copies on the host, which are complete after ``event``.
+    """
 
     rows: tuple[Running, ...]
     num_launched: tuple[int, ...]
@@ -53,7 +58,7 @@ class _Flight:
 
 
 class PagedRolloutEngine:
-    """``api.RolloutEngine`` on one accelerator. The decoder is read, never copied."""
+    """An ``api.RolloutEngine`` on one accelerator. It reads the decoder and never copies it."""
 
     def __init__(
         self,
@@ -62,11 +67,14 @@ class PagedRolloutEngine:
         *,
         make_capturer: Callable[[], Capturer],
         num_multiprocessors: int,
+        page_tokens: int = PAGE_TOKENS,
     ) -> None:
-        """
+        """Build an engine without memory of its own, which the first ``advance`` allocates.
+
         Args:
-            make_capturer: once for each set of buffers.
-            num_multiprocessors: of the device, by which the work of attention is divided.
+            make_capturer: makes a capturer for each set of buffers.
+            num_multiprocessors: the device's, by which the work of attention is divided.
+            page_tokens: tokens of a page of the cache.
         """
         self._decoder = decoder
         self._config = config
@@ -74,9 +82,18 @@ class PagedRolloutEngine:
         self._num_multiprocessors = num_multiprocessors
         self._shape = CacheShape.of(decoder)
         self._device = self._shape.device
-        max_pages = config.max_cache_bytes // (self._shape.bytes_per_token * PAGE_TOKENS)
-        limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, WINDOW_TOKENS)
-        self._scheduler = PagedScheduler(limits, max_pages)
+        self._page_tokens = page_tokens
+        max_pages = config.max_cache_bytes // (self._shape.bytes_per_token * page_tokens)
+        self._scheduler = PagedScheduler(
+            config.limits, max_pages, window_tokens=WINDOW_TOKENS, page_tokens=page_tokens
+        )
+        self.facts = EngineFacts(
+            shares_weights=True,
+            draws_by_key=True,
+            stops_within_sequences=True,
+            keeps_cache=config.keeps_cache,
+        )
+        self.capacity = Capacity(config.max_num_seqs, max_pages * page_tokens)
         self._store: PageStore | None = None
         self._step: DecodeStep | None = None
         self._flight: _Flight | None = None
@@ -90,32 +107,51 @@ class PagedRolloutEngine:
 
     @property
     def num_preempted(self) -> int:
-        """Sequences that were put back because pages ran out, since the start."""
+        """The number of times a sequence was put back because pages ran out."""
         return self._scheduler.num_preempted
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests; nothing is computed. Raises UserError if one can never be held."""
+        """Queue requests; nothing is computed. Raise UserError if one never fits into the cache."""
         for request in requests:
             longest = len(request.prompt_ids) + request.sampling.max_new_tokens
             self._decoder.rotary.require_length(longest)
         self._scheduler.add(requests)
 
     def settle(self) -> None:
-        """See ``api.RolloutEngine``. The window under way is read."""
+        """Wait for the launched window and read it."""
         last, self._flight = self._flight, None
         if last is not None:
             self._finished += self._collect(last)
 
-    def release_cache(self) -> bool:
-        """See ``api.RolloutEngine``. Steps that were captured over it go, too."""
+    def sleep(self) -> bool:
+        """Free the cache and the steps captured over it, unless there is something to generate.
+        Return whether they were freed.
+        """
         if self._scheduler.has_work or self._finished:
             return False
         self._store = self._step = self._flight = None
         return True
 
+    def wake(self) -> None:
+        """Do nothing: the next ``advance`` allocates a cache."""
+
+    def sink(self) -> None:
+        """Return None: the decoder's own weights change."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return how many tokens were prefilled and decoded, and how many sequences preempted."""
+        return {
+            "num_prefilled_tokens": self.num_prefilled_tokens,
+            "num_decoded_tokens": self.num_decoded_tokens,
+            "num_preempted": self._scheduler.num_preempted,
+        }
+
     def set_weights_version(self, version: int) -> bool:
-        """See ``api.RolloutEngine``. What pages hold is computed again before the next step: once,
-        however often the weights have changed by then; or it is kept.
+        """Tag later tokens with ``version``. Before the next step the pages are computed again,
+        once for all versions since the last one, unless the cache is kept.
         """
         if version == self._weights_version:
             return True
@@ -126,8 +162,9 @@ class PagedRolloutEngine:
 
     @torch.inference_mode()
     def advance(self, max_steps: int | None = None) -> list[Completion]:
-        """See ``api.RolloutEngine``. Steps come in whole windows, of which the last one is read
-        by the next call."""
+        """Generate until a sequence finishes; see ``api.Rollout``. Steps come in whole windows,
+        and the next call reads the last one.
+        """
         completions, self._finished = self._finished, []
         windows = repeat(None) if max_steps is None else range(-(-max_steps // WINDOW_TOKENS))
         for _ in windows:
@@ -141,14 +178,15 @@ class PagedRolloutEngine:
         return completions
 
     def _launch(self) -> _Flight | None:
-        """Start the next window; None if nothing is left to run, or if what is under way must be
-        read first: to preempt, or to move to larger buffers."""
+        """Launch the next window. Return None if nothing is left to run, or if the last window must
+        be read first, because a row is preempted or the buffers grow.
+        """
         scheduler, last = self._scheduler, self._flight
         if last is not None and not (scheduler.has_window() and self._fits()):
             return None
         scheduler.reserve_window()
         if self._store is not None and self._store.num_pages < scheduler.wanted_pages:
-            # The device need not have room for both: what these pages hold is computed again.
+            # The device may lack room for both. The contents of these pages are computed again.
             self._store = self._step = None
             self._is_outdated = True
         kept = list(scheduler.rows)
@@ -176,7 +214,7 @@ class PagedRolloutEngine:
         return self._read(step, rows, launched=launched)
 
     def _fits(self) -> bool:
-        """Whether pages and buffers are large enough for what has been added since."""
+        """Return whether pages and buffers are large enough for all requests."""
         scheduler, store, step = self._scheduler, self._store, self._step
         return (
             store is not None
@@ -186,10 +224,12 @@ class PagedRolloutEngine:
         )
 
     def _memory(self) -> tuple[PageStore, DecodeStep]:
-        """Pages and buffers for what runs and waits."""
+        """Return pages and buffers that are large enough for all requests."""
         table_pages = self._scheduler.longest_pages
         if self._store is None:
-            self._store = PageStore(self._shape, self._scheduler.wanted_pages)
+            self._store = PageStore(
+                self._shape, self._scheduler.wanted_pages, page_tokens=self._page_tokens
+            )
         if self._step is None or self._step.table_RN.shape[1] < table_pages:
             self._step = None
             config = self._config
@@ -206,12 +246,14 @@ class PagedRolloutEngine:
                 table_RN=torch.zeros(size, dtype=torch.int32, device=self._device),
                 window=window,
                 num_multiprocessors=self._num_multiprocessors,
+                page_tokens=self._page_tokens,
             )
         return self._store, self._step
 
     def _arrange(self, step: DecodeStep, rows: Sequence[Running], *, num_kept: int) -> None:
-        """State and page tables of all rows, in their order. The first ``num_kept`` were in the
-        last window, and only the device knows how far they are."""
+        """Write the state and the page tables of all rows, in their order. The first ``num_kept``
+        were in the last window, and only the device knows their position.
+        """
         state, kept = step.state, rows[:num_kept]
         if kept:
             slots = upload(torch.tensor([self._slots[id(row)] for row in kept]), self._device)
@@ -236,7 +278,7 @@ class PagedRolloutEngine:
         step.table_RN[: len(rows)] = upload(torch.from_numpy(table), self._device)
 
     def _draw_uniforms(self, step: DecodeStep, num_rows: int) -> None:
-        """The random numbers of the next window."""
+        """Draw the random numbers of the next window."""
         numbers = step.state.numbers[:num_rows]
         window_W = torch.arange(WINDOW_TOKENS + 1, device=self._device)
         positions_BW = numbers[:, RowState.NUM_DRAWN, None] + window_W
@@ -261,7 +303,7 @@ class PagedRolloutEngine:
         )
 
     def _fill(self, entries: Sequence[Entry], store: PageStore) -> Tensor:
-        """Compute the runs of one pass and fill pages; hidden states (P, D) at their ends."""
+        """Compute the runs of one pass, fill pages, return hidden states (P, D) at their ends."""
         attention = PrefillAttention(
             [entry.run for entry in entries],
             store,
@@ -292,7 +334,7 @@ class PagedRolloutEngine:
         return _Flight(tuple(rows), tuple(launched), copies[0], copies[1], copies[2], event)
 
     def _collect(self, flight: _Flight) -> list[Completion]:
-        """Read what a window drew; completions of the rows that ended in it."""
+        """Read a window. Return the completions of the rows that ended in it."""
         if flight.event is not None:
             flight.event.synchronize()
         counts = flight.numbers[:, RowState.COUNT].tolist()
@@ -314,21 +356,19 @@ class PagedRolloutEngine:
         return [self._completion(row) for row in finished]
 
     def _completion(self, row: Running) -> Completion:
-        stopped = not row.sampling.ignore_eos and row.token_ids[-1] in self._config.eos_ids
-        return Completion(
-            sample_id=row.sample_id,
-            token_ids=array("i", row.token_ids),
-            log_probs=array("f", row.log_probs),
-            finish_reason=finish_reason(row.log_probs[-1], stopped=stopped),
-            weights_version=row.version_starts[0][1],
-            switches=tuple(row.version_starts[1:]),
+        return complete(
+            row.sample_id,
+            row.token_ids,
+            log_probs=row.log_probs,
+            eos_ids=() if row.sampling.ignore_eos else self._config.eos_ids,
+            versions=row.version_starts,
         )
 
 
 def _numbers(row: Running) -> tuple[int, ...]:
-    """The fields of ``RowState.numbers`` but for the stream's key.
+    """Return the fields of ``RowState.numbers``, with 0 for the stream's key.
 
-    A row that enters stands before its last context token: the draw moves it on.
+    An entering row stands before its last context token. The draw moves it on.
     """
     newest = row.token_ids[-1] if row.token_ids else 0
     ignore_eos, top_k = int(row.sampling.ignore_eos), max(0, row.sampling.top_k)

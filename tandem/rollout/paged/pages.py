@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages are free and how many sequences share each. Integers only; no device."""
+"""The free pages, and the number of owners of each page. Integers only; no device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody owns."""
+        """The number of pages without an owner."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """``count`` free pages, each owned once; there must be as many."""
+        """Take ``count`` free pages, with one owner each. There must be as many."""
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -32,7 +32,7 @@ class PagePool:
             self._owners[page] += owners
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove one owner from each page; those without owners become free."""
+        """Remove one owner from each page. Pages without owners become free."""
         for page in pages:
             self._owners[page] -= 1
             assert self._owners[page] >= 0, f"page {page} was released more often than taken"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of packed runs of tokens that also writes their keys and values into pages.
+"""Attention of packed runs of tokens, which also writes their keys and values into pages.
 
-What runs have before them is read from pages, once for all runs that name the same. It may be what
-another run of the same pass has just written.
+The keys that precede a run are read from pages, once for all runs with the same prefix. Another run
+of the same pass may just have written them.
 
 Shapes: S runs, T packed tokens, C tokens before them, H query heads, K key/value heads, E head
 dimension.
@@ -18,16 +18,15 @@ from torch import Tensor
 
 from tandem.models.operators import MakeAttention, upload
 from tandem.rollout.packing import pack
-from tandem.rollout.paged.cache import PAGE_TOKENS, PageStore
+from tandem.rollout.paged.cache import PageStore
 from tandem.rollout.paged.scheduler import Run
 
 
 class PrefillAttention:
-    """Causal attention of ``runs`` to themselves and to what is before them, for all layers of one
-    pass.
+    """The causal attention of runs to themselves and their prefixes, for all layers of one pass.
 
     Attributes:
-        packed: what the decoder is fed.
+        packed: the decoder's input.
     """
 
     def __init__(
@@ -49,17 +48,25 @@ class PrefillAttention:
         self._layers = store.layers
         stops = [run.start + len(run.token_ids) for run in runs]
         self._places_2T = upload(
-            _places([(run.pages, run.start, stop) for run, stop in zip(runs, stops, strict=True)]),
+            _places(
+                [(run.pages, run.start, stop) for run, stop in zip(runs, stops, strict=True)],
+                page_tokens=store.page_tokens,
+            ),
             device,
         )
         self._prefix_2C = (
-            upload(_places([(pages, 0, stop) for pages, stop in prefixes]), device)
+            upload(
+                _places(
+                    [(pages, 0, stop) for pages, stop in prefixes], page_tokens=store.page_tokens
+                ),
+                device,
+            )
             if prefixes
             else None
         )
 
     def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
-        """Store, then attend."""
+        """Store keys and values, then attend."""
         cache = self._layers[layer]
         page_T, offset_T = self._places_2T
         cache.keys[page_T, :, offset_T] = k_TKE
@@ -75,10 +82,10 @@ def _prefix(run: Run) -> tuple[tuple[int, ...], int]:
     return run.prefix_pages, run.start
 
 
-def _places(stretches: Sequence[tuple[Sequence[int], int, int]]) -> Tensor:
-    """Page and offset of positions start..stop-1 in each list of pages, int64 (2, tokens)."""
+def _places(stretches: Sequence[tuple[Sequence[int], int, int]], *, page_tokens: int) -> Tensor:
+    """Return page and offset of positions start..stop-1 in each page list, int64 (2, tokens)."""
     page = [
-        np.array(pages)[np.arange(start, stop) // PAGE_TOKENS] for pages, start, stop in stretches
+        np.array(pages)[np.arange(start, stop) // page_tokens] for pages, start, stop in stretches
     ]
-    offset = [np.arange(start, stop) % PAGE_TOKENS for _, start, stop in stretches]
+    offset = [np.arange(start, stop) % page_tokens for _, start, stop in stretches]
     return torch.from_numpy(np.stack((np.concatenate(page), np.concatenate(offset))))

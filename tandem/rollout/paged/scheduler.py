@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sequences run, which wait, and which pages they own. Integers only; no device.
+"""The queue, the running sequences, and the pages that they own. Integers only; no device.
 
 A sequence waits, runs and finishes. Waiting ones enter in order as soon as there are rows and pages
-for them; when pages run out, the newest running one goes back to the head of the queue with the
-tokens it has, to be computed again. The samples of a prompt that run share its full pages, whenever
-they entered; the page that the prompt fills in part is each one's own. The prompt itself is
+for them. When pages run out, the newest running one goes back to the head of the queue with the
+tokens it has, to be computed again. The running samples of a prompt share its full pages, whenever
+they entered. Each owns a copy of the page that the prompt fills in part. The prompt itself is
 computed for the first of them alone.
 """
 
@@ -18,17 +18,19 @@ from tandem.errors import UserError
 from tandem.rollout.packing import cost_of, in_passes
 from tandem.rollout.paged.cache import PAGE_TOKENS, TailCopy
 from tandem.rollout.paged.pages import PagePool
+from tandem.rollout.settings import Limits
 from tandem.types import GenerationRequest, SamplingParams, TokenIds
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One sample on its way.
+    """A sample that waits or runs.
 
     Attributes:
-        token_ids, log_probs: as far as the host has read them.
-        num_launched: tokens beyond those that steps under way may have drawn.
-        pages: what it owns, in order.
+        page_tokens: tokens of a page.
+        token_ids, log_probs: the tokens that the host has read.
+        num_launched: further tokens that launched steps may have drawn.
+        pages: the pages that it owns, in order.
         holders: the samples of its prompt that own pages; one list for all of them.
         version_starts: (index, version) of the first token that each version drew.
     """
@@ -36,6 +38,7 @@ class Running:
     sample_id: int
     prompt_ids: TokenIds
     sampling: SamplingParams
+    page_tokens: int
     token_ids: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
     num_launched: int = 0
@@ -45,26 +48,26 @@ class Running:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that may still be drawn after the steps under way."""
+        """Tokens that may still be drawn after the launched steps."""
         return self.sampling.max_new_tokens - len(self.token_ids) - self.num_launched
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response after the steps under way."""
+        """Tokens of prompt and response after the launched steps."""
         return len(self.prompt_ids) + len(self.token_ids) + self.num_launched
 
     @property
     def num_shared_pages(self) -> int:
         """Pages that its prompt fills."""
-        return len(self.prompt_ids) // PAGE_TOKENS
+        return len(self.prompt_ids) // self.page_tokens
 
     @property
     def most_pages(self) -> int:
         """Pages that it owns at its greatest length."""
-        return pages_for(len(self.prompt_ids) + self.sampling.max_new_tokens)
+        return -(-(len(self.prompt_ids) + self.sampling.max_new_tokens) // self.page_tokens)
 
     def extend(self, token_ids: list[int], log_probs: list[float], *, version: int) -> None:
-        """Take in tokens that ``version`` has drawn."""
+        """Append tokens that ``version`` has drawn."""
         if token_ids and (not self.version_starts or self.version_starts[-1][1] != version):
             self.version_starts.append((len(self.token_ids), version))
         self.token_ids += token_ids
@@ -73,12 +76,12 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of a sequence to be computed, from position ``start`` on.
+    """Tokens of a sequence that a prefill pass computes, from position ``start`` on.
 
     Attributes:
-        pages: of the whole sequence, where their keys belong.
-        prefix_pages: what holds positions 0..start-1, or will once the runs of the same pass that
-            begin at 0 are stored.
+        pages: the pages of the whole sequence, which take their keys.
+        prefix_pages: the pages of positions 0..start-1, which are filled already or by the runs of
+            the same pass that begin at 0.
     """
 
     token_ids: TokenIds
@@ -88,48 +91,48 @@ class Run:
 
     @property
     def cost(self) -> int:
-        """In tokens of a pass."""
+        """The cost in tokens of a pass."""
         return cost_of(len(self.token_ids), self.start)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A run, the sequences that stand at its end, and what is to be copied once it is stored."""
+    """A run, the sequences at its end, and the copies to make once it is stored."""
 
     run: Run
     sequences: tuple[Running, ...]
     tail_copies: tuple[TailCopy, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Rows, prompt tokens of one prefill, tokens a row may gain between two looks."""
-
-    max_rows: int
-    max_prefill_tokens: int
-    window_tokens: int
-
-
-def pages_for(num_tokens: int) -> int:
-    """Pages that hold so many tokens."""
-    return -(-num_tokens // PAGE_TOKENS)
-
-
 class PagedScheduler:
-    """See the module docstring. Its attributes are for reading.
+    """The queue, the rows and their pages. Callers only read the attributes.
+
+    Args:
+        num_pages: pages of the cache.
+        window_tokens: tokens that a row may gain between two reads by the host.
+        page_tokens: tokens of a page.
 
     Attributes:
-        rows: what runs, in the order of the device's rows.
+        rows: the running sequences, in the order of the device's rows.
         num_preempted: how often a sequence was put back.
-        wanted_pages: the most pages that all sequences seen so far can own at once, within the
-            limits, or more: to grow costs what all pages hold. No page of a higher number is given
-            out.
-        longest_pages: pages of the longest sequence seen so far.
+        wanted_pages: at least as many pages as all sequences so far can own at once, within the
+            limits. It exceeds that number, because to grow is to compute all pages again. No page
+            of a higher number is used.
+        longest_pages: pages of the longest sequence so far.
     """
 
-    def __init__(self, limits: Limits, num_pages: int) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        num_pages: int,
+        *,
+        window_tokens: int,
+        page_tokens: int = PAGE_TOKENS,
+    ) -> None:
         self._limits = limits
         self._num_pages = num_pages
+        self._window_tokens = window_tokens
+        self._page_tokens = page_tokens
         self._pool = PagePool(num_pages)
         self._waiting: deque[tuple[Running, ...]] = deque()
         self.rows: list[Running] = []
@@ -139,50 +142,53 @@ class PagedScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything runs or waits."""
+        """Whether any sequence runs or waits."""
         return bool(self.rows or self._waiting)
 
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that nobody owns."""
-        return self._pool.num_free
-
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests behind those that wait.
+        """Append requests to the queue.
 
         Raises:
-            UserError: a sequence could never be held, even alone.
+            UserError: a sequence does not fit into the cache, even alone.
         """
         for request in requests:
             longest = len(request.prompt_ids) + request.sampling.max_new_tokens
-            if pages_for(longest) > self._num_pages:
+            if self._pages_for(longest) > self._num_pages:
                 raise UserError(
-                    f"data.max_prompt_length + data.max_response_length={longest}: the key/value "
-                    f"cache holds {self._num_pages * PAGE_TOKENS} tokens. Raise "
-                    "actor_rollout_ref.rollout.gpu_memory_utilization or shorten the sequences."
+                    "data.max_prompt_length + data.max_response_length",
+                    longest,
+                    rule=f"the key/value cache holds {self._num_pages * self._page_tokens} tokens",
+                    remedy="Raise actor_rollout_ref.rollout.gpu_memory_utilization or shorten the "
+                    "sequences.",
                 )
             holders: list[Running] = []
             self._waiting.append(
                 tuple(
-                    Running(sample_id, request.prompt_ids, request.sampling, holders=holders)
+                    Running(
+                        sample_id,
+                        request.prompt_ids,
+                        request.sampling,
+                        self._page_tokens,
+                        holders=holders,
+                    )
                     for sample_id in request.sample_ids
                 )
             )
-            self.longest_pages = max(self.longest_pages, pages_for(longest))
+            self.longest_pages = max(self.longest_pages, self._pages_for(longest))
         most = self._most_pages()
         if most > self.wanted_pages:
             bound = min(self._limits.max_rows * self.longest_pages, self._num_pages)
             self.wanted_pages = min(max(most, self.wanted_pages * 3 // 2), bound)
 
     def admit(self) -> list[Entry]:
-        """Let waiting sequences enter as far as rows, pages and the prefill budget allow.
+        """Let waiting sequences enter within the rows, the pages and the prefill budget.
 
-        Rows are given out in lots of a sixteenth of all, because entering has a fixed cost.
+        They enter when a sixteenth of all rows is free, because entering has a fixed cost.
         """
         entries: list[Entry] = []
         num_waiting = sum(map(len, self._waiting))
-        lot = min(num_waiting, max(1, self._limits.max_rows // 16))
-        if self.rows and self._limits.max_rows - len(self.rows) < lot:
+        chunk = min(num_waiting, max(1, self._limits.max_rows // 16))
+        if self.rows and self._limits.max_rows - len(self.rows) < chunk:
             return entries
         budget = self._limits.max_prefill_tokens
         while self._waiting:
@@ -197,9 +203,10 @@ class PagedScheduler:
         return entries
 
     def recompute(self) -> list[list[Entry]]:
-        """Passes that compute again what the pages of all rows hold: first each prompt, once for
-        all its samples, then what these have behind it but for the newest token, which is fed to
-        the next step. Nothing may be under way.
+        """Return passes that compute the pages of all rows again.
+
+        First comes each prompt, once for all its samples, then each response without its newest
+        token, which is fed to the next step. No launched step may be unread.
         """
         groups: dict[int, list[Running]] = {}
         for row in self.rows:
@@ -215,26 +222,30 @@ class PagedScheduler:
         ]
 
     def has_window(self) -> bool:
-        """Whether the pages that all rows' next window may fill can be had."""
+        """Return whether there are enough free pages for the next window of all rows."""
         return sum(map(self._missing, self.rows)) <= self._pool.num_free
 
     def reserve_window(self) -> None:
-        """Give each row the pages its next window may fill; until there are enough, the newest row
-        leaves, which takes that nothing is under way."""
+        """Give each row the pages that its next window may fill.
+
+        While there are too few, the newest row is preempted. Then no launched step may be unread.
+        """
         while sum(missing := list(map(self._missing, self.rows))) > self._pool.num_free:
             self._preempt_newest()
         for sequence, count in zip(self.rows, missing, strict=True):
             sequence.pages += self._pool.take(count)
 
     def remove(self, finished: Sequence[Running]) -> None:
-        """Take out finished rows and free what they alone own; the others keep their order."""
+        """Remove finished rows and free the pages that they alone own. The others keep their
+        order.
+        """
         leaving = set(map(id, finished))
         self.rows = [sequence for sequence in self.rows if id(sequence) not in leaving]
         for sequence in finished:
             self._free(sequence)
 
     def _most_pages(self) -> int:
-        """A bound on the pages in use at any time from now on."""
+        """Return a bound on the pages in use at any later time."""
         sequences = [*self.rows, *(sequence for unit in self._waiting for sequence in unit)]
         own = sum(sequence.most_pages - sequence.num_shared_pages for sequence in sequences)
         shared = {id(sequence.holders): sequence.num_shared_pages for sequence in sequences}
@@ -242,12 +253,12 @@ class PagedScheduler:
         return min(most, self._limits.max_rows * self.longest_pages, self._num_pages)
 
     def _enter_head(self, run: Run) -> Entry | None:
-        """The head of the queue, or as much of it as there is room for."""
+        """Let the head of the queue enter, or as many of its samples as there is room for."""
         head = self._waiting[0]
         first = head[0]
         num_shared = first.num_shared_pages
         missing = 0 if first.holders else num_shared
-        own = pages_for(self._first_end(first)) - num_shared
+        own = self._pages_for(self._first_end(first)) - num_shared
         spare = self._pool.num_free - missing - len(self.rows)
         count = min(len(head), self._limits.max_rows - len(self.rows), spare // max(1, own))
         if count <= 0 and not self.rows and own + missing <= self._pool.num_free:
@@ -272,20 +283,26 @@ class PagedScheduler:
         return Entry(run, entering, _tail_copies(first.holders[0], entering))
 
     def _first_end(self, sequence: Running) -> int:
-        """Tokens whose keys are stored after the first draw and a window behind it."""
-        steps = min(self._limits.window_tokens, sequence.num_remaining - 1)
+        """Return how many keys are stored after the first draw and the window that follows."""
+        steps = min(self._window_tokens, sequence.num_remaining - 1)
         return sequence.num_tokens + steps
 
     def _missing(self, sequence: Running) -> int:
-        """Pages it lacks for its next window, whose first step stores the newest token's key."""
-        # Asked of every row in every window: in plain arithmetic.
+        """Return how many pages it lacks for its next window, which first stores the key of the
+        newest token.
+        """
+        # This runs for every row in every window, and is plain arithmetic for that reason.
         drawn = len(sequence.token_ids) + sequence.num_launched
-        drawn = min(drawn + self._limits.window_tokens, sequence.sampling.max_new_tokens)
-        return max(0, pages_for(len(sequence.prompt_ids) - 1 + drawn) - len(sequence.pages))
+        drawn = min(drawn + self._window_tokens, sequence.sampling.max_new_tokens)
+        num_tokens = len(sequence.prompt_ids) - 1 + drawn
+        return max(0, -(-num_tokens // self._page_tokens) - len(sequence.pages))
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_tokens)
 
     def _preempt_newest(self) -> None:
         sequence = self.rows.pop()
-        assert sequence.num_launched == 0, f"sample {sequence.sample_id} has steps under way"
+        assert sequence.num_launched == 0, f"sample {sequence.sample_id} has unread steps"
         self._free(sequence)
         self._waiting.appendleft((sequence,))
         self.num_preempted += 1
@@ -297,7 +314,7 @@ class PagedScheduler:
 
 
 def _next_run(sequence: Running) -> Run:
-    """What has to be computed before its next token can be drawn; it has no pages yet."""
+    """Return the run after which the next token of a waiting sequence can be drawn."""
     prompt, response = sequence.prompt_ids, tuple(sequence.token_ids)
     if not sequence.holders:
         return Run((*prompt, *response), 0, ())
@@ -320,12 +337,12 @@ def _response_again(row: Running) -> Entry:
 
 
 def _prompt_pages(sequence: Running) -> tuple[int, ...]:
-    return tuple(sequence.pages[: pages_for(len(sequence.prompt_ids))])
+    return tuple(sequence.pages[: -(-len(sequence.prompt_ids) // sequence.page_tokens)])
 
 
 def _tail_copies(source: Running, sequences: Sequence[Running]) -> tuple[TailCopy, ...]:
-    """From ``source`` to the others: what the prompt fills of its last page."""
-    num_full, num_tokens = divmod(len(source.prompt_ids), PAGE_TOKENS)
+    """Copy the page that the prompt fills in part from ``source`` to the other sequences."""
+    num_full, num_tokens = divmod(len(source.prompt_ids), source.page_tokens)
     if num_tokens == 0:
         return ()
     return tuple(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decode step of the paged engine: the decoder, attention over pages, the draw of a token.
+"""A decode step of the paged engine: the decoder, attention over pages, the draw of a token.
 
 The step works on fixed buffers in place and is captured once for each of a list of batch sizes, so
-that the host's part of a step is one launch. Rows beyond those in use are inactive: they compute,
-store nothing and draw nothing.
+that the host launches it in one call. Rows beyond those in use are inactive: they compute, but
+store and draw nothing.
 
 Shapes: R rows, B rows of a captured size, H query heads, K key/value heads, E head dimension, N
 pages of a block table, V vocabulary.
@@ -18,13 +18,20 @@ from torch import Tensor
 
 from tandem.models.decoder import Decoder
 from tandem.platforms.capture import Capturer, Replay
-from tandem.rollout.paged.cache import PageDivision, PageStore, RowState, RowTables, Window
+from tandem.rollout.paged.cache import (
+    PAGE_TOKENS,
+    PageDivision,
+    PageStore,
+    RowState,
+    RowTables,
+    Window,
+)
 from tandem.rollout.paged.kernels.attention import decode_attention, divide_pages, num_programs
 from tandem.rollout.paged.kernels.sampling import draw_next
 
 
 def batch_sizes(max_rows: int) -> list[int]:
-    """Sizes a step is captured for: powers of two, then steps of a sixteenth to an eighth."""
+    """Return the batch sizes to capture: powers of two, then steps of a sixteenth to an eighth."""
     sizes = [1, 2, 4, 8]
     while sizes[-1] < max_rows:
         size = sizes[-1]
@@ -46,8 +53,11 @@ class _PageAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """What a step works on, and the step itself: what is captured refers to this alone, so that it
-    goes with the ``DecodeStep`` at once and not when Python next looks for cycles."""
+    """The buffers of a step, and the step itself.
+
+    A captured step refers to these alone. It is freed together with its ``DecodeStep``, and not
+    when Python next collects cycles.
+    """
 
     decoder: Decoder
     state: RowState
@@ -55,11 +65,11 @@ class _Buffers:
     row_R: Tensor
 
     def logits(self, h_BD: Tensor) -> Tensor:
-        """(B, V), fp32."""
+        """Return logits (B, V), fp32."""
         return self.decoder.operators.logits(h_BD, self.decoder.lm_head_weight)
 
     def run(self, store: PageStore, rows: RowTables, *, filtered: bool) -> None:
-        """One token for each row."""
+        """Compute one token for each row."""
         size = len(rows.table_BN)
         divide_pages(rows)
         token_B = self.state.numbers[:size, RowState.TOKEN]
@@ -76,9 +86,13 @@ class _Buffers:
 class DecodeStep:
     """Captured steps over one set of buffers.
 
+    Args:
+        page_tokens: tokens of a page.
+
     Attributes:
-        state, table_RN: of all rows; pages are int32.
-        window: what steps consume and produce.
+        state: the state of all rows.
+        table_RN: the pages of all rows, int32.
+        window: the inputs and outputs of steps.
     """
 
     def __init__(
@@ -89,6 +103,7 @@ class DecodeStep:
         table_RN: Tensor,
         window: Window,
         num_multiprocessors: int,
+        page_tokens: int = PAGE_TOKENS,
     ) -> None:
         max_rows = len(table_RN)
         device = decoder.lm_head_weight.device
@@ -112,24 +127,25 @@ class DecodeStep:
             num_heads=config.num_heads,
             head_dim=config.head_dim,
             device=device,
+            page_tokens=page_tokens,
         )
 
     def prepare(self, num_rows: int, store: PageStore, *, filtered: bool) -> Replay:
-        """The step for at least ``num_rows`` rows; those beyond become inactive."""
+        """Return the step for at least ``num_rows`` rows. Further rows become inactive."""
         size = next(size for size in self._sizes if size >= num_rows)
         self.state.numbers[num_rows:size] = 0
         replay = self._replays.get((size, filtered))
         if replay is None:
             buffers, tables = self._buffers, self._tables(size)
             numbers = self.state.numbers.clone()
-            self.state.numbers.zero_()  # what is captured may run, and must change nothing
+            self.state.numbers.zero_()  # capturing may run the step, which must change nothing
             replay = self._capture(lambda: buffers.run(store, tables, filtered=filtered))
             self._replays[size, filtered] = replay
             self.state.numbers.copy_(numbers)
         return replay
 
     def logits(self, h_BD: Tensor) -> Tensor:
-        """(B, V), fp32."""
+        """Return logits (B, V), fp32."""
         return self._buffers.logits(h_BD)
 
     def _tables(self, size: int) -> RowTables:

@@ -28,7 +28,7 @@ from tandem.engines.steps import score
 from tandem.models.folder import check_folder, open_model
 from tandem.models.operators import operators_for
 from tandem.platforms.record import CPU, Platform
-from tandem.rollout.factory import make_rollout
+from tandem.rollout.factory import EngineSpec, build_engine
 from tandem.testing.contracts.check import (
     EXACT,
     UNIT_ROUNDOFF,
@@ -339,9 +339,8 @@ def _generate(bench: Bench, device: torch.device | str, *, platform: Platform) -
         random_seed=_SEED,
         operators=operators_for(platform),
     )
-    engine = make_rollout(
-        model, RolloutConfig(max_num_seqs=4, seed=1), eos_ids=(0,), platform=platform
-    )
+    config = RolloutConfig(max_num_seqs=4, seed=1)
+    engine = build_engine(EngineSpec(model, _model(bench), config, (0,), platform))
     greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=8)
     prompts = ((5, 6, 7, 8), (11, 12), (20, 21, 22, 23, 24, 25, 26))
     engine.add([GenerationRequest((i,), prompt, greedy) for i, prompt in enumerate(prompts)])

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.api import Engines
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.pipeline.batch import lay_out
-from tandem.pipeline.context import Engines, RunContext
+from tandem.pipeline.context import RunContext
 from tandem.pipeline.experience import assign_credit
 from tandem.pipeline.loop import initial_kl_controller
 from tandem.pipeline.microbatches import MemoryFit

@@ -19,13 +19,14 @@ from transformers import (
     PretrainedConfig,
 )
 
+from tandem.api import Engines
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.engines.single import ReferenceModel
 from tandem.errors import UserError
 from tandem.models.folder import check_reward_folder, open_part
 from tandem.models.parallel import WHOLE
-from tandem.pipeline.context import Engines, RunContext
+from tandem.pipeline.context import RunContext
 from tandem.pipeline.failures import GENERATION_FAILED, PENDING
 from tandem.pipeline.microbatches import MemoryFit
 from tandem.pipeline.reward_phase import score_with_reward_model

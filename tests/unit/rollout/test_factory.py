@@ -11,10 +11,12 @@ import pytest
 import torch
 import transformers
 
+from tandem.api import RolloutEngine
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.models.folder import open_model
-from tandem.platforms.record import CPU
-from tandem.rollout.factory import make_rollout
+from tandem.models.language_model import LanguageModel
+from tandem.platforms.record import CPU, Platform
+from tandem.rollout.factory import EngineSpec, build_engine
 from tandem.rollout.hf import HfRolloutEngine
 from tandem.rollout.native.engine import NativeRolloutEngine
 from tandem.types import GenerationRequest, SamplingParams
@@ -42,10 +44,20 @@ def qwen2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _build(
+    model: LanguageModel,
+    config: RolloutConfig,
+    *,
+    eos_ids: tuple[int, ...] = (0,),
+    platform: Platform = CPU,
+) -> RolloutEngine:
+    return build_engine(EngineSpec(model, Path(), config, eos_ids, platform))
+
+
 def test_our_families_run_natively_whatever_the_name(qwen2_folder: Path) -> None:
     model = open_model(str(qwen2_folder), dtype=torch.float32, device="cpu")
     for name in ("native", "vllm", "hf"):
-        engine = make_rollout(model, RolloutConfig(name=name), eos_ids=(0,), platform=CPU)
+        engine = _build(model, RolloutConfig(name=name), eos_ids=(0,), platform=CPU)
         assert isinstance(engine, NativeRolloutEngine)
 
 
@@ -55,7 +67,7 @@ def test_what_is_cached_is_kept_on_demand(
 ) -> None:
     model = open_model(str(qwen2_folder), dtype=torch.float32, device="cpu")
     config = RolloutConfig(partial_rollout=partial_rollout)
-    engine = make_rollout(model, config, eos_ids=(0,), platform=CPU)
+    engine = _build(model, config, eos_ids=(0,), platform=CPU)
     assert isinstance(engine, NativeRolloutEngine)
     engine.add([GenerationRequest((0,), PROMPTS[0], GREEDY)])
     engine.advance(max_steps=3)
@@ -71,13 +83,13 @@ def test_other_families_run_by_transformers(
     config = transformers.GPT2Config(vocab_size=24, n_positions=32, n_embd=16, n_layer=1, n_head=2)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     model = open_model(str(tmp_path), dtype=torch.float32, device="cpu")
-    engine = make_rollout(model, RolloutConfig(), eos_ids=(0,), platform=CPU)
+    engine = _build(model, RolloutConfig(), eos_ids=(0,), platform=CPU)
     assert isinstance(engine, HfRolloutEngine)
     engine.add([GenerationRequest((0,), (5, 6), GREEDY)])
     assert [completion.sample_id for completion in engine.advance()] == [0]
     device = replace(CPU, has_own_memory=True)
     for platform in (CPU, device):
-        make_rollout(model, RolloutConfig(name="hf"), eos_ids=(0,), platform=platform)
+        _build(model, RolloutConfig(name="hf"), eos_ids=(0,), platform=platform)
     said = [record for record in caplog.records if record.name == "tandem.rollout.factory"]
     assert [record.levelname for record in said if record.levelname != "INFO"] == ["WARNING"]
     assert "does not compute this model of type 'gpt2'" in said[0].getMessage()
@@ -94,7 +106,7 @@ def test_greedy_equals_transformers_generate(qwen2_folder: Path) -> None:
     ]
     assert len({tuple(row.tolist()) for row in expected}) == len(PROMPTS)
     for eos_ids in ((63,), (int(expected[0][4]), 63)):
-        engine = make_rollout(model, RolloutConfig(), eos_ids=eos_ids, platform=CPU)
+        engine = _build(model, RolloutConfig(), eos_ids=eos_ids, platform=CPU)
         engine.add([GenerationRequest((i,), p, GREEDY) for i, p in enumerate(PROMPTS)])
         finished = {}
         while completions := engine.advance():
@@ -110,9 +122,7 @@ def test_sampling_settings_reach_the_engine(qwen2_folder: Path) -> None:
     sampling = replace(GREEDY, temperature=1.0)
     tokens = []
     for seed in (1, 1, 2):
-        engine = make_rollout(
-            model, RolloutConfig(seed=seed, max_num_seqs=1), eos_ids=(0,), platform=CPU
-        )
+        engine = _build(model, RolloutConfig(seed=seed, max_num_seqs=1), eos_ids=(0,), platform=CPU)
         engine.add([GenerationRequest((0, 1), PROMPTS[0], sampling)])
         assert len(first := engine.advance()) == 1
         tokens.append(first[0].token_ids)

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from tandem.rollout.native.scheduler import Admission, Limits, Scheduler
+from tandem.rollout.native.scheduler import Admission, Scheduler
+from tandem.rollout.settings import Limits
 from tandem.types import GenerationRequest, SamplingParams
 
 PROMPT = (0, 1, 2)
-UNLIMITED = Limits(max_sequences=1000, max_prefill_tokens=10_000, max_cache_tokens=1_000_000)
 
 
 def _request(first_id: int, *, n: int = 2, prompt: int = 3, new: int = 4) -> GenerationRequest:
@@ -15,8 +15,10 @@ def _request(first_id: int, *, n: int = 2, prompt: int = 3, new: int = 4) -> Gen
     return GenerationRequest(tuple(range(first_id, first_id + n)), tuple(range(prompt)), sampling)
 
 
-def _limits(*, sequences: int = 1000, prefill: int = 10_000, cache: int = 1_000_000) -> Limits:
-    return Limits(sequences, prefill, cache)
+def _scheduler(
+    *, sequences: int = 1000, prefill: int = 10_000, cache: int = 1_000_000
+) -> Scheduler:
+    return Scheduler(Limits(sequences, prefill), max_cache_tokens=cache)
 
 
 def _admit_all(scheduler: Scheduler) -> list[Admission]:
@@ -31,7 +33,7 @@ def _running(scheduler: Scheduler) -> list[int]:
 
 
 def test_prompts_enter_together_and_know_their_columns() -> None:
-    scheduler = Scheduler(UNLIMITED)
+    scheduler = _scheduler()
     scheduler.add([_request(0, n=2, prompt=3, new=4), _request(10, n=1, prompt=5, new=2)])
     (admission,) = _admit_all(scheduler)
     assert admission.prompts == ((0, 1, 2), (0, 1, 2, 3, 4))
@@ -42,13 +44,13 @@ def test_prompts_enter_together_and_know_their_columns() -> None:
 
 
 def test_prefill_passes_respect_the_token_budget_but_a_long_prompt_passes_alone() -> None:
-    scheduler = Scheduler(_limits(prefill=7))
+    scheduler = _scheduler(prefill=7)
     scheduler.add([_request(10 * i, n=1, prompt=p) for i, p in enumerate((3, 4, 9, 2))])
     assert [len(admission.prompts) for admission in _admit_all(scheduler)] == [2, 1, 1]
 
 
 def test_samples_beyond_the_rows_follow_from_the_same_prefill() -> None:
-    scheduler = Scheduler(_limits(sequences=3))
+    scheduler = _scheduler(sequences=3)
     scheduler.add([_request(0, n=5), _request(10, n=1)])
     (first,) = _admit_all(scheduler)
     assert (first.prompts, first.num_rows, scheduler.prefilled_head) == ((PROMPT,), (3,), PROMPT)
@@ -64,7 +66,7 @@ def test_samples_beyond_the_rows_follow_from_the_same_prefill() -> None:
 
 
 def test_a_new_weights_version_tags_later_rows_and_the_head_stays_with_its_rows() -> None:
-    scheduler = Scheduler(_limits(sequences=2))
+    scheduler = _scheduler(sequences=2)
     scheduler.add([_request(0, n=3)])
     _admit_all(scheduler)
     assert scheduler.set_weights_version(4)
@@ -78,7 +80,7 @@ def test_a_new_weights_version_tags_later_rows_and_the_head_stays_with_its_rows(
 
 
 def test_rows_are_given_out_in_lots_unless_fewer_wait() -> None:
-    scheduler = Scheduler(_limits(sequences=16))
+    scheduler = _scheduler(sequences=16)
     scheduler.add([_request(0, n=16), _request(100, n=6)])
     _admit_all(scheduler)
     scheduler.remove([3, 5, 7])
@@ -92,7 +94,7 @@ def test_rows_are_given_out_in_lots_unless_fewer_wait() -> None:
 
 
 def test_the_cache_bound_counts_rows_times_the_longest_sequence() -> None:
-    scheduler = Scheduler(_limits(cache=40))
+    scheduler = _scheduler(cache=40)
     scheduler.add([_request(0, n=4, prompt=3, new=5), _request(10, n=4, prompt=6, new=4)])
     assert [admission.num_rows for admission in _admit_all(scheduler)] == [(4,)]
     assert scheduler.wanted_rows == 5
@@ -102,13 +104,13 @@ def test_the_cache_bound_counts_rows_times_the_longest_sequence() -> None:
 
 
 def test_one_sequence_longer_than_the_cache_bound_still_runs() -> None:
-    scheduler = Scheduler(_limits(cache=5))
+    scheduler = _scheduler(cache=5)
     scheduler.add([_request(0, n=2, prompt=30, new=5)])
     assert [admission.num_rows for admission in _admit_all(scheduler)] == [(1,)]
 
 
 def test_sequences_end_at_their_limit_or_when_they_stop() -> None:
-    scheduler = Scheduler(UNLIMITED)
+    scheduler = _scheduler()
     scheduler.add([_request(0, n=1, new=2), _request(1, n=2, new=3)])
     _admit_all(scheduler)
     assert scheduler.ended([]) == []
@@ -118,7 +120,7 @@ def test_sequences_end_at_their_limit_or_when_they_stop() -> None:
 
 
 def test_gaps_are_filled_from_the_end() -> None:
-    scheduler = Scheduler(UNLIMITED)
+    scheduler = _scheduler()
     scheduler.add([_request(0, n=6)])
     _admit_all(scheduler)
     removal = scheduler.remove([1, 3, 5])
@@ -128,7 +130,7 @@ def test_gaps_are_filled_from_the_end() -> None:
 
 
 def test_distinct_rules_are_those_of_running_rows() -> None:
-    scheduler = Scheduler(UNLIMITED)
+    scheduler = _scheduler()
     greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=4)
     scheduler.add([_request(0), GenerationRequest((9,), (1, 2), greedy)])
     _admit_all(scheduler)
@@ -140,7 +142,7 @@ def test_distinct_rules_are_those_of_running_rows() -> None:
 
 
 def test_end_tokens_matter_while_a_row_that_heeds_them_runs() -> None:
-    scheduler = Scheduler(UNLIMITED)
+    scheduler = _scheduler()
     endless = SamplingParams(
         temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, ignore_eos=True
     )

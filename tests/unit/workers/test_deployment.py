@@ -63,10 +63,10 @@ def test_the_link_counts_the_pools_that_share_weights_and_knows_how_they_are_joi
     assert links.pop("ref_logp") is None
     specs = {name: (link.first_rank, link.size) for name, link in links.items() if link}
     assert specs == {"actor-train": (0, 3), "logp": (1, 3), "generate": (2, 3)}
-    assert {(link.crosses, link.way) for link in links.values() if link} == {(True, None)}
+    assert {(link.crosses, link.settings.way) for link in links.values() if link} == {(True, None)}
     staged = jobs("pools.transport=staged")["generate"].link
     assert staged is not None
-    assert (staged.crosses, staged.way) == (False, Way.STAGED)
+    assert (staged.crosses, staged.settings.way) == (False, Way.STAGED)
 
 
 BUCKETS = tuple(
@@ -86,8 +86,9 @@ def test_the_link_moves_weights_as_the_keys_say(staged: bool, double_buffered: b
     links = [job.link for job in jobs(*keys).values() if job.link is not None]
     assert len(links) == 3
     for link in links:
-        assert (link.staged, link.double_buffered) == (staged, double_buffered)
-        assert (link.send_bucket_bytes, link.receive_bucket_bytes) == (3 << 20, 5 << 20)
+        moves = link.settings
+        assert (moves.staged, moves.double_buffered) == (staged, double_buffered)
+        assert (moves.send_bucket_bytes, moves.receive_bucket_bytes) == (3 << 20, 5 << 20)
 
 
 def test_weights_that_are_replaced_where_they_are_need_no_second_copy() -> None:
@@ -100,7 +101,7 @@ def test_weights_that_are_replaced_where_they_are_need_no_second_copy() -> None:
     )
     (job,) = jobs(*keys).values()
     assert job.link is not None
-    assert not job.link.staged and not job.link.double_buffered
+    assert not job.link.settings.staged and not job.link.settings.double_buffered
 
 
 def test_a_critic_is_trained_where_the_policy_is_by_its_own_keys() -> None:

@@ -14,22 +14,14 @@ from tandem.comm.flagcx_library import LIBRARY, Abi
 from tandem.errors import UserError
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import CUDA
-from tandem.weight_sync.handshake import LinkPlace
+from tandem.weight_sync.handshake import LinkPlace, LinkSettings
 from tandem.weight_sync.transport_choice import Way
 from tandem.workers.job import LinkSpec
 from tandem.workers.linking import link_place
 
-CROSSING = LinkSpec(
-    first_rank=2,
-    size=4,
-    send_bucket_bytes=1,
-    receive_bucket_bytes=1,
-    double_buffered=False,
-    staged=False,
-    way=None,
-    crosses=True,
-)
-ASKED_FOR = replace(CROSSING, way=Way.FLAGCX)
+SETTINGS = LinkSettings(send_bucket_bytes=1, receive_bucket_bytes=1, timeout_s=1)
+CROSSING = LinkSpec(first_rank=2, size=4, crosses=True, settings=SETTINGS)
+ASKED_FOR = replace(CROSSING, settings=replace(SETTINGS, way=Way.FLAGCX))
 
 
 def _place(spec: LinkSpec, flagcx_path: Path) -> LinkPlace:
@@ -49,7 +41,7 @@ def test_flagcx_is_taken_along_where_it_is(
     assert place.rank == 3
     assert place.flagcx is not None
     assert place.flagcx.vendor == "NVIDIA"
-    assert _place(replace(spec, crosses=False, way=None), folder).flagcx is None, "no use for it"
+    assert _place(replace(CROSSING, crosses=False), folder).flagcx is None, "no use for it"
 
 
 def test_a_missing_flagcx_matters_only_where_it_is_asked_for(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ class Group:
     arriving: int = -1
     in_use: dict[int, int] = field(default_factory=dict[int, int])
     asked: dict[int, int] = field(default_factory=dict[int, int])
+    num_advances: dict[int, int] = field(default_factory=dict[int, int])
 
     def submit(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Note the call."""
@@ -54,11 +55,15 @@ class Group:
         ids = [i for request in requests for i in request.sample_ids]
         self.waiting.setdefault(rank, deque()).extend(ids)
 
-    def advance(self, rank: int, max_steps: int | None) -> list[Completion]:
+    def advance(
+        self, rank: int, max_steps: int | None
+    ) -> tuple[list[Completion], Mapping[str, float]]:
         """Of a worker."""
         sample_id = self.waiting[rank].popleft()
         version = self.in_use.get(rank, 0)
-        return [Completion(sample_id, (1,), (-1.0,), FinishReason.STOP, version)]
+        self.num_advances[rank] = self.num_advances.get(rank, 0) + 1
+        completion = Completion(sample_id, (1,), (-1.0,), FinishReason.STOP, version)
+        return [completion], {"num_advances": self.num_advances[rank]}
 
     def transfer(self, rank: int, version: int) -> None:
         """Of a worker."""
@@ -154,6 +159,15 @@ def test_each_worker_tells_what_it_has_to_do() -> None:
     while rollout.advance(32):
         pass
     assert rollout.work() == [none] * 3
+
+
+def test_counters_of_all_workers_are_added_up() -> None:
+    rollout = RemoteRollout(group := QuickGroup(2), WeightWay([group]))
+    assert rollout.metrics() == {}
+    rollout.add([request(0, 1, 2), request(3)])
+    while rollout.advance(32):
+        pass
+    assert rollout.metrics() == {"num_advances": 4}
 
 
 def test_what_has_settled_comes_with_the_next_advances() -> None:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.rollout.paged.cache import PAGE_TOKENS, LayerCache, RowTables
+from tandem.rollout.paged.cache import LayerCache, RowTables
 
 _MIN_DOT_ROWS = 16
 _MERGED_PARTS = 8
@@ -26,13 +26,13 @@ _MERGED_PARTS = 8
 
 
 def num_programs(head_dim: int, *, kv_heads: int, num_multiprocessors: int) -> int:
-    """Programs of a key/value head: with those of the others as many as run at a time."""
+    """Return the programs of a key/value head, so that the programs of all heads run at a time."""
     at_a_time = 6 if head_dim <= 64 else 4 if head_dim <= 128 else 2  # by their registers
     return max(1, at_a_time * num_multiprocessors // kv_heads)
 
 
 def divide_pages(rows: RowTables) -> None:
-    """Fill ``rows.division`` for the positions that rows are at."""
+    """Fill ``rows.division`` for the present positions of the rows."""
     division, num_rows = rows.division, len(rows.position_B)
     programs = len(division.row_S)
     _divide[(1,)](
@@ -44,7 +44,7 @@ def divide_pages(rows: RowTables) -> None:
         num_rows,
         programs,
         rows.position_B.stride(0),
-        PAGE=PAGE_TOKENS,
+        PAGE=division.page_tokens,
         ROWS=triton.next_power_of_2(num_rows),
         PROGRAMS=triton.next_power_of_2(programs + 1),
         num_warps=8,
@@ -54,9 +54,9 @@ def divide_pages(rows: RowTables) -> None:
 def decode_attention(
     q_BHE: Tensor, k_BKE: Tensor, *, v_BKE: Tensor, cache: LayerCache, rows: RowTables
 ) -> Tensor:
-    """Store k and v at each row's position, attend to everything up to there: o (B, H, E).
+    """Store k and v at each row's position, and attend to all positions up to it: o (B, H, E).
 
-    ``divide_pages`` has to have been called for these positions.
+    Call ``divide_pages`` for these positions first.
     """
     num_rows, num_heads, head_dim = q_BHE.shape
     kv_heads = k_BKE.shape[1]
@@ -89,7 +89,7 @@ def decode_attention(
         GROUP=group,
         GROUP_ROWS=max(_MIN_DOT_ROWS, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
-        PAGE=PAGE_TOKENS,
+        PAGE=division.page_tokens,
         PRECISION="ieee" if q_BHE.dtype == torch.float32 else "tf32",
         num_warps=2 if head_dim <= 128 else 4,
         num_stages=3,
@@ -113,7 +113,7 @@ def decode_attention(
 
 @triton.jit
 def _position(position_ptr, active_ptr, offset, mask):
-    """-1 for a row that is not active."""
+    """Load positions, -1 for a row that is not active."""
     active = tl.load(active_ptr + offset, mask=mask, other=0) != 0
     position = tl.load(position_ptr + offset, mask=mask, other=0)
     return tl.where(active, position, -1).to(tl.int32)
@@ -136,14 +136,14 @@ def _divide(
     row = tl.arange(0, ROWS)
     valid = row < num_rows
     position = _position(position_ptr, active_ptr, row * state_stride, valid)
-    # A row without pages has one nevertheless: its new token has to go to somebody.
+    # A row without pages counts as one page, because a program must compute its new token.
     pages = tl.where(valid, tl.maximum(tl.cdiv(position, PAGE), 1), 0).to(tl.int64)
     end = tl.cumsum(pages, 0)
     total = tl.sum(pages, 0)
     tl.store(end_ptr + row, end.to(tl.int32), mask=valid)
     used = tl.minimum(total, num_programs)
     program = tl.arange(0, PROGRAMS)
-    begin = tl.minimum(program, used) * total // used  # those not needed at the end of the line
+    begin = tl.minimum(program, used) * total // used  # programs not needed begin at the end
     tl.store(begin_ptr + program, begin.to(tl.int32), mask=program <= num_programs)
     first = tl.cdiv((end - pages) * used, total)  # the first program that begins in this row
     last = tl.cdiv(end * used, total)  # and the first of a later one
@@ -208,7 +208,7 @@ def _attend(
         pages_ptr = table_ptr + row.to(tl.int64) * table_stride
         q_offset = row.to(tl.int64) * q_stride + head_g[:, None] * HEAD_DIM + e[None, :]
         q = tl.load(q_ptr + q_offset, mask=valid_g[:, None], other=0.0)
-        # The new token stands in registers: the first part starts from it, others from nothing.
+        # The new token stands in registers. The first part starts from it, other parts from zero.
         k_new = tl.load(k_ptr + row.to(tl.int64) * k_stride + head * HEAD_DIM + e)
         v_new = tl.load(v_ptr + row.to(tl.int64) * v_stride + head * HEAD_DIM + e)
         is_first = here == row_begin
@@ -264,7 +264,7 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The row that this program is the second of, if there is one: every row in parts has one."""
+    """Merge the parts of the row whose second program this is, if there is such a row."""
     program = tl.program_id(0) + 1
     head = tl.program_id(1)
     begin_before = tl.load(begin_ptr + program - 1)

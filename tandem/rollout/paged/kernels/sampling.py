@@ -33,8 +33,8 @@ def draw_next(
     """Draw one token for each active row and advance its state, all in place.
 
     Args:
-        filtered: whether a row may have top-k or top-p; without, both are ignored.
-        logits_row_B: int32, which row of logits a row draws from.
+        filtered: whether a row may have top-k or top-p. Otherwise both are ignored.
+        logits_row_B: int32, the row of logits that each row draws from.
     """
     num_rows, vocabulary = len(logits_row_B), logits_LV.shape[1]
     chunks = -(-vocabulary // CHUNK)
@@ -99,7 +99,7 @@ def draw_next(
 
 @triton.jit
 def _scale_of(settings_ptr, row, SETTINGS: tl.constexpr):
-    """1 / temperature; greedy (0) looks at the logits as they are."""
+    """Return 1 / temperature, and 1 for greedy rows (0)."""
     temperature = tl.load(settings_ptr + row * SETTINGS)
     return tl.where(temperature > 0, 1.0 / tl.where(temperature > 0, temperature, 1.0), 1.0)
 
@@ -224,14 +224,14 @@ def _draw(
 
 @triton.jit
 def _ordered(x):
-    """fp32 to int32 with the same order."""
+    """Map fp32 to int32 with the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _tail(logits_ptr, bound, top, scale, vocabulary, BLOCK: tl.constexpr):
-    """How many scaled logits have an ordered value of ``bound`` or more, and their weight."""
+    """Return the number and weight of scaled logits with an ordered value of at least ``bound``."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
@@ -258,7 +258,7 @@ def _threshold(
     TOP_K: tl.constexpr,
     LOWEST: tl.constexpr,
 ):
-    """The smallest scaled logit that top-k, then top-p of the mass it left, keep: by bisection."""
+    """Find by bisection the smallest scaled logit that top-k, then top-p of the rest, keep."""
     row = tl.program_id(0)
     top_p = tl.load(settings_ptr + row * SETTINGS + 1)
     top_k = tl.load(numbers_ptr + row * FIELDS + TOP_K)

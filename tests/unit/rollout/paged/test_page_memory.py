@@ -82,7 +82,7 @@ def test_a_released_cache_is_gone(engine: PagedRolloutEngine) -> None:
     engine.add([request(0, n=2, length=5)])
     while engine.advance():
         assert num_pages() > 0
-    assert engine.release_cache()
+    assert engine.sleep()
     assert num_pages() == 0
 
 

@@ -11,12 +11,19 @@ import pytest
 
 from tandem.errors import UserError
 from tandem.rollout.paged.cache import PAGE_TOKENS, TailCopy
-from tandem.rollout.paged.scheduler import Entry, Limits, PagedScheduler, Run, Running
+from tandem.rollout.paged.scheduler import Entry, PagedScheduler, Run, Running
+from tandem.rollout.settings import Limits
 from tandem.types import GenerationRequest, SamplingParams
 
 PAGE = 4
 """Tokens of a page in the simulations: short sequences cross many borders."""
-PLENTY = Limits(max_rows=1000, max_prefill_tokens=10_000, window_tokens=8)
+WINDOW = 3
+"""Tokens of a window in the simulations."""
+PLENTY = Limits(max_rows=1000, max_prefill_tokens=10_000)
+
+
+def _scheduler(limits: Limits, num_pages: int) -> PagedScheduler:
+    return PagedScheduler(limits, num_pages, window_tokens=8)
 
 
 def _request(
@@ -36,7 +43,7 @@ def _entered(entries: Sequence[Entry]) -> list[list[int]]:
 
 
 def test_prompts_enter_in_order_and_their_samples_together() -> None:
-    scheduler = PagedScheduler(PLENTY, 100)
+    scheduler = _scheduler(PLENTY, 100)
     scheduler.add([_request(0, n=3), _request(10, n=1), _request(20)])
     assert _entered(scheduler.admit()) == [[0, 1, 2], [10], [20, 21]]
     assert _ids(scheduler.rows) == [0, 1, 2, 10, 20, 21]
@@ -44,7 +51,7 @@ def test_prompts_enter_in_order_and_their_samples_together() -> None:
 
 
 def test_samples_share_full_pages_and_own_the_one_filled_in_part() -> None:
-    scheduler = PagedScheduler(PLENTY, 100)
+    scheduler = _scheduler(PLENTY, 100)
     lengths = (2 * PAGE_TOKENS + 5, 2 * PAGE_TOKENS, 5)
     scheduler.add([_request(10 * i, n=3, prompt=prompt) for i, prompt in enumerate(lengths)])
     in_part, full, short = scheduler.admit()
@@ -61,7 +68,7 @@ def test_samples_share_full_pages_and_own_the_one_filled_in_part() -> None:
 
 
 def test_samples_that_enter_later_share_the_prompt_of_those_that_run() -> None:
-    scheduler = PagedScheduler(Limits(2, max_prefill_tokens=1000, window_tokens=8), 100)
+    scheduler = _scheduler(Limits(2, max_prefill_tokens=1000), 100)
     scheduler.add([_request(0, n=4, prompt=PAGE_TOKENS + 5)])
     scheduler.admit()
     first, second = scheduler.rows
@@ -78,11 +85,11 @@ def test_samples_that_enter_later_share_the_prompt_of_those_that_run() -> None:
     (entry,) = scheduler.admit()
     assert (entry.run.start, len(entry.run.token_ids)) == (0, PAGE_TOKENS + 5)  # nobody has it
     scheduler.remove(scheduler.rows)
-    assert scheduler.num_free_pages == 100
+    assert scheduler._pool.num_free == 100
 
 
 def test_a_prompt_is_computed_again_once_and_responses_behind_it_without_their_newest() -> None:
-    scheduler = PagedScheduler(Limits(1000, max_prefill_tokens=170, window_tokens=8), 100)
+    scheduler = _scheduler(Limits(1000, max_prefill_tokens=170), 100)
     scheduler.add([_request(0, n=3, prompt=100, new=99), _request(10, n=2, prompt=64, new=99)])
     while scheduler.admit():
         pass
@@ -103,13 +110,13 @@ def test_a_prompt_is_computed_again_once_and_responses_behind_it_without_their_n
 
 
 def test_the_prefill_budget_holds_but_a_long_prompt_passes_alone() -> None:
-    scheduler = PagedScheduler(Limits(1000, max_prefill_tokens=7, window_tokens=8), 100)
+    scheduler = _scheduler(Limits(1000, max_prefill_tokens=7), 100)
     scheduler.add([_request(10 * i, n=1, prompt=p) for i, p in enumerate((3, 4, 9, 2))])
     assert [_entered(scheduler.admit()) for _ in range(4)] == [[[0], [10]], [[20]], [[30]], []]
 
 
 def test_what_is_left_of_a_group_larger_than_the_room_enters_later() -> None:
-    scheduler = PagedScheduler(Limits(3, max_prefill_tokens=1000, window_tokens=8), 100)
+    scheduler = _scheduler(Limits(3, max_prefill_tokens=1000), 100)
     scheduler.add([_request(0, n=5), _request(10, n=1)])
     assert _entered(scheduler.admit()) == [[0, 1, 2]]
     assert scheduler.admit() == []
@@ -121,7 +128,7 @@ def test_what_is_left_of_a_group_larger_than_the_room_enters_later() -> None:
 
 
 def test_rows_are_given_out_in_lots_of_a_sixteenth() -> None:
-    scheduler = PagedScheduler(Limits(32, max_prefill_tokens=1000, window_tokens=8), 100)
+    scheduler = _scheduler(Limits(32, max_prefill_tokens=1000), 100)
     scheduler.add([_request(0, n=32), _request(100, n=3)])
     scheduler.admit()
     scheduler.remove(scheduler.rows[:1])
@@ -133,26 +140,26 @@ def test_rows_are_given_out_in_lots_of_a_sixteenth() -> None:
 
 
 def test_without_pages_for_all_some_samples_wait() -> None:
-    scheduler = PagedScheduler(PLENTY, 5)
+    scheduler = _scheduler(PLENTY, 5)
     scheduler.add([_request(0, n=8, prompt=PAGE_TOKENS + 1, new=8)])
     assert _entered(scheduler.admit()) == [[0, 1, 2, 3]]
-    assert scheduler.num_free_pages == 0
+    assert scheduler._pool.num_free == 0
     assert scheduler.admit() == []
     scheduler.remove(scheduler.rows)
-    assert scheduler.num_free_pages == 5
+    assert scheduler._pool.num_free == 5
 
 
 def test_a_page_stays_free_for_each_row_that_runs() -> None:
-    scheduler = PagedScheduler(PLENTY, 8)
+    scheduler = _scheduler(PLENTY, 8)
     scheduler.add([_request(0, n=3)])
     scheduler.admit()
     scheduler.add([_request(10, n=9)])
     assert _entered(scheduler.admit()) == [[10, 11]]
-    assert scheduler.num_free_pages == 3
+    assert scheduler._pool.num_free == 3
 
 
 def test_a_sequence_that_fills_the_cache_is_held_and_a_longer_one_refused() -> None:
-    scheduler = PagedScheduler(PLENTY, 3)
+    scheduler = _scheduler(PLENTY, 3)
     prompt, new = 3 * PAGE_TOKENS - 4, 4
     with pytest.raises(UserError, match=rf"={prompt + new + 1}: .* holds {3 * PAGE_TOKENS} tokens"):
         scheduler.add([_request(0, prompt=prompt, new=new + 1)])
@@ -163,7 +170,7 @@ def test_a_sequence_that_fills_the_cache_is_held_and_a_longer_one_refused() -> N
 
 
 def test_the_newest_leaves_when_pages_run_out_and_comes_back_with_its_tokens() -> None:
-    scheduler = PagedScheduler(PLENTY, 5)
+    scheduler = _scheduler(PLENTY, 5)
     scheduler.add([_request(0, n=2, prompt=PAGE_TOKENS - 2, new=PAGE_TOKENS + 9)])
     scheduler.admit()
     older, newer = scheduler.rows
@@ -183,19 +190,19 @@ def test_the_newest_leaves_when_pages_run_out_and_comes_back_with_its_tokens() -
 
 
 def test_nothing_under_way_may_be_preempted() -> None:
-    scheduler = PagedScheduler(PLENTY, 2)
+    scheduler = _scheduler(PLENTY, 2)
     scheduler.add([_request(0, n=2, prompt=PAGE_TOKENS - 9, new=20)])
     scheduler.admit()
     for row in scheduler.rows:
         row.num_launched = 9
     assert not scheduler.has_window()
-    with pytest.raises(AssertionError, match="has steps under way"):
+    with pytest.raises(AssertionError, match="has unread steps"):
         scheduler.reserve_window()
 
 
 def test_wanted_pages_suffice_when_a_group_enters_in_parts() -> None:
-    limits = Limits(2, max_prefill_tokens=1000, window_tokens=8)
-    scheduler = PagedScheduler(limits, 100)
+    limits = Limits(2, max_prefill_tokens=1000)
+    scheduler = _scheduler(limits, 100)
     scheduler.add([_request(0, n=1, prompt=3), _request(10, n=2, prompt=10 * PAGE_TOKENS)])
     scheduler.admit()
     scheduler.remove(scheduler.rows[:1])
@@ -231,7 +238,7 @@ class Simulation:
         """Until nothing is left to do; now and then new requests arrive."""
         flight: list[tuple[Running, int, int]] | None = None
         self.scheduler.add([next(arrivals)])
-        self.num_pages = self.scheduler.num_free_pages
+        self.num_pages = self.scheduler._pool.num_free
         while self.scheduler.has_work:
             if self.switches():
                 self._read(flight or [])
@@ -246,10 +253,10 @@ class Simulation:
             self._check_pages()
             new = next(arrivals, None)
             self.scheduler.add([] if new is None else [new])
-            self.num_pages = self.scheduler.num_free_pages + len(self._owned())
+            self.num_pages = self.scheduler._pool.num_free + len(self._owned())
 
     def _launch(self, *, under_way: bool) -> list[tuple[Running, int, int]] | None:
-        scheduler, window = self.scheduler, self.limits.window_tokens
+        scheduler, window = self.scheduler, WINDOW
         if under_way and not scheduler.has_window():
             return None
         scheduler.reserve_window()
@@ -333,7 +340,7 @@ class Simulation:
 
     def _check_pages(self) -> None:
         scheduler, owned = self.scheduler, self._owned()
-        assert scheduler.num_free_pages == self.num_pages - len(owned)
+        assert scheduler._pool.num_free == self.num_pages - len(owned)
         assert len(scheduler.rows) <= self.limits.max_rows
         assert max(owned, default=-1) < scheduler.wanted_pages
 
@@ -345,11 +352,10 @@ class Simulation:
     ("num_pages", "max_rows", "seed"), [(10, 6, 0), (14, 20, 1), (40, 6, 2), (200, 8, 3)]
 )
 def test_a_long_time_loses_nothing_and_mixes_nothing_up(
-    monkeypatch: pytest.MonkeyPatch, num_pages: int, max_rows: int, seed: int
+    num_pages: int, max_rows: int, seed: int
 ) -> None:
-    monkeypatch.setattr("tandem.rollout.paged.scheduler.PAGE_TOKENS", PAGE)
     rng = random.Random(seed)
-    limits = Limits(max_rows, max_prefill_tokens=30, window_tokens=3)
+    limits = Limits(max_rows, max_prefill_tokens=30)
     requests = [
         _request(
             100 * i,
@@ -365,13 +371,13 @@ def test_a_long_time_loses_nothing_and_mixes_nothing_up(
         for request in requests
         for sample_id in request.sample_ids
     }
-    scheduler = PagedScheduler(limits, num_pages)
+    scheduler = PagedScheduler(limits, num_pages, window_tokens=WINDOW, page_tokens=PAGE)
     simulation = Simulation(scheduler, limits, lengths, switches=lambda: rng.random() < 0.1)
     for start in range(0, len(requests), 40):
         simulation.run(iter(requests[start : start + 40]))
     assert sorted(simulation.finished) == sorted(lengths)
     assert simulation.drawn == lengths
-    assert scheduler.num_free_pages == simulation.num_pages == num_pages
+    assert scheduler._pool.num_free == simulation.num_pages == num_pages
     assert scheduler.num_preempted > 0 or num_pages > 20
     assert simulation.version > 20
 
@@ -379,7 +385,7 @@ def test_a_long_time_loses_nothing_and_mixes_nothing_up(
 def test_wanted_pages_grow_seldom_although_requests_come_one_by_one() -> None:
     """Each growth costs all that pages hold."""
     rng = random.Random(0)
-    scheduler = PagedScheduler(Limits(64, max_prefill_tokens=10_000, window_tokens=8), 100_000)
+    scheduler = _scheduler(Limits(64, max_prefill_tokens=10_000), 100_000)
     wanted: list[int] = []
     for number in range(400):
         request = _request(8 * number, n=8, prompt=rng.randint(50, 1000), new=512)

@@ -140,7 +140,7 @@ def test_what_is_preempted_after_a_switch_comes_back_behind_its_prompt(decoder: 
     again, own = 70 + length + 2 * WINDOW_TOKENS, WINDOW_TOKENS + 1
     assert engine.num_prefilled_tokens == 70 + length + again + own
     assert_drawn(decoder, requests, finished, seed=SEED)
-    assert engine.release_cache()
+    assert engine.sleep()
 
 
 def test_greedy_tokens_after_a_switch_are_those_of_a_fresh_engine(decoder: Decoder) -> None:

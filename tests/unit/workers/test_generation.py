@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout gives its memory away while the device trains, and generates the same afterwards."""
+"""A rollout frees its memory while the device trains, and generates the same afterwards."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from tandem.models.decoder import Decoder
+from tandem.models.language_model import NativeModel
 from tandem.rollout.native.engine import NativeRolloutEngine
 from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import Completion, GenerationRequest, SamplingParams
 from tandem.weight_sync.failure import SyncError
 from tandem.weight_sync.gate import WeightGate
-from tandem.workers.resting import RestingRollout
+from tandem.workers.generation import LinkedRollout
 from tests.fakes.tiny_decoder import tiny_decoder
 
 CONFIG = NativeRolloutConfig(
@@ -20,6 +23,11 @@ CONFIG = NativeRolloutConfig(
 REQUEST = GenerationRequest(
     (0, 1), (5, 6, 7), SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4)
 )
+
+
+def _linked(engine: NativeRolloutEngine, decoder: Decoder) -> LinkedRollout:
+    policy = NativeModel(decoder, hf_config={}, source=Path())
+    return LinkedRollout(engine, policy, scores=False)
 
 
 def _decoder() -> Decoder:
@@ -39,23 +47,23 @@ def _held_bytes(decoder: Decoder, engine: NativeRolloutEngine) -> int:
     return sum(storage.nbytes() for storage in weights) + engine._cache.num_bytes
 
 
-def test_it_holds_nothing_while_it_rests_and_generates_the_same_with_the_weights_back() -> None:
+def test_it_holds_nothing_while_it_sleeps_and_generates_the_same_with_the_weights_back() -> None:
     decoder, gate = _decoder(), WeightGate(3)
     engine = NativeRolloutEngine(decoder, CONFIG)
-    resting = RestingRollout(engine, decoder, gate=gate, timeout_s=1)
+    rollout = _linked(engine, decoder)
     expected = _generate(engine)
     weights = [weight.clone() for weight in decoder.parameters()]
     num_bytes = _held_bytes(decoder, engine)
     assert engine._cache.num_bytes > 0
 
-    resting.rest()
-    resting.rest()
+    rollout.sleep(gate, timeout_s=1)
+    rollout.sleep(gate, timeout_s=1)
     assert _held_bytes(decoder, engine) == 0
     with pytest.raises(SyncError, match="cannot be used: the device trains"), gate.reading(1):
         pass
 
-    resting.wake()
-    resting.wake()
+    rollout.prepare()
+    rollout.prepare()
     for weight, kept in zip(decoder.parameters(), weights, strict=True):
         weight.copy_(kept)
     gate.publish(4)
@@ -63,15 +71,15 @@ def test_it_holds_nothing_while_it_rests_and_generates_the_same_with_the_weights
     assert _held_bytes(decoder, engine) == num_bytes
 
 
-def test_it_does_not_rest_with_work_or_before_weights_have_come() -> None:
+def test_it_does_not_sleep_with_work_or_before_weights_have_come() -> None:
     decoder, gate = _decoder(), WeightGate()
     engine = NativeRolloutEngine(decoder, CONFIG)
-    resting = RestingRollout(engine, decoder, gate=gate, timeout_s=1)
-    resting.rest()
+    rollout = _linked(engine, decoder)
+    rollout.sleep(gate, timeout_s=1)
     assert decoder.lm_head_weight.untyped_storage().nbytes() > 0
     gate.publish(0)
     engine.add([REQUEST])
-    resting.rest()
+    rollout.sleep(gate, timeout_s=1)
     assert decoder.lm_head_weight.untyped_storage().nbytes() > 0
     assert gate.version == 0
     assert engine.advance()

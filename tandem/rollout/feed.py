@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of new weights into an engine that has weights of its own.
+
+A version reaches the engine whole or not at all: the engine's manifest and the model must name the
+same tensors with the same shapes, and a failure in between ends the engine's use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from tandem.api import EngineFailure, RolloutEngine, WeightSink
+from tandem.models.language_model import LanguageModel
+from tandem.models.weights import file_views
+from tandem.types import Completion, GenerationRequest
+
+
+class WeightFeed:
+    """Hands the weights of a model to the sink of an engine, a tensor at a time."""
+
+    def __init__(self, model: LanguageModel, sink: WeightSink) -> None:
+        """Check that the model has the tensors of the sink's manifest, and no others.
+
+        Raises:
+            EngineFailure: a tensor is missing, not wanted, or of another shape.
+        """
+        self._model = model
+        self._sink = sink
+        self._names = [spec.name for spec in sink.manifest()]
+        wanted = {spec.name: spec.shape for spec in sink.manifest()}
+        offered = {name: tuple(tensor.shape) for name, tensor in checkpoint_views(model)}
+        for name in wanted.keys() | offered.keys():
+            if wanted.get(name) != offered.get(name):
+                raise EngineFailure(
+                    f"weight {name}: the rollout engine wants {wanted.get(name, 'none')}, "
+                    f"the trainer has {offered.get(name, 'none')}"
+                )
+
+    def deliver(self, version: int) -> None:
+        """Load the model's present weights into the engine as ``version``."""
+        offered = dict(checkpoint_views(self._model))
+        self._sink.begin(version)
+        for name in self._names:
+            self._sink.take(name, offered[name])
+        self._sink.end()
+
+
+class FedRollout:
+    """An ``api.Rollout`` over an engine with weights of its own, in the process that trains."""
+
+    def __init__(self, engine: RolloutEngine, feed: WeightFeed) -> None:
+        self._engine = engine
+        self._feed = feed
+        self._version: int | None = None
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests."""
+        self._engine.add(requests)
+
+    def advance(self, max_steps: int | None = None) -> list[Completion]:
+        """Generate until a sequence finishes; see ``api.Rollout``."""
+        return self._engine.advance(max_steps)
+
+    def settle(self) -> None:
+        """Wait until nothing is being computed."""
+        self._engine.settle()
+
+    def set_weights_version(self, version: int) -> bool:
+        """Load the trainer's weights into the engine, unless it has this version already."""
+        if version != self._version:
+            self._engine.settle()
+            self._feed.deliver(version)
+            self._version = version
+        return self._engine.set_weights_version(version)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the engine's counters."""
+        return self._engine.metrics()
+
+
+def checkpoint_views(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in checkpoint files, view of the tensor) of every weight of a model."""
+    if model.decoder is not None:
+        yield from file_views(model.decoder)
+    else:
+        for name, parameter in model.module.named_parameters():
+            yield name, parameter.detach()

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models of a run, opened from their specs: on one device, or as one rank's part.
+
+Both forms find the same folder and take the same precisions. Weights in training may be kept in a
+higher precision than they are computed with. Frozen weights have the latter alone.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from tandem.config.schema.fsdp import FsdpConfig
+from tandem.engines.fsdp_model import FsdpModel, FsdpSpec, open_fsdp_model
+from tandem.models.folder import (
+    ModelFolder,
+    check_critic_folder,
+    check_folder,
+    check_reward_folder,
+    open_part,
+)
+from tandem.models.language_model import LanguageModel, NativeModel
+from tandem.models.operators import operators_for
+from tandem.models.parallel import ALONE, WHOLE
+from tandem.models.tensor_parallel import local_decoder
+from tandem.models.weights import allocate
+from tandem.platforms.record import Platform
+from tandem.platforms.select import resolve_dtype
+from tandem.workers.job import PolicySpec, RolloutSpec
+
+logger = logging.getLogger(__name__)
+
+
+def policy_folder(spec: PolicySpec) -> ModelFolder:
+    """Find the folder of a model. Raise UserError if it cannot be such a model."""
+    model, loads = spec.model, spec.random_seed is None
+    trusts = model.trust_remote_code
+    if spec.is_reward_model:
+        key = "reward_model.model.path"
+        return check_reward_folder(model.path, trust_remote_code=trusts, key=key)
+    if spec.value_head_seed is None:
+        return check_folder(model.path, trust_remote_code=trusts, load_weight=loads)
+    return check_critic_folder(
+        model.path,
+        seed=spec.value_head_seed,
+        trust_remote_code=trusts,
+        load_weight=loads,
+        key="critic.model.path",
+    )
+
+
+def open_policy(spec: PolicySpec, platform: Platform, *, dtype: torch.dtype) -> LanguageModel:
+    """Open a whole model in ``dtype`` on the device of this process.
+
+    Raises:
+        UserError: the model cannot be loaded.
+    """
+    return open_part(
+        policy_folder(spec),
+        WHOLE,
+        dtype=dtype,
+        device=platform.device_type,
+        random_seed=spec.random_seed,
+        operators=operators_for(platform),
+    )
+
+
+def open_policy_part(
+    spec: PolicySpec, platform: Platform, *, rank: int, device: torch.device, frozen: bool
+) -> FsdpModel:
+    """Open the part of ``rank``. All ranks of the pool call this together.
+
+    Raises:
+        UserError: the model cannot be loaded, or not be laid out over the ranks.
+    """
+    compute = compute_dtype(spec.layout, platform, section=spec.section)
+    stored = compute if frozen else stored_dtype(spec.layout, platform, section=spec.section)
+    part = FsdpSpec(
+        config=spec.layout,
+        layout=spec.ranks,
+        rank=rank,
+        device=device,
+        stored=stored,
+        compute=compute,
+    )
+    return open_fsdp_model(
+        policy_folder(spec),
+        part,
+        random_seed=spec.random_seed,
+        operators=operators_for(platform),
+        frozen=frozen,
+    )
+
+
+def open_received(
+    spec: RolloutSpec, folder: ModelFolder, *, platform: Platform, device: torch.device
+) -> NativeModel:
+    """Open a whole policy without weights, which come through the weight link. The trainer of a
+    pool has a decoder of ours, and so has everybody who receives its weights.
+    """
+    config = folder.decoder_config
+    assert config is not None, "a policy that is spread over processes has a decoder of ours"
+    decoder = local_decoder(config, ALONE, operators=operators_for(platform))
+    allocate(decoder, dtype=compute_dtype(spec.layout, platform), device=device)
+    decoder.requires_grad_(False)
+    return NativeModel(decoder, hf_config=folder.hf_config, source=folder.path)
+
+
+def stored_dtype(layout: FsdpConfig, platform: Platform, *, section: str) -> torch.dtype:
+    """Return the precision of trained weights, gradients and the optimizer. Warn of a low one.
+
+    Args:
+        section: the section of the keys that ``layout`` came from, for messages.
+
+    Raises:
+        UserError: the device cannot compute in it.
+    """
+    stored = resolve_dtype(layout.model_dtype, platform, key=f"{section}.model_dtype")
+    if stored != torch.float32:
+        logger.warning(
+            "%s.model_dtype=%s: weights, gradients and optimizer are kept in it alone, so "
+            "that small updates round to nothing. Prefer float32.",
+            section,
+            layout.model_dtype,
+        )
+    return stored
+
+
+def compute_dtype(
+    layout: FsdpConfig,
+    platform: Platform,
+    *,
+    section: str = "actor_rollout_ref.actor.fsdp_config",
+) -> torch.dtype:
+    """Return the precision of forward and backward passes and of frozen weights. Errors as
+    ``stored_dtype``.
+    """
+    return resolve_dtype(layout.dtype, platform, key=f"{section}.dtype")
+
+
+def require_precision(layout: FsdpConfig, platform: Platform, *, section: str) -> None:
+    """Raise UserError unless the device computes in the precisions of ``layout``."""
+    for name, wanted in (("dtype", layout.dtype), ("model_dtype", layout.model_dtype)):
+        resolve_dtype(wanted, platform, key=f"{section}.{name}")
