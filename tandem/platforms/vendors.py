@@ -35,7 +35,7 @@ def extension_problem(device_type: str, extension: str) -> str:
     return "" if found else "finds no device"
 
 
-def _vendor(
+def extension_platform(
     name: str,
     *,
     vendor: str,
@@ -43,12 +43,16 @@ def _vendor(
     collectives: str,
     visibility: Visibility,
 ) -> Platform:
-    """A family whose extension offers what torch asks of any device."""
+    """Make the record of a family whose extension of torch offers the functions of every device.
+
+    These are ``device_count``, ``set_device``, ``get_device_properties``, ``max_memory_allocated``
+    and so on of ``torch.get_device_module(name)``. docs/extend/platform.md has an example.
+    """
     ask = partial(partial, _ask, name)
     return Platform(
         name=name,
         vendor=vendor,
-        aliases=ALIASES[name],
+        aliases=ALIASES.get(name, ()),
         device_type=name,
         extension=extension,
         probe=partial(extension_problem, name, extension),
@@ -91,28 +95,28 @@ def _total_memory(device_type: str) -> int:
     return module.get_device_properties(module.current_device()).total_memory
 
 
-NPU = _vendor(
+NPU = extension_platform(
     "npu",
     vendor="Huawei",
     extension="torch_npu",
     collectives="hccl",
     visibility=ASCEND,
 )
-MUSA_PLATFORM = _vendor(
+MUSA_PLATFORM = extension_platform(
     "musa",
     vendor="Moore Threads",
     extension="torch_musa",
     collectives="mccl",
     visibility=MUSA,
 )
-MLU_PLATFORM = _vendor(
+MLU_PLATFORM = extension_platform(
     "mlu",
     vendor="Cambricon",
     extension="torch_mlu",
     collectives="cncl",
     visibility=MLU,
 )
-XPU_PLATFORM = _vendor(
+XPU_PLATFORM = extension_platform(
     "xpu",
     vendor="Intel",
     extension="",

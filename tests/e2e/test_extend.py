@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.fakes.commands import Ended, check_refusal, run_command
+from tandem.platforms.record import Platform
+from tests.fakes.commands import Conditions, Ended, check_refusal, run_command
 from tests.fakes.tiny_run import Material, metrics_of, train_arguments
 
 PAGES = Path(__file__).parents[2] / "docs/extend"
@@ -92,6 +94,40 @@ def test_losses_with_wrong_results_are_refused(material: Material, tmp_path: Pat
 def test_reward(material: Material, tmp_path: Path) -> None:
     metrics = metrics_after("reward.md", material, tmp_path)
     assert all(row["reward/length/mean"] > 0 for row in metrics.values())
+
+
+def test_metric_sink(material: Material, tmp_path: Path) -> None:
+    metrics = metrics_after("metrics.md", material, tmp_path)
+    lines = (tmp_path / "run/scores.csv").read_text().splitlines()
+    assert lines == [f"{step},{row['critic/score/mean']}" for step, row in metrics.items()]
+
+
+def test_platform(material: Material, tmp_path: Path, doubles: Callable[..., Platform]) -> None:
+    """The page's platform is a double's, whose package stands where the page says."""
+    doubles("musa")  # builds the extension of all doubles
+    page, site = "platform.md", tmp_path / "site"
+    info = site / "acme_platform-1.0.dist-info"
+    info.mkdir(parents=True)
+    write_files(page, site)
+    (declared,) = blocks(page, "toml")
+    (group, entries), *_ = tomllib.loads(declared)["project"]["entry-points"].items()
+    lines = [f"{name} = {value}" for name, value in entries.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-platform\nVersion: 1.0\n")
+    package = site / "torch_acme"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from tandem.testing.doubles import become\n\nbecome('acme', num_devices=1)\n"
+    )
+    (arguments,) = overrides(page)
+    ended = run_command(
+        train_arguments(material, tmp_path / "run", *SHORT, *arguments),
+        folder=tmp_path,
+        conditions=Conditions(environment={"PYTHONPATH": str(site)}),
+    )
+    assert ended.code == 0, ended.stderr
+    rows = metrics_of(tmp_path / "run").values()
+    assert all(row["perf/max_memory_allocated_gb"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in PAGES.glob("*.md")))
