@@ -27,6 +27,7 @@ from datetime import date
 from pathlib import Path
 
 from fixed_task import write_task
+from processes import children_end, start
 
 from tandem.quickstart.command import warm_start
 from tandem.quickstart.materials import prepare
@@ -149,12 +150,13 @@ def run_trl(job: Job, folder: Path, *, python: str) -> Timing:
 def timed(command: list[str], output: Path | None = None) -> float:
     """Seconds of a whole process; its stdout goes to ``output``."""
     begin = time.perf_counter()
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    process = start(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    stdout, stderr = process.communicate()
     seconds = time.perf_counter() - begin
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)}\nfailed:\n{done.stderr[-3000:]}")
+    if process.returncode != 0:
+        sys.exit(f"{' '.join(command)}\nfailed:\n{stderr[-3000:]}")
     if output is not None:
-        output.write_text(done.stdout)
+        output.write_text(stdout)
     return seconds
 
 
@@ -183,6 +185,7 @@ def compare(name: str, options: argparse.Namespace, *, folder: Path) -> dict[str
     return {"tandem": tandem, "trl": trl, "trl_over_tandem": ratios}
 
 
+@children_end()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer-python", help="without it, only tandem is timed")
@@ -190,7 +193,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, help="write the JSON object here too")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         jobs = {}
         for name in options.job:
             folder = Path(temporary) / name

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from measure import copy_rate, describe, matmul_rate, peak_gib, synchronize, tell
+from processes import children_end
 from shapes import (
     EOS_ID,
     PEAK_FLOPS,
@@ -184,6 +185,7 @@ def run_continuously(name: str, workload_name: str, *, num_rows: int) -> dict[st
     }
 
 
+@children_end()
 def main() -> None:
     """See the module docstring."""
     parser = argparse.ArgumentParser()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from measure import copy_rate, describe, median_s, tell
+from processes import children_end
 from shapes import SHAPES, WORKLOADS, Shape, Workload
 from torch import Tensor
 
@@ -121,6 +122,7 @@ def run(name: str, workload_name: str, *, num_rows: int) -> dict[str, object]:
     }
 
 
+@children_end()
 def main() -> None:
     """See the module docstring."""
     parser = argparse.ArgumentParser()

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from measure import copy_rate, describe, matmul_rate, tell
+from processes import children_end, start
 from shapes import (
     EOS_ID,
     PAD_ID,
@@ -205,7 +206,7 @@ def run(command: list[str], run_folder: Path) -> tuple[list[dict[str, float]], f
     begin = time.perf_counter()
     first_step_s = 0.0
     with log.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
+        process = start(command, stdout=stream, stderr=subprocess.STDOUT)
         while process.poll() is None:
             time.sleep(0.01)
             if not first_step_s and metrics.is_file() and metrics.stat().st_size:
@@ -302,7 +303,7 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The JSON object."""
     shape, workload = MODELS[options.model], TASKS[options.workload]
     task = prepare(folder, options.model, workload_name=options.workload)
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         run_folder = options.keep or Path(temporary) / "run"
         if run_folder.exists():
             sys.exit(f"--keep={run_folder}: there is something already. Name another folder.")
@@ -336,10 +337,11 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+@children_end()
 def main() -> None:
     """See the module docstring."""
     options = parse()
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = (options.folder or Path(temporary)).resolve()
         if options.prepare:
             print(prepare(folder, options.model, workload_name=options.workload))

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from grpo_step import PHASES, REWARD, write_tokenizer
 from measure import describe, tell
+from processes import children_end
 
 from tandem.api import Engines
 from tandem.checkpoint.store import CheckpointStore
@@ -276,6 +277,7 @@ def median_s(function: Callable[[], object], repeats: int) -> float:
     return statistics.median(seconds)
 
 
+@children_end()
 def main() -> None:
     """See the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -289,7 +291,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("keys", nargs="*", help="further keys of tandem")
     options = parser.parse_intermixed_args()
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
         for part in ("model", "run"):
             (folder / part).mkdir()

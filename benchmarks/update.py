@@ -23,6 +23,7 @@ from typing import Any, get_args
 
 import torch
 from measure import copy_rate, describe, matmul_rate, peak_gib, synchronize, tell
+from processes import children_end
 from shapes import PEAK_FLOPS, SHAPES, WORKLOADS, Workload, random_decoder, update_floor_s
 
 from tandem.algorithms.policy_loss import PolicyLoss
@@ -152,6 +153,7 @@ def run(name: str, workload_name: str, *, how: How, repeats: int) -> dict[str, A
     }
 
 
+@children_end()
 def main() -> None:
     """See the module docstring."""
     parser = argparse.ArgumentParser()

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from measure import describe
+from processes import children_end
 from shapes import SHAPES
 from torch import Tensor, distributed
 from torch.multiprocessing.spawn import spawn
@@ -82,11 +83,12 @@ class Member:
     receives: list[HeldSlice]
 
 
+@children_end()
 def main() -> None:
     """Measure, print a line a model and one JSON object."""
     options = _parser().parse_args()
     store = host_store(timeout_s=TIMEOUT_S)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         job = Job(
             options.model,
             options.trainers,

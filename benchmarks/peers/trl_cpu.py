@@ -12,11 +12,15 @@ import json
 import re
 import sys
 import time
+from pathlib import Path
 
 import datasets
 import torch
 import transformers
 import trl
+
+sys.path.append(str(Path(__file__).parents[1]))
+from processes import children_end  # noqa: E402 - of the folder above
 
 ANSWER = re.compile(r"#### (-?[0-9]+)")
 
@@ -111,6 +115,7 @@ def settings(options: argparse.Namespace) -> trl.GRPOConfig:
     )
 
 
+@children_end()
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)

@@ -30,6 +30,9 @@ import transformers
 import trl
 from trl.extras.profiling import ProfilingContext
 
+sys.path.append(str(Path(__file__).parents[1]))
+from processes import children_end  # noqa: E402 - of the folder above
+
 ON_GPU = torch.cuda.is_available()
 DIFFERENCE = "sampling/sampling_logp_difference/"
 PACKAGES = ("trl", "transformers", "torch", "vllm", "accelerate")
@@ -242,6 +245,7 @@ def versions() -> dict[str, str]:
     return {name: found[name] for name in PACKAGES if name in found}
 
 
+@children_end()
 def main() -> None:
     """See the module docstring."""
     options = parse()

@@ -22,6 +22,9 @@ from typing import Any
 import torch
 import vllm
 
+sys.path.append(str(Path(__file__).parents[1]))
+from processes import children_end  # noqa: E402 - of the folder above
+
 NUM_WARMUP = 2
 GRAPH_SEQUENCES = 512
 """Up to so many sequences vLLM captures graphs of its own accord."""
@@ -90,6 +93,7 @@ def batches(prompts: list[list[int]], size: int, *, repeats: int) -> list[list[d
     return [[{"prompt_token_ids": ids} for ids in prompts[i : i + size]] for i in starts]
 
 
+@children_end()
 def main() -> None:
     """See the module docstring."""
     options = parse()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem doctor``: what this machine has, what is missing, and what the missing is for.
+"""``tandem doctor``: print the devices and packages of this machine, and what is missing.
 
-Runs where packages are missing, so it imports none at its top. It asks nothing of the network; a
-hub out of reach shows when it is needed. Exit code 0 if the core can run, else 2.
+It runs where packages are missing, so that it imports only one at its top. It makes no request to
+the network. Exit code 0 if the core can run, else 2.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ import platform
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tandem.errors import UserError
 
@@ -26,63 +30,86 @@ CORE_FAILED = 2
 MIN_PYTHON = (3, 11)
 LOW_DISK_BYTES = 5 * 1024**3
 
+CORE = MappingProxyType(
+    {
+        "torch": "tensors, autograd, optimizers",
+        "transformers": "tokenizers, chat templates, model configs",
+        "tokenizers": "tokenizers of the quickstart",
+        "safetensors": "reading and writing weights",
+        "pydantic": "the typed configuration",
+        "hydra-core": "the grammar of overrides",
+        "omegaconf": "YAML recipes with interpolation",
+        "pyyaml": "YAML recipes",
+        "numpy": "the order of the data, packing",
+        "jinja2": "chat templates, the report",
+        "rich": "progress bar and tables",
+        "packaging": "comparing versions",
+        "psutil": "memory metrics",
+        "httpx": "requests to the model hub",
+        "huggingface-hub": "its cache, downloads from it",
+        "markupsafe": "the report",
+    }
+)
+"""The purpose of each package without which nothing runs."""
+OPTIONAL = MappingProxyType(
+    {
+        "pyarrow": "parquet files (JSONL works without)",
+        "tensorboard": "trainer.logger=tensorboard",
+        "math-verify": "rewards for mathematics beyond GSM8K",
+        "matplotlib": "tandem compare --plot",
+        "wandb": "trainer.logger=wandb",
+        "ray": "runs of several processes",
+    }
+)
+"""The purpose of each package that only some runs need."""
+
 
 @dataclass(frozen=True)
 class Dependency:
-    """A distribution, its lowest version that works, and whether the core needs it."""
+    """A package that tandem declares.
+
+    Attributes:
+        version: the installed version, None if it is missing.
+        is_core: whether nothing runs without it.
+    """
 
     name: str
     min_version: str
     purpose: str
     is_core: bool = True
-
-
-DEPENDENCIES = (
-    Dependency("torch", "2.11", "tensors, autograd, optimizers"),
-    Dependency("transformers", "5.17", "tokenizers, chat templates, model configs"),
-    Dependency("tokenizers", "0.22", "tokenizers of the quickstart"),
-    Dependency("safetensors", "0.5", "reading and writing weights"),
-    Dependency("pydantic", "2.9", "the typed configuration"),
-    Dependency("hydra-core", "1.3.2", "the grammar of overrides"),
-    Dependency("omegaconf", "2.3", "YAML recipes with interpolation"),
-    Dependency("numpy", "1.26", "the order of the data, packing"),
-    Dependency("jinja2", "3.1", "chat templates, the report"),
-    Dependency("rich", "13", "progress bar and tables"),
-    Dependency("psutil", "5.9", "memory metrics"),
-    Dependency("httpx", "0.27", "asking the model hub"),
-    Dependency("huggingface-hub", "1.5", "its cache, fetching from it"),
-    Dependency("markupsafe", "2.1", "the report"),
-    Dependency("pyarrow", "15", "parquet files (JSONL works without)", is_core=False),
-    Dependency("tensorboard", "2.16", "trainer.logger=tensorboard", is_core=False),
-    Dependency("math-verify", "0.8", "rewards for mathematics beyond GSM8K", is_core=False),
-    Dependency("matplotlib", "3.8", "tandem report as a picture", is_core=False),
-    Dependency("wandb", "0.18", "trainer.logger=wandb", is_core=False),
-)
-
-
-@dataclass(frozen=True)
-class Found:
-    """A dependency and what is there of it; ``version`` is None if it is missing."""
-
-    name: str
-    version: str | None
-    min_version: str
-    purpose: str
-    is_core: bool
+    version: str | None = None
 
     @property
     def problem(self) -> str:
-        """ "" or what is wrong with it."""
+        """The reason why the installed version does not do, "" if it does."""
         if self.version is None:
             return "missing"
-        if _release(self.version) < _release(self.min_version):
+        # A pre-release, as containers of vendors have it, counts as the release.
+        if Version(Version(self.version).base_version) < Version(self.min_version):
             return f"too old, at least {self.min_version}"
         return ""
 
 
+def declared_dependencies() -> list[Dependency]:
+    """Return the packages that tandem's own metadata declares, those that it needs first."""
+    try:
+        lines = metadata.requires("tandem") or []
+    except metadata.PackageNotFoundError:
+        return []
+    found: dict[str, Dependency] = {}
+    for requirement in map(Requirement, lines):
+        name = requirement.name
+        is_core = name in CORE
+        minimum = next((s.version for s in requirement.specifier if s.operator == ">="), "0")
+        if is_core or name in OPTIONAL:
+            purpose = CORE[name] if is_core else OPTIONAL[name]
+            found[name] = Dependency(name, minimum, purpose, is_core)
+    return [found[name] for name in (*CORE, *OPTIONAL) if name in found]
+
+
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that ``tandem doctor`` says; ``problems`` are the reasons why the core cannot run."""
+    """The output of ``tandem doctor``. ``problems`` are the reasons why the core cannot run."""
 
     tandem: str
     python: str
@@ -91,17 +118,17 @@ class Diagnosis:
     torch: dict[str, Any]
     platform: dict[str, Any]
     disk_free_bytes: int
-    dependencies: tuple[Found, ...]
+    dependencies: tuple[Dependency, ...]
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the diagnosis; returns the exit code."""
+    """Print the diagnosis; return the exit code."""
     parser = argparse.ArgumentParser(prog="tandem doctor", description="Check this installation.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    diagnosis = diagnose(DEPENDENCIES)
+    diagnosis = diagnose(declared_dependencies())
     if options.json:
         print(json.dumps(asdict(diagnosis), indent=2))
     else:
@@ -110,8 +137,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def diagnose(dependencies: Sequence[Dependency]) -> Diagnosis:
-    """Look at interpreter, packages, devices and disk."""
-    found = tuple(_find(dependency) for dependency in dependencies)
+    """Inspect interpreter, packages, devices and disk."""
+    found = tuple(replace(one, version=_version(one.name)) for one in dependencies)
     problems = [f"{f.name} is {f.problem}: {f.purpose}" for f in found if f.is_core and f.problem]
     if sys.version_info < MIN_PYTHON:
         problems.insert(0, f"Python {platform.python_version()} is too old, at least 3.11")
@@ -122,6 +149,8 @@ def diagnose(dependencies: Sequence[Dependency]) -> Diagnosis:
     problems += [failure] if failure else []
     free = shutil.disk_usage(Path.cwd()).free
     warnings = [f"{free / 1024**3:.1f} GiB of disk left here"] if free < LOW_DISK_BYTES else []
+    if not found:
+        warnings.append("tandem is not installed (pip install -e .): its packages are not known")
     return Diagnosis(
         tandem=importlib.import_module("tandem").__version__,
         python=platform.python_version(),
@@ -137,32 +166,21 @@ def diagnose(dependencies: Sequence[Dependency]) -> Diagnosis:
 
 
 def _usable_cores() -> int:
-    """Cores this process may use, which a container may have fewer of than the machine."""
+    """Return the cores that this process may use; a container may have fewer than its machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _find(dependency: Dependency) -> Found:
+def _version(name: str) -> str | None:
     try:
-        version = metadata.version(dependency.name)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        version = None
-    return Found(version=version, **asdict(dependency))
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """(2, 13, 0) of ``2.13.0+cpu``; stops at the first part that is no number."""
-    numbers: list[int] = []
-    for part in version.partition("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+        return None
 
 
 def _describe_torch() -> tuple[dict[str, Any], str]:
-    """(facts of the torch build and its devices, why it cannot be imported or "")."""
+    """Return facts of the torch build, and why it cannot be imported, "" if it can."""
     try:
         torch = importlib.import_module("torch")
     except ImportError as error:
@@ -171,7 +189,7 @@ def _describe_torch() -> tuple[dict[str, Any], str]:
 
 
 def _describe_platforms() -> tuple[dict[str, Any], str]:
-    """(the platform that runs use here, why it, and why no other; why there is none or "")."""
+    """Return the platform that runs use here with the reason, and why there is none or ""."""
     select = importlib.import_module("tandem.platforms.select")
     others = {one.name: one.problem or "can be used" for one in select.probe_all()}
     try:
@@ -190,7 +208,7 @@ def _describe_platforms() -> tuple[dict[str, Any], str]:
 
 
 def _lines(diagnosis: Diagnosis) -> list[str]:
-    """The diagnosis for people."""
+    """Return the diagnosis as lines for people."""
     chosen = diagnosis.platform
     lines = [
         f"tandem        {diagnosis.tandem}",
@@ -211,7 +229,7 @@ def _lines(diagnosis: Diagnosis) -> list[str]:
     lines += ["", *(f"warning: {warning}" for warning in diagnosis.warnings)]
     lines += [f"problem: {problem}" for problem in diagnosis.problems]
     if diagnosis.problems:
-        lines.append('Install what is missing: pip install -e . (or pip install "NAME>=VERSION")')
+        lines.append('Install these packages: pip install -e . (or pip install "NAME>=VERSION")')
     else:
         lines.append("The core can run. Try: tandem quickstart")
     return lines

@@ -37,11 +37,10 @@ from tandem.rollout.factory import require_kernels
 from tandem.runtime.cluster import ClusterPlan, ClusterSettings, plan_cluster
 from tandem.runtime.failure import NodeFailure, WorkerFailure
 from tandem.runtime.inprocess import InProcessRuntime
-from tandem.runtime.nodes import run_on_nodes
-from tandem.runtime.probe_devices import own_devices
+from tandem.runtime.nodes import HeadServer, run_on_nodes
+from tandem.runtime.probe_devices import find_devices
 from tandem.runtime.ray import RayRuntime
-from tandem.runtime.rendezvous import Meeting
-from tandem.runtime.resources import demands, require_here
+from tandem.runtime.resources import fits, node_needs, refusal, this_machine
 from tandem.types import TokenIds
 from tandem.workers.colocated import build_colocated, build_trainer
 from tandem.workers.deployment import remote_engines, remote_trainer, run_jobs, sft_jobs
@@ -67,14 +66,14 @@ class Site:
     Attributes:
         platforms: of each pool that has something to do.
         cluster: None if one process does everything.
-        meeting: where the other nodes of a run that forms its own cluster wait.
+        head: the server to which the other nodes of a run that forms its own cluster connect.
     """
 
     config: RunConfig | SftConfig
     platforms: Mapping[str, Platform]
     placement: Placement
     cluster: ClusterPlan | None
-    meeting: Meeting | None = None
+    head: HeadServer | None = None
 
     @property
     def platform(self) -> Platform:
@@ -144,17 +143,20 @@ def on_site(config: RunConfig | SftConfig, body: Callable[[Site], int]) -> int:
     )
     cluster = plan_cluster(settings, os.environ)
     platforms = tuple(site.platforms.values())
-    needs = demands(site.nodes, site.platforms, marked=site.is_mixed)
+    needs = node_needs(site.nodes, site.platforms, marked=site.is_mixed)
     if cluster.role == "local" and site.is_mixed:
-        devices = tuple(own_devices(platforms))
-        require_here(needs[0], devices, num_cores=os.cpu_count() or 1)
+        devices = tuple(find_devices(platforms))
+        cores = max(os.cpu_count() or 1, settings.devices_per_node)
+        machine = this_machine(devices, num_cores=cores)
+        if not fits([needs[0]], [machine.resources]):
+            raise refusal(needs, [machine], platforms=site.platforms, settings=settings)
         cluster = replace(cluster, devices=devices)
     if cluster.role != "existing":
         _warn_of_few_cores(site, cluster.node_rank)
     try:
         return run_on_nodes(
             cluster,
-            lambda meeting: body(replace(site, cluster=cluster, meeting=meeting)),
+            lambda head: body(replace(site, cluster=cluster, head=head)),
             platforms=platforms,
         )
     except (WorkerFailure, NodeFailure) as failure:
@@ -364,7 +366,7 @@ async def _in_pools(
         platforms=site.platforms,
         platform=site.platform,
         pools=site.nodes,
-        meeting=site.meeting,
+        head=site.head,
     )
     try:
         store = host_store(timeout_s=cluster.settings.wait_s)

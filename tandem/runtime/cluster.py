@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which Ray cluster a run uses: one of its own, one that exists, or one that its nodes form.
+"""The choice of a run's Ray cluster: its own, one that exists, or one that its nodes form.
 
-Pure: the decision from settings and environment, and the arithmetic of what fits. Nothing is
-started here.
+Pure functions of the settings and the environment. Nothing is started here.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,23 +14,23 @@ from tandem.errors import UserError
 from tandem.platforms.isolation import Visibility
 
 DEFAULT_PORT = 29500
-"""Where the nodes of a run meet if MASTER_PORT does not say; the default of torch's launcher."""
+"""The port at which the nodes of a run meet without MASTER_PORT; torch's launcher has the same."""
 _MAX_PORT = 65535
 _RANK_VARIABLES = ("NODE_RANK", "RANK")
 _QUANTITIES = ("num_cpus", "num_gpus", "object_store_memory")
-"""What a node has of Ray's own resources, in ray.init's words."""
+"""Ray's own resources of a node, in ray.init's words."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """What a run asks for.
+    """The configuration of a run's cluster.
 
     Attributes:
         num_nodes: ``trainer.nnodes``.
         devices_per_node: ``trainer.n_gpus_per_node``.
         wait_s: ``trainer.ray_wait_register_center_timeout``.
-        timeout_s: ``nccl_timeout``; it bounds how long a worker may hang too.
-        ray_init: ``ray_kwargs.ray_init``: passed to ray.init.
+        timeout_s: ``nccl_timeout``, which also bounds how long a worker may hang.
+        ray_init: ``ray_kwargs.ray_init``, the keyword arguments of ray.init.
     """
 
     num_nodes: int
@@ -41,18 +39,24 @@ class ClusterSettings:
     timeout_s: float = 600
     ray_init: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def sizes_key(self) -> str:
+        """The keys that size the run, as a UserError about ``trainer.nnodes`` names them."""
+        return f"trainer.n_gpus_per_node={self.devices_per_node}, trainer.nnodes"
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """This process's part.
+    """The part that this process takes in the cluster of a run.
 
     Attributes:
-        role: ``local``: a cluster of this machine alone. ``existing``: one at ``address``. ``head``
-            and ``member``: one that the nodes of this run form; they meet at ``address``.
+        role: ``local`` for a cluster of this machine alone; ``existing`` for one at ``address``;
+            ``head`` and ``member`` for one that the nodes of this run form, which meet at
+            ``address``.
         address: host:port; "" for ``local``.
-        source: where the address comes from, for messages.
-        node_rank: of a head (0) or member.
-        devices: of this node, if they have been looked for already.
+        source: the variable or key that gave the address, for messages.
+        node_rank: the rank of a head (0) or member.
+        devices: the devices of this node, if they have been looked for already.
     """
 
     role: Literal["local", "existing", "head", "member"]
@@ -60,26 +64,26 @@ class ClusterPlan:
     address: str = ""
     source: str = ""
     node_rank: int = 0
-    devices: tuple[OwnDevices, ...] | None = None
+    devices: tuple[NodeDevices, ...] | None = None
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """``address`` in its parts; ask only if it has a port."""
+        """The parts of ``address``, which must have a port."""
         host, _, port = self.address.rpartition(":")
         return host.strip("[]"), int(port)
 
 
 def plan_cluster(settings: ClusterSettings, environment: Mapping[str, str]) -> ClusterPlan:
-    """What this process is to do, told by the settings and the launcher's variables.
+    """Decide the part of this process from the settings and the launcher's variables.
 
     Raises:
-        UserError: several nodes are asked for and nothing says how they find each other, the
-            variables contradict the settings, or Ray could not take its own.
+        UserError: nothing says how several nodes find each other, the variables contradict the
+            settings, or a quantity of ``ray_kwargs.ray_init`` is not one.
     """
     _check_quantities(settings.ray_init)
-    asked = settings.ray_init.get("address")
-    source = "ray_kwargs.ray_init.address" if asked else "RAY_ADDRESS"
-    address = str(asked or environment.get("RAY_ADDRESS", ""))
+    configured = settings.ray_init.get("address")
+    source = "ray_kwargs.ray_init.address" if configured else "RAY_ADDRESS"
+    address = str(configured or environment.get("RAY_ADDRESS", ""))
     if address and address != "local":
         _check_address(address, source)
         return ClusterPlan("existing", settings, address, source)
@@ -88,21 +92,29 @@ def plan_cluster(settings: ClusterSettings, environment: Mapping[str, str]) -> C
     rank_variable = next((name for name in _RANK_VARIABLES if environment.get(name)), None)
     if not environment.get("MASTER_ADDR") or rank_variable is None:
         raise UserError(
-            f"trainer.nnodes={settings.num_nodes}: nothing says where the other nodes are. Type "
-            "`ray start --head --port=6379` on one node and `ray start --address=THAT_NODE:6379` "
-            "on each other, then this command on the first with RAY_ADDRESS=auto; or this command "
-            "on every node with MASTER_ADDR=FIRST_NODE and NODE_RANK=0, 1, ..."
+            "trainer.nnodes",
+            settings.num_nodes,
+            rule="no variable says where the other nodes are",
+            remedy="Type `ray start --head --port=6379` on one node and "
+            "`ray start --address=THAT_NODE:6379` on each other, then this command on the first "
+            "with RAY_ADDRESS=auto; or this command on every node with MASTER_ADDR=FIRST_NODE and "
+            "NODE_RANK=0, 1, ...",
         )
     rank = _number(rank_variable, environment[rank_variable])
     if rank >= settings.num_nodes:
         raise UserError(
-            f"{rank_variable}={rank}: must be below trainer.nnodes={settings.num_nodes}. "
-            "Give the nodes the ranks 0, 1, ..., or raise trainer.nnodes."
+            rank_variable,
+            rank,
+            rule=f"must be below trainer.nnodes={settings.num_nodes}",
+            remedy="Give the nodes the ranks 0, 1, ..., or raise trainer.nnodes.",
         )
     port = _number("MASTER_PORT", environment.get("MASTER_PORT") or str(DEFAULT_PORT))
     if not 1 <= port <= _MAX_PORT:
         raise UserError(
-            f"MASTER_PORT={port}: must be from 1 to {_MAX_PORT}. Set the same one on every node."
+            "MASTER_PORT",
+            port,
+            rule=f"must be from 1 to {_MAX_PORT}",
+            remedy="Set the same one on every node.",
         )
     address = f"{environment['MASTER_ADDR']}:{port}"
     role = "member" if rank else "head"
@@ -110,9 +122,13 @@ def plan_cluster(settings: ClusterSettings, environment: Mapping[str, str]) -> C
 
 
 @dataclass(frozen=True, slots=True)
-class OwnDevices:
-    """Devices of one platform that a process on this node sees; ``marker`` says whose they are, ""
-    where all nodes have the same; ``problem`` why there are none."""
+class NodeDevices:
+    """The devices of one platform that a process on this node sees.
+
+    Attributes:
+        marker: the resource that names the platform; "" where all nodes have the same one.
+        problem: why there are no devices, "" if there are.
+    """
 
     visibility: Visibility
     number: int
@@ -121,10 +137,13 @@ class OwnDevices:
 
 
 def node_resources(
-    devices: Sequence[OwnDevices], *, num_cores: int, settings: ClusterSettings
+    devices: Sequence[NodeDevices], *, num_cores: int, settings: ClusterSettings
 ) -> dict[str, Any]:
-    """What a node that is started for a run declares to Ray beyond what Ray finds by itself, in
-    ray.init's words. Every worker takes a CPU, whatever else it takes."""
+    """Return the resources that a node of the run declares to Ray, in ray.init's words.
+
+    They are those that Ray does not find by itself. Every worker takes a CPU, whatever else it
+    takes.
+    """
     resources: dict[str, Any] = {"num_cpus": max(num_cores, settings.devices_per_node)}
     others: dict[str, float] = {}
     for own in devices:
@@ -136,88 +155,50 @@ def node_resources(
             others[own.visibility.resource] = own.number
         if own.marker:
             others[own.marker] = 1
-    given = {name: settings.ray_init[name] for name in _QUANTITIES if name in settings.ray_init}
-    resources |= given
+    for name in _QUANTITIES:
+        if settings.ray_init.get(name) is not None:
+            resources[name] = int(settings.ray_init[name])
     others |= settings.ray_init.get("resources") or {}
     return resources | ({"resources": others} if others else {})
-
-
-def require_fit(
-    needs: Mapping[int, int], capacities: Sequence[int], *, settings: ClusterSettings, what: str
-) -> None:
-    """Check that every node of the plan finds one of the cluster with enough devices.
-
-    Args:
-        needs: devices by number of the planned node.
-        capacities: devices of each node that is there.
-        what: the resource, for the message.
-
-    Raises:
-        UserError: they do not fit.
-    """
-    if fits(list(needs.values()), capacities):
-        return
-    counted = sorted(Counter(capacities).items(), reverse=True)
-    there = ", ".join(f"{capacity} on {number} node(s)" for capacity, number in counted)
-    remedy = f"Set trainer.n_gpus_per_node={max(capacities, default=0)} or less"
-    if not any(capacities):
-        remedy = f"Choose a platform that is here (trainer.device), or nodes with {what}s"
-    elif len(capacities) < settings.num_nodes:
-        remedy = "Lower trainer.nnodes, or add nodes to the cluster"
-    elif what == "CPU":
-        remedy += ", or raise ray_kwargs.ray_init.num_cpus"
-    raise UserError(
-        f"trainer.n_gpus_per_node={settings.devices_per_node}, trainer.nnodes="
-        f"{settings.num_nodes}: more devices than exist. "
-        f"Ray finds {what}s: {there or 'none'}. {remedy}."
-    )
-
-
-def fits(needs: Sequence[int], capacities: Sequence[int]) -> bool:
-    """Whether each need finds a node of its own.
-
-    Example:
-        >>> fits([4, 8], [8, 4]), fits([4, 4], [8])
-        (True, False)
-    """
-    ordered = zip(sorted(needs, reverse=True), sorted(capacities, reverse=True), strict=False)
-    return len(needs) <= len(capacities) and all(need <= there for need, there in ordered)
 
 
 def _check_address(address: str, source: str) -> None:
     host, _, port = address.rpartition(":")
     if address != "auto" and ("://" in address or not host or not port.isdecimal()):
         raise UserError(
-            f"{source}={address}: must be HOST:PORT of a running Ray cluster that this machine is "
-            "a node of, or auto. `ray status` on its head shows it."
+            source,
+            address,
+            rule="must be auto, or HOST:PORT of a running Ray cluster that has this machine as a "
+            "node",
+            remedy="`ray status` on the cluster's head shows it.",
         )
 
 
 def _check_quantities(ray_init: Mapping[str, Any]) -> None:
-    """Ray takes whole numbers from 0 on, and looks itself for what is None; of some others it only
-    asserts, and some would fail here before it sees them."""
+    # Ray only asserts that some of them are whole numbers, and others would fail here before.
     resources = ray_init.get("resources") or {}
     if not isinstance(resources, Mapping):
         raise UserError(
-            f"ray_kwargs.ray_init.resources={resources}: must map names to numbers. Write "
-            "'ray_kwargs.ray_init.resources={NAME:1}', or leave it out."
+            "ray_kwargs.ray_init.resources",
+            resources,
+            rule="must map names to numbers",
+            remedy="Write 'ray_kwargs.ray_init.resources={NAME:1}', or leave it out.",
         )
-    quantities = {name: ray_init.get(name) for name in _QUANTITIES}
+    quantities = {name: ray_init[name] for name in _QUANTITIES if ray_init.get(name) is not None}
     quantities |= {f"resources.{name}": number for name, number in resources.items()}
     for name, number in quantities.items():
-        is_left_out = number is None and name in _QUANTITIES
-        if not is_left_out and not _is_quantity(number):
+        if not isinstance(number, int | float) or number < 0 or number % 1:
             raise UserError(
-                f"ray_kwargs.ray_init.{name}={number}: must be a whole number from 0 on. "
-                "Correct it, or leave it out."
+                f"ray_kwargs.ray_init.{name}",
+                number,
+                rule="must be a whole number from 0 on",
+                remedy="Correct it, or leave it out.",
             )
-
-
-def _is_quantity(value: Any) -> bool:
-    return isinstance(value, int | float) and value >= 0 and value % 1 == 0
 
 
 def _number(name: str, text: str) -> int:
     if not text.isdecimal():
-        raise UserError(f"{name}={text}: must be a number from 0 on. Set it on every node.")
+        raise UserError(
+            name, text, rule="must be a number from 0 on", remedy="Set it on every node."
+        )
     return int(text)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a failed worker tells, and which of several failures was the first cause.
+"""Failures of workers, and which of several was the first cause.
 
-When one process goes, its peers lose their connections to it and raise too, sometimes before its
-end is noticed. Hence symptoms are ranked by kind first, and by time only within a kind.
+When one process ends, its peers lose their connections to it and raise too, sometimes before its
+end is noticed. Hence failures are ranked by kind first, and by time only within a kind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem.errors import UserError
 
 
 class Kind(IntEnum):
-    """In order of preference as the first cause."""
+    """The kind of a failure. The lowest of several is most likely the first cause."""
 
     DIED = 0
     HANGS = 1
@@ -27,13 +27,13 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """One worker's failure. Plain values, picklable.
+    """The failure of one worker as plain values, which can be pickled.
 
     Attributes:
-        cause: one line.
-        traceback_text: where it was raised, or the last words of a process that died; may be "".
-        time_s: since the epoch, by the clock of whoever noticed.
-        is_user_error: ``cause`` is the text of a UserError.
+        cause: the cause in one line.
+        traceback_text: the traceback, or the last lines that a dead process wrote; may be "".
+        time_s: seconds since the epoch, by the clock of the process that noticed.
+        is_user_error: whether ``cause`` is the text of a UserError.
     """
 
     kind: Kind
@@ -44,7 +44,7 @@ class Symptom:
 
 
 class ReportedError(Exception):
-    """What leaves a process instead of an exception that perhaps cannot be pickled."""
+    """The exception that leaves a worker, in place of one that perhaps cannot be pickled."""
 
     def __init__(self, symptom: Symptom) -> None:
         super().__init__(symptom)
@@ -53,7 +53,7 @@ class ReportedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WorkerName:
-    """Which worker, for messages. ``pid`` is 0 if it never said."""
+    """The name of a worker in messages. ``pid`` is 0 before the worker has answered."""
 
     pool: str
     rank: int
@@ -65,13 +65,13 @@ class WorkerName:
 
 
 class WorkerFailure(Exception):
-    """A worker died, hangs or raised. The first line of the text says it all; a traceback follows.
+    """A worker died, hangs or raised. The first line is the whole message; a traceback follows.
 
     Attributes:
-        pool, rank, host, pid: which worker.
-        method: the call that ended so; "" if it died between calls.
-        cause: one line.
-        traceback_text: the worker's, or the last lines that a dead one wrote; may be "".
+        pool, rank, host, pid: the worker.
+        method: the call that failed; "" if the worker died between calls.
+        cause: the cause in one line.
+        traceback_text: the worker's traceback, or the last lines that a dead one wrote; may be "".
     """
 
     def __init__(self, worker: WorkerName, method: str, *, symptom: Symptom) -> None:
@@ -89,12 +89,12 @@ class WorkerFailure(Exception):
 
 
 class NodeFailure(Exception):
-    """The run ended on a node that the driver is not on: the head vanished, or its own Ray did."""
+    """The run ended on a member node: the head vanished, or the node's own Ray ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A symptom with whose it is and during which call."""
+    """A symptom, its worker, and the call that was running, "" without one."""
 
     worker: WorkerName
     method: str
@@ -102,12 +102,12 @@ class Failed:
 
 
 def first_failed(failures: Sequence[Failed]) -> Failed:
-    """The one that most likely caused the others."""
+    """Return the failure that most likely caused the others."""
     return min(failures, key=lambda failed: (failed.symptom.kind, failed.symptom.time_s))
 
 
 def as_exception(failed: Failed) -> Exception:
-    """What the driver raises: a worker's UserError as one, anything else as ``WorkerFailure``."""
+    """Return the exception for the driver to raise: a worker's UserError, or a WorkerFailure."""
     if failed.symptom.is_user_error:
         return UserError(failed.symptom.cause)
     return WorkerFailure(failed.worker, failed.method, symptom=failed.symptom)
@@ -127,12 +127,12 @@ _MEMORY_REMEDY = (
     "data.max_token_len_per_gpu) or actor_rollout_ref.rollout.gpu_memory_utilization, and type the "
     "same command again: it goes on from the last checkpoint."
 )
-"""Peers wait for this process within a collective: micro-batches cannot shrink and the step go on,
-as they do on one device."""
+"""Peers wait for this process within a collective. The step cannot go on with smaller
+micro-batches, as it does on one device."""
 
 
 def symptom_of(error: Exception, *, time_s: float) -> Symptom:
-    """What a worker tells of an exception, by names and texts, since not all can be pickled."""
+    """Return an exception as a symptom: by name and text, since not all can be pickled."""
     names = {base.__name__ for base in type(error).__mro__}
     text = " ".join(str(error).split()) or type(error).__name__
     is_user_error = isinstance(error, UserError)
@@ -155,7 +155,7 @@ _OUT_OF_MEMORY = re.compile(r"running low on memory|OutOfMemory|memory pressure"
 
 
 def cause_of_death(ray_text: str) -> str:
-    """One line for what Ray says, at length, about an actor that is no more."""
+    """Return one line for Ray's long text about an actor that has ended."""
     if _OUT_OF_MEMORY.search(ray_text):
         return "it was ended because its node ran out of memory"
     if _NODE_LOST.search(ray_text):

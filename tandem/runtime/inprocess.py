@@ -13,17 +13,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from tandem.runtime.memory import keep_freed_memory
+from tandem.runtime.os_settings import keep_freed_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class InProcessRuntime:
-    """Implements ``tandem.api.Runtime``."""
+    """An implementation of ``tandem.api.Runtime`` without other processes."""
 
     def __init__(self, prepare_thread: Callable[[], object] | None = None) -> None:
-        """``prepare_thread`` runs first on the engine thread (``Platform.prepare_thread``)."""
+        """Start the engine thread, on which ``prepare_thread`` runs first."""
         keep_freed_memory()
         self._executor = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="engine", initializer=prepare_thread
@@ -35,7 +35,7 @@ class InProcessRuntime:
         return await asyncio.get_running_loop().run_in_executor(self._executor, bound)
 
     async def watch(self) -> None:
-        """There is no other process to end."""
+        """Wait for ever: there is no other process that could end."""
         await asyncio.Event().wait()
 
     async def close(self) -> None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices workers whose processes are there and do nothing: stopped, or stuck in a call.
+"""Detection of workers that exist and do nothing: they are stopped, or stuck in a call.
 
-Each is asked for a sign of life every few seconds, which it gives on a thread of its own while its
-call goes on. Time is counted in rounds that the driver itself has lived through, so that one that
-was stopped for a while does not blame its workers. The end of a process is not noticed here: see
-``waiting``.
+The driver requests a heartbeat from each worker every few seconds, and the worker answers on a
+thread of its own while its call goes on. Time is counted in rounds of the driver, so that a driver
+that was stopped for a while does not blame its workers. ``waiting`` detects the end of a process.
 """
 
 from __future__ import annotations
@@ -23,52 +22,52 @@ from tandem.runtime.waiting import Reference, Waits, Worker
 
 _LONGEST_PERIOD_S = 5.0
 _ROUNDS = 8
-"""At least so many questions before a worker counts as stopped."""
+"""The least number of requests before a worker counts as stopped."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Heartbeat:
     """A worker's answer.
 
     Attributes:
-        cpu_s: processor time of the thread that runs the call under way; None without a call.
-        stack: where that thread is.
+        cpu_s: the processor time of the thread that runs the current call; None without a call.
+        stack: the stack of that thread.
     """
 
     cpu_s: float | None = None
     stack: str = ""
 
 
-class CallClock:
-    """In a worker: what the call under way does, as other threads see it."""
+class CallMonitor:
+    """The current call of a worker, as the worker's other threads see it."""
 
     def __init__(self) -> None:
         self._thread: int | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While this thread runs a call."""
+        """Mark this thread as the one that runs a call."""
         self._thread = threading.get_ident()
         try:
             yield
         finally:
             self._thread = None
 
-    def sign(self) -> Sign:
-        """Of life."""
+    def heartbeat(self) -> Heartbeat:
+        """Return the processor time and the stack of the current call."""
         thread = self._thread
         frame = None if thread is None else sys._current_frames().get(thread)
         if thread is None or frame is None:
-            return Sign()
+            return Heartbeat()
         cpu_s = time.clock_gettime(time.pthread_getcpuclockid(thread))
-        return Sign(cpu_s, "".join(traceback.format_stack(frame)).rstrip())
+        return Heartbeat(cpu_s, "".join(traceback.format_stack(frame)).rstrip())
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long is too long.
+    """The times after which a worker counts as hanging.
 
-    Args:
+    Attributes:
         timeout_s: ``nccl_timeout``, after which collectives give up.
     """
 
@@ -76,37 +75,41 @@ class Limits:
 
     @property
     def silence_s(self) -> float:
-        """Without a sign: half of the timeout, before those who wait for the worker in a collective
-        give up and are blamed instead."""
+        """The limit without a heartbeat: half of the timeout.
+
+        It ends before the workers that wait in a collective give up and are blamed instead.
+        """
         return self.timeout_s / 2
 
     @property
     def stillness_s(self) -> float:
-        """Within a call, without any processor time: a tenth above the timeout, as one that waits
-        in a collective does so rightly until then."""
+        """The limit for a call that uses no processor time: a tenth above the timeout.
+
+        Until the timeout, a worker may well wait in a collective.
+        """
         return 1.1 * self.timeout_s
 
     @property
     def period_s(self) -> float:
-        """Between questions."""
+        """The time between two requests for a heartbeat."""
         return min(_LONGEST_PERIOD_S, self.silence_s / _ROUNDS)
 
 
 @dataclass(slots=True)
 class _Watched:
     worker: Worker
-    ask: Callable[[], Reference]
+    request: Callable[[], Reference]
     reference: Reference
-    last: Sign = Sign()
+    last: Heartbeat = Heartbeat()
     silent_rounds: int = 0
     still_rounds: int = 0
 
 
 class Liveness:
-    """A thread of the driver that asks, from ``start`` to ``close``.
+    """A thread of the driver that watches all workers, from ``start`` to ``close``.
 
     Args:
-        finished, result: as those of ``Waits``.
+        finished, result: see ``Waits``.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class Liveness:
         waits: Waits,
         *,
         finished: Callable[[Sequence[Reference], float], Sequence[Reference]],
-        result: Callable[[Reference], Sign],
+        result: Callable[[Reference], Heartbeat],
         limits: Limits,
     ) -> None:
         self._waits = waits
@@ -124,10 +127,13 @@ class Liveness:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, asks: Mapping[Worker, Callable[[], Reference]]) -> None:
-        """From now on a worker that hangs ends every wait. ``asks`` says how to ask each for its
-        ``Sign``."""
-        watched = [_Watched(worker, ask, ask()) for worker, ask in asks.items()]
+    def start(self, requests: Mapping[Worker, Callable[[], Reference]]) -> None:
+        """Let a worker that hangs end every wait from now on.
+
+        Args:
+            requests: for each worker, the function that requests its ``Heartbeat``.
+        """
+        watched = [_Watched(worker, request, request()) for worker, request in requests.items()]
         self._thread = threading.Thread(target=self._run, args=(watched,), name="liveness")
         self._thread.start()
 
@@ -147,7 +153,7 @@ class Liveness:
                     return
 
     def _look(self, one: _Watched, *, has_answered: bool) -> Symptom | None:
-        """Count this round for a worker; a symptom if it was one too many."""
+        """Count this round for a worker; return a symptom if it was one too many."""
         limits = self._limits
         if not has_answered:
             one.silent_rounds += 1
@@ -156,11 +162,11 @@ class Liveness:
             duration = f"{limits.silence_s:g} s (half of nccl_timeout)"
             return _hangs(f"no sign of life for {duration}: it is stopped, or starved")
         one.silent_rounds = 0
-        with suppress(ReportedError):  # the end of a process has its own way to be told
-            sign = self._result(one.reference)
-            is_still = sign.cpu_s is not None and sign.cpu_s == one.last.cpu_s
+        with suppress(ReportedError):  # ``waiting`` detects the end of a process
+            heartbeat = self._result(one.reference)
+            is_still = heartbeat.cpu_s is not None and heartbeat.cpu_s == one.last.cpu_s
             one.still_rounds = one.still_rounds + 1 if is_still else 0
-            one.last, one.reference = sign, one.ask()
+            one.last, one.reference = heartbeat, one.request()
         if one.still_rounds < math.ceil(limits.stillness_s / limits.period_s):
             return None
         duration = f"{limits.stillness_s:g} s (nccl_timeout and a tenth)"

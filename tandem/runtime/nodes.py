@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run on several nodes that were all given the same command.
+"""A run on several nodes that were all given the same command.
 
-The first drives the run and the others lend it their devices: they join the first one's Ray
-cluster, wait for the end of the run and end as it did. A node's Ray processes end with it, however
-it ends.
+The first node, the head, drives the run. The others, its members, add their devices to the head's
+Ray cluster, wait for the end of the run, and exit with its exit code. A node's Ray processes end
+with the command on it, however that ends.
+
+The head listens at MASTER_ADDR. Each member keeps one connection for the whole run, whose end tells
+either side that the other is gone. Messages are lines of JSON: the member sends ``{"rank": r}``,
+the head ``{"ray": address}`` once its Ray runs and ``{"exit": code}`` at the end. ADR 0005 says why
+``ray symmetric-run`` does not replace this.
 """
 
 from __future__ import annotations
@@ -11,118 +16,240 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
-from typing import IO, Any
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import closing, suppress
+from typing import Any
 
 from tandem.errors import UserError
 from tandem.platforms.record import Platform
 from tandem.runtime.cluster import ClusterPlan, node_resources
-from tandem.runtime.die_with_parent import die_with_parent
 from tandem.runtime.failure import NodeFailure
-from tandem.runtime.probe_devices import own_devices
-from tandem.runtime.ray_env import ray_environment
-from tandem.runtime.rendezvous import Attendance, Meeting
+from tandem.runtime.probe_devices import find_devices
+from tandem.runtime.ray_node import RayNode
 
+_RETRY_S = 0.3
+_HELLO_S = 5.0
 _SHUTDOWN_S = 5.0
-_LAST_LINES = 5
+_KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+"""A peer that the network has lost is noticed after 10 s of silence."""
 
 
 def run_on_nodes(
     plan: ClusterPlan,
-    body: Callable[[Meeting | None], int],
+    body: Callable[[HeadServer | None], int],
     *,
     platforms: Collection[Platform],
 ) -> int:
-    """Run ``body`` on the node that drives; the exit code is its on every node.
+    """Run ``body`` on the node that drives; return its exit code, on every node.
 
     Args:
-        platforms: of the run's pools.
-        body: gets the meeting that it hands to the runtime; None where no nodes are to come.
+        body: gets the server that the members connect to, None if the run has no members.
+        platforms: the platforms of the run's pools.
 
     Raises:
         UserError: the nodes do not find each other.
-        NodeFailure: on a member: the first node vanished, or this node's Ray did.
+        NodeFailure: on a member: the head vanished, or this node's Ray ended.
     """
     if plan.role == "member":
-        return _lend(plan, platforms)
+        return _join(plan, platforms)
     if plan.role != "head":
         return body(None)
-    meeting = Meeting(plan)
+    server = HeadServer(plan)
     exit_code = 1
     try:
-        exit_code = body(meeting)
+        exit_code = body(server)
     except UserError:
         exit_code = 2
         raise
     finally:
-        meeting.close(exit_code)
+        server.close(exit_code)
     return exit_code
 
 
-def _lend(plan: ClusterPlan, platforms: Collection[Platform]) -> int:
-    """A member's part."""
-    with closing(Attendance(plan)) as attendance:
-        message = attendance.receive()
+def _join(plan: ClusterPlan, platforms: Collection[Platform]) -> int:
+    """Add this member's devices to the cluster until the run ends; return its exit code."""
+    with closing(MemberClient(plan)) as client:
+        message = client.receive()
         if "exit" in message:
             return message["exit"]
         resources = node_resources(
-            own_devices(platforms), num_cores=os.cpu_count() or 1, settings=plan.settings
+            find_devices(platforms), num_cores=os.cpu_count() or 1, settings=plan.settings
         )
-        with _ray_node(message["ray"], attendance.own_address, resources=resources) as (
-            process,
-            log,
-        ):
-            return _end_of_run(attendance, process, log=log)
+        options = {"address": message["ray"], "node_ip_address": client.own_address, **resources}
+        with closing(RayNode(options, role="member")) as node:
+            return _wait_for_end(client, node)
 
 
-def _end_of_run(attendance: Attendance, process: subprocess.Popen[bytes], *, log: IO[bytes]) -> int:
-    """Wait for the head's last word or the end of this node's Ray, whichever is first."""
-    ended = os.pidfd_open(process.pid)
+def _wait_for_end(client: MemberClient, node: RayNode) -> int:
+    """Wait until the run ends and return its exit code. Raises NodeFailure if Ray ends before."""
+    ray_ended = os.pidfd_open(node.process.pid)
     try:
-        ready, _, _ = select.select([attendance.connection, ended], [], [])
-        if attendance.connection not in ready:
+        ready, _, _ = select.select([client.connection, ray_ended], [], [])
+        if client.connection not in ready:
             # A run that ends takes Ray's head with it just before it says so.
-            ready, _, _ = select.select([attendance.connection], [], [], _SHUTDOWN_S)
+            ready, _, _ = select.select([client.connection], [], [], _SHUTDOWN_S)
     finally:
-        os.close(ended)
+        os.close(ray_ended)
     if ready:
-        return attendance.receive()["exit"]
-    log.seek(0)
-    lines = log.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
-    raise NodeFailure("\n".join(["this node's Ray ended before the run did", *lines]))
+        return client.receive()["exit"]
+    raise NodeFailure("\n".join(["this node's Ray ended before the run did", *node.last_lines()]))
 
 
-@contextmanager
-def _ray_node(
-    head: str, own_address: str, *, resources: Mapping[str, Any]
-) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """Ray's processes of this node, and the file of what they say."""
-    flags = [f"--{name.replace('_', '-')}={_flag(value)}" for name, value in resources.items()]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head}"]
-    command += [f"--node-ip-address={own_address}", "--block", *flags]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command,
-            env=os.environ | ray_environment("member"),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - it only makes one system call
-        )
+class HeadServer:
+    """The head's side. Its threads wait on a condition only, and end with ``close``."""
+
+    def __init__(self, plan: ClusterPlan) -> None:
+        """Listen.
+
+        Raises:
+            UserError: the port is taken.
+        """
+        _, port = plan.host_and_port
+        self._num_nodes = plan.settings.num_nodes
+        self._present: set[int] = set()
+        self._ray_address = ""
+        self._exit_code: int | None = None
+        self._changed = threading.Condition()
         try:
-            yield process, log
-        finally:
-            # All at once: with the head gone there is nothing left that they could tell anybody.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            self._server = socket.create_server(("", port))
+        except OSError as error:
+            raise UserError(
+                "MASTER_PORT",
+                port,
+                rule=f"this node, the first, cannot listen there ({error.strerror})",
+                remedy="Set another one on every node.",
+            ) from error
+        self._closing, self._closed = socket.socketpair()
+        self._threads = [threading.Thread(target=self._accept, name="nodes", daemon=True)]
+        self._threads[0].start()
+
+    def announce(self, ray_address: str) -> None:
+        """Let all members, also later ones, join the Ray cluster at this address."""
+        with self._changed:
+            self._ray_address = ray_address
+            self._changed.notify_all()
+
+    def absent(self) -> list[int]:
+        """Return the ranks of the members that have not connected yet."""
+        with self._changed:
+            return sorted(set(range(1, self._num_nodes)) - self._present)
+
+    def close(self, exit_code: int) -> None:
+        """Tell the members how the run ended."""
+        with self._changed:
+            self._exit_code = exit_code
+            self._changed.notify_all()
+        self._closing.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        with self._server, self._closed:
+            while True:
+                ready, _, _ = select.select([self._server, self._closed], [], [])
+                if self._server not in ready:
+                    return
+                connection, _ = self._server.accept()
+                thread = threading.Thread(
+                    target=self._serve, args=(connection,), name="node", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError, ValueError, KeyError, TypeError):
+            connection.settimeout(_HELLO_S)
+            rank = int(_receive(connection)["rank"])
+            _watch_peer(connection)
+            with self._changed:
+                self._present.add(rank)
+                self._changed.wait_for(lambda: self._ray_address or self._exit_code is not None)
+                ray_address = self._ray_address
+            if ray_address:
+                _send(connection, {"ray": ray_address})
+            with self._changed:
+                self._changed.wait_for(lambda: self._exit_code is not None)
+            _send(connection, {"exit": self._exit_code})
 
 
-def _flag(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, Mapping) else str(value)
+class MemberClient:
+    """A member's side: one connection to the head."""
+
+    def __init__(self, plan: ClusterPlan) -> None:
+        """Connect. Waits as long as the plan lets nodes wait for each other.
+
+        Raises:
+            UserError: there is no head.
+        """
+        self.plan = plan
+        self.connection = self._connect(time.monotonic() + plan.settings.wait_s)
+        self.own_address: str = self.connection.getsockname()[0]
+        _watch_peer(self.connection)
+        _send(self.connection, {"rank": plan.node_rank})
+
+    def receive(self) -> dict[str, Any]:
+        """Return the head's next message.
+
+        Raises:
+            NodeFailure: there will be none.
+        """
+        try:
+            return _receive(self.connection)
+        except (OSError, ValueError) as error:
+            raise NodeFailure(
+                f"the first node ({self.plan.address}) vanished, and the run with it: "
+                "it was ended, or the network to it is down"
+            ) from error
+
+    def close(self) -> None:
+        """Disconnect."""
+        self.connection.close()
+
+    def _connect(self, deadline: float) -> socket.socket:
+        plan = self.plan
+        while True:
+            try:
+                return socket.create_connection(plan.host_and_port, timeout=5)
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise UserError(
+                        "MASTER_ADDR",
+                        plan.host_and_port[0],
+                        rule=f"no run answers at {plan.address} after {plan.settings.wait_s:g} s "
+                        f"({error.strerror or error})",
+                        remedy="Start the same command with NODE_RANK=0 there, or raise "
+                        "trainer.ray_wait_register_center_timeout.",
+                    ) from error
+                time.sleep(_RETRY_S)
+
+
+def _watch_peer(connection: socket.socket) -> None:
+    """Let a connection fail within seconds of its peer being out of reach."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        option = getattr(socket, name, None)  # not every system has all
+        if option is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    """Return one message, and read no more, so that ``select`` misses nothing.
+
+    Raises:
+        ValueError: the connection has ended.
+    """
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte:
+            raise ValueError("the connection has ended")
+        line += byte
+    return json.loads(line)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many devices of a run's platforms this node has.
+"""The number of devices that this node has of a run's platforms.
 
-Where there are several platforms, in processes that end: a vendor's extension changes the process
-that loads it, and the one that drives a run may have to ask for two.
+Several platforms are probed in processes that end: a vendor's extension changes the process that
+loads it, and the process that drives a run may have to ask for two.
 """
 
 from __future__ import annotations
@@ -16,55 +16,54 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from tandem.errors import UserError
-from tandem.runtime.cluster import OwnDevices
+from tandem.runtime.cluster import NodeDevices
 from tandem.runtime.resources import marker_of
 
 if TYPE_CHECKING:
     from tandem.platforms.record import Platform
 
-_ASK = (
+_PROGRAM = (
     "import json, pickle, sys; platform = pickle.load(sys.stdin.buffer); "
     "problem = platform.probe(); "
     "print('\\ntandem', json.dumps([0 if problem else platform.num_devices(), problem]))"
 )
-_MARK = "tandem "
-"""Of the line that answers: vendors' packages print, too."""
+_PREFIX = "tandem "
+"""The beginning of the line with the answer: vendors' packages print, too."""
+_TIMEOUT_S = 60.0
+"""Loading a vendor's extension from a cold disk takes ten seconds."""
 
 
-_LIMIT_S = 60.0
-"""For an answer. Loading a vendor's extension from a cold disk takes ten seconds."""
+def find_devices(platforms: Collection[Platform]) -> list[NodeDevices]:
+    """Return the devices of each platform on this node.
 
-
-def own_devices(platforms: Collection[Platform]) -> list[OwnDevices]:
-    """What this node has of them, marked where they are several; of the host's nothing is said
-    then.
+    Several platforms are marked, and the host's own is left out then.
 
     Raises:
         UserError: a vendor's driver does not answer.
     """
     distinct = list({platform.name: platform for platform in platforms}.values())
     if len(distinct) == 1:
-        return [OwnDevices(distinct[0].visibility, distinct[0].num_devices())]
+        return [NodeDevices(distinct[0].visibility, distinct[0].num_devices())]
     accelerators = [platform for platform in distinct if marker_of(platform)]
-    answers = _ask([platform for platform in accelerators if not _is_missing(platform)])
-    found: list[OwnDevices] = []
+    answers = _probe([platform for platform in accelerators if not _is_missing(platform)])
+    found: list[NodeDevices] = []
     for platform in accelerators:
         number, problem = answers.get(platform.name) or (0, platform.probe())
         marker = marker_of(platform)
-        found.append(OwnDevices(platform.visibility, number, marker, problem=problem))
+        found.append(NodeDevices(platform.visibility, number, marker, problem=problem))
     return found
 
 
 def _is_missing(platform: Platform) -> bool:
-    """Whether its extension is not installed: then its probe says so at once, and loads nothing."""
+    """Return whether the extension is not installed: then ``probe`` loads nothing."""
     return bool(platform.extension) and find_spec(platform.extension) is None
 
 
-def _ask(platforms: Collection[Platform]) -> Mapping[str, tuple[int, str]]:
-    """By name of the platform how many devices there are, and why none."""
-    asked = {
+def _probe(platforms: Collection[Platform]) -> Mapping[str, tuple[int, str]]:
+    """Return the number of devices, and why there are none, by the platform's name."""
+    probes = {
         platform.name: subprocess.Popen(
-            [sys.executable, "-c", _ASK],
+            [sys.executable, "-c", _PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -75,15 +74,17 @@ def _ask(platforms: Collection[Platform]) -> Mapping[str, tuple[int, str]]:
     for platform in platforms:
         name = platform.name
         try:
-            told, _ = asked[name].communicate(pickle.dumps(platform), timeout=_LIMIT_S)
+            told, _ = probes[name].communicate(pickle.dumps(platform), timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
-            for process in asked.values():
+            for process in probes.values():
                 process.kill()
             raise UserError(
-                f"platform {name}: its driver does not say within {_LIMIT_S:.0f} s what devices "
-                "this node has. Look at them with the vendor's tool, or leave them out of pools.*."
+                f"platform {name}",
+                rule=f"its driver does not say within {_TIMEOUT_S:.0f} s which devices this node "
+                "has",
+                remedy="Look at them with the vendor's tool, or leave them out of pools.*.",
             ) from error
-        lines = [line for line in told.decode().splitlines() if line.startswith(_MARK)]
+        lines = [line for line in told.decode().splitlines() if line.startswith(_PREFIX)]
         problem = "the process that looked for its devices ended without an answer"
-        answers[name] = tuple(json.loads(lines[-1][len(_MARK) :])) if lines else (0, problem)
+        answers[name] = tuple(json.loads(lines[-1][len(_PREFIX) :])) if lines else (0, problem)
     return answers

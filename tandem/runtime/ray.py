@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runtime for many processes, on Ray: one actor a device, at the places that were planned.
+"""The runtime for many processes, on Ray: one actor per device, on the nodes that were planned.
 
-The only file that imports ray, and only when a run needs it. Which cluster is decided in
-``cluster``, what an actor does in ``hosted``, how calls are waited for in ``waiting``. No call is
-retried and no actor restarted: the first failure ends the run.
+This is the only file that imports ray, and it does so only when a run needs it. ``cluster`` decides
+which cluster is used, ``worker_process`` has what an actor does, and ``waiting`` how calls are
+waited for. No call is retried and no actor restarted: the first failure ends the run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from tandem.errors import UserError
-from tandem.runtime.cluster import ClusterPlan, OwnDevices
-from tandem.runtime.die_with_parent import die_with_parent
+from tandem.runtime.cluster import ClusterPlan, NodeDevices
 from tandem.runtime.failure import (
     Kind,
     ReportedError,
@@ -35,16 +34,29 @@ from tandem.runtime.failure import (
     symptom_of,
 )
 from tandem.runtime.liveness import Limits, Liveness
-from tandem.runtime.placement import require_distinct, seats_of
-from tandem.runtime.probe_devices import own_devices
-from tandem.runtime.ray_cluster import Reservation, interruptible, reserve, start_ray
-from tandem.runtime.ray_env import ray_environment
+from tandem.runtime.os_settings import die_with_parent
+from tandem.runtime.probe_devices import find_devices
+from tandem.runtime.ray_cluster import (
+    Reservation,
+    assign_workers,
+    interruptible,
+    require_distinct,
+    reserve,
+    start_ray,
+)
+from tandem.runtime.ray_node import RayNode, ray_environment
 from tandem.runtime.waiting import Call, Waits, Worker
-from tandem.runtime.worker_process import Build, HostedObject, Opened, Reply, Seat
+from tandem.runtime.worker_process import (
+    Build,
+    Reply,
+    WorkerAssignment,
+    WorkerInfo,
+    WorkerProcess,
+)
 
 if TYPE_CHECKING:
     from tandem.platforms.record import Platform
-    from tandem.runtime.rendezvous import Meeting
+    from tandem.runtime.nodes import HeadServer
 
 logger = logging.getLogger(__name__)
 
@@ -54,45 +66,47 @@ R = TypeVar("R")
 _LAST_LINES = 20
 
 
-class _Actor(HostedObject):
-    """The class of Ray's actors. Ray runs its methods one at a time, but for ``watch`` and
-    ``sign``."""
+class _Actor(WorkerProcess):
+    """The class of Ray's actors.
 
-    def take_seat(self, seat: Seat) -> Opened:
-        """Isolate this process by what Ray assigned to it."""
+    Ray runs its methods one at a time, except ``watch`` and ``heartbeat``.
+    """
+
+    def start(self, assignment: WorkerAssignment) -> WorkerInfo:
+        """Isolate this process to the devices that Ray assigned to it."""
         import ray
 
-        die_with_parent()  # Ray tells those that can listen to end; a stopped process cannot
+        die_with_parent()  # Ray asks processes to end; one that is stopped cannot listen
         context = ray.get_runtime_context()
-        assigned = context.get_accelerator_ids().get(seat.visibility.resource, [])
-        return replace(self.open(seat, assigned), actor=context.get_actor_id())
+        assigned = context.get_accelerator_ids().get(assignment.visibility.resource, [])
+        return replace(self.isolate(assignment, assigned), actor=context.get_actor_id())
 
     def watch(self) -> None:
-        """Never returns: its failure tells that the process has ended."""
+        """Wait for ever. The failure of this call tells that the process has ended."""
         threading.Event().wait()
 
 
 @dataclass(frozen=True, slots=True)
-class _Member:
-    """A worker and the handle by which it is called."""
+class _Handle:
+    """A worker and the actor by which it is called."""
 
     worker: Worker
     actor: Any
 
-    def ask(self) -> Any:
-        """For a sign of life."""
-        return self.actor.sign.options(concurrency_group="watch").remote()
+    def request_heartbeat(self) -> Any:
+        """Return the reference of a heartbeat."""
+        return self.actor.heartbeat.options(concurrency_group="watch").remote()
 
 
 class RayRuntime:
-    """Implements ``tandem.api.Runtime``, and starts pools of workers.
+    """An implementation of ``tandem.api.Runtime`` that also starts pools of workers.
 
-    A context manager, so that the processes end with it whatever happens. To be opened on the main
-    thread: Ray's processes are told to end with the thread that started them.
+    It is a context manager, so that the processes end with it whatever happens. It must be opened
+    on the main thread: Ray's processes end with the thread that started them.
 
     Attributes:
         address: the IP address of the driver's node, by which workers reach it.
-        opened: what the processes of each pool told of themselves, by rank.
+        workers: the processes of each pool, by rank.
     """
 
     def __init__(
@@ -102,15 +116,16 @@ class RayRuntime:
         platform: Platform,
         pools: Mapping[str, Sequence[int]],
         platforms: Mapping[str, Platform] | None = None,
-        meeting: Meeting | None = None,
+        head: HeadServer | None = None,
     ) -> None:
-        """Find or start the cluster and the workers' processes, each isolated to its device.
+        """Find or start the cluster, and start the workers, each isolated to its device.
+
         SIGINT and SIGTERM end the wait, also where an event loop runs.
 
         Args:
-            platform: of pools that ``platforms`` does not name.
-            pools: per pool the number of the planned node of each rank.
-            meeting: where a head's members wait.
+            platform: the platform of pools that ``platforms`` does not name.
+            pools: the number of the planned node of each rank, by pool.
+            head: the server to which the members of this run connect.
 
         Raises:
             UserError: the cluster cannot be reached, or has too few devices or nodes.
@@ -124,64 +139,73 @@ class RayRuntime:
             limits=Limits(plan.settings.timeout_s),
         )
         self._actors: list[Any] = []
-        self._members: dict[str, list[_Member]] = {}
+        self._handles: dict[str, list[_Handle]] = {}
         self._threads: dict[int, tuple[object, ThreadPoolExecutor]] = {}
         self._shown: set[tuple[str, str]] = set()
         self._logs: dict[str, str] = {}
         self._closing = threading.Lock()
         self._is_open = True
+        self._node: RayNode | None = None
         ray = _load_ray(plan)
         assert not ray.is_initialized(), "a process has one runtime on Ray at a time"
         assert threading.current_thread() is threading.main_thread(), "see the class"
         try:
             with interruptible():
-                start_ray(ray, plan, devices=lambda: _devices(plan, self._platforms.values()))
+                devices = functools.partial(_find_devices, plan, self._platforms.values())
+                self._node = start_ray(ray, plan, devices=devices)
                 self.address: str = ray.util.get_node_ip_address()
-                if meeting is not None:
-                    meeting.announce(ray.get_runtime_context().gcs_address)
+                if head is not None:
+                    head.announce(ray.get_runtime_context().gcs_address)
                 reserved = reserve(
-                    ray, plan, pools=pools, platforms=self._platforms, meeting=meeting
+                    ray,
+                    plan,
+                    pools=pools,
+                    platforms=self._platforms,
+                    absent_ranks=head.absent if head else list,
                 )
-                seats = seats_of(pools, reserved, platforms=self._platforms)
-                self.opened = self._open(seats, reserved, timeout_s=plan.settings.wait_s)
-            members = [member for pool in self._members.values() for member in pool]
-            self._liveness.start({member.worker: member.ask for member in members})
+                assignments = assign_workers(pools, reserved, platforms=self._platforms)
+                self.workers = self._start(assignments, reserved, timeout_s=plan.settings.wait_s)
+            handles = [handle for pool in self._handles.values() for handle in pool]
+            self._liveness.start({handle.worker: handle.request_heartbeat for handle in handles})
         except BaseException:
             self.shutdown()
             raise
 
     def start_pools(self, builds: Mapping[str, Build]) -> dict[str, RayWorkerGroup]:
-        """Make the object of every worker of these pools, all at the same time, once each has
-        confirmed that it has a device of its own. Blocks.
+        """Build the object of every worker of these pools, all at the same time. Blocks.
+
+        Before that, each worker confirms that it has a device of its own.
 
         Args:
-            builds: per pool a picklable callable from ``WorkerPlace`` to the object.
+            builds: by pool, a picklable callable from ``WorkerPlace`` to the object.
 
         Raises:
             WorkerFailure, UserError: the first cause, if one of them failed.
         """
         uuids = self._call_all("confirm", {pool: self._platforms[pool] for pool in builds})
-        opened = [one for pool in builds for one in self.opened[pool]]
-        require_distinct(opened, uuids, platforms=self._platforms)
+        infos = [info for pool in builds for info in self.workers[pool]]
+        require_distinct(infos, uuids, platforms=self._platforms)
         self._call_all("build", builds)
-        return {pool: RayWorkerGroup(self._waits, self._members[pool]) for pool in builds}
+        return {pool: RayWorkerGroup(self._waits, self._handles[pool]) for pool in builds}
 
     def _call_all(self, method: str, arguments: Mapping[str, object]) -> list[Any]:
-        """Of all members of these pools, with the pickled argument of their pool; the results in
-        their order. Blocks."""
+        """Call all workers of these pools with the pickled argument of their pool. Blocks."""
         from ray.cloudpickle import cloudpickle
 
         calls = []
         for pool, argument in arguments.items():
             payload = cloudpickle.dumps(argument)
-            for member in self._members[pool]:
-                reference = getattr(member.actor, method).remote(payload)
-                calls.append(self._waits.started(member.worker, method, reference=reference))
+            for handle in self._handles[pool]:
+                reference = getattr(handle.actor, method).remote(payload)
+                calls.append(self._waits.started(handle.worker, method, reference=reference))
         return self._waits.gather(calls)
 
     async def call(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run ``function`` on a thread. Methods of one object run in the order of the calls, those
-        of different objects at the same time."""
+        """Run ``function`` on a thread.
+
+        Methods of one object run in the order of the calls, methods of different objects at the
+        same time.
+        """
         owner = getattr(function, "__self__", None)
         if id(owner) not in self._threads:
             executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="facade")
@@ -191,8 +215,7 @@ class RayRuntime:
         return await asyncio.get_running_loop().run_in_executor(executor, bound)
 
     async def watch(self) -> None:
-        """Raise WorkerFailure as soon as a worker has ended or hangs, also one that nobody waits
-        for."""
+        """Raise WorkerFailure as soon as any worker has ended or hangs."""
         await asyncio.to_thread(self._waits.until_death)
 
     async def close(self) -> None:
@@ -200,7 +223,7 @@ class RayRuntime:
         await asyncio.to_thread(self.shutdown)
 
     def shutdown(self) -> None:
-        """``close`` for callers that are not asynchronous."""
+        """End all processes, for callers that are not asynchronous; see ``close``."""
         import ray
         from ray.exceptions import RayError
 
@@ -215,8 +238,10 @@ class RayRuntime:
                     ray.kill(actor)
             for _, executor in self._threads.values():
                 executor.shutdown(wait=True, cancel_futures=True)
-            self._waits.until_left()  # whoever asks Ray after its end starts it again
+            self._waits.until_left()  # a thread that asks Ray after its end starts it again
             ray.shutdown()
+            if self._node is not None:
+                self._node.close()
 
     def __enter__(self) -> RayRuntime:
         return self
@@ -229,40 +254,50 @@ class RayRuntime:
     ) -> None:
         self.shutdown()
 
-    def _open(
-        self, seats: Sequence[Seat], reserved: Mapping[int, Reservation], *, timeout_s: float
-    ) -> dict[str, list[Opened]]:
-        """One actor a seat, isolated to its device. Fills ``_actors`` and ``_members``."""
+    def _start(
+        self,
+        assignments: Sequence[WorkerAssignment],
+        reserved: Mapping[int, Reservation],
+        *,
+        timeout_s: float,
+    ) -> dict[str, list[WorkerInfo]]:
+        """Start an actor per assignment, isolated to its device. Fills in the handles."""
         waits = Waits(_finished, self._result)
         calls = []
-        for seat in seats:
-            place = seat.place
-            actor = _make_actor(reserved[place.node], seat.visibility.resource)
+        for assignment in assignments:
+            place = assignment.place
+            actor = _make_actor(reserved[place.node], assignment.visibility.resource)
             self._actors.append(actor)
             name = WorkerName(place.pool, place.rank, host=place.node_address, pid=0)
             worker = Worker(name, actor.watch.options(concurrency_group="watch").remote())
             waits.watch(worker)
-            calls.append(waits.started(worker, "start", reference=actor.take_seat.remote(seat)))
+            calls.append(waits.started(worker, "start", reference=actor.start.remote(assignment)))
         try:
-            told: list[Opened] = waits.gather(calls, timeout_s=timeout_s)
+            infos: list[WorkerInfo] = waits.gather(calls, timeout_s=timeout_s)
         except TimeoutError as error:
             raise UserError(
-                f"trainer.ray_wait_register_center_timeout={timeout_s:g}: not all of the "
-                f"{len(seats)} worker processes have started in this time. Raise it."
+                "trainer.ray_wait_register_center_timeout",
+                timeout_s,
+                rule=f"not all of the {len(assignments)} worker processes have started in this "
+                "time",
+                remedy="Raise it.",
             ) from error
-        opened: dict[str, list[Opened]] = defaultdict(list)
-        for call, actor, one in zip(calls, self._actors, told, strict=True):
-            name = replace(call.worker.name, host=one.host, pid=one.pid)
+        workers: dict[str, list[WorkerInfo]] = defaultdict(list)
+        for call, actor, info in zip(calls, self._actors, infos, strict=True):
+            name = replace(call.worker.name, host=info.host, pid=info.pid)
             worker = Worker(name, call.worker.watch)
             self._waits.watch(worker)
-            self._members.setdefault(name.pool, []).append(_Member(worker, actor))
-            opened[name.pool].append(one)
-            self._logs[one.actor] = one.log
-            logger.debug("%s: %s", name, one.isolation)
-        return opened
+            self._handles.setdefault(name.pool, []).append(_Handle(worker, actor))
+            workers[name.pool].append(info)
+            self._logs[info.actor] = info.log
+            logger.debug("%s: %s", name, info.isolation)
+        return workers
 
     def _result(self, reference: Any) -> Any:
-        """See ``Waits``. Warnings of workers are logged here, once if many workers say the same."""
+        """Return the result of a finished call; see ``Waits``.
+
+        Warnings of workers are logged here, once if many workers log the same.
+        """
         result = _fetch(reference, self._logs)
         if not isinstance(result, Reply):
             return result
@@ -275,20 +310,20 @@ class RayRuntime:
 
 
 class RayWorkerGroup:
-    """Implements ``tandem.api.WorkerGroup``."""
+    """An implementation of ``tandem.api.WorkerGroup``."""
 
-    def __init__(self, waits: Waits, members: Sequence[_Member]) -> None:
+    def __init__(self, waits: Waits, handles: Sequence[_Handle]) -> None:
         self._waits = waits
-        self._members = members
+        self._handles = handles
 
     @property
     def size(self) -> int:
-        return len(self._members)
+        return len(self._handles)
 
     def submit(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Call:
-        member = self._members[rank]
-        reference = member.actor.call.remote(method, *args, **kwargs)
-        return self._waits.started(member.worker, method, reference=reference)
+        handle = self._handles[rank]
+        reference = handle.actor.call.remote(method, *args, **kwargs)
+        return self._waits.started(handle.worker, method, reference=reference)
 
     def gather(self, calls: Sequence[Call]) -> list[Any]:
         return self._waits.gather(calls)
@@ -297,28 +332,28 @@ class RayWorkerGroup:
         return self._waits.first(calls)
 
 
-def _devices(plan: ClusterPlan, platforms: Collection[Platform]) -> Sequence[OwnDevices]:
-    return own_devices(platforms) if plan.devices is None else plan.devices
+def _find_devices(plan: ClusterPlan, platforms: Collection[Platform]) -> Sequence[NodeDevices]:
+    return find_devices(platforms) if plan.devices is None else plan.devices
 
 
 def _load_ray(plan: ClusterPlan) -> ModuleType:
-    """Ray, silent. Raises UserError if it is not installed."""
+    """Import Ray, made silent. Raises UserError if it is not installed."""
     for name, value in ray_environment(plan.role).items():
         os.environ.setdefault(name, value)
     try:
         import ray
     except ModuleNotFoundError as error:
-        settings = plan.settings
         raise UserError(
-            f"trainer.n_gpus_per_node={settings.devices_per_node}, trainer.nnodes="
-            f"{settings.num_nodes}: a run of several processes needs Ray ({error}). Install it by "
-            "`pip install 'tandem[cluster]'`, or set both to 1."
+            plan.settings.sizes_key,
+            plan.settings.num_nodes,
+            rule=f"a run of several processes needs Ray ({error})",
+            remedy="Install it by `pip install 'tandem[cluster]'`, or set both to 1.",
         ) from error
     return ray
 
 
 def _make_actor(reservation: Reservation, resource: str) -> Any:
-    """An actor on one of the reserved devices; its process is being started."""
+    """Start an actor on one of the reserved devices, without waiting for its process."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -337,7 +372,7 @@ def _make_actor(reservation: Reservation, resource: str) -> Any:
 
 
 def _finished(references: Sequence[Any], timeout_s: float) -> list[Any]:
-    """See ``Waits``."""
+    """Wait for calls; see ``Waits``."""
     import ray
 
     ready, _ = ray.wait(list(references), num_returns=1, timeout=timeout_s)
@@ -347,7 +382,7 @@ def _finished(references: Sequence[Any], timeout_s: float) -> list[Any]:
 
 
 def _fetch(reference: Any, logs: Mapping[str, str]) -> Any:
-    """The result of a finished call. Raises ReportedError, whatever happened."""
+    """Return the result of a finished call. Raises ReportedError, whatever went wrong."""
     import ray
     from ray import exceptions
 
@@ -372,7 +407,7 @@ def _fetch(reference: Any, logs: Mapping[str, str]) -> Any:
 
 
 def _last_lines(path: str) -> str:
-    """Of a log, if it is on this node; without Ray's marks, which begin with a colon."""
+    """Return the end of a log if it is on this node, without Ray's marks, which begin with ":"."""
     if not path or not Path(path).is_file():
         return ""
     lines = Path(path).read_text("utf-8", errors="replace").splitlines()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Getting hold of a Ray cluster, and reserving devices on it where the plan wants them.
+"""Connects to the Ray cluster of a run, reserves its devices, and assigns them to workers.
 
-The module ray comes in as an argument, because one file only imports it.
+The module ray comes in as an argument, because only one file imports it. Workers load this file
+before they are isolated, so that it must not import torch.
 """
 
 from __future__ import annotations
@@ -13,38 +14,40 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partialmethod
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import UserError
-from tandem.runtime.cluster import (
-    ClusterPlan,
-    ClusterSettings,
-    OwnDevices,
-    node_resources,
-    require_fit,
-)
-from tandem.runtime.rendezvous import Meeting
+from tandem.platforms.place import WorkerPlace
+from tandem.runtime.cluster import ClusterPlan, ClusterSettings, NodeDevices, node_resources
+from tandem.runtime.ray_node import RayNode, RayNodeError, start_head
 from tandem.runtime.resources import (
     NodeState,
     Resources,
-    demands,
-    is_held,
+    fits,
     is_marked,
+    node_needs,
     num_equipped,
-    refuse,
+    refusal,
 )
+from tandem.runtime.worker_process import WorkerAssignment, WorkerInfo
 
 if TYPE_CHECKING:
     from tandem.platforms.record import Platform
 
+FLAGCX_VARIABLE = "USE_FLAGCX"
+"""verl-FL's variable. The driver's value holds for all workers: those of a group must agree."""
+
 _PROBE_S = 8.0
 _POLL_S = 0.2
 _RESERVE_S = 30.0
+_MAX_HOST_THREADS = 16
+_MIG_PREFIX = "MIG-"
+"""The prefix of the names of parts of devices."""
 _HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 5000,
     "health_check_period_ms": 1000,
@@ -52,17 +55,19 @@ _HEALTH_CHECKS = {
     "health_check_failure_threshold": 3,
 }
 """A node that the network has lost is given up after 12 s instead of about a minute."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """The devices of one planned node: bundle ``index`` of a placement group, on a node with these
-    resources."""
-
-    group: Any
-    index: int
-    address: str
-    resources: Resources
+_NODE_OPTIONS = {
+    name: name.removeprefix("_")
+    for name in (
+        *("num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "_memory"),
+        *("include_dashboard", "dashboard_host", "dashboard_port", "proxy_server_url"),
+        *("_system_config", "_temp_dir", "_plasma_directory", "_object_spilling_directory"),
+        *("_node_ip_address", "_node_name", "_metrics_export_port"),
+        *("enable_resource_isolation", "cgroup_path"),
+        *("system_reserved_cpu", "system_reserved_memory"),
+    )
+}
+"""Arguments of ray.init that are for the node which it starts, and the names that they have as
+options of ``ray start``. A ray.init that connects refuses them."""
 
 
 @contextmanager
@@ -84,43 +89,97 @@ def interruptible() -> Iterator[None]:
 
 
 def start_ray(
-    ray: ModuleType, plan: ClusterPlan, *, devices: Callable[[], Sequence[OwnDevices]]
-) -> None:
-    """Connect to the plan's cluster; ``local`` and ``head`` start it.
+    ray: ModuleType, plan: ClusterPlan, *, devices: Callable[[], Sequence[NodeDevices]]
+) -> RayNode | None:
+    """Connect to the cluster of the plan, whose head is started here for ``local`` and ``head``.
 
     Args:
-        devices: finds those of this node.
+        devices: finds the devices of this node.
+
+    Returns:
+        the head's processes, which the caller closes; None if the cluster exists already.
 
     Raises:
-        UserError: there is none, or Ray does not accept ``ray_kwargs.ray_init``.
+        UserError: there is no cluster, or Ray does not accept ``ray_kwargs.ray_init``.
     """
     given = {name: value for name, value in plan.settings.ray_init.items() if name != "address"}
     if plan.role == "existing":
         _probe(plan)
-        wanted: dict[str, Any] = {"address": plan.address}
-    else:
-        cores = os.cpu_count() or 1
-        wanted = node_resources(devices(), num_cores=cores, settings=plan.settings)
-        wanted |= {"address": "local", "include_dashboard": False}
-    if plan.role == "head":
-        wanted |= {"_system_config": _HEALTH_CHECKS, **_named_address(plan)}
-    quiet = {"logging_level": logging.CRITICAL, "log_to_driver": False}
-    arguments = quiet | wanted | given
-    few = _few_processes(ray, arguments) if plan.role == "local" else nullcontext()
+        _connect(ray, plan, address=plan.address, given=given)
+        return None
+    # The address by which ray.init, below, looks for this node.
+    options = {"node_ip_address": ray.util.get_node_ip_address()}
+    options |= _head_options(plan, given=given, devices=devices())
     try:
-        with _kept_sigterm_handler(), _own_sessions(), few:
-            ray.init(**arguments)
+        role = "head" if plan.role == "head" else "local"
+        node, address = start_head(options, role=role)
+    except RayNodeError as error:
+        raise _not_accepted(given, error) if given else error from None
+    others = {name: value for name, value in given.items() if name not in _NODE_OPTIONS}
+    try:
+        _connect(ray, plan, address=address, given=others)
+    except BaseException:
+        node.close()
+        raise
+    return node
+
+
+def _head_options(
+    plan: ClusterPlan, *, given: Mapping[str, Any], devices: Sequence[NodeDevices]
+) -> dict[str, Any]:
+    """Return the options of ``ray start`` for the head."""
+    options: dict[str, Any] = {"include_log_monitor": bool(given.get("log_to_driver"))}
+    if plan.role == "head":
+        options |= {"system_config": _HEALTH_CHECKS, **_named_address(plan)}
+    options |= {_NODE_OPTIONS[name]: given[name] for name in given.keys() & _NODE_OPTIONS}
+    cores = os.cpu_count() or 1
+    return options | node_resources(devices, num_cores=cores, settings=plan.settings)
+
+
+def _connect(ray: ModuleType, plan: ClusterPlan, *, address: str, given: Mapping[str, Any]) -> None:
+    quiet = {"logging_level": logging.CRITICAL, "log_to_driver": False}
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(**{**quiet, "address": address, **given})
     except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
         if given and not isinstance(error, ConnectionError):
-            raise UserError(
-                f"ray_kwargs.ray_init={given}: {_first_line(error)} Leave it out."
-            ) from error
+            raise _not_accepted(given, error) from error
         if plan.role != "existing":
             raise
         raise UserError(
-            f"{plan.source}={plan.address}: {_first_line(error)} This machine must be one of the "
-            "cluster's nodes: type `ray start --address=...` on it."
+            plan.source,
+            plan.address,
+            rule=_first_line(error),
+            remedy="This machine must be one of the cluster's nodes: type "
+            "`ray start --address=...` on it.",
         ) from error
+    finally:
+        signal.signal(signal.SIGTERM, handler)  # ray.init replaces it
+
+
+def _not_accepted(given: Mapping[str, Any], error: Exception) -> UserError:
+    return UserError(
+        "ray_kwargs.ray_init",
+        given,
+        rule=_first_line(error),
+        remedy="Leave out what Ray does not accept.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """The devices of one planned node.
+
+    Attributes:
+        group: Ray's placement group.
+        index: the number of the node's bundle in it.
+        resources: all resources of the node that the bundle is on.
+    """
+
+    group: Any
+    index: int
+    address: str
+    resources: Resources
 
 
 def reserve(
@@ -129,24 +188,29 @@ def reserve(
     *,
     pools: Mapping[str, Sequence[int]],
     platforms: Mapping[str, Platform],
-    meeting: Meeting | None,
+    absent_ranks: Callable[[], Sequence[int]],
 ) -> dict[int, Reservation]:
     """Reserve the devices of each planned node on a node of the cluster of its own.
 
     Args:
-        pools: per pool the number of the planned node of each rank.
-        platforms: of each pool.
-        meeting: where the nodes of a run that forms its cluster are to come.
+        pools: the number of the planned node of each rank, by pool.
+        platforms: the platform of each pool.
+        absent_ranks: returns the nodes that have not joined the cluster which this run forms.
 
     Raises:
-        UserError: the nodes do not come in time, or do not have so many devices, or others use
-            them.
+        UserError: the nodes do not come in time, do not have so many devices, or others use them.
     """
-    needs = _wait_for_nodes(ray, plan, pools=pools, platforms=platforms, meeting=meeting)
+    needs = _wait_for_nodes(ray, plan, pools=pools, platforms=platforms, absent_ranks=absent_ranks)
     numbers = sorted(needs)
     group = ray.util.placement_group([needs[n] for n in numbers], strategy="STRICT_SPREAD")
     if not group.wait(_RESERVE_S):
-        raise _refusal(ray, plan, needs=needs, platforms=platforms, is_large_enough=True)
+        raise refusal(
+            needs,
+            _node_states(ray),
+            platforms=platforms,
+            settings=plan.settings,
+            free=ray.available_resources(),
+        )
     placed = ray.util.placement_group_table(group)["bundles_to_node_id"]
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     reserved: dict[int, Reservation] = {}
@@ -162,159 +226,144 @@ def _wait_for_nodes(
     *,
     pools: Mapping[str, Sequence[int]],
     platforms: Mapping[str, Platform],
-    meeting: Meeting | None,
+    absent_ranks: Callable[[], Sequence[int]],
 ) -> dict[int, dict[str, float]]:
-    """Until the cluster can hold the run: at once, unless nodes are still to come. Returns what
-    each planned node takes."""
+    """Wait until the cluster can hold the run, and return what each planned node takes.
+
+    Does not wait if all nodes are there.
+    """
     settings = plan.settings
     deadline = time.monotonic() + (settings.wait_s if settings.num_nodes > 1 else 0)
     while True:
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        nodes = [NodeState(n["NodeManagerAddress"], n["Resources"], {}) for n in alive]
-        needs = demands(pools, platforms, marked=is_marked(nodes, platforms))
-        if is_held(list(needs.values()), [node.total for node in nodes]):
+        nodes = _node_states(ray)
+        totals = [node.resources for node in nodes]
+        needs = node_needs(pools, platforms, marked=is_marked(nodes, platforms))
+        if fits(list(needs.values()), totals):
             return needs
-        late = time.monotonic() >= deadline
-        if late and len(alive) < settings.num_nodes:
-            absent = [] if meeting is None else meeting.absent()
-            raise UserError(_missing_nodes(settings, len(alive), absent=absent))
+        is_late = time.monotonic() >= deadline
+        if is_late and len(nodes) < settings.num_nodes:
+            raise _missing_nodes(settings, len(nodes), absent=absent_ranks())
         # A cluster that the run has formed is complete; of another, more nodes may be on their way.
-        present = (
-            len(alive)
-            if plan.role == "head"
-            else num_equipped([node.total for node in nodes], list(needs.values()))
-        )
-        if late or present >= settings.num_nodes:
-            raise _refusal(ray, plan, needs=needs, platforms=platforms, is_large_enough=False)
+        is_own = plan.role == "head"
+        present = len(nodes) if is_own else num_equipped(totals, list(needs.values()))
+        if is_late or present >= settings.num_nodes:
+            raise refusal(needs, nodes, platforms=platforms, settings=settings)
         time.sleep(_POLL_S)
 
 
-def _refusal(
-    ray: ModuleType,
-    plan: ClusterPlan,
-    *,
-    needs: Mapping[int, Resources],
-    platforms: Mapping[str, Platform],
-    is_large_enough: bool,
+def _node_states(ray: ModuleType) -> list[NodeState]:
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [NodeState(node["NodeManagerAddress"], node["Resources"]) for node in alive]
+
+
+def _missing_nodes(
+    settings: ClusterSettings, num_present: int, *, absent: Sequence[int]
 ) -> UserError:
-    """Why the cluster does not hold the run: others use it, or no nodes of this kind could."""
-    nodes = _states(ray)
-    if is_marked(nodes, platforms):
-        return refuse(needs, nodes, platforms=platforms)
-    resource = next(iter(platforms.values())).visibility.resource
-    if is_large_enough:
-        free = ray.available_resources().get(resource, 0)
-        return UserError(
-            f"trainer.n_gpus_per_node={plan.settings.devices_per_node}, trainer.nnodes="
-            f"{plan.settings.num_nodes}: so many {resource}s exist, but others use them; {free:g} "
-            "are free. Wait until the others have ended, or lower these."
-        )
-    for what in (resource, "CPU"):
-        require_fit(
-            {number: int(need[what]) for number, need in needs.items()},
-            [int(node.total.get(what, 0)) for node in nodes],
-            settings=plan.settings,
-            what=what,
-        )
-    return refuse(needs, nodes, platforms=platforms)
-
-
-def _states(ray: ModuleType) -> list[NodeState]:
-    free = ray._private.state.available_resources_per_node()
-    return [
-        NodeState(node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-
-
-def _missing_nodes(settings: ClusterSettings, num_present: int, *, absent: Sequence[int]) -> str:
     ranks = f" (NODE_RANK {', '.join(map(str, absent))})" if absent else ""
-    return (
-        f"trainer.nnodes={settings.num_nodes}: only {num_present} of them are there after "
-        f"{settings.wait_s:g} s. Start the others{ranks}, or raise "
-        "trainer.ray_wait_register_center_timeout."
+    return UserError(
+        "trainer.nnodes",
+        settings.num_nodes,
+        rule=f"only {num_present} of them are there after {settings.wait_s:g} s",
+        remedy=f"Start the others{ranks}, or raise trainer.ray_wait_register_center_timeout.",
     )
 
 
+def assign_workers(
+    pools: Mapping[str, Sequence[int]],
+    reserved: Mapping[int, Reservation],
+    *,
+    platforms: Mapping[str, Platform],
+) -> list[WorkerAssignment]:
+    """Return the assignments of all ranks of all pools.
+
+    Args:
+        pools: the number of the planned node of each rank, by pool.
+    """
+    on_node = Counter(node for nodes in pools.values() for node in nodes)
+    assignments = []
+    for pool, nodes in pools.items():
+        visibility = platforms[pool].visibility
+        for rank, node in enumerate(nodes):
+            place = WorkerPlace(
+                pool=pool,
+                rank=rank,
+                size=len(nodes),
+                node=node,
+                node_address=reserved[node].address,
+                local_rank=nodes[:rank].count(node),
+                local_size=nodes.count(node),
+                wants_flagcx=os.environ.get(FLAGCX_VARIABLE, "").lower() in ("1", "true"),
+            )
+            cores = (os.cpu_count() or 1) // on_node[node]
+            is_host = visibility.mode == "none"
+            num_threads = 1 if is_host else max(1, min(cores, _MAX_HOST_THREADS))
+            capacity = int(reserved[node].resources[visibility.resource])
+            assignments.append(
+                WorkerAssignment(place, visibility, capacity, os.getcwd(), num_threads)
+            )
+    return assignments
+
+
+def require_distinct(
+    infos: Sequence[WorkerInfo], uuids: Sequence[str], *, platforms: Mapping[str, Platform]
+) -> None:
+    """Raise UserError if two processes have taken one device of a node, by whatever names.
+
+    Args:
+        uuids: the ``Platform.device_uuid`` of each process.
+        platforms: the platform of each pool.
+    """
+    taken: dict[tuple[str, str, str], WorkerInfo] = {}
+    for one, uuid in zip(infos, uuids, strict=True):
+        place = one.place
+        # A part of a device may have the uuid of the whole; its own name tells it apart.
+        part = place.physical_id if place.physical_id.startswith(_MIG_PREFIX) else ""
+        resource = platforms[place.pool].visibility.resource
+        for kind, name in ((resource, place.physical_id), (f"uuid {part}", uuid)):
+            other = taken.setdefault((place.node_address, kind, name), one)
+            if name and other is not one:
+                raise UserError(
+                    f"device {name} of {one.host}",
+                    rule=f"{_described(other)} and {_described(one)} were both given it "
+                    f"({one.isolation})",
+                    remedy="Unset what makes Ray share devices, or what lists one by two names.",
+                )
+
+
+def _described(info: WorkerInfo) -> str:
+    return f"{info.place.pool} rank {info.place.rank} (as device {info.place.physical_id})"
+
+
 def _probe(plan: ClusterPlan) -> None:
-    """Ask for the cluster in a process that can be stopped: ray.init may wait for minutes."""
+    """Raise UserError unless the cluster answers a process that can be stopped.
+
+    ray.init may wait for minutes.
+    """
     command = [sys.executable, "-m", "ray.scripts.scripts", "status"]
     command += [] if plan.address == "auto" else [f"--address={plan.address}"]
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=_PROBE_S)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         raise UserError(
-            f"{plan.source}={plan.address}: no Ray cluster answers there. Correct or unset it, or "
-            "start one with `ray start --head`."
+            plan.source,
+            plan.address,
+            rule="no Ray cluster answers there",
+            remedy="Correct or unset it, or start one with `ray start --head`.",
         ) from error
 
 
 def _named_address(plan: ClusterPlan) -> dict[str, str]:
-    """The address by which members know this node, if it is one of its own; it may be that of a
-    proxy, and then Ray finds one by itself."""
+    """Return the address by which members know this node, if it is one of the node's own.
+
+    It may be the address of a proxy. Then Ray finds one by itself.
+    """
     host, _ = plan.host_and_port
     try:
         address = socket.gethostbyname(host)
         socket.create_server((address, 0)).close()
     except OSError:
         return {}
-    return {"_node_ip_address": address}
-
-
-@contextmanager
-def _kept_sigterm_handler() -> Iterator[None]:
-    """Keep ray.init from replacing what this process does on SIGTERM."""
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-
-
-@contextmanager
-def _own_sessions() -> Iterator[None]:
-    """Start processes in sessions of their own.
-
-    A signal to the process group of the driver, as `timeout` and terminals send it, must not reach
-    Ray's processes: the driver needs them to save. Ray has no option for it.
-    """
-    start: Any = subprocess.Popen.__init__
-    own_session: Any = partialmethod(start, start_new_session=True)
-    subprocess.Popen.__init__ = own_session
-    try:
-        yield
-    finally:
-        subprocess.Popen.__init__ = start
-
-
-@contextmanager
-def _few_processes(ray: ModuleType, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Start none that the arguments switch off, and no autoscaler: for a cluster of one node that
-    ends with the run.
-
-    Each takes a second of a core, and the driver waits for one of them. Ray starts them all the
-    same, and has no option for it.
-    """
-    wanted = {
-        "start_monitor": False,
-        "start_api_server": arguments.get("include_dashboard", True),
-        "start_log_monitor": arguments["log_to_driver"],
-    }
-    node = ray._private.node.Node
-    unwanted = [name for name, is_wanted in wanted.items() if not is_wanted]
-    starts = {name: getattr(node, name) for name in unwanted if hasattr(node, name)}
-    for name in starts:
-        setattr(node, name, _start_nothing)
-    try:
-        yield
-    finally:
-        for name, start in starts.items():
-            setattr(node, name, start)
-
-
-def _start_nothing(_node: object, **_options: object) -> None:
-    """In place of a method of Ray's node."""
+    return {"node_ip_address": address}
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:
@@ -322,6 +371,5 @@ def _exit(number: int, _frame: FrameType | None) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """With a full stop."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
-    return line.rstrip(".") + "."
+    return line.rstrip(".")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits for calls on workers that end with the results, or with the first cause of a failure.
+"""Waits for calls on workers. They end with the results, or with the first cause of a failure.
 
-Every wait is also a wait for the end of any worker, so that one that nobody has called is missed
-too. How a reference is waited for and read is the caller's; threads may wait at the same time.
+Every wait is also a wait for the end of any worker, so that the end of an idle worker is noticed
+too. The caller supplies how references are waited for and read. Several threads may wait at once.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from tandem.runtime.failure import (
 )
 
 _SETTLE_S = 0.5
-"""The end of a process may be known this long before that of the calls it was busy with."""
+"""The end of a process may be known this long before the end of its calls."""
 
 _ENDED = Symptom(Kind.DIED, "its process ended", "", time_s=0)
 
 Reference = Any
-"""To a result that is not there yet; hashable."""
+"""A hashable reference to a result that may not be there yet."""
 
 
 class ClosedError(Exception):
-    """The runtime was closed while somebody waited."""
+    """The runtime was closed while a thread waited."""
 
 
 @dataclass(frozen=True, eq=False)
 class Worker:
-    """One process. ``watch`` refers to the result of a call that only ends with the process."""
+    """A worker process. ``watch`` refers to a call that only ends with the process."""
 
     name: WorkerName
     watch: Reference
@@ -50,7 +50,7 @@ class Worker:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call under way. ``number`` counts all calls, so that of a worker's the first is known."""
+    """A call that has been made. ``number`` orders all calls by when they were made."""
 
     worker: Worker
     method: str
@@ -59,14 +59,14 @@ class Call:
 
 
 class Waits:
-    """All calls of a runtime.
+    """The calls of a runtime, and the waits for them.
 
     Args:
-        finished: those of some references whose results are there; waits until there is one, at
-            most so many seconds.
-        result: of a finished reference. Raises ReportedError.
-        grace_s: after a failure, others that may have caused it are waited for so long.
-        look_s: a thread that waits looks this often whether all was closed, or a worker hangs.
+        finished: returns those of some references whose results are there. It waits until there is
+            one, at most the given seconds.
+        result: returns the result of a finished reference, or raises ReportedError.
+        grace_s: the time after a failure in which other failures may turn out to be its cause.
+        look_s: the period in which a waiting thread checks for ``close`` and for hanging workers.
     """
 
     def __init__(
@@ -93,23 +93,23 @@ class Waits:
         self._num_looking = 0
 
     def watch(self, worker: Worker) -> None:
-        """From now on the end of ``worker`` ends every wait."""
+        """Let the end of ``worker`` end every wait from now on."""
         self._workers.append(worker)
 
     def started(self, worker: Worker, method: str, *, reference: Reference) -> Call:
-        """Take note of a call that has just been made."""
+        """Register a call that has just been made."""
         call = Call(worker, method, reference, next(self._numbers))
         with self._noting:
             self._calls.add(call)
         return call
 
     def gather(self, calls: Sequence[Call], *, timeout_s: float = math.inf) -> list[Any]:
-        """The results of all calls, in order.
+        """Return the results of all calls, in order.
 
         Raises:
             WorkerFailure: a worker died, or one of the calls raised.
-            UserError: one of the calls raised that.
-            TimeoutError: they took longer.
+            UserError: one of the calls raised it.
+            TimeoutError: the calls took longer.
         """
         deadline = time.monotonic() + timeout_s
         pending = {call.reference: call for call in calls}
@@ -124,12 +124,12 @@ class Waits:
         return [results[call.reference] for call in calls]
 
     def first(self, calls: Sequence[Call]) -> int:
-        """Index of a finished call, the lowest of several. Raises WorkerFailure."""
+        """Return the lowest index of a finished call. Raises WorkerFailure."""
         finished = set(self._wait([call.reference for call in calls], math.inf))
         return next(i for i, call in enumerate(calls) if call.reference in finished)
 
     def hangs(self, worker: Worker, symptom: Symptom) -> None:
-        """End all waits: ``worker`` will not come back, though its process is there."""
+        """End all waits: ``worker`` hangs, though its process is there."""
         own = {c.reference: c for c in self._started_calls() if c.worker is worker}
         finished = self._finished(list(own), 0) if own else ()
         unfinished = [call for reference, call in own.items() if reference not in finished]
@@ -139,21 +139,21 @@ class Waits:
             self._first_end = self._first_end or failed
 
     def until_death(self) -> None:
-        """Wait until any worker has ended, or hangs. Raises WorkerFailure."""
+        """Wait until any worker has ended or hangs. Raises WorkerFailure."""
         self._wait([], math.inf)
 
     def close(self) -> None:
-        """End all waits, and those that would begin, with ``ClosedError``."""
+        """End all waits, present and future, with ``ClosedError``."""
         with self._left:
             self._is_closed = True
 
     def until_left(self) -> None:
-        """After ``close``: until no thread looks at a reference any more."""
+        """Wait, after ``close``, until no thread looks at a reference any more."""
         with self._left:
             self._left.wait_for(lambda: self._num_looking == 0)
 
     def _wait(self, references: Sequence[Reference], deadline: float) -> list[Reference]:
-        """Those that are finished, at least one."""
+        """Wait until at least one reference is finished; return those that are."""
         watches = [worker.watch for worker in self._workers]
         while (left_s := deadline - time.monotonic()) > 0:
             with self._looking():
@@ -174,7 +174,7 @@ class Waits:
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        """While references are looked at. Raises ClosedError."""
+        """Count this thread as looking at references. Raises ClosedError."""
         with self._left:
             if self._is_closed:
                 raise ClosedError("the runtime was closed")
@@ -187,8 +187,7 @@ class Waits:
                 self._left.notify_all()
 
     def _raise_first_cause(self, failures: list[Failed]) -> NoReturn:
-        """Several threads may fail of the same cause: one looks for it at a time."""
-        with self._judging:
+        with self._judging:  # several threads may fail of the same cause: one looks at a time
             failed = self._first_end or first_failed(self._collect(failures))
             if failed.symptom.kind is Kind.LOST_PEER:
                 failed = self._just_before() or failed
@@ -200,12 +199,12 @@ class Waits:
         raise as_exception(failed) from None
 
     def _just_before(self) -> Failed | None:
-        """What another thread has raised a moment ago: it may be why a peer was lost."""
+        """Return the failure that another thread has just raised: it may be why a peer was lost."""
         raised_s, failed = self._last
         return failed if time.monotonic() - raised_s < 2 * self._grace_s else None
 
     def _collect(self, failures: list[Failed]) -> list[Failed]:
-        """``failures`` and those that show within the grace period, or until somebody died."""
+        """Return ``failures`` and those that follow within the grace period or until a death."""
         deadline = time.monotonic() + self._grace_s
         watched = {worker.watch: worker for worker in self._workers}
         calls = {call.reference: call for call in self._started_calls()}
@@ -229,7 +228,7 @@ class Waits:
         return Failed(call.worker.name, call.method, symptom)
 
     def _died(self, worker: Worker, symptom: Symptom) -> Failed:
-        """The end of a worker, with the call that it was busy with."""
+        """Return the end of a worker as a failure of the call that it was busy with."""
         own = {c.reference: c for c in self._started_calls() if c.worker is worker}
         finished = self._finished(list(own), _SETTLE_S) if own else ()
         symptoms = {reference: self._symptom(reference) for reference in finished}
@@ -238,7 +237,7 @@ class Waits:
         return Failed(worker.name, busy.method if busy else "", symptom)
 
     def _symptom(self, reference: Reference) -> Symptom | None:
-        """Of a finished call, if it failed."""
+        """Return the failure of a finished call, None if it succeeded."""
         try:
             self._result(reference)
         except ReportedError as error:

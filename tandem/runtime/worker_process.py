@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside a worker process, whoever started it: isolation first, then one object whose
-methods are called.
+"""The code that runs inside a worker process: isolation first, then one object whose methods are
+called.
 
 This file must not import torch, nor anything that does: the process is isolated before vendor
-libraries are loaded, and what is to be built arrives as bytes that are unpickled only then.
+libraries are loaded. The builder of the object arrives as bytes that are unpickled only after that.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tandem.platforms.isolation import (
 )
 from tandem.platforms.place import WorkerPlace
 from tandem.runtime.failure import ReportedError, symptom_of
-from tandem.runtime.liveness import CallClock, Sign
-from tandem.runtime.memory import keep_freed_memory
+from tandem.runtime.liveness import CallMonitor, Heartbeat
+from tandem.runtime.os_settings import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,14 +45,14 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """What the driver tells a new process.
+class WorkerAssignment:
+    """The message by which the driver makes a new process a worker.
 
     Attributes:
-        place: without its device, which only the process knows.
-        node_capacity: devices that the scheduler hands out on this node.
-        folder: where the command was given; relative paths are meant from there.
-        num_threads: with which the process computes on the host.
+        place: the worker's place without its device, which only the process knows.
+        node_capacity: the number of devices that the scheduler hands out on this node.
+        folder: the folder in which the command was given; relative paths begin there.
+        num_threads: the number of threads with which the process computes on the host.
     """
 
     place: WorkerPlace
@@ -63,13 +63,13 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """What a process tells of itself.
+class WorkerInfo:
+    """The answer of a worker that has been isolated.
 
     Attributes:
         isolation: how it was isolated, in words.
-        log: the file that its stderr goes to.
-        actor: Ray's id for it.
+        log: the path of the file that its stderr goes to.
+        actor: Ray's id of it.
     """
 
     place: WorkerPlace
@@ -92,14 +92,17 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The result of a call, and what was logged since the last one."""
+    """The result of a call, and the warnings that were logged since the last one."""
 
     value: Any
     notices: tuple[Notice, ...]
 
 
-class HostedObject:
-    """The object of one process. Its methods are called by one thread at a time."""
+class WorkerProcess:
+    """A process of a pool, with the one object whose methods the driver calls.
+
+    One thread at a time calls them.
+    """
 
     def __init__(self) -> None:
         self._plan = IsolationPlan()
@@ -108,47 +111,53 @@ class HostedObject:
         self._platform: Platform | None = None
         self._object: object = None
         self._notices = _NoticeHandler()
-        self._clock = CallClock()
+        self._monitor = CallMonitor()
 
-    def open(self, seat: Seat, assigned: Sequence[str]) -> Opened:
-        """Isolate this process. ``assigned`` is what the scheduler says that it may use."""
+    def isolate(self, assignment: WorkerAssignment, assigned: Sequence[str]) -> WorkerInfo:
+        """Isolate this process to the devices that the scheduler has ``assigned`` to it."""
         with reported():
-            if os.path.isdir(seat.folder):
-                os.chdir(seat.folder)
-            os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(seat.num_threads)))
-            visible = [str(index) for index in range(seat.node_capacity)]
-            if seat.visibility.is_known_to_ray:
-                visible = inherited_names(seat.visibility, os.environ)
+            if os.path.isdir(assignment.folder):
+                os.chdir(assignment.folder)
+            os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(assignment.num_threads)))
+            visible = [str(index) for index in range(assignment.node_capacity)]
+            if assignment.visibility.is_known_to_ray:
+                visible = inherited_names(assignment.visibility, os.environ)
             self._plan = plan_isolation(
-                seat.visibility, assigned, inherited=os.environ, node_visible=visible
+                assignment.visibility, assigned, inherited=os.environ, node_visible=visible
             )
             apply_isolation(self._plan, os.environ)
-            for name, value in interface_variables(seat.place.node_address).items():
+            for name, value in interface_variables(assignment.place.node_address).items():
                 os.environ.setdefault(name, value)
-            self._visibility = seat.visibility
+            self._visibility = assignment.visibility
             self._place = replace(
-                seat.place,
+                assignment.place,
                 device_index=self._plan.local_index,
                 physical_id=self._plan.physical_id,
                 flagcx_path=os.environ.get("FLAGCX_PATH", ""),
             )
-            self._notices.source = f"{seat.place.pool} rank {seat.place.rank}"
+            self._notices.source = f"{assignment.place.pool} rank {assignment.place.rank}"
             logging.getLogger().addHandler(self._notices)
             log = os.path.realpath("/proc/self/fd/2")
-            return Opened(self._place, str(self._plan), socket.gethostname(), os.getpid(), log)
+            return WorkerInfo(self._place, str(self._plan), socket.gethostname(), os.getpid(), log)
 
     def confirm(self, payload: bytes) -> Reply:
-        """Check that isolation had the effect that was planned, and take the device. Returns its
-        ``Platform.device_uuid``; ``payload`` is the pickled platform."""
-        with reported(), self._clock.running():
+        """Check that isolation had the planned effect, and take the device.
+
+        Args:
+            payload: the pickled platform.
+
+        Returns:
+            the device's ``Platform.device_uuid``.
+        """
+        with reported(), self._monitor.running():
             platform: Platform = pickle.loads(payload)
             self._confirm(platform)
             self._platform = platform
             return Reply(platform.device_uuid(self._plan.local_index), self._notices.take())
 
     def build(self, payload: bytes) -> Reply:
-        """Make the object. ``payload`` is the pickled ``Build``."""
-        with reported(), self._clock.running():
+        """Build the object with the ``Build`` that is pickled in ``payload``."""
+        with reported(), self._monitor.running():
             assert self._place is not None and self._platform is not None, "confirm() comes first"
             build: Build = pickle.loads(payload)
             keep_freed_memory()
@@ -158,30 +167,31 @@ class HostedObject:
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Reply:
         """Call a method of the object."""
-        with reported(), self._clock.running():
+        with reported(), self._monitor.running():
             value = getattr(self._object, method)(*args, **kwargs)
             return Reply(value, self._notices.take())
 
-    def sign(self) -> Sign:
-        """That this process lives. Answered on a thread of its own, also during a call."""
-        return self._clock.sign()
+    def heartbeat(self) -> Heartbeat:
+        """Answer, also during a call, on a thread of its own, that this process lives."""
+        return self._monitor.heartbeat()
 
     def _confirm(self, platform: Platform) -> None:
-        """Check that isolation had the effect that was planned, and take the device.
+        """Check that isolation had the planned effect, and take the device.
 
         Raises:
-            UserError: its platform cannot be used here.
-            RuntimeError: the process does not see what it should.
+            UserError: the platform cannot be used here.
+            RuntimeError: the process does not see the devices that it should.
         """
         problem = platform.probe()
         if problem:
             raise UserError(
-                f"platform={platform.name}: {self._notices.source} cannot use it on "
-                f"{socket.gethostname()}: {problem} ({self._plan}). Keep its pool to nodes that "
-                "can, or name another platform."
+                f"platform={platform.name}",
+                rule=f"{self._notices.source} cannot use it on {socket.gethostname()}: {problem} "
+                f"({self._plan})",
+                remedy="Keep its pool to nodes that can, or name another platform.",
             )
         seen, index = platform.num_devices(), self._plan.local_index
-        assert self._visibility is not None, "open() comes first"
+        assert self._visibility is not None, "isolate() comes first"
         if (self._visibility.mode == "mask" and seen != 1) or index >= seen:
             raise RuntimeError(f"{platform.name} shows {seen} devices here, against: {self._plan}")
         platform.use_device(index)
@@ -189,7 +199,7 @@ class HostedObject:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Let exceptions out as ``ReportedError``."""
+    """Turn exceptions into ``ReportedError``."""
     try:
         yield
     except Exception as error:
@@ -197,8 +207,11 @@ def reported() -> Iterator[None]:
 
 
 def interface_variables(address: str) -> dict[str, str]:
-    """How gloo and NCCL are told the network that other nodes reach this one by: left alone, they
-    take the one that the host's name happens to stand for. Nothing where there is only one node."""
+    """Return the variables that name, for gloo and NCCL, the network interface with ``address``.
+
+    Without them, the libraries use the interface that the host's name resolves to. Empty where
+    there is only one node.
+    """
     if ip_address(address).is_loopback:
         return {}
     for interface, entries in psutil.net_if_addrs().items():
@@ -208,7 +221,7 @@ def interface_variables(address: str) -> dict[str, str]:
 
 
 class _NoticeHandler(logging.Handler):
-    """Keeps warnings until the next reply takes them along: nobody reads a worker's terminal."""
+    """A handler that keeps warnings for the next reply: nobody reads a worker's terminal."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

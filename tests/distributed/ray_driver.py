@@ -27,9 +27,8 @@ from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import CPU
 from tandem.runtime.cluster import ClusterSettings, plan_cluster
 from tandem.runtime.failure import NodeFailure, WorkerFailure
-from tandem.runtime.nodes import run_on_nodes
+from tandem.runtime.nodes import HeadServer, run_on_nodes
 from tandem.runtime.ray import RayRuntime
-from tandem.runtime.rendezvous import Meeting
 
 DEVICES = replace(CPU, visibility=CUDA_LIKE)
 """Workers compute on the CPU, but are given and isolated to devices."""
@@ -133,8 +132,8 @@ def be_refused_a_node() -> int:
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
     alone = plan_cluster(ClusterSettings(2, 1, wait_s=1), variables)
 
-    def body(meeting: Meeting | None) -> int:
-        with RayRuntime(alone, platform=CPU, pools={"train": [0, 1]}, meeting=meeting):
+    def body(head: HeadServer | None) -> int:
+        with RayRuntime(alone, platform=CPU, pools={"train": [0, 1]}, head=head):
             return 0
 
     try:
@@ -165,8 +164,24 @@ def wait_for_a_node() -> int:
     return 0
 
 
+def start_a_head() -> int:
+    """Report the commands of all processes of a cluster."""
+    ray_init = json.loads(os.environ["TANDEM_TEST_RAY_INIT"])
+    plan = plan_cluster(ClusterSettings(1, 1, ray_init=ray_init), {})
+    with RayRuntime(plan, platform=CPU, pools={"train": [0]}):
+        children = psutil.Process().children(recursive=True)
+        say(commands=[" ".join(process.cmdline()) for process in children])
+    return 0
+
+
 def main(function: str) -> int:
-    functions = (be_refused_an_address, be_refused_devices, be_refused_a_node, wait_for_a_node)
+    functions = (
+        be_refused_an_address,
+        be_refused_devices,
+        be_refused_a_node,
+        wait_for_a_node,
+        start_a_head,
+    )
     drivers = {f.__name__: f for f in functions}
     try:
         return drivers[function]()

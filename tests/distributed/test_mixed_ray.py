@@ -85,9 +85,9 @@ def test_a14_what_no_node_can_hold_is_refused_at_once(nodes: Nodes) -> None:
         RayRuntime(nodes.plan, platform=npu, pools=POOLS, platforms={"train": npu, "generate": mlu})
     address = ray.util.get_node_ip_address()
     assert str(caught.value) == (
-        "pools.*.platform: the cluster's 2 node(s) cannot hold the run "
-        "(node 0: 1 npu; node 1: 1 mlu). "
-        f"Free: npu 1 of 1 on {address}, mlu 0 of 0. "
+        "trainer.n_gpus_per_node=1, trainer.nnodes=2: the nodes cannot hold the run. "
+        "Needed: node 0 1 npu, 1 CPU; node 1 1 mlu, 1 CPU. "
+        f"There: {address} 1 npu, 2 CPU; {address} 2 CPU. "
         "Start Ray on a node that has them with --resources='{\"acc_mlu\": 1}', or name platforms "
         "that are there in pools.*.platform."
     )

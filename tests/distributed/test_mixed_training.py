@@ -83,8 +83,8 @@ def test_a14_a_platform_that_no_node_has_is_refused_with_what_there_is(
     words = train_arguments(material, tmp_path / "run", *SETTINGS, "pools.generate.platform=mlu")
     check_refusal(
         run_command(words, folder=tmp_path, conditions=vendors),
-        "pools.*.platform: this machine cannot hold the run (2 mlu and 2 cpu)",
-        "Free: mlu 0 (the package torch_mlu is not installed), cpu ",
+        "the nodes cannot hold the run. Needed: node 0 ",
+        "0 mlu (the package torch_mlu is not installed), ",
     )
 
 

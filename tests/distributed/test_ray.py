@@ -66,7 +66,7 @@ def test_every_worker_has_a_place_and_a_device_of_its_own(
         assert where["folder"] == os.getcwd()
         assert where["node_address"] == runtime.address
     assert [(w["local_rank"], w["local_size"]) for w in found] == [(0, 2), (1, 2), (0, 1)]
-    told = [*runtime.opened["train"], *runtime.opened["generate"]]
+    told = [*runtime.workers["train"], *runtime.workers["generate"]]
     assert [one.pid for one in told] == [where["pid"] for where in found]
 
 
@@ -190,13 +190,30 @@ def test_unreachable_address_missing_devices_and_missing_nodes_are_refused() -> 
         assert driver.returncode == 0, stderr
         said.append(json.loads(stdout))
     address, devices, nodes = said
-    assert re.match(r"RAY_ADDRESS=127.0.0.1:\d+: no Ray cluster answers there. ", address["error"])
+    assert re.match(
+        r"RAY_ADDRESS='127.0.0.1:\d+': no Ray cluster answers there. ", address["error"]
+    )
     assert address["seconds"] < 15
     assert devices["error"] == (
-        "trainer.n_gpus_per_node=2, trainer.nnodes=1: more devices than exist. "
-        "Ray finds GPUs: 1 on 1 node(s). Set trainer.n_gpus_per_node=1 or less."
+        "trainer.n_gpus_per_node=2, trainer.nnodes=1: the nodes cannot hold the run. "
+        f"Needed: node 0 2 GPU, 2 CPU. There: 127.0.0.1 1 GPU, {max(2, os.cpu_count() or 1)} CPU. "
+        "Lower these, or use nodes with more; Ray has as many CPUs as it is told "
+        "(ray_kwargs.ray_init.num_cpus, ray start --num-cpus)."
     )
     assert nodes["error"] == (
         "trainer.nnodes=2: only 1 of them are there after 1 s. Start the others (NODE_RANK 1), or "
         "raise trainer.ray_wait_register_center_timeout."
     )
+
+
+@pytest.mark.parametrize(("ray_init", "is_wanted"), [({}, False), ({"log_to_driver": True}, True)])
+def test_ray_starts_only_the_processes_that_are_needed(
+    ray_init: dict[str, bool], *, is_wanted: bool
+) -> None:
+    driver = run_driver("start_a_head", TANDEM_TEST_RAY_INIT=json.dumps(ray_init))
+    stdout, stderr = driver.communicate(timeout=90)
+    assert driver.returncode == 0, stderr
+    commands = json.loads(stdout)["commands"]
+    assert any("gcs_server" in command for command in commands)
+    assert not any("autoscaler" in command for command in commands)
+    assert any("log_monitor.py" in command for command in commands) == is_wanted

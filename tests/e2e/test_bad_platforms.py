@@ -148,8 +148,8 @@ def test_a_pool_that_this_machine_cannot_hold_is_refused_before_ray_is_loaded(
     refuse(
         train_arguments(material, tmp_path / "run", *ON_HOST),
         tmp_path,
-        "pools.*.platform: this machine cannot hold the run (1 musa and 1 cpu). Free: musa 0 (the "
-        "package torch_musa is not installed), cpu ",
+        "the nodes cannot hold the run. Needed: node 0 1 musa, 2 CPU. There: this machine 0 musa "
+        "(the package torch_musa is not installed), ",
         "Name platforms that are here",
         conditions=without_ray(tmp_path / "path"),
     )
@@ -167,7 +167,7 @@ def test_a_pool_with_more_devices_than_this_machine_has_is_refused_before_ray_is
         folder=tmp_path,
         conditions=conditions,
     )
-    says = ("cannot hold the run (2 musa and 2 cpu). Free: musa 1, cpu ", "Lower trainer.n_gpus")
+    says = ("Needed: node 0 2 musa, 4 CPU. There: this machine 1 musa, ", "Lower these")
     check_refusal(ended, *says)
     assert not (tmp_path / "run").exists()
 

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tandem.cli import doctor
 
@@ -50,7 +51,7 @@ def test_a1_a_platform_that_is_wanted_and_not_here_is_a_problem(
 ) -> None:
     """A1."""
     monkeypatch.setenv("VERL_PLATFORM", "ascend")
-    (problem,) = doctor.diagnose(doctor.DEPENDENCIES).problems
+    (problem,) = doctor.diagnose(doctor.declared_dependencies()).problems
     assert problem.startswith(
         "VERL_PLATFORM=ascend: npu cannot be used here: the package torch_npu"
     )
@@ -69,7 +70,7 @@ def test_old_version_is_a_problem() -> None:
 def test_a_problem_gives_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "DEPENDENCIES", (MISSING_CORE,))
+    monkeypatch.setattr(doctor, "declared_dependencies", lambda: [MISSING_CORE])
     assert doctor.run([]) == 2
     output = capsys.readouterr().out
     assert "problem: no-such-package is missing" in output
@@ -81,12 +82,21 @@ def test_versions_compare_by_number() -> None:
     assert diagnosis.problems == ()
 
 
-def test_lowest_versions_are_those_of_pyproject() -> None:
+def test_each_declared_package_has_a_purpose() -> None:
     project = tomllib.loads(PYPROJECT.read_text("utf-8"))["project"]
     extras = project["optional-dependencies"]
-    stated = project["dependencies"] + extras["wandb"] + extras["plot"]
-    split = (line.partition(">=") for line in stated)
-    versions = {name: version.partition(",")[0] for name, _, version in split}
-    # Hydra reads YAML by PyYAML, so it is there whenever Hydra is.
-    versions.pop("pyyaml", None)
-    assert versions == {d.name: d.min_version for d in doctor.DEPENDENCIES}
+    stated = project["dependencies"] + extras["wandb"] + extras["plot"] + extras["cluster"]
+    names = {Requirement(line).name for line in stated}
+    assert names == {*doctor.CORE, *doctor.OPTIONAL}
+
+
+def test_lowest_versions_are_those_of_the_metadata() -> None:
+    found = {one.name: one for one in doctor.declared_dependencies()}
+    assert found["pydantic"].min_version == "2.9" and found["pydantic"].is_core
+    assert found["torch"].min_version == "2.11", "the bound from above is another one"
+    assert found["ray"].min_version == "2.55" and not found["ray"].is_core
+
+
+def test_a_pre_release_counts_as_the_release() -> None:
+    alpha = doctor.Dependency("torch", "2.11", "tensors", version="2.11.0a0+git1234")
+    assert alpha.problem == ""

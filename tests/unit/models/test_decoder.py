@@ -72,7 +72,7 @@ def test_gradients_equal_transformers(case, tmp_path):
     pieces = list(file_tensors(ours.decoder.config))
     assert {x.name for x in pieces} == set(their_grads)
     for x in pieces:
-        ours_part = our_grads[x.parameter][x.start : x.start + x.rows]
+        ours_part = our_grads[x.ours][x.start : x.start + x.rows]
         scale = their_grads[x.name].abs().max()
         torch.testing.assert_close(ours_part, their_grads[x.name], rtol=0, atol=1e-5 * scale)
 

@@ -12,33 +12,33 @@ from contextlib import contextmanager
 import pytest
 
 from tandem.runtime.failure import Kind, ReportedError, Symptom, WorkerFailure, WorkerName
-from tandem.runtime.liveness import CallClock, Limits, Liveness, Sign
+from tandem.runtime.liveness import CallMonitor, Heartbeat, Limits, Liveness
 from tandem.runtime.waiting import ClosedError, Waits, Worker
 
 LIMITS = Limits(timeout_s=0.2)
 SILENT = None
 DIED = Symptom(Kind.DIED, "killed", "", 0)
-Answer = Callable[[int], Sign | Symptom | None]
+Answer = Callable[[int], Heartbeat | Symptom | None]
 """From the number of the question, from 0."""
 
 
-def computing(number: int) -> Sign:
-    return Sign(cpu_s=0.1 * number, stack="line 1")
+def computing(number: int) -> Heartbeat:
+    return Heartbeat(cpu_s=0.1 * number, stack="line 1")
 
 
-def idle(number: int) -> Sign:
-    return Sign()
+def idle(number: int) -> Heartbeat:
+    return Heartbeat()
 
 
-def stuck(number: int) -> Sign:
-    return Sign(cpu_s=7.0, stack=f"line {min(number, 3)}")
+def stuck(number: int) -> Heartbeat:
+    return Heartbeat(cpu_s=7.0, stack=f"line {min(number, 3)}")
 
 
-def stopped(number: int) -> Sign | None:
+def stopped(number: int) -> Heartbeat | None:
     return computing(number) if number < 2 else SILENT
 
 
-def killed(number: int) -> Sign | Symptom:
+def killed(number: int) -> Heartbeat | Symptom:
     return DIED
 
 
@@ -49,12 +49,12 @@ def watched(*answers: Answer) -> Iterator[tuple[Waits, list[Worker]]]:
 
     def finished(references: Sequence[object], timeout_s: float) -> list[object]:
         time.sleep(min(timeout_s, 0.01))
-        return [r for r in references if isinstance(r, (Sign, Symptom))]
+        return [r for r in references if isinstance(r, (Heartbeat, Symptom))]
 
-    def result(reference: object) -> Sign:
+    def result(reference: object) -> Heartbeat:
         if isinstance(reference, Symptom):
             raise ReportedError(reference)
-        assert isinstance(reference, Sign)
+        assert isinstance(reference, Heartbeat)
         return reference
 
     waits = Waits(finished, result)
@@ -128,7 +128,7 @@ def test_a_driver_that_was_stopped_does_not_blame_its_workers() -> None:
         return []
 
     waits = Waits(nothing, lambda reference: None)
-    liveness = Liveness(waits, finished=finished, result=lambda r: Sign(), limits=LIMITS)
+    liveness = Liveness(waits, finished=finished, result=lambda r: Heartbeat(), limits=LIMITS)
     worker = Worker(WorkerName("train", 0, host="a", pid=0), "watch")
     liveness.start({worker: lambda: 0})
     with pytest.raises(ClosedError):
@@ -136,9 +136,9 @@ def test_a_driver_that_was_stopped_does_not_blame_its_workers() -> None:
     liveness.close()
 
 
-def test_a_sign_tells_a_call_that_waits_from_one_that_computes() -> None:
-    clock = CallClock()
-    assert clock.sign() == Sign()
+def test_a_heartbeat_tells_a_call_that_waits_from_one_that_computes() -> None:
+    clock = CallMonitor()
+    assert clock.heartbeat() == Heartbeat()
     ending = threading.Event()
 
     def wait_for_ever() -> None:
@@ -148,9 +148,9 @@ def test_a_sign_tells_a_call_that_waits_from_one_that_computes() -> None:
         while not ending.is_set():
             sum(range(1000))
 
-    def two_signs(
-        work: Callable[[], None], until: Callable[[Sign, Sign], bool]
-    ) -> tuple[Sign, Sign]:
+    def two_heartbeats(
+        work: Callable[[], None], until: Callable[[Heartbeat, Heartbeat], bool]
+    ) -> tuple[Heartbeat, Heartbeat]:
         """The first of which ``until`` is true, of those taken one after the other."""
 
         def call() -> None:
@@ -161,9 +161,9 @@ def test_a_sign_tells_a_call_that_waits_from_one_that_computes() -> None:
         thread = threading.Thread(target=call)
         thread.start()
         deadline = time.monotonic() + 10
-        first = second = Sign()
+        first = second = Heartbeat()
         while time.monotonic() < deadline:
-            first, second = second, clock.sign()
+            first, second = second, clock.heartbeat()
             if work.__name__ in first.stack and until(first, second):
                 break
             time.sleep(0.03)
@@ -171,11 +171,11 @@ def test_a_sign_tells_a_call_that_waits_from_one_that_computes() -> None:
         thread.join()
         return first, second
 
-    first, second = two_signs(wait_for_ever, lambda one, other: one == other)
+    first, second = two_heartbeats(wait_for_ever, lambda one, other: one == other)
     assert first == second
     assert "ending.wait()" in first.stack
-    first, second = two_signs(compute_for_ever, lambda one, other: one.cpu_s != other.cpu_s)
+    first, second = two_heartbeats(compute_for_ever, lambda one, other: one.cpu_s != other.cpu_s)
     assert first.cpu_s is not None
     assert second.cpu_s is not None
     assert second.cpu_s > first.cpu_s
-    assert clock.sign() == Sign()
+    assert clock.heartbeat() == Heartbeat()

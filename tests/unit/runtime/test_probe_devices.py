@@ -15,7 +15,7 @@ from tandem.runtime import probe_devices
 
 
 def hang() -> str:
-    """As a driver that waits for a device which does not come back."""
+    """Wait like a driver whose device does not come back."""
     time.sleep(600)
     return ""
 
@@ -23,12 +23,12 @@ def hang() -> str:
 def test_a_package_that_is_not_installed_is_named_without_a_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(probe_devices, "_LIMIT_S", 0.0)
-    (own,) = probe_devices.own_devices([CPU, platform_named("musa")])
+    monkeypatch.setattr(probe_devices, "_TIMEOUT_S", 0.0)
+    (own,) = probe_devices.find_devices([CPU, platform_named("musa")])
     assert (own.number, own.problem) == (0, "the package torch_musa is not installed")
 
 
 def test_a_driver_that_does_not_answer_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_devices, "_LIMIT_S", 0.2)
+    monkeypatch.setattr(probe_devices, "_TIMEOUT_S", 0.2)
     with pytest.raises(UserError, match=r"^platform musa: its driver does not say"):
-        probe_devices.own_devices([CPU, replace(platform_named("musa"), extension="", probe=hang)])
+        probe_devices.find_devices([CPU, replace(platform_named("musa"), extension="", probe=hang)])

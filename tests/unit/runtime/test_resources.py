@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs take of nodes of several vendors, and what is said where nodes have not got it."""
+"""The resources of runs on nodes of several vendors, and the refusal of runs that do not fit."""
 
 from __future__ import annotations
 
@@ -8,36 +8,38 @@ import pytest
 from tandem.errors import UserError
 from tandem.platforms.record import CPU, CUDA, Platform
 from tandem.platforms.registry import platform_named
-from tandem.runtime.cluster import ClusterSettings, OwnDevices, node_resources
+from tandem.runtime.cluster import ClusterSettings, NodeDevices, node_resources
 from tandem.runtime.resources import (
     NodeState,
-    demands,
-    is_held,
+    fits,
     is_marked,
     marker_of,
+    node_needs,
     num_equipped,
-    refuse,
+    refusal,
+    this_machine,
 )
 
+TWO = ClusterSettings(num_nodes=2, devices_per_node=2)
 NPU, MUSA = platform_named("npu"), platform_named("musa")
 
 
 def test_a14_a_run_takes_a_little_of_the_marker_of_each_platform() -> None:
     pools = {"train": [0, 0], "score": [0], "generate": [1, 1, 1]}
     platforms = {"train": NPU, "score": CPU, "generate": MUSA}
-    assert demands(pools, platforms, marked=True) == {
+    assert node_needs(pools, platforms, marked=True) == {
         0: {"CPU": 3, "NPU": 2, "acc_npu": 1e-4},
         1: {"CPU": 3, "GPU": 3, "acc_musa": 1e-4},
     }
     assert [marker_of(platform) for platform in (CPU, CUDA)] == ["", "acc_cuda"]
-    unmarked = demands({"train": [0]}, {"train": CUDA}, marked=False)
+    unmarked = node_needs({"train": [0]}, {"train": CUDA}, marked=False)
     assert unmarked == {0: {"CPU": 1, "GPU": 1}}
 
 
 def test_devices_that_ray_cannot_tell_apart_need_nodes_of_their_own() -> None:
     pools, platforms = {"train": [0], "generate": [0]}, {"train": CUDA, "generate": MUSA}
     with pytest.raises(UserError, match="devices of cuda and of musa, which Ray both calls GPU"):
-        demands(pools, platforms, marked=True)
+        node_needs(pools, platforms, marked=True)
 
 
 @pytest.mark.parametrize(
@@ -51,17 +53,17 @@ def test_devices_that_ray_cannot_tell_apart_need_nodes_of_their_own() -> None:
 def test_markers_are_asked_for_where_they_decide(
     totals: list[dict[str, float]], platforms: dict[str, Platform], expected: bool
 ) -> None:
-    nodes = [NodeState("here", total, {}) for total in totals]
+    nodes = [NodeState("here", total) for total in totals]
     assert is_marked(nodes, platforms) is expected
 
 
 def test_each_planned_node_finds_one_of_its_own_whatever_the_order() -> None:
     both, npu = {"NPU": 2, "GPU": 2}, {"NPU": 2}
-    assert is_held([{"NPU": 1}, {"GPU": 1}], [both, npu])
-    assert is_held([{"GPU": 1}, {"NPU": 1}], [both, npu])
-    assert not is_held([{"GPU": 1}, {"GPU": 1}], [both, npu])
-    assert not is_held([{"NPU": 3}], [both, npu])
-    assert is_held([], [])
+    assert fits([{"NPU": 1}, {"GPU": 1}], [both, npu])
+    assert fits([{"GPU": 1}, {"NPU": 1}], [both, npu])
+    assert not fits([{"GPU": 1}, {"GPU": 1}], [both, npu])
+    assert not fits([{"NPU": 3}], [both, npu])
+    assert fits([], [])
 
 
 def test_nodes_without_any_device_do_not_complete_a_cluster() -> None:
@@ -71,44 +73,105 @@ def test_nodes_without_any_device_do_not_complete_a_cluster() -> None:
     assert num_equipped(nodes, [{"CPU": 1, "GPU": 1}, {"CPU": 1}]) == 3
 
 
-def test_a14_a_refusal_lists_what_is_free_of_each_platform() -> None:
+@pytest.mark.parametrize(
+    ("needs", "capacities", "expected"),
+    [
+        ([8, 8], [8, 8], True),
+        ([4, 8], [8, 2, 4], True),
+        ([8, 8], [16], False),
+        ([8, 8], [12, 4], False),
+        ([1, 1], [8, 0], False),
+        ([4], [], False),
+        ([], [], True),
+    ],
+)
+def test_each_planned_node_needs_a_node_of_its_own(
+    needs: list[int], capacities: list[int], expected: bool
+) -> None:
+    assert fits([{"GPU": n} for n in needs], [{"GPU": n} for n in capacities]) is expected
+
+
+def test_a14_a_refusal_lists_what_there_is_of_each_platform() -> None:
     platforms = {"train": NPU, "generate": MUSA, "score": CPU}
-    needs = demands({"train": [0, 0], "generate": [1], "score": [1]}, platforms, marked=True)
+    needs = node_needs({"train": [0, 0], "generate": [1], "score": [1]}, platforms, marked=True)
     nodes = [
-        NodeState("10.0.0.1", {"CPU": 8, "NPU": 2, "acc_npu": 1}, {"CPU": 8, "NPU": 1}),
-        NodeState("10.0.0.2", {"CPU": 4, "GPU": 2, "acc_cuda": 1}, {"CPU": 4, "GPU": 2}),
+        NodeState("10.0.0.1", {"CPU": 8, "NPU": 2, "acc_npu": 1}),
+        NodeState("10.0.0.2", {"CPU": 4, "GPU": 2, "acc_cuda": 1}),
     ]
-    assert str(refuse(needs, nodes, platforms=platforms)) == (
-        "pools.*.platform: the cluster's 2 node(s) cannot hold the run "
-        "(node 0: 2 npu; node 1: 1 musa and 1 cpu). "
-        "Free: npu 1 of 2 on 10.0.0.1, musa 0 of 0, cpu 12 of 12 on 10.0.0.1, 10.0.0.2. "
+    assert str(refusal(needs, nodes, platforms=platforms, settings=TWO)) == (
+        "trainer.n_gpus_per_node=2, trainer.nnodes=2: the nodes cannot hold the run. "
+        "Needed: node 0 2 npu, 2 CPU; node 1 1 musa, 2 CPU. "
+        "There: 10.0.0.1 2 npu, 8 CPU; 10.0.0.2 4 CPU. "
         "Start Ray on a node that has them with --resources='{\"acc_musa\": 1}', or name platforms "
         "that are there in pools.*.platform."
     )
 
 
-def test_a_refusal_of_nodes_that_say_nothing_lists_what_each_has() -> None:
+def test_a_refusal_of_nodes_that_declare_no_platform_lists_what_each_has() -> None:
     """Each node has too little of one thing: GPUs of one, CPUs of the other."""
     platforms = {"train": CUDA}
     nodes = [
-        NodeState("10.0.0.1", {"CPU": 1, "GPU": 8}, {"CPU": 1, "GPU": 7}),
-        NodeState("10.0.0.2", {"CPU": 64}, {"CPU": 64}),
+        NodeState("10.0.0.1", {"CPU": 1, "GPU": 8}),
+        NodeState("10.0.0.2", {"CPU": 64}),
     ]
-    needs = demands({"train": [0, 0]}, platforms, marked=is_marked(nodes, platforms))
-    assert str(refuse(needs, nodes, platforms=platforms)) == (
-        "trainer.n_gpus_per_node: no node has all that one of the run needs "
-        "(node 0: 2 CPU and 2 GPU). There are: 1 CPU and 8 GPU on 10.0.0.1, 64 CPU on 10.0.0.2. "
-        "Lower trainer.n_gpus_per_node, or start Ray with more on a node (--num-cpus)."
+    needs = node_needs({"train": [0, 0]}, platforms, marked=is_marked(nodes, platforms))
+    assert str(refusal(needs, nodes, platforms=platforms, settings=TWO)) == (
+        "trainer.n_gpus_per_node=2, trainer.nnodes=2: the nodes cannot hold the run. "
+        "Needed: node 0 2 GPU, 2 CPU. There: 10.0.0.1 8 GPU, 1 CPU; 10.0.0.2 64 CPU. "
+        "Lower these, or use nodes with more; Ray has as many CPUs as it is told "
+        "(ray_kwargs.ray_init.num_cpus, ray start --num-cpus)."
     )
 
 
+@pytest.mark.parametrize(
+    ("platform", "resources", "free", "message"),
+    [
+        (NPU, {"CPU": 8}, None, "Choose a platform that is there (trainer.device), or nodes"),
+        (CUDA, {"CPU": 8, "GPU": 4}, None, "Lower these, or use nodes with more"),
+        (CPU, {"CPU": 4}, None, "Needed: node 0 8 CPU. There: here 4 CPU. Lower these"),
+        (
+            CUDA,
+            {"CPU": 8, "GPU": 8},
+            {"CPU": 8, "GPU": 3},
+            "others use what the run needs. Needed: node 0 8 GPU, 8 CPU. There: here 8 GPU, 8 CPU. "
+            "Free: 3 GPU, 8 CPU. Wait until they have ended",
+        ),
+    ],
+)
+def test_a_refusal_says_what_helps(
+    platform: Platform,
+    resources: dict[str, float],
+    free: dict[str, float] | None,
+    message: str,
+) -> None:
+    platforms = {"train": platform}
+    needs = node_needs({"train": [0] * 8}, platforms, marked=False)
+    nodes = [NodeState("here", resources)]
+    error = refusal(needs, nodes, platforms=platforms, settings=TWO, free=free)
+    assert message in str(error)
+    assert error.key == "trainer.n_gpus_per_node=2, trainer.nnodes"
+
+
+def test_a_machine_without_a_platform_says_why() -> None:
+    devices = [
+        NodeDevices(NPU.visibility, 1, "acc_npu"),
+        NodeDevices(MUSA.visibility, 0, "acc_musa", problem="no driver"),
+    ]
+    machine = this_machine(devices, num_cores=4)
+    assert machine.resources == {"CPU": 4, "NPU": 1, "acc_npu": 1}
+    platforms = {"train": NPU, "generate": MUSA}
+    needs = node_needs({"train": [0], "generate": [0]}, platforms, marked=True)
+    error = refusal(needs, [machine], platforms=platforms, settings=TWO)
+    assert "There: this machine 1 npu, 0 musa (no driver), 4 CPU. Name platforms" in str(error)
+
+
 def test_a_node_of_the_runs_own_cluster_declares_whose_devices_it_has() -> None:
-    def declared(*devices: OwnDevices, **ray_init: object) -> dict[str, object]:
+    def declared(*devices: NodeDevices, **ray_init: object) -> dict[str, object]:
         settings = ClusterSettings(2, 2, ray_init=ray_init)
         return node_resources(devices, num_cores=4, settings=settings)
 
-    npu = OwnDevices(NPU.visibility, 2, "acc_npu")
-    musa = OwnDevices(MUSA.visibility, 3, "acc_musa")
+    npu = NodeDevices(NPU.visibility, 2, "acc_npu")
+    musa = NodeDevices(MUSA.visibility, 3, "acc_musa")
     assert declared(npu) == {"num_cpus": 4, "resources": {"NPU": 2, "acc_npu": 1}}
     assert declared(musa) == {"num_cpus": 4, "num_gpus": 3, "resources": {"acc_musa": 1}}
     given = declared(npu, resources={"NPU": 1, "disk": 1})

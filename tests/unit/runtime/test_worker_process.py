@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker process does with itself, done by this one."""
+"""The code of a worker process, run by this one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tandem.platforms.isolation import CUDA_LIKE, MUSA, Visibility
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import CPU, Platform
 from tandem.runtime.failure import ReportedError
-from tandem.runtime.worker_process import HostedObject, Seat, interface_variables
+from tandem.runtime.worker_process import WorkerAssignment, WorkerProcess, interface_variables
 
 PLACE = WorkerPlace("train", 1, 2, node=0, node_address="127.0.0.1", local_rank=1, local_size=2)
 
 
 @pytest.fixture
 def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Environment and log handlers are as before afterwards."""
+    """Restore the environment and the log handlers afterwards."""
     handlers = list(logging.getLogger().handlers)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, os.environ.get(name, "0"))
@@ -34,13 +34,13 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatc
     logging.getLogger().handlers[:] = handlers
 
 
-def seat(visibility: Visibility) -> Seat:
-    return Seat(PLACE, visibility, node_capacity=4, folder=os.getcwd(), num_threads=3)
+def assignment(visibility: Visibility) -> WorkerAssignment:
+    return WorkerAssignment(PLACE, visibility, node_capacity=4, folder=os.getcwd(), num_threads=3)
 
 
-def confirm(hosted: HostedObject, **facts: Any) -> str:
+def confirm(process: WorkerProcess, **facts: Any) -> str:
     platform: Platform = replace(CPU, **facts)
-    return hosted.confirm(pickle.dumps(platform)).value
+    return process.confirm(pickle.dumps(platform)).value
 
 
 def listed(place: WorkerPlace) -> list[WorkerPlace]:
@@ -59,25 +59,25 @@ def test_process_is_isolated_before_its_object_is_made(
     clean_process: pytest.MonkeyPatch,
 ) -> None:
     clean_process.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    hosted = HostedObject()
-    opened = hosted.open(seat(CUDA_LIKE), ["6"])
-    assert (opened.place.physical_id, opened.place.rank) == ("6", 1)
+    process = WorkerProcess()
+    info = process.isolate(assignment(CUDA_LIKE), ["6"])
+    assert (info.place.physical_id, info.place.rank) == ("6", 1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
     assert os.environ["OMP_NUM_THREADS"] == "3"
-    assert confirm(hosted, visibility=CUDA_LIKE) == ""
-    hosted.build(pickle.dumps(listed))
-    assert hosted.call("index", opened.place).value == 0
+    assert confirm(process, visibility=CUDA_LIKE) == ""
+    process.build(pickle.dumps(listed))
+    assert process.call("index", info.place).value == 0
 
 
 def test_selecting_process_uses_the_device_of_its_index(clean_process: pytest.MonkeyPatch) -> None:
     clean_process.setenv("MUSA_VISIBLE_DEVICES", "4,5,6,7")
-    hosted = HostedObject()
-    opened = hosted.open(seat(MUSA), ["2"])
-    assert (opened.place.physical_id, opened.place.device_index) == ("6", 2)
+    process = WorkerProcess()
+    info = process.isolate(assignment(MUSA), ["2"])
+    assert (info.place.physical_id, info.place.device_index) == ("6", 2)
     facts = {"visibility": MUSA, "use_device": use_the_third, "device_uuid": "uuid {}".format}
-    assert confirm(hosted, num_devices=partial(int, 4), **facts) == "uuid 2"
+    assert confirm(process, num_devices=partial(int, 4), **facts) == "uuid 2"
     with pytest.raises(ReportedError) as raised:
-        confirm(hosted, num_devices=partial(int, 2), **facts)
+        confirm(process, num_devices=partial(int, 2), **facts)
     assert "shows 2 devices here" in raised.value.symptom.cause
 
 
@@ -99,23 +99,23 @@ def test_isolation_without_effect_ends_the_worker(
     clean_process: pytest.MonkeyPatch, facts: dict[str, Any], message: str
 ) -> None:
     clean_process.setenv("CUDA_VISIBLE_DEVICES", "0")
-    hosted = HostedObject()
-    hosted.open(seat(CUDA_LIKE), ["0"])
+    process = WorkerProcess()
+    process.isolate(assignment(CUDA_LIKE), ["0"])
     with pytest.raises(ReportedError) as raised:
-        confirm(hosted, **facts)
+        confirm(process, **facts)
     assert message in raised.value.symptom.cause
 
 
 @pytest.mark.usefixtures("clean_process")
 def test_warnings_travel_with_the_next_reply() -> None:
-    hosted = HostedObject()
-    hosted.open(replace(seat(CUDA_LIKE), visibility=CPU.visibility), [])
-    confirm(hosted)
-    hosted.build(pickle.dumps(numbers))
+    process = WorkerProcess()
+    process.isolate(replace(assignment(CUDA_LIKE), visibility=CPU.visibility), [])
+    confirm(process)
+    process.build(pickle.dumps(numbers))
     logging.getLogger("tandem.engines").warning("odd: %d", 7)
-    (notice,) = hosted.call("sort").notices
+    (notice,) = process.call("sort").notices
     assert (notice.source, notice.text) == ("train rank 1", "odd: 7")
-    reply = hosted.call("index", 3)
+    reply = process.call("index", 3)
     assert (reply.value, reply.notices) == (1, ())
 
 

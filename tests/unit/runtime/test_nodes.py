@@ -12,7 +12,7 @@ import pytest
 from tandem.errors import UserError
 from tandem.runtime.cluster import ClusterPlan, ClusterSettings
 from tandem.runtime.failure import NodeFailure
-from tandem.runtime.rendezvous import Attendance, Meeting
+from tandem.runtime.nodes import HeadServer, MemberClient
 
 
 def head_plan(wait_s: float = 5) -> ClusterPlan:
@@ -28,15 +28,15 @@ def member_plan(plan: ClusterPlan, rank: int) -> ClusterPlan:
 
 def test_members_learn_the_address_and_the_end() -> None:
     plan = head_plan()
-    meeting = Meeting(plan)
-    early = Attendance(member_plan(plan, 1))
-    meeting.announce("10.0.0.1:6379")
+    server = HeadServer(plan)
+    early = MemberClient(member_plan(plan, 1))
+    server.announce("10.0.0.1:6379")
     assert early.receive() == {"ray": "10.0.0.1:6379"}
-    assert meeting.absent() == [2]
-    late = Attendance(member_plan(plan, 2))
+    assert server.absent() == [2]
+    late = MemberClient(member_plan(plan, 2))
     assert late.receive() == {"ray": "10.0.0.1:6379"}
-    assert meeting.absent() == []
-    meeting.close(143)
+    assert server.absent() == []
+    server.close(143)
     assert early.receive() == late.receive() == {"exit": 143}
     early.close()
     late.close()
@@ -44,9 +44,9 @@ def test_members_learn_the_address_and_the_end() -> None:
 
 def test_run_that_ends_before_it_has_a_cluster_tells_only_its_end() -> None:
     plan = head_plan()
-    meeting = Meeting(plan)
-    member = Attendance(member_plan(plan, 1))
-    closing = threading.Timer(0.05, meeting.close, args=(2,))
+    server = HeadServer(plan)
+    member = MemberClient(member_plan(plan, 1))
+    closing = threading.Timer(0.05, server.close, args=(2,))
     closing.start()
     assert member.receive() == {"exit": 2}
     closing.join()
@@ -55,12 +55,12 @@ def test_run_that_ends_before_it_has_a_cluster_tells_only_its_end() -> None:
 
 def test_member_may_come_before_the_head() -> None:
     plan = head_plan()
-    meetings: list[Meeting] = []
-    timer = threading.Timer(0.05, lambda: meetings.append(Meeting(plan)))
+    servers: list[HeadServer] = []
+    timer = threading.Timer(0.05, lambda: servers.append(HeadServer(plan)))
     timer.start()
-    member = Attendance(member_plan(plan, 1))
+    member = MemberClient(member_plan(plan, 1))
     timer.join()
-    meetings[0].close(0)
+    servers[0].close(0)
     assert member.receive() == {"exit": 0}
     member.close()
 
@@ -69,7 +69,7 @@ def test_head_that_vanishes_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         settings = ClusterSettings(num_nodes=2, devices_per_node=1, wait_s=5)
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        member = Attendance(ClusterPlan("member", settings, address, "MASTER_ADDR", node_rank=1))
+        member = MemberClient(ClusterPlan("member", settings, address, "MASTER_ADDR", node_rank=1))
         server.accept()[0].close()
     with pytest.raises(NodeFailure, match=f"the first node .{address}. vanished"):
         member.receive()
@@ -78,8 +78,8 @@ def test_head_that_vanishes_is_named() -> None:
 
 def test_head_that_never_comes_is_named() -> None:
     plan = head_plan(wait_s=0.1)
-    with pytest.raises(UserError, match="MASTER_ADDR=127.0.0.1: no run answers"):
-        Attendance(member_plan(plan, 1))
+    with pytest.raises(UserError, match="MASTER_ADDR='127.0.0.1': no run answers"):
+        MemberClient(member_plan(plan, 1))
 
 
 def test_taken_port_is_named() -> None:
@@ -88,4 +88,4 @@ def test_taken_port_is_named() -> None:
         socket.create_server(("", plan.host_and_port[1])),
         pytest.raises(UserError, match=f"MASTER_PORT={plan.host_and_port[1]}"),
     ):
-        Meeting(plan)
+        HeadServer(plan)

@@ -12,7 +12,7 @@ import pytest
 NUM_PAGES = 8 * 16 * 2**20 // 4096
 PROGRAM = """
 import ctypes, resource, threading
-from tandem.runtime.memory import keep_freed_memory
+from tandem.runtime.os_settings import keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

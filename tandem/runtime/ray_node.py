@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ray's processes on this node, started by ``ray start`` in a session of their own.
+
+They end with the process that started them, whatever ends it. A signal to the process group of the
+driver, as ``timeout`` and terminals send it, does not reach them: the driver needs them to save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.runtime.os_settings import die_with_parent
+
+_LAST_LINES = 5
+_POLL_S = 0.02
+_ADDRESS_FILE = "ray_current_cluster"
+"""The file in Ray's folder to which ``ray start`` writes the address of the cluster."""
+_SWITCHES = ("head", "no_monitor", "enable_resource_isolation")
+"""Options of ``ray start`` that take no value."""
+
+_ALWAYS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Otherwise each actor without a device warns that a later Ray treats its variables differently.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Otherwise ray.wait after ray.shutdown starts a cluster of its own.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+    # The driver prints messages of raylets, such as the death of a worker, unless this matches.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+}
+_RECONNECT_S = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""The time after which processes without a head end, by default a minute."""
+_SEVERAL_NODES = {_RECONNECT_S: "8"}
+_ONE_NODE = {
+    _RECONNECT_S: "4",
+    # On any system: use the loopback interface instead of asking the network for an address.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+
+
+def ray_environment(role: Literal["local", "existing", "head", "member"]) -> dict[str, str]:
+    """Return the environment variables that Ray reads when it is imported or started.
+
+    They say what Ray prints, how soon its processes notice that others are gone, and that no call
+    starts a cluster.
+    """
+    if role == "existing":
+        return dict(_ALWAYS)
+    return _ALWAYS | (_ONE_NODE if role == "local" else _SEVERAL_NODES)
+
+
+class RayNodeError(Exception):
+    """``ray start`` ended before the node was there. The text is the last line that it printed."""
+
+
+class RayNode:
+    """Ray's processes on this node. ``close`` ends them."""
+
+    def __init__(
+        self, options: Mapping[str, Any], *, role: Literal["local", "head", "member"]
+    ) -> None:
+        """Start them.
+
+        Args:
+            options: options of ``ray start``, with underscores for hyphens.
+        """
+        flags = [_flag(name, value) for name, value in options.items() if value is not None]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``close``
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *filter(None, flags)],
+            env=os.environ | ray_environment(role),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - it only makes one system call
+        )
+
+    def last_lines(self) -> list[str]:
+        """Return the last lines that ``ray start`` printed, without those that are empty."""
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()
+        return [line for line in lines if line.strip()][-_LAST_LINES:]
+
+    def close(self) -> None:
+        """End all processes at once; idempotent."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._log.close()
+
+
+def start_head(
+    options: Mapping[str, Any], *, role: Literal["local", "head"]
+) -> tuple[RayNode, str]:
+    """Start the head of a cluster, and only the processes that it needs.
+
+    Its folder is a new one, so that the folder of another cluster of this machine, where
+    ``address="auto"`` finds that one, stays as it is.
+
+    Args:
+        options: see ``RayNode``; ``temp_dir`` is the folder in which the new one is made.
+
+    Returns:
+        the node and its address.
+
+    Raises:
+        RayNodeError: Ray does not start, or does not accept the options.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="tandem-ray-", dir=options.get("temp_dir")))
+    port, client_port = _free_ports()
+    defaults = {
+        "port": port,
+        "ray_client_server_port": client_port,
+        "include_dashboard": False,
+        "include_log_monitor": False,
+        "no_monitor": True,  # the autoscaler
+    }
+    if not options.get("include_dashboard"):
+        defaults["dashboard_port"] = 0  # one that nobody uses: its process is started all the same
+    own = {"head": True, "temp_dir": folder}
+    node = RayNode(defaults | dict(options) | own, role=role)
+    file = folder / _ADDRESS_FILE
+    try:
+        while not (address := file.read_text() if file.exists() else ""):
+            if node.process.poll() is not None:
+                raise RayNodeError("".join(node.last_lines()[-1:]))
+            time.sleep(_POLL_S)
+    except BaseException:
+        node.close()
+        raise
+    return node, address.strip()
+
+
+def _flag(name: str, value: Any) -> str:
+    """Return an option as ``ray start`` takes it."""
+    flag = f"--{name.replace('_', '-')}"
+    if name in _SWITCHES:
+        return flag if value else ""
+    if name == "labels":
+        return f"{flag}={','.join(f'{key}={label}' for key, label in value.items())}"
+    return f"{flag}={json.dumps(value) if isinstance(value, Mapping) else value}"
+
+
+def _free_ports() -> tuple[int, int]:
+    """Return two ports that nobody uses at this moment."""
+    with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as other:
+        return one.getsockname()[1], other.getsockname()[1]
