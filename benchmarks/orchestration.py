@@ -5,7 +5,7 @@ once.
     python benchmarks/orchestration.py [--prompts 128] [--samples 16] [--prompt 256]
     [--response 512] [--budget 24576] [--devices 2] [--steps 7] [--output FILE]
 
-Prints one JSON object. Tokenizer, packing, reward processes, metrics, records, sinks and journal
+Prints one JSON object. Tokenizer, packing, reward processes, metrics, records and sinks
 are those of a run; all responses end at the same moment, which is the worst case. ``step_s`` are
 the sections of a step (medians; of ``gen`` only what making up random tokens takes, which is not
 counted in ``sum``); ``update_actor`` is packing, and what is done while a real trainer computes

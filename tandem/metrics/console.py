@@ -89,14 +89,12 @@ class ProgressSink:
         self._progress.start()
 
     def write(self, report: StepReport) -> None:
-        """Print the line of the step and move the bar."""
+        """Print the line of a record; move the bar unless the record is of a validation alone."""
         self._console.print(Text(compact_line(report), no_wrap=True, overflow="ellipsis"))
         headline = [_render(field, report.metrics) for field in (_REWARD, _LOSS, _SPEED)]
-        self._progress.update(
-            self._task,
-            completed=report.step,
-            description="  ".join(text for text in headline if text),
-        )
+        if any(headline):
+            description = "  ".join(text for text in headline if text)
+            self._progress.update(self._task, completed=report.step, description=description)
 
     def close(self) -> None:
         """Freeze the bar and release the terminal; idempotent."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON objects, one a line, each with a ``step``; ``metrics.jsonl`` is such a file.
 
-Files are appended to, and cut back on resume. Steps never decrease along a file, except where an
-older checkpoint was validated on its own. A line has left the process when ``append`` returns
-(there is no fsync). Readers ignore an unfinished last line, and reopening removes it. Numbers that
-are not finite are written as null, because JSON has no form for them.
+Files are appended to, and cut back on resume. Steps never decrease along a file, except that a
+validation is recorded when it ends, perhaps some steps later. A line has left the process when
+``append`` returns (there is no fsync). Readers ignore an unfinished last line, and reopening
+removes it. Numbers that are not finite are written as null, because JSON has no form for them.
 """
 
 from __future__ import annotations
@@ -70,19 +70,27 @@ def encode(record: Mapping[str, Any]) -> str:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Cut the file at the first record of a later step, or at an unfinished line."""
+    """Remove all records of later steps, and an unfinished line."""
     if not path.exists():
         return
-    size = 0
+    size, late = 0, b""
+    has_later_step = False
     with path.open("rb") as stream:
         for line in stream:
             record = _decode(line)
-            if record is None or record.get("step", step) > step:
+            if record is None:
                 break
-            size += len(line)
+            if record.get("step", step) > step:
+                has_later_step = True
+            elif has_later_step:
+                late += line
+            else:
+                size += len(line)
     if size < path.stat().st_size:
         with path.open("r+b") as stream:
-            stream.truncate(size)
+            stream.seek(size)
+            stream.write(late)  # before the cut, so that a kill loses none of them
+            stream.truncate()
 
 
 def last_step(path: Path) -> int:

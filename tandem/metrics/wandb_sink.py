@@ -9,6 +9,9 @@ from pathlib import Path
 from tandem.errors import UserError
 from tandem.types import StepReport
 
+STEP_METRIC = "training/global_step"
+"""The horizontal axis of all charts. W&B's own step would drop the late record of a validation."""
+
 
 class WandbSink:
     """A ``tandem.api.MetricSink`` that logs to a W&B run."""
@@ -43,11 +46,12 @@ class WandbSink:
                 remedy="Log in (wandb login), set WANDB_MODE=offline, or remove it from "
                 "trainer.logger.",
             ) from error
+        self._run.define_metric("*", step_metric=STEP_METRIC)
 
     def write(self, report: StepReport) -> None:
-        """Log one step. Raises OSError if W&B fails, so that callers need not know its errors."""
+        """Log one record. Raises OSError if W&B fails, so that callers need not know its errors."""
         try:
-            self._run.log(dict(report.metrics), step=report.step)
+            self._run.log({**report.metrics, STEP_METRIC: report.step})
         except self._error as error:
             raise OSError(f"W&B: {error}") from error
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of one run and what they share, put together. What they do is in their own files."""
+"""The tasks of one run and the objects they share. What a task does is in its own file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tandem.pipeline.admission import AdmissionGate
 from tandem.pipeline.batch import Batch
 from tandem.pipeline.buffer import BatchRule, GroupBuffer
 from tandem.pipeline.context import RunContext
-from tandem.pipeline.journal import Journal
 from tandem.pipeline.prefetch import prepare_batch
 from tandem.pipeline.producer import GroupProducer
 from tandem.pipeline.rollout_loop import EngineSpans, RolloutLoop
@@ -19,36 +18,40 @@ from tandem.pipeline.validation import Validator
 from tandem.pipeline.weights import FlowRule, WeightFlow
 
 
-class Stages:
-    """The tasks of a run, started by and by."""
+class RunTasks:
+    """The asyncio tasks of a run, all in ``group``.
+
+    Args:
+        step: the training step that the run begins or continues after.
+    """
 
     def __init__(
-        self, parts: RunContext, buffer: GroupBuffer, *, tasks: asyncio.TaskGroup, step: int
+        self, context: RunContext, buffer: GroupBuffer, *, group: asyncio.TaskGroup, step: int
     ) -> None:
-        config, batch_size = parts.config, parts.config.data.train_batch_size
-        num_steps = max(parts.schedule.total_training_steps - step, 0)
-        self._parts = parts
+        config, engines = context.config, context.engines
+        batch_size, max_lag = config.data.train_batch_size, config.trainer.max_lag
+        num_steps = max(context.schedule.total_training_steps - step, 0)
+        rule = _flow_rule(config, generates_apart=engines.generates_apart)
+        self._context = context
         self._buffer = buffer
-        self.tasks = tasks
-        self.gate = AdmissionGate((config.trainer.max_lag + 1) * batch_size, num_steps * batch_size)
-        rule = _flow_rule(config, generates_apart=parts.engines.generates_apart)
-        engines = parts.engines
+        self.group = group
+        self.gate = AdmissionGate((max_lag + 1) * batch_size, num_steps * batch_size)
         self.pace = PaceRecorder(
-            parts.clock,
+            context.clock,
             num_engines=len(engines.work()),
-            num_rows=engines.num_rows if config.trainer.max_lag == 0 else None,
+            num_rows=engines.num_rows if max_lag == 0 else None,
         )
         self.rollout = RolloutLoop(
             engines.rollout,
-            parts.runtime,
-            spans=EngineSpans(parts.trace, engines.work),
+            context.runtime,
+            spans=EngineSpans(context.trace, engines.work),
             pace=self.pace,
-            is_bounded=config.trainer.max_lag > 0,
+            is_bounded=max_lag > 0,
             num_rows=None if rule.finishes_on_old_weights else engines.num_rows,
         )
         self.flow = WeightFlow(
             rule,
-            runtime=parts.runtime,
+            runtime=context.runtime,
             stage=engines.stage,
             rollout=self.rollout,
             buffer=buffer,
@@ -56,44 +59,46 @@ class Stages:
             version=step,
         )
         self.producer = GroupProducer(
-            parts,
+            context,
             gate=self.gate,
             rollout=self.rollout,
             buffer=buffer,
-            version=lambda: self.flow.in_use,
+            version=self._version_in_use,
         )
-        self.validator = Validator(parts, self.rollout, flow=self.flow)
-        self.journal = Journal(parts.sinks)
-        endless = (parts.runtime.watch(), self.rollout.run(), self.flow.run(), self.journal.run())
-        self._endless = [tasks.create_task(stage) for stage in endless]
+        self.validator = Validator(context, self.rollout, flow=self.flow)
+        endless = (context.runtime.watch(), self.rollout.run(), self.flow.run())
+        self._endless = [group.create_task(task) for task in endless]
         self._preparing: asyncio.Task[Batch | None] | None = None
 
     def produce(self) -> None:
-        """Begin to generate for training."""
-        self._endless.append(self.tasks.create_task(self.producer.run()))
+        """Start to generate for training."""
+        self._endless.append(self.group.create_task(self.producer.run()))
 
     def prepare(self, version: int) -> asyncio.Task[Batch | None]:
-        """The batch that the weights ``version`` are to be trained on, once it is ready."""
+        """Start to prepare the batch that the weights ``version`` are to be trained on."""
         preparing = prepare_batch(
-            self._parts, self._buffer, version=version, in_use=lambda: self.flow.in_use
+            self._context, self._buffer, version=version, in_use=self._version_in_use
         )
-        self._preparing = self.tasks.create_task(preparing)
+        self._preparing = self.group.create_task(preparing)
         return self._preparing
 
     async def abandon(self) -> None:
-        """The run is to end soon: validations are dropped, and weights not waited for."""
+        """Drop validations and stop waiting for weights, because the run is about to end."""
         self.validator.drop()
         await self.flow.abandon()
 
     def close(self) -> None:
-        """End all tasks."""
+        """Cancel the tasks that do not end by themselves."""
         for task in (*self._endless, self._preparing):
             if task is not None:
                 task.cancel()
 
+    def _version_in_use(self) -> int:
+        return self.flow.in_use
+
 
 def batch_rule(config: RunConfig) -> BatchRule:
-    """How the batches of a run are formed."""
+    """Return how the batches of a run are formed."""
     trainer = config.trainer
     return BatchRule(
         config.data.train_batch_size, trainer.max_lag, passes_over=not trainer.lockstep

@@ -97,8 +97,9 @@ def test_an_early_end_of_the_data_is_validated_and_saved_like_any_last_step(
     last = records[-1]["step"]
     assert 1 <= last < 10
     assert "the data ended at step" in ended.stderr
-    (row,) = (record for record in records if record["step"] == last)
-    assert {"actor/grad_norm", "val-core/openai/gsm8k/acc/mean@1"} <= row.keys()
+    training, validation = (record for record in records if record["step"] == last)
+    assert "actor/grad_norm" in training
+    assert "val-core/openai/gsm8k/acc/mean@1" in validation
     assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == [
         f"global_step_{last}"
     ]

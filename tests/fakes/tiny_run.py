@@ -111,10 +111,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics_of(run: Path) -> dict[int, dict[str, float]]:
-    """The metrics of a run by step. Each step may stand there only once."""
-    records = read_lines(run / "metrics.jsonl")
-    by_step = {record.pop("step"): record for record in records}
-    assert len(by_step) == len(records), "a step stands twice in metrics.jsonl"
+    """Return the metrics of a run by step; each metric of a step must be recorded only once."""
+    by_step: dict[int, dict[str, float]] = {}
+    for record in read_lines(run / "metrics.jsonl"):
+        row = by_step.setdefault(record.pop("step"), {})
+        twice = row.keys() & record.keys() - {"training/global_step"}
+        assert not twice, f"{twice} stand twice in metrics.jsonl"
+        row.update(record)
     return by_step
 
 

@@ -72,6 +72,11 @@ def updates(run: SimulatedRun) -> dict[int, tuple[float, float]]:
     }
 
 
+def trained(run: SimulatedRun) -> list[int]:
+    """Return the steps of all training records."""
+    return [row.step for _, row in run.rows if "training/epoch" in row.metrics]
+
+
 def validated(run: SimulatedRun) -> list[int]:
-    """The steps in whose rows a validation stands."""
+    """Return the steps of all validation records."""
     return [row.step for _, row in run.rows if any(n.startswith("val-") for n in row.metrics)]

@@ -12,7 +12,16 @@ import pytest
 from tandem.checkpoint.store import CheckpointStore, open_checkpoint
 from tandem.planner.engines import SimulatedTimes
 from tandem.planner.simulation import simulate
-from tests.sim.schedules import BATCH, around, config, spans, times, updates, validated
+from tests.sim.schedules import (
+    BATCH,
+    around,
+    config,
+    spans,
+    times,
+    trained,
+    updates,
+    validated,
+)
 
 FILES = ("data.val_files=[some]", "data.train_files=[some]")
 
@@ -38,7 +47,7 @@ def test_13_validation_uses_the_weights_of_its_step_whatever_the_timing() -> Non
             around=replace(around(7), num_validation_rows=3, stages_weights=rng.random() < 0.5),
         )
         assert validated(run) == sorted({*range(frequency, 8, frequency), 7})
-        assert [row.step for _, row in run.rows] == list(range(1, 8))
+        assert trained(run) == list(range(1, 8))
 
 
 @pytest.mark.parametrize("frequency", [-1, 0])
@@ -105,7 +114,7 @@ def test_15_without_buffered_data_training_waits_and_ends_all_the_same() -> None
 def test_15_a_validation_that_a_failure_cut_off_is_made_up_for(
     is_validated: bool, tmp_path: Path
 ) -> None:
-    """The row of its step may have been written without it."""
+    """Its step may have been recorded without it."""
     keys = (*FILES, "trainer.test_freq=2", "trainer.save_freq=1", "trainer.val_before_train=False")
     surroundings = replace(around(5), num_validation_rows=3, store=CheckpointStore(tmp_path))
     seconds = times(generate=1.0, actor_train=1.0)
@@ -118,4 +127,22 @@ def test_15_a_validation_that_a_failure_cut_off_is_made_up_for(
             around=replace(surroundings, checkpoint=checkpoint, is_validated=is_validated),
         )
         assert validated(resumed) == (expected if not is_validated else [4, 5])
-        assert [r.step for _, r in resumed.rows][-2:] == [4, 5]
+        assert trained(resumed) == list(range(step + 1, 6))
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_15_a_checkpoint_is_written_after_all_records_of_earlier_steps(
+    lag: int, tmp_path: Path
+) -> None:
+    """A run that goes on from it repeats no validation but that of the checkpoint's own step."""
+    keys = (*FILES, "trainer.test_freq=2", "trainer.save_freq=1", "trainer.val_before_train=False")
+    seconds = replace(times(generate=1.0, actor_train=2.0, slots=64), validation_s=9.0)
+    surroundings = replace(around(8), num_validation_rows=3, store=CheckpointStore(tmp_path))
+    run = simulate(config(lag, *keys, num_steps=8), seconds, around=surroundings)
+    saves = {int(e.details["step"]): e.begin_s for e in run.events if e.name == "save"}
+    assert sorted(saves) == list(range(1, 9)) and validated(run) == [2, 4, 6, 8]
+    for step, begin_s in saves.items():
+        written = [row for moment, row in run.rows if moment <= begin_s]
+        assert [row.step for row in written if row.step < step] == [
+            row.step for _, row in run.rows if row.step < step
+        ]

@@ -80,3 +80,15 @@ def test_the_line_is_verls():
         "step:0 - val-core/gsm8k/reward/mean@1:0.25",
         "step:1 - critic/score/mean:0.3333333333333333 - actor/lr:5e-07 - bad:nan",
     ]
+
+
+def test_a_validation_that_ends_late_moves_no_bar():
+    terminal = _Terminal()
+    sink = ProgressSink(terminal, total_steps=10, first_step=0)
+    sink.write(StepReport(7, {"critic/score/mean": 0.5}))
+    sink.write(StepReport(5, {"val-core/some/reward/mean@1": 0.25}))
+    sink.close()
+
+    shown = terminal.getvalue()
+    assert "step 5  val some 0.25" in shown
+    assert "7/10" in shown and "5/10" not in shown

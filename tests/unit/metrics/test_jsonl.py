@@ -125,3 +125,11 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
 
     assert done.stdout == "full\nfull\n"
     assert path.read_bytes() == b'{"step": 0, "text": "xxxxxxxxxx"}\n'
+
+
+def test_a_late_record_of_an_earlier_step_is_kept(tmp_path):
+    path = tmp_path / "m.jsonl"
+    _write(path, [3, 4, 5, 3, 6, 4, 5])
+    _write(path, [5], keep_through_step=4)
+
+    assert [record["step"] for record in read_records(path)] == [3, 4, 3, 4, 5]

@@ -22,10 +22,13 @@ class _FakeRun:
         self.logged = []
         self.finished = False
 
-    def log(self, metrics, step):
+    def define_metric(self, name, *, step_metric):
+        self.axes = {name: step_metric}
+
+    def log(self, metrics):
         if "broken" in metrics:
             raise _WandbError("no connection")
-        self.logged.append((step, metrics))
+        self.logged.append(metrics)
 
     def finish(self):
         self.finished = True
@@ -52,13 +55,18 @@ def test_a_run_carries_the_config_and_the_metrics(tmp_path, wandb_runs):
     (tmp_path / "config.json").write_text(json.dumps({"data": {"train_batch_size": 8}}))
     sink = WandbSink(tmp_path, project="p", experiment="e")
     sink.write(StepReport(2, {"critic/score/mean": 0.5}))
+    sink.write(StepReport(1, {"val-core/some/acc/mean@1": 0.25}))
     sink.close()
 
     (run,) = wandb_runs
     assert run.settings["project"] == "p"
     assert run.settings["name"] == "e"
     assert run.settings["config"] == {"data": {"train_batch_size": 8}}
-    assert run.logged == [(2, {"critic/score/mean": 0.5})]
+    assert run.axes == {"*": "training/global_step"}
+    assert run.logged == [
+        {"critic/score/mean": 0.5, "training/global_step": 2},
+        {"val-core/some/acc/mean@1": 0.25, "training/global_step": 1},
+    ]
     assert run.finished
 
 
