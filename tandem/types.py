@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen values that travel between rooms. No behaviour beyond derived sizes; no torch at run
-time.
+"""The frozen values that travel between rooms. They have no behaviour beyond derived sizes, and
+importing them does not import torch.
 
-Shape letters: N sequences, S segments, T packed tokens, R response tokens (those that carry loss),
-n samples of one prompt. Identities: ``Prompt.uid`` is the number of the draw within the run
-(monotone from 0 and never reused); ``sample_id = uid * n + k``; ``weights_version`` counts
-optimizer phases (0 = the initial weights).
+Shape letters: N sequences, S segments, T packed tokens, R loss tokens (of a policy: the tokens that
+it drew), n samples of one prompt. A name ends in the letters of its tensor's shape.
+
+Identities: ``Prompt.uid`` is the number of the draw within the run; it counts from 0 and is never
+reused. ``sample_id = uid * n + k`` names sample k of that prompt. A weights version counts training
+steps; version 0 is that of the initial weights.
 """
 
 from __future__ import annotations
@@ -23,24 +25,23 @@ if TYPE_CHECKING:
 
 TokenIds = tuple[int, ...]
 VALIDATION_SAMPLE_ID_BASE = 1 << 60
-"""Sample ids from here on belong to validation, so that their random streams never meet those of
-training.
-"""
+"""The first sample id of validation. Training stays below it, so that the random streams of the two
+never meet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One drawn prompt.
+    """A prompt that was drawn from the data set.
 
     Attributes:
-        uid: number of the draw within the run.
-        row: row of the data set it came from.
-        token_ids: the rendered chat template, generation prompt included.
-        text: the rendered chat template before tokenisation (for dumps and the report).
-        data_source: routes the reward and groups validation metrics.
-        ground_truth: what the reward compares with.
-        extra_info: passed to the reward as it is.
-        messages: the prompt as the row has it, before the chat template.
+        uid: the number of the draw within the run.
+        row: the row of the data set it came from.
+        token_ids: the rendered chat template with its generation prompt, tokenised.
+        text: the same before tokenisation, for dumps and the report.
+        data_source: the name that selects the reward and groups the validation metrics.
+        ground_truth: the value that the reward compares the response with.
+        extra_info: further columns of the row, passed to the reward unchanged.
+        messages: the prompt before the chat template, as the row holds it.
 
     Example:
         >>> Prompt(uid=0, row=17, token_ids=(1, 2), text="hi", data_source="openai/gsm8k",
@@ -59,11 +60,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. ``temperature == 0`` is greedy; ``top_k <= 0`` and ``top_p == 1``
-    switch those off.
+    """The parameters of sampling.
 
-    Log-probs are always those of the temperature-scaled distribution before top-k and top-p (for
-    greedy: of the unscaled one), because that is what training differentiates.
+    ``temperature == 0`` is greedy decoding; ``top_k <= 0`` and ``top_p == 1`` switch these filters
+    off. Log-probs are those of the temperature-scaled distribution before top-k and top-p, because
+    training differentiates that distribution; those of greedy decoding are unscaled.
+
+    Attributes:
+        max_new_tokens: the largest length of a response.
+        ignore_eos: whether generation goes on after an end-of-sequence token.
     """
 
     temperature: float
@@ -75,7 +80,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """All samples of one prompt, which share its prefill. ``sample_ids`` has one entry a sample."""
+    """A request for all samples of one prompt, which share its prefill.
+
+    Attributes:
+        sample_ids: the id of each sample.
+        prompt_ids: the tokens of the prompt.
+        sampling: the parameters of sampling.
+    """
 
     sample_ids: tuple[int, ...]
     prompt_ids: TokenIds
@@ -83,7 +94,7 @@ class GenerationRequest:
 
 
 class FinishReason(Enum):
-    """Why generation of a sequence ended."""
+    """The reason why the generation of a sequence ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -93,15 +104,19 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished response. ``token_ids`` includes the end-of-sequence token when there is one.
+    """A finished response of a rollout engine.
 
-    Numbers are best ``array``s ("i" and "f"), as our engines give them: an object for every number
-    takes as long to pickle and to pack as its generation.
+    ``token_ids`` and ``log_probs`` should be ``array``s ("i" and "f"). Lists of Python numbers take
+    as long to pickle and to pack as to generate.
 
     Attributes:
-        log_probs: one float a token, under the version that drew it.
-        weights_version: the one that drew the first token, and hence the oldest.
-        switches: (index, version) pairs, ascending: tokens from ``index`` on are of that version.
+        sample_id: the id of the sample.
+        token_ids: the drawn tokens, with the end-of-sequence token if one was drawn.
+        log_probs: the log-prob of each token under the weights version that drew it.
+        finish_reason: the reason why generation ended.
+        weights_version: the version that drew the first token, which is the oldest.
+        switches: (index, version) pairs in ascending order: that version drew the tokens from
+            ``index`` on.
     """
 
     sample_id: int
@@ -113,7 +128,7 @@ class Completion:
 
     @property
     def version_runs(self) -> tuple[tuple[int, int], ...]:
-        """(version, number of tokens) pairs in the order of the tokens, which they cover.
+        """The (version, number of tokens) pairs that cover the tokens, in their order.
 
         Example:
             5 tokens, weights_version=3, switches=((2, 4),): ((3, 2), (4, 3)).
@@ -127,39 +142,42 @@ class Completion:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What dataclasses with slots do by themselves takes several times as long."""
+        # The default of dataclasses with slots takes several times as long.
         others = (self.finish_reason, self.weights_version, self.switches)
         return Completion, (self.sample_id, self.token_ids, self.log_probs, *others)
 
 
 class EngineWork(Enum):
-    """What one of the engines behind a rollout has to do."""
+    """The work of one of the engines behind a rollout."""
 
     NONE = "none"
     NEXT = "next"
-    """It generates from the next ``advance`` on."""
+    """The engine generates from the next ``advance`` on."""
     UNDER_WAY = "under way"
-    """It generates, although no ``advance`` is waited for."""
+    """The engine generates although no ``advance`` is awaited."""
 
 
 class RewardStatus(Enum):
-    """What became of a reward computation."""
+    """The state of a reward computation."""
 
     VALUE = "value"
     PENDING = "pending"
-    """A reward model scores it with its batch."""
+    """A reward model will score the sample with its batch."""
     TIMEOUT = "timeout"
     ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)
 class RewardOutcome:
-    """A typed outcome: ``score`` is a number only if ``status`` is VALUE, and NaN otherwise (never
-    a silent 0).
+    """The outcome of a reward computation. A failure is never a silent score of 0.
 
-    ``extra`` holds further numbers a reward returned beside ``score`` (verl: the other keys of its
-    dict); ``detail`` is the one-line cause of a failure; ``prediction`` the answer that the reward
-    found in the response (verl's key ``pred``), for majority votes.
+    Attributes:
+        status: whether there is a score, and if not, why.
+        score: the score if ``status`` is VALUE, else NaN.
+        extra: further numbers that the reward returned; in verl, the other keys of its dict.
+        detail: the cause of a failure in one line.
+        prediction: the answer that the reward found in the response, for majority votes; verl's key
+            ``pred``.
     """
 
     status: RewardStatus
@@ -171,9 +189,12 @@ class RewardOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RewardRequest:
-    """What a reward sees of a sample: plain values that cross a process boundary cheaply.
+    """A sample as a reward sees it: plain values that cross a process boundary cheaply.
 
-    ``num_tokens`` is the response length, ``finish_reason`` why it ended (for length shaping).
+    Attributes:
+        data_source, ground_truth, extra_info: as in ``Prompt``.
+        solution: the text of the response.
+        num_tokens: the length of the response, for the penalty of overlong responses.
     """
 
     data_source: str
@@ -183,7 +204,6 @@ class RewardRequest:
     num_tokens: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As ``Completion``'s."""
         others = (self.ground_truth, self.extra_info, self.num_tokens)
         return RewardRequest, (self.data_source, self.solution, *others)
 
@@ -306,16 +326,21 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """How T packed tokens attend, as S segments; int64 tensors of shape (S,) on the CPU.
+    """The attention structure of T packed tokens: S segments that tile 0..T in order.
 
-    Token i of segment s attends to the whole of its prefix (``prefix_start .. + prefix_length``,
-    another segment of the same batch, or without gradients keys behind its T; length 0 if it has
-    none) and to tokens 0..i of s. Segments tile 0..T in order. A prompt shared by its samples is
-    one segment and each response is another one that names it as prefix.
+    Token i of a segment attends to tokens 0..i of that segment and to its whole prefix. A prompt
+    that several samples share is one segment, and each response is a segment with the prompt as
+    prefix. Without gradients a prefix may also be keys that lie behind the T tokens.
+
+    Attributes:
+        start_S, length_S: the range of each segment, int64 on the CPU.
+        prefix_start_S, prefix_length_S: the range of each prefix, int64 on the CPU; length 0
+            without a prefix.
 
     Example:
-        prompt of 3 tokens with responses of 2 and 4, whose last tokens predict nothing and are left
-        out: start [0, 3, 4], length [3, 1, 3], prefix_start [0, 0, 0], prefix_length [0, 3, 3].
+        A prompt of 3 tokens has responses of 2 and 4 tokens. The last token of a response predicts
+        nothing and is left out: start [0, 3, 4], length [3, 1, 3], prefix_start [0, 0, 0],
+        prefix_length [0, 3, 3].
     """
 
     start_S: Tensor
@@ -326,16 +351,20 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class LossColumns:
-    """Per response token, fp32 (R,). Absent columns are None: no old log-probs when strictly
-    on-policy (the loss then uses the current ones, detached), no reference without KL.
+    """The columns that a loss reads of each loss token, fp32 (R,); None where it reads none.
 
     Attributes:
-        values_R, returns_R: for a critic's loss: its values before the update, and what it is to
-            predict.
-        weights_R: importance weights that were computed before the update.
-        rollout_logp_R: of the policy that sampled the tokens, where the loss compares it with the
-            current one.
-        lag_R: int64, weights versions between those two; only if it can be above 0.
+        advantages_R: the advantages.
+        old_logp_R: the log-probs before the update; None when strictly on-policy, where the loss
+            uses the current log-probs, detached.
+        ref_logp_R: the log-probs under the reference; None without KL.
+        weights_R: the importance weights, if they were computed before the update.
+        rollout_logp_R: the log-probs under the policy that drew the tokens, if the loss compares
+            that policy with the current one.
+        lag_R: the number of weights versions between those two policies, int64; None if it is
+            always 0.
+        values_R, returns_R: for the loss of a critic: its values before the update, and the returns
+            that it learns.
     """
 
     advantages_R: Tensor
@@ -348,7 +377,7 @@ class LossColumns:
     returns_R: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LossColumns:
-        """Every column that is there through ``function``."""
+        """Return columns with ``function`` applied to each column that is not None."""
         present = ((f.name, getattr(self, f.name)) for f in fields(self))
         return LossColumns(
             **{name: function(column) for name, column in present if column is not None}
@@ -357,17 +386,18 @@ class LossColumns:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One micro-batch: N sequences packed into T tokens without padding, R of them carrying loss.
+    """A micro-batch: N sequences packed into T tokens without padding, with R loss tokens.
 
     Attributes:
-        token_ids_T, position_ids_T: int64 (T,); positions restart in each sequence (a response
-        continues its prompt's).
+        token_ids_T: the tokens, int64.
+        position_ids_T: their positions, int64; they restart in each sequence, and a response
+            continues those of its prompt.
         segments: the attention structure.
-        source_R: index into T of the token whose hidden state predicts response token r.
-        target_R: id of response token r.
-        sequence_R: which of the N sequences it belongs to, ascending.
+        source_R: the index into T of the token whose hidden state predicts loss token r, int64.
+        target_R: the id of loss token r, int64.
+        sequence_R: the index of its sequence, int64, ascending.
         num_sequences: N.
-        columns: what the loss needs beside log-probs, None for a forward pass only.
+        columns: the columns of the loss; None for a forward pass only.
     """
 
     token_ids_T: Tensor
@@ -382,8 +412,10 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """Global denominators of one optimizer step, over all micro-batches and ranks, so that the
-    gradient does not depend on how the mini-batch was cut."""
+    """The denominators of one optimizer step over all its micro-batches and ranks.
+
+    With them the gradient does not depend on how the mini-batch was cut.
+    """
 
     num_tokens: int
     num_sequences: int
@@ -391,9 +423,14 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What a loss sees of one micro-batch. ``score_R`` is what the model says of its response
-    tokens: a policy's log-probs, a critic's values. ``entropy_R`` is None unless the loss asked for
-    it."""
+    """The inputs of a loss for one micro-batch.
+
+    Attributes:
+        score_R: the log-probs of a policy or the values of a critic, differentiable.
+        entropy_R: the entropy of the policy at each token; None unless the loss asked for it.
+        sequence_R, num_sequences, columns: as in ``PackedBatch``.
+        scale: the denominators of the optimizer step.
+    """
 
     score_R: Tensor
     entropy_R: Tensor | None
@@ -405,9 +442,11 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """``loss`` is a scalar; every metric is a detached scalar already divided by its global
-    denominator, so that loss and metrics of the micro-batches of one optimizer step simply add
-    up."""
+    """The share of one micro-batch in the loss and the metrics of an optimizer step.
+
+    Each is a scalar that is already divided by its global denominator, so that the shares of the
+    micro-batches add up. Metrics are detached.
+    """
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
@@ -415,8 +454,13 @@ class LossOutputs:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """One optimizer step. ``skipped`` is set when loss or gradient was not finite and no step was
-    taken.
+    """The report of one optimizer step.
+
+    Attributes:
+        metrics: the metrics of the loss.
+        grad_norm: the norm of the gradient before clipping.
+        learning_rate: the learning rate of the step.
+        skipped: whether no step was taken because loss or gradient was not finite.
     """
 
     metrics: Mapping[str, float]
@@ -427,12 +471,17 @@ class UpdateReport:
 
 @dataclass(frozen=True, slots=True)
 class SliceSpec:
-    """Where one process's part of a named tensor lies in the whole: a box, one entry a dimension.
+    """The region of a named tensor that one process holds, with one entry per dimension.
 
-    ``shape`` is the whole tensor's, ``offset`` and ``size`` the box's. Plain values, picklable.
+    Attributes:
+        name: the name of the tensor.
+        dtype: its element type.
+        shape: the shape of the whole tensor.
+        offset: the first index of the region.
+        size: the shape of the region.
 
     Example:
-        rows 2 and 3 of a matrix of 4 rows: shape (4, 8), offset (2, 0), size (2, 8).
+        Rows 2 and 3 of a matrix of 4 rows: shape (4, 8), offset (2, 0), size (2, 8).
     """
 
     name: str
@@ -444,7 +493,12 @@ class SliceSpec:
 
 @dataclass(frozen=True, slots=True)
 class HeldSlice:
-    """A slice together with its storage: ``tensor`` is a view of shape ``spec.size``, in use."""
+    """A region together with its storage.
+
+    Attributes:
+        spec: the region.
+        tensor: a view of the weights in use, of shape ``spec.size``.
+    """
 
     spec: SliceSpec
     tensor: Tensor
@@ -452,7 +506,7 @@ class HeldSlice:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Everything logged for one training step (step 0: validation before training)."""
+    """The metrics logged for a training step; step 0 is the validation before training."""
 
     step: int
     metrics: Mapping[str, float]
