@@ -38,8 +38,9 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.config.derived.schedule import schedule_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
+from tandem.data.ledger import open_source
 from tandem.data.packing import pack_microbatches, plan_microbatches
-from tandem.data.prompts import PromptEntry, PromptSource, open_source
+from tandem.data.prompts import PromptEntry, PromptSource
 from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.data.wire import SentBatches
 from tandem.driver.train import MAX_ROLLOUTS_RECORDED_PER_STEP, reward_limits, reward_spec

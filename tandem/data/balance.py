@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work spread evenly over ranks that compute in lock-step: what it costs, who gets it.
+"""The distribution of work over ranks that compute in lockstep.
 
-Numbers only; ``packing`` knows the sequences. Everything is deterministic, and nothing that is
-computed may depend on it.
+This file knows lengths and costs only; ``packing`` knows the sequences. Everything is
+deterministic, and no result may depend on it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from tandem.types import PackedBatch
 
 LINEAR_COST = 24576
-"""Of a token, where attending to one position costs 2: six widths of a 7B model, as in verl's
-``calculate_workload``."""
+"""The cost of a token relative to attending to one position, which costs 2: six widths of a 7B
+model, as in verl's ``calculate_workload``."""
 SLACK = 0.02
-"""By how much a plan may exceed the even share without a try to split groups further."""
+"""The excess over the even share that a plan may have before groups are split further."""
 _GRAINS = (0.0, 1.0, 2.0, 4.0, 8.0, math.inf)
-"""How finely groups are split, in parts of an even share; the first is not at all."""
+"""The numbers of parts per even share to split groups into, tried in order; 0 splits none."""
 
 
 def token_cost(num_tokens: int, prefix: int = 0) -> int:
-    """Of tokens that attend to a prefix and to those before them, relative to others.
+    """Return the relative cost of tokens that attend to a prefix and to the tokens before them.
 
     Example:
         >>> token_cost(5) == token_cost(2) + token_cost(3, prefix=2)
@@ -35,15 +35,15 @@ def token_cost(num_tokens: int, prefix: int = 0) -> int:
 
 
 def batch_cost(batch: PackedBatch) -> int:
-    """Of a micro-batch, relative to others; a shared prompt counts once."""
+    """Return the relative cost of a micro-batch; a shared prompt counts once."""
     length_S, prefix_S = batch.segments.length_S, batch.segments.prefix_length_S
     return int((length_S * (LINEAR_COST + length_S + 2 * prefix_S)).sum())
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Which micro-batches each rank computes, one a round: those of a round cost about the same.
+    """Deal micro-batches to ranks, one per round; those of a round cost about the same.
 
-    If the last round has not enough for all, the ranks that have done least so far get them.
+    If there are too few for the last round, the ranks with the least work so far get them.
 
     Example:
         >>> deal([10, 50, 40, 20], 2)
@@ -63,11 +63,11 @@ def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def seqlen_metrics(lengths: Sequence[int], shares: Sequence[Sequence[int]]) -> dict[str, float]:
-    """verl's ``global_seqlen/*``: tokens of a rank, had sequences been cut in order, and as they
-    were dealt.
+    """Compute verl's metrics ``global_seqlen/*``: the tokens of a rank as sequences were dealt
+    (``balanced_*``), and as they would have been cut in order.
 
     Args:
-        lengths: tokens of each sequence.
+        lengths: the number of tokens of each sequence.
         shares: the sequences of each rank.
     """
     num_ranks = len(shares)
@@ -87,7 +87,13 @@ def seqlen_metrics(lengths: Sequence[int], shares: Sequence[Sequence[int]]) -> d
 
 @dataclass(frozen=True, slots=True)
 class GroupLengths:
-    """Sequences that share a prompt: their numbers, and the tokens of prompt and responses."""
+    """The lengths of sequences that share a prompt.
+
+    Attributes:
+        members: the indices of the sequences.
+        prompt_tokens: the length of the prompt.
+        response_tokens: the length of each response.
+    """
 
     members: tuple[int, ...]
     prompt_tokens: int
@@ -96,12 +102,13 @@ class GroupLengths:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What bounds a micro-batch and what evens micro-batches out.
+    """The measures of micro-batches: their size is bounded, their cost is evened out.
 
     Attributes:
-        max_size: most tokens or sequences of a micro-batch, None for no bound.
-        by_tokens: whether ``max_size`` counts tokens, a shared prompt once.
-        by_cost: whether micro-batches cost the same; else they have the same number of sequences.
+        max_size: the largest size of a micro-batch; None without a bound.
+        by_tokens: whether the size is the number of tokens, with a shared prompt counted once; else
+            it is the number of sequences.
+        by_cost: whether the cost is that of ``token_cost``; else it is the number of sequences.
     """
 
     max_size: int | None
@@ -109,17 +116,17 @@ class Measure:
     by_cost: bool
 
     def fits(self, size: int) -> bool:
-        """Whether a micro-batch of this size is allowed."""
+        """Return whether a micro-batch of this size is allowed."""
         return self.max_size is None or size <= self.max_size
 
     def size_of(self, group: GroupLengths, chosen: Sequence[int]) -> int:
-        """Of the members at these places, together."""
+        """Return the size of the chosen members of a group together."""
         if not self.by_tokens:
             return len(chosen)
         return group.prompt_tokens + sum(group.response_tokens[i] for i in chosen)
 
     def cost_of(self, group: GroupLengths, chosen: Sequence[int]) -> int:
-        """Of the members at these places, together."""
+        """Return the cost of the chosen members of a group together."""
         if not self.by_cost:
             return len(chosen)
         prompt = group.prompt_tokens
@@ -129,7 +136,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Members of one group that stay together, by their places in it."""
+    """Members of one group that stay together. ``chosen`` are their places in the group."""
 
     group: int
     chosen: tuple[int, ...]
@@ -140,11 +147,11 @@ class _Part:
 def plan_evenly(
     groups: Sequence[GroupLengths], measure: Measure, *, multiple_of: int
 ) -> list[list[int]]:
-    """Micro-batches for ranks in lock-step: few, even, and in number a multiple of ``multiple_of``
-    where there are that many sequences.
+    """Plan few and even micro-batches for ranks in lockstep.
 
-    Groups stay whole where that is even enough. Else they are split ever finer, which costs their
-    prompts again, and the plan is taken whose rounds are done first.
+    Their number is a multiple of ``multiple_of`` if there are enough sequences. Groups stay whole
+    if that is even enough. Else they are split ever finer, which computes their prompts repeatedly,
+    and the plan with the shortest rounds is chosen.
     """
     work = _Work(groups, measure)
     wholes = [work.part(number, range(len(group.members))) for number, group in enumerate(groups)]
@@ -170,19 +177,19 @@ def plan_evenly(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """All groups and how they are measured."""
+    """All groups and their measure."""
 
     groups: Sequence[GroupLengths]
     measure: Measure
 
     def part(self, number: int, chosen: Iterable[int]) -> _Part:
-        """These members of group ``number``."""
+        """Return the chosen members of group ``number`` as a part."""
         group, places = self.groups[number], tuple(sorted(chosen))
         size, cost = self.measure.size_of(group, places), self.measure.cost_of(group, places)
         return _Part(number, places, size, cost)
 
     def split(self, number: int, num_parts: int) -> list[_Part]:
-        """Group ``number`` in even parts that fit, at least ``num_parts``."""
+        """Split group ``number`` into even parts that fit, at least ``num_parts``."""
         group = self.groups[number]
         places = range(len(group.members))
         longest_first = sorted(places, key=lambda i: (-group.response_tokens[i], i))
@@ -199,12 +206,12 @@ class _Work:
         raise AssertionError("a single sequence always fits")
 
     def joint_cost(self, parts: Sequence[_Part]) -> int:
-        """Of one micro-batch: parts of one group that have met share their prompt again."""
+        """Return the cost of a micro-batch, in which parts of one group share their prompt."""
         joined = _by_group(parts).items()
         return sum(self.measure.cost_of(self.groups[n], places) for n, places in joined)
 
     def sequences(self, parts: Sequence[_Part]) -> list[int]:
-        """The members of one micro-batch, those of a group next to each other."""
+        """Return the members of a micro-batch, those of a group next to each other."""
         joined = _by_group(parts).items()
         return [self.groups[n].members[i] for n, places in joined for i in places]
 
@@ -217,7 +224,7 @@ def _by_group(parts: Sequence[_Part]) -> dict[int, list[int]]:
 
 
 def _fewest(size: int, measure: Measure, *, multiple_of: int) -> int:
-    """The least multiple of ``multiple_of`` that can be enough."""
+    """Return the least multiple of ``multiple_of`` that can be enough."""
     least = 1 if measure.max_size is None else math.ceil(size / measure.max_size)
     return math.ceil(least / multiple_of) * multiple_of
 
@@ -225,9 +232,9 @@ def _fewest(size: int, measure: Measure, *, multiple_of: int) -> int:
 def _fill(
     parts: Sequence[_Part], measure: Measure, *, fewest: int, step: int
 ) -> list[list[_Part]] | None:
-    """The parts in as few bins as hold them, dearest first into the cheapest one with room.
+    """Put the parts into as few bins as hold them, dearest first into the cheapest with room.
 
-    None if that would leave bins empty, unless no part could be split to fill them.
+    Return None if bins would stay empty that split parts could fill.
     """
     dearest_first = sorted(parts, key=lambda part: (-part.cost, part.group, part.chosen))
     for num_bins in range(fewest, len(parts) + 1, step):
@@ -240,7 +247,7 @@ def _fill(
 def _filled(
     dearest_first: Sequence[_Part], measure: Measure, *, num_bins: int
 ) -> list[list[_Part]] | None:
-    """None if a part finds no bin with room."""
+    """Fill ``num_bins`` bins; return None if a part finds none with room."""
     bins: list[list[_Part]] = [[] for _ in range(num_bins)]
     sizes = [0] * num_bins
     loads = [(0, number) for number in range(num_bins)]
@@ -259,5 +266,5 @@ def _filled(
 
 
 def _lock_step_cost(costs: Sequence[int], *, num_ranks: int) -> int:
-    """Of all rounds that ``deal`` makes: in each, all wait for the dearest."""
+    """Return the cost of the rounds that ``deal`` makes; in each, all wait for the dearest."""
     return sum(sorted(costs, reverse=True)[::num_ranks])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of parquet, JSONL and JSON files, several files concatenated in order.
+"""The rows of parquet, JSONL and JSON files, several files concatenated in order.
 
-Counting reads parquet metadata only. Imports neither torch nor transformers, and pyarrow only when
-a parquet file is met, so that the planner stays light. Local files only: no hdfs, no URLs.
+Counting rows reads the metadata of parquet files only. pyarrow is imported when a parquet file is
+opened, so that the planner stays light. Files are local: no hdfs, no URLs.
 """
 
 from __future__ import annotations
@@ -23,41 +23,53 @@ Row = dict[str, Any]
 
 
 class RowFault(Exception):
-    """What is wrong with a row, as the end of a sentence; ``RowSource.fault`` adds where it is."""
+    """The error of a row. ``RowSource.fault`` adds the file and the number of the row.
+
+    Args:
+        rule: the end of a sentence that begins with the row, such as "has no prompt".
+        remedy: one or more full sentences that say what to change.
+    """
+
+    def __init__(self, rule: str, remedy: str = "Correct or remove the row.") -> None:
+        super().__init__(rule)
+        self.rule = rule
+        self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """Files with the configuration key that named them."""
+    """Files together with the configuration key that names them."""
 
     files: Sequence[str]
     key: str
 
     def read(self) -> list[Row]:
-        """As ``read_rows``."""
+        """Read all rows; see ``read_rows``."""
         return read_rows(self.files, key=self.key)
 
-    def fault(self, row: int, reason: str) -> UserError:
-        """The error for row ``row`` of ``read()``, which is counted from 0 in its own file.
+    def fault(self, row: int, fault: RowFault) -> UserError:
+        """Return the error of row ``row`` of ``read()``, which counts from 0 in its own file.
 
         Example:
-            >>> RowSource(["a.parquet", "b.parquet"], "data.train_files").fault(7480, "is empty.")
-            UserError("data.train_files='b.parquet': row 7 is empty.")
+            >>> source = RowSource(["a.parquet", "b.parquet"], "data.train_files")
+            >>> source.fault(7480, RowFault("is empty", "Remove it."))
+            UserError("data.train_files='b.parquet': row 7 is empty. Remove it.")
         """
         for path in _existing(self.files, self.key):
             count = _count_file(path, self.key)
             if row < count:
-                return UserError(f"{self.key}={str(path)!r}: row {row} {reason}")
+                rule = f"row {row} {fault.rule}"
+                return UserError(self.key, str(path), rule=rule, remedy=fault.remedy)
             row -= count
-        raise IndexError(f"{self.key} has no such row; {row} beyond its end")
+        raise IndexError(f"{self.key} has no such row; it is {row} beyond the end")
 
 
 def count_rows(files: Sequence[str], *, key: str = "data.train_files") -> int:
-    """Number of rows of all files together.
+    """Count the rows of all files together.
 
     Args:
         files: paths; ``~`` is expanded.
-        key: the configuration key the paths came from, for messages.
+        key: the configuration key that names them, for messages.
 
     Raises:
         UserError: a file is missing, empty or unreadable, or there is none.
@@ -66,19 +78,21 @@ def count_rows(files: Sequence[str], *, key: str = "data.train_files") -> int:
 
 
 def read_rows(files: Sequence[str], *, key: str = "data.train_files") -> list[Row]:
-    """All rows of all files, in order. Arguments and errors as ``count_rows``."""
+    """Read all rows of all files, in order. Arguments and errors are those of ``count_rows``."""
     return [row for path in _existing(files, key) for row in _read_file(path, key)]
 
 
 def _existing(files: Sequence[str], key: str) -> Iterator[Path]:
     if not files:
-        raise UserError(f"{key}=[]: at least one file is needed. Set {key}=/path/to/file.parquet.")
+        remedy = f"Set {key}=/path/to/file.parquet."
+        raise UserError(key, [], rule="at least one file is needed", remedy=remedy)
     for name in files:
         path = Path(name).expanduser()
         if not path.is_file():
-            raise UserError(f"{key}={name!r}: no such file. {_remedy(path)}")
+            raise UserError(key, name, rule="no such file", remedy=_remedy(path))
         if not os.access(path, os.R_OK):
-            raise UserError(f"{key}={name!r}: may not be read. Change the file's permissions.")
+            remedy = "Change the file's permissions."
+            raise UserError(key, name, rule="the file is not readable", remedy=remedy)
         yield path
 
 
@@ -119,7 +133,7 @@ def _read_file(path: Path, key: str) -> list[Row]:
 
 def _checked_count(count: int, path: Path, *, key: str) -> int:
     if count == 0:
-        raise UserError(f"{key}={str(path)!r}: the file holds no rows. {_remedy(path)}")
+        raise UserError(key, str(path), rule="the file holds no rows", remedy=_remedy(path))
     return count
 
 
@@ -128,8 +142,10 @@ def _open_parquet(path: Path, key: str) -> ParquetFile:
         from pyarrow import parquet
     except ImportError as error:
         raise UserError(
-            f"{key}={str(path)!r}: reading parquet needs pyarrow, which is not installed. "
-            "Install it with pip install pyarrow, or give a .jsonl file."
+            key,
+            str(path),
+            rule="reading parquet needs pyarrow, which is not installed",
+            remedy="Install it with pip install pyarrow, or give a .jsonl file.",
         ) from error
     try:
         return parquet.ParquetFile(path)
@@ -146,11 +162,12 @@ def _parquet_rows(parquet: ParquetFile, path: Path, *, key: str) -> list[Row]:
 
 def _unreadable(path: Path, error: Exception, *, key: str) -> UserError:
     cause = " ".join(str(error).split())[:200]
-    return UserError(f"{key}={str(path)!r}: not a readable parquet file ({cause}). {_remedy(path)}")
+    rule = f"not a readable parquet file ({cause})"
+    return UserError(key, str(path), rule=rule, remedy=_remedy(path))
 
 
 def _holds_array(path: Path) -> bool:
-    """Whether a .json file is one array; otherwise it is read as one object a line, like .jsonl."""
+    """Return whether a .json file is one array; else it is read like .jsonl, an object a line."""
     with path.open("rb") as content:
         return content.read(64).lstrip().startswith(b"[")
 
@@ -159,27 +176,29 @@ def _read_array(path: Path, key: str) -> list[Row]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{key}={str(path)!r}: not valid JSON ({error}). Mend it.") from error
+        rule = f"not valid JSON ({error})"
+        raise UserError(key, str(path), rule=rule, remedy="Correct the file.") from error
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise UserError(f"{key}={str(path)!r}: row {number} is not a JSON object. Mend it.")
+            rule = f"row {number} is not a JSON object"
+            raise UserError(key, str(path), rule=rule, remedy="Correct or remove it.")
     return rows
 
 
 def _read_lines(path: Path, key: str) -> list[Row]:
-    rows: list[Row] = []
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                rows.append(_parse_line(line, f"{key}={str(path)!r}: line {number}"))
-    return rows
+        numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    return [_parse_line(line, number, path=path, key=key) for number, line in numbered]
 
 
-def _parse_line(line: bytes, where: str) -> Row:
+def _parse_line(line: bytes, number: int, *, path: Path, key: str) -> Row:
+    remedy = "Correct or remove the line."
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where} is not valid JSON ({error}). Mend or remove it.") from error
+        rule = f"line {number} is not valid JSON ({error})"
+        raise UserError(key, str(path), rule=rule, remedy=remedy) from error
     if not isinstance(row, dict):
-        raise UserError(f"{where} is not a JSON object. Mend or remove it.")
+        rule = f"line {number} is not a JSON object"
+        raise UserError(key, str(path), rule=rule, remedy=remedy)
     return row

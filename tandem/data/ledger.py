@@ -1,30 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which row is drawn when, and what became of it: the exactly-once ledger of the training data.
+"""The exactly-once ledger of the training data, and the source that draws entries by it.
 
 Draws are numbered by uid from 0. The row of a uid is a pure function of (uid, seed, epoch size), so
-that the whole state is a cursor and the set of open uids, however large the data set is.
-Guarantees: a uid that was trained or dropped is never drawn again; a uid that was open when the
-state was saved is drawn again, first, in order and with the same row. Not here: what a row holds
-(see ``source``), and any tensor.
+that the state is a cursor and the set of open uids, however large the data set is. Guarantees: a
+uid that was trained or dropped is never drawn again; a uid that was open when the state was saved
+is drawn again, first, in order and with the same row.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from tandem.config.schema.data import DataConfig
+from tandem.config.schema.sft import SftDataConfig
 from tandem.errors import UserError
 
 STATE_FORMAT = 1
+Drawn_co = TypeVar("Drawn_co", covariant=True)
 
 
 class Draw(NamedTuple):
-    """One draw: its number within the run, and the index of the row drawn."""
+    """A draw: its number within the run, and the index of the row drawn."""
 
     uid: int
     row: int
@@ -32,14 +34,14 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerOrder:
-    """All that decides which row a uid stands for; a resumed run must agree on it.
+    """The settings that decide which row a uid stands for. A resumed run must have the same.
 
     Attributes:
-        num_rows: rows that can be drawn (after filtering).
-        batch_size: rows per training step; an epoch is a whole number of these.
-        shuffle: a new permutation each epoch, or the order of the files.
-        seed: of the permutations.
-        fingerprint: of the rows' contents, see ``fingerprint``.
+        num_rows: the number of rows that can be drawn, after filtering.
+        batch_size: the number of rows per training step; an epoch is a whole number of batches.
+        shuffle: whether each epoch has its own permutation; else it has the order of the files.
+        seed: the seed of the permutations.
+        fingerprint: the hash of the rows' contents, see ``fingerprint``.
     """
 
     num_rows: int
@@ -50,19 +52,22 @@ class LedgerOrder:
 
     @property
     def epoch_size(self) -> int:
-        """Draws per epoch: ``num_rows // batch_size * batch_size``."""
+        """The number of draws per epoch: ``num_rows // batch_size * batch_size``."""
         return self.num_rows // self.batch_size * self.batch_size
 
 
 def permutation(num_rows: int, *, seed: int, epoch: int) -> np.ndarray:
-    """Order of the rows in one epoch, int64 (num_rows,): the same on every machine and with every
-    numpy, which keeps the streams of RandomState frozen."""
+    """Return the order of the rows in one epoch, int64 (num_rows,).
+
+    It is the same on every machine and with every numpy, which keeps the streams of RandomState
+    frozen.
+    """
     bits = np.random.MT19937(np.random.SeedSequence((seed, epoch)))
     return np.random.RandomState(bits).permutation(num_rows)
 
 
 def fingerprint(contents: Iterable[bytes]) -> str:
-    """Hash of what the rows hold, in order."""
+    """Return a hash of the contents of the rows, in order."""
     digest = hashlib.sha256()
     for content in contents:
         digest.update(len(content).to_bytes(8, "little") + content)
@@ -70,13 +75,13 @@ def fingerprint(contents: Iterable[bytes]) -> str:
 
 
 class Ledger:
-    """A draw is *open* (in flight) from ``draw`` until ``mark_trained`` or ``mark_dropped``.
+    """The record of which row is drawn when, and whether it was trained on.
 
-    An epoch serves the first ``num_rows // batch_size * batch_size`` rows of its permutation and
-    leaves the rest out (verl's drop_last); which ones differs from epoch to epoch. That is a rule
-    about the epoch and not about a draw: dynamic sampling may draw any number at a time, and a draw
-    may reach into the next epoch. After ``total_epochs`` a draw returns fewer rows than asked for,
-    at last none.
+    A draw is *open* (in flight) from ``draw`` until ``mark_trained`` or ``mark_dropped``. An epoch
+    serves the first ``num_rows // batch_size * batch_size`` rows of its permutation and leaves the
+    rest out (verl's ``drop_last``). With ``shuffle`` these are other rows in each epoch. A call of
+    ``draw`` may ask for any number of rows and may reach into the next epoch. After
+    ``total_epochs`` it returns fewer rows than asked for, at last none.
 
     Example:
         >>> order = LedgerOrder(num_rows=7, batch_size=3, shuffle=False, seed=0, fingerprint="")
@@ -89,8 +94,10 @@ class Ledger:
         """Raises UserError if the rows do not fill one batch."""
         if order.epoch_size == 0:
             raise UserError(
-                f"data.train_batch_size={order.batch_size}: must not exceed the number of rows "
-                f"({order.num_rows} after filtering). Lower it or add data."
+                "data.train_batch_size",
+                order.batch_size,
+                rule=f"must not exceed the number of rows ({order.num_rows} after filtering)",
+                remedy="Lower it or add data.",
             )
         self._order = order
         self._limit = order.epoch_size * total_epochs
@@ -103,17 +110,17 @@ class Ledger:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the latest draw, from 0."""
+        """The epoch of the latest draw, from 0."""
         return max(0, self._next_uid - 1) // self._order.epoch_size
 
     @property
     def num_in_flight(self) -> int:
-        """Draws that are open."""
+        """The number of open draws."""
         return len(self._open)
 
     @property
     def num_remaining(self) -> int:
-        """How many draws are still to come."""
+        """The number of draws that are still to come."""
         return len(self._again) + max(0, self._limit - self._next_uid)
 
     def draw(self, count: int) -> list[Draw]:
@@ -129,11 +136,11 @@ class Ledger:
         self._num_trained += self._close(uids)
 
     def mark_dropped(self, uids: Iterable[int]) -> None:
-        """Close draws that were given up. Raises ValueError for a draw that is not open."""
+        """Close draws that are not to be trained on. Raises ValueError for one that is not open."""
         self._num_dropped += self._close(uids)
 
     def state(self) -> dict[str, Any]:
-        """The ledger as a JSON-able dict, a few numbers besides the open uids."""
+        """Return the ledger as a dict for JSON: the open uids and a few numbers."""
         return {
             "format": STATE_FORMAT,
             "order": asdict(self._order),
@@ -144,15 +151,18 @@ class Ledger:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state()`` of an earlier process; own draws so far are forgotten.
+        """Continue from ``state()`` of an earlier process and forget the draws so far.
 
         Raises:
-            UserError: the state belongs to other data or another order (epochs may differ).
+            UserError: the state belongs to other data or another order. The number of epochs may
+                differ.
         """
         if state["format"] != STATE_FORMAT:
             raise UserError(
-                f"trainer.resume_mode: the checkpoint's data state has format {state['format']}, "
-                f"this version reads {STATE_FORMAT}. Set trainer.resume_mode=disable to start anew."
+                "trainer.resume_mode",
+                rule=f"the checkpoint's data state has format {state['format']}, this version "
+                f"reads {STATE_FORMAT}",
+                remedy="Set trainer.resume_mode=disable to start anew.",
             )
         _check_order(self._order, state["order"])
         self._next_uid = state["next_uid"]
@@ -173,7 +183,7 @@ class Ledger:
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if epoch not in self._epoch_orders:
-            if len(self._epoch_orders) > 1:  # a draw spans two epochs at most, unless data are tiny
+            if len(self._epoch_orders) > 1:  # a draw spans at most two epochs, unless they are tiny
                 del self._epoch_orders[min(self._epoch_orders)]
             order = permutation(self._order.num_rows, seed=self._order.seed, epoch=epoch)
             self._epoch_orders[epoch] = order
@@ -189,7 +199,7 @@ class Ledger:
 
 
 def _check_order(ours: LedgerOrder, saved: Mapping[str, Any]) -> None:
-    """The settings that make a uid stand for a row must be those of the checkpoint."""
+    """Raise UserError unless a uid stands for the same row as in the checkpoint."""
     rules = {
         "num_rows": "data.train_files",
         "fingerprint": "data.train_files",
@@ -201,6 +211,89 @@ def _check_order(ours: LedgerOrder, saved: Mapping[str, Any]) -> None:
         value = getattr(ours, name)
         if value != saved[name]:
             raise UserError(
-                f"{key}: {name.replace('_', ' ')} is {value!r} but the checkpoint was made with "
-                f"{saved[name]!r}. Restore it, or set trainer.resume_mode=disable to start anew."
+                key,
+                rule=f"{name.replace('_', ' ')} is {value!r} but the checkpoint was made with "
+                f"{saved[name]!r}",
+                remedy="Restore it, or set trainer.resume_mode=disable to start anew.",
             )
+
+
+class Entry(Protocol[Drawn_co]):
+    """An entry of a data set that can be drawn in each epoch."""
+
+    @property
+    def row(self) -> int:
+        """The number of its row within all files together."""
+        ...
+
+    @property
+    def content(self) -> bytes:
+        """The content that tells this entry from those of other data."""
+        ...
+
+    def as_draw(self, uid: int) -> Drawn_co:
+        """Return the value that travels through the run as draw ``uid``."""
+        ...
+
+
+class Source(Generic[Drawn_co]):
+    """The entries of a data set in the order of its ledger.
+
+    ``Ledger`` documents the methods that both have. The state of a source is that of its ledger;
+    the entries are read anew at each start.
+
+    Example:
+        >>> prompts = source.draw(128)
+        >>> source.mark_trained([prompt.uid for prompt in prompts])
+    """
+
+    def __init__(self, entries: Sequence[Entry[Drawn_co]], ledger: Ledger) -> None:
+        self._entries = entries
+        self._ledger = ledger
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the latest draw, from 0."""
+        return self._ledger.epoch
+
+    def draw(self, count: int) -> list[Drawn_co]:
+        """Draw the next ``count`` entries; fewer when the epochs are used up, at last none."""
+        return [self._entries[draw.row].as_draw(draw.uid) for draw in self._ledger.draw(count)]
+
+    def mark_trained(self, uids: Iterable[int]) -> None:
+        """Close draws that were trained on. Raises ValueError for a draw that is not open."""
+        self._ledger.mark_trained(uids)
+
+    def mark_dropped(self, uids: Iterable[int]) -> None:
+        """Close draws that are not to be trained on. Raises ValueError for one that is not open."""
+        self._ledger.mark_dropped(uids)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint as a dict for JSON."""
+        return self._ledger.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue after ``state``. Raises UserError if it belongs to other data."""
+        self._ledger.restore(state)
+
+
+def open_source(
+    entries: Sequence[Entry[Drawn_co]], config: DataConfig | SftDataConfig, *, total_epochs: int
+) -> Source[Drawn_co]:
+    """Return a source at its beginning. Raises UserError if the entries do not fill one batch."""
+    order = LedgerOrder(
+        num_rows=len(entries),
+        batch_size=config.train_batch_size,
+        shuffle=config.shuffle,
+        seed=config.seed,
+        fingerprint=fingerprint(entry.content for entry in entries),
+    )
+    return Source(entries, Ledger(order, total_epochs=total_epochs))
+
+
+def draw_by_row(entries: Iterable[Entry[Drawn_co]]) -> list[Drawn_co]:
+    """Draw every entry once for a validation, in row order and with the row as uid."""
+    return [entry.as_draw(entry.row) for entry in entries]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences into packed micro-batches without padding, and flat columns along with them.
+"""Packing of sequences into micro-batches without padding, with the flat columns of their tokens.
 
-Guarantees: adjacent sequences of one prompt share its tokens; what is computed from a plan's
-micro-batches comes back in the order of the sequences, so that no result depends on the plan.
-How work spreads evenly over ranks is ``balance``'s.
+Adjacent sequences of one prompt share its tokens. Results of a plan's micro-batches come back in
+the order of the sequences, so that no result depends on the plan. ``balance`` spreads the work over
+ranks.
 
 Shape letters as in ``types``: N sequences, T packed tokens, R loss tokens.
 """
@@ -25,20 +25,20 @@ from tandem.errors import UserError
 from tandem.types import LossColumns, PackedBatch, Segments
 
 Plan = list[list[int]]
-"""Micro-batches as lists of indices into the sequences; every index occurs once."""
+"""The micro-batches as lists of indices into the sequences; every index occurs once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSequence:
-    """One sequence to learn from: context, then tokens of which all or some carry loss.
-
-    Attributes:
-        prompt_key: sequences with the same key have the same ``prompt_ids`` (``Prompt.uid``).
-        prompt_ids: at least one token.
-        response_ids: may be empty, then the sequence carries no loss.
-        loss_mask: one entry per response token; None means all of them.
+    """A sequence to learn from: a prompt, then a response of which all or some tokens carry loss.
 
     Ids are read fastest from ``array``s.
+
+    Attributes:
+        prompt_key: the key of the prompt; sequences with the same key have the same prompt.
+        prompt_ids: the tokens of the prompt, at least one.
+        response_ids: the tokens behind the prompt; there may be none.
+        loss_mask: whether each token of the response carries loss; None if all of them do.
     """
 
     prompt_key: int
@@ -58,18 +58,19 @@ class TrainSequence:
 
 
 def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None) -> PackedBatch:
-    """One micro-batch of all ``sequences``, in their order.
+    """Pack all ``sequences``, in their order, into one micro-batch.
 
-    A prompt followed by several responses becomes one segment with the responses' segments after
-    it, each naming it as prefix; a prompt with a single response is one segment together with it.
-    The last token of a response predicts nothing and is left out.
+    A prompt with several responses becomes one segment. The segments of its responses follow it and
+    have it as prefix. A prompt with a single response is one segment together with it. The last
+    token of a response predicts nothing and is left out.
 
     Args:
+        sequences: the sequences, at least one.
         columns: flat columns (R,) of exactly these sequences in this order.
 
     Raises:
-        ValueError: no sequence, an empty prompt, two prompts under one key, or a mask or columns of
-            another length.
+        ValueError: there is no sequence, a prompt is empty, two prompts have one key, or a mask or
+            the columns have another length.
     """
     first_N = _starts_group(sequences)
     responses = [_ids(sequence.response_ids) for sequence in sequences]
@@ -126,19 +127,20 @@ def plan_microbatches(
 ) -> Plan:
     """Cut sequences into micro-batches, deterministically. Results must not depend on the cut.
 
-    By count: slices of ``max_sequences``, groups adjacent, the last one smaller. By token budget:
-    few micro-batches, longest group first into the emptiest one; a shared prompt counts once, and
-    a group stays whole unless it is larger than the budget. With neither limit: one micro-batch.
-
-    For several ranks see ``balance.plan_evenly``: micro-batches of the same cost within the same
-    limits, groups whole where that does not make ranks wait.
+    With ``max_sequences``, micro-batches are slices of so many sequences with groups adjacent. With
+    ``max_tokens``, they are few: the longest group goes first into the emptiest one. A shared
+    prompt then counts once, and a group stays whole unless it is larger than the limit. With
+    neither there is one micro-batch. For several ranks ``balance.plan_evenly`` makes micro-batches
+    of the same cost within the same limits.
 
     Args:
-        max_tokens: packed tokens of a micro-batch.
-        key: the configuration key ``max_tokens`` came from, for the message.
-        multiple_of: ranks that compute micro-batches at the same time; their number is a multiple
-            of it where there are enough sequences.
-        by_cost: False gives these ranks the same number of sequences instead.
+        sequences: the sequences.
+        max_sequences: the largest number of sequences of a micro-batch.
+        max_tokens: the largest number of packed tokens of a micro-batch.
+        key: the configuration key of ``max_tokens``, for the message.
+        multiple_of: the number of ranks that compute at the same time. The number of micro-batches
+            is a multiple of it if there are enough sequences.
+        by_cost: whether ranks get equal costs; else they get equal numbers of sequences.
 
     Raises:
         UserError: a single sequence is longer than ``max_tokens``.
@@ -182,7 +184,7 @@ def pack_microbatches(
 def in_sequence_order(
     parts: Sequence[Tensor], *, sequences: Sequence[TrainSequence], plan: Plan
 ) -> Tensor:
-    """Results of the micro-batches, (R,) of each, as one (R,) in sequence order."""
+    """Return the results of a plan's micro-batches as one tensor (R,) in sequence order."""
     spans = _spans(_loss_token_counts(sequences), list(chain.from_iterable(plan)))
     joined_R = torch.cat(list(parts))
     ordered_R = torch.empty_like(joined_R)
@@ -193,7 +195,7 @@ def in_sequence_order(
 
 
 def _starts_group(sequences: Sequence[TrainSequence]) -> np.ndarray:
-    """Whether each sequence has another prompt than the one before it, bool (N,)."""
+    """Return whether each sequence has another prompt than the one before it, bool (N,)."""
     if not sequences:
         raise ValueError("a packed batch needs at least one sequence")
     first_N = np.ones(len(sequences), dtype=bool)
@@ -222,14 +224,14 @@ def _exclusive_sum(lengths: np.ndarray) -> np.ndarray:
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The ranges ``start .. start + length`` one after another."""
+    """Concatenate the ranges ``start .. start + length``."""
     return np.repeat(starts - _exclusive_sum(lengths), lengths) + np.arange(lengths.sum())
 
 
 def _fed_tokens(
     sequences: Sequence[TrainSequence], responses: Sequence[np.ndarray], *, first_N: np.ndarray
 ) -> list[np.ndarray]:
-    """Prompts where a group starts, and responses without their last tokens."""
+    """Return the prompt of each group and the responses without their last tokens."""
     chunks: list[np.ndarray] = []
     for sequence, response, first in zip(sequences, responses, first_N, strict=True):
         if first:
@@ -246,7 +248,7 @@ def _segments(
     prompt_start_N: np.ndarray,
     prompt_N: np.ndarray,
 ) -> Segments:
-    """Chunks of no length disappear, and a response alone with its prompt continues its segment."""
+    """Return the segments: no empty chunk, and a single response in the segment of its prompt."""
     lengths = chunk_lengths.copy()
     alone_N = first_N & np.append(first_N[1:], True)
     lengths[::2][alone_N] += lengths[1::2][alone_N]
@@ -262,7 +264,7 @@ def _segments(
 
 
 def _loss_mask(sequences: Sequence[TrainSequence]) -> np.ndarray | None:
-    """Which response tokens carry loss, bool (all response tokens,); None if all of them do."""
+    """Return which response tokens carry loss, bool (response tokens,); None if all of them do."""
     if all(sequence.loss_mask is None for sequence in sequences):
         return None
     masks: list[np.ndarray] = []
@@ -287,8 +289,10 @@ def _loss_token_counts(sequences: Sequence[TrainSequence]) -> np.ndarray:
 
 
 def _spans(counts_N: np.ndarray, members: Sequence[int]) -> list[tuple[int, int]]:
-    """Where the loss tokens of ``members``, in that order, begin and end in flat columns of all N;
-    neighbours together."""
+    """Return the ranges of the loss tokens of ``members`` in the flat columns of all N sequences.
+
+    The ranges of neighbours are joined.
+    """
     ends_N = np.cumsum(counts_N)
     ends = ends_N[list(members)]
     starts = ends - counts_N[list(members)]
@@ -327,7 +331,7 @@ def _group_lengths(
 
 
 def _num_tokens(sequences: Sequence[TrainSequence], members: Sequence[int]) -> int:
-    """Packed tokens of members of one group: their prompt counts once."""
+    """Return the number of packed tokens of members of one group."""
     responses = sum(len(sequences[i].response_ids) for i in members)
     return len(sequences[members[0]].prompt_ids) + responses
 
@@ -336,15 +340,17 @@ def _check_budget(sequences: Sequence[TrainSequence], max_tokens: int, *, key: s
     longest = max(sequence.num_tokens for sequence in sequences)
     if longest > max_tokens:
         raise UserError(
-            f"{key}={max_tokens}: must hold the longest sequence, which has {longest} tokens. "
-            f"Set {key}={longest} or more, such as max_prompt_length + max_response_length."
+            key,
+            max_tokens,
+            rule=f"must hold the longest sequence, which has {longest} tokens",
+            remedy=f"Set {key}={longest} or more, such as max_prompt_length + max_response_length.",
         )
 
 
 def _split(
     sequences: Sequence[TrainSequence], group: list[int], *, max_tokens: int
 ) -> list[list[int]]:
-    """The group whole if it fits, else in order into as few parts as that allows."""
+    """Return the group whole if it fits, else split in order into as few parts as that allows."""
     parts: list[list[int]] = []
     room = 0
     for i in group:
@@ -358,7 +364,7 @@ def _split(
 
 
 def _balance(items: list[list[int]], costs: list[int], *, max_tokens: int) -> Plan:
-    """Longest item first into the emptiest bin, with the fewest bins that works."""
+    """Put the longest item first into the emptiest bin, with the fewest bins that suffice."""
     longest_first = sorted(range(len(items)), key=lambda item: (-costs[item], item))
     for num_bins in range(math.ceil(sum(costs) / max_tokens), len(items) + 1):
         bins = _fill(longest_first, costs, num_bins=num_bins)
@@ -368,7 +374,6 @@ def _balance(items: list[list[int]], costs: list[int], *, max_tokens: int) -> Pl
 
 
 def _members(items: list[list[int]], chosen: list[int]) -> list[int]:
-    """The sequences of the chosen items: item by item in order."""
     return list(chain.from_iterable(sorted(items[item] for item in chosen)))
 
 

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of verl's schema to rendered, tokenised prompts, and the source training draws them from.
+"""Prompts: rows of verl's schema, rendered and tokenised.
 
-Guarantees: every row is checked, rendered and measured before training starts, so that a bad row
-is a one-line error naming its file and number and never a surprise in mid-run. Not here: which row
-is drawn when (``ledger``).
+Every row is checked, rendered and measured before training starts, so that a bad row is a one-line
+error that names its file and number. ``ledger`` decides which row is drawn when.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +17,8 @@ import numpy as np
 
 from tandem.config.schema.data import DataConfig
 from tandem.data.files import Row, RowFault, RowSource
-from tandem.data.ledger import Ledger, LedgerOrder, fingerprint
+from tandem.data.ledger import Source
 from tandem.data.selection import UsedRows, read_used_rows, truncate
-from tandem.data.source import Source
 from tandem.data.tokenizer import Chat, ChatRefused, TextCodec, is_chat
 from tandem.errors import UserError
 from tandem.types import Prompt
@@ -30,14 +28,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEntry:
-    """One usable prompt of a data set.
+    """A usable prompt of a data set; implements ``ledger.Entry``.
 
     Attributes:
-        row: number of its row within all files together.
-        data_source, ground_truth, extra_info: as in ``Prompt``.
-        messages: the prompt as the row has it.
-        text: the same rendered.
-        token_ids: int32 (prompt length,); a tuple would take ten times the room.
+        row: the number of its row within all files together.
+        data_source, ground_truth, extra_info, messages, text: as in ``Prompt``.
+        token_ids: int32 (prompt length,); a tuple would take ten times the memory.
     """
 
     row: int
@@ -48,8 +44,13 @@ class PromptEntry:
     text: str
     token_ids: np.ndarray
 
+    @property
+    def content(self) -> bytes:
+        """The content that tells this prompt from those of other data."""
+        return json.dumps([self.messages, self.ground_truth], default=str).encode()
+
     def as_draw(self, uid: int) -> Prompt:
-        """This prompt as draw ``uid``."""
+        """Return this prompt as draw ``uid``."""
         return Prompt(
             uid=uid,
             row=self.row,
@@ -63,30 +64,7 @@ class PromptEntry:
 
 
 PromptSource = Source[Prompt]
-"""Training prompts in the ledger's order."""
-
-
-def open_source(
-    entries: Sequence[PromptEntry], config: DataConfig, *, total_epochs: int
-) -> PromptSource:
-    """A source at its beginning. Raises UserError if the entries do not fill one batch."""
-    order = LedgerOrder(
-        num_rows=len(entries),
-        batch_size=config.train_batch_size,
-        shuffle=config.shuffle,
-        seed=config.seed,
-        fingerprint=fingerprint(_content(entry) for entry in entries),
-    )
-    return Source(entries, Ledger(order, total_epochs=total_epochs))
-
-
-def _content(entry: PromptEntry) -> bytes:
-    return json.dumps([entry.messages, entry.ground_truth], default=str).encode()
-
-
-def validation_prompts(entries: Sequence[PromptEntry]) -> list[Prompt]:
-    """Every prompt once, in row order, with the number of its row as uid."""
-    return [entry.as_draw(entry.row) for entry in entries]
+"""The training prompts in the order of the ledger."""
 
 
 def load_prompts(
@@ -94,12 +72,12 @@ def load_prompts(
 ) -> list[PromptEntry]:
     """Read, check, render, tokenise, filter and truncate the training or the validation prompts.
 
-    A prompt is a list of messages, to which the chat template is applied, or a plain string, which
-    is taken as it is. Without validation files the result is empty.
+    The chat template is applied to a prompt that is a list of messages. A prompt that is a plain
+    string is used unchanged. Without validation files the result is empty.
 
     Args:
-        by_model: a reward model scores training, so that its rows need no ground truth; validation
-            leaves out those that only a model can score.
+        by_model: whether a reward model scores training. Training rows then need no ground truth,
+            and validation leaves out the rows that only a model can score.
 
     Raises:
         UserError: a file cannot be read, a row lacks its prompt, ground truth or data source, the
@@ -113,7 +91,7 @@ def load_prompts(
         try:
             _check(row, config, needs_truth=validation or not by_model)
         except RowFault as fault:
-            raise used.source.fault(number, str(fault)) from fault
+            raise used.source.fault(number, fault) from fault
     chats = {number: row[config.prompt_key] for number, row in used.rows.items()}
     texts = _render(chats, codec, source=used.source)
     plain = [isinstance(chat, str) for chat in chats.values()]
@@ -137,13 +115,13 @@ def load_prompts(
 
 
 def _with_rules(used: UsedRows) -> UsedRows:
-    """The rows whose reward is not left to a model."""
+    """Leave out the rows that only a reward model can score."""
     rows = {n: row for n, row in used.rows.items() if _reward_of(row).get("style") != "model"}
     num_left_out = len(used.rows) - len(rows)
     if num_left_out:
         logger.warning(
-            "%s: %d of %d rows have reward_model.style=model: they have no score in validations, "
-            "which rules and functions make, and are left out",
+            "%s: %d of %d rows have reward_model.style=model and are left out, because rules and "
+            "functions score validations",
             used.source.key,
             num_left_out,
             len(used.rows),
@@ -159,18 +137,18 @@ def _reward_of(row: Row) -> Row:
 def _check(row: Row, config: DataConfig, *, needs_truth: bool) -> None:
     prompt = row.get(config.prompt_key)
     if not prompt:
-        raise RowFault(f"has no prompt under data.prompt_key={config.prompt_key!r}. Mend it.")
+        rule = f"has no prompt under data.prompt_key={config.prompt_key!r}"
+        raise RowFault(rule)
     if not isinstance(prompt, str) and not is_chat(prompt):
-        raise RowFault("has a prompt that is neither text nor a list of {role, content}. Mend it.")
+        rule = "has a prompt that is neither text nor a list of {role, content}"
+        raise RowFault(rule)
     if needs_truth and _reward_of(row).get("ground_truth") is None:
-        raise RowFault("has no reward_model.ground_truth. Mend or remove it.")
+        raise RowFault("has no reward_model.ground_truth")
     if not isinstance(row.get(config.reward_fn_key), str):
-        raise RowFault(
-            f"has no data source under data.reward_fn_key={config.reward_fn_key!r}, which must be "
-            "text. Mend it."
-        )
+        rule = f"has no data source under data.reward_fn_key={config.reward_fn_key!r}"
+        raise RowFault(f"{rule}, which must be text")
     if not isinstance(row.get("extra_info"), dict | None):
-        raise RowFault("has an extra_info that is no mapping. Mend or remove it.")
+        raise RowFault("has an extra_info that is not a mapping")
 
 
 def _render(chats: Mapping[int, Chat | str], codec: TextCodec, *, source: RowSource) -> list[str]:
@@ -178,7 +156,8 @@ def _render(chats: Mapping[int, Chat | str], codec: TextCodec, *, source: RowSou
     try:
         rendered = iter(codec.render(list(templated.values())))
     except ChatRefused as error:
-        raise source.fault(list(templated)[error.position], str(error)) from error
+        fault = RowFault(str(error))
+        raise source.fault(list(templated)[error.position], fault) from error
     return [chat if isinstance(chat, str) else next(rendered) for chat in chats.values()]
 
 
@@ -197,8 +176,10 @@ def _short_enough(
     if not kept:
         shortest = min(len(entry.token_ids) for entry in entries)
         raise UserError(
-            f"data.max_prompt_length={limit}: every prompt of {source.key} is longer, the shortest "
-            f"has {shortest} tokens. Raise data.max_prompt_length."
+            "data.max_prompt_length",
+            limit,
+            rule=f"every prompt of {source.key} is longer, the shortest has {shortest} tokens",
+            remedy="Raise data.max_prompt_length.",
         )
     return kept
 
@@ -206,14 +187,16 @@ def _short_enough(
 def _fitting(entry: PromptEntry, config: DataConfig, *, source: RowSource) -> PromptEntry:
     limit, length = config.max_prompt_length, len(entry.token_ids)
     if length == 0:
-        raise source.fault(entry.row, "has a prompt without tokens. Mend or remove it.")
+        fault = RowFault("has a prompt without tokens")
+        raise source.fault(entry.row, fault)
     if length <= limit:
         return entry
     if config.truncation == "error":
-        raise source.fault(
-            entry.row,
+        fault = RowFault(
             f"has a prompt of {length} tokens, more than data.max_prompt_length={limit}, and "
-            "data.truncation='error'. Set data.filter_overlong_prompts=True, raise "
-            "data.max_prompt_length, or set data.truncation to left, right or middle.",
+            "data.truncation='error'",
+            "Set data.filter_overlong_prompts=True, raise data.max_prompt_length, or set "
+            "data.truncation to left, right or middle.",
         )
+        raise source.fault(entry.row, fault)
     return replace(entry, token_ids=truncate(entry.token_ids, limit, side=config.truncation))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a data set are used, and which tokens of a row that is too long."""
+"""The choice of the rows that are used, and the truncation of rows that are too long."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from tandem.data.ledger import permutation
 
 @dataclass(frozen=True, slots=True)
 class UsedRows:
-    """The rows to use by their number within all files together, and where they came from."""
+    """The rows to use by their number within all files together, and their source."""
 
     source: RowSource
     rows: dict[int, Row]
 
 
 def read_used_rows(config: DataConfig | SftDataConfig, *, validation: bool) -> UsedRows:
-    """The rows of the training or the validation files, at most ``*_max_samples`` of them.
+    """Read the training or the validation rows, at most ``*_max_samples`` of them.
+
+    Without validation files there are no validation rows.
 
     Raises:
-        UserError: a file cannot be read, or there is no training file. No validation file is fine.
+        UserError: a file cannot be read, or there is no training file.
     """
     if not validation:
-        source, max_samples = (
-            RowSource(config.train_files, "data.train_files"),
-            config.train_max_samples,
-        )
+        source = RowSource(config.train_files, "data.train_files")
+        max_samples = config.train_max_samples
     elif config.val_files:
-        source, max_samples = RowSource(config.val_files, "data.val_files"), config.val_max_samples
+        source = RowSource(config.val_files, "data.val_files")
+        max_samples = config.val_max_samples
     else:
         return UsedRows(RowSource((), "data.val_files"), {})
     rows = source.read()
@@ -42,9 +43,9 @@ def read_used_rows(config: DataConfig | SftDataConfig, *, validation: bool) -> U
 
 
 def choose_rows(num_rows: int, max_samples: int, *, shuffle: bool, seed: int) -> list[int]:
-    """Rows to use, ascending: ``max_samples`` of them, at random if ``shuffle`` and else the first.
+    """Choose ``max_samples`` rows, at random with ``shuffle`` and else the first; ascending.
 
-    All of them if ``max_samples`` is not positive or not reached.
+    All rows are chosen if ``max_samples`` is not positive, or not below their number.
     """
     if max_samples <= 0 or max_samples >= num_rows:
         return list(range(num_rows))
@@ -54,8 +55,12 @@ def choose_rows(num_rows: int, max_samples: int, *, shuffle: bool, seed: int) ->
 
 
 def truncate(tokens: np.ndarray, limit: int, *, side: str) -> np.ndarray:
-    """At most ``limit`` of the tokens: the last (``left``), the first (``right``), or the first
-    ``limit // 2`` and as many of the last as there is room for (``middle``)."""
+    """Truncate tokens to at most ``limit``.
+
+    Args:
+        side: the side that is cut off. ``left`` keeps the last tokens and ``right`` the first;
+            ``middle`` keeps the first ``limit // 2`` and fills up with the last.
+    """
     if len(tokens) <= limit:
         return tokens
     if side == "left":

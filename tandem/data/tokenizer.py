@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to token ids and back: a Hugging Face tokenizer, its chat template, its ends of response.
+"""A Hugging Face tokenizer with its chat template and its end-of-response tokens.
 
-Guarantees: what cannot be loaded is a one-line UserError, at once also where there is no network.
-Not here: truncation and filtering (``prompts``), multimodal processors.
+A tokenizer that cannot be loaded is a one-line UserError, without delay if there is no network.
+Multimodal processors are not supported.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ from tandem.types import TokenIds
 logger = logging.getLogger(__name__)
 
 TEMPLATE_FILE = "chat_template.jinja"
-"""What takes the place of the template in tokenizer_config.json, for transformers too."""
+"""The file that replaces the template of tokenizer_config.json, also for transformers."""
 _TEMPLATE_SUFFIX = ".jinja"
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 _DECODING = ("decode", "batch_decode", "_decode")
 _MIN_IDS_FOR_THREADS = 4096
-"""Fewer are decoded before the threads have begun."""
+"""The number of ids from which threads decode faster than a loop."""
 
 Message = Mapping[str, Any]
 Chat = Sequence[Message]
 
 
 class ChatRefused(ValueError):
-    """The chat template failed; ``position`` says on which of the chats given to it."""
+    """The error of a chat template that fails on a chat. ``position`` is the index of the chat.
+
+    Its text is the end of a sentence that begins with the chat.
+    """
 
     def __init__(self, position: int, cause: str) -> None:
-        super().__init__(f"is refused by the chat template ({cause}). Mend or remove it.")
+        super().__init__(f"is refused by the chat template ({cause})")
         self.position = position
 
 
@@ -53,7 +56,8 @@ class TextCodec:
 
     Attributes:
         tokenizer: the Hugging Face tokenizer, for saving beside an exported model.
-        eos_ids: ids that end a response, ascending: the tokenizer's and the generation config's.
+        eos_ids: the ids that end a response, ascending: those of the tokenizer and of the
+            generation config.
     """
 
     def __init__(
@@ -65,9 +69,15 @@ class TextCodec:
         own_template: str | None = None,
         key: str = "actor_rollout_ref.model.path",
     ) -> None:
-        """``template_settings`` goes to the chat template (``data.apply_chat_template_kwargs``).
+        """Create a codec.
 
-        ``own_template`` is the chat template if it is not the one that came with the tokenizer.
+        Args:
+            tokenizer: the tokenizer.
+            eos_ids: see the class.
+            template_settings: the arguments of the chat template
+                (``data.apply_chat_template_kwargs``).
+            own_template: the chat template, if it is not the one that came with the tokenizer.
+            key: the configuration key that named the model, for messages.
         """
         self._key = key
         self.tokenizer = tokenizer
@@ -78,7 +88,7 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether messages can be rendered at all."""
+        """Whether there is a chat template."""
         return bool(self.tokenizer.chat_template)
 
     @property
@@ -86,23 +96,27 @@ class TextCodec:
         """The tokenizer's end-of-sequence token as text. Raises UserError if it has none."""
         if self.tokenizer.eos_token is None:
             raise UserError(
-                f"{self._key}={self.tokenizer.name_or_path!r}: the tokenizer has no eos_token, "
-                "which ends a response. Set eos_token in tokenizer_config.json."
+                self._key,
+                self.tokenizer.name_or_path,
+                rule="the tokenizer has no eos_token, which ends a response",
+                remedy="Set eos_token in tokenizer_config.json.",
             )
         return str(self.tokenizer.eos_token)
 
     def render(self, chats: Sequence[Chat], *, generation_prompt: bool = True) -> list[str]:
-        """Chats to text by the chat template.
+        """Render chats by the chat template.
 
         Raises:
-            UserError: there is no template.
-            ChatRefused: the template raises something for a chat.
+            UserError: there is no template, or it is not valid Jinja.
+            ChatRefused: the template raises an exception for a chat.
         """
         if not self.has_chat_template:
             raise UserError(
-                f"{self._key}={self.tokenizer.name_or_path!r}: the tokenizer has no chat template "
-                "but the data holds messages. Use an instruct model, add chat_template.jinja to "
-                "the model folder, or give prompts as plain strings."
+                self._key,
+                self.tokenizer.name_or_path,
+                rule="the tokenizer has no chat template but the data holds messages",
+                remedy="Use an instruct model, add chat_template.jinja to the model folder, or "
+                "give prompts as plain strings.",
             )
         if not chats:
             return []
@@ -110,8 +124,10 @@ class TextCodec:
             return self._apply_template(chats, generation_prompt)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
-                f"{self._key}={self.tokenizer.name_or_path!r}: the chat template is not valid "
-                f"Jinja (line {error.lineno}: {error.message}). Mend it."
+                self._key,
+                self.tokenizer.name_or_path,
+                rule=f"the chat template is not valid Jinja (line {error.lineno}: {error.message})",
+                remedy="Correct the template.",
             ) from error
         except Exception:  # a template is a program and can raise anything
             for position, chat in enumerate(chats):
@@ -135,8 +151,13 @@ class TextCodec:
     def encode(
         self, texts: Sequence[str], *, plain: Sequence[bool] | None = None
     ) -> list[list[int]]:
-        """Token ids of each text, in one batch spread over threads. A text marked ``plain`` gets
-        the tokenizer's special tokens, if any; rendered templates have theirs already."""
+        """Return the token ids of each text; one batch is spread over threads.
+
+        Args:
+            texts: the texts.
+            plain: whether the tokenizer adds its special tokens to a text; rendered templates have
+                theirs already. None means to none of them.
+        """
         plain = [False] * len(texts) if plain is None else plain
         pairs = list(zip(texts, plain, strict=True))
         rendered_ids = iter(self._encode([text for text, is_plain in pairs if not is_plain], False))
@@ -152,7 +173,7 @@ class TextCodec:
         return encoded["input_ids"]
 
     def encode_answered(self, chats: Sequence[Chat], answers: Sequence[str]) -> list[list[int]]:
-        """Token ids of whole conversations: each chat with its answer. Raises as ``render``."""
+        """Return the token ids of each chat with its answer. Errors are those of ``render``."""
         answered = [
             [*chat, {"role": "assistant", "content": answer}]
             for chat, answer in zip(chats, answers, strict=True)
@@ -160,15 +181,13 @@ class TextCodec:
         return self.encode(self.render(answered, generation_prompt=False))
 
     def save_own_template(self, folder: Path) -> None:
-        """Leave the chat template that was trained with in a model folder, if it is not the one
-        that lies there already.
-        """
+        """Write the chat template into a model folder if it did not come with the tokenizer."""
         if self._own_template is not None:
             path = folder / TEMPLATE_FILE
             path.write_text(self._own_template, encoding="utf-8")
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
-        """Text of each sequence of ids; rewards see it without special tokens, as in verl."""
+        """Return the text of each sequence; rewards see it without special tokens, as in verl."""
         if self._decoder is None:
             sequences = [list(sequence) for sequence in ids]
             return self.tokenizer.batch_decode(sequences, skip_special_tokens=skip_special)
@@ -188,14 +207,14 @@ def load_codec(
     """Load the tokenizer of a model.
 
     Args:
-        path: a local folder (``~`` is expanded), or the id of a model in the hub's cache or on it.
-        template_settings: passed to the chat template.
-        chat_template: replaces the tokenizer's own; the text itself, or a file ``*.jinja``.
+        path: a local folder (``~`` is expanded), or the id of a model in the hub or its cache.
+        template_settings: the arguments of the chat template.
+        chat_template: the template that replaces the tokenizer's, or a file ``*.jinja`` with it.
         trust_remote_code: whether code that comes with the tokenizer may run.
-        key: the configuration key ``path`` came from, for messages.
+        key: the configuration key of ``path``, for messages.
 
     Raises:
-        UserError: nothing could be loaded from there.
+        UserError: the tokenizer cannot be loaded.
     """
     folder = Path(path).expanduser()
     local = folder.is_dir() or _is_cached(path, key)
@@ -208,8 +227,10 @@ def load_codec(
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
-            f"{key}={path!r}: no tokenizer could be loaded from there ({_first_words(error)}). "
-            "A model folder needs tokenizer.json and tokenizer_config.json."
+            key,
+            path,
+            rule=f"the tokenizer cannot be loaded ({_first_words(error)})",
+            remedy="A model folder needs tokenizer.json and tokenizer_config.json.",
         ) from error
     own_template = None if chat_template is None else _read_template(chat_template)
     if own_template is not None:
@@ -227,8 +248,10 @@ def load_codec(
 
 
 def _plain_decoder(tokenizer: Any) -> tokenizers.Tokenizer | None:
-    """The fast tokenizer below one of transformers, which decodes a batch on all cores and not one
-    sequence after the other; None if a text is more than what that makes of the ids."""
+    """Return the fast tokenizer below a tokenizer of transformers; None if their texts may differ.
+
+    The fast tokenizer decodes a batch on all cores, transformers one sequence after the other.
+    """
     plain, own = transformers.PreTrainedTokenizerFast, type(tokenizer)
     is_plain = all(getattr(own, name) is getattr(plain, name) for name in _DECODING)
     if not is_plain or tokenizer.clean_up_tokenization_spaces:
@@ -237,21 +260,26 @@ def _plain_decoder(tokenizer: Any) -> tokenizers.Tokenizer | None:
 
 
 def _read_template(value: str) -> str:
-    """The text of a template. Raises UserError if it names a file that cannot be read."""
+    """Return the text of a template, read from a file if ``value`` names one."""
     if not value.endswith(_TEMPLATE_SUFFIX):
         return value
     try:
         return Path(value).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(
-            f"custom_chat_template={value!r}: cannot be read ({_first_words(error)}). "
-            "Name a file that holds a chat template, or write the template itself."
+            "custom_chat_template",
+            value,
+            rule=f"the file cannot be read ({_first_words(error)})",
+            remedy="Name a file that holds a chat template, or write the template itself.",
         ) from error
 
 
 def _loader(source: str, *, local: bool) -> Any:
-    """The class that loads the tokenizer of ``source``: for one that says it is generic the generic
-    class, without the second that looking through all families takes."""
+    """Return the class that loads the tokenizer of ``source``.
+
+    A tokenizer that is generic by its settings is loaded by the generic class. ``AutoTokenizer``
+    takes a second to look through all families.
+    """
     settings = _find_file(source, "tokenizer_config.json", local=local)
     named = "" if settings is None else json.loads(settings.read_text()).get("tokenizer_class")
     has_tokens = _find_file(source, "tokenizer.json", local=local) is not None
@@ -260,7 +288,7 @@ def _loader(source: str, *, local: bool) -> Any:
 
 
 def _find_file(source: str, name: str, *, local: bool) -> Path | None:
-    """A file of a model folder, of the hub's cache or, unless ``local``, of the hub."""
+    """Find a file in a model folder, in the hub's cache or, unless ``local``, in the hub."""
     file = cached_file(
         source,
         name,
@@ -276,19 +304,26 @@ def _is_cached(path: str, key: str) -> bool:
     try:
         validate_repo_id(path)
     except HFValidationError as error:
-        raise UserError(f"{key}={path!r}: no such folder. Check the path.") from error
+        raise UserError(key, path, rule="no such folder", remedy="Check the path.") from error
     return _find_file(path, "tokenizer_config.json", local=True) is not None
 
 
 def _require_on_hub(path: str, key: str) -> None:
-    """Ask the hub once and briefly; loading from a hub out of reach retries for half a minute."""
+    """Raise UserError unless the hub has the model.
+
+    The hub is asked once with a short deadline. Loading from an unreachable hub would retry for
+    half a minute.
+    """
     try:
         model_info(path, timeout=10)
     except (OSError, ValueError, HTTPError) as error:
         raise UserError(
-            f"{key}={path!r}: neither a local folder, nor in the Hugging Face cache, nor to be had "
-            f"from the hub ({_first_words(error)}). Give a folder, or fetch it where there is a "
-            f"network: hf download {path}"
+            key,
+            path,
+            rule="neither a local folder, nor in the Hugging Face cache, nor available from the "
+            f"hub ({_first_words(error)})",
+            remedy="Name a folder, or download the model on a machine with a network: "
+            f"hf download {path}",
         ) from error
 
 
@@ -299,7 +334,7 @@ def _first_words(error: Exception) -> str:
 def _eos_ids(
     tokenizer: transformers.PreTrainedTokenizerBase, config: Path | None, *, key: str
 ) -> TokenIds:
-    """Ascending. Chat models often list more than one: the end of a turn and the end of text."""
+    # Chat models often list more than one: the end of a turn and the end of text.
     ids = [] if config is None else _listed_eos_ids(config, key)
     if isinstance(tokenizer.eos_token_id, int):
         ids.append(tokenizer.eos_token_id)
@@ -310,14 +345,15 @@ def _listed_eos_ids(file: Path, key: str) -> list[int]:
     try:
         listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except ValueError as error:
-        raise UserError(f"{key}: {file} is not valid JSON ({error}). Mend or remove it.") from error
+        rule = f"{file} is not valid JSON ({error})"
+        raise UserError(key, rule=rule, remedy="Correct or remove it.") from error
     if listed is None:
         return []
     return [int(token) for token in (listed if isinstance(listed, list) else [listed])]
 
 
 def is_chat(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-    """Whether a value read from a file is a list of messages."""
+    """Return whether a value read from a file is a list of messages."""
     return (
         isinstance(value, list)
         and len(value) > 0
@@ -331,5 +367,5 @@ def _is_message(message: Message) -> bool:
 
 
 def _present(message: Message) -> dict[str, Any]:
-    """Parquet fills fields that only other rows have with None; a template must not see those."""
+    # Parquet gives None to fields that only other rows have; a template must not see these.
     return {name: value for name, value in message.items() if value is not None}

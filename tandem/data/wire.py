@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches on their way to another process. How they get there is the runtime's."""
+"""The form in which micro-batches are pickled for another process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tandem.types import PackedBatch
 
 @dataclass(frozen=True, slots=True)
 class SentBatches:
-    """Micro-batches on their way to another process, where they arrive as a list of them.
+    """Micro-batches to be sent to another process, where they are unpickled as a list.
 
-    Pickled as arrays: tensors are pickled by way of files in memory, which takes many times as
-    long.
+    They are pickled as arrays. Tensors are pickled through files in memory, which takes many times
+    as long.
     """
 
     batches: Sequence[PackedBatch]
@@ -29,12 +29,12 @@ class SentBatches:
 
 
 def _arrived(batches: list[PackedBatch]) -> list[PackedBatch]:
-    """With memory of their own: that of the sender's arrays may be shared, and then is sealed."""
+    # A copy, because the memory of the sender's arrays may be shared and then is read-only.
     return _mapped(batches, np.ndarray, function=lambda array: torch.from_numpy(array.copy()))
 
 
 def _mapped(value: Any, kind: type, *, function: Callable[[Any], Any]) -> Any:
-    """Whatever is of ``kind`` in a nest of sequences and dataclasses through ``function``."""
+    """Apply ``function`` to the values of a kind in nested sequences and dataclasses."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, Sequence):

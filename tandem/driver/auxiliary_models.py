@@ -96,9 +96,8 @@ def _conversations(
     try:
         rows = codec.encode_answered(chats, [_SOME_ANSWER] * len(chats))
     except ChatRefused as error:
-        raise UserError(
-            f"{_KEY}={model.path!r}: row {entries[error.position].row} of data.train_files {error}"
-        ) from error
+        rule = f"row {entries[error.position].row} of data.train_files {error}"
+        raise UserError(_KEY, model.path, rule=rule, remedy="Correct or remove the row.") from error
     ids = (np.array(row) for row in rows)
     require_known_tokens(ids, judge.hf_config, path=model.path, key=_KEY)
     return codec

@@ -21,7 +21,7 @@ from tandem.checkpoint.lock import exclusive
 from tandem.checkpoint.resume import find_checkpoint
 from tandem.checkpoint.store import Checkpoint, CheckpointStore
 from tandem.config.schema.trainer import TrainerConfig
-from tandem.data.source import Source
+from tandem.data.ledger import Source
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.errors import UserError
 from tandem.metrics.jsonl import BEFORE_FIRST_STEP, METRICS_FILE, last_step, read_records

@@ -11,13 +11,8 @@ from dataclasses import dataclass
 
 from tandem.config.derived.schedule import Schedule, schedule_sft
 from tandem.config.schema.sft import SftConfig
-from tandem.data.sft import (
-    SftExample,
-    SftSource,
-    load_sft_examples,
-    open_sft_source,
-    validation_sequences,
-)
+from tandem.data.ledger import draw_by_row, open_source
+from tandem.data.sft import SftExample, SftSource, load_sft_examples
 from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.driver.execution import Ended, StopSwitch, execute
 from tandem.driver.launch import (
@@ -106,7 +101,7 @@ def prepare_sft(config: SftConfig) -> PreparedSft:
         model=f"{MODEL_KEY}={config.model.path!r}",
     ):
         logger.warning("%s", warning)
-    source = open_sft_source(examples, config.data, total_epochs=config.trainer.total_epochs)
+    source = open_source(examples, config.data, total_epochs=config.trainer.total_epochs)
     return PreparedSft(config, model, codec, source, validation, schedule)
 
 
@@ -152,7 +147,7 @@ def _assemble(
         engine=hosted.engine,
         num_devices=site.num_devices,
         source=prepared.source,
-        validation=validation_sequences(prepared.validation),
+        validation=draw_by_row(prepared.validation),
         store=start.store,
         codec=prepared.codec,
         sinks=sinks,

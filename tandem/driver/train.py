@@ -17,13 +17,8 @@ from dataclasses import dataclass
 from tandem.checkpoint.store import Checkpoint
 from tandem.config.derived.schedule import Schedule, schedule_run
 from tandem.config.schema.run import RunConfig
-from tandem.data.prompts import (
-    PromptEntry,
-    PromptSource,
-    load_prompts,
-    open_source,
-    validation_prompts,
-)
+from tandem.data.ledger import draw_by_row, open_source
+from tandem.data.prompts import PromptEntry, PromptSource, load_prompts
 from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.driver.auxiliary_models import Beside, check_beside
 from tandem.driver.execution import Ended, StopSwitch, execute
@@ -227,7 +222,7 @@ def _assemble(
         runtime=hosted.runtime,
         engines=hosted.engines,
         source=prepared.source,
-        validation_prompts=validation_prompts(prepared.validation_entries),
+        validation_prompts=draw_by_row(prepared.validation_entries),
         codec=codec,
         rewards=rewards,
         store=start.store,

@@ -23,7 +23,8 @@ from tandem.checkpoint.store import Checkpoint
 from tandem.config.derived.schedule import schedule_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
-from tandem.data.prompts import PromptEntry, open_source
+from tandem.data.ledger import open_source
+from tandem.data.prompts import PromptEntry
 from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TraceEvent, TraceRecorder
 from tandem.pipeline.context import RunContext, Store

@@ -94,7 +94,7 @@ def test_empty_data_files(expect_refusal: Callable[..., None], tmp_path: Path) -
         ({"reward_model": None}, "has no reward_model.ground_truth"),
         ({"data_source": None}, "has no data source"),
         ({"data_source": 5}, "has no data source"),
-        ({"extra_info": "easy"}, "extra_info that is no mapping"),
+        ({"extra_info": "easy"}, "extra_info that is not a mapping"),
     ],
     ids=[
         "no prompt",
@@ -111,7 +111,7 @@ def test_row_that_lacks_something_is_named(
 ) -> None:
     file = write_rows(tmp_path / "rows.jsonl", spoilt=5, change=change)
     expect_refusal(
-        f"data.train_files={file}", says=(f"data.train_files='{file}'", "row 5 ", rule, "Mend")
+        f"data.train_files={file}", says=(f"data.train_files='{file}'", "row 5 ", rule, "Correct")
     )
 
 
@@ -164,7 +164,7 @@ def test_prompt_longer_than_the_limit(expect_refusal: Callable[..., None]) -> No
         ("actor_rollout_ref.model.custom_chat_template=no.jinja", ("'no.jinja'", "cannot be read")),
         (
             "actor_rollout_ref.model.custom_chat_template='{% for m in messages %}'",
-            ("not valid Jinja", "Mend"),
+            ("not valid Jinja", "Correct"),
         ),
         ("trainer.logger=carrier_pigeon", ("trainer.logger='carrier_pigeon'", "console")),
     ],

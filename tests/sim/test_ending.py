@@ -12,8 +12,7 @@ import pytest
 
 from tandem.checkpoint.store import CheckpointStore, open_checkpoint
 from tandem.config.schema.data import DataConfig
-from tandem.data.prompts import open_source
-from tandem.data.source import Source
+from tandem.data.ledger import Source, open_source
 from tandem.planner.engines import SimulatedTimes
 from tandem.planner.simulation import SimulatedRun, simulate
 from tandem.types import Prompt

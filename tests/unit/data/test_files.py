@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tandem.data.files import RowSource, count_rows, read_rows
+from tandem.data.files import RowFault, RowSource, count_rows, read_rows
 from tandem.errors import UserError
 
 Rows = list[dict[str, Any]]
@@ -103,9 +103,9 @@ def test_a_fault_names_the_file_and_the_row_within_it(
     rows: Rows, write: Callable[..., str]
 ) -> None:
     files = [write(rows[:3], "a.jsonl"), write(rows[3:], "b.parquet")]
-    source = RowSource(files, "data.train_files")
-    assert str(source.fault(2, "x.")) == f"data.train_files='{files[0]}': row 2 x."
-    assert str(source.fault(4, "x.")) == f"data.train_files='{files[1]}': row 1 x."
+    source, fault = RowSource(files, "data.train_files"), RowFault("is x", "Mind it.")
+    assert str(source.fault(2, fault)) == f"data.train_files='{files[0]}': row 2 is x. Mind it."
+    assert str(source.fault(4, fault)) == f"data.train_files='{files[1]}': row 1 is x. Mind it."
 
 
 def test_the_planner_can_count_without_heavy_imports(rows: Rows, write: Callable[..., str]) -> None:

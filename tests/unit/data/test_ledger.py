@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from tandem.data.ledger import Ledger, LedgerOrder, fingerprint, permutation
+from tandem.data.ledger import Ledger, LedgerOrder, Source, fingerprint, permutation
 from tandem.errors import UserError
 
 ORDER = LedgerOrder(num_rows=23, batch_size=5, shuffle=True, seed=7, fingerprint="f")
@@ -204,3 +204,39 @@ def test_too_few_rows_for_one_batch_is_an_error() -> None:
 def test_the_fingerprint_sees_order_and_boundaries() -> None:
     prints = {fingerprint(c) for c in ([b"ab", b"c"], [b"a", b"bc"], [b"c", b"ab"], [b"abc"])}
     assert len(prints) == 4
+
+
+@dataclass(frozen=True)
+class Word:
+    row: int
+    text: str
+    content = b""
+
+    def as_draw(self, uid: int) -> str:
+        return f"{uid}:{self.text}"
+
+
+def new_source() -> Source[str]:
+    order = LedgerOrder(num_rows=3, batch_size=3, shuffle=False, seed=0, fingerprint="")
+    return Source([Word(0, "a"), Word(1, "b"), Word(2, "c")], Ledger(order, total_epochs=2))
+
+
+def test_draws_carry_their_uid_over_the_epochs() -> None:
+    source = new_source()
+    assert len(source) == 3
+    assert source.draw(3) == ["0:a", "1:b", "2:c"]
+    assert source.epoch == 0
+    assert source.draw(9) == ["3:a", "4:b", "5:c"]
+    assert source.epoch == 1
+    assert source.draw(1) == []
+
+
+def test_what_was_not_finished_comes_again() -> None:
+    source, again = new_source(), new_source()
+    source.draw(4)
+    source.mark_trained([0, 2])
+    source.mark_dropped([3])
+    again.restore(source.state())
+    assert again.draw(2) == ["1:b", "4:b"]
+    with pytest.raises(ValueError, match="not open"):
+        again.mark_trained([0])

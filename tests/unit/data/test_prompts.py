@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tandem.config.schema.data import DataConfig
-from tandem.data.prompts import load_prompts, open_source, validation_prompts
+from tandem.data.ledger import draw_by_row, open_source
+from tandem.data.prompts import load_prompts
 from tandem.data.tokenizer import TextCodec
 from tandem.errors import UserError
 
@@ -38,7 +39,7 @@ def test_validation_prompts_are_in_row_order_with_their_row_as_uid(
     rows: Rows, write: Write, codec: TextCodec
 ) -> None:
     config = settings(write(rows), val_max_samples=4)
-    prompts = validation_prompts(load_prompts(config, codec, validation=True))
+    prompts = draw_by_row(load_prompts(config, codec, validation=True))
     numbers = [prompt.row for prompt in prompts]
     assert numbers == sorted(numbers) == [prompt.uid for prompt in prompts]
     assert len(numbers) == 4

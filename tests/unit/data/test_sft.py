@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tandem.config.schema.sft import SftDataConfig
+from tandem.data.ledger import draw_by_row, open_source
 from tandem.data.packing import TrainSequence, pack
-from tandem.data.sft import load_sft_examples, open_sft_source, validation_sequences
+from tandem.data.sft import load_sft_examples
 from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.errors import UserError
 
@@ -53,7 +54,7 @@ def learned(sequence: TrainSequence, codec: TextCodec) -> str:
 def test_single_turn_learns_the_response_and_its_end(
     rows: Rows, write: Write, codec: TextCodec
 ) -> None:
-    sequence = validation_sequences(load_sft_examples(gsm8k(write(rows)), codec))[1]
+    sequence = draw_by_row(load_sft_examples(gsm8k(write(rows)), codec))[1]
     info = rows[1]["extra_info"]
     prompt = f"<|im_start|>user\n{info['question']}<|im_end|>\n<|im_start|>assistant\n"
     assert list(sequence.prompt_ids) == codec.encode([prompt])[0]
@@ -66,7 +67,7 @@ def test_a_prompt_may_be_a_list_of_messages(rows: Rows, write: Write, codec: Tex
     for row in rows:
         row["answer"] = "yes"
     config = settings(write(rows), prompt_key="prompt")
-    sequence = validation_sequences(load_sft_examples(config, codec))[0]
+    sequence = draw_by_row(load_sft_examples(config, codec))[0]
     text = codec.decode([sequence.prompt_ids], skip_special=False)[0]
     assert text.endswith('answer after "####".<|im_end|>\n<|im_start|>assistant\n')
 
@@ -75,7 +76,7 @@ def test_without_a_chat_template_the_prompt_is_plain(
     rows: Rows, write: Write, tokenizer_folder: Path
 ) -> None:
     codec = load_codec(str(tokenizer_folder), chat_template="")
-    sequence = validation_sequences(load_sft_examples(gsm8k(write(rows)), codec))[0]
+    sequence = draw_by_row(load_sft_examples(gsm8k(write(rows)), codec))[0]
     question = rows[0]["extra_info"]["question"]
     assert list(sequence.prompt_ids) == codec.encode([question], plain=[True])[0]
 
@@ -170,7 +171,7 @@ def test_a_response_cut_off_its_prompt_does_not_learn_its_first_token(
     rows: Rows, write: Write, codec: TextCodec
 ) -> None:
     config = gsm8k(write(rows), max_length=10, truncation="left")
-    sequence = validation_sequences(load_sft_examples(config, codec))[0]
+    sequence = draw_by_row(load_sft_examples(config, codec))[0]
     assert len(sequence.prompt_ids) == 1
     assert len(sequence.response_ids) == 9
 
@@ -192,12 +193,12 @@ def test_rows_of_which_nothing_is_left_to_learn_are_dropped_and_counted(
 
 def test_the_source_draws_and_resumes(rows: Rows, write: Write, codec: TextCodec) -> None:
     config = gsm8k(write(rows), train_batch_size=2)
-    source = open_sft_source(load_sft_examples(config, codec), config, total_epochs=2)
+    source = open_source(load_sft_examples(config, codec), config, total_epochs=2)
     first = source.draw(2)
     assert [sequence.prompt_key for sequence in first] == [0, 1]
     source.mark_trained([0, 1])
     state = json.loads(json.dumps(source.state()))
-    again = open_sft_source(load_sft_examples(config, codec), config, total_epochs=2)
+    again = open_source(load_sft_examples(config, codec), config, total_epochs=2)
     again.restore(state)
     assert again.draw(20) == source.draw(20)
     assert again.draw(1) == []
