@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups whose members have devices of different vendors, by FlagCX.
+"""FlagCX groups, whose members may have devices of different vendors.
 
-Its calls may block without end when a peer is gone, so each group makes them in a thread of its
-own, which is waited for with a deadline and left behind where that is over. On a device, a
-broadcast runs on a stream of the group's own. Not here: when FlagCX is used, and the plug-in that
-makes it a back end of torch.distributed.
+FlagCX's calls may block forever if a peer is gone. Each group therefore makes them in a thread of
+its own, waits for it with a deadline, and leaves it behind when the time is over. On a device,
+broadcasts run on a stream of the group. ``weight_sync`` decides when FlagCX is used, and
+``flagcx_plugin`` handles the plug-in that makes it a backend of torch.distributed.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tandem.errors import UserError
 logger = logging.getLogger(__name__)
 
 StreamHandle = Callable[[Any], int]
-"""The vendor's own handle of a stream of a platform's device module."""
+"""A function from a stream of a platform's device module to the vendor's handle of it."""
 
 _FAREWELL_S = 2.0
-"""A member that leaves waits this long for the others: that is how FlagCX says goodbye."""
+"""The time that a leaving member waits for the others, because leaving is collective in FlagCX."""
 _PROOF_BYTES = 255
 _ALONE = "ASCEND"
 """The vendor whose library FlagCX cannot combine with others."""
 
 
 def find_obstacle(vendors: Sequence[str]) -> str:
-    """Why FlagCX cannot connect ranks of these vendors in this order, "" if it can.
+    """Return why FlagCX cannot connect ranks of these vendors in this order, "" if it can.
 
     Example:
         >>> find_obstacle(["NVIDIA", "NVIDIA", "MUSA"])
@@ -50,7 +50,7 @@ def find_obstacle(vendors: Sequence[str]) -> str:
         'the ranks of one vendor must follow each other, and these are NVIDIA, MUSA, NVIDIA'
     """
     if len([vendor for vendor, _ in groupby(vendors)]) > len(set(vendors)):
-        # it would number them wrongly without an error
+        # FlagCX would number the ranks wrongly, without an error.
         order = ", ".join(vendors)
         return f"the ranks of one vendor must follow each other, and these are {order}"
     if _ALONE in vendors and len(set(vendors)) > 1:
@@ -60,7 +60,7 @@ def find_obstacle(vendors: Sequence[str]) -> str:
 
 
 def vendors_with_one_rank(vendors: Sequence[str]) -> list[str]:
-    """Those for whose sake a group of several vendors goes through the host within FlagCX.
+    """Return the vendors that make FlagCX send through the host in a group of several vendors.
 
     Example:
         >>> vendors_with_one_rank(["NVIDIA", "MUSA", "MUSA"])
@@ -73,15 +73,15 @@ def vendors_with_one_rank(vendors: Sequence[str]) -> list[str]:
 def form_flagcx_group(
     store: Store, place: GroupPlace, *, library: FlagcxLibrary, stream_handle: StreamHandle
 ) -> Group:
-    """As ``form_group``: blocks until all members are connected.
+    """Form a group, as ``form_group`` does. Blocks until all members are connected.
 
     Args:
-        library: of this process's vendor.
-        stream_handle: of this process's platform; not asked on the host.
+        library: the library for this process's vendor.
+        stream_handle: the function of this process's platform, not called on the host.
 
     Raises:
-        GroupError: not all came in time, or the library of one of them failed.
-        UserError: in all members, if FlagCX cannot connect them.
+        GroupError: not all members connected in time, or the library of one of them failed.
+        UserError: FlagCX cannot connect the members. Raised in all of them.
     """
     stream = None if place.device.type == "cpu" else _DeviceStream(place.device, stream_handle)
     is_first = place.rank == place.members[0]
@@ -107,7 +107,7 @@ def form_flagcx_group(
 
 @dataclass(frozen=True, slots=True)
 class _Hello:
-    """What a member tells the others first. ``unique_id`` is the first member's, in hexadecimal."""
+    """The first message of a member. Only the first member sends a ``unique_id`` (hexadecimal)."""
 
     vendor: str = ""
     abi: str = ""
@@ -116,7 +116,7 @@ class _Hello:
 
 
 def _make_hello(library: FlagcxLibrary, stream: _DeviceStream | None, *, is_first: bool) -> _Hello:
-    """Never raises: the others must learn of a failure."""
+    """Return the message of this member. It reports a failure instead of raising it."""
     try:
         if stream:
             stream.handle()
@@ -127,7 +127,7 @@ def _make_hello(library: FlagcxLibrary, stream: _DeviceStream | None, *, is_firs
 
 
 def _meet(store: Store, place: GroupPlace, *, hello: _Hello, stage: str) -> list[_Hello]:
-    """The hellos of all members, in their order."""
+    """Exchange messages through the store, and return those of all members in order."""
     keys = [f"flagcx/{stage}/{rank}" for rank in place.members]
     store.set(f"flagcx/{stage}/{place.rank}", json.dumps(asdict(hello)))
     try:
@@ -145,7 +145,7 @@ def _meet(store: Store, place: GroupPlace, *, hello: _Hello, stage: str) -> list
 def _has(store: Store, key: str) -> bool:
     try:
         return store.check([key])
-    except RuntimeError:  # the store is gone, and with it everybody
+    except RuntimeError:  # the store is gone, and all members with it
         return False
 
 
@@ -154,16 +154,20 @@ def _check_members(hellos: Sequence[_Hello], place: GroupPlace) -> None:
         if hello.failure:
             raise GroupError(f"group {place.name}: rank {rank}: {hello.failure}")
     if len({hello.abi for hello in hellos}) > 1:
-        told = ", ".join(
+        versions = ", ".join(
             f"rank {rank} {hello.abi}" for rank, hello in zip(place.members, hellos, strict=True)
         )
         raise UserError(
-            f"flagcx={place.name}: the versions differ ({told}). "
-            "Install the same version of FlagCX on all nodes."
+            "flagcx",
+            place.name,
+            rule=f"the versions differ ({versions})",
+            remedy="Install the same version of FlagCX on all nodes.",
         )
     obstacle = find_obstacle([hello.vendor for hello in hellos])
     if obstacle:
-        raise UserError(f"flagcx={place.name}: {obstacle}. Use the host-staged transport.")
+        raise UserError(
+            "flagcx", place.name, rule=obstacle, remedy="Use the host-staged transport."
+        )
 
 
 def _warn_of_single_ranks(place: GroupPlace, vendors: Sequence[str]) -> None:
@@ -177,8 +181,11 @@ def _warn_of_single_ranks(place: GroupPlace, vendors: Sequence[str]) -> None:
 
 
 def _prove(store: Store, place: GroupPlace, *, group: Group) -> None:
-    """Broadcast something that all know. From 0.13 on, FlagCX delivers what stands behind the
-    sender's bytes wherever it goes through the host, without an error."""
+    """Broadcast known bytes and compare them at every member.
+
+    From version 0.13 on, broadcasts through the host deliver the bytes behind the sender's buffer,
+    without an error.
+    """
     deadline = Deadline(place.timeout_s, store=store, key="flagcx/failure")
     known = torch.arange(_PROOF_BYTES, dtype=torch.uint8) + 1
     first = place.members[0]
@@ -192,55 +199,53 @@ def _prove(store: Store, place: GroupPlace, *, group: Group) -> None:
     if wrong:
         group.abandon()
         raise UserError(
-            f"flagcx={place.name}: what it broadcasts does not arrive as it was sent at ranks "
-            f"{wrong}. Use the host-staged transport, or at least two ranks of each vendor."
+            "flagcx",
+            place.name,
+            rule=f"broadcasts do not arrive as they were sent at ranks {wrong}",
+            remedy="Use the host-staged transport, or at least two ranks of each vendor.",
         )
 
 
 class _DeviceStream:
-    """The stream on which a group's broadcasts run, beside those of its callers."""
+    """The stream of a group's broadcasts, separate from the streams of its callers."""
 
     def __init__(self, device: torch.device, stream_handle: StreamHandle) -> None:
         self._device = device
-        # Streams and events are the vendor's own: torch's general ones do not wait for those.
+        # The vendor's own streams and events: torch's general ones do not wait for them.
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         self._stream_handle = stream_handle
 
     def handle(self) -> int:
-        """The vendor's.
-
-        Raises:
-            GroupError: the platform does not know it.
-        """
+        """Return the vendor's handle. Raises GroupError if the platform cannot find it."""
         kind = f"{type(self._stream).__name__} of {self._device}"
         try:
             handle = self._stream_handle(self._stream)
         except (AttributeError, TypeError) as error:
             raise GroupError(f"{kind}: its platform does not know such a stream") from error
-        if not isinstance(handle, int) or handle == 0:  # 0 is a stream, but another one
+        if not isinstance(handle, int) or handle == 0:  # 0 is the default stream
             raise GroupError(f"{kind}: its platform takes {handle!r} for the handle of the stream")
         return handle
 
     def follow_current(self) -> None:
-        """Run what comes after what the caller's current stream has been given."""
+        """Order later work behind all work that is queued on the caller's current stream."""
         self._stream.wait_stream(self._module.current_stream(self._device))
 
     def finish(self) -> None:
-        """Wait for what it has been given."""
+        """Wait until all queued work is done."""
         self._stream.synchronize()
 
     def record(self) -> torch.Event:
-        """What it has been given by now."""
+        """Return an event behind all work that is queued now."""
         return self._stream.record_event()
 
     def lead_current(self, event: torch.Event) -> None:
-        """Let the caller's current stream go on after the event."""
+        """Order later work of the caller's current stream behind the event."""
         self._module.current_stream(self._device).wait_event(event)
 
 
 class _Communicator:
-    """One member's end, used by one thread only."""
+    """A member's FlagCX communicator. Only one thread may use it."""
 
     def __init__(
         self,
@@ -250,7 +255,7 @@ class _Communicator:
         unique_id: bytes,
         stream: _DeviceStream | None,
     ) -> None:
-        """Blocks until all members are connected."""
+        """Connect. Blocks until all members are connected."""
         self._library = library
         library.use_device(place.device.index or 0)
         rank = place.members.index(place.rank)
@@ -259,7 +264,7 @@ class _Communicator:
         self._stream = library.copy_stream(stream.handle()) if stream else 0
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Queue it on the group's stream."""
+        """Queue a broadcast on the group's stream."""
         self._library.broadcast(
             self._communicator,
             tensor.data_ptr(),
@@ -269,12 +274,15 @@ class _Communicator:
         )
 
     def leave(self) -> None:
-        """Blocks until all members do."""
+        """Leave the group. Blocks until all members leave."""
         self._free_stream()
         self._library.destroy(self._communicator)
 
     def break_off(self) -> None:
-        """Waits for nobody. What FlagCX holds of a heterogeneous one stays: it cannot abort it."""
+        """Leave without waiting for peers.
+
+        FlagCX cannot abort a heterogeneous communicator, whose memory therefore stays allocated.
+        """
         self._free_stream()
         if self.is_homogeneous:
             self._library.abort(self._communicator)
@@ -286,7 +294,7 @@ class _Communicator:
 
 
 class _FlagcxGroup:
-    """Implements ``Group``."""
+    """A ``Group`` over a FlagCX communicator."""
 
     def __init__(
         self,
@@ -307,8 +315,8 @@ class _FlagcxGroup:
             raise GroupError("the group is closed")
         if tensor.device.type != self._place.device.type or not tensor.is_contiguous():
             raise ValueError(
-                f"tensor={tuple(tensor.shape)} on {tensor.device}: must be contiguous "
-                f"and on {self._place.device}. Broadcast a contiguous copy."
+                f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} must be contiguous "
+                f"and on {self._place.device}"
             )
         stream, communicator = self._stream, self._communicator
         if stream:
@@ -316,8 +324,8 @@ class _FlagcxGroup:
 
         def call() -> torch.Event | None:
             if stream and not communicator.is_homogeneous:
-                stream.finish()  # through the host it reads and writes without regard to streams
-            if tensor.nbytes:  # not all ways of FlagCX know empty ones
+                stream.finish()  # transfers through the host ignore the order of streams
+            if tensor.nbytes:  # not all transports of FlagCX accept empty tensors
                 communicator.broadcast(tensor, self.members.index(root))
             return stream.record() if stream else None
 
@@ -325,7 +333,7 @@ class _FlagcxGroup:
 
     def gather(self, value: Any, deadline: Deadline) -> list[Any]:
         del value, deadline
-        raise GroupError("values are gathered by groups of the host, not by FlagCX")
+        raise GroupError("FlagCX does not gather values: use a group of the host")
 
     def close(self) -> None:
         thread, self._thread = self._thread, None
@@ -334,7 +342,7 @@ class _FlagcxGroup:
         left = thread.submit(self._communicator.leave)
         thread.finish()
         failure = left.exception() if wait([left], timeout=_FAREWELL_S).done else "others stay"
-        if failure:  # nothing is lost by it but memory
+        if failure:  # only memory is lost
             logger.warning("group %s: not left properly: %s", self._place.name, failure)
 
     def abandon(self) -> None:

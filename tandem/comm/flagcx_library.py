@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FlagCX library (https://github.com/flagos-ai/FlagCX) through ctypes: where it is found, which
-of its two binary interfaces it has, and the calls that a group needs.
+"""The FlagCX library (https://github.com/flagos-ai/FlagCX) through ctypes: finding it, recognising
+its binary interface, and the calls that a group needs.
 
-The interface is told by what the library exports, because its version function returns the same
-number in every release. A function is looked up when it is called, so that a library that lacks it
-fails there only. Nothing is caught to go on without: no library, no FlagCX. Not here: groups.
+The exported functions tell the interface, because the version function returns the same number in
+every release. A function is looked up when it is called, so that a library without it fails only
+then. There is no fallback without the library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tandem.errors import UserError
 LIBRARY = "libflagcx.so"
 ID_BYTES = 256
 UINT8 = 1
-"""Its number of that type. All tensors travel as bytes: it has no name for some types."""
+"""FlagCX's number of uint8. All tensors are sent as bytes, because FlagCX lacks some types."""
 
 _RESULTS = (
     "success",
@@ -38,28 +38,30 @@ _RESULTS = (
     "unhandled error of the vendor's library",
     "not supported",
 )
-"""By number. Its own function for such texts answers "Not implemented." to all of them."""
+"""The result codes by number. The library's own function returns ``_NO_TEXT`` for all of them."""
 _NO_TEXT = "Not implemented."
 
 
 class Abi(Enum):
-    """The binary interfaces that exist."""
+    """The binary interfaces of FlagCX."""
 
     HANDLER_GROUP = "up to 0.12"
-    """One structure for everything; the library allocates ids."""
+    """One structure contains all handles, and the library allocates ids."""
     DEVICE_HANDLE = "from 0.13"
-    """A handle of the device alone; the caller allocates ids."""
+    """There is a handle of the device only, and the caller allocates ids."""
 
 
 class UniqueId(ctypes.Structure):
-    """What the ranks of a communicator recognize each other by."""
+    """The identity of a communicator, by which its ranks find each other."""
 
     _fields_ = (("internal", c_ubyte * ID_BYTES),)
 
 
 class DeviceHandle(ctypes.Structure):
-    """The beginning of the table of device functions, the same in both interfaces; those that are
-    not called are untyped."""
+    """The beginning of the table of device functions, the same in both interfaces.
+
+    Functions that are not called have no type.
+    """
 
     _fields_ = (
         ("deviceSynchronize", c_void_p),
@@ -80,7 +82,7 @@ class DeviceHandle(ctypes.Structure):
 
 
 class HandlerGroup(ctypes.Structure):
-    """What ``Abi.HANDLER_GROUP`` hands out."""
+    """The structure of all handles of ``Abi.HANDLER_GROUP``."""
 
     _fields_ = (
         ("uniqueId", POINTER(UniqueId)),
@@ -109,55 +111,60 @@ FUNCTIONS: Mapping[Abi, Mapping[str, tuple[Any, ...]]] = {
         "flagcxGetUniqueId": (POINTER(UniqueId),),
     },
 }
-"""The functions that are called, by name, with the types of their arguments."""
+"""The types of the arguments of each called function."""
 RETURNS: Mapping[str, Any] = {"flagcxGetLastError": c_char_p}
-"""What they return where that is not a number of ``_RESULTS``."""
+"""The return types of functions that do not return a number of ``_RESULTS``."""
 
 
 class FlagcxLibrary:
-    """The loaded library. Every method raises ``GroupError`` with the library's reason if it fails,
-    and ``UserError`` if the library does not export what it needs.
+    """The loaded library.
+
+    Every method raises ``GroupError`` with the library's reason if it fails, and ``UserError`` if
+    the library does not export a function.
 
     Attributes:
-        path: where it lies.
-        abi: its interface.
+        path: the file of the library.
+        abi: the interface of the library.
     """
 
     def __init__(self, path: Path) -> None:
-        """Use ``load_library``."""
+        """Load the library. Callers use ``load_library``."""
         self.path = path
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
             raise UserError(
-                f"flagcx={str(path)!r}: cannot be loaded ({error}). "
-                "Install what it was built with, or set FLAGCX_PATH to another build."
+                "flagcx",
+                str(path),
+                rule=f"cannot be loaded ({error})",
+                remedy="Install the libraries that it was built with, or set FLAGCX_PATH to "
+                "another build.",
             ) from error
         self.abi = self._find_abi()
         self._device: Any = self._open_device()
 
     def vendor(self) -> str:
-        """Whose devices this build is for, such as ``NVIDIA``."""
+        """Return the vendor of the devices that this build is for, such as ``NVIDIA``."""
         name = ctypes.create_string_buffer(ID_BYTES)
         self._check("getVendor", self._device.getVendor(name))
         return name.value.decode()
 
     def use_device(self, index: int) -> None:
-        """For the calling thread, as a communicator needs before it is made."""
+        """Select the device of the calling thread, which must precede ``connect``."""
         self._check("setDevice", self._device.setDevice(index))
 
     def make_id(self) -> bytes:
-        """For one communicator; ``ID_BYTES`` long."""
+        """Return a new id for one communicator, of ``ID_BYTES`` bytes."""
         made = UniqueId()
         if self.abi is Abi.DEVICE_HANDLE:
             self._call("flagcxGetUniqueId", ctypes.byref(made))
             return bytes(made)
         pointer = POINTER(UniqueId)()
         self._call("flagcxGetUniqueId", ctypes.byref(pointer))
-        return bytes(pointer.contents)  # stays allocated: the library has no function to free it
+        return bytes(pointer.contents)  # never freed: the library has no function for it
 
     def connect(self, unique_id: bytes, *, rank: int, size: int) -> int:
-        """The communicator of ``size`` ranks. Blocks until all of them call this, without end."""
+        """Return a communicator of ``size`` ranks. Blocks without limit until all have called."""
         communicator = c_void_p()
         own_id = UniqueId.from_buffer_copy(unique_id)
         self._call(
@@ -166,7 +173,7 @@ class FlagcxLibrary:
         return communicator.value or 0
 
     def is_homogeneous(self, communicator: int) -> bool:
-        """Whether all of its ranks are of one vendor."""
+        """Return whether all ranks have devices of one vendor."""
         answer = c_int()
         self._call("flagcxIsHomoComm", communicator, ctypes.byref(answer))
         return bool(answer.value)
@@ -174,26 +181,26 @@ class FlagcxLibrary:
     def broadcast(
         self, communicator: int, address: int, *, num_bytes: int, root: int, stream: int
     ) -> None:
-        """In place, on a stream of ``copy_stream``; may block until the others call it."""
+        """Broadcast in place, on a stream of ``copy_stream``. May block until all ranks call it."""
         arguments = (address, address, num_bytes, UINT8, root, communicator, stream)
         self._call("flagcxBroadcast", *arguments, communicator=communicator)
 
     def abort(self, communicator: int) -> None:
-        """End what is under way on the device; for homogeneous ones only."""
+        """Cancel the pending work of a homogeneous communicator."""
         self._call("flagcxCommAbort", communicator)
 
     def destroy(self, communicator: int) -> None:
-        """May block until all ranks call this, without end."""
+        """Free a communicator. May block without limit until all ranks call it."""
         self._call("flagcxCommDestroy", communicator)
 
     def copy_stream(self, handle: int) -> int:
-        """The library's stream for a device's own one; give it back with ``free_stream``."""
+        """Return the library's stream for a device's stream. Free it with ``free_stream``."""
         stream = c_void_p()
         self._check("streamCopy", self._device.streamCopy(ctypes.byref(stream), handle))
         return stream.value or 0
 
     def free_stream(self, stream: int) -> None:
-        """The device's own stream remains."""
+        """Free a stream of the library. The device's own stream remains."""
         self._check("streamFree", self._device.streamFree(stream))
 
     def _find_abi(self) -> Abi:
@@ -201,18 +208,22 @@ class FlagcxLibrary:
             return Abi.DEVICE_HANDLE
         if not hasattr(self._library, "flagcxHandleInit"):
             raise self._unknown("exports no function that makes a handle")
-        if not hasattr(self._library, "flagcxCommRegister"):  # came with today's order of the table
+        if not hasattr(
+            self._library, "flagcxCommRegister"
+        ):  # came with the present order of the table
             raise self._unknown("is older than 0.5, whose device functions stand in another order")
         return Abi.HANDLER_GROUP
 
-    def _unknown(self, what: str) -> UserError:
+    def _unknown(self, reason: str) -> UserError:
         return UserError(
-            f"flagcx={str(self.path)!r}: {what}: a version that is not known here. "
-            "Install FlagCX 0.5 or later."
+            "flagcx",
+            str(self.path),
+            rule=f"{reason}: a version that is not known here",
+            remedy="Install FlagCX 0.5 or later.",
         )
 
     def _open_device(self) -> Any:
-        """The table of device functions; it lives as long as the process."""
+        """Return the table of device functions, which lives as long as the process."""
         if self.abi is Abi.DEVICE_HANDLE:
             device = POINTER(DeviceHandle)()
             self._call("flagcxDeviceHandleInit", ctypes.byref(device))
@@ -229,7 +240,10 @@ class FlagcxLibrary:
             function = getattr(self._library, name)
         except AttributeError as error:
             raise UserError(
-                f"flagcx={str(self.path)!r}: does not export {name}. Install FlagCX 0.5 or later."
+                "flagcx",
+                str(self.path),
+                rule=f"does not export {name}",
+                remedy="Install FlagCX 0.5 or later.",
             ) from error
         function.argtypes = FUNCTIONS[self.abi][name]
         function.restype = RETURNS.get(name, c_int)
@@ -242,7 +256,7 @@ class FlagcxLibrary:
         raise GroupError(f"{name}: {known} (FlagCX result {result}){self._details(communicator)}")
 
     def _details(self, communicator: int) -> str:
-        """What the vendor's library says about the last error, if it says something."""
+        """Return the text of the vendor's library on the last error, "" without one."""
         if not communicator or not hasattr(self._library, "flagcxGetLastError"):
             return ""
         text = (self._function("flagcxGetLastError")(communicator) or b"").decode(errors="replace")
@@ -251,20 +265,22 @@ class FlagcxLibrary:
 
 @cache
 def load_library(path: Path) -> FlagcxLibrary:
-    """The library in this process; the same each time.
+    """Return the library of this process, the same object for each call.
 
     Raises:
-        UserError: it cannot be loaded, or its interface is not known.
+        UserError: the library cannot be loaded, or its interface is not known.
     """
     return FlagcxLibrary(path)
 
 
 def find_library(environment: Mapping[str, str]) -> Path:
-    """Where the library lies: below ``FLAGCX_PATH`` (an installation, or its source after a build)
-    if that is set, else beside FlagCX's Python package, else where its source was built.
+    """Return the path of the library.
+
+    It is below ``FLAGCX_PATH`` (an installation, or the source after a build) if that is set, else
+    beside FlagCX's Python package, else in the build folder of the package's source.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no library.
     """
     root = environment.get("FLAGCX_PATH")
     if root:
@@ -276,13 +292,15 @@ def find_library(environment: Mapping[str, str]) -> Path:
             return candidate
     looked = ", ".join(map(str, candidates)) or "no Python package of that name"
     raise UserError(
-        f"FLAGCX_PATH={root or ''!r}: FlagCX is not installed there ({looked}). "
-        f"Install FlagCX and set FLAGCX_PATH to the folder that holds lib/{LIBRARY}."
+        "FLAGCX_PATH",
+        root or "",
+        rule=f"FlagCX is not installed there ({looked})",
+        remedy=f"Install FlagCX and set FLAGCX_PATH to the folder that holds lib/{LIBRARY}.",
     )
 
 
 def _beside_package() -> list[Path]:
-    spec = find_spec("flagcx")  # does not import it: that would change torch.distributed
+    spec = find_spec("flagcx")  # does not import the package, which would change torch.distributed
     folders = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
     built = [folder.parents[2] / "build" / "lib" for folder in folders if len(folder.parents) > 2]
     return [folder / LIBRARY for folder in (*folders, *built)]

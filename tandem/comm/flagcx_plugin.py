@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlagCX's plug-in for torch.distributed, which makes it a back end of process groups.
+"""FlagCX's plug-in for torch.distributed, which makes it a backend of process groups.
 
-The plug-in's package loads itself with ``import torch`` wherever it is installed, and then changes
-torch.distributed; nothing here imports it.
+If the plug-in is installed, ``import torch`` loads it, and it changes torch.distributed. This file
+does not import it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ BACKEND = "flagcx"
 
 
 def plugin_devices() -> tuple[str, ...]:
-    """The types of device that it serves in this process; none if it is not loaded."""
+    """Return the types of device that the plug-in serves, none if it is not loaded."""
     return tuple(distributed.Backend.backend_capability.get(BACKEND, ()))
 
 
 def pool_library(platform: Platform, *, wants_flagcx: bool) -> str:
-    """What does the collectives inside a pool, as torch.distributed knows it: the platform's own,
-    or FlagCX where that is wanted and the pool has devices.
+    """Return the library of the collectives inside a pool, by its name in torch.distributed.
+
+    It is the platform's own library, or FlagCX if that is requested and the pool has devices.
 
     Raises:
-        UserError: it is wanted, and the plug-in is not here or serves no such device.
+        UserError: FlagCX is requested, but the plug-in is missing or does not serve the device.
     """
     if not wants_flagcx or not platform.has_own_memory:
         return platform.collectives
@@ -35,12 +36,16 @@ def pool_library(platform: Platform, *, wants_flagcx: bool) -> str:
     if platform.device_type in devices:
         return BACKEND
     if devices:
-        reason = f"serves {', '.join(devices)}, as it was built. Build it for {platform.name}"
+        state = f"serves {', '.join(devices)}, as it was built"
+        remedy = f"Build it for {platform.name}"
     elif find_spec(BACKEND) is None:
-        reason = "is not installed. Install FlagCX's Python package"
+        state, remedy = "is not installed", "Install FlagCX's Python package"
     else:
-        reason = "is installed, but torch has not loaded it. Unset TORCH_DEVICE_BACKEND_AUTOLOAD"
+        state = "is installed, but torch has not loaded it"
+        remedy = "Unset TORCH_DEVICE_BACKEND_AUTOLOAD"
     raise UserError(
-        f"USE_FLAGCX=1: FlagCX's plug-in for torch {reason}, or unset USE_FLAGCX for "
-        f"{platform.collectives}, the device's own library."
+        "USE_FLAGCX",
+        1,
+        rule=f"FlagCX's plug-in for torch {state}",
+        remedy=f"{remedy}, or unset USE_FLAGCX for {platform.collectives}, the device's library.",
     )

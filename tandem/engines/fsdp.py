@@ -38,7 +38,7 @@ from tandem.types import HeldSlice, LossScale, PackedBatch, UpdateReport
 
 
 class FsdpEngine:
-    """One rank of an ``api.TrainEngine``.
+    """A rank of an ``api.TrainEngine``.
 
     The argument ``num_rounds`` is the same on all ranks and at least the number of batches of each.
     A rank with fewer batches computes without effect in the remaining rounds. None means that all

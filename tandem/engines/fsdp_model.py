@@ -60,11 +60,12 @@ class FsdpSpec:
 
 
 class FsdpModel:
-    """One rank's part of a model, made by ``open_fsdp_model``. Without gradients it is a reference
-    policy.
+    """A model of which this rank holds a part. ``open_fsdp_model`` makes it.
+
+    A frozen one is a reference policy.
 
     Attributes:
-        language_model: computes like any other; all ranks of a shard group call it together.
+        language_model: the model to compute with, which all ranks of a shard group call together.
         shard_map: the regions of the parameters that this rank holds.
     """
 

@@ -81,7 +81,7 @@ def warmup_steps(steps: int, ratio: float, *, total_steps: int) -> int:
 
 
 class PolicyOptimizer:
-    """One or two optimizers that step together, each at its own learning rate.
+    """A pair of optimizers, or a single one, that step together at their own learning rates.
 
     Weights, gradients and moments are the parts of the parameters that this process holds.
 
@@ -178,7 +178,7 @@ def _matrices(model: LanguageModel) -> list[Matrix]:
     config = whole_config(model.decoder.config, model.layout.tensor.size)
     shapes = parameter_shapes(config)
     return [
-        Matrix(part.ours, part.start, rows=part.rows, columns=shapes[part.ours][1])
+        Matrix(part.parameter, part.start, rows=part.rows, columns=shapes[part.parameter][1])
         for part in file_tensors(config)
-        if part.ours.startswith("layers.") and len(shapes[part.ours]) == 2
+        if part.parameter.startswith("layers.") and len(shapes[part.parameter]) == 2
     ]

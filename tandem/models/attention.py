@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a packed batch: differentiable, built once a micro-batch, used by every layer.
 
-This is the generic back end, right on every device and fast on a CPU: rows of similar length are
-padded to a rectangle inside the attention only, and torch's scaled_dot_product_attention does the
-work. A kernel for packed sequences replaces ``PackedAttention`` with the same two methods.
+This is the generic implementation, which runs on every device and is fast on a CPU. It pads rows of
+similar length to a rectangle and calls torch's scaled_dot_product_attention. A kernel for packed
+sequences replaces ``PackedAttention`` with the same two methods.
 
 Shapes: T tokens, B rows of a bucket, L padded queries, M padded keys, H query heads, K key/value
 heads, E head dimension.
@@ -21,12 +21,12 @@ from torch.nn import functional as F  # noqa: N812
 from tandem.types import Segments
 
 SHORTEST_IN_BUCKET = 0.6
-"""Rows share a bucket down to this fraction of its longest row. Fewer buckets cost padding, more
-cost calls (measured: 2 to 4 buckets are equally fast on rows of 30 to 80 keys)."""
+"""The length of the shortest row of a bucket as a fraction of its longest row. Fewer buckets cost
+padding, more cost calls (measured: 2 to 4 buckets are equally fast on rows of 30 to 80 keys)."""
 
 
 class PackedAttention:
-    """``attention(layer, q_THE, k_TKE, v_TKE) -> o_THE`` for the segments of one packed batch.
+    """The function ``attention(layer, q_THE, k_TKE, v_TKE) -> o_THE`` of one packed batch.
 
     Token i of a segment attends to the whole prefix of that segment and to its tokens 0..i.
     """
@@ -45,9 +45,9 @@ class PackedAttention:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """B rows padded to (L, M). Padding repeats the row's last token; nobody reads its result.
+    """B rows padded to (L, M). Padding repeats the last token of a row, and its result is not read.
 
-    ``mask_B1LM`` is additive. None when no row has a prefix: plain causal attention, with M = L.
+    ``mask_B1LM`` is additive. None if no row has a prefix: plain causal attention, with M = L.
     """
 
     query_BL: Tensor
@@ -57,8 +57,7 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class _Layout:
-    """A bucket before it becomes tensors: many small steps, which numpy takes in a third of the
-    time."""
+    """A bucket as numpy arrays, whose many small operations take a third of the time of torch's."""
 
     query_BL: np.ndarray
     valid_BL: np.ndarray
@@ -75,7 +74,7 @@ class _Layout:
 
 
 def _as_rows(segments: Segments) -> np.ndarray:
-    """int64 (S, 4): start, length, start and length of the prefix."""
+    """Return int64 (S, 4): start and length of each segment, start and length of its prefix."""
     columns = (
         segments.start_S,
         segments.length_S,
@@ -86,7 +85,7 @@ def _as_rows(segments: Segments) -> np.ndarray:
 
 
 def _group_rows(rows_S4: np.ndarray) -> list[np.ndarray]:
-    """Segment numbers by bucket: with and without prefix apart, then by number of keys."""
+    """Return the segment numbers of each bucket: without or with prefixes, by number of keys."""
     groups: list[np.ndarray] = []
     num_keys_S = rows_S4[:, 1] + rows_S4[:, 3]
     for with_prefix in (False, True):
@@ -115,7 +114,7 @@ def _make_bucket(rows_B4: np.ndarray) -> _Layout:
 
 
 def _output_index(buckets: list[_Layout]) -> np.ndarray:
-    """Where token t lies in the concatenated padded outputs."""
+    """Return the place of each token in the concatenated padded outputs."""
     place = np.flatnonzero(np.concatenate([bucket.valid_BL.ravel() for bucket in buckets]))
     token = np.concatenate([bucket.query_BL.ravel() for bucket in buckets])[place]
     output_T = np.empty_like(place)
@@ -124,7 +123,7 @@ def _output_index(buckets: list[_Layout]) -> np.ndarray:
 
 
 def _attend(bucket: _Bucket, q_THE: Tensor, *, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
-    """(B * L, H * E)."""
+    """Return the padded outputs of a bucket, (B * L, H * E)."""
     q_BHLE = _gather_rows(q_THE, bucket.query_BL)
     k_BKME = _gather_rows(k_TKE, bucket.key_BM)
     v_BKME = _gather_rows(v_TKE, bucket.key_BM)
@@ -136,6 +135,7 @@ def _attend(bucket: _Bucket, q_THE: Tensor, *, k_TKE: Tensor, v_TKE: Tensor) -> 
 
 
 def _gather_rows(x_TNE: Tensor, index_BL: Tensor) -> Tensor:
-    """(B, N, L, E). index_select and its backward are fast on the rows of a matrix."""
+    """Return (B, N, L, E)."""
+    # index_select and its backward are fast on the rows of a matrix.
     rows = x_TNE.flatten(1).index_select(0, index_BL.flatten())
     return rows.view(*index_BL.shape, *x_TNE.shape[1:]).transpose(1, 2)

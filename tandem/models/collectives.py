@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three differentiable exchanges between the processes of a parallel layout.
+"""The three differentiable collectives between the processes of a parallel layout.
 
-All peers call them in the same order, backward too, which they do because they compute the same
-graph. A process alone gets back what it passed. Deadlines are those of the process groups.
+All peers call them in the same order, in the backward pass too, because they compute the same
+graph. A process without peers gets its argument back. The process groups limit the waits.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from tandem.models.parallel import Peers
 
 
 def sum_gradients(x: Tensor, peers: Peers) -> Tensor:
-    """``x`` as it is, which all peers hold alike and each uses for a part of the result; its
-    gradient is the sum of theirs."""
+    """Return ``x``, which all peers hold alike. Its gradient is the sum of the peers' gradients."""
     return x if peers.size == 1 else _SumGradients.apply(x, peers)
 
 
 def sum_values(x: Tensor, peers: Peers) -> Tensor:
-    """The sum of the peers' ``x``, in its place; each gets the gradient of the sum."""
+    """Replace ``x`` by the sum of the peers' ``x``. Each peer gets the gradient of the sum."""
     return x if peers.size == 1 else _SumValues.apply(x, peers)
 
 
 def exchange(x: Tensor, peers: Peers) -> Tensor:
-    """``x[i]`` of peer j becomes the result's ``[j]`` at peer i; one entry a peer."""
+    """Send ``x[i]`` to peer i, for each peer, and return the received entries by sender."""
     return x if peers.size == 1 else _Exchange.apply(x, peers)
 
 
@@ -60,7 +59,7 @@ class _SumValues(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Its own inverse, and so its own derivative's transpose."""
+    """An all-to-all, which is its own inverse and therefore its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:

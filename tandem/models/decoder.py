@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dense decoder of Qwen2, Qwen2.5, Qwen3 and Llama, shared by trainer and native rollout.
 
-It maps T packed tokens to T final-normed hidden states and leaves attention to a callable, so that
-training passes a packed batch and rollout passes a key/value cache. Query, key and value weights
-are one matrix, gate and up another; Hugging Face names exist only in ``weights.py``. No sliding
-windows, no mixture of experts, no dropout; log-probs are ``logprob.py``'s.
+It maps T packed tokens to T hidden states after the final norm. Attention is a callable argument:
+training passes one over a packed batch, rollout one over a key/value cache. Query, key and value
+weights are one matrix, gate and up another; Hugging Face names occur only in ``weights.py``. There
+are no sliding windows, no mixture of experts and no dropout; ``logprob.py`` computes log-probs.
 
 Shapes: T tokens, D hidden, H query heads, K key/value heads, M = H + 2 K or H + K heads together,
 E head dimension, F feed-forward, V vocabulary.
@@ -27,17 +27,18 @@ from tandem.models.operators import TORCH, Angles, Attention, Operators
 from tandem.models.rotary import RopeConfig, Rotary
 
 Stream = tuple[Tensor, Tensor | None]
-"""The residual stream (T, D) and what is still to be added to it, None before the first layer."""
+"""The residual stream (T, D) and the output to add to it, None before the first layer."""
 
 Granularity = Literal["pointwise", "feed_forward", "full"]
 Recompute = Literal["nothing"] | Granularity
-"""What the backward pass computes again instead of keeping it, with the same results: norms and the
-activation; the feed-forward's first product too; all of a layer, of which its input is kept."""
+"""The part of a layer that the backward pass computes again, with the same results. ``pointwise``:
+norms and activation. ``feed_forward``: also the first product of the feed-forward. ``full``: the
+whole layer, of which only the input is kept."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Everything that decides the shape and the function of a decoder."""
+    """The complete description of the shape and the function of a decoder."""
 
     family: str
     vocab_size: int
@@ -56,15 +57,15 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     initializer_range: float
-    # Not part of its name in checkpoints: the parameters, which are, tell a critic from a policy.
+    # Hidden from ``repr``, which checkpoints hash: parameters tell a critic from a policy there.
     has_value_head: bool = field(default=False, repr=False)
-    """A critic or a reward model: the head is a number instead of the vocabulary, never tied."""
+    """Whether the head computes one number, as in critics and reward models. It is never tied."""
     has_value_bias: bool = field(default=True, repr=False)
-    """Of a value head."""
+    """Whether a value head has a bias."""
 
 
 class _Linear(nn.Linear):
-    """Without hooks: looking for them takes as long as a small product."""
+    """A linear map without hooks, whose lookup takes as long as a small product."""
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         parameters = self._parameters
@@ -101,7 +102,7 @@ class DecoderLayer(nn.Module):
         operators: Operators,
         recompute: Recompute = "nothing",
     ) -> Stream:
-        """One layer for T tokens. ``recompute="full"`` is the caller's to do."""
+        """Apply the layer to T tokens. The caller implements ``recompute="full"``."""
         if recompute in ("pointwise", "feed_forward"):
             x_TD, delta_TD = stream
             x_TD = x_TD if delta_TD is None else x_TD + delta_TD
@@ -119,7 +120,7 @@ class DecoderLayer(nn.Module):
     def _into_heads(
         self, x_TD: Tensor, delta_TD: Tensor | None, *, operators: Operators
     ) -> tuple[Tensor, Tensor]:
-        """Query, key and value, and the stream."""
+        """Return query, key and value in one tensor, and the stream."""
         weight_D = self.attention_norm.weight
         h_TD, x_TD = operators.add_norm(x_TD, delta_TD, weight_D=weight_D, eps=self.eps)
         return self.qkv(h_TD), x_TD
@@ -141,7 +142,7 @@ class DecoderLayer(nn.Module):
     def _into_gate(
         self, x_TD: Tensor, o_TD: Tensor, *, operators: Operators
     ) -> tuple[Tensor, Tensor]:
-        """Gate and up, and the stream."""
+        """Return gate and up in one tensor, and the stream."""
         weight_D = self.mlp_norm.weight
         h_TD, x_TD = operators.add_norm(x_TD, o_TD, weight_D=weight_D, eps=self.eps)
         return self.gate_up(h_TD), x_TD
@@ -151,9 +152,9 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm.
+    """A decoder: embedding, layers, final norm and head.
 
-    ``recompute`` and ``operators``, which may be those of an accelerator, can be replaced.
+    ``recompute`` and ``operators`` may be replaced after construction.
     """
 
     def __init__(self, config: DecoderConfig, operators: Operators = TORCH) -> None:
@@ -162,7 +163,8 @@ class Decoder(nn.Module):
         self.operators = operators
         self.recompute: Recompute = "nothing"
         self.rotary = Rotary(config.rope, config.head_dim)
-        # Given weights are not drawn at random first, which on the meta device takes a second.
+        # Drawing random weights on the meta device imports torch's compiler, which takes 1 s;
+        # weights that are passed are not drawn.
         self.embedding = nn.Embedding(
             config.vocab_size,
             config.hidden_size,
@@ -174,17 +176,21 @@ class Decoder(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(V, D): the embedding itself when tied. With a value head (1, D)."""
+        """The weight of the head, (V, D), or (1, D) of a value head; the embedding if tied."""
         return self.embedding.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, token_ids_T: Tensor, position_ids_T: Tensor, attention: Attention) -> Tensor:
-        """Final-normed hidden states (T, D) of T packed tokens, int64 ids and positions.
+        """Return the hidden states (T, D) of T packed tokens after the final norm.
 
         The residual stream is at least fp32, because every layer rounds it: in half precision that
         was a third of the difference between rollout's and trainer's log-probs (docs/adr/0003).
 
-        Lengths are the caller's to check (``rotary.require_length``): to look at positions would
+        The caller checks lengths (``rotary.require_length``), because reading positions here would
         make the host wait for the device.
+
+        Args:
+            token_ids_T: int64.
+            position_ids_T: int64.
         """
         x_TD = self.embedding(token_ids_T)
         angles = self.rotary.angles(position_ids_T, x_TD.dtype)
@@ -201,12 +207,6 @@ class Decoder(nn.Module):
         weight_D, eps = self.final_norm.weight, self.config.rms_norm_eps
         return self.operators.add_norm(x_TD, delta_TD, weight_D=weight_D, eps=eps)[0]
 
-    @torch.no_grad()
-    def initialize(self, generator: torch.Generator) -> None:
-        """Random weights, parameter by parameter."""
-        for name, parameter in self.named_parameters():
-            draw_parameter(name, parameter, config=self.config, generator=generator)
-
 
 def _head(config: DecoderConfig) -> nn.Linear | None:
     if config.has_value_head:
@@ -217,17 +217,17 @@ def _head(config: DecoderConfig) -> nn.Linear | None:
 
 
 def _recomputed(run: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
-    """``run(*inputs, **settings)``, of which only the inputs are kept.
+    """Return ``run(*inputs, **settings)`` and keep only the inputs for the backward pass.
 
-    Computing it again stops when all that the backward pass reads is there: a product at the end is
-    not repeated.
+    The recomputation stops when it has all tensors that the backward pass reads: a product at the
+    end is not repeated.
     """
     return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, **settings)
 
 
 @cache
 def parameter_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
-    """Of the decoder's parameters, in their order."""
+    """Return the shapes of the decoder's parameters in their order."""
     with torch.device("meta"):
         decoder = Decoder(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
@@ -237,7 +237,7 @@ def parameter_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
 def draw_parameter(
     name: str, parameter: Tensor, *, config: DecoderConfig, generator: torch.Generator
 ) -> None:
-    """Random values as transformers draws them: normal matrices, zero biases, unit norms."""
+    """Draw values as transformers does: normal matrices, zero biases, unit norms."""
     if name.endswith(".bias"):
         parameter.zero_()
     elif name.endswith("norm.weight"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a Hugging Face config.json to a ``DecoderConfig``, for the families our decoder computes.
+"""The conversion of a Hugging Face config.json to a ``DecoderConfig``, for families of our decoder.
 
-Reads the file's values only, in the old form (``rope_theta``, ``rope_scaling``) and the new one
-(``rope_parameters``); what a file leaves out takes transformers' default for that family. None
-means that the model needs something the decoder lacks, so that transformers' code is to be used.
+It reads the old keys (``rope_theta``, ``rope_scaling``) and the new one (``rope_parameters``). A
+missing key takes transformers' default for the family. If a model needs a feature that the decoder
+lacks, there is no ``DecoderConfig``, and transformers' code computes the model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HfConfig = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Traits:
-    """What a family fixes in code instead of in config.json. ``None``: config.json decides."""
+    """The properties that a family fixes in code. If one is None, config.json decides."""
 
     qkv_bias: bool | None
     o_bias: bool | None
@@ -48,13 +48,13 @@ FAMILIES = {
 
 
 def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
-    """The decoder's configuration, or None if it is not one of ours.
+    """Return the decoder's configuration, or None if our decoder does not compute the model.
 
     Args:
         hf_config: the content of config.json, or ``to_dict()`` of a transformers config.
 
     Raises:
-        UserError: sliding-window attention, or a size that is missing.
+        UserError: the model has sliding-window attention, or a size is missing.
     """
     traits = FAMILIES.get(str(hf_config.get("model_type")))
     if traits is None or not _is_plain(hf_config):
@@ -92,7 +92,7 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
 
 
 def critic_config(hf_config: HfConfig) -> dict[str, Any]:
-    """config.json of a critic that begins as this language model."""
+    """Return the config.json of a critic that is initialised from this language model."""
     architectures = hf_config.get("architectures") or [f"{hf_config['model_type']}ForCausalLM"]
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {
@@ -104,7 +104,7 @@ def critic_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def _is_plain(hf_config: HfConfig) -> bool:
-    """Neither another activation nor quantised weights."""
+    """Return whether the activation is silu and the weights are not quantised."""
     return hf_config.get("hidden_act", "silu") == "silu" and not hf_config.get(
         "quantization_config"
     )
@@ -114,8 +114,11 @@ def _refuse_sliding_window(hf_config: HfConfig) -> None:
     layers = hf_config.get("layer_types") or []
     if hf_config.get("use_sliding_window") or "sliding_attention" in layers:
         raise UserError(
-            "config.json: use_sliding_window=True: sliding-window attention is not supported. "
-            "Set use_sliding_window to false and drop layer_types if the context fits the window."
+            "config.json: use_sliding_window",
+            True,
+            rule="sliding-window attention is not supported",
+            remedy="Set use_sliding_window to false and drop layer_types if the context fits the "
+            "window.",
         )
 
 
@@ -123,8 +126,10 @@ def _size(hf_config: HfConfig, name: str) -> int:
     value = hf_config.get(name)
     if not isinstance(value, int) or value < 1:
         raise UserError(
-            f"config.json: {name}={value!r}: must be a positive integer. "
-            "Use the config.json that belongs to the weights."
+            f"config.json: {name}",
+            value,
+            rule="must be a positive integer",
+            remedy="Use the config.json that belongs to the weights.",
         )
     return value
 
@@ -148,8 +153,10 @@ def _rope_config(hf_config: HfConfig, head_dim: int) -> RopeConfig | None:
         return RopeConfig(theta, _SCALINGS[kind](parameters))
     except KeyError as error:
         raise UserError(
-            f"config.json: rope_parameters={kind!r}: the key {error} is missing. "
-            "Use the config.json that belongs to the weights."
+            "config.json: rope_parameters",
+            kind,
+            rule=f"the key {error} is missing",
+            remedy="Use the config.json that belongs to the weights.",
         ) from error
 
 

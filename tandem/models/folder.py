@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From ``actor_rollout_ref.model.path`` to a language model, from ``critic.model.path`` to a
-critic, from ``reward_model.model.path`` to a reward model.
+"""Opening the models that ``actor_rollout_ref.model.path``, ``critic.model.path`` and
+``reward_model.model.path`` name.
 
-A path is a local folder, or the id of a model in the hub's cache or on the hub. Everything a user
-can have got wrong about it is said by ``check_folder``, which builds no model.
+A path is a local folder, or the id of a model in the hub's cache or on the hub. ``check_folder``
+reports every error of the user and builds no model.
 """
 
 from __future__ import annotations
@@ -45,10 +45,13 @@ _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A checked folder. ``decoder_config`` is None if transformers' modelling code is needed.
+    """A model folder that was checked.
 
-    ``value_head_seed`` draws the head of a critic that begins as a language model; None where all
-    weights are there.
+    Attributes:
+        decoder_config: None if transformers' modelling code computes the model.
+        value_head_seed: the seed of the value head of a critic that is initialised from a language
+            model; None if the folder has all weights.
+        key: the configuration key of the path, for messages.
     """
 
     path: Path
@@ -62,21 +65,27 @@ class ModelFolder:
 def check_folder(
     path: str, *, trust_remote_code: bool = False, load_weight: bool = True, key: str = KEY
 ) -> ModelFolder:
-    """Find a model's folder, on the hub if need be, and check what can be checked without loading.
+    """Find the folder of a language model and check it without loading weights.
+
+    The model is downloaded from the hub if it is not on this host.
 
     Args:
-        key: the configuration key ``path`` came from, for messages.
+        load_weight: whether the folder must have weights.
+        key: the configuration key of ``path``, for messages.
 
     Raises:
-        UserError: no such folder or hub model, no readable config.json, a family nobody knows, a
-            critic or reward model, or no weights (unless ``load_weight`` is off).
+        UserError: there is no such folder or hub model, config.json cannot be read, the family is
+            unknown, the model is a critic or a reward model, or weights are missing.
     """
     checked = _checked(path, trust_remote_code, load_weight=load_weight, key=key)
     config = checked.decoder_config
     if config is not None and config.has_value_head:
         raise UserError(
-            f"{key}={str(checked.path)!r}: it is a critic or a reward model (architectures in "
-            "config.json), which has no language-model head. Use a causal language model."
+            key,
+            str(checked.path),
+            rule="it is a critic or a reward model (architectures in config.json), which has no "
+            "language-model head",
+            remedy="Use a causal language model.",
         )
     return checked
 
@@ -84,14 +93,16 @@ def check_folder(
 def check_critic_folder(
     path: str, *, seed: int, trust_remote_code: bool = False, load_weight: bool = True, key: str
 ) -> ModelFolder:
-    """As ``check_folder``, for a critic: the folder of one or of a reward model, or of a language
-    model, which then has a value head in place of its own.
+    """Find and check the folder of a critic, as ``check_folder`` does for a language model.
+
+    It may be the folder of a critic, of a reward model, or of a language model whose head is
+    replaced by a value head.
 
     Args:
-        seed: draws the value head, if the folder has none.
+        seed: the seed of the value head if the folder has none.
 
     Raises:
-        UserError: also if our decoder does not compute the model.
+        UserError: see ``check_folder``; or our decoder does not compute the model.
     """
     checked = _checked(path, trust_remote_code, load_weight=load_weight, key=key)
     if _own_config(checked, "a critic").has_value_head:
@@ -106,10 +117,11 @@ def check_critic_folder(
 
 
 def check_reward_folder(path: str, *, trust_remote_code: bool = False, key: str) -> ModelFolder:
-    """As ``check_folder``, for a reward model.
+    """Find and check the folder of a reward model, as ``check_folder`` does for a language model.
 
     Raises:
-        UserError: also if our decoder does not compute the model, or it has no head that scores.
+        UserError: see ``check_folder``; or our decoder does not compute the model, or the model has
+            no value head.
     """
     checked = _checked(path, trust_remote_code, load_weight=True, key=key)
     _own_config(checked, "a reward model")
@@ -117,12 +129,14 @@ def check_reward_folder(path: str, *, trust_remote_code: bool = False, key: str)
     return checked
 
 
-def _own_config(checked: ModelFolder, what: str) -> DecoderConfig:
+def _own_config(checked: ModelFolder, role: str) -> DecoderConfig:
     if checked.decoder_config is None:
+        model_type = checked.hf_config["model_type"]
         raise UserError(
-            f"{checked.key}={str(checked.path)!r}: a model of type "
-            f"{checked.hf_config['model_type']!r} cannot be {what}. "
-            f"Use a model of {', '.join(FAMILIES)}."
+            checked.key,
+            str(checked.path),
+            rule=f"a model of type {model_type!r} cannot be {role}",
+            remedy=f"Use a model of {', '.join(FAMILIES)}.",
         )
     return checked.decoder_config
 
@@ -155,11 +169,11 @@ def open_model(
     """Load a whole model onto ``device`` in ``dtype``.
 
     Args:
-        random_seed: draws random weights, the same on every device, instead of loading them.
-        operators: of the decoder, if our own computes the model.
+        random_seed: the seed of random weights, the same on every device, instead of loading.
+        operators: the operators of our decoder. Transformers' models do not use them.
 
     Raises:
-        UserError: as ``check_folder``; or the weights do not fit config.json.
+        UserError: see ``check_folder``; or the weights do not fit config.json.
     """
     loads = random_seed is None
     folder = check_folder(path, trust_remote_code=trust_remote_code, load_weight=loads)
@@ -177,14 +191,14 @@ def open_part(
     random_seed: int | None = None,
     operators: Operators = TORCH,
 ) -> LanguageModel:
-    """Load what one process of ``layout`` holds of a model, and read nothing else.
+    """Load the part of a model that one process of ``layout`` holds, and read no other weights.
 
     Args:
-        device: "meta" takes no memory and loads nothing, if our own decoder computes the model:
-            whoever cuts it further allocates what is left and calls ``fill_slices``.
+        device: on "meta" a decoder of ours takes no memory and loads no weights. A caller that
+            shards it further allocates its part and calls ``fill_slices``.
 
     Raises:
-        UserError: the model cannot be laid out so; or its weights do not fit config.json.
+        UserError: the layout does not fit the model, or the weights do not fit config.json.
     """
     config = folder.decoder_config
     check_layout(config, tensor=layout.tensor.size, sequence=layout.sequence.size)
@@ -206,22 +220,26 @@ def open_part(
 
 
 def require_decoder(folder: ModelFolder, *, key: str = KEY) -> None:
-    """Raise UserError unless our own decoder computes the model; no other is spread over devices.
+    """Raise UserError unless our decoder computes the model, as sharding over devices requires.
 
-    ``key`` is the configuration key the folder came from, for the message.
+    Args:
+        key: the configuration key of the folder, for the message.
     """
     if folder.decoder_config is None:
+        model_type = folder.hf_config["model_type"]
         raise UserError(
-            f"{key}={str(folder.path)!r}: a model of type {folder.hf_config['model_type']!r} "
-            "cannot be spread over several devices. Set trainer.nnodes=1 and "
-            f"trainer.n_gpus_per_node=1, or use a model of {', '.join(FAMILIES)}."
+            key,
+            str(folder.path),
+            rule=f"a model of type {model_type!r} cannot be spread over several devices",
+            remedy="Set trainer.nnodes=1 and trainer.n_gpus_per_node=1, or use a model of "
+            f"{', '.join(FAMILIES)}.",
         )
 
 
 def fill_slices(
     folder: ModelFolder, slices: Sequence[HeldSlice], *, random_seed: int | None = None
 ) -> None:
-    """Fill slices of a decoder of ours as ``open_part`` fills a whole one."""
+    """Load or draw slices of a decoder of ours, as ``open_part`` does for a whole one."""
     config = folder.decoder_config
     assert config is not None, "transformers' models are not read in slices"
     if random_seed is not None:
@@ -231,16 +249,16 @@ def fill_slices(
         head = [held for held in slices if held.spec.name in _HEAD]
         draw_slices(config, head, seed=folder.value_head_seed, names=_HEAD)
         slices = [held for held in slices if held.spec.name not in _HEAD]
-        # Of a language model's weights all but the head: as if that were the embedding.
+        # A language model whose head is tied has all other weights of the critic and no head.
         config = replace(config, has_value_head=False, tie_embeddings=True)
     load_slices(config, folder.path, slices=slices, key=folder.key)
 
 
 def resolve_folder(path: str, *, key: str = KEY) -> Path:
-    """The local folder of a model, fetched from the hub if it is not there yet.
+    """Return the local folder of a model, which is downloaded from the hub if it is missing.
 
     Raises:
-        UserError: neither a folder nor a hub model that can be had.
+        UserError: there is no such folder, and no such model on the hub, or the hub is not reached.
     """
     folder = Path(path).expanduser()
     if path and folder.is_dir():
@@ -248,12 +266,12 @@ def resolve_folder(path: str, *, key: str = KEY) -> Path:
     try:
         validate_repo_id(path)
     except HFValidationError as error:
-        raise UserError(f"{key}={path!r}: no such folder. Check the path.") from error
+        raise UserError(key, path, rule="no such folder", remedy="Check the path.") from error
     return _cached(path) or _fetch(path, key)
 
 
 def _cached(path: str) -> Path | None:
-    """The hub cache's snapshot, if it has the weights and not just the tokenizer."""
+    """Return the snapshot in the hub's cache if it has weights and not only the tokenizer."""
     try:
         folder = Path(snapshot_download(path, local_files_only=True))
     except LocalEntryNotFoundError:
@@ -264,15 +282,17 @@ def _cached(path: str) -> Path | None:
 
 def _fetch(path: str, key: str) -> Path:
     try:
-        # Asking first is quick; a download from a hub out of reach retries for half a minute.
+        # This request fails quickly. A download from an unreachable hub retries for 30 s.
         model_info(path, timeout=10)
         return Path(snapshot_download(path, allow_patterns=list(_DOWNLOADED)))
     except (OSError, ValueError, HTTPError) as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(
-            f"{key}={path!r}: neither a local folder, nor in the Hugging Face cache, nor to be had "
-            f"from the hub ({reason}). Give a folder, or fetch it where there is a network: "
-            f"hf download {path}"
+            key,
+            path,
+            rule="neither a local folder, nor in the Hugging Face cache, nor available from the "
+            f"hub ({reason})",
+            remedy=f"Give a folder, or fetch it where there is a network: hf download {path}",
         ) from error
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families that our decoder does not compute, through transformers' own code, for training.
+"""Training of families that our decoder does not compute, with transformers' modelling code.
 
-A packed batch is unpacked into right-padded rows, one a sequence (a shared prompt is computed
-again for every response), and hidden states are gathered back into packed order. Dropout is off. A
-model whose logits are not linear in its last hidden states is refused, never approximated.
+A packed batch is unpacked into right-padded rows, one for each sequence (a shared prompt is
+computed again for every response), and hidden states are gathered back into packed order. Dropout
+is off. A model whose logits are not linear in its last hidden states is refused, not approximated.
 
 Shapes: T packed tokens, B rows, M padded tokens, D hidden, V vocabulary.
 """
@@ -31,12 +31,12 @@ _PROBE_IDS = (1, 2, 0, 3)
 
 
 def is_known_family(model_type: str) -> bool:
-    """Whether transformers has a config class for this ``model_type``."""
+    """Return whether transformers has a config class for this ``model_type``."""
     return model_type in transformers.CONFIG_MAPPING
 
 
 class TransformersModel:
-    """A ``LanguageModel`` of transformers' modelling code."""
+    """A ``LanguageModel`` that transformers' modelling code computes."""
 
     decoder = None
     layout = WHOLE
@@ -44,8 +44,8 @@ class TransformersModel:
     value_head = None
 
     def __init__(self, model: transformers.PreTrainedModel, source: Path) -> None:
-        """Raises UserError if the logits are not linear in the last hidden states."""
-        self._model: Any = model  # which attributes it has depends on the family
+        """Take over a model. Raises UserError unless logits are linear in the hidden states."""
+        self._model: Any = model  # its attributes depend on the family
         self._source = source
         self._scale = _logit_scale(model.config)
         self._head: nn.Linear = self._model.get_output_embeddings()
@@ -53,28 +53,25 @@ class TransformersModel:
 
     @property
     def module(self) -> nn.Module:
-        """transformers' model."""
         return self._model
 
     @property
     def family(self) -> str:
-        """``model_type`` of config.json."""
         return self._model.config.model_type
 
     def in_dtype(self, dtype: torch.dtype) -> TransformersModel:
-        """A copy on the same device in another precision, itself if it has that already."""
         if self._head.weight.dtype == dtype:
             return self
         return TransformersModel(copy.deepcopy(self._model).to(dtype), self._source)
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(V, D); with a head bias (V, D + 1), for hidden states that end in a one."""
+        """The weight of the head, (V, D), or (V, D + 1) with its bias as the last column."""
         weight_VD, bias_V = self._head.weight, self._head.bias
         return weight_VD if bias_V is None else torch.cat((weight_VD, bias_V[:, None]), 1)
 
     def hidden(self, packed: PackedBatch) -> Tensor:
-        """Final hidden states (T, D), scaled as the model scales its logits."""
+        """Return the final hidden states (T, D), scaled as the model scales its logits."""
         device = self._head.weight.device
         rows = _unpack(packed.segments)
         ids_BM = packed.token_ids_T[rows.token_BM].to(device)
@@ -82,21 +79,22 @@ class TransformersModel:
         return self._finish(h_BMD.flatten(0, 1).index_select(0, rows.place_T.to(device)))
 
     def set_gradient_checkpointing(self, enabled: bool, granularity: Granularity = "full") -> None:
-        """Recompute layers in the backward pass: whole ones."""
+        """Recompute whole layers in the backward pass. Raises UserError for parts of layers."""
         if enabled and granularity != "full":
             raise UserError(
-                f"model.recompute_granularity={granularity!r}: a model of type {self.family!r} "
-                "recomputes whole layers. Use full."
+                "model.recompute_granularity",
+                granularity,
+                rule=f"a model of type {self.family!r} recomputes whole layers",
+                remedy="Use full.",
             )
         if not enabled:
             self._model.gradient_checkpointing_disable()
             return
         self._model.gradient_checkpointing_enable({"use_reentrant": False})
-        # transformers recomputes in training mode only; without dropout the modes do not differ.
+        # transformers recomputes only in training mode. Without dropout the modes do not differ.
         self._model.train()
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Write a complete Hugging Face folder into an existing folder."""
         state = self._model.state_dict()
         if dtype is not None:
             state = {name: tensor.to(dtype) for name, tensor in state.items()}
@@ -134,11 +132,11 @@ class TransformersModel:
 def open_transformers_model(
     folder: Path, *, dtype: torch.dtype, trust_remote_code: bool, random_seed: int | None
 ) -> TransformersModel:
-    """Load a folder's weights, or draw them with ``random_seed``; on the CPU.
+    """Load a folder's weights onto the CPU, or draw them from ``random_seed``.
 
     Raises:
-        UserError: transformers cannot build a causal language model from it, tensors are missing,
-            or logits are not linear in hidden states.
+        UserError: transformers cannot build a causal language model from the folder, tensors are
+            missing, or logits are not linear in hidden states.
     """
     trust = {"trust_remote_code": trust_remote_code}
     try:
@@ -153,8 +151,10 @@ def open_transformers_model(
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UserError(
-            f"{KEY}={str(folder)!r}: transformers cannot load it "
-            f"({' '.join(str(error).split())[:200]}). Use a causal language model that it supports."
+            KEY,
+            str(folder),
+            rule=f"transformers cannot load it ({' '.join(str(error).split())[:200]})",
+            remedy="Use a causal language model that it supports.",
         ) from error
     return TransformersModel(model, folder)
 
@@ -169,11 +169,13 @@ def _load(folder: Path, hf_config: Any, *, dtype: torch.dtype, trust_remote_code
         output_loading_info=True,
     )
     model, report = loaded
-    # transformers would leave these at random values with no more than a warning.
+    # transformers would keep random values for missing tensors and only warn.
     if report["missing_keys"]:
         raise UserError(
-            f"{KEY}={str(folder)!r}: tensor {min(report['missing_keys'])!r} is missing from the "
-            "weights. Use a complete Hugging Face folder."
+            KEY,
+            str(folder),
+            rule=f"tensor {min(report['missing_keys'])!r} is missing from the weights",
+            remedy="Use a complete Hugging Face folder.",
         )
     return model
 
@@ -199,20 +201,22 @@ def _refuse_softcapping(folder: Path, hf_config: transformers.PretrainedConfig) 
 
 def _unsupported(folder: Path, family: str, *, reason: str) -> UserError:
     return UserError(
-        f"{KEY}={str(folder)!r}: a model of type {family!r} cannot be trained here: {reason}. "
-        "Use a model of another family, such as qwen3."
+        KEY,
+        str(folder),
+        rule=f"a model of type {family!r} cannot be trained here: {reason}",
+        remedy="Use a model of another family, such as qwen3.",
     )
 
 
 def _logit_scale(hf_config: transformers.PretrainedConfig) -> float:
-    """Cohere multiplies its logits, Granite divides them."""
+    # Cohere multiplies its logits, Granite divides them.
     values: dict[str, Any] = hf_config.to_dict()
     return float(values.get("logit_scale") or 1.0) / float(values.get("logits_scaling") or 1.0)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """B right-padded rows of up to M tokens: which packed token stands where, and the way back."""
+    """B right-padded rows of up to M tokens: the packed token at each place, and the inverse."""
 
     token_BM: Tensor
     valid_BM: Tensor
@@ -220,7 +224,7 @@ class _Rows:
 
 
 def _unpack(segments: Segments) -> _Rows:
-    """One row for each segment that is no other's prefix, with its own prefix before it."""
+    """Make one row for each segment that is not a prefix, with its own prefix before it."""
     has_prefix_S = segments.prefix_length_S > 0
     is_prefix_S = torch.isin(segments.start_S, segments.prefix_start_S[has_prefix_S])
     leaves = (~is_prefix_S).nonzero()[:, 0]
@@ -235,6 +239,6 @@ def _unpack(segments: Segments) -> _Rows:
     token_BM = token_BM.where(valid_BM, start)
     place = valid_BM.flatten().nonzero()[:, 0]
     place_T = torch.empty(int(segments.length_S.sum()), dtype=torch.int64)
-    # A shared prompt stands in several rows, with equal hidden states; any of them will do.
+    # A shared prompt is in several rows with equal hidden states: any of them may be used.
     place_T[token_BM.flatten()[place]] = place
     return _Rows(token_BM, valid_BM, place_T)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines know of a model, and its implementation by our own decoder.
+"""The interface of models to engines, and its implementation by our own decoder.
 
-The interface hides whose modelling code runs, and over how many processes it is spread: what a
-model says of a packed batch comes from ``score_batch``, which all processes of the model's layout
-call with the same batch. A policy says log-probs, a critic and a reward model values. Only a model
-with a ``decoder`` can generate with the native rollout engine.
+The interface hides whose modelling code runs and over how many processes the model is spread.
+``score_batch`` returns log-probs of a policy, or values of a critic or a reward model. All
+processes of the model's layout call it with the same batch. Only a model with a ``decoder`` can
+generate with the native rollout engine.
 """
 
 from __future__ import annotations
@@ -42,53 +42,55 @@ from tandem.types import HeldSlice, PackedBatch
 class LanguageModel(Protocol):
     """A causal language model, a critic or a reward model on one device, or one process's part.
 
-    Shapes: T packed tokens, L those that this process computes, D hidden, V vocabulary.
+    Shapes: T packed tokens, L tokens that this process computes, D hidden, V vocabulary.
     """
 
     @property
     def module(self) -> nn.Module:
-        """Holds the parameters."""
+        """The module that holds the parameters."""
         ...
 
     @property
     def decoder(self) -> Decoder | None:
-        """Our decoder, None if transformers' modelling code is used."""
+        """Our decoder, or None if transformers' modelling code computes the model."""
         ...
 
     @property
     def layout(self) -> ParallelLayout:
-        """Which processes compute it together."""
+        """The processes that compute the model together."""
         ...
 
     @property
     def family(self) -> str:
-        """``model_type`` of config.json."""
+        """The ``model_type`` of config.json."""
         ...
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(V, D), differentiable: logits are ``hidden @ lm_head_weight.T``. With a value head its
-        weight, (1, D)."""
+        """The differentiable weight of the head, (V, D), or (1, D) of a value head.
+
+        Logits are ``hidden @ lm_head_weight.T``.
+        """
         ...
 
     @property
     def value_head(self) -> nn.Linear | None:
-        """(D) to one: what a critic or a reward model has in place of a language-model head."""
+        """The head of a critic or a reward model, from D to 1; None for a language model."""
         ...
 
     @property
     def operators(self) -> Operators:
-        """What computes log-probs from hidden states."""
+        """The operators that compute log-probs from hidden states."""
         ...
 
     def in_dtype(self, dtype: torch.dtype) -> LanguageModel:
-        """A copy on the same device in another precision, itself if it has that already."""
+        """Return a copy on the same device in another precision, or self if it has that one."""
         ...
 
     def hidden(self, packed: PackedBatch) -> Tensor:
-        """Final hidden states (L, D) of a packed batch, which may lie on the CPU.
+        """Return the final hidden states (L, D) of a packed batch, which may be on the CPU.
 
-        L = T unless the layout shares out the tokens.
+        L = T unless the layout is sequence parallel.
         """
         ...
 
@@ -96,7 +98,7 @@ class LanguageModel(Protocol):
         """Recompute activations in the backward pass, with the same results.
 
         Raises:
-            UserError: the model cannot do so by this ``granularity``.
+            UserError: the model does not support this ``granularity``.
         """
         ...
 
@@ -104,7 +106,7 @@ class LanguageModel(Protocol):
         """Write a complete Hugging Face folder into an existing folder.
 
         Args:
-            dtype: of the file's weights; None keeps the module's.
+            dtype: the precision of the file; None keeps the module's.
 
         Raises:
             OSError: the disk is full or not writable.
@@ -113,10 +115,10 @@ class LanguageModel(Protocol):
 
 
 class NativeModel:
-    """A ``LanguageModel`` of our own decoder.
+    """A ``LanguageModel`` that our own decoder computes.
 
     Attributes:
-        device: where it computes. An engine that keeps the weights elsewhere sets it.
+        device: the device of the computation. An engine that keeps the weights elsewhere sets it.
     """
 
     def __init__(
@@ -130,9 +132,9 @@ class NativeModel:
         """Take over a decoder.
 
         Args:
-            decoder: the part that is this process's in ``layout``.
+            decoder: this process's part in ``layout``.
             hf_config: the content of config.json.
-            source: the folder it came from.
+            source: the folder of the model.
         """
         self.decoder = decoder
         self.layout = layout
@@ -142,36 +144,30 @@ class NativeModel:
 
     @property
     def module(self) -> nn.Module:
-        """The decoder."""
         return self.decoder
 
     @property
     def family(self) -> str:
-        """``model_type`` of config.json."""
         return self.decoder.config.family
 
     @property
     def config(self) -> DecoderConfig:
-        """Of the unsharded decoder."""
+        """The configuration of the unsharded decoder."""
         return whole_config(self.decoder.config, self.layout.tensor.size)
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(V, D), the embedding itself when tied. With a value head (1, D)."""
         return self.decoder.lm_head_weight
 
     @property
     def value_head(self) -> nn.Linear | None:
-        """That of a critic or a reward model."""
         return self.decoder.lm_head if self.decoder.config.has_value_head else None
 
     @property
     def operators(self) -> Operators:
-        """The decoder's."""
         return self.decoder.operators
 
     def in_dtype(self, dtype: torch.dtype) -> LanguageModel:
-        """A copy on the same device in another precision, itself if it has that already."""
         weight = self.decoder.lm_head_weight
         if weight.dtype == dtype:
             return self
@@ -183,12 +179,12 @@ class NativeModel:
         )
 
     def regions(self) -> dict[str, Regions]:
-        """What this process holds of the unsharded decoder's tensors, by parameter."""
+        """Return the regions of the unsharded decoder that this process holds, by parameter."""
         tensor, dtype = self.layout.tensor, self.lm_head_weight.dtype
         return tensor_regions(self.config, rank=tensor.rank, size=tensor.size, dtype=dtype)
 
     def held_slices(self) -> list[HeldSlice]:
-        """The same with their storage, unless an engine has cut the parameters further."""
+        """Return the regions with their storage, unless an engine has sharded them further."""
         regions = self.regions()
         return [
             held
@@ -197,10 +193,10 @@ class NativeModel:
         ]
 
     def unsharded(self, weights: Mapping[str, Tensor]) -> NativeModel:
-        """The whole model with these weights of its own, such as to save it.
+        """Return the whole model with weights of its own, for example to save it.
 
         Args:
-            weights: the unsharded decoder's, by parameter.
+            weights: the weights of the unsharded decoder by parameter.
         """
         with torch.device("meta"):
             decoder = Decoder(self.config, self.operators)
@@ -208,7 +204,7 @@ class NativeModel:
         return NativeModel(decoder, hf_config=self._hf_config, source=self._source)
 
     def hidden(self, packed: PackedBatch) -> Tensor:
-        """Final hidden states (L, D). Raises UserError if a sequence is too long for the model."""
+        """Return the final hidden states (L, D). Raises UserError if a sequence is too long."""
         self.decoder.rotary.require_length(int(packed.position_ids_T.max()) + 1)
         token_ids, position_ids = packed.token_ids_T, packed.position_ids_T
         attention = self.operators.packed_attention(packed.segments, self.device)
@@ -221,12 +217,10 @@ class NativeModel:
         )
 
     def set_gradient_checkpointing(self, enabled: bool, granularity: Granularity = "full") -> None:
-        """Recompute layers, or the parts of them that ``granularity`` names."""
         self.decoder.recompute = granularity if enabled else "nothing"
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Write a complete Hugging Face folder into an existing folder."""
-        assert self.layout.tensor.size == 1, "a part of a model is no model folder: unsharded first"
+        assert self.layout.tensor.size == 1, "one part of a model cannot be saved: unshard it first"
         save_hf_folder(self.decoder, folder, dtype=dtype)
         write_config(self._hf_config, folder, dtype=dtype or self.decoder.embedding.weight.dtype)
         copy_companions(self._source, folder)
@@ -234,11 +228,11 @@ class NativeModel:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a model says of each response token, fp32 (R,).
+    """The scores of each response token, fp32 (R,).
 
     Attributes:
-        score_R: a policy's log-prob, or the value of what stands before the token.
-        entropy_R: None unless asked for; values have none.
+        score_R: the log-probs of a policy, or the values of the states before the tokens.
+        entropy_R: the entropies; None for values and unless requested.
     """
 
     score_R: Tensor
@@ -248,17 +242,18 @@ class TokenScores:
 def score_batch(
     model: LanguageModel, batch: PackedBatch, *, temperature: float, with_entropy: bool
 ) -> TokenScores:
-    """Log-probs of the response tokens of a packed batch, and their entropies if asked for; with a
-    value head values, to which ``temperature`` is nothing.
+    """Return log-probs of the response tokens, and their entropies if requested.
 
-    Each process of the model's layout gets all of them, differentiable with respect to what it
-    computed itself: where the layout shares out the tokens, gradients of parameters are to be
-    summed over those processes.
+    A model with a value head returns values, which do not depend on ``temperature``.
+
+    Each process of the model's layout gets the scores of all tokens, differentiable with respect to
+    its own computation. In a sequence-parallel layout the caller sums the gradients of parameters
+    over the processes.
     """
     h_LD = model.hidden(batch)
     own = own_responses(batch, model.layout.sequence)
-    # Responses to one prompt begin at the same row. What index_select would do on accelerators, add
-    # up their gradients in the order of chance, embedding does in a fixed one.
+    # Responses to one prompt begin at the same row. F.embedding accumulates their gradients in a
+    # fixed order; index_select does not on accelerators.
     h_ND = F.embedding(upload(own.source_N, h_LD.device), h_LD)
     head = model.value_head
     if head is not None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of given tokens, and entropies, straight from hidden states.
+"""Log-probs of given tokens, and entropies, computed from hidden states.
 
-The (R, V) logits exist only a chunk of rows at a time; the backward pass recomputes each chunk,
-unless all rows fit one chunk, whose log-softmax is then kept. Both results are differentiable,
-once. Reductions are fp32 whatever the dtype of the hidden states (fp64 for fp64).
+The (R, V) logits exist only one chunk of rows at a time. The backward pass recomputes each chunk,
+unless all rows fit one chunk, whose softmax is then kept. Both results are differentiable once.
+Reductions are fp32 for every dtype of the hidden states (fp64 for fp64).
 
 Shapes: R response tokens, C rows of a chunk, D hidden, V vocabulary.
 """
@@ -20,12 +20,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 CHUNK_BYTES = 256 * 2**20
-"""Largest size of the fp32 logits of one chunk."""
+"""The maximum size of the fp32 logits of one chunk."""
 
 
 @dataclass(frozen=True)
 class TokenLogProbs:
-    """fp32 (R,) each; ``entropy_R`` is None unless asked for."""
+    """Log-probs and entropies, fp32 (R,). ``entropy_R`` is None unless requested."""
 
     logp_R: Tensor
     entropy_R: Tensor | None
@@ -40,9 +40,9 @@ def token_log_probs(
     with_entropy: bool,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> TokenLogProbs:
-    """Log-probs of ``target_R`` under softmax(h W^T / temperature), and that softmax's entropies.
+    """Return log-probs of ``target_R`` under softmax(h W^T / temperature), and its entropies.
 
-    ``temperature`` is bounded from below by 1e-8 as in verl; greedy callers pass 1.
+    ``temperature`` is bounded from below by 1e-8 as in verl. Greedy callers pass 1.
     """
     settings = _Settings(
         temperature=max(temperature, 1e-8),
@@ -62,15 +62,17 @@ class _Settings:
     differentiable: bool
 
     def chunks(self, tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
-        """The tensors' rows, ``chunk_rows`` at a time."""
+        """Yield the rows of the tensors, ``chunk_rows`` at a time."""
         return zip(*(tensor.split(self.chunk_rows) for tensor in tensors), strict=True)
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """With l the log-softmax, p = exp(l), H = -sum p l: dlogp = onehot - p and dH = -p (l + H).
+    """The log-probs and entropies of a chunked softmax, with their gradients.
 
-    What is kept of a single chunk is p - onehot: a gradient that comes through logp alone scales
-    its rows, which the smaller matrices beside it take over.
+    With l the log-softmax, p = exp(l), H = -sum p l: dlogp = onehot - p and dH = -p (l + H).
+
+    A single chunk keeps p - onehot. A gradient through logp alone scales its rows, and the scale is
+    applied to the smaller matrices of the products instead.
     """
 
     @staticmethod
@@ -98,7 +100,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad_logp_R: Tensor | None, grad_entropy_R: Tensor | None) -> Any:
         settings: _Settings = ctx.settings
         h_RD, weight_VD, target_R, logp_R, entropy_R, kept_RV = ctx.saved_tensors
-        through_entropy = grad_entropy_R is not None  # not if it is only reported
+        through_entropy = grad_entropy_R is not None  # None if the entropy is only reported
         grad_logp_R, grad_entropy_R = (
             torch.zeros_like(logp_R) if grad_R is None else grad_R / settings.temperature
             for grad_R in (grad_logp_R, grad_entropy_R)
@@ -127,7 +129,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _softmax(h_CD: Tensor, weight_VD: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Logits less the greatest of their row, and their softmax; (C, V) each."""
+    """Return the logits minus the maximum of their row, and their softmax, (C, V) each."""
     logits_CV = F.linear(h_CD, weight_VD)
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     if temperature != 1:
@@ -142,7 +144,7 @@ def _subtract_one_hot(prob_CV: Tensor, target_C: Tensor) -> None:
 
 
 def _accumulate(total: Tensor | None, part: Tensor) -> Tensor:
-    """Sum over chunks in at least fp32; a single chunk is not converted."""
+    """Sum over chunks in at least fp32. A single chunk is not converted."""
     if total is None:
         return part
     return total.to(torch.promote_types(part.dtype, torch.float32)).add_(part)

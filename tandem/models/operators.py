@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a decoder that accelerators compute in their own way, as one replaceable set.
+"""The operators of a decoder that accelerators implement themselves, as one replaceable set.
 
-Trainer and rollout call the same set. ``TORCH`` runs on every device and defines the results; an
-accelerator brings fused kernels with the same signatures, forward and backward. The matrix products
-of the layers are not here: the vendors' libraries are the fastest there are.
+Trainer and rollout call the same set. ``TORCH`` runs on every device and defines the results. An
+accelerator has fused kernels with the same signatures, forward and backward. The matrix products of
+the layers are not part of the set, because the vendors' libraries are the fastest.
 
 Shapes: T tokens, D hidden, M heads, H query heads, K key/value heads, E head dimension, F
 feed-forward, R rows, V vocabulary.
@@ -32,11 +32,11 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 MakeAttention = Callable[[Segments, torch.device], Attention]
 Angles = tuple[Tensor, Tensor]
-"""Cosines and signed sines (T, 1, E) of ``rotary.Rotary.angles``."""
+"""The cosines and signed sines (T, 1, E) of ``rotary.Rotary.angles``."""
 
 
 class AddNorm(Protocol):
-    """See ``Operators.add_norm``."""
+    """The type of ``Operators.add_norm``."""
 
     def __call__(
         self, x_TD: Tensor, delta_TD: Tensor | None, *, weight_D: Tensor, eps: float
@@ -44,7 +44,7 @@ class AddNorm(Protocol):
 
 
 class ScoreTokens(Protocol):
-    """See ``Operators.token_log_probs``."""
+    """The type of ``Operators.token_log_probs``."""
 
     def __call__(
         self,
@@ -59,18 +59,18 @@ class ScoreTokens(Protocol):
 
 @dataclass(frozen=True)
 class Operators:
-    """Differentiable functions of tensors.
+    """A set of differentiable functions of tensors.
 
     Attributes:
         add_norm: ``(x_TD, delta_TD or None, weight_D=, eps=) -> (h_TD, sum_TD)``: the residual sum
             x + delta in the dtype of x, and its root mean square norm times the weight in the
             dtype of the weight, which may be lower.
-        rotate: ``(x_TME, angles) -> y_TME``: the rotary embedding of M heads at once; the sines
-            carry the sign of their first half. ``x_TME`` may be a slice of a larger tensor.
+        rotate: ``(x_TME, angles) -> y_TME``: the rotary embedding of M heads at once. The sines
+            have the sign of the first half. ``x_TME`` may be a slice of a larger tensor.
         gate: ``gate_up_T2F -> y_TF``: silu of the first half times the second.
-        packed_attention: ``(segments, device) -> attention`` of one packed batch.
+        packed_attention: ``(segments, device) -> attention`` for one packed batch.
         token_log_probs: see ``logprob.token_log_probs``.
-        logits: ``(h_RD, weight_VD) -> logits_RV`` in at least fp32; no gradients.
+        logits: ``(h_RD, weight_VD) -> logits_RV`` in at least fp32, without gradients.
     """
 
     add_norm: AddNorm
@@ -92,7 +92,10 @@ def add_norm(
 
 
 class _AddNorm(torch.autograd.Function):
-    """With n = s / rms(s) and g = dL/dh w: ds = (g - n mean(g n)) / rms(s), dw = sum of dL/dh n."""
+    """The residual sum s and its norm h = n w with n = s / rms(s), and their gradients.
+
+    With g = dL/dh w: ds = (g - n mean(g n)) / rms(s), and dw is the sum of dL/dh n.
+    """
 
     @staticmethod
     def forward(
@@ -125,7 +128,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 def _inverse_rms(x_TD: Tensor, eps: float) -> Tensor:
-    """(T, 1) in at least fp32."""
+    """Return the inverse root mean squares, (T, 1), in at least fp32."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     norm_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=dtype)
     epsilon = _constant(eps, dtype, device=x_TD.device)
@@ -134,7 +137,7 @@ def _inverse_rms(x_TD: Tensor, eps: float) -> Tensor:
 
 @cache
 def _constant(value: float, dtype: torch.dtype, *, device: torch.device) -> Tensor:
-    """A number as a tensor, which an operation takes in a third of the time."""
+    # Operations take a tensor in a third of the time that they take a number in.
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype, device=device)
 
@@ -159,8 +162,10 @@ def gate(gate_up_T2F: Tensor) -> Tensor:
 
 
 class _Gate(torch.autograd.Function):
-    """The derivative of silu is sigmoid + silu (1 - sigmoid). Both halves of the gradient are
-    written where they belong."""
+    """The gated activation. The derivative of silu is sigmoid + silu (1 - sigmoid).
+
+    Both halves of the gradient are written directly into one tensor.
+    """
 
     @staticmethod
     def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:

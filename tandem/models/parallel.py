@@ -27,7 +27,7 @@ from tandem.models.weights import file_tensors
 from tandem.types import HeldSlice, SliceSpec
 
 SECTION = "actor_rollout_ref.actor.fsdp_config"
-"""Where the sizes usually come from, for messages."""
+"""The usual section of the keys of the sizes, for messages."""
 
 _CUT_DIMENSION = {
     ("qkv", "weight"): 0,
@@ -37,19 +37,19 @@ _CUT_DIMENSION = {
     ("o", "weight"): 1,
     ("down", "weight"): 1,
 }
-"""What tensor parallelism cuts; all else is held by every process."""
+"""The dimensions along which tensor parallelism cuts. Every process holds all other parameters."""
 
 Regions = tuple[SliceSpec, ...]
-"""What a local tensor holds of an unsharded one, on top of each other: those of a fused matrix lie
-apart in the whole."""
+"""The regions of an unsharded tensor that a local tensor consists of, stacked along the rows. The
+regions of a fused matrix are apart from each other in the whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The processes that share something, and which of them this one is.
+    """The processes that share a part of the model or of a batch, and the rank of this process.
 
     Attributes:
-        group: None if there is nobody else, or if they are the default world.
+        group: None if there are no other processes, or if they are the default world.
     """
 
     rank: int = 0
@@ -62,7 +62,7 @@ ALONE = Peers()
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Who shares the heads and widths of the layers, and who shares the tokens of a batch."""
+    """The processes that share heads and widths of the layers, and those that share tokens."""
 
     tensor: Peers = ALONE
     sequence: Peers = ALONE
@@ -72,21 +72,18 @@ WHOLE = ParallelLayout()
 
 
 def peers_of(mesh: DeviceMesh) -> Peers:
-    """This process among those of a mesh of one dimension."""
+    """Return the processes of a one-dimensional mesh."""
     return Peers(mesh.get_local_rank(), mesh.size(), mesh.get_group())
 
 
 def check_layout(
     config: DecoderConfig | None, *, tensor: int, sequence: int, section: str = SECTION
 ) -> None:
-    """Refuse sizes that a model cannot be laid out by.
+    """Raise UserError unless the sizes divide the model's heads and widths.
 
     Args:
         config: None if transformers' code computes the model.
-        section: of the keys the sizes came from, for messages.
-
-    Raises:
-        UserError: a size does not divide what it must.
+        section: the section of the keys of the sizes, for messages.
     """
     if config is not None:
         for problem in division_problems(
@@ -103,13 +100,15 @@ def check_layout(
     for name, size in sizes.items():
         if size > 1:
             raise UserError(
-                f"{section}.{name}={size}: only models of our own decoder can be split. "
-                f"Use 1 or a model of {', '.join(FAMILIES)}."
+                f"{section}.{name}",
+                size,
+                rule="only models of our own decoder can be split",
+                remedy=f"Use 1 or a model of {', '.join(FAMILIES)}.",
             )
 
 
 def local_config(config: DecoderConfig, size: int) -> DecoderConfig:
-    """Of the decoder that each of ``size`` tensor-parallel processes computes."""
+    """Return the configuration of the decoder of each of ``size`` tensor-parallel processes."""
     return replace(
         config,
         num_heads=config.num_heads // size,
@@ -119,7 +118,7 @@ def local_config(config: DecoderConfig, size: int) -> DecoderConfig:
 
 
 def whole_config(local: DecoderConfig, size: int) -> DecoderConfig:
-    """The inverse of ``local_config``."""
+    """Return the configuration of the unsharded decoder, the inverse of ``local_config``."""
     return replace(
         local,
         num_heads=local.num_heads * size,
@@ -131,14 +130,14 @@ def whole_config(local: DecoderConfig, size: int) -> DecoderConfig:
 def tensor_regions(
     config: DecoderConfig, *, rank: int, size: int, dtype: torch.dtype
 ) -> dict[str, Regions]:
-    """What tensor-parallel process ``rank`` of ``size`` holds, by parameter, in their order.
+    """Return the regions of tensor-parallel process ``rank`` of ``size``, by parameter in order.
 
     Args:
-        config: of the unsharded decoder.
+        config: the configuration of the unsharded decoder.
     """
     spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for part in file_tensors(config):
-        spans[part.ours].append((part.start, part.rows))
+        spans[part.parameter].append((part.start, part.rows))
     regions: dict[str, Regions] = {}
     for name, shape in parameter_shapes(config).items():
         whole = SliceSpec(name, dtype, shape=shape, offset=(0,) * len(shape), size=shape)
@@ -155,16 +154,16 @@ def tensor_regions(
 
 
 def is_whole(regions: Regions) -> bool:
-    """Every tensor-parallel process holds all of the tensor, with the same gradient."""
+    """Return whether every tensor-parallel process holds all of the tensor, not a part."""
     return regions[0].size == regions[0].shape
 
 
 def slices_of_rows(regions: Regions, rows: Tensor, *, first_row: int = 0) -> list[HeldSlice]:
-    """The regions that some rows of a local tensor are, with views of those rows.
+    """Return the regions that some rows of a local tensor consist of, with views of those rows.
 
     Args:
-        regions: of the local tensor.
-        rows: its rows ``first_row .. first_row + len(rows)``; may be empty.
+        regions: the regions of the local tensor.
+        rows: rows ``first_row .. first_row + len(rows)`` of the local tensor, possibly none.
     """
     slices, begin = [], 0
     for region in regions:
@@ -180,13 +179,12 @@ def slices_of_rows(regions: Regions, rows: Tensor, *, first_row: int = 0) -> lis
 
 
 def _kind(name: str) -> tuple[str, str]:
-    """``layers.3.qkv.weight`` -> ``("qkv", "weight")``."""
+    """Return ``("qkv", "weight")`` for ``layers.3.qkv.weight``."""
     *_, module, parameter = name.split(".")
     return module, parameter
 
 
 def _narrow(region: SliceSpec, dimension: int, *, start: int, count: int) -> SliceSpec:
-    """Of a whole tensor."""
     offset, size = list(region.offset), list(region.size)
     offset[dimension], size[dimension] = start, count
     return replace(region, offset=tuple(offset), size=tuple(size))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding and its scaling variants, equal to transformers'.
 
-Angles are computed from the positions once a forward pass; there is no table, so nothing limits or
-stores a longest position. Two variants (dynamic, longrope) change their frequencies with the
-longest sequence of a batch; here they are defined up to the length where that begins, and refuse
-beyond it, because a result must not depend on what else is in the batch.
+Angles are computed from the positions once a forward pass. There is no table and therefore no
+maximum position. Two variants (dynamic, longrope) change their frequencies with the longest
+sequence of a batch. Here they are defined up to the length at which that begins, and longer
+sequences are refused, because a result must not depend on the other sequences of the batch.
 
 Shapes: T tokens, M heads, E head dimension.
 """
@@ -22,21 +22,24 @@ from tandem.errors import UserError
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by ``factor``."""
+    """A division of the positions by ``factor``."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """NTK-aware base change beyond ``max_position_embeddings``; plain rotary up to there."""
+    """An NTK-aware change of base beyond ``max_position_embeddings``; plain rotary up to there."""
 
     max_position_embeddings: int
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1: low frequencies divided by ``factor``, high ones kept, a ramp between."""
+    """The scaling of Llama 3.1.
+
+    Low frequencies are divided by ``factor``, high ones are kept, and a ramp lies between.
+    """
 
     factor: float
     low_freq_factor: float
@@ -46,7 +49,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (arXiv:2309.00071). ``attention_factor`` multiplies cos and sin."""
+    """The scaling of YaRN (arXiv:2309.00071). ``attention_factor`` multiplies cos and sin."""
 
     factor: float
     attention_factor: float
@@ -58,7 +61,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv:2402.13753) up to ``original_max_position_embeddings``: short factors."""
+    """The short factors of LongRoPE (arXiv:2402.13753), up to the original maximum position."""
 
     short_factor: tuple[float, ...]
     attention_factor: float
@@ -70,33 +73,34 @@ RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | Lon
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Base ``theta`` and an optional scaling."""
+    """A base ``theta`` and an optional scaling."""
 
     theta: float
     scaling: RopeScaling | None = None
 
 
 class Rotary:
-    """Cosines and sines of a batch of positions, in the form that ``operators.rotate`` takes."""
+    """A function from positions to the cosines and sines that ``operators.rotate`` takes."""
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
         frequencies = _inverse_frequencies(config, head_dim)
-        # cos(-a) = cos(a) and sin(-a) = -sin(a): the sines get the sign of rotate_half for nothing.
+        # cos(-a) = cos(a) and sin(-a) = -sin(a): negated frequencies give the signs of rotate_half.
         self._signed_frequencies_E = torch.cat((-frequencies, frequencies))
         self._scale = _attention_factor(config.scaling)
         self._max_positions = _max_positions(config.scaling)
 
     def require_length(self, num_tokens: int) -> None:
-        """Raise UserError if a sequence so long goes beyond what the scaling defines."""
+        """Raise UserError if the scaling is not defined for a sequence of this length."""
         if self._max_positions is not None and num_tokens > self._max_positions:
             raise UserError(
-                f"sequence length={num_tokens}: this model's rotary scaling is defined up to "
-                f"{self._max_positions} tokens. Lower data.max_prompt_length or "
-                "data.max_response_length."
+                "sequence length",
+                num_tokens,
+                rule=f"this model's rotary scaling is defined up to {self._max_positions} tokens",
+                remedy="Lower data.max_prompt_length or data.max_response_length.",
             )
 
     def angles(self, position_ids_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines (T, 1, E), computed in fp32 and returned in ``dtype``."""
+        """Return cosines and signed sines (T, 1, E), computed in fp32 and cast to ``dtype``."""
         if self._signed_frequencies_E.device != position_ids_T.device:
             self._signed_frequencies_E = self._signed_frequencies_E.to(position_ids_T.device)
         angles_T1E = position_ids_T[:, None, None] * self._signed_frequencies_E
@@ -107,7 +111,7 @@ class Rotary:
 
 
 def _inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """fp32 (E / 2,) on the CPU, also under a meta-device context."""
+    """Return fp32 (E / 2,) on the CPU, also in a context of the meta device."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / (config.theta**exponents)
     match config.scaling:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ulysses sequence parallelism (Jacobs et al., 2023): the tokens of a batch shared out over peers.
+"""Ulysses sequence parallelism (Jacobs et al., 2023): the tokens of a batch, divided over peers.
 
-Each peer computes a run of L consecutive tokens, the last ones padding. For attention, tokens are
-exchanged for heads and back, so that a peer attends over the whole batch with some of the heads;
-key/value heads fewer than peers are repeated. A peer computes the scores of the response tokens
-that follow its own tokens, and all get all of them. Summed over peers, gradients are the batch's.
+Each peer computes L consecutive tokens, of which the last are padding. For attention, tokens are
+exchanged for heads and back, so that a peer attends over the whole batch with some of the heads; if
+there are fewer key/value heads than peers, they are repeated. A peer computes the scores of the
+response tokens that follow its own tokens, and all peers get all scores. The gradients summed over
+peers are those of the batch.
 
-Shapes: T tokens of the batch, L = ceil(T / P) tokens of a peer, P peers, R response tokens, N those
-of a peer, H query heads, K key/value heads, M both kinds together at one peer, E head dimension.
+Shapes: T tokens, L = ceil(T / P) tokens of a peer, P peers, R response tokens, N of them
+at a peer, H query heads, K key/value heads, M heads of both kinds at a peer, E head dimension.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tandem.types import PackedBatch
 
 
 class UlyssesAttention:
-    """``attention(layer, q_LHE, k_LKE, v_LKE) -> o_LHE`` through an attention over T tokens."""
+    """The function ``attention(layer, q_LHE, k_LKE, v_LKE) -> o_LHE``, computed over T tokens."""
 
     def __init__(self, attention: Attention, peers: Peers, *, num_tokens: int) -> None:
         self._attention = attention
@@ -33,7 +34,7 @@ class UlyssesAttention:
         self._num_tokens = num_tokens
 
     def __call__(self, layer: int, q_LHE: Tensor, k_LKE: Tensor, v_LKE: Tensor) -> Tensor:
-        """Attend over the tokens of all peers with this one's share of the heads."""
+        """Attend over the tokens of all peers with this peer's share of the heads."""
         num_peers = self._peers.size
         parts = [_by_peer(x, num_peers) for x in (q_LHE, k_LKE, v_LKE)]
         x_PLME = exchange(torch.cat(parts, 2), self._peers)
@@ -51,15 +52,15 @@ class UlyssesAttention:
 class OwnResponses:
     """The response tokens whose scores a peer computes, at least one.
 
-    A peer without any computes one that counts for nothing, since kernels want rows: its place is
+    Kernels require rows. A peer without response tokens computes one without effect, whose place is
     behind the last.
 
     Attributes:
-        source_N: index into the peer's own L tokens.
-        target_N: token id.
-        place_N: which of the R response tokens it is; None if the peer is alone and has them all.
+        source_N: the indices into the peer's own L tokens.
+        target_N: the token ids.
+        place_N: the indices among the R response tokens; None if the peer has all of them.
         num_responses: R.
-        peers: among whom they are shared out.
+        peers: the peers that divide the response tokens.
     """
 
     source_N: Tensor
@@ -70,14 +71,14 @@ class OwnResponses:
 
 
 def own_tokens(x_T: Tensor, peers: Peers) -> Tensor:
-    """The peer's (L,) of the entries of a batch's tokens, zero where it is padding."""
+    """Return the peer's (L,) of the entries of a batch's tokens, padded with zeros."""
     length = _own_length(len(x_T), peers)
     padded = F.pad(x_T, (0, length * peers.size - len(x_T)))
     return padded[length * peers.rank : length * (peers.rank + 1)]
 
 
 def own_responses(batch: PackedBatch, peers: Peers) -> OwnResponses:
-    """Those whose source token is the peer's; all of them if it is alone."""
+    """Return the response tokens whose source token is the peer's, or all without peers."""
     num_responses = len(batch.source_R)
     if peers.size == 1:
         return OwnResponses(batch.source_R, batch.target_R, None, num_responses, peers)
@@ -92,8 +93,10 @@ def own_responses(batch: PackedBatch, peers: Peers) -> OwnResponses:
 
 
 def gather_responses(x_N: Tensor, own: OwnResponses) -> Tensor:
-    """The numbers of all peers' response tokens, (R,); the gradient of each one's reaches what it
-    computed."""
+    """Return the numbers of all peers' response tokens, (R,).
+
+    Gradients reach the peer that computed a number.
+    """
     if own.place_N is None:
         return x_N
     place_N = upload(own.place_N, x_N.device)
@@ -106,7 +109,7 @@ def _own_length(num_tokens: int, peers: Peers) -> int:
 
 
 def _by_peer(x_LHE: Tensor, num_peers: int) -> Tensor:
-    """(P, L, H / P, E): the heads that each peer attends with; at least one each."""
+    """Return (P, L, H / P, E): the heads of each peer, at least one."""
     repeats = max(1, num_peers // x_LHE.shape[1])
     if repeats > 1:
         x_LHE = x_LHE.repeat_interleave(repeats, 1)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder of one tensor-parallel process: fewer heads, a narrower feed-forward.
+"""The decoder of one tensor-parallel process, with fewer heads and a narrower feed-forward.
 
 It is the decoder of a smaller config in which four linear maps of every layer, and the norms within
-attention, know their peers: the maps into heads and width sum up the gradients of what they read,
-the maps out of them sum up their results. Embedding, other norms and language-model head are whole
-in every process, and so are their gradients. Parameters have the names of the unsharded decoder.
+attention, communicate with their peers. The maps into heads and width sum the gradients of their
+inputs, and the maps out of them sum their outputs. Every process holds embedding, other norms and
+language-model head whole, with whole gradients. Parameters have the names of the unsharded decoder.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tandem.models.parallel import Peers, local_config
 
 
 def local_decoder(config: DecoderConfig, peers: Peers, *, operators: Operators) -> Decoder:
-    """The part of one process, on the meta device; the whole decoder if it is alone.
+    """Return the decoder of one process on the meta device, the whole decoder without peers.
 
     Args:
-        config: of the unsharded decoder.
+        config: the configuration of the unsharded decoder.
     """
     with torch.device("meta"):
         decoder = Decoder(local_config(config, peers.size), operators)
@@ -46,7 +46,7 @@ def _connect(layer: DecoderLayer, peers: Peers) -> None:
 
 
 class _IntoParts(nn.Module):
-    """Some rows of a linear map, applied to what every process holds."""
+    """A linear map of some of the rows, applied to inputs that every process holds."""
 
     def __init__(self, linear: nn.Linear, peers: Peers) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _IntoParts(nn.Module):
 
 
 class _OutOfParts(nn.Module):
-    """Some columns of a linear map; the peers' results add up, and then the bias, once."""
+    """A linear map of some of the columns. The bias is added to the sum of the peers' outputs."""
 
     def __init__(self, linear: nn.Linear, peers: Peers) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _OutOfParts(nn.Module):
 
 
 class _NormOfHeads(nn.Module):
-    """A norm that all heads share, applied to those of one process."""
+    """A norm that all heads share, applied to the heads of one process."""
 
     def __init__(self, norm: nn.RMSNorm, peers: Peers) -> None:
         super().__init__()

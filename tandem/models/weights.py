@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face safetensors folders to and from the decoder's state, one tensor at a time.
+"""Reading and writing a decoder's weights as Hugging Face safetensors folders, tensor by tensor.
 
-A fused tensor of ours is the concatenation of one or more of theirs along the rows;
+A fused tensor of the decoder is the concatenation of one or more file tensors along the rows.
 ``file_tensors`` lists them, and both directions follow that list, so that a round trip is bitwise.
-Reading fills slices of tensors, which need not make up a decoder. Names and shapes are checked
-before anything is written into them. Atomicity is the caller's.
+Reading fills slices of tensors, which need not form a whole decoder. Names and shapes are checked
+before any slice is written. The caller makes a written folder atomic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tandem.types import HeldSlice, SliceSpec
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 KEY = "actor_rollout_ref.model.path"
-"""The configuration key a folder usually comes from, for messages."""
+"""The usual configuration key of a folder, for messages."""
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -45,27 +45,28 @@ COMPANION_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files of a model folder that training does not change; they are copied where they exist."""
+"""The files of a model folder that training does not change, copied if they exist."""
 
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
-"""Old files carry these; they follow from config.json."""
+"""The suffix of tensors in old files that follow from config.json."""
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of a Hugging Face file: rows ``start .. start + rows`` of our tensor ``ours``."""
+    """A tensor of a Hugging Face file, which is rows ``start .. start + rows`` of ``parameter``."""
 
     name: str
-    ours: str
+    parameter: str
     start: int
     rows: int
 
 
 def weight_files(folder: Path, *, key: str = KEY) -> list[Path]:
-    """The safetensors files of a folder, by its index if it has one.
+    """Return the safetensors files of a folder, by its index if it has one.
 
     Raises:
-        UserError: no safetensors weights, an index that cannot be read, or a shard that is missing.
+        UserError: there are no safetensors weights, the index cannot be read, or a shard is
+            missing.
     """
     if (folder / INDEX_FILE).is_file():
         try:
@@ -82,7 +83,7 @@ def weight_files(folder: Path, *, key: str = KEY) -> list[Path]:
 
 
 def file_tensors(config: DecoderConfig) -> Iterator[FileTensor]:
-    """Every tensor of the file in the order of the decoder, without a tied language-model head."""
+    """Yield each tensor of the file in the decoder's order, without a tied language-model head."""
     yield FileTensor("model.embed_tokens.weight", "embedding.weight", 0, config.vocab_size)
     for index in range(config.num_layers):
         yield from _layer_tensors(config, index)
@@ -96,10 +97,8 @@ def file_tensors(config: DecoderConfig) -> Iterator[FileTensor]:
 
 
 def allocate(decoder: Decoder, *, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give a decoder on the meta device memory for its weights, with any content.
-
-    torch's own ``to_empty`` loads a symbolic algebra system for this, which takes half a second.
-    """
+    """Allocate uninitialised weights for a decoder on the meta device."""
+    # torch's ``to_empty`` would import sympy, which takes half a second.
     for module in decoder.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             empty = torch.empty(weight.shape, dtype=dtype, device=device)
@@ -117,7 +116,7 @@ def load_weights(decoder: Decoder, folder: Path, *, key: str = KEY) -> None:
     """Copy a folder's weights into ``decoder``, cast to its dtype and moved to its device.
 
     Raises:
-        UserError: a tensor is missing, unexpected or has another shape; the tensor is named.
+        UserError: a tensor is missing, unexpected or has another shape. The message names it.
     """
     slices = [_whole(name, parameter) for name, parameter in decoder.named_parameters()]
     load_slices(decoder.config, folder, slices=slices, key=key)
@@ -126,10 +125,10 @@ def load_weights(decoder: Decoder, folder: Path, *, key: str = KEY) -> None:
 def load_slices(
     config: DecoderConfig, folder: Path, *, slices: Iterable[HeldSlice], key: str = KEY
 ) -> None:
-    """Read these slices of the decoder of ``config``, and nothing else, from a folder.
+    """Read slices of the decoder of ``config`` from a folder, and no other weights.
 
     Raises:
-        UserError: as ``load_weights``.
+        UserError: see ``load_weights``.
     """
     wanted = _by_name(slices)
     sources = {source.name: source for source in file_tensors(config)}
@@ -138,7 +137,7 @@ def load_slices(
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for source in (sources[name] for name in sources.keys() & tensors.keys()):
-                _read(tensors.get_slice(source.name), source, slices=wanted[source.ours])
+                _read(tensors.get_slice(source.name), source, slices=wanted[source.parameter])
 
 
 def draw_slices(
@@ -150,10 +149,10 @@ def draw_slices(
 ) -> None:
     """Fill slices with the random weights of the decoder of ``config``, one tensor at a time.
 
-    They are those of ``Decoder.initialize`` in fp32 on the CPU, whatever the slices are.
+    The values are drawn in fp32 on the CPU, and do not depend on the slices.
 
     Args:
-        names: only these parameters are drawn, as if there were no others.
+        names: the parameters to draw, as if there were no others; None for all.
     """
     wanted = _by_name(slices)
     generator = torch.Generator().manual_seed(seed)
@@ -163,7 +162,7 @@ def draw_slices(
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         draw_parameter(name, whole, config=config, generator=generator)
         for held in wanted[name]:
-            held.tensor.copy_(whole[_box(held.spec.offset, held.spec.size)])
+            held.tensor.copy_(whole[_region(held.spec.offset, held.spec.size)])
 
 
 def save_hf_folder(
@@ -176,8 +175,8 @@ def save_hf_folder(
     """Write the weights as one safetensors file, above ``max_shard_bytes`` as shards with an index.
 
     Args:
-        folder: exists; config.json and tokenizer files are the caller's.
-        dtype: of the file; None keeps the decoder's.
+        folder: an existing folder. The caller writes config.json and tokenizer files.
+        dtype: the precision of the file; None keeps the decoder's.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -202,8 +201,8 @@ def convert_folder(source: Path, folder: Path, *, dtype: str | None = None) -> N
     """Copy a model folder with its weights in another precision, file by file.
 
     Args:
-        folder: made if it does not exist.
-        dtype: torch's name of it, such as ``bfloat16``; None keeps every tensor's own.
+        folder: the folder to write, created if it does not exist.
+        dtype: torch's name of a precision, such as ``bfloat16``; None keeps each tensor's own.
 
     Raises:
         UserError: ``source`` is not a complete model folder.
@@ -227,7 +226,7 @@ def convert_folder(source: Path, folder: Path, *, dtype: str | None = None) -> N
 
 
 def read_config(folder: Path, *, key: str = KEY) -> dict[str, Any]:
-    """The content of config.json. Raises UserError if it is missing or names no model_type."""
+    """Read config.json. Raises UserError if it is missing or names no model_type."""
     file = folder / "config.json"
     if not file.is_file():
         raise _error(folder, "the folder has no config.json", key=key)
@@ -241,7 +240,7 @@ def read_config(folder: Path, *, key: str = KEY) -> dict[str, Any]:
 
 
 def write_config(hf_config: Mapping[str, Any], folder: Path, *, dtype: torch.dtype | None) -> None:
-    """Write config.json with the dtype its weights now have, under the key it had."""
+    """Write config.json with the dtype of the written weights under its existing key."""
     content = dict(hf_config)
     if dtype is not None:
         key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
@@ -250,7 +249,7 @@ def write_config(hf_config: Mapping[str, Any], folder: Path, *, dtype: torch.dty
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy what belongs to a model besides config and weights."""
+    """Copy the files of a model other than config and weights."""
     for name in COMPANION_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -268,19 +267,17 @@ def _layer_tensors(config: DecoderConfig, index: int) -> Iterator[FileTensor]:
         ("gate_up", gate_up, config.mlp_bias),
         ("down", {"mlp.down_proj": hidden}, config.mlp_bias),
     )
-    theirs, ours = f"model.layers.{index}", f"layers.{index}"
-    for our_norm, their_norm in norms.items():
-        yield FileTensor(f"{theirs}.{their_norm}.weight", f"{ours}.{our_norm}.weight", 0, hidden)
-    for name in ("q_norm", "k_norm") if config.qk_norm else ():
-        their_name = f"{theirs}.self_attn.{name}.weight"
-        yield FileTensor(their_name, f"{ours}.{name}.weight", 0, config.head_dim)
-    for our_linear, parts, has_bias in linears:
+    file, decoder = f"model.layers.{index}", f"layers.{index}"
+    for norm, name in norms.items():
+        yield FileTensor(f"{file}.{name}.weight", f"{decoder}.{norm}.weight", 0, hidden)
+    for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+        name = f"{file}.self_attn.{norm}.weight"
+        yield FileTensor(name, f"{decoder}.{norm}.weight", 0, config.head_dim)
+    for linear, parts, has_bias in linears:
         for kind in ("weight", "bias") if has_bias else ("weight",):
             start = 0
-            for part, rows in parts.items():
-                yield FileTensor(
-                    f"{theirs}.{part}.{kind}", f"{ours}.{our_linear}.{kind}", start, rows
-                )
+            for name, rows in parts.items():
+                yield FileTensor(f"{file}.{name}.{kind}", f"{decoder}.{linear}.{kind}", start, rows)
                 start += rows
 
 
@@ -298,27 +295,27 @@ def _by_name(slices: Iterable[HeldSlice]) -> defaultdict[str, list[HeldSlice]]:
 
 
 def _read(tensor: Any, source: FileTensor, *, slices: list[HeldSlice]) -> None:
-    """Copy what slices have of a file's tensor, whose other rows and columns are not read."""
+    """Copy a file's tensor into slices, and read only the rows and columns that they need."""
     for held in slices:
         (first, *columns), (rows, *widths) = held.spec.offset, held.spec.size
         start = max(first, source.start)
         stop = min(first + rows, source.start + source.rows)
         if start < stop:
-            box = _box((start - source.start, *columns), (stop - start, *widths))
-            held.tensor[start - first : stop - first].copy_(tensor[box])
+            region = _region((start - source.start, *columns), (stop - start, *widths))
+            held.tensor[start - first : stop - first].copy_(tensor[region])
 
 
-def _box(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+def _region(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(start, start + count) for start, count in zip(offset, size, strict=True))
 
 
 def _file_shapes(config: DecoderConfig) -> dict[str, list[int]]:
-    ours = parameter_shapes(config)
-    return {x.name: [x.rows, *ours[x.ours][1:]] for x in file_tensors(config)}
+    shapes = parameter_shapes(config)
+    return {x.name: [x.rows, *shapes[x.parameter][1:]] for x in file_tensors(config)}
 
 
 def _slice(parameters: dict[str, torch.nn.Parameter], tensor: FileTensor) -> Tensor:
-    return parameters[tensor.ours].detach()[tensor.start : tensor.start + tensor.rows]
+    return parameters[tensor.parameter].detach()[tensor.start : tensor.start + tensor.rows]
 
 
 def _check_tensors(
@@ -346,7 +343,7 @@ def _check_tensors(
 def _plan_shards(
     decoder: Decoder, dtype: torch.dtype | None, *, max_shard_bytes: int
 ) -> list[list[FileTensor]]:
-    """Tensors in order, a new shard where the limit would be passed."""
+    """Divide the tensors in order into shards of at most ``max_shard_bytes``."""
     parameters = dict(decoder.named_parameters())
     shards: list[list[FileTensor]] = [[]]
     room = max_shard_bytes
@@ -379,6 +376,9 @@ def _write_json(content: Mapping[str, Any], path: Path) -> None:
 
 def _error(folder: Path, rule: str, *, key: str) -> UserError:
     return UserError(
-        f"{key}={str(folder)!r}: {rule}. "
-        "Use a complete Hugging Face folder with safetensors weights that fit its config.json."
+        key,
+        str(folder),
+        rule=rule,
+        remedy="Use a complete Hugging Face folder with safetensors weights that fit its "
+        "config.json.",
     )

@@ -51,7 +51,7 @@ both_abis = pytest.mark.parametrize("abi", Abi)
 
 
 def _device(rank: int, port: int, doubles: tuple[str, ...]) -> tuple[Store, torch.device]:
-    """What a process has in common in all tests: the driver's store, and its device."""
+    """Return the common objects of a process: the driver's store, and its device."""
     os.environ["FLAGCX_STUB_VENDOR"] = VENDORS[doubles[rank]]
     become(doubles[rank])
     return connect_store(HOST, port, timeout_s=20), torch.device(doubles[rank], 0)
@@ -82,7 +82,7 @@ class _Messages(logging.Handler):
 
 
 def _broadcast(rank: int, size: int, port: int, abi: Abi) -> tuple[list[str], list[str], Any]:
-    """Digests of what arrived, warnings, and how many streams were copied and freed."""
+    """Return digests of the received bytes, warnings, and counts of copied and freed streams."""
     store, device = _device(rank, port, DOUBLES)
     warnings = _Messages()
     logging.getLogger("tandem.comm.flagcx").addHandler(warnings)
@@ -135,19 +135,19 @@ def _default_stream(stream: Any) -> int:
 
 
 def _corrupt(stream: Any) -> int:
-    """As usual; the fault is in the library."""
+    """Form a group by a library with a fault."""
     return _raw(stream)
 
 
 @pytest.mark.parametrize(
     ("doubles", "handle", "error"),
     [
-        (("mlu", "musa", "mlu"), _raw, "UserError: flagcx=weights: the ranks of one vendor must"),
-        (("npu", "musa"), _raw, "UserError: flagcx=weights: FlagCX does not connect ASCEND with"),
+        (("mlu", "musa", "mlu"), _raw, "UserError: flagcx='weights': the ranks of one vendor must"),
+        (("npu", "musa"), _raw, "UserError: flagcx='weights': FlagCX does not connect ASCEND with"),
         (DOUBLES, _unknown_stream, "rank 2: Stream of musa:0: its platform does not know such a"),
         (DOUBLES, _no_number, "rank 2: Stream of musa:0: its platform takes torch.Stream"),
         (DOUBLES, _default_stream, "rank 2: Stream of musa:0: its platform takes 0 for the"),
-        (DOUBLES, _corrupt, "UserError: flagcx=weights: what it broadcasts does not arrive as"),
+        (DOUBLES, _corrupt, "UserError: flagcx='weights': broadcasts do not arrive as"),
     ],
 )
 def test_a9_all_processes_learn_at_once_what_cannot_be_connected(
@@ -159,7 +159,7 @@ def test_a9_all_processes_learn_at_once_what_cannot_be_connected(
 
 
 def _link(rank: int, size: int, port: int, abi: Abi) -> str:
-    """Two versions, a third whose broadcasts fail in the last rollout alone, and a fourth."""
+    """Send two versions, a third whose broadcasts fail in the last rollout alone, and a fourth."""
     store, device = _device(rank, port, DOUBLES)
     weights = make_weights(300)
     sends = cut({name: w.to(device) for name, w in weights.items()}, (1, 1), rank=0)
@@ -194,7 +194,7 @@ def _link(rank: int, size: int, port: int, abi: Abi) -> str:
 
 
 def _fail(link: WeightLink, *, fails_here: bool) -> str:
-    """The third version; the link is formed anew after it."""
+    """Send the third version. The link is formed anew after it."""
     if fails_here:
         os.environ["FLAGCX_STUB_FAIL"] = "flagcxBroadcast:6"
     started = time.monotonic()

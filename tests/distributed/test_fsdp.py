@@ -49,7 +49,7 @@ MUON_TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny random models by family. Do not write into them."""
+    """Return tiny random models by family. Do not write into them."""
     root = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         write_hf(NATIVE[family](), root / family)
@@ -133,7 +133,7 @@ def test_four_ranks(folders: dict[str, Path]) -> None:
 def _train_apart(
     rank: int, size: int, store_port: int, case: Case
 ) -> list[tuple[SliceSpec, Tensor]]:
-    """The ranks compute a little differently, as kernels may that do not add in a fixed order."""
+    """Train ranks that compute slightly differently, as kernels may."""
     engine = open_engine(case, rank=rank, size=size)
     for _ in range(2):
         engine.update(cut_batches(6), SftLoss(), scale=SCALE, temperature=1.0 + 1e-3 * rank)
@@ -163,7 +163,7 @@ def test_groups_within_a_world_take_its_timeout(folders: dict[str, Path]) -> Non
 
 @dataclass(frozen=True)
 class Behaviour:
-    """Of one rank."""
+    """The results of one rank."""
 
     poisoned: list[UpdateReport]
     before: list[tuple[SliceSpec, Tensor]]
@@ -174,7 +174,7 @@ class Behaviour:
 
 
 def _behave(rank: int, size: int, store_port: int, case: Case) -> Behaviour:
-    """Steps that one rank spoils, the reference policy, random weights."""
+    """Run steps that one rank spoils, the reference policy, and random weights."""
     engine = open_engine(case, rank=rank, size=size)
     batches, num_rounds = deal(case, engine, rank=rank, size=size)
     every = cut_batches(case.max_sequences)
@@ -216,7 +216,7 @@ def test_steps_that_are_not_finite_references_and_random_weights(folders: dict[s
 
 
 def test_half_precision_stays_close(folders: dict[str, Path]) -> None:
-    """As close as one process with other micro-batches is: sums are rounded in another order."""
+    """Compare with one process with other micro-batches, which also rounds other sums."""
     case = Case(folders["qwen3_biases"], ADAMW, compute=torch.bfloat16)
     by_rank = run_ranks(_train_all, 2, [case])
     engine, weights = open_single(case)

@@ -42,7 +42,7 @@ SPLIT = {"tensor_model_parallel_size": 2}
 
 @dataclass(frozen=True)
 class Visit:
-    """To a checkpoint by some ranks: what they load, in which layout, and where they write it."""
+    """A visit of some ranks to a checkpoint: the folder to load, layout, folder to write."""
 
     source: Path
     target: Path
@@ -51,7 +51,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Of one rank: what it had loaded, and what became of it in two steps."""
+    """The parts of one rank, as loaded and after two more steps."""
 
     loaded: list[tuple[SliceSpec, Tensor]]
     outcome: Outcome
@@ -91,7 +91,7 @@ def _resume(
 
 
 def _wholes(ranks: Sequence[Resumed]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Loaded weights and those after two more steps."""
+    """Return the loaded weights, and the weights after two more steps."""
     loaded = assembled(part for rank in ranks for part in rank.loaded)
     return loaded, assembled(part for rank in ranks for part in rank.outcome.parts)
 
@@ -180,7 +180,7 @@ def test_a_foreign_checkpoint_is_refused_by_every_rank(case: Case, tmp_path: Pat
 
 
 def _save_apart(rank: int, size: int, store_port: int, case: Case, folder: Path) -> str:
-    """One of the ranks does not find the folder of the other."""
+    """Save into a folder that one of the ranks does not find."""
     engine = open_engine(case, rank=rank, size=size)
     with pytest.raises(OSError, match="that all nodes share") as failure:
         engine.save(folder / "elsewhere" if rank else folder)
@@ -195,7 +195,7 @@ def test_a_folder_that_a_rank_does_not_find_is_an_error_on_all(case: Case, tmp_p
 
 
 def _save_in_vain(rank: int, size: int, store_port: int, case: Case, folder: Path) -> str:
-    """One of the ranks may write no more than some bytes."""
+    """Save while one of the ranks may write only a few bytes."""
     engine = open_engine(case, rank=rank, size=size)
     if rank == 1:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -59,7 +59,7 @@ def test_a6_compound_backends_groups_in_them_and_tensors_on_the_host() -> None:
 
 
 def _become_with_flagcx(name: str) -> torch.device:
-    """A double whose torch also has a library that connects vendors."""
+    """Become a double whose torch also has a library that connects vendors."""
     become(name)
 
     def create(options: Any, _: object = None) -> Any:
@@ -77,7 +77,7 @@ def _become_with_flagcx(name: str) -> torch.device:
 
 
 def _standalone(rank: int, size: int, store_port: int) -> list[int]:
-    """A group of its own over the vendor's library, and one across vendors."""
+    """Form a group of its own over the vendor's library, and one across vendors."""
     del size
     name = ("musa", "musa", "npu")[rank]
     device = _become_with_flagcx(name)

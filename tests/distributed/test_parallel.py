@@ -31,7 +31,7 @@ BATCHES = [
 
 @dataclass(frozen=True)
 class Expected:
-    """Of the whole model."""
+    """The expected results of the whole model."""
 
     results: tuple[Tensor, Tensor, Tensor]
     gradients: dict[str, Tensor]
@@ -56,8 +56,10 @@ def _open(folder: Path, layout: ParallelLayout) -> NativeModel:
 
 
 def _results(model: LanguageModel, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropies and a loss in which every token has a weight of its own; gradients are
-    left in the model."""
+    """Return log-probs, entropies and a loss in which every token has a weight of its own.
+
+    Gradients are left in the model.
+    """
     model.module.zero_grad()
     scores = score_batch(model, batch, temperature=0.7, with_entropy=True)
     assert scores.entropy_R is not None
@@ -102,7 +104,7 @@ def _summed(gradients: dict[str, Tensor], peers: Peers) -> dict[str, Tensor]:
 
 
 def _require_alike(gradients: dict[str, Tensor], peers: Peers) -> None:
-    """Bit by bit, or replicas drift apart."""
+    """Check equality bit by bit, without which replicas would drift apart."""
     if peers.size > 1:
         ours = _flat(gradients)
         theirs = [torch.empty_like(ours) for _ in range(peers.size)]

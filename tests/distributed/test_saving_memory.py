@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What saves memory, over several ranks: recomputing parts of layers, moments in bf16."""
+"""Options that save memory, over several ranks: recomputing parts of layers, moments in bf16."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def case(tmp_path: Path) -> Case:
 
 
 def _recompute(rank: int, size: int, store_port: int, cases: Sequence[Case]) -> list[list[Outcome]]:
-    """Two steps in each layout, first with nothing recomputed."""
+    """Take two steps in each layout, first without recomputation."""
     found = []
     for case in cases:
         outcomes = []
@@ -70,7 +70,7 @@ def test_what_is_recomputed_changes_nothing(case: Case) -> None:
 def _halve(
     rank: int, size: int, store_port: int, cases: Sequence[Case], folders: Sequence[Path]
 ) -> list[tuple[Outcome, Outcome]]:
-    """Two steps, a checkpoint, and two more, once as they are and once resumed."""
+    """Take two steps, save, and take two more, once directly and once resumed."""
     found = []
     for case, folder in zip(cases, folders, strict=True):
         engine = open_engine(case, rank=rank, size=size)
@@ -88,7 +88,7 @@ def _halve(
 
 
 def test_half_moments_are_sharded_and_resumed_bit_by_bit(case: Case, tmp_path: Path) -> None:
-    """Ranks that hold the same round alike; ``assembled`` looks."""
+    """Check that ranks with the same parts round alike, as ``assembled`` asserts."""
     halved = replace(case, optim=OPTIM.model_copy(update={"moments_dtype": "bfloat16"}))
     layouts = ({}, {"fsdp_size": 1}, {"tensor_model_parallel_size": 2})
     cases = [replace(halved, config=layout) for layout in layouts]

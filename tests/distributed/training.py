@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of sharded engines run in every process, and how they put the parts together."""
+"""Functions that tests of sharded engines run in every process, and assembly of the parts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ NUM_STEPS = 5
 
 @dataclass(frozen=True)
 class Case:
-    """How to train: from a model folder, by ``config``, with micro-batches of some sequences.
+    """A way to train: from a model folder, by ``config``, with micro-batches of some sequences.
 
-    ``is_critic``: a critic that begins as the folder's model.
+    ``is_critic``: whether to train a critic that is initialised from the folder's model.
     """
 
     folder: Path
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one rank, or of the only process: reports and log-probs of its micro-batches, weights."""
+    """The results of one process: reports and log-probs of its micro-batches, and weights."""
 
     reports: list[UpdateReport]
     log_probs: list[Tensor]
@@ -68,7 +68,7 @@ class Outcome:
 
 
 def open_engine(case: Case, *, rank: int, size: int) -> FsdpEngine:
-    """One rank of an engine; all must call it."""
+    """Open one rank of an engine. All ranks must call it."""
     model = open_sharded_model(case, rank=rank, size=size)
     model.language_model.set_gradient_checkpointing(case.recompute)
     return FsdpEngine(model, case.optim, total_training_steps=TOTAL_STEPS)
@@ -77,7 +77,7 @@ def open_engine(case: Case, *, rank: int, size: int) -> FsdpEngine:
 def open_sharded_model(
     case: Case, *, rank: int, size: int, frozen: bool = False, random_seed: int | None = None
 ) -> FsdpModel:
-    """One rank's part; all must call it."""
+    """Open one rank's part of a model. All ranks must call it."""
     config = FsdpConfig(**case.config)
     spec = FsdpSpec(
         config,
@@ -91,7 +91,7 @@ def open_sharded_model(
 
 
 def open_single(case: Case) -> tuple[SingleDeviceEngine, dict[str, Tensor]]:
-    """The engine that the sharded ones must equal, and its weights, in use."""
+    """Return the engine that the sharded ones must equal, and its weights, in use."""
     stored = open_part(case.model, WHOLE, dtype=torch.float32, device="cpu")
     engine = SingleDeviceEngine(
         stored,
@@ -103,7 +103,7 @@ def open_single(case: Case) -> tuple[SingleDeviceEngine, dict[str, Tensor]]:
 
 
 def deal(case: Case, engine: FsdpEngine, *, rank: int, size: int) -> tuple[list[PackedBatch], int]:
-    """A rank's micro-batches, fewer for the last ranks, and how many rounds there are."""
+    """Return a rank's micro-batches, fewer for the last ranks, and the number of rounds."""
     batches, num_groups = cut_batches(case.max_sequences), engine.data_parallel_size
     return batches[rank * num_groups // size :: num_groups], -(-len(batches) // num_groups)
 
@@ -131,14 +131,14 @@ def train_rank(
 
 
 def copied_parts(engine: FsdpEngine) -> list[tuple[SliceSpec, Tensor]]:
-    """What a rank holds now, in a form that can leave its process."""
+    """Return copies of the parts that a rank holds now."""
     return [(held.spec, held.tensor.clone()) for held in engine.held_slices()]
 
 
 def train_single(
     engine: SingleDeviceEngine, case: Case, *, num_steps: int = NUM_STEPS
 ) -> tuple[list[UpdateReport], list[Tensor]]:
-    """The same in one process, which computes all micro-batches: reports and log-probs."""
+    """Train in one process, which computes all micro-batches, and return reports and log-probs."""
     batches, reports = cut_batches(case.max_sequences), []
     for _ in range(num_steps):
         reports.append(engine.update(batches, case.loss, scale=SCALE, temperature=TEMPERATURE))
@@ -147,7 +147,7 @@ def train_single(
 
 
 def assembled(parts: Iterable[tuple[SliceSpec, Tensor]]) -> dict[str, Tensor]:
-    """Whole weights from the parts of all ranks, which must agree where they hold the same."""
+    """Return whole weights from the parts of all ranks, which must agree where they overlap."""
     wholes: dict[str, Tensor] = {}
     for spec, tensor in parts:
         whole = wholes.setdefault(spec.name, torch.full(spec.shape, math.nan, dtype=spec.dtype))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tandem.models.decoder import Decoder, DecoderConfig, RopeConfig
+from tandem.models.decoder import Decoder, DecoderConfig, RopeConfig, draw_parameter
 
 CONFIG = DecoderConfig(
     family="qwen2",
@@ -33,7 +33,10 @@ CONFIG = DecoderConfig(
 
 
 def tiny_decoder(**changes: Any) -> Decoder:
-    """Of ``CONFIG`` with ``changes``; always the same weights."""
+    """Return a decoder of ``CONFIG`` with ``changes``, always with the same weights."""
     decoder = Decoder(replace(CONFIG, **changes))
-    decoder.initialize(torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            draw_parameter(name, parameter, config=decoder.config, generator=generator)
     return decoder

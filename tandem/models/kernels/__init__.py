@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators of the decoder fused with Triton, forward and backward. Needs triton to import."""
+"""Operators of the decoder fused with Triton, forward and backward. Importing it needs triton."""

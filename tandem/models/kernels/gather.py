@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportCallIssue=false
-"""Repeating rows of a tensor, with a backward pass that sums the copies in a fixed order.
+"""A gather of rows whose backward pass sums the copies of a row in a fixed order.
 
-torch's own backward of index_select adds by atomics, in the order of chance and in the tensor's
-precision; here each row's copies are summed in fp32.
+The backward pass of torch's index_select adds by atomics, in an undefined order and in the tensor's
+precision. Here the copies of each row are summed in fp32.
 
 Shapes: T rows, Y copies, W numbers of a row.
 """
@@ -23,10 +23,10 @@ from tandem.models.operators import upload
 
 
 class Gather:
-    """``gather(x_T...) -> x_Y...`` for one fixed index."""
+    """The function ``gather(x_T...) -> x_Y...`` for one fixed index."""
 
     def __init__(self, index_Y: np.ndarray, num_rows: int, *, device: torch.device) -> None:
-        """``index_Y``: int64, the row each copy is of, in 0..``num_rows`` - 1."""
+        """Prepare an index: int64, the row of each copy, in 0..``num_rows`` - 1."""
         counts_T = np.bincount(index_Y, minlength=num_rows)
         starts = np.concatenate(([0], np.cumsum(counts_T)))
         self.index_Y = upload(torch.from_numpy(index_Y), device)
@@ -34,7 +34,7 @@ class Gather:
         self.starts = upload(torch.from_numpy(starts), device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The copies, contiguous."""
+        """Return the copies, contiguous."""
         return _Gather.apply(x, self)
 
 

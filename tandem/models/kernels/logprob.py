@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportCallIssue=false
-"""Log-probs of given tokens and entropies from hidden states, the reductions in Triton.
+"""Log-probs of given tokens and entropies from hidden states, with reductions in Triton.
 
-A chunk of fp32 logits is read once for all of its statistics, and in the backward pass, which
-computes it again, once more to be turned into its gradient. Definitions are those of ``logprob``.
+A chunk of fp32 logits is read once for all of its statistics. The backward pass computes it again
+and reads it once for its gradient. The definitions are those of ``logprob``.
 
 Shapes: R response tokens, C rows of a chunk, D hidden, V vocabulary.
 """
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from tandem.models.logprob import TokenLogProbs
 
 CHUNK_BYTES = 2**31
-"""Largest size of the fp32 logits of one chunk."""
+"""The maximum size of the fp32 logits of one chunk."""
 _BLOCK = 8192
 
 
@@ -35,7 +35,7 @@ class _Settings:
 def token_log_probs(
     h_RD: Tensor, weight_VD: Tensor, *, target_R: Tensor, temperature: float, with_entropy: bool
 ) -> TokenLogProbs:
-    """As ``logprob.token_log_probs``."""
+    """See ``logprob.token_log_probs``."""
     rows = max(1, CHUNK_BYTES // (4 * weight_VD.shape[0]))
     settings = _Settings(max(temperature, 1e-8), chunk_rows=rows)
     logp_R, entropy_R = _TokenLogProbs.apply(h_RD, weight_VD, target_R, settings)
@@ -43,7 +43,7 @@ def token_log_probs(
 
 
 def logits(h_RD: Tensor, weight_VD: Tensor) -> Tensor:
-    """(R, V) in fp32, not rounded in between; no gradients."""
+    """Return (R, V) in fp32 without intermediate rounding, and without gradients."""
     if h_RD.dtype == torch.float32 or h_RD.device.type == "cpu":
         return torch.mm(h_RD, weight_VD.T).float()
     return torch.mm(h_RD, weight_VD.T, out_dtype=torch.float32)
@@ -115,7 +115,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _accumulate(total_VD: Tensor | None, grad_CV: Tensor, *, h_CD: Tensor) -> Tensor:
-    """Sums over chunks in fp32; a single chunk is not converted."""
+    """Sum over chunks in fp32. A single chunk is not converted."""
     if total_VD is None:
         return torch.mm(grad_CV.T, h_CD)
     return total_VD.float().add_(torch.mm(grad_CV.T, h_CD))
@@ -125,7 +125,7 @@ def _accumulate(total_VD: Tensor | None, grad_CV: Tensor, *, h_CD: Tensor) -> Te
 def _statistics(
     logits_ptr, target_ptr, results_ptr, vocabulary, results_stride, scale, BLOCK: tl.constexpr
 ):
-    """Log-prob of the target, entropy and log of the sum of one row, in one pass."""
+    """Compute log-prob of the target, entropy and log of the sum of one row, in one pass."""
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * vocabulary
     top = tl.full([BLOCK], -1e30, tl.float32)
@@ -165,7 +165,10 @@ def _gradient(
     THROUGH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """With l the log-softmax and p = exp(l): dlogp = onehot - p and dH = -p (l + H), scaled."""
+    """Compute the gradient of a block of logits.
+
+    With l the log-softmax and p = exp(l): dlogp = onehot - p and dH = -p (l + H), scaled.
+    """
     row = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = v < vocabulary

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels: residual sum and root mean square norm in one pass, and their gradients.
 
-The sum is rounded to the dtype of the stream first and the norm is taken of the rounded sum, in
-fp32 with one rounding, to the dtype of the weight. What is added and the norm may be of lower
+The sum is rounded to the dtype of the stream first. The norm of the rounded sum is computed in fp32
+with one rounding, to the dtype of the weight. The added tensor and the norm may have a lower
 precision than the stream. Gradients are the same in every run: each program sums the weight
-gradient of its own rows, and torch adds the programs' sums. Not for fp64.
+gradient of its own rows, and torch adds the programs' sums. fp64 is not supported.
 
 Shapes: T tokens, D hidden, P programs of the backward pass.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _MAX_PARTIAL_ELEMENTS = 2**20
-"""Bounds P * D: enough programs to fill an accelerator, little enough to add up."""
+"""The limit of P * D: enough programs to fill an accelerator, and few enough to sum quickly."""
 _MIN_ROWS_PER_PROGRAM = 4
 
 
@@ -61,7 +61,7 @@ class _AddNorm(torch.autograd.Function):
 
 @cache
 def _block_and_warps(hidden: int) -> tuple[int, int]:
-    """Columns of a program, a power of two, and its warps."""
+    """Return the columns of a program, a power of two, and its number of warps."""
     block = 1 << (hidden - 1).bit_length()
     return block, min(max(block // 256, 1), 16)
 
@@ -74,7 +74,7 @@ def _forward(
     eps: float,
     inverse_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Norm and sum; the fp32 inverse root mean squares go into ``inverse_T`` if it is given."""
+    """Return norm and sum. The fp32 inverse root mean squares are written to ``inverse_T``."""
     num_rows, hidden = x_TD.shape
     block, num_warps = _block_and_warps(hidden)
     input_TD = x_TD.contiguous()
@@ -106,7 +106,7 @@ def _backward(
     saved: tuple[Tensor, ...],
     delta_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients of the stream, of what was added to it (None without a dtype), of the weight."""
+    """Return the gradients of stream, added tensor (None without a dtype) and weight."""
     sum_TD, inverse_T, weight_D = saved
     num_rows, hidden = sum_TD.shape
     block, num_warps = _block_and_warps(hidden)

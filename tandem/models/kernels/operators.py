@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The set of operators with those fused in this folder, for devices that Triton compiles for.
+"""The set of operators with the kernels of this folder, for devices that Triton compiles for.
 
-What has no kernel here is TORCH's, and so are the results.
+Operators without a kernel are those of ``TORCH``, which defines all results.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a packed batch through torch's variable-length flash attention (Dao, 2023).
 
-Nothing is padded. Keys and values of a shared prefix are repeated in front of each segment that
-names it, inside attention only, which costs little beside the layers' matrix products; the backward
-pass sums them up in a fixed order. Half precision only; others go the generic way.
+There is no padding. Keys and values of a shared prefix are repeated before each segment that has
+the prefix, inside attention only, which costs little compared with the layers' matrix products. The
+backward pass sums their gradients in a fixed order. The kernel takes half precision only; other
+precisions use the generic implementation.
 
 Shapes: T tokens, S segments, Y keys with prefixes repeated, H query heads, K key/value heads, E
 head dimension.
@@ -28,7 +29,7 @@ _MAX_HEAD_DIM = 256
 
 
 class VarlenAttention:
-    """``attention(layer, q_THE, k_TKE, v_TKE) -> o_THE`` for the segments of one packed batch."""
+    """The function ``attention(layer, q_THE, k_TKE, v_TKE) -> o_THE`` of one packed batch."""
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
         self._segments = segments
@@ -52,7 +53,7 @@ class VarlenAttention:
 
 
 class _Flash(torch.autograd.Function):
-    """Causal, aligned at the end: query i of a segment sees its prefix and its keys 0..i."""
+    """A causal attention aligned at the end: query i of a segment sees its prefix and keys 0..i."""
 
     @staticmethod
     def forward(
@@ -93,14 +94,14 @@ class _Flash(torch.autograd.Function):
 
 
 def _starts(lengths_S: Tensor, device: torch.device) -> Tensor:
-    """Cumulated lengths with a leading 0, int32 (S + 1,)."""
+    """Return the cumulative lengths with a leading 0, int32 (S + 1,)."""
     starts = torch.zeros(len(lengths_S) + 1, dtype=torch.int32)
     starts[1:] = lengths_S.cumsum(0)
     return upload(starts, device)
 
 
 def _key_index(segments: Segments) -> np.ndarray:
-    """Tokens in the order of keys: of each segment its prefix, then itself; (Y,)."""
+    """Return the tokens in the order of keys, (Y,): of each segment its prefix, then itself."""
     starts = torch.stack((segments.prefix_start_S, segments.start_S), 1).flatten().numpy()
     lengths = torch.stack((segments.prefix_length_S, segments.length_S), 1).flatten().numpy()
     before = np.cumsum(lengths) - lengths

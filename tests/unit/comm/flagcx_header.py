@@ -42,7 +42,7 @@ _ARGUMENTS = r"\((?P<arguments>[^()]*)\)\s*;"
 
 
 def differences(header: str, abi: Abi) -> list[str]:
-    """Each thing that the header declares otherwise than tandem has it, in words."""
+    """Yield a description of each difference between the header and the declarations of tandem."""
     header = re.sub(r"/\*.*?\*/|//[^\n]*", " ", header, flags=re.DOTALL)
     found: list[str] = []
     for name, arguments in FUNCTIONS[abi].items():
@@ -63,7 +63,7 @@ def _body(header: str, structure: str) -> str:
 
 
 def _compare_fields(structure: str, body: str, own: Any) -> list[str]:
-    """Names and order, and the types of those that have one."""
+    """Compare names and order, and the types of the fields that have one."""
     declared = [" ".join(part.split()) + ";" for part in body.split(";")]
     found: list[str] = []
     for (name, *kind), text in zip(own._fields_, declared, strict=False):
@@ -96,7 +96,7 @@ def _compare(name: str, match: re.Match[str] | None, types: Sequence[Any]) -> li
 
 
 def _plain(text: str, *, is_argument: bool) -> str:
-    """A type without const, spaces and the argument's name."""
+    """Return a type without const, spaces and the argument's name."""
     text = re.sub(r"\bconst\b", " ", text).strip()
     if is_argument:
         text = re.sub(r"(?<=[\s*])\w+$", "", text)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ctypes is told about FlagCX is what its headers declare (A10).
+"""The declarations of FlagCX for ctypes against its headers (A10).
 
-With ``FLAGCX_HEADER`` set to the path of a real flagcx.h, that one is compared too.
+With ``FLAGCX_HEADER`` set to the path of a real flagcx.h, that header is compared, too.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def _form(store: HashStore, name: str, *, timeout_s: float = 5) -> list[Group]:
-    """All members' ends of a group."""
+    """Form a group, and return the objects of all members."""
     places = [GroupPlace(name, MEMBERS, rank, CPU, timeout_s) for rank in MEMBERS]
     with ThreadPoolExecutor(3) as pool:
         return list(pool.map(lambda place: form_group(store, place), places))
@@ -88,7 +88,7 @@ class MuteStore(Store):
         self.ending = threading.Event()
 
     def set(self, key: str, value: str) -> None:
-        """Nobody reads it."""
+        """Ignore the value."""
 
     def get(self, key: str) -> bytes:
         self.ending.wait()

@@ -14,7 +14,7 @@ PATIENCE_S = 10
 
 
 class Bucket:
-    """What a call holds."""
+    """An object that a call refers to."""
 
 
 def test_calls_are_made_in_order_and_tell_what_they_raise() -> None:

@@ -56,7 +56,7 @@ SCALE = LossScale(num_tokens=NUM_TOKENS, num_sequences=len(SEQUENCES))
 def cut_batches(
     max_sequences: int | None = None, max_tokens: int | None = None
 ) -> list[PackedBatch]:
-    """The mini-batch with everything that losses need, in micro-batches of at most that size."""
+    """Return the mini-batch with all inputs of losses, in micro-batches of at most that size."""
     generator = torch.Generator().manual_seed(1)
     columns = LossColumns(
         advantages_R=torch.randn(NUM_TOKENS, generator=generator),

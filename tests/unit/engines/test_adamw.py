@@ -34,14 +34,14 @@ def _halved() -> AdamW:
 
 
 def _gradients(step: int) -> dict[str, torch.Tensor]:
-    """A large one, then small ones: the second moment has to forget the first."""
+    """Return large gradients, then small ones: the second moment has to forget the first."""
     generator = torch.Generator().manual_seed(step)
     noise = torch.rand(16, 32, generator=generator) + 0.5
     return {"x": noise * (30.0 if step == 0 else 0.1)}
 
 
 def _late_way(optimizer: AdamW, *, to_nearest: bool = False) -> torch.Tensor:
-    """How far the weights go in the last 300 of 2000 steps."""
+    """Return the distance that the weights move in the last 300 of 2000 steps."""
     weights = {"x": torch.zeros(16, 32)}
     for step in range(2000):
         if step == 1700:
@@ -84,7 +84,7 @@ def test_half_moments_take_half_the_memory() -> None:
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_the_first_step_with_half_moments_is_that_with_whole_ones(stored: torch.dtype) -> None:
-    """Nothing has been rounded yet but the weights."""
+    """Check the step before which only the weights have been rounded."""
     shapes = {"matrix": (5, 7), "vector": (9,), "nothing": (0, 7), "transposed": (4, 3)}
     start = {name: torch.randn(shape) for name, shape in shapes.items()}
     gradients = {name: torch.randn(shape).to(stored) for name, shape in shapes.items()}
@@ -129,24 +129,24 @@ def test_chunks_cover_everything_once_within_the_limit() -> None:
 
 
 def generator() -> torch.Generator:
-    """The same in every test."""
+    """Return a generator that is the same in every test."""
     return torch.Generator().manual_seed(3)
 
 
 def numbers() -> Tensor:
-    """Of both signs and many magnitudes, denormal ones, and some next to a power of two."""
+    """Return numbers of many magnitudes, denormal ones, and some next to a power of two."""
     x_N = torch.randn(60, generator=generator()) * torch.logspace(-36, 36, 60)
     return torch.cat([x_N, torch.tensor([1e-40, -1e-40, 0.999, -1.999])])
 
 
 def neighbours(x_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The bf16 numbers towards zero and away from it."""
+    """Return the neighbouring bf16 numbers towards zero and away from it."""
     towards_N = x_N.view(torch.int32) & -65536
     return towards_N.view(torch.float32), (towards_N + 65536).view(torch.float32)
 
 
 def test_the_mean_is_the_number_itself() -> None:
-    """Unlike that of rounding to the nearest, whose mean stays half a digit away."""
+    """Check the mean. With rounding to the nearest it would stay half a digit away."""
     x_N = numbers()
     draws = round_stochastically(x_N.repeat(NUM_DRAWS), generator()).view(NUM_DRAWS, -1).double()
     towards_N, away_N = neighbours(x_N)

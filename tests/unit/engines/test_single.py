@@ -44,7 +44,7 @@ def _assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 
 def _watch_gradients(model: LanguageModel) -> dict[str, torch.Tensor]:
-    """A dict that always holds what has been accumulated last."""
+    """Return a dict that always holds the gradients accumulated last."""
     gradients: dict[str, torch.Tensor] = {}
     for name, parameter in model.module.named_parameters():
 
@@ -140,7 +140,7 @@ def test_a_step_that_is_not_finite_is_not_taken(tiny_policy_folder: Path, value:
 def test_weights_are_kept_in_fp32_and_computed_with_in_half(
     tiny_policy_folder: Path, offload: bool
 ) -> None:
-    """Steps too small for bf16 add up, and the copy is the kept weights rounded, in place."""
+    """Check that steps too small for bf16 add up, and that the copy is rounded in place."""
     model = _model(tiny_policy_folder)
     compute = model.in_dtype(torch.bfloat16)
     shared = dict(compute.module.named_parameters())
@@ -204,7 +204,7 @@ class NoRoomToStep(TorchDispatchMode):
 
 
 def test_a_step_that_runs_out_of_memory_is_not_to_be_repeated(tiny_policy_folder: Path) -> None:
-    """Smaller micro-batches would not help, and some weights may have been stepped."""
+    """Check the error: smaller micro-batches would not help, and weights may be updated."""
     engine = SingleDeviceEngine(_model(tiny_policy_folder), OPTIM, total_training_steps=10)
     with NoRoomToStep(), pytest.raises(UserError, match="out of memory: the optimizer's step"):
         engine.update(cut_batches(), SftLoss(), scale=SCALE, temperature=1.0)

@@ -25,7 +25,7 @@ def logits_of(model, packed: PackedBatch):
 
 
 def weighted_sum(logits_TV):
-    """A scalar in which every logit has a weight of its own."""
+    """Return a scalar in which every logit has a weight of its own."""
     generator = torch.Generator().manual_seed(1)
     return (logits_TV * torch.randn(logits_TV.shape, generator=generator)).sum()
 
@@ -72,7 +72,7 @@ def test_gradients_equal_transformers(case, tmp_path):
     pieces = list(file_tensors(ours.decoder.config))
     assert {x.name for x in pieces} == set(their_grads)
     for x in pieces:
-        ours_part = our_grads[x.ours][x.start : x.start + x.rows]
+        ours_part = our_grads[x.parameter][x.start : x.start + x.rows]
         scale = their_grads[x.name].abs().max()
         torch.testing.assert_close(ours_part, their_grads[x.name], rtol=0, atol=1e-5 * scale)
 
@@ -108,7 +108,7 @@ def test_gradient_checkpointing_changes_nothing_but_the_work(case, dtype, tmp_pa
 
 
 def bytes_kept(model, packed: PackedBatch) -> int:
-    """For the backward pass: of each memory that a tensor lies in, parameters left out."""
+    """Return the bytes of all storages kept for the backward pass, without parameters."""
     kept = {}
 
     def keep(tensor):
@@ -123,8 +123,8 @@ def bytes_kept(model, packed: PackedBatch) -> int:
 
 
 def test_gradient_checkpointing_keeps_less(tmp_path):
-    """Of each token in each layer by both norms, the second sum, the sigmoid and its product, for
-    what was added to the sum; then by gate and up too."""
+    """Check the bytes that both norms, the second sum, the sigmoid and its product would keep for
+    each token in each layer, in exchange for the added tensor; then those of gate and up, too."""
     write_hf(NATIVE["llama"](), tmp_path)
     model = open_fp32(tmp_path)
     packed = pack_shared(*sample_sequences())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What models say of response tokens: a critic's values against transformers' own."""
+"""The scores of response tokens: a critic's values against transformers' own."""
 
 from __future__ import annotations
 

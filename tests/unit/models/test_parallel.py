@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which regions of the unsharded decoder each process holds, however its rows are cut further, and
-that folder and seed fill them with the same values as the whole."""
+"""The regions of the unsharded decoder that each process holds, for all ways to cut rows further.
+Folder and seed fill them with the same values as the whole."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -47,7 +47,7 @@ def box(spec: SliceSpec) -> tuple[slice, ...]:
 
 
 def held_by(config: DecoderConfig, size: int, *, num_cuts: int) -> Iterator[HeldSlice]:
-    """By all tensor-parallel processes, the rows of each cut as evenly as ``chunk`` does it."""
+    """Yield the slices of all tensor-parallel processes, with rows cut as ``chunk`` cuts."""
     for rank in range(size):
         local_shapes = parameter_shapes(local_config(config, size))
         regions = regions_of(config, rank=rank, size=size)

@@ -44,7 +44,7 @@ NATIVE = {
 
 
 def hf_model(hf_config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A model whose every weight is random: norms near 1, all else normal(0, 0.2)."""
+    """Return a model of random weights: norms near 1, all others normal(0, 0.2)."""
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def open_fp32(folder: Path) -> LanguageModel:
 
 
 def pack_shared(prompts: list[list[int]], responses: list[list[list[int]]]) -> PackedBatch:
-    """Prompts, each followed by its responses as segments that name it as prefix."""
+    """Pack prompts, each followed by its responses as segments that name it as prefix."""
     token_ids, positions, segments, sources, targets = [], [], [], [], []
     for prompt, group in zip(prompts, responses, strict=True):
         prompt_start = len(token_ids)
@@ -84,7 +84,7 @@ def pack_shared(prompts: list[list[int]], responses: list[list[list[int]]]) -> P
 
 
 def pack_separate(prompts: list[list[int]], responses: list[list[list[int]]]) -> PackedBatch:
-    """The same sequences, each one segment with a prompt of its own."""
+    """Pack the same sequences, each as one segment with a prompt of its own."""
     token_ids, positions, segments, sources, targets = [], [], [], [], []
     for prompt, group in zip(prompts, responses, strict=True):
         for response in group:
@@ -117,7 +117,7 @@ def _batch(
 
 
 def sample_sequences(seed: int = 0) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """Three prompts with 3, 1 and 2 responses, of lengths from 1 to 30."""
+    """Return three prompts with 3, 1 and 2 responses, of lengths from 1 to 30."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(length: int) -> list[int]:
@@ -129,7 +129,7 @@ def sample_sequences(seed: int = 0) -> tuple[list[list[int]], list[list[list[int
 
 
 def hf_logits(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
-    """Logits (T, V) by transformers, one segment with its prefix at a time."""
+    """Compute logits (T, V) by transformers, one segment with its prefix at a time."""
     logits = []
     segments = packed.segments
     for start, length, prefix_start, prefix_length in torch.stack(

@@ -12,13 +12,13 @@ from tests.fakes import interpreted_triton
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where the kernels run."""
+    """Return the device of the kernels."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
 def fused() -> Operators:
-    """The set under test; without triton the test is skipped."""
+    """Return the operators under test. Without triton the test is skipped."""
     interpreted_triton.install()
     from tandem.models.kernels.operators import TRITON
 

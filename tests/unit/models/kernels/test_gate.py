@@ -16,7 +16,7 @@ CLOSE = {"rtol": 2e-6, "atol": 1e-6}
 
 
 def run(operators, gate_up_T2F: Tensor, *, grad_TF: Tensor) -> tuple[Tensor, Tensor]:
-    """The gated values, and the gradient of both halves."""
+    """Return the gated values, and the gradient of both halves."""
     gate_up_T2F = gate_up_T2F.detach().requires_grad_()
     y_TF = operators.gate(gate_up_T2F)
     return y_TF, *torch.autograd.grad(y_TF, gate_up_T2F, grad_TF)

@@ -14,7 +14,7 @@ NUM_ROWS = 6
 
 
 def run(x: Tensor, grad: Tensor, *, index: np.ndarray = INDEX) -> tuple[Tensor, Tensor]:
-    """The copies, and the gradient of x."""
+    """Return the copies, and the gradient of x."""
     gather_module = pytest.importorskip("tandem.models.kernels.gather", reason="needs triton")
     x = x.detach().requires_grad_()
     copies = gather_module.Gather(index, len(x), device=x.device)(x)

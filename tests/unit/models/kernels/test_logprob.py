@@ -14,7 +14,7 @@ CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
 
 def draw(num_rows: int, vocabulary: int, *, device: torch.device) -> list[Tensor]:
-    """Hidden states, weight and targets, the last and the first token among them."""
+    """Return hidden states, weight and targets, which include the last and the first token."""
     target_R = torch.randint(vocabulary, (num_rows,))
     target_R[:2] = torch.tensor([vocabulary - 1, 0])[:num_rows]
     h_RD, weight_VD = torch.randn(num_rows, HIDDEN), torch.randn(vocabulary, HIDDEN)
@@ -24,7 +24,7 @@ def draw(num_rows: int, vocabulary: int, *, device: torch.device) -> list[Tensor
 def run(
     function, inputs: list[Tensor], *, temperature: float, weights_2R: Tensor
 ) -> tuple[Tensor, ...]:
-    """Log-probs, entropies and the gradients of their weighted sum."""
+    """Return log-probs, entropies and the gradients of their weighted sum."""
     h_RD, weight_VD, target_R = inputs
     leaves = [x.detach().clone().requires_grad_() for x in (h_RD, weight_VD)]
     result = function(*leaves, target_R=target_R, temperature=temperature, with_entropy=True)
@@ -33,7 +33,7 @@ def run(
 
 
 def check(fused, inputs: list[Tensor], *, temperature: float = 1.0) -> None:
-    """Everything equals torch's in fp64."""
+    """Check that all results equal torch's in fp64."""
     weights_2R = torch.randn(2, len(inputs[2])).to(inputs[0].device)
     ours = run(fused.token_log_probs, inputs, temperature=temperature, weights_2R=weights_2R)
     double = [inputs[0].double(), inputs[1].double(), inputs[2]]

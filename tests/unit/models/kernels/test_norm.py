@@ -19,7 +19,7 @@ CLOSE = {"rtol": 1e-6, "atol": 4e-6}
 
 
 def draw(num_tokens: int, hidden: int, *, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """x, delta, weight and the gradients of norm and sum."""
+    """Return x, delta, weight and the gradients of norm and sum."""
     shapes = [(num_tokens, hidden)] * 2 + [(hidden,)] + [(num_tokens, hidden)] * 2
     return [torch.randn(shape).to(device, dtype) for shape in shapes]
 
@@ -27,7 +27,7 @@ def draw(num_tokens: int, hidden: int, *, dtype: torch.dtype, device: torch.devi
 def run(
     operators: Operators, inputs: Sequence[Tensor], *, grads: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Norm, sum, and the gradients of x, delta and weight."""
+    """Return norm, sum, and the gradients of x, delta and weight."""
     x_TD, delta_TD, weight_D = leaves = [x.detach().clone().requires_grad_() for x in inputs]
     outputs = operators.add_norm(x_TD, delta_TD, weight_D=weight_D, eps=EPS)
     return *outputs, *torch.autograd.grad(outputs, leaves, grads)

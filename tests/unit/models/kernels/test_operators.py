@@ -20,13 +20,13 @@ WITH_HEAD_NORMS, WITHOUT = "qwen3_biases", "qwen2_tied"
 
 @pytest.fixture
 def model(request, tmp_path, device) -> LanguageModel:
-    """Two layers in fp32, with or without norms of queries and keys."""
+    """Return a model of two layers in fp32, with or without norms of queries and keys."""
     write_hf(NATIVE[request.param](), tmp_path)
     return open_model(str(tmp_path), dtype=torch.float32, device=device)
 
 
 def results(model: LanguageModel, operators: Operators) -> dict[str, torch.Tensor]:
-    """Hidden states, and the gradients of all weights for a loss that tells them all apart."""
+    """Return hidden states, and the gradients of all weights for a loss that tells them apart."""
     model.decoder.operators = operators
     model.module.zero_grad()
     h_TD = model.hidden(PACKED)

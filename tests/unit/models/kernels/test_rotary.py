@@ -17,7 +17,7 @@ CLOSE = {"rtol": 1e-6, "atol": 2e-6}
 
 
 def rotary_angles(num_tokens: int, head_dim: int, *, like: Tensor) -> Angles:
-    """Those of positions 0, 7, 14 and so on."""
+    """Return the angles of positions 0, 7, 14 and so on."""
     positions_T = 7 * torch.arange(num_tokens, device=like.device)
     return Rotary(RopeConfig(10_000.0), head_dim).angles(positions_T, like.dtype)
 
@@ -27,7 +27,7 @@ def double(angles: Angles) -> Angles:
 
 
 def run(operators, x_TME: Tensor, *, angles: Angles, grad_TME: Tensor) -> tuple[Tensor, Tensor]:
-    """The rotated heads, and the gradient of x."""
+    """Return the rotated heads, and the gradient of x."""
     x_TME = x_TME.detach().requires_grad_()
     y_TME = operators.rotate(x_TME, angles)
     return y_TME, *torch.autograd.grad(y_TME, x_TME, grad_TME)

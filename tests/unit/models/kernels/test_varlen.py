@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What packed flash attention is told: which keys in which order. The attention itself needs an
-accelerator (tests/gpu); precisions that it lacks go the generic way here as there.
+"""The arguments of packed flash attention: the keys and their order. The attention itself needs an
+accelerator (tests/gpu). Precisions that it lacks use the generic implementation.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ RESPONSES = [[[7, 12], [2]], [[21, 8, 9]]]
 
 @pytest.fixture
 def varlen(fused):
-    """The module under test."""
+    """Return the module under test."""
     return pytest.importorskip("tandem.models.kernels.varlen", reason="needs triton")
 
 
 def draw(segments: Segments, device: torch.device, *, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Queries of four heads, keys and values of two."""
+    """Return queries of four heads, keys and values of two."""
     num_tokens = int(segments.length_S.sum())
     return [torch.randn(num_tokens, heads, 8).to(device, dtype) for heads in (4, 2, 2)]
 
@@ -49,7 +49,7 @@ def test_flash_is_given_where_segments_and_their_keys_start(varlen, device):
 
 
 def test_repeated_keys_attended_to_by_segments_are_the_generic_result(varlen, device):
-    """Plain attention over what flash would be given."""
+    """Check plain attention over the arguments of flash attention."""
     segments = pack_shared(PROMPTS, RESPONSES).segments
     q_THE, k_TKE, v_TKE = draw(segments, device, dtype=torch.float64)
     attention = varlen.VarlenAttention(segments, device)
