@@ -139,7 +139,11 @@ class WeightSink(Protocol):
         ...
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor, which is valid only during the call and may have another dtype."""
+        """Take one tensor, which may have another dtype.
+
+        The tensor is valid only during the call. Its storage is freed afterwards, so that an export
+        such as ``tensor.numpy()`` needs a copy first.
+        """
         ...
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from tandem.api import Engines, Runtime, TrainEngine, WorkerGroup
+from tandem.api import EngineFailure, Engines, Runtime, TrainEngine, WorkerGroup
 from tandem.comm.store import host_store
 from tandem.config.check.device_conditions import ONE_PROCESS
 from tandem.config.check.device_rules import require_division, section_of
@@ -132,7 +132,10 @@ def on_site(config: RunConfig | SftConfig, body: Callable[[Site], int]) -> int:
     if site.placement.is_one_process and config.trainer.nnodes == 1:
         if os.environ.get("RAY_ADDRESS"):
             logger.warning("without effect: RAY_ADDRESS: %s", ONE_PROCESS)
-        return body(site)
+        try:
+            return body(site)
+        except EngineFailure as failure:
+            raise RunFailure(str(failure)) from None
     trainer = config.trainer
     settings = ClusterSettings(
         num_nodes=trainer.nnodes,
@@ -205,12 +208,12 @@ def _platforms(config: RunConfig | SftConfig, placement: Placement) -> dict[str,
 
 @contextmanager
 def naming_step(step: Callable[[], int]) -> Iterator[None]:
-    """Let failures of workers out as ``RunFailure``, with the step that was under way."""
+    """Raise failures of workers and engines as ``RunFailure``, with the current step."""
     try:
         yield
-    except (WorkerFailure, BaseExceptionGroup) as error:
+    except (WorkerFailure, EngineFailure, BaseExceptionGroup) as error:
         cause = first_cause(error)
-        if not isinstance(cause, WorkerFailure):
+        if not isinstance(cause, (WorkerFailure, EngineFailure)):
             raise
         raise RunFailure(f"step {step()}: {cause}") from None
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from tandem.api import EngineFailure
 from tandem.errors import UserError
 
 
@@ -144,7 +145,10 @@ def symptom_of(error: Exception, *, time_s: float) -> Symptom:
     return Symptom(
         kind=Kind.LOST_PEER if is_lost_peer else Kind.RAISED,
         cause=text if is_user_error else f"{type(error).__name__}: {text}{remedy}",
-        traceback_text="".join(traceback.format_exception(error)).rstrip(),
+        # The one line of an EngineFailure says everything.
+        traceback_text=""
+        if isinstance(error, EngineFailure)
+        else "".join(traceback.format_exception(error)).rstrip(),
         time_s=time_s,
         is_user_error=is_user_error,
     )

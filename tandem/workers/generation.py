@@ -36,8 +36,6 @@ class LinkedRollout:
         self._feed = None if sink is None else WeightFeed(policy, sink)
         self._memory = ParameterMemory(policy.module)
         self._keeps_policy = sink is None or scores
-        if not self._keeps_policy:
-            self._memory.free()
 
     def prepare(self) -> None:
         """Take memory for a version that arrives."""

@@ -93,6 +93,8 @@ class Worker:
             and job.rollout.config.free_cache_engine
         )
         self._link = self._open_link(job.link, store, trained=trained)
+        if self._rollout is not None:
+            self._rollout.release()
         gc.freeze()  # the collector need not look through the objects that stay
 
     def describe(self) -> dict[str, Any]:
