@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process a run folder: two runs in one folder would mix their checkpoints and records.
+"""The lock of a run folder: two runs in one folder would mix their checkpoints and records.
 
-The kernel holds the lock and gives it back when its owner ends, however it ends, so that the file
-of a killed run locks nothing. The owner's process id in the file is for the message only.
+The kernel holds the lock and releases it however its owner ends. The file of a killed run therefore
+locks nothing. The process id in the file serves the error message only.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Keep ``folder`` to this process.
+    """Reserve ``folder`` for this process.
 
     Raises:
-        UserError: another process has it, or nothing can be written there.
+        UserError: another process uses the folder, or it is not writable.
     """
     path = folder / LOCK_NAME
     try:
@@ -37,13 +37,17 @@ def exclusive(folder: Path) -> Iterator[None]:
         os.write(descriptor, f"{os.getpid()}\n".encode())
     except BlockingIOError as error:
         raise UserError(
-            f"trainer.default_local_dir={str(folder)!r}: another run is using the folder"
-            f"{_owner(path)}. Wait for its end, stop it, or choose another folder."
+            "trainer.default_local_dir",
+            str(folder),
+            rule=f"another run is using the folder{_owner(path)}",
+            remedy="Wait for its end, stop it, or choose another folder.",
         ) from error
     except OSError as error:
         raise UserError(
-            f"trainer.default_local_dir={str(folder)!r}: cannot be written "
-            f"({error.strerror or error}). Choose another folder, or free some space."
+            "trainer.default_local_dir",
+            str(folder),
+            rule=f"cannot be written ({error.strerror or error})",
+            remedy="Choose another folder, or free some space.",
         ) from error
     try:
         yield
@@ -53,7 +57,7 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def _acquire(path: Path) -> int:
-    """Open and lock the file. Raises BlockingIOError if another process has locked it."""
+    """Open and lock the file. Raise BlockingIOError if another process has locked it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -63,7 +67,7 @@ def _acquire(path: Path) -> int:
         except OSError:
             os.close(descriptor)
             raise
-        # Its last owner has removed the file after we had opened it.
+        # The last owner removed the file after it was opened here.
         os.close(descriptor)
 
 
@@ -74,7 +78,7 @@ def _lock(descriptor: int, path: Path) -> None:
         if error.errno not in _WITHOUT_LOCKS:
             raise
         logger.warning(
-            "%s: this file system has no locks; take care that no other run uses it", path
+            "%s: this file system has no locks; make sure that no other run uses the folder", path
         )
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a run: ``global_step_N`` folders and the tracker file naming the latest, as verl
-lays them out.
+"""The checkpoints of a run, in verl's layout: ``global_step_N`` folders and a tracker file.
 
-A checkpoint is written beside its final name, flushed to disk, and renamed; the tracker is replaced
-after that. So a crash or a full disk at any moment leaves the previous checkpoint and the tracker
-whole. What is inside the folder is the engines' business, except ``pipeline.json``.
+The tracker names the latest checkpoint. A checkpoint is written beside its final name, flushed to
+disk and renamed; the tracker is replaced after that. A crash or a full disk at any moment therefore
+leaves the previous checkpoint and the tracker whole. The engines decide on the contents of a
+checkpoint, except ``pipeline.json``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -39,24 +40,26 @@ class Checkpoint:
     step: int
 
     def read_state(self) -> dict[str, Any]:
-        """The pipeline's state. Raises UserError if the file is missing or damaged."""
+        """Return the pipeline's state. Raise UserError if the file is missing or damaged."""
         path = self.folder / STATE_NAME
         try:
             return json.loads(path.read_text())
         except (OSError, json.JSONDecodeError) as error:
             raise UserError(
-                f"trainer.resume_from_path={str(self.folder)!r}: {STATE_NAME} cannot be read "
-                f"({error}). Name a folder global_step_N that tandem wrote, or set "
-                "trainer.resume_mode=disable."
+                "trainer.resume_from_path",
+                str(self.folder),
+                rule=f"{STATE_NAME} cannot be read ({error})",
+                remedy="Name a folder global_step_N that tandem wrote, or set "
+                "trainer.resume_mode=disable.",
             ) from error
 
 
 class CheckpointStore:
-    """All checkpoints of one run folder, newest kept longest.
+    """The checkpoints of one run folder. Old ones are removed first.
 
     Args:
         folder: ``trainer.default_local_dir``.
-        max_to_keep: how many to keep, None for all.
+        max_to_keep: the number of checkpoints to keep, None for all.
     """
 
     def __init__(self, folder: Path, max_to_keep: int | None = None) -> None:
@@ -64,29 +67,37 @@ class CheckpointStore:
         self._max_to_keep = max_to_keep
 
     def latest(self) -> Checkpoint | None:
-        """What the tracker names, None if the run has no checkpoint yet."""
+        """Return the checkpoint that the tracker names, None if the run has none yet.
+
+        Raises:
+            UserError: the tracker is damaged, or there is no such checkpoint.
+        """
+        tracker = self.folder / TRACKER_NAME
         try:
-            step = int((self.folder / TRACKER_NAME).read_text())
+            step = int(tracker.read_text())
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as error:
             raise UserError(
-                f"trainer.resume_mode='auto': {self.folder / TRACKER_NAME} holds no step number. "
-                "Write the step into it, or set trainer.resume_mode=disable."
+                "trainer.resume_mode",
+                "auto",
+                rule=f"{tracker} holds no step number",
+                remedy="Write the step into it, or set trainer.resume_mode=disable.",
             ) from error
         checkpoint = _find(self.folder / f"global_step_{step}")
         if checkpoint is None:
             raise UserError(
-                f"trainer.resume_mode='auto': {self.folder / TRACKER_NAME} names step {step}, of "
-                "which there is no checkpoint. Write the step of another one into it, or set "
-                "trainer.resume_mode=disable."
+                "trainer.resume_mode",
+                "auto",
+                rule=f"{tracker} names step {step}, of which there is no checkpoint",
+                remedy="Write the step of another one into it, or set trainer.resume_mode=disable.",
             )
         return checkpoint
 
-    def mend(self) -> None:
-        """Clear away what a killed save has left behind; only the run that saves here may do so.
+    def repair(self) -> None:
+        """Remove the remains of a killed save. Call this from the run that owns the folder only.
 
-        If it was killed while it replaced an older checkpoint of the same step, that one returns.
+        If the save was replacing an older checkpoint of the same step, the older one is restored.
         """
         for replaced in self.folder.glob(f"{_REPLACED}*"):
             target = self.folder / replaced.name.replace(_REPLACED, "global_step_")
@@ -98,12 +109,10 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
-        """Yield a fresh folder to fill; on leaving it becomes ``global_step_{step}`` and the latest
-        one.
+        """Yield an empty folder that becomes the latest checkpoint at the end of the block.
 
         Raises:
-            UserError: the folder could not be written (a full disk, say); nothing older was
-            touched.
+            UserError: the folder could not be written; older checkpoints are untouched.
         """
         target = self.folder / f"global_step_{step}"
         partial = self.folder / f"{_PARTIAL}{step}"
@@ -122,9 +131,11 @@ class CheckpointStore:
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise UserError(
-                f"trainer.default_local_dir={str(self.folder)!r}: the checkpoint of step "
-                f"{step} could not be written ({_first_line(error)}); earlier ones are kept. "
-                "Free some space and run the same command again to resume."
+                "trainer.default_local_dir",
+                str(self.folder),
+                rule=f"the checkpoint of step {step} could not be written "
+                f"({_first_line(error)}); earlier ones are kept",
+                remedy="Free some space and run the same command again to resume.",
             ) from error
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -147,14 +158,33 @@ class CheckpointStore:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in ``folder``. Raises UserError if there is none."""
+    """Return the checkpoint in ``folder``. Raise UserError if there is none."""
     checkpoint = _find(folder)
     if checkpoint is None:
         raise UserError(
-            f"trainer.resume_from_path={str(folder)!r}: not a checkpoint. Name an existing folder "
-            "<default_local_dir>/global_step_N."
+            "trainer.resume_from_path",
+            str(folder),
+            rule="not a checkpoint",
+            remedy="Name an existing folder <default_local_dir>/global_step_N.",
         )
     return checkpoint
+
+
+def find_checkpoint(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:
+    """Return the checkpoint to continue from, None to start anew; repair the store first.
+
+    ``trainer.resume_mode`` decides. ``auto``: the latest checkpoint of the run folder, if there is
+    one. ``disable``: none. ``resume_path``: the folder of ``trainer.resume_from_path``.
+
+    Raises:
+        UserError: the wanted checkpoint does not exist.
+    """
+    store.repair()
+    if trainer.resume_mode == "disable":
+        return None
+    if trainer.resume_mode == "resume_path":
+        return open_checkpoint(trainer.resume_folder)
+    return store.latest()
 
 
 def _find(folder: Path) -> Checkpoint | None:

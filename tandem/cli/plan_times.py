@@ -16,8 +16,8 @@ from rich.console import Console
 from tandem.cli.plan import plan_arguments, print_plan, print_rows
 from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
-from tandem.planner.advice import TIMES_OPTION, SplitAdvice, advise, format_seconds
-from tandem.planner.task_times import read_times
+from tandem.planner.advice import SplitAdvice, advise, format_seconds
+from tandem.planner.task_times import TIMES_OPTION, read_times
 
 _LEFT_OUT = "left out: memory, rewards, and caches that are computed again under new weights{}."
 _NO_PACE = (
@@ -61,7 +61,7 @@ def _rows(advice: SplitAdvice) -> list[tuple[str, str]]:
             "step as configured, predicted",
             f"{format_seconds(advice.configured_seconds)} ({gain:.2f} times)",
         ),
-        ("busiest pool, the least a step can take", format_seconds(advice.floor)),
+        ("busiest pool, the least a step can take", format_seconds(advice.lower_bound_s)),
         ("splits simulated", str(advice.num_simulated)),
     ]
 

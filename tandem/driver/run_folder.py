@@ -18,8 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from tandem.checkpoint.lock import exclusive
-from tandem.checkpoint.resume import find_checkpoint
-from tandem.checkpoint.store import Checkpoint, CheckpointStore
+from tandem.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.data.ledger import Source
 from tandem.engines.checkpoint import SHARDED_FILE

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pipeline for synchronous and asynchronous training."""
+"""The training pipeline, synchronous and asynchronous."""

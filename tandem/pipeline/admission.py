@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission slots: the one home of backpressure and of the bound on staleness.
+"""Admission slots, which bound how far generation runs ahead of training.
 
-A slot is charged when a prompt is admitted to generation and given back when the weights trained on
-it are in use by the rollout (or when its group was dropped). With ``(ahead + 1) *
-prompts_per_step`` slots no sample can be more than ``ahead`` versions old when it is trained on.
-This class knows nothing of prompts or versions.
+A slot is charged when a prompt is admitted to generation. It is released when the weights trained
+on the prompt are in use by the rollout, or when its group was dropped. With ``(ahead + 1) *
+prompts_per_step`` slots, no sample is more than ``ahead`` versions old when it is trained on.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ import asyncio
 
 
 class AdmissionGate:
-    """Counts slots.
-
-    Waits for: a free slot while prompts are still wanted. Unblocked by: ``release_*``.
+    """A counter of slots. ``admit`` waits for a free slot and is unblocked by ``release_*``.
 
     Args:
-        num_slots: how many prompts may be between admission and release.
-        num_wanted: how many prompts are to be trained on in the whole run.
+        num_slots: the most prompts between admission and release.
+        num_wanted: the number of prompts to be trained on in the whole run.
 
     Example:
         With num_slots=4, num_wanted=8: admit() -> 4; release_dropped(1): admit() -> 1;
@@ -35,7 +32,7 @@ class AdmissionGate:
 
     @property
     def num_open(self) -> int:
-        """Slots charged and not yet released."""
+        """The number of slots charged and not yet released."""
         return self._num_open
 
     def _num_admissible(self) -> int:
@@ -43,8 +40,9 @@ class AdmissionGate:
         return min(self._num_slots - self._num_open, remaining)
 
     async def admit(self, at_most: int | None = None) -> int:
-        """Charge every slot that can be charged, at least one and ``at_most`` so many; 0 once
-        everything wanted has been trained.
+        """Charge all free slots, but at most ``at_most``, and return their number.
+
+        It is at least 1 while prompts are wanted, and 0 once all of them have been trained on.
         """
         async with self._changed:
             await self._changed.wait_for(
@@ -56,12 +54,12 @@ class AdmissionGate:
             return count
 
     async def release_trained(self, count: int) -> None:
-        """The weights trained on ``count`` admitted prompts are in use."""
+        """Release the slots of ``count`` prompts: weights trained on them are in use."""
         self._num_trained += count
         await self._release(count)
 
     async def release_dropped(self, count: int) -> None:
-        """``count`` admitted prompts will not be trained on."""
+        """Release the slots of ``count`` prompts that will not be trained on."""
         await self._release(count)
 
     async def _release(self, count: int) -> None:

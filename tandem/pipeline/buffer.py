@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups between their admission and the batch they are trained in: the one place where batches are
-formed. How many there are is bounded by the admission gate, not here.
+"""The groups between their admission and the batch they are trained in.
 
-A batch takes the complete groups that were drawn first. It may pass over a group that is still
-being generated, so that one straggler delays its group and not the batch, but only if everything
-left behind can still be trained on in time: a group admitted under version v must be trained on by
+Batches are formed here and nowhere else. The admission gate bounds the number of groups. A batch
+takes the complete groups that were drawn first. It may pass over a group that is still being
+generated, so that a straggler delays its group and not the batch, but only if every group left
+behind can still be trained on in time: a group admitted under version v must be trained on by
 version v + max_lag at the latest. With ``(max_lag + 1) * batch_size`` admission slots such a batch
 always exists once enough groups are complete.
 """
@@ -20,11 +20,11 @@ from tandem.types import Group
 
 @dataclass(frozen=True, slots=True)
 class BatchRule:
-    """How batches are formed.
+    """The rule for forming batches.
 
     Attributes:
-        batch_size: groups of a batch.
-        max_lag: versions a group may be behind those it is trained on.
+        batch_size: the number of groups in a batch.
+        max_lag: the most versions that a group may be behind the weights that it trains.
         passes_over: whether a batch may leave out a group that is not complete yet.
     """
 
@@ -34,8 +34,7 @@ class BatchRule:
 
 
 class GroupBuffer:
-    """Consumes: scored groups. Waits for: a batch of them. Unblocked by: ``put``, ``drop`` and
-    ``close``.
+    """The buffer of admitted groups. ``put``, ``drop`` and ``close`` unblock its waits.
 
     Example:
         batch_size=2, max_lag=1; draws 0 to 3 were admitted under version 0. With 0, 2 and 3
@@ -51,35 +50,36 @@ class GroupBuffer:
 
     @property
     def num_complete(self) -> int:
-        """Groups ready to be trained on."""
+        """The number of groups that are ready to be trained on."""
         return len(self._complete)
 
     def expect(self, uids: Iterable[int], version: int) -> None:
-        """These draws have been admitted while ``version`` was in use."""
+        """Note that draws have been admitted while ``version`` was in use."""
         self._versions.update(dict.fromkeys(uids, version))
 
     async def put(self, group: Group) -> None:
-        """A group that was expected is complete."""
+        """Add an expected group that is complete."""
         async with self._changed:
             self._complete[group.prompt.uid] = group
             self._changed.notify_all()
 
     async def drop(self, uids: Iterable[int]) -> None:
-        """These draws will not be trained on."""
+        """Forget draws that will not be trained on."""
         async with self._changed:
             for uid in uids:
                 del self._versions[uid]
             self._changed.notify_all()
 
     async def close(self) -> None:
-        """Nothing more will be waited for: ``take`` returns what there is."""
+        """End all waits. ``take`` returns the groups that are there, perhaps too few."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     async def take(self, version: int) -> list[Group]:
-        """The batch that the weights ``version`` are to be trained on, in the order of the draws;
-        fewer groups only after ``close``.
+        """Return the batch to train the weights ``version`` on, in the order of the draws.
+
+        It has fewer than ``batch_size`` groups only after ``close``.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._closed or self._choose(version) is not None)
@@ -89,14 +89,14 @@ class GroupBuffer:
             return [self._complete.pop(uid) for uid in chosen]
 
     async def wait_complete(self) -> None:
-        """Return once every group that was admitted is complete, or nothing is waited for."""
+        """Return once every admitted group is complete, or the buffer is closed."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._closed or len(self._complete) == len(self._versions)
             )
 
     def _choose(self, version: int) -> list[int] | None:
-        """The draws of a batch; None if one has to be waited for."""
+        """Return the draws of a batch; None if it has to wait for a group."""
         size = self._rule.batch_size
         chosen = sorted(self._complete)[:size]
         if len(chosen) < size:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong without ending a run at once: rewards that fail, updates that are not finite.
+"""Failures that do not end a run at once: rewards that fail, and updates that are not finite.
 
-Failed rewards are said on the console; what they are counted as is ``metrics``'s business.
+Failed rewards are logged here and counted in ``metrics``. A run ends if nothing but failures occurs
+for a while.
 """
 
 from __future__ import annotations
@@ -16,34 +17,34 @@ from tandem.types import Group, RewardOutcome, RewardStatus, UpdateReport
 logger = logging.getLogger(__name__)
 
 MAX_STEPS_WITHOUT_UPDATE = 5
-"""So many training steps in a row with every optimizer step skipped end the run."""
+"""The number of training steps in a row without an optimizer step that ends the run."""
 
 MAX_STEPS_WITHOUT_REWARD = 5
-"""So many training steps' worth of rewards in a row that all failed end the run."""
+"""The number of failed rewards in a row that ends the run, in training steps."""
 
 GENERATION_FAILED = RewardOutcome(
     RewardStatus.ERROR, math.nan, detail="the generation failed: its logits are not finite"
 )
-"""What a sample gets whose generation failed."""
+"""The reward of a sample whose generation failed."""
 
 _FAILED = (RewardStatus.ERROR, RewardStatus.TIMEOUT)
 
 PENDING = RewardOutcome(RewardStatus.PENDING, math.nan)
-"""What a sample has until a reward model has scored its batch."""
+"""The reward of a sample until a reward model has scored its batch."""
 
 
-def warn_of_failed_rewards(groups: Sequence[Group], what: str) -> None:
-    """One warning with the number of failures and the cause of the first; none without failures.
+def warn_of_failed_rewards(groups: Sequence[Group], source: str) -> None:
+    """Log one warning with the number of failed rewards and the cause of the first, if any failed.
 
     Args:
-        what: the groups in words, such as ``step 3``.
+        source: the origin of the groups in words, such as ``step 3``.
     """
     outcomes = [sample.reward for group in groups for sample in group.samples]
     failed = [outcome for outcome in outcomes if outcome.status is not RewardStatus.VALUE]
     if failed:
         logger.warning(
             "%s: %d of %d rewards failed and do not count; the first: %s",
-            what,
+            source,
             len(failed),
             len(outcomes),
             failed[0].detail,
@@ -51,7 +52,7 @@ def warn_of_failed_rewards(groups: Sequence[Group], what: str) -> None:
 
 
 def warn_of_failed_baseline(outcome: RewardOutcome) -> None:
-    """One warning if the reward of a greedy answer (``remax``) has failed."""
+    """Log a warning if the reward of a greedy answer (``remax``) failed."""
     if outcome.status in _FAILED:
         logger.warning(
             "the greedy baseline of a prompt failed, so its samples do not count: %s",
@@ -60,13 +61,11 @@ def warn_of_failed_baseline(outcome: RewardOutcome) -> None:
 
 
 class StaleSampleError(RuntimeError):
-    """A token is older than ``trainer.generate_ahead_steps`` allows, or newer than the weights it
-    is for: a fault of the pipeline.
-    """
+    """A defect of the pipeline: a sample is too old, or newer than the weights it is to train."""
 
 
 def require_fresh(groups: Sequence[Group], *, version: int, max_lag: int) -> None:
-    """Raise StaleSampleError if the weights ``version`` have no use for a token of ``groups``."""
+    """Raise StaleSampleError unless ``version - max_lag`` to ``version`` drew every token."""
     for group in groups:
         for sample in group.samples:
             trajectory = sample.trajectory
@@ -79,12 +78,12 @@ def require_fresh(groups: Sequence[Group], *, version: int, max_lag: int) -> Non
 
 
 class RewardGuard:
-    """Ends a run whose rewards do nothing but fail: it would use up the data and learn nothing.
+    """A guard that ends a run whose rewards all fail, because it would learn nothing.
 
     Args:
-        limit: how many failures in a row are too many.
+        limit: the number of failures in a row that ends the run.
         path: ``custom_reward_function.path``, for the message.
-        learning_rate: for the message, if generations have failed.
+        learning_rate: the policy's, for the message if generations failed.
     """
 
     def __init__(self, limit: int, *, path: str | None, learning_rate: float) -> None:
@@ -94,7 +93,7 @@ class RewardGuard:
         self._num_failures = 0
 
     def check(self, outcomes: Iterable[RewardOutcome]) -> None:
-        """Count outcomes. Raises UserError if the last ``limit`` of them have all failed."""
+        """Count outcomes. Raise UserError if the last ``limit`` of them all failed."""
         for outcome in outcomes:
             failed = outcome.status in _FAILED
             self._num_failures = self._num_failures + 1 if failed else 0
@@ -104,23 +103,27 @@ class RewardGuard:
     def _error(self, latest: RewardOutcome) -> UserError:
         if latest is GENERATION_FAILED:
             return UserError(
-                f"actor_rollout_ref.actor.optim.lr={self._learning_rate:g}: none of the last "
-                f"{self._limit} samples counts, because logits were not finite. Lower it, or look "
-                "for what else makes the policy diverge."
+                "actor_rollout_ref.actor.optim.lr",
+                self._learning_rate,
+                rule=f"none of the last {self._limit} samples counts, because logits were not "
+                "finite",
+                remedy="Lower it, or find another cause of the policy's divergence.",
             )
         return UserError(
-            f"custom_reward_function.path={self._path!r}: the last {self._limit} rewards "
-            f"all failed, the latest: {latest.detail}. Mend the reward, or what it needs."
+            "custom_reward_function.path",
+            self._path,
+            rule=f"the last {self._limit} rewards all failed, the latest: {latest.detail}",
+            remedy="Repair the reward function, or install what it needs.",
         )
 
 
 class DivergenceGuard:
-    """Ends a run in which no optimizer step has been possible for a while.
+    """A guard that ends a run in which no optimizer step has been possible for a while.
 
     Args:
         key: the configuration key of the learning rate, for the message.
         learning_rate: its value.
-        model: what diverges, for the message.
+        model: the name of the trained model, for the message.
     """
 
     def __init__(self, key: str, learning_rate: float, *, model: str = "policy") -> None:
@@ -130,7 +133,7 @@ class DivergenceGuard:
         self._num_steps = 0
 
     def check(self, step: int, reports: Sequence[UpdateReport]) -> None:
-        """Raises UserError if all updates of ``step`` and of the steps before it were skipped."""
+        """Raise UserError if all updates of the last ``MAX_STEPS_WITHOUT_UPDATE`` were skipped."""
         if not all(report.skipped for report in reports):
             self._num_steps = 0
             return
@@ -138,7 +141,9 @@ class DivergenceGuard:
         logger.warning("step %d: loss or gradient was not finite, no update", step)
         if self._num_steps >= MAX_STEPS_WITHOUT_UPDATE:
             raise UserError(
-                f"{self._key}={self._learning_rate:g}: loss or gradient was not finite in "
-                f"{MAX_STEPS_WITHOUT_UPDATE} training steps in a row, up to step {step}. "
-                f"Lower it, or look for what else makes the {self._model} diverge."
+                self._key,
+                self._learning_rate,
+                rule="loss or gradient was not finite in "
+                f"{MAX_STEPS_WITHOUT_UPDATE} training steps in a row, up to step {step}",
+                remedy=f"Lower it, or find another cause of the {self._model}'s divergence.",
             )

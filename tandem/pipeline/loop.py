@@ -49,7 +49,7 @@ class RunSummary:
 
 
 class Pipeline:
-    """One training run.
+    """A training run.
 
     Every step leaves one record in the sinks. A validation leaves a second record of its step as
     soon as it has ended, and training goes on meanwhile, except in lockstep. A checkpoint is

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From prompts to scored groups: admission, generation, reward, dynamic sampling.
+"""The producer of scored groups: admission, generation, reward, dynamic sampling.
 
-The slot of a group that dynamic sampling drops goes to the next draw. In rounds, a round being what
-one admission lets in, that happens at the end of the round for all its dropped groups together, so
-that the composition of every batch is reproducible. For ``remax`` each prompt is answered once
-more, greedily, and that answer's reward goes with the group.
+The slot of a group that dynamic sampling drops goes to the next draw. In lockstep this happens once
+all groups of one admission are complete, for all dropped ones together, so that the composition of
+every batch is reproducible. For ``remax`` each prompt is answered once more, greedily, and the
+reward of that answer goes with the group.
 """
 
 from __future__ import annotations
@@ -44,85 +44,86 @@ from tandem.types import (
 logger = logging.getLogger(__name__)
 
 BASELINE_SAMPLE_ID_BASE = 1 << 59
-"""Sample ids from here on, up to those of validation, belong to greedy baselines."""
+"""The first sample id of greedy baselines. Theirs end where those of validation begin."""
 
 Answers = asyncio.Future[tuple[Completion, ...]]
 
 
 class GroupProducer:
-    """Consumes: prompts. Waits for: slots. Unblocked by: releases of the gate. Produces: groups in
-    the buffer.
+    """The task that turns prompts into scored groups in the buffer.
+
+    It waits for admission slots and is unblocked by releases of the gate.
+
+    Args:
+        version: returns the version of the weights in use.
     """
 
     def __init__(
         self,
-        parts: RunContext,
+        context: RunContext,
         *,
         gate: AdmissionGate,
         rollout: RolloutLoop,
         buffer: GroupBuffer,
         version: Callable[[], int],
     ) -> None:
-        """``version``: that of the weights in use."""
-        self._parts = parts
+        self._context = context
         self._gate = gate
         self._rollout = rollout
         self._buffer = buffer
         self._version = version
-        self._num_samples = parts.config.actor_rollout_ref.rollout.n
-        self._sampling = training_sampling(parts)
-        self._has_baseline = parts.config.algorithm.estimator.needs_baseline_rollout
+        self._num_samples = context.config.actor_rollout_ref.rollout.n
+        self._sampling = training_sampling(context)
+        self._has_baseline = context.config.algorithm.estimator.needs_baseline_rollout
         self._rewards = RewardGuard(
-            MAX_STEPS_WITHOUT_REWARD * parts.config.sequences_per_step,
-            path=parts.config.custom_reward_function.path,
-            learning_rate=parts.config.actor_rollout_ref.actor.optim.lr,
+            MAX_STEPS_WITHOUT_REWARD * context.config.sequences_per_step,
+            path=context.config.custom_reward_function.path,
+            learning_rate=context.config.actor_rollout_ref.actor.optim.lr,
         )
         self._dropped_uids: list[int] = []
         self._decoding = asyncio.Lock()
 
     def take_dropped(self) -> list[int]:
-        """The draws that dynamic sampling dropped since the last call."""
+        """Return the draws that dynamic sampling dropped since the last call."""
         uids, self._dropped_uids = self._dropped_uids, []
         return uids
 
     async def run(self) -> None:
-        """Produce until everything wanted has been trained on or the data has ended; then close the
-        buffer.
-        """
+        """Produce until all wanted prompts were trained on or the data ended; close the buffer."""
         async with asyncio.TaskGroup() as rounds:
             while (count := await self._admit()) > 0:
                 prompts = await self._draw(count)
                 if not prompts:
                     break
-                size = count if self._parts.config.trainer.lockstep else 1
+                size = count if self._context.config.trainer.lockstep else 1
                 for start in range(0, len(prompts), size):
                     rounds.create_task(self._produce(prompts[start : start + size]))
-                await asyncio.sleep(0)  # they are with the rollout before it is asked for room
+                await asyncio.sleep(0)  # submit them before asking the rollout for room
         await self._buffer.close()
 
     async def _admit(self) -> int:
-        """How many prompts may be drawn: as many as have slots, and rows before long."""
+        """Return how many prompts may be drawn: those with a slot, and soon with rows."""
         room = await self._rollout.room()
         return await self._gate.admit(None if room is None else -(-room // self._num_samples))
 
     async def _draw(self, count: int) -> list[Prompt]:
-        """Prompts for ``count`` slots that have been charged; fewer at the end of the data."""
-        prompts = self._parts.source.draw(count)
+        """Draw prompts for ``count`` charged slots; fewer at the end of the data."""
+        prompts = self._context.source.draw(count)
         self._buffer.expect([prompt.uid for prompt in prompts], self._version())
         if len(prompts) < count:
             await self._gate.release_dropped(count - len(prompts))
-        self._parts.trace.mark("generate", "admitted", details={"count": len(prompts)})
+        self._context.trace.mark("generate", "admitted", details={"count": len(prompts)})
         return prompts
 
     async def _produce(self, prompts: Sequence[Prompt]) -> None:
-        """Complete these groups, or others in place of those that are dropped."""
+        """Complete the groups of ``prompts``, and others in place of dropped ones."""
         while prompts:
             dropped = await self._produce_once(prompts)
             prompts = await self._draw(len(dropped)) if dropped else []
             await self._buffer.drop(dropped)
 
     async def _produce_once(self, prompts: Sequence[Prompt]) -> list[int]:
-        """The draws of those that were dropped."""
+        """Complete the groups of ``prompts`` and return the draws of those that were dropped."""
         futures = self._rollout.submit([self._request(prompt) for prompt in prompts])
         baselines: Sequence[Answers | None] = [None] * len(prompts)
         if self._has_baseline:
@@ -135,7 +136,7 @@ class GroupProducer:
         dropped = [group for task in tasks if (group := task.result()) is not None]
         if dropped:
             logger.info(
-                "dynamic sampling: %d of %d groups dropped, others are drawn for them",
+                "dynamic sampling: %d of %d groups dropped, others are drawn in their place",
                 len(dropped),
                 len(prompts),
             )
@@ -158,22 +159,22 @@ class GroupProducer:
     async def _finish_group(
         self, prompt: Prompt, future: Answers, *, baseline: Answers | None
     ) -> Group | None:
-        """Score a generated group and pass it on, unless dynamic sampling drops it: then return
-        it. Where a reward model scores, it does so when there is a batch.
+        """Score a generated group and buffer it; return it if dynamic sampling drops it.
 
-        Of groups that end together one is decoded an iteration of the event loop, so that meanwhile
-        the rewards of those before it go out and come back.
+        A reward model scores later, when there is a batch.
         """
         completions = [*await future, *(() if baseline is None else await baseline)]
-        generated_s = self._parts.clock()
-        with self._parts.trace.span("reward", "reward"):
+        generated_s = self._context.clock()
+        with self._context.trace.span("reward", "reward"):
+            # One group is decoded per iteration of the event loop. Meanwhile the rewards of groups
+            # that ended at the same time are requested and returned.
             async with self._decoding:
-                texts = self._parts.codec.decode([c.token_ids for c in completions])
+                texts = self._context.codec.decode([c.token_ids for c in completions])
                 await asyncio.sleep(0)
             scored = await self._score(prompt, completions, texts=texts)
         self._rewards.check(sample.reward for sample in scored)
         group = Group(prompt, scored[: self._num_samples])
-        filter_groups = self._parts.config.algorithm.filter_groups
+        filter_groups = self._context.config.algorithm.filter_groups
         if filter_groups.enable and not is_informative(group, filter_groups.metric):
             return group
         reference = None if baseline is None else scored[-1]
@@ -185,47 +186,50 @@ class GroupProducer:
     async def _score(
         self, prompt: Prompt, completions: Sequence[Completion], *, texts: Sequence[str]
     ) -> tuple[Sample, ...]:
-        if self._parts.config.reward_model.enable:
+        if self._context.config.reward_model.enable:
             outcomes = [PENDING] * len(texts)
             return _judged(prompt, completions, texts=texts, outcomes=outcomes)
-        return await score_texts(self._parts, prompt, completions=completions, texts=texts)
+        return await score_texts(self._context, prompt, completions=completions, texts=texts)
 
     def _check_dropped(self) -> None:
-        config = self._parts.config
+        config = self._context.config
         limit = config.algorithm.filter_groups.max_num_gen_batches
         num_dropped = len(self._dropped_uids)
         size = config.data.gen_batch_size or config.data.train_batch_size
-        size *= config.trainer.max_lag + 1  # so many steps are generated at the same time
+        size *= config.trainer.max_lag + 1  # the number of steps generated at the same time
         if 0 < limit * size < num_dropped + config.data.train_batch_size:
             raise UserError(
-                f"algorithm.filter_groups.max_num_gen_batches={limit}: {num_dropped} groups of "
-                "this step had equal or failed rewards and were dropped. Take easier or harder "
-                "prompts, raise the limit, or set algorithm.filter_groups.enable=False."
+                "algorithm.filter_groups.max_num_gen_batches",
+                limit,
+                rule=f"{num_dropped} groups of this step had equal or failed rewards and were "
+                "dropped",
+                remedy="Take easier or harder prompts, raise the limit, or set "
+                "algorithm.filter_groups.enable=False.",
             )
 
 
-def training_sampling(parts: RunContext) -> SamplingParams:
-    """The sampling parameters of training rollouts."""
-    rollout = parts.config.actor_rollout_ref.rollout
+def training_sampling(context: RunContext) -> SamplingParams:
+    """Return the sampling parameters of training rollouts."""
+    rollout = context.config.actor_rollout_ref.rollout
     return SamplingParams(
         temperature=rollout.temperature if rollout.do_sample else 0.0,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
-        max_new_tokens=parts.config.data.max_response_length,
+        max_new_tokens=context.config.data.max_response_length,
         ignore_eos=rollout.ignore_eos,
     )
 
 
 async def score_samples(
-    parts: RunContext, prompt: Prompt, *, completions: Sequence[Completion]
+    context: RunContext, prompt: Prompt, *, completions: Sequence[Completion]
 ) -> tuple[Sample, ...]:
     """Decode and score the completions of one prompt."""
-    texts = parts.codec.decode([completion.token_ids for completion in completions])
-    return await score_texts(parts, prompt, completions=completions, texts=texts)
+    texts = context.codec.decode([completion.token_ids for completion in completions])
+    return await score_texts(context, prompt, completions=completions, texts=texts)
 
 
 async def score_texts(
-    parts: RunContext,
+    context: RunContext,
     prompt: Prompt,
     *,
     completions: Sequence[Completion],
@@ -242,7 +246,7 @@ async def score_texts(
         )
         for completion, text in zip(completions, texts, strict=True)
     ]
-    outcomes = await parts.rewards.score(requests)
+    outcomes = await context.rewards.score(requests)
     return _judged(prompt, completions, texts=texts, outcomes=outcomes)
 
 
@@ -253,17 +257,15 @@ def _judged(
     texts: Sequence[str],
     outcomes: Sequence[RewardOutcome],
 ) -> tuple[Sample, ...]:
-    """Samples with their outcomes. A generation that failed has no reward."""
+    """Return samples with their outcomes; a failed generation gets ``GENERATION_FAILED``."""
+    failed = [completion.finish_reason is FinishReason.FAILED for completion in completions]
     return tuple(
         Sample(
             Trajectory.of_single_turn(prompt.token_ids, completion),
             text,
-            GENERATION_FAILED if _has_failed(completion) else outcome,
+            GENERATION_FAILED if has_failed else outcome,
         )
-        for completion, text, outcome in zip(completions, texts, outcomes, strict=True)
+        for completion, text, outcome, has_failed in zip(
+            completions, texts, outcomes, failed, strict=True
+        )
     )
-
-
-def _has_failed(completion: Completion) -> bool:
-    """Whether the model's logits were not finite."""
-    return completion.finish_reason is FinishReason.FAILED

@@ -24,13 +24,11 @@ from tandem.planner.search import (
     Split,
     Suggestion,
     balanced_split,
-    floor_seconds,
+    lower_bound_s,
     suggest,
 )
-from tandem.planner.task_times import MeasuredRun, TaskTimes, measured_run
+from tandem.planner.task_times import TIMES_OPTION, MeasuredRun, TaskTimes, measured_run
 
-TIMES_OPTION = "--times"
-"""The option of ``tandem plan`` that names the measured runs."""
 _LAGS = (0, 1, 2, 3, 4, 6, 8)
 _REFERENCE = "ref_logp"
 Groups = tuple[tuple[str, ...], ...]
@@ -39,29 +37,29 @@ Groups = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class SplitAdvice:
-    """What is suggested for a configuration.
+    """The suggested split for a configuration.
 
     Attributes:
-        configured_seconds: predicted step as configured; ``suggestion`` has the one suggested.
-        floor: no step of the suggested split can be shorter.
-        num_simulated: splits, of all groups that were tried.
-        overrides: the arguments that bring it about.
+        configured_seconds: the predicted step as configured.
+        lower_bound_s: the lower bound of a step with the suggested split.
+        num_simulated: the number of splits that were simulated, of all groups that were tried.
+        overrides: the arguments that configure the suggested split.
     """
 
     groups: Groups
     suggestion: Suggestion
     configured_seconds: float
-    floor: float
+    lower_bound_s: float
     num_simulated: int
     overrides: tuple[str, ...]
 
     @property
     def is_better(self) -> bool:
-        """Whether the suggested split beats what is configured, such as shared devices."""
+        """Whether the suggested split is faster than the configured one."""
         return self.suggestion.seconds < self.configured_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         split = self.suggestion.split
         return {
             "devices": {
@@ -71,7 +69,7 @@ class SplitAdvice:
             "lag": split.lag,
             "is_better": self.is_better,
             "step_s": self.suggestion.seconds,
-            "floor_s": self.floor,
+            "floor_s": self.lower_bound_s,
             "step_s_as_configured": self.configured_seconds,
             "splits_simulated": self.num_simulated,
             "overrides": list(self.overrides),
@@ -79,20 +77,22 @@ class SplitAdvice:
 
 
 def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
-    """The fastest split of the run's devices among its groups (two halves, if it names none); or
-    with the reference elsewhere, or all tasks in turns, if that is faster by more than what is
-    nearly as fast. Turns have the longest steps of decoding, so without ``decoding`` they are not
-    suggested.
+    """Return the fastest split of the run's devices among its groups (two halves if unnamed).
+
+    Other groups are suggested only if they are clearly faster: with the reference elsewhere, or
+    with all tasks on shared devices. Sharing makes for the longest decode steps, so it is not
+    considered unless the pace of decode steps is known.
 
     Raises:
-        UserError: there are no times of a task of the run, or too few devices to divide.
+        UserError: a task of the run was not measured, or there are too few devices to divide.
     """
     times, needed = times.planned(config), needed_tasks(config)
     for task in needed:
         if not times.measured.get(task):
             raise UserError(
-                f"{TIMES_OPTION}: holds no times of {task}, which this run performs. "
-                f"Add a table with them, or a run that performs it."
+                TIMES_OPTION,
+                rule=f"holds no times of {task}, which this run performs",
+                remedy="Add a table with them, or a run that performs it.",
             )
     named = config.trainer.separated_node_tasks or HALVES
     kept = (tuple(task for task in group if task in needed) for group in named)
@@ -104,9 +104,10 @@ def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
         groups = turns
     if num_devices < len(groups):
         raise UserError(
-            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {num_devices} device(s) "
-            f"cannot be divided among {len(groups)} groups. Set trainer.n_gpus_per_node="
-            f"{len(groups)} or more, or name fewer groups."
+            "trainer.n_gpus_per_node",
+            config.trainer.n_gpus_per_node,
+            rule=f"{num_devices} device(s) cannot be divided among {len(groups)} groups",
+            remedy=f"Set trainer.n_gpus_per_node={len(groups)} or more, or name fewer groups.",
         )
     found = {groups: _suggest(config, times, groups=groups, start=_start(config, groups))}
     for others in [*_with_reference_elsewhere(groups), *([turns] if tries_turns else [])]:
@@ -134,7 +135,7 @@ def _suggest(config: RunConfig, times: TaskTimes, *, groups: Groups, start: Spli
 
 
 def _lags(config: RunConfig, groups: Groups) -> list[int]:
-    """Those that a run of these groups can have, ascending."""
+    """Return the lags that a run with these groups can have, ascending."""
     shares_devices = any({"generate", "actor-train"} <= {*group} for group in groups)
     if shares_devices and any(turn_problems(config)):
         return [0]
@@ -142,7 +143,7 @@ def _lags(config: RunConfig, groups: Groups) -> list[int]:
 
 
 def _with_reference_elsewhere(groups: Groups) -> list[Groups]:
-    """The same groups with the reference in each of the others, and in one of its own."""
+    """Return the groups with the reference in each of the others, and in one of its own."""
     kept = tuple(tuple(task for task in group if task != _REFERENCE) for group in groups)
     if kept == groups:
         return []
@@ -156,7 +157,7 @@ def _with_reference_elsewhere(groups: Groups) -> list[Groups]:
 
 
 def _are_same(groups: Groups, others: Groups) -> bool:
-    """Whatever the order."""
+    """Return whether two divisions are the same but for their order."""
     return {*map(frozenset, groups)} == {*map(frozenset, others)}
 
 
@@ -169,7 +170,7 @@ def _advice(
         groups=groups,
         suggestion=suggestion,
         configured_seconds=configured_seconds(config, times),
-        floor=floor_seconds(times, groups, devices=split.devices),
+        lower_bound_s=lower_bound_s(times, groups, devices=split.devices),
         num_simulated=sum(len(one.predictions) for one in found.values()),
         overrides=(
             f"trainer.separated_node_tasks={show_groups(groups)}",
@@ -182,16 +183,17 @@ def _advice(
 
 
 def configured_seconds(config: RunConfig, times: TaskTimes) -> float:
-    """Predicted seconds of a step with the devices as ``config`` places them."""
+    """Predict the seconds of a step with the devices as ``config`` places them."""
     pools = place_run(config).used_pools
     split = Split(tuple(pool.num_devices for pool in pools), config.trainer.max_lag)
     return predict_step(config, times, groups=[pool.tasks for pool in pools], split=split)
 
 
 def forecast_rows(folder: Path) -> list[tuple[str, str]]:
-    """For the report of an asynchronous run: what its own task times predict, beside what it took.
+    """Return rows for the report of an asynchronous run: its predicted and its achieved step.
 
-    None for other runs, and for those with too few steps.
+    The prediction rests on the task times of the run itself. Return no rows for synchronous runs,
+    and for runs with too few steps.
     """
     try:
         measured = measured_run(folder)
@@ -206,7 +208,7 @@ def _forecast(measured: MeasuredRun) -> list[tuple[str, str]]:
     times, config = measured.times, measured.config
     pools = place_run(config).used_pools
     devices = [pool.num_devices for pool in pools]
-    floor = floor_seconds(times, [pool.tasks for pool in pools], devices=devices)
+    bound_s = lower_bound_s(times, [pool.tasks for pool in pools], devices=devices)
     predicted = configured_seconds(config, times)
     difference = measured.step_s / predicted - 1
     return [
@@ -215,13 +217,13 @@ def _forecast(measured: MeasuredRun) -> list[tuple[str, str]]:
             "step, achieved (median wall time)",
             f"{format_seconds(measured.step_s)} ({difference:+.0%})",
         ),
-        ("busiest pool, the least a step can take", format_seconds(floor)),
-        ("overlap: busiest pool / step", f"{floor / measured.step_s:.2f}"),
+        ("busiest pool, the least a step can take", format_seconds(bound_s)),
+        ("overlap: busiest pool / step", f"{bound_s / measured.step_s:.2f}"),
     ]
 
 
 def _start(config: RunConfig, groups: Sequence[tuple[str, ...]]) -> Split:
-    """The devices as configured, if these are the groups; else as even as can be."""
+    """Return the configured devices if ``groups`` are configured; else equal numbers."""
     num_devices, lag = config.trainer.num_devices, config.trainer.max_lag
     pools = place_run(config).used_pools
     counts = tuple(pool.num_devices for pool in pools)
@@ -234,7 +236,7 @@ def _start(config: RunConfig, groups: Sequence[tuple[str, ...]]) -> Split:
 def _rule(
     config: RunConfig, groups: Sequence[tuple[str, ...]]
 ) -> Callable[[tuple[int, ...]], bool]:
-    """Whether a run could be placed so."""
+    """Return a function that tells whether a run can have a division of its devices."""
 
     def is_allowed(devices: tuple[int, ...]) -> bool:
         trainer = config.trainer.model_copy(
@@ -249,7 +251,7 @@ def _rule(
 
 
 def _ratios(devices: Sequence[int]) -> tuple[float, ...]:
-    """They add up to 1, which leaves no device over; largest remainders do the rest."""
+    """Return the shares of the devices. Their sum is 1, so that each device is in a group."""
     first = [round(count / sum(devices), 6) for count in devices[:-1]]
     return (*first, round(1 - sum(first), 6))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that compute nothing and announce how long that would have taken, and the runtime that
-lets this time pass on the devices they share.
+"""Engines that compute nothing, and the runtime that lets the time of their work pass.
 
-A call has its effect when it begins and its result when it ends.
+An engine announces how long a call would have taken. The runtime sleeps that long and holds the
+devices of the engine meanwhile. A call has its effect when it begins, and returns when it ends.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ SYNC = "sync"
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTimes:
-    """Seconds, and how many sequences are generated at a time.
+    """The durations of all calls in seconds, and the number of sequences generated at a time.
 
     Attributes:
-        response_s: of response k of draw uid, generated beside others. ``validation_s`` of one of
-            the validation's.
-        task_s: of call number i of ``actor-train`` (one optimizer step), ``logp``, ``ref_logp``,
-            ``sync`` (weights in use) and ``reward`` (a group).
-        num_slots: sequences under way at the same time; others wait.
-        num_tokens: of a response of so many seconds, spread evenly over them.
-        decode_step_s: of the whole pool; a bounded advance stops after so many of them.
-        crowding: how many times longer sequences and decode steps take while so many are under way.
+        response_s: returns the seconds of response k of draw uid, alone on its engine.
+        validation_s: the seconds of a response in a validation.
+        task_s: returns the seconds of call number i of ``actor-train`` (one optimizer step),
+            ``logp``, ``ref_logp``, ``sync`` (a transfer of weights) or ``reward`` (a group).
+        num_slots: the number of sequences generated at the same time; others wait.
+        num_tokens: returns the tokens of a response of so many seconds, evenly spread over them.
+        decode_step_s: the seconds of a decode step, for the bound on an advance.
+        slowdown: returns the factor by which sequences and decode steps take longer while so many
+            sequences are generated at the same time.
     """
 
     response_s: Callable[[int, int], float]
@@ -57,13 +58,14 @@ class SimulatedTimes:
     num_tokens: Callable[[float], int] = lambda _: 8
     decode_step_s: float = 0.01
     validation_s: float = 0.0
-    crowding: Callable[[int], float] = lambda _: 1.0
+    slowdown: Callable[[int], float] = lambda _: 1.0
 
 
 class SimulatedEngine:
-    """What all simulated engines share: the pools of devices they need and the seconds announced.
+    """A simulated engine on pools of devices.
 
-    A method leaves in ``announced_s`` how long it would have taken.
+    Attributes:
+        announced_s: the seconds that the last method call would have taken.
     """
 
     data_parallel_size = sequence_parallel_size = 1
@@ -75,46 +77,46 @@ class SimulatedEngine:
         self._num_calls: dict[str, int] = {}
 
     def announce(self, task: str) -> None:
-        """The next call of ``task`` takes its time."""
+        """Announce the seconds of the next call of ``task``."""
         number = self._num_calls.get(task, 0)
         self._num_calls[task] = number + 1
         self.announced_s = self.times.task_s(task, number)
 
 
 class SimulatedPolicy(SimulatedEngine):
-    """A trainer, or what only scores (``task`` says as what)."""
+    """A simulated trainer, or a policy that only scores (``task`` names the scores)."""
 
     def __init__(self, times: SimulatedTimes, pools: Sequence[str], *, task: str) -> None:
         super().__init__(times, pools)
         self._task = task
 
     def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """All alike."""
+        """Return equal log-probs for all tokens."""
         self.announce(self._task)
         return [torch.full((len(batch.target_R),), -0.5) for batch in batches]
 
     def update(
         self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
     ) -> UpdateReport:
-        """One optimizer step."""
+        """Take one optimizer step."""
         self.announce(TRAINER)
         return UpdateReport({}, grad_norm=1.0, learning_rate=1.0, skipped=False)
 
     def advance_schedule(self) -> None:
-        """Takes no time."""
+        """Advance in no time."""
         self.announced_s = 0.0
 
     def save(self, folder: Path) -> None:
-        """Takes no time."""
+        """Save nothing, in no time."""
         self.announced_s = 0.0
 
     def load(self, folder: Path) -> None:
-        """Takes no time."""
+        """Load nothing."""
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """A response under way; ``left_s`` of its ``total_s`` are to come."""
+    """A response under way, with ``left_s`` of its ``total_s`` still to come."""
 
     sample_id: int
     total_s: float
@@ -125,19 +127,20 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Engine:
-    """What one engine of a pool generates, and is to generate."""
+    """An engine of a pool, with its sequences."""
 
     waiting: list[int] = field(default_factory=list[int])
     running: list[_Sequence] = field(default_factory=list[_Sequence])
 
     def size(self) -> int:
-        """Sequences to do."""
+        """Return the number of its sequences."""
         return len(self.waiting) + len(self.running)
 
 
 class SimulatedRollout(SimulatedEngine):
-    """A pool that generates ``num_slots`` sequences at a time, each at its own speed. Its engines
-    share the slots; a request goes to the one with the fewest sequences to do.
+    """A pool of engines that generates ``num_slots`` sequences at a time, each at its own speed.
+
+    The engines have equal numbers of slots. A request goes to the engine with the fewest sequences.
     """
 
     def __init__(
@@ -164,11 +167,11 @@ class SimulatedRollout(SimulatedEngine):
             min(self._engines, key=_Engine.size).waiting.extend(request.sample_ids)
 
     def work(self) -> list[EngineWork]:
-        """What each engine has to do."""
+        """Return whether each engine has sequences."""
         return [EngineWork.NEXT if e.size() else EngineWork.NONE for e in self._engines]
 
     def advance(self, max_steps: int | None = None) -> list[Completion]:
-        """To the next end of a sequence, or for ``max_steps``."""
+        """Generate until the next end of a sequence, but at most ``max_steps``."""
         for engine in self._engines:
             while engine.waiting and len(engine.running) < self._slots_each:
                 sample_id = engine.waiting.pop(0)
@@ -178,7 +181,7 @@ class SimulatedRollout(SimulatedEngine):
         progress_s = min((s.left_s for s in running), default=0.0)
         if max_steps is not None:
             progress_s = min(progress_s, max_steps * self.times.decode_step_s)
-        self.announced_s = progress_s * self.times.crowding(len(running))
+        self.announced_s = progress_s * self.times.slowdown(len(running))
         for sequence in running:
             sequence.left_s -= progress_s
         ended = [s for s in running if s.left_s <= 1e-9]
@@ -187,7 +190,7 @@ class SimulatedRollout(SimulatedEngine):
         return [self._completion(sequence) for sequence in ended]
 
     def settle(self) -> None:
-        """Nothing is under way between two calls."""
+        """Return at once: nothing is under way between two calls."""
         self.announced_s = 0.0
 
     def metrics(self) -> Mapping[str, float]:
@@ -195,7 +198,7 @@ class SimulatedRollout(SimulatedEngine):
         return {}
 
     def set_weights_version(self, version: int) -> bool:
-        """In use at once; the time of the transfer has passed, if the weights were staged."""
+        """Use ``version`` at once. Staged weights take no more time, because they are there."""
         self.announced_s = 0.0
         if version != self._version and self._version >= 0 and not self.is_staged:
             self._sync.announce(SYNC)
@@ -233,25 +236,25 @@ class SimulatedRollout(SimulatedEngine):
 
 
 class SimulatedStage(SimulatedEngine):
-    """Weights on their way while the trainer and the rollout work: only ``sync`` passes."""
+    """A stage that transfers weights in the seconds of ``sync``, beside training and rollout."""
 
     def __init__(self, times: SimulatedTimes, rollout: SimulatedRollout) -> None:
         super().__init__(times, ())
         rollout.is_staged = True
 
     def stage(self, version: int) -> None:
-        """Takes as long as a transfer."""
+        """Take the seconds of a transfer."""
         self.announce(SYNC)
 
 
 class SimulatedRuntime:
-    """Implements ``api.Runtime``: a call takes the seconds its engine announced, on its devices."""
+    """An ``api.Runtime`` whose calls take the announced seconds on the devices of the engine."""
 
     def __init__(self) -> None:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def call(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """One call at a time on the same devices."""
+        """Call ``function`` once no other call uses its devices."""
         engine = cast(SimulatedEngine, cast(Any, function).__self__)
         async with AsyncExitStack() as devices:
             for pool in engine.pools:
@@ -263,8 +266,8 @@ class SimulatedRuntime:
         return result
 
     async def watch(self) -> None:
-        """Nothing ends by itself."""
+        """Wait forever, because no process can fail."""
         await asyncio.Event().wait()
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Release nothing."""

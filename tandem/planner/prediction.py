@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seconds of a training step with another split of the devices: the pipeline of the run, with a
-small batch, under the virtual clock, each task as long as ``TaskTimes`` says for its devices.
+"""The prediction of a training step with another split of the devices.
 
-The small batch has the lengths of the large one: its responses are evenly chosen among them, the
-longest always present. Reward and validation are left out.
+The pipeline of the run is simulated with a small batch. Each task takes the seconds that
+``TaskTimes`` has for its number of devices. The lengths of the small batch are evenly chosen from
+the measured ones, and always include the longest. Rewards and validations are left out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tandem.planner.simulation import (
     ROLLOUT,
     SCORER,
     TRAINER,
+    SimulatedSetup,
     SimulatedTimes,
-    Surroundings,
     simulate,
     simulated_config,
 )
@@ -32,11 +32,11 @@ _BATCH = _NUM_PROMPTS * _NUM_SAMPLES
 _NUM_WARMUP_STEPS = 3
 _NUM_STEPS = 8
 _DECODE_STEPS = 1024
-"""Of a mean response."""
+"""The number of decode steps of a mean response."""
 
 
 def predictor(config: RunConfig, times: TaskTimes, *, groups: Groups) -> Callable[[Split], float]:
-    """What ``planner.suggest`` asks; everything but devices and lag is as in ``config``."""
+    """Return the ``predict`` of ``search.suggest`` for runs like that of ``config``."""
 
     def predict(split: Split) -> float:
         return predict_step(config, times, groups=groups, split=split)
@@ -45,7 +45,7 @@ def predictor(config: RunConfig, times: TaskTimes, *, groups: Groups) -> Callabl
 
 
 def predict_step(config: RunConfig, times: TaskTimes, *, groups: Groups, split: Split) -> float:
-    """Seconds of a training step in the long run."""
+    """Return the mean seconds of a training step, without those at the begin and the end."""
     warmup = _NUM_WARMUP_STEPS + split.lag
     last = warmup + _NUM_STEPS
     num_steps = last + split.lag
@@ -62,7 +62,7 @@ def predict_step(config: RunConfig, times: TaskTimes, *, groups: Groups, split: 
     run = simulate(
         small,
         _simulated_times(config, times, seconds=seconds, num_engines=num_engines),
-        around=Surroundings(
+        setup=SimulatedSetup(
             groups,
             num_rows=_NUM_PROMPTS * (num_steps + 1),
             num_engine_rows=_num_rows(config, num_engines),
@@ -78,13 +78,13 @@ def _num_engines(groups: Groups, split: Split) -> int:
 
 
 def _num_rows(config: RunConfig, num_engines: int) -> int:
-    """Of all engines, as a part of a batch like that of the run."""
+    """Return the rows of all engines, scaled from the batch of the run to the small batch."""
     num_rows = config.actor_rollout_ref.rollout.max_num_seqs * num_engines
     return max(1, _BATCH * num_rows // config.sequences_per_step)
 
 
 def _carried_over(config: RunConfig) -> list[str]:
-    """What of a configuration decides on the order of tasks."""
+    """Return the keys of ``config`` that decide on the order of tasks."""
     bypass = config.algorithm.rollout_correction.bypass_mode
     partial = config.actor_rollout_ref.rollout.partial_rollout
     num_mini_batches = 2 if config.needs_old_log_probs else 1
@@ -100,7 +100,7 @@ def _carried_over(config: RunConfig) -> list[str]:
 def _task_seconds(
     times: TaskTimes, groups: Groups, *, split: Split, num_updates: int
 ) -> dict[str, float]:
-    """Of one call of each task."""
+    """Return the seconds of one call of each task."""
     devices = {
         task: count for group, count in zip(groups, split.devices, strict=True) for task in group
     }
@@ -115,12 +115,14 @@ def _task_seconds(
 def _simulated_times(
     config: RunConfig, times: TaskTimes, *, seconds: Mapping[str, float], num_engines: int
 ) -> SimulatedTimes:
-    """Of a pool that takes as long for a step as there are sequences in it, if that is known; else
-    as long for a batch, whatever else is under way.
+    """Return the times of the small batch.
+
+    A decode step depends on the number of concurrent sequences if ``times.decoding`` is known. If
+    not, a batch takes the same time whatever else is generated.
     """
-    lengths = strata(times.relative_lengths, _BATCH, longest=times.longest)
+    lengths = quantiles(times.relative_lengths, _BATCH, longest=times.longest)
     num_slots = _num_rows(config, num_engines)
-    crowding = _alike
+    slowdown = _constant
     if times.decoding is None:
         num_slots = min(num_slots, _BATCH)
         mean = seconds[ROLLOUT] * times.rows_share
@@ -129,10 +131,10 @@ def _simulated_times(
         mean = times.decoding.mean_tokens
         decode_step = max(mean / _DECODE_STEPS, 1.0)
         share = config.sequences_per_step / _BATCH / num_engines
-        crowding = partial(_step_seconds, times.decoding.pace, share=share)
+        slowdown = partial(_step_seconds, times.decoding.pace, share=share)
 
     def response(uid: int, k: int) -> float:
-        # Neighbouring draws get distant lengths, and every batch all of them.
+        # Neighbouring draws get distant lengths, and every batch has all lengths.
         place = (uid % _NUM_PROMPTS) * _NUM_SAMPLES + k
         return mean * lengths[(place * 7) % _BATCH]
 
@@ -141,22 +143,23 @@ def _simulated_times(
         task_s=lambda task, _: seconds.get(task, 0.0),
         num_slots=num_slots,
         decode_step_s=decode_step,
-        crowding=crowding,
+        slowdown=slowdown,
     )
 
 
-def _alike(_: int) -> float:
+def _constant(_: int) -> float:
     return 1.0
 
 
 def _step_seconds(pace: DecodePace, num_running: int, *, share: float) -> float:
-    """``share``: sequences of one engine that each of those under way stands for."""
+    # ``share`` sequences of a real engine are represented by each simulated one.
     return pace.step_s(num_running * share)
 
 
-def strata(lengths: Sequence[float], count: int, *, longest: float = 0.0) -> list[float]:
-    """``count`` lengths with mean 1 that stand for all: means of equal shares, but the longest one,
-    which is ``longest`` if none of ``lengths`` is.
+def quantiles(lengths: Sequence[float], count: int, *, longest: float = 0.0) -> list[float]:
+    """Return ``count`` quantiles of ``lengths``, ascending, scaled to the mean 1.
+
+    The last one is not scaled: it is the greatest of ``lengths`` and ``longest``.
     """
     ordered = sorted(lengths)
     if len(ordered) == 1 and longest <= ordered[0]:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to divide devices among groups of tasks, and how far generation may run ahead, so that a
-training step takes least.
+"""The search for the division of devices and the lag with the shortest training step.
 
-The search asks for the seconds of a step of one split after another: it starts from the split that
-balances the groups' own times, which is a lower bound, and moves devices between groups as long as
-that helps. The smallest lag is taken that is nearly as fast as the fastest. What predicts the
-seconds comes in as a function; ``simulation`` has one.
+The search starts from the split that balances the times of the groups, and moves devices between
+groups as long as the predicted step gets shorter. It then takes the smallest lag that is nearly as
+fast as the fastest. The prediction comes in as a function, such as that of ``prediction``.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from itertools import permutations
 from tandem.planner.task_times import SYNC, TaskTimes
 
 NEARLY = 1.02
-"""Times the fastest."""
+"""A step is nearly as fast as the fastest if it takes at most this many times as long."""
 _SYNCED_TASKS = ("actor-train", "generate")
 
 Groups = Sequence[Sequence[str]]
@@ -26,7 +24,7 @@ Groups = Sequence[Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Devices of each group, and the largest lag."""
+    """The number of devices of each group, and the largest lag."""
 
     devices: tuple[int, ...]
     lag: int
@@ -34,9 +32,11 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """The best split found, with the seconds of a step before and after.
+    """The best split found.
 
-    ``predictions`` are all splits that were looked at.
+    Attributes:
+        seconds: the predicted step of the split; ``start_seconds`` that of the first split tried.
+        predictions: the predicted steps of all splits that were tried.
     """
 
     split: Split
@@ -45,26 +45,26 @@ class Suggestion:
     predictions: Mapping[Split, float]
 
 
-class Forecasts:
-    """Seconds of a step by split, each asked for once."""
+class Predictions:
+    """The predicted steps of splits, each predicted once."""
 
     def __init__(self, predict: Callable[[Split], float]) -> None:
         self._predict = predict
         self.known: dict[Split, float] = {}
 
     def seconds(self, split: Split) -> float:
-        """Of a step with ``split``."""
+        """Return the seconds of a step with ``split``."""
         if split not in self.known:
             self.known[split] = self._predict(split)
         return self.known[split]
 
     def best(self, splits: Sequence[Split]) -> Split:
-        """The fastest; the first of several."""
+        """Return the fastest of ``splits``, the first of equal ones."""
         return min(splits, key=self.seconds)
 
 
-def floor_seconds(times: TaskTimes, groups: Groups, *, devices: Sequence[int]) -> float:
-    """No step is shorter than what the busiest group has to do in it, its weights sent or taken."""
+def lower_bound_s(times: TaskTimes, groups: Groups, *, devices: Sequence[int]) -> float:
+    """Return the seconds of work of the busiest group in a step, with its transfer of weights."""
     return max(
         _group_seconds(times, group, num_devices=count)
         for group, count in zip(groups, devices, strict=True)
@@ -78,9 +78,9 @@ def balanced_split(
     num_devices: int,
     is_allowed: Callable[[tuple[int, ...]], bool],
 ) -> tuple[int, ...] | None:
-    """Devices of each group with the lowest ``floor_seconds``, given one by one to the slowest.
+    """Return the division with the lowest ``lower_bound_s``, or the nearest that is allowed.
 
-    None if no division is allowed. Where the balanced one is not, the nearest allowed is taken.
+    Devices go one by one to the slowest group. Return None if no division is allowed.
     """
     counts = [1] * len(groups)
     for _ in range(num_devices - len(groups)):
@@ -101,29 +101,30 @@ def suggest(
     is_allowed: Callable[[tuple[int, ...]], bool],
     predict: Callable[[Split], float],
 ) -> Suggestion:
-    """The fastest split found from ``start``, whose number of devices it keeps.
+    """Return the fastest split found from ``start`` on, with the same number of devices.
 
     Args:
-        lags: that may be suggested, ascending.
-        is_allowed: whether a division of the devices can be run.
+        lags: the lags to try, ascending.
+        is_allowed: returns whether a run can have a division of the devices.
+        predict: returns the seconds of a step.
     """
-    forecasts = Forecasts(predict)
-    start_seconds = forecasts.seconds(start)
+    predictions = Predictions(predict)
+    start_seconds = predictions.seconds(start)
     num_devices = sum(start.devices)
     even = balanced_split(times, groups, num_devices=num_devices, is_allowed=is_allowed)
     candidates = {start.devices, even or start.devices}
     largest = max(lags)
-    found = forecasts.best([Split(devices, largest) for devices in sorted(candidates)])
-    found = _descend(found, forecasts, is_allowed=is_allowed)
-    found = _smallest_lag(found.devices, lags, forecasts=forecasts)
-    found = _descend(found, forecasts, is_allowed=is_allowed)
-    return Suggestion(found, forecasts.seconds(found), start_seconds, forecasts.known)
+    found = predictions.best([Split(devices, largest) for devices in sorted(candidates)])
+    found = _descend(found, predictions, is_allowed=is_allowed)
+    found = _smallest_lag(found.devices, lags, predictions=predictions)
+    found = _descend(found, predictions, is_allowed=is_allowed)
+    return Suggestion(found, predictions.seconds(found), start_seconds, predictions.known)
 
 
 def _descend(
-    split: Split, forecasts: Forecasts, *, is_allowed: Callable[[tuple[int, ...]], bool]
+    split: Split, predictions: Predictions, *, is_allowed: Callable[[tuple[int, ...]], bool]
 ) -> Split:
-    """Move devices between two groups while a step gets shorter: many at first, then few."""
+    """Move devices between two groups while a step gets shorter, first many and then few."""
     stride = max(sum(split.devices) // 4, 1)
     while True:
         neighbours = [
@@ -131,7 +132,7 @@ def _descend(
             for devices in _neighbours(split.devices, stride)
             if is_allowed(devices)
         ]
-        best = forecasts.best([split, *neighbours])
+        best = predictions.best([split, *neighbours])
         if best != split:
             split = best
         elif stride == 1:
@@ -151,16 +152,18 @@ def _neighbours(devices: tuple[int, ...], stride: int) -> list[tuple[int, ...]]:
     return found
 
 
-def _smallest_lag(devices: tuple[int, ...], lags: Sequence[int], *, forecasts: Forecasts) -> Split:
+def _smallest_lag(
+    devices: tuple[int, ...], lags: Sequence[int], *, predictions: Predictions
+) -> Split:
     splits = [Split(devices, lag) for lag in lags]
-    limit = NEARLY * min(forecasts.seconds(split) for split in splits)
-    return next(split for split in splits if forecasts.seconds(split) <= limit)
+    limit = NEARLY * min(predictions.seconds(split) for split in splits)
+    return next(split for split in splits if predictions.seconds(split) <= limit)
 
 
 def _nearest_allowed(
     devices: tuple[int, ...], is_allowed: Callable[[tuple[int, ...]], bool]
 ) -> tuple[int, ...] | None:
-    """By moving ever more devices between two groups."""
+    """Return the first allowed division, moving ever more devices between two groups."""
     if is_allowed(devices):
         return devices
     for stride in range(1, sum(devices)):

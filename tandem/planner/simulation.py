@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline itself under a virtual clock: engines that compute nothing, announce how long that
-would have taken, and share devices as their groups say.
+"""The simulation of a run: the real pipeline with simulated engines under a virtual clock.
 
-Everything between the engines is the code of a real run. Use it to test schedules and to predict
-the time of a step. What it leaves out: memory, failures, and that a pass over more sequences at a
-time is slower for each of them.
+Everything between the engines is the code of a real run. The simulation tests schedules and
+predicts the time of a step. It has no memory limits and no failures.
 """
 
 from __future__ import annotations
@@ -55,9 +53,12 @@ from tandem.types import (
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """What came of it: rows as logged with the moment of each, and the trace.
+    """The result of a simulation.
 
-    ``samples`` are the completions that were trained on, by step.
+    Attributes:
+        rows: the records with the moment at which each was written.
+        events: the trace.
+        samples: the completions that were trained on, by step.
     """
 
     summary: RunSummary
@@ -67,8 +68,11 @@ class SimulatedRun:
     end_s: float
 
     def step_seconds(self, *, after: int, through: int | None = None) -> float:
-        """Mean time between the ends of two steps' updates, from step ``after`` to ``through``
-        (None: the last). With a lag of g the last g steps have nothing generated beside them.
+        """Return the mean time between the ends of two updates, from step ``after`` on.
+
+        Args:
+            through: the last step to count, None for the last of the run. With a lag of g, nothing
+                is generated beside the last g steps.
         """
         ends = {
             int(e.details["step"]): e.end_s
@@ -79,8 +83,8 @@ class SimulatedRun:
         return (ends[last] - ends[after]) / (last - after)
 
 
-class _World(SimulatedEngine):
-    """The other parts: rewards, text, store, records."""
+class _Harness(SimulatedEngine):
+    """The rewards, texts, store, metric sink and trace sink of a simulated run."""
 
     def __init__(self, times: SimulatedTimes, score: Callable[[int, int], float]) -> None:
         super().__init__(times, ())
@@ -90,7 +94,7 @@ class _World(SimulatedEngine):
         self.samples: dict[int, tuple[Completion, ...]] = {}
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        """Implements ``parts.Rewards``."""
+        """Score as ``context.Rewards`` does, in the seconds of ``reward``."""
         self.announce("reward")
         await asyncio.sleep(self.announced_s)
         return [
@@ -99,55 +103,48 @@ class _World(SimulatedEngine):
         ]
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
-        """Implements ``parts.Codec``."""
+        """Return empty texts, for ``context.Codec``."""
         return ["" for _ in ids]
 
     def save_own_template(self, folder: Path) -> None:
-        """Implements ``parts.Codec``."""
+        """Save nothing, for ``context.Codec``."""
 
     def writing(self, step: int, state: dict[str, Any]) -> AbstractContextManager[Path]:
-        """Implements ``parts.Store``: nothing is saved."""
+        """Refuse to save, for ``context.Store``."""
         raise RuntimeError(f"a simulated run saves nothing, also not at step {step}")
 
     def record(self, step: int, groups: Sequence[Group]) -> None:
-        """Keep what was trained on."""
+        """Keep the completions that were trained on."""
         samples = [sample for group in groups for sample in group.samples]
         self.samples[step] = tuple(c for sample in samples for c in sample.trajectory.completions)
 
-
-@dataclass(frozen=True, slots=True)
-class _Sink:
-    """Implements ``api.MetricSink`` and ``trace.TraceSink``."""
-
-    world: _World
-
     def write(self, report: StepReport) -> None:
-        """Keep a row with its moment."""
-        self.world.rows.append((asyncio.get_running_loop().time(), report))
+        """Keep a record with its moment, for ``api.MetricSink``."""
+        self.rows.append((asyncio.get_running_loop().time(), report))
 
     def append(self, event: TraceEvent) -> None:
-        """Keep an event."""
-        self.world.events.append(event)
+        """Keep an event, for ``trace.TraceSink``."""
+        self.events.append(event)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Hold nothing back."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Release nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Recorder:
-    """Implements ``parts.Recorder``."""
+    """A ``context.Recorder`` that passes groups on to the harness."""
 
-    world: _World
+    harness: _Harness
 
     def write(self, step: int, groups: Sequence[Group], *, advantages: Sequence[float]) -> None:
-        """Keep what was trained on."""
-        self.world.record(step, groups)
+        """Keep the completions that were trained on."""
+        self.harness.record(step, groups)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Release nothing."""
 
 
 def _alternately(row: int, k: int) -> float:
@@ -155,19 +152,20 @@ def _alternately(row: int, k: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a simulated run has around it.
+class SimulatedSetup:
+    """The devices, data and checkpoints of a simulated run.
 
     Attributes:
-        groups: tasks that share devices; those of a group never run at the same time.
-        num_rows, num_validation_rows: of the data.
-        num_engines: that generate, each with as many of the sequences at a time.
-        num_engine_rows: what admission reckons with instead of ``SimulatedTimes.num_slots``.
-        stages_weights: weights travel while training and generation go on.
-        store: takes checkpoints, if the configuration asks for any.
-        checkpoint: the run goes on from there. ``is_validated``: as in ``Pipeline.restore``.
-        stop_s: when the run is asked to stop.
-        score: the reward of sample k of a row.
+        groups: the groups of tasks that share devices; tasks of a group never run at the same time.
+        num_rows, num_validation_rows: the sizes of the data.
+        num_engines: the number of engines, with equal shares of the sequences.
+        num_engine_rows: the number of rows for admission, instead of ``SimulatedTimes.num_slots``.
+        stages_weights: whether weights are transferred beside training and generation.
+        store: the store of checkpoints; needed if the configuration saves any.
+        checkpoint: the checkpoint to continue from.
+        is_validated: the argument of ``Pipeline.restore``.
+        stop_s: the moment at which the run is asked to stop.
+        score: returns the reward of sample k of a row.
     """
 
     groups: Sequence[Sequence[str]]
@@ -183,60 +181,68 @@ class Surroundings:
     score: Callable[[int, int], float] = _alternately
 
 
-def simulate(config: RunConfig, times: SimulatedTimes, *, around: Surroundings) -> SimulatedRun:
-    """Run the pipeline as ``config`` says. Raises what it raises, or DeadlockError."""
-    return run_virtually(_simulate(config, times, around=around))
+def simulate(config: RunConfig, times: SimulatedTimes, *, setup: SimulatedSetup) -> SimulatedRun:
+    """Run the pipeline with ``config`` and return its result.
+
+    Raises:
+        DeadlockError: all tasks of the pipeline wait for each other.
+    """
+    return run_virtually(_simulate(config, times, setup=setup))
 
 
 async def _simulate(
-    config: RunConfig, times: SimulatedTimes, *, around: Surroundings
+    config: RunConfig, times: SimulatedTimes, *, setup: SimulatedSetup
 ) -> SimulatedRun:
     clock = asyncio.get_running_loop().time
-    world = _World(times, around.score)
-    parts = _parts(config, times, around=around, world=world)
-    pipeline = Pipeline(parts)
-    if around.checkpoint is not None:
-        await pipeline.restore(around.checkpoint, is_logged=True, is_validated=around.is_validated)
+    harness = _Harness(times, setup.score)
+    context = _context(config, times, setup=setup, harness=harness)
+    pipeline = Pipeline(context)
+    if setup.checkpoint is not None:
+        await pipeline.restore(setup.checkpoint, is_logged=True, is_validated=setup.is_validated)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(pipeline.run())
-        if around.stop_s is not None:
-            await asyncio.wait([running], timeout=around.stop_s)
+        if setup.stop_s is not None:
+            await asyncio.wait([running], timeout=setup.stop_s)
             await pipeline.stop()
-    parts.trace.close()
+    context.trace.close()
     return SimulatedRun(
-        running.result(), tuple(world.rows), tuple(world.events), dict(world.samples), clock()
+        running.result(),
+        tuple(harness.rows),
+        tuple(harness.events),
+        dict(harness.samples),
+        clock(),
     )
 
 
-def _parts(
-    config: RunConfig, times: SimulatedTimes, *, around: Surroundings, world: _World
+def _context(
+    config: RunConfig, times: SimulatedTimes, *, setup: SimulatedSetup, harness: _Harness
 ) -> RunContext:
     clock = asyncio.get_running_loop().time
-    entries = [_entry(row) for row in range(around.num_rows)]
+    entries = [_entry(row) for row in range(setup.num_rows)]
     source = open_source(entries, config.data, total_epochs=config.trainer.total_epochs)
     return RunContext(
         config=config,
-        schedule=schedule_run(config, around.num_rows),
+        schedule=schedule_run(config, setup.num_rows),
         runtime=SimulatedRuntime(),
-        engines=_engines(config, times, around=around),
+        engines=_engines(config, times, setup=setup),
         source=source,
-        validation_prompts=[_prompt(row) for row in range(around.num_validation_rows)],
-        codec=world,
-        rewards=world,
-        store=world if around.store is None else around.store,
-        sinks=(_Sink(world),),
-        recorder=_Recorder(world),
+        validation_prompts=[_prompt(row) for row in range(setup.num_validation_rows)],
+        codec=harness,
+        rewards=harness,
+        store=harness if setup.store is None else setup.store,
+        sinks=(harness,),
+        recorder=_Recorder(harness),
         facts=ComputeFacts(None, "", num_devices=1, num_training_devices=1),
         preferred_tokens=None,
         clock=clock,
         allocated_bytes=lambda: 0,
         reserved_bytes=lambda: 0,
-        trace=TraceRecorder(clock, sink=_Sink(world)),
+        trace=TraceRecorder(clock, sink=harness),
     )
 
 
-def _engines(config: RunConfig, times: SimulatedTimes, *, around: Surroundings) -> Engines:
-    pool_of = {task: "+".join(group) for group in around.groups for task in group}
+def _engines(config: RunConfig, times: SimulatedTimes, *, setup: SimulatedSetup) -> Engines:
+    pool_of = {task: "+".join(group) for group in setup.groups for task in group}
     trainer = SimulatedPolicy(times, [pool_of[TRAINER]], task=SCORER)
     scorer = trainer
     if pool_of.get(SCORER, pool_of[TRAINER]) != pool_of[TRAINER]:
@@ -250,10 +256,10 @@ def _engines(config: RunConfig, times: SimulatedTimes, *, around: Surroundings) 
         times,
         [pool_of[ROLLOUT]],
         num_samples=config.actor_rollout_ref.rollout.n,
-        num_engines=around.num_engines,
+        num_engines=setup.num_engines,
         sync=SimulatedEngine(times, ()),
     )
-    stage: WeightStage | None = SimulatedStage(times, rollout) if around.stages_weights else None
+    stage: WeightStage | None = SimulatedStage(times, rollout) if setup.stages_weights else None
     return Engines(
         trainer,
         rollout,
@@ -262,7 +268,7 @@ def _engines(config: RunConfig, times: SimulatedTimes, *, around: Surroundings) 
         stage,
         work=rollout.work,
         generates_apart=pool_of[ROLLOUT] != pool_of[TRAINER],
-        num_rows=around.num_engine_rows or times.num_slots,
+        num_rows=setup.num_engine_rows or times.num_slots,
     )
 
 
@@ -278,7 +284,7 @@ def _prompt(row: int) -> Prompt:
 def simulated_config(
     *, num_prompts: int, num_samples: int, lag: int, num_steps: int, further: Sequence[str] = ()
 ) -> RunConfig:
-    """A configuration for ``simulate``: one optimizer step a batch, no validation, no reference."""
+    """Return a configuration with one optimizer step a batch, no validation and no reference."""
     keys = (
         f"data.train_batch_size={num_prompts}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={num_prompts}",

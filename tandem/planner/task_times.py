@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long each task of a training step takes on how many devices: from runs that were made, or
-from a table. What the planner predicts other splits from.
+"""The measured seconds of each task of a training step, from earlier runs or from a table.
 
-Between and beyond measured numbers of devices, seconds are ``fixed + divided / devices`` (least
-squares, neither below 0); from one number of devices alone, all of it is taken to divide.
+The planner predicts other splits of the devices from them. For other numbers of devices than the
+measured ones, the seconds are ``fixed + divided / devices`` (least squares, neither part below 0).
+If only one number of devices was measured, ``fixed`` is 0.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from tandem.metrics.trace import PAUSE
 from tandem.report.run_folder import RunData, read_run
 from tandem.report.series import Column
 
+TIMES_OPTION = "--times"
+"""The option of ``tandem plan`` that names the measured runs."""
 SYNC = "sync"
 _GENERATE = "generate"
 _LENGTHS = "response_lengths"
@@ -34,23 +36,24 @@ _SECTIONS = {
     "actor-train": ("update_actor", "values", "update_critic"),
     SYNC: ("update_weights",),
 }
-"""Sections of a synchronous step, for runs without ``pipeline/busy_s``; not every run has more than
-the first."""
+"""The sections of a synchronous step, for runs without ``pipeline/busy_s``. Every run has the first
+section of each task."""
 _NUM_WARMUP_STEPS = 1
 _MAX_LENGTHS = 256
 _SATURATED_IDLE_SHARE = 0.1
 
 Measurements = Mapping[str, tuple[tuple[int, float], ...]]
-"""Task -> (devices, seconds) pairs."""
+"""The (devices, seconds) pairs of each task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """The seconds of a decode step, and how many of them a mean response takes.
+    """The pace of decode steps and the lengths of responses.
 
     Attributes:
-        num_sequences: of a batch.
-        num_rows: sequences that one engine can have under way.
+        mean_tokens: the tokens of a mean response, each of which takes one decode step.
+        num_sequences: the number of sequences in a batch.
+        num_rows: the number of sequences that one engine generates at once.
     """
 
     pace: DecodePace
@@ -59,23 +62,23 @@ class Decoding:
     num_rows: int
 
     def saturated_s(self, num_engines: int) -> float:
-        """Of a batch on so many engines that have all their rows under way all the time."""
+        """Return the seconds of a batch on engines whose rows are always full."""
         num_steps = self.num_sequences * self.mean_tokens / (num_engines * self.num_rows)
         return num_steps * self.pace.step_s(self.num_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskTimes:
-    """Seconds of the tasks of one training step.
+    """The seconds of the tasks of one training step.
 
     Attributes:
-        measured: for ``generate`` the seconds per batch of engines that always have enough to do;
-            a batch alone takes as much longer as its longest response exceeds the mean.
-        relative_lengths: of responses, ascending, mean 1; (1,) if they are not known.
-        longest: of a batch, relative; that of ``relative_lengths``, if no more is known.
-        rows_share: what part of a batch was under way at a time when ``generate`` was measured.
-        decoding: how long decode steps take and responses are, if a run told it. Then ``generate``
-            follows from it.
+        measured: the measured seconds. Those of ``generate`` are the seconds per batch of fully
+            loaded engines; a batch alone takes longer by the ratio of its longest response to the
+            mean.
+        relative_lengths: the lengths of responses, ascending, with mean 1; (1,) if unknown.
+        longest: the longest response of a batch, relative to the mean; 0 if unknown.
+        rows_share: the share of a batch that was generated at once while ``generate`` was measured.
+        decoding: the pace of decode steps, if a run has measured it; ``generate`` follows from it.
 
     Example:
         >>> times = TaskTimes({"actor-train": ((2, 5.0), (4, 3.0))}, (1.0,))
@@ -90,7 +93,7 @@ class TaskTimes:
     decoding: Decoding | None = None
 
     def planned(self, config: RunConfig) -> TaskTimes:
-        """With as many sequences and rows as ``config`` has."""
+        """Return these times with the numbers of sequences and rows of ``config``."""
         if self.decoding is None:
             return self
         rows = config.actor_rollout_ref.rollout.max_num_seqs
@@ -98,7 +101,7 @@ class TaskTimes:
         return replace(self, decoding=decoding)
 
     def seconds(self, task: str, num_devices: int) -> float:
-        """Seconds on so many devices, 0 for a task that was not measured."""
+        """Return the seconds of a task on so many devices, 0 if it was not measured."""
         if task == _GENERATE and self.decoding is not None:
             return self.decoding.saturated_s(num_devices)
         points = self.measured.get(task, ())
@@ -112,7 +115,7 @@ class TaskTimes:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """Times of a run, its configuration, and the median wall time of its steps."""
+    """The times of a run, its configuration, and the median wall time of its steps."""
 
     times: TaskTimes
     config: RunConfig
@@ -120,7 +123,7 @@ class MeasuredRun:
 
 
 def read_times(paths: Sequence[Path]) -> TaskTimes:
-    """The times of run folders and tables together.
+    """Return the times of several run folders and tables together.
 
     Raises:
         UserError: one of them cannot be read or holds no times.
@@ -136,7 +139,7 @@ def read_times(paths: Sequence[Path]) -> TaskTimes:
 
 
 def measured_run(folder: Path) -> MeasuredRun:
-    """What a run folder says.
+    """Read the times of a run from its folder.
 
     Raises:
         UserError: the folder holds no run of ``tandem train`` with two steps or more.
@@ -157,8 +160,10 @@ def measured_run(folder: Path) -> MeasuredRun:
     wall = _median(run, "pipeline/wall_s") or _median(run, "timing_s/step")
     if _GENERATE not in measured or "actor-train" not in measured or wall is None:
         raise UserError(
-            f"--times={str(folder)!r}: holds no times of generation and training. Give the folder "
-            "of a run with two steps or more, or a table."
+            TIMES_OPTION,
+            str(folder),
+            rule="holds no times of generation and training",
+            remedy="Give the folder of a run with two steps or more, or a table.",
         )
     rows = config.actor_rollout_ref.rollout.max_num_seqs * devices[_GENERATE]
     rows_share = min(rows / config.sequences_per_step, 1.0) if waits == 1.0 else 1.0
@@ -171,8 +176,10 @@ def _config_of(run: RunData) -> RunConfig:
         return RunConfig.model_validate(run.config)
     except ValueError as error:
         raise UserError(
-            f"--times={str(run.folder)!r}: its config.json is not one of tandem train "
-            f"({str(error).splitlines()[0]}). Give the folder of such a run."
+            TIMES_OPTION,
+            str(run.folder),
+            rule=f"its config.json is not one of tandem train ({str(error).splitlines()[0]})",
+            remedy="Give the folder of such a run.",
         ) from error
 
 
@@ -185,7 +192,7 @@ def _task_seconds(run: RunData, task: str) -> float | None:
 
 
 def _decoding(run: RunData, config: RunConfig) -> Decoding | None:
-    """As fitted in the run's steps; only synchronous ones tell it."""
+    """Return the pace that was fitted in a synchronous run; None for other runs."""
     fixed_s = _median(run, "perf/decode_step_s/fixed")
     per_sequence_s = _median(run, "perf/decode_step_s/per_sequence")
     mean_tokens = _median(run, "response_length/mean")
@@ -197,8 +204,10 @@ def _decoding(run: RunData, config: RunConfig) -> Decoding | None:
 
 
 def _waits_for_longest(run: RunData, lengths: Sequence[float], *, num_engines: int) -> float:
-    """How many times what it takes of engines with always enough to do was measured in ``run``:
-    for a whole batch, or for the mean over engines (one a device) that each have a share of it.
+    """Return the ratio of the measured generation time to that of fully loaded engines.
+
+    The measured time is that of a whole batch, or the mean over engines (one per device) that
+    generate a share of it each.
     """
     idle = _median(run, f"pipeline/idle_share/{_GENERATE}")
     if idle is None:
@@ -212,8 +221,11 @@ def _waits_for_longest(run: RunData, lengths: Sequence[float], *, num_engines: i
 
 
 def expected_longest(lengths: Sequence[float], num_shares: int) -> float:
-    """The mean, over all ways to deal ascending ``lengths`` in so many equal shares, of the longest
-    in a share.
+    """Return the expected longest of a share, if ``lengths`` are dealt into shares at random.
+
+    Args:
+        lengths: ascending.
+        num_shares: the number of equal shares.
     """
     size = -(-len(lengths) // num_shares)
     expected, unseen = 0.0, 1.0
@@ -224,14 +236,14 @@ def expected_longest(lengths: Sequence[float], num_shares: int) -> float:
 
 
 def _median(run: RunData, name: str) -> float | None:
-    """Over the steps but the first, which warms up; None if there are no others."""
+    """Return the median over all steps but the first, which warms up; None without others."""
     column: Column = run.columns.get(name, ())
     values = [value for step, value in column if step > _NUM_WARMUP_STEPS]
     return statistics.median(values) if values else None
 
 
 def _relative_lengths(run: RunData) -> tuple[float, ...]:
-    """Of recorded rollouts of the second half of the run, at most ``_MAX_LENGTHS``, ascending."""
+    """Return at most ``_MAX_LENGTHS`` lengths of rollouts of the run's second half, ascending."""
     late = [r for r in run.rollouts if 2 * int(r["step"]) >= run.num_steps]
     lengths = sorted(len(r["tokens"]) for r in late if r.get("tokens"))
     stride = max(-(-len(lengths) // _MAX_LENGTHS), 1)
@@ -240,7 +252,7 @@ def _relative_lengths(run: RunData) -> tuple[float, ...]:
 
 
 def _longest(run: RunData) -> float:
-    """Of a step's responses, relative to their mean: few are recorded, seldom this one."""
+    """Return the longest response of a step relative to the mean; few recorded ones include it."""
     longest, mean = _median(run, "response_length/max"), _median(run, "response_length/mean")
     return longest / mean if longest and mean else 0.0
 
@@ -253,32 +265,38 @@ def _relative(lengths: Sequence[float]) -> tuple[float, ...]:
 
 
 def _read_table(path: Path) -> TaskTimes:
-    """``{"generate": {"2": 8.0, "4": 4.5}, "actor-train": {"2": 4.0}, "response_lengths": [...]}``:
-    task -> devices -> seconds of one batch; ``sync`` may be a number.
+    """Read a JSON table of the seconds of one batch by task and devices.
+
+    Example:
+        ``{"generate": {"2": 8.0, "4": 4.5}, "actor-train": {"2": 4.0}, "sync": 0.2,
+        "response_lengths": [...]}``
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         told = [float(length) for length in table.pop(_LENGTHS, ())]
         measured = {str(task): _points(row) for task, row in table.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"--times={str(path)!r}: {_TABLE_RULE} ({error}).") from error
+        raise _table_error(path, str(error)) from error
     unknown = sorted(set(measured) - {*TASKS, SYNC})
     missing = [task for task in ("actor-train", _GENERATE) if not measured.get(task)]
     values = [value for points in measured.values() for point in points for value in point]
     if unknown or missing or not all(0 < value < math.inf for value in (*values, *told)):
-        what = f"unknown {unknown[0]}" if unknown else f"no {missing[0]}" if missing else ""
-        raise UserError(f"--times={str(path)!r}: {_TABLE_RULE} ({what or 'not > 0 and finite'}).")
+        reason = f"unknown {unknown[0]}" if unknown else f"no {missing[0]}" if missing else ""
+        raise _table_error(path, reason or "not > 0 and finite")
     lengths = _relative(told)
     alone = measured[_GENERATE]
     measured[_GENERATE] = tuple((devices, seconds / max(lengths)) for devices, seconds in alone)
     return TaskTimes(measured, lengths)
 
 
-_TABLE_RULE = (
-    "must be a run folder, or a JSON table of seconds by task and devices. "
-    f'Write {{"generate": {{"2": 8.0}}, "actor-train": {{"2": 4.0}}}}; tasks: {", ".join(TASKS)}, '
-    f"{SYNC}"
-)
+def _table_error(path: Path, reason: str) -> UserError:
+    return UserError(
+        TIMES_OPTION,
+        str(path),
+        rule=f"must be a run folder, or a JSON table of seconds by task and devices ({reason})",
+        remedy='Write {"generate": {"2": 8.0}, "actor-train": {"2": 4.0}}; tasks: '
+        f"{', '.join(TASKS)}, {SYNC}.",
+    )
 
 
 def _points(row: Any) -> tuple[tuple[int, float], ...]:
@@ -288,7 +306,7 @@ def _points(row: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """``(fixed, divided)`` of ``fixed + divided / devices``, neither below 0."""
+    """Return ``(fixed, divided)`` of ``fixed + divided / devices``, neither below 0."""
     inverse = [1 / devices for devices, _ in points]
     seconds = [value for _, value in points]
     mean_x, mean_y = statistics.fmean(inverse), statistics.fmean(seconds)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An asyncio loop under a virtual clock: whenever nothing is left to do, time jumps to the next
-timer. Hours of a schedule pass in seconds, and the same program always does the same.
+"""An asyncio event loop with a virtual clock.
 
-Only timers move time; a program that waits for a thread or a socket does not belong in it.
+Whenever no task can run, the time jumps to the next timer. Hours of a schedule pass in seconds, and
+every run of the same program is the same. Nothing but timers moves the time, so a program that
+waits for a thread or a socket must not run in this loop.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ R = TypeVar("R")
 
 
 class DeadlockError(RuntimeError):
-    """Every task waits, and no timer is set that could wake one."""
+    """A halt of the program: every task waits, and no timer is set that could wake one."""
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Instead of waiting it moves the clock."""
+    """A selector that moves the clock instead of waiting."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Never blocks. Raises DeadlockError if nothing will ever happen."""
+        """Move the clock by ``timeout``. Raise DeadlockError if there is none."""
         if timeout is None:
             raise DeadlockError("all tasks wait and no timer is set: nothing will ever happen")
         self.now += max(timeout, 0.0)
@@ -33,20 +34,22 @@ class _Jumping(selectors.DefaultSelector):
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """``time`` is the virtual clock, from 0; ``asyncio.sleep`` and timeouts follow it."""
+    """An event loop with a virtual clock from 0, which ``asyncio.sleep`` and timeouts follow."""
 
     def __init__(self) -> None:
         self._jumping = _Jumping()
         super().__init__(self._jumping)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was made."""
         return self._jumping.now
 
 
 def run_virtually(coroutine: Coroutine[Any, Any, R]) -> R:
-    """The result of ``coroutine`` under a virtual clock of its own. Raises DeadlockError if it
-    comes to a halt.
+    """Run ``coroutine`` under a virtual clock of its own and return its result.
+
+    Raises:
+        DeadlockError: all tasks wait for each other.
     """
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(coroutine)

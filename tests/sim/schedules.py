@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tandem.config.schema.run import RunConfig
 from tandem.planner.engines import SimulatedTimes
-from tandem.planner.simulation import SimulatedRun, Surroundings, simulated_config
+from tandem.planner.simulation import SimulatedRun, SimulatedSetup, simulated_config
 
 APART = (("generate",), ("logp", "actor-train"), ("ref_logp",))
 BATCH, SAMPLES = 4, 2
@@ -39,9 +39,9 @@ def times(
     )
 
 
-def around(num_steps: int = 24, groups: Sequence[Sequence[str]] = APART) -> Surroundings:
+def small_setup(num_steps: int = 24, groups: Sequence[Sequence[str]] = APART) -> SimulatedSetup:
     """Just enough data, every task but logp on devices of its own."""
-    return Surroundings(groups, num_rows=num_steps * BATCH)
+    return SimulatedSetup(groups, num_rows=num_steps * BATCH)
 
 
 def lags(run: SimulatedRun) -> list[int]:

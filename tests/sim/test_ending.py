@@ -19,9 +19,9 @@ from tandem.types import Prompt
 from tests.sim.schedules import (
     BATCH,
     SAMPLES,
-    around,
     config,
     lags,
+    small_setup,
     times,
     trained,
     updates,
@@ -59,7 +59,9 @@ def test_11_every_batch_of_the_data_is_trained_on_and_the_run_ends(
     lag: int, num_batches: int
 ) -> None:
     run = simulate(
-        config(lag, "trainer.total_epochs=1", num_steps=1000), uneven(1), around=around(num_batches)
+        config(lag, "trainer.total_epochs=1", num_steps=1000),
+        uneven(1),
+        setup=small_setup(num_batches),
     )
     assert run.summary.last_step == num_batches and not run.summary.stopped_early
     assert sorted(updates(run)) == list(range(1, num_batches + 1))
@@ -70,7 +72,7 @@ def test_11_every_batch_of_the_data_is_trained_on_and_the_run_ends(
 
 @pytest.mark.parametrize("lag", [0, 3])
 def test_11_the_number_of_steps_ends_a_run_before_its_data(lag: int) -> None:
-    run = simulate(config(lag, num_steps=5), uneven(2), around=around(14))
+    run = simulate(config(lag, num_steps=5), uneven(2), setup=small_setup(14))
     assert sorted(updates(run)) == [1, 2, 3, 4, 5]
     assert len(set(trained_uids(run))) == 5 * BATCH
 
@@ -97,8 +99,8 @@ def test_11_dropped_groups_are_replaced_until_the_data_ends(lag: int, test_freq:
     knows before the end that the seventh is the last; it is validated all the same.
     """
     keys = (*DROPS, *VALIDATES, f"trainer.test_freq={test_freq}")
-    surroundings = replace(around(10), score=every_fourth_alike, num_validation_rows=3)
-    run = simulate(config(lag, *keys, num_steps=10), uneven(3), around=surroundings)
+    setup = replace(small_setup(10), score=every_fourth_alike, num_validation_rows=3)
+    run = simulate(config(lag, *keys, num_steps=10), uneven(3), setup=setup)
     assert run.summary.last_step == 7 and not run.summary.stopped_early
     assert trained(run) == list(range(1, 8))
     expected = {0: [], 3: [3, 6, 7]}.get(test_freq, [7])
@@ -116,15 +118,15 @@ def test_11_a_step_is_recorded_at_its_end_whether_or_not_it_is_the_last(
     keys = (*DROPS, *VALIDATES, "trainer.test_freq=100", "trainer.save_freq=100")
     seconds = times(generate=10.0, actor_train=1.0)
     store = CheckpointStore(tmp_path)
-    surroundings = replace(around(10), store=store, num_validation_rows=3)
-    run = simulate(config(lag, *keys, num_steps=10), seconds, around=surroundings)
+    setup = replace(small_setup(10), store=store, num_validation_rows=3)
+    run = simulate(config(lag, *keys, num_steps=10), seconds, setup=setup)
     ends = {step: end for step, (_, end) in updates(run).items()}
     assert trained(run) == sorted(ends)
     for moment, row in run.rows:
         if "training/epoch" in row.metrics:
             assert ends[row.step] <= moment <= ends[row.step] + 0.1
     stopped = simulate(
-        config(lag, *keys, num_steps=10), seconds, around=replace(surroundings, stop_s=ends[3] + 1)
+        config(lag, *keys, num_steps=10), seconds, setup=replace(setup, stop_s=ends[3] + 1)
     )
     assert trained(stopped) == list(range(1, stopped.summary.last_step + 1))
     assert validated(stopped) == []
@@ -133,15 +135,15 @@ def test_11_a_step_is_recorded_at_its_end_whether_or_not_it_is_the_last(
 def test_11_a_stop_waits_for_no_last_validation_either(tmp_path: Path) -> None:
     """Stopped where the data have ended and the last weights are on their way."""
     keys = (*DROPS, *VALIDATES, "trainer.test_freq=100")
-    surroundings = replace(
-        around(10),
+    setup = replace(
+        small_setup(10),
         score=every_fourth_alike,
         num_validation_rows=3,
         store=CheckpointStore(tmp_path),
         stages_weights=True,
     )
     seconds = replace(times(generate=1.0, actor_train=1.0, sync=5.0), validation_s=100.0)
-    whole = simulate(config(2, *keys, num_steps=10), seconds, around=surroundings)
+    whole = simulate(config(2, *keys, num_steps=10), seconds, setup=setup)
     assert whole.end_s > 100
     ended_s = updates(whole)[7][1]
     for stop_s in (ended_s + 1.0, ended_s + 6.0, ended_s + 50.0):
@@ -149,7 +151,7 @@ def test_11_a_stop_waits_for_no_last_validation_either(tmp_path: Path) -> None:
         run = simulate(
             config(2, *keys, num_steps=10),
             seconds,
-            around=replace(surroundings, store=store, stop_s=stop_s),
+            setup=replace(setup, store=store, stop_s=stop_s),
         )
         assert run.end_s <= stop_s + 5.1 and run.summary.stopped_early
         assert trained(run) == list(range(1, 8)) and not validated(run)
@@ -159,12 +161,12 @@ def test_11_a_stop_waits_for_no_last_validation_either(tmp_path: Path) -> None:
 def test_11_a_run_whose_data_has_ended_is_not_validated_again(lag: int, tmp_path: Path) -> None:
     keys = (*DROPS, *VALIDATES, "trainer.test_freq=100", "trainer.save_freq=100")
     store = CheckpointStore(tmp_path)
-    surroundings = replace(around(10), score=every_fourth_alike, num_validation_rows=3, store=store)
-    simulate(config(lag, *keys, num_steps=10), uneven(3), around=surroundings)
+    setup = replace(small_setup(10), score=every_fourth_alike, num_validation_rows=3, store=store)
+    simulate(config(lag, *keys, num_steps=10), uneven(3), setup=setup)
     resumed = simulate(
         config(lag, *keys, num_steps=10),
         uneven(3),
-        around=replace(surroundings, checkpoint=open_checkpoint(tmp_path / "global_step_7")),
+        setup=replace(setup, checkpoint=open_checkpoint(tmp_path / "global_step_7")),
     )
     assert resumed.rows == () and resumed.summary.last_step == 7
 
@@ -187,10 +189,10 @@ def test_11_a_stop_waits_for_no_validation(
     settings = (*VALIDATES[:2], "trainer.val_before_train=True", "trainer.test_freq=2", *keys)
     lag = 0 if "trainer.async_pipeline=False" in keys else 2
     store = CheckpointStore(tmp_path)
-    surroundings = replace(around(6), num_validation_rows=3, store=store)
+    setup = replace(small_setup(6), num_validation_rows=3, store=store)
     seconds = replace(times(generate=1.0, actor_train=1.0), validation_s=7.0)
     stopped = simulate(
-        config(lag, *settings, num_steps=6), seconds, around=replace(surroundings, stop_s=stop_s)
+        config(lag, *settings, num_steps=6), seconds, setup=replace(setup, stop_s=stop_s)
     )
     assert stopped.summary.stopped_early
     assert stopped.end_s <= stop_s + 1.1, "an update under way ends"
@@ -200,7 +202,7 @@ def test_11_a_stop_waits_for_no_validation(
     resumed = simulate(
         config(lag, *settings, num_steps=6),
         whole,
-        around=replace(surroundings, checkpoint=latest, is_validated=False),
+        setup=replace(setup, checkpoint=latest, is_validated=False),
     )
     since = stopped.summary.last_step
     assert validated(resumed) == [step for step in (0, 2, 4, 6) if step >= since]
@@ -213,8 +215,8 @@ def test_11_a_stop_waits_for_no_weights_that_wait_for_sequences(key: str, tmp_pa
     """The version of a validation, or any one in rounds, comes into use when they have ended."""
     keys = (*VALIDATES, "trainer.test_freq=2", key)
     seconds = times(generate=lambda uid, k: 1.0 if uid < 2 * BATCH else 300.0, actor_train=1.0)
-    surroundings = replace(around(), num_validation_rows=3, store=CheckpointStore(tmp_path))
-    run = simulate(config(2, *keys), seconds, around=replace(surroundings, stop_s=20.0))
+    setup = replace(small_setup(), num_validation_rows=3, store=CheckpointStore(tmp_path))
+    run = simulate(config(2, *keys), seconds, setup=replace(setup, stop_s=20.0))
     assert run.summary.stopped_early and run.summary.last_step in (1, 2)
     assert run.end_s <= 21.1
 
@@ -223,7 +225,9 @@ def test_11_a_stop_waits_for_no_weights_that_wait_for_sequences(key: str, tmp_pa
 def test_11_a_run_that_is_stopped_saves_and_leaves(lag: int, tmp_path: Path) -> None:
     for stop_s in (0.0, 3.3, 9.0, 14.2):
         store = CheckpointStore(tmp_path / f"{stop_s}")
-        run = simulate(config(lag), uneven(4), around=replace(around(), store=store, stop_s=stop_s))
+        run = simulate(
+            config(lag), uneven(4), setup=replace(small_setup(), store=store, stop_s=stop_s)
+        )
         assert run.summary.stopped_early
         latest = store.latest()
         assert (0 if latest is None else latest.step) == run.summary.last_step < 24
@@ -233,14 +237,16 @@ def test_11_a_run_that_is_stopped_saves_and_leaves(lag: int, tmp_path: Path) -> 
 def test_22_no_draw_is_lost_or_repeated_through_any_kill(lag: int, tmp_path: Path) -> None:
     """A run that is killed after step k has left the checkpoint of step k, and that is all."""
     store = CheckpointStore(tmp_path)
-    around_store = replace(around(10), store=store)
-    whole = simulate(config(lag, *SAVES, num_steps=10), uneven(5), around=around_store)
+    with_store = replace(small_setup(10), store=store)
+    whole = simulate(config(lag, *SAVES, num_steps=10), uneven(5), setup=with_store)
     before: list[int] = []
     for k in range(1, 10):
         before += [c.sample_id // SAMPLES for c in whole.samples[k][::SAMPLES]]
         checkpoint = open_checkpoint(tmp_path / f"global_step_{k}")
         resumed = simulate(
-            config(lag, num_steps=10), uneven(6), around=replace(around(10), checkpoint=checkpoint)
+            config(lag, num_steps=10),
+            uneven(6),
+            setup=replace(small_setup(10), checkpoint=checkpoint),
         )
         after = trained_uids(resumed)
         assert sorted(before + after) == list(range(10 * BATCH))
@@ -254,8 +260,8 @@ def test_22_no_draw_is_lost_or_repeated_through_any_kill(lag: int, tmp_path: Pat
 def test_22_a_group_that_was_dropped_is_not_generated_again(lag: int, tmp_path: Path) -> None:
     """The rows that a resumed run generates for are all but those trained on or dropped before."""
     store = CheckpointStore(tmp_path)
-    surroundings = replace(around(10), score=every_fourth_alike, store=store)
-    whole = simulate(config(lag, *DROPS, *SAVES, num_steps=10), uneven(5), around=surroundings)
+    setup = replace(small_setup(10), score=every_fourth_alike, store=store)
+    whole = simulate(config(lag, *DROPS, *SAVES, num_steps=10), uneven(5), setup=setup)
     num_done = 0
     for (_, row), k in zip(whole.rows[:-1], range(1, 7), strict=True):
         num_done += BATCH + int(row.metrics["training/dropped_groups"])
@@ -271,7 +277,7 @@ def test_22_a_group_that_was_dropped_is_not_generated_again(lag: int, tmp_path: 
         simulate(
             config(lag, *DROPS, num_steps=10),
             uneven(6),
-            around=replace(around(10), score=score, checkpoint=checkpoint),
+            setup=replace(small_setup(10), score=score, checkpoint=checkpoint),
         )
         assert len(set(generated)) == 10 * BATCH - num_done
         assert len(generated) == len(set(generated)) * SAMPLES
@@ -288,15 +294,15 @@ def test_22_the_coefficient_of_the_kl_goes_on_where_it_was(lag: int, tmp_path: P
         name = "actor/reward_kl_penalty_coeff"
         return {row.step: row.metrics[name] for _, row in run.rows}
 
-    surroundings = replace(around(6), store=CheckpointStore(tmp_path))
-    whole = simulate(config(lag, *keys, *SAVES, num_steps=6), uneven(5), around=surroundings)
+    setup = replace(small_setup(6), store=CheckpointStore(tmp_path))
+    whole = simulate(config(lag, *keys, *SAVES, num_steps=6), uneven(5), setup=setup)
     falling = {step: 0.5 * (1 - 0.2 * BATCH * SAMPLES / 16) ** (step - 1) for step in range(1, 7)}
     assert coefficients(whole) == pytest.approx(falling)
     checkpoint = open_checkpoint(tmp_path / "global_step_3")
     resumed = simulate(
         config(lag, *keys, num_steps=6),
         uneven(6),
-        around=replace(around(6), checkpoint=checkpoint),
+        setup=replace(small_setup(6), checkpoint=checkpoint),
     )
     assert coefficients(resumed) == pytest.approx({step: falling[step] for step in (4, 5, 6)})
 
@@ -305,7 +311,8 @@ def test_22_the_coefficient_of_the_kl_goes_on_where_it_was(lag: int, tmp_path: P
 def test_22_rounds_fix_batches_and_versions_whatever_the_timing(lag: int) -> None:
     keys = ("trainer.deterministic_async=True",)
     runs = [
-        simulate(config(lag, *keys, num_steps=8), uneven(s), around=around(8)) for s in (7, 8, 9)
+        simulate(config(lag, *keys, num_steps=8), uneven(s), setup=small_setup(8))
+        for s in (7, 8, 9)
     ]
     assert runs[0].samples == runs[1].samples == runs[2].samples
     for step, completions in runs[0].samples.items():
@@ -318,7 +325,7 @@ def test_22_rounds_fix_batches_and_versions_whatever_the_timing(lag: int) -> Non
 def test_22_rounds_still_overlap_generation_and_training() -> None:
     keys = ("trainer.deterministic_async=True",)
     seconds = times(generate=3.0, actor_train=3.0)
-    overlapped = simulate(config(1, *keys), seconds, around=around()).step_seconds(after=8)
+    overlapped = simulate(config(1, *keys), seconds, setup=small_setup()).step_seconds(after=8)
     assert overlapped == pytest.approx(3.0, rel=0.05)
 
 
@@ -326,7 +333,7 @@ def test_22_weights_on_their_way_need_not_wait_for_a_sequence_of_a_round_to_end(
     """A worker takes part in a transfer between two advances, and others wait for it."""
     keys = ("trainer.deterministic_async=True",)
     seconds = times(generate=10.0, actor_train=1.0, decode_step_s=0.01)
-    run = simulate(config(1, *keys, num_steps=3), seconds, around=around(3))
+    run = simulate(config(1, *keys, num_steps=3), seconds, setup=small_setup(3))
     advances = [e for e in run.events if (e.track, e.name) == ("generate/0", "generate")]
     longest = max((e.end_s - e.begin_s) / e.num_calls for e in advances)
     assert longest <= 10.0 / 8
@@ -365,7 +372,7 @@ def test_a15_an_error_of_reading_data_ends_the_run_and_is_told(
         simulate(
             config(lag, "data.shuffle=False"),
             uneven(1),
-            around=replace(around(), score=score),
+            setup=replace(small_setup(), score=score),
         )
     assert caught.value.subgroup(BrokenRowError) is not None
     assert sorted(set(scored)) == list(range(num_scored * BATCH)), "nothing goes on after it"
@@ -384,6 +391,6 @@ def test_a_reward_that_cannot_be_computed_ends_the_run_and_is_told(lag: int) -> 
         return 1.0
 
     with pytest.raises(BaseExceptionGroup) as caught:
-        simulate(config(lag), uneven(1), around=replace(around(), score=score))
+        simulate(config(lag), uneven(1), setup=replace(small_setup(), score=score))
     assert caught.value.subgroup(BrokenRowError) is not None
     assert len(seen) <= 4 * BATCH * SAMPLES, "nothing goes on for long after it"

@@ -19,7 +19,7 @@ from tandem.config.schema.run import RunConfig
 from tandem.metrics.jsonl import BEFORE_FIRST_STEP, JsonLinesFile
 from tandem.planner.advice import configured_seconds, forecast_rows
 from tandem.planner.engines import SimulatedTimes
-from tandem.planner.simulation import Surroundings, simulate, simulated_config
+from tandem.planner.simulation import SimulatedSetup, simulate, simulated_config
 from tandem.planner.task_times import read_times
 
 BAD_SPLIT = (
@@ -175,7 +175,7 @@ def recorded(folder: Path, *, generate_s: float, update_s: float) -> Path:
         num_slots=8,
     )
     groups = (("actor-train", "logp", "ref_logp"), ("generate",))
-    made = simulate(config, times, around=Surroundings(groups=groups, num_rows=52))
+    made = simulate(config, times, setup=SimulatedSetup(groups=groups, num_rows=52))
     (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
     metrics = JsonLinesFile(folder / "metrics.jsonl", keep_through_step=BEFORE_FIRST_STEP)
     for _, report in made.rows:
@@ -236,10 +236,10 @@ def on_all_devices(folder: Path, *, lag: int, num_rows: int) -> tuple[Path, floa
         num_slots=min(num_rows * DEVICES, BATCH * (lag + 1)),
         num_tokens=lambda steps: max(round(steps), 1),
         decode_step_s=1.0,
-        crowding=step_s,
+        slowdown=step_s,
     )
-    around = Surroundings(groups=(ROLES,), num_rows=16 * num_steps, num_engines=DEVICES)
-    made = simulate(config, times, around=around)
+    setup = SimulatedSetup(groups=(ROLES,), num_rows=16 * num_steps, num_engines=DEVICES)
+    made = simulate(config, times, setup=setup)
     (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
     metrics = JsonLinesFile(folder / "metrics.jsonl", keep_through_step=BEFORE_FIRST_STEP)
     for _, report in made.rows:

@@ -19,10 +19,10 @@ from tests.sim.schedules import (
     APART,
     BATCH,
     SAMPLES,
-    around,
     config,
     lags,
     num_versions,
+    small_setup,
     spans,
     times,
     updates,
@@ -60,7 +60,7 @@ def test_05_no_lag_exceeds_its_bound_on_random_traces(lag: int) -> None:
         run = simulate(
             config(lag, *settings, num_steps=num_steps),
             random_times(rng),
-            around=replace(around(num_steps), stages_weights=rng.random() < 0.5),
+            setup=replace(small_setup(num_steps), stages_weights=rng.random() < 0.5),
         )
         assert run.summary.last_step == num_steps
         assert min(lags(run)) >= 0
@@ -75,13 +75,13 @@ def test_05_no_lag_exceeds_its_bound_on_random_traces(lag: int) -> None:
 
 @pytest.mark.parametrize("lag", range(1, 5))
 def test_05_the_lag_is_reached_when_generation_is_fast(lag: int) -> None:
-    run = simulate(config(lag), times(generate=0.1, actor_train=3.0, sync=0.1), around=around())
+    run = simulate(config(lag), times(generate=0.1, actor_train=3.0, sync=0.1), setup=small_setup())
     assert max(lags(run)) == lag
 
 
 def test_prompts_are_admitted_when_a_row_is_near() -> None:
     """Generation is what is waited for. There are slots for five batches, and rows for one."""
-    run = simulate(config(4), times(generate=1.0, actor_train=0.1), around=around())
+    run = simulate(config(4), times(generate=1.0, actor_train=0.1), setup=small_setup())
     at_once = [e.details["count"] for e in run.events if (e.name, e.begin_s) == ("admitted", 0.0)]
     assert sum(at_once) == 1.5 * BATCH
 
@@ -97,7 +97,7 @@ def test_what_waits_for_a_row_does_not_grow_old() -> None:
         run = simulate(
             config(4),
             times(generate=generate, actor_train=0.5),
-            around=replace(around(), num_engine_rows=rows * BATCH * SAMPLES),
+            setup=replace(small_setup(), num_engine_rows=rows * BATCH * SAMPLES),
         )
         mean_lag[rows] = statistics.fmean(lags(run))
     assert mean_lag[1] < mean_lag[5] - 0.3
@@ -107,7 +107,7 @@ def test_what_waits_for_a_row_does_not_grow_old() -> None:
 def test_what_generation_does_not_work_it_is_said_to_wait_for(key: str) -> None:
     """Prompts, or in between two versions weights; what is left is their transfer."""
     seconds = times(generate=lambda uid, k: 1.0 + uid % 3, actor_train=3.0, sync=0.5)
-    run = simulate(config(2, f"actor_rollout_ref.rollout.{key}"), seconds, around=around())
+    run = simulate(config(2, f"actor_rollout_ref.rollout.{key}"), seconds, setup=small_setup())
     waited = {"admission": 0.0, "sync": 0.0}
     for _, row in run.rows:
         waits = {what: row.metrics.get(f"pipeline/wait_s/generate/{what}", 0.0) for what in waited}
@@ -119,7 +119,7 @@ def test_what_generation_does_not_work_it_is_said_to_wait_for(key: str) -> None:
 
 
 def test_06_two_batches_are_generated_within_one_long_update() -> None:
-    run = simulate(config(2), times(generate=1.0, actor_train=6.0), around=around())
+    run = simulate(config(2), times(generate=1.0, actor_train=6.0), setup=small_setup())
     begin, end = updates(run)[1]
     generated = [
         min(until, end) - max(since, begin)
@@ -138,7 +138,7 @@ def test_06_a_straggler_costs_the_trainer_nothing_while_batches_are_buffered() -
         return 8.0 if (uid, k) == (straggler, 0) else 1.0
 
     spread = times(generate=generate, actor_train=3.0, slots=2 * BATCH * SAMPLES)
-    run = simulate(config(3), spread, around=around())
+    run = simulate(config(3), spread, setup=small_setup())
     steps = updates(run)
     idle = [steps[step + 1][0] - steps[step][1] for step in range(5, 23)]
     assert max(idle) < 0.5
@@ -156,7 +156,7 @@ def test_a_straggler_keeps_one_of_two_engines_busy_and_not_both() -> None:
         run = simulate(
             config(1, *keys, num_steps=12),
             seconds,
-            around=replace(around(12), num_engines=num_engines),
+            setup=replace(small_setup(12), num_engines=num_engines),
         )
         idle = [row.metrics["pipeline/idle_share/generate"] for _, row in run.rows]
         assert statistics.fmean(idle[2:-1]) == pytest.approx(idle_share, abs=0.03)
@@ -170,7 +170,7 @@ def test_a_straggler_keeps_one_of_two_engines_busy_and_not_both() -> None:
 def test_the_wait_for_a_batch_is_split_where_its_own_last_sequence_was_generated(lag: int) -> None:
     """Rewards of 5 s, while sequences of later batches end all the time."""
     seconds = times(generate=lambda uid, k: 1.0 + uid % 7 / 7, slots=2, actor_train=0.1, reward=5.0)
-    run = simulate(config(lag, num_steps=3), seconds, around=around(3))
+    run = simulate(config(lag, num_steps=3), seconds, setup=small_setup(3))
     waits = {row.step: row.metrics for _, row in run.rows}
     assert waits[1]["timing_s/reward"] == pytest.approx(5.0)
 
@@ -209,7 +209,7 @@ def step_seconds(case: Case, *, lag: int, partial: bool = True) -> float:
     seconds = times(
         generate=case.generate, actor_train=case.train / 2, logp=case.others, sync=case.others
     )
-    run = simulate(config(lag, *settings, num_steps=28), seconds, around=around(28))
+    run = simulate(config(lag, *settings, num_steps=28), seconds, setup=small_setup(28))
     assert max(lags(run)) <= lag
     assert partial or num_versions(run) == 1
     return run.step_seconds(after=12)
@@ -241,7 +241,7 @@ def test_09_nothing_piles_up_behind_a_generator_that_is_far_ahead() -> None:
         return {"actor-train": 1.0}.get(task, 0.0)
 
     seconds = SimulatedTimes(lambda uid, k: 0.01, task_s, num_slots=64, decode_step_s=0.1)
-    run = simulate(config(4, num_steps=500), seconds, around=around(500))
+    run = simulate(config(4, num_steps=500), seconds, setup=small_setup(500))
     buffered = [row.metrics["pipeline/buffered_groups"] for _, row in run.rows]
     assert max(buffered) <= 4 * BATCH
     assert alive[480] <= alive[20] + 5
@@ -252,7 +252,7 @@ def test_10_a_reference_on_devices_of_its_own_leaves_the_critical_path() -> None
     seconds = times(generate=3.0, actor_train=2.0, logp=0.5, ref_logp=1.5, sync=0.2)
     together = (("generate",), ("logp", "ref_logp", "actor-train"))
     shared, apart = (
-        simulate(config(2, *keys), seconds, around=around(groups=groups)).step_seconds(after=10)
+        simulate(config(2, *keys), seconds, setup=small_setup(groups=groups)).step_seconds(after=10)
         for groups in (together, APART)
     )
     assert shared - apart >= 0.9 * 1.5
@@ -262,7 +262,7 @@ def test_10_old_log_probs_on_devices_of_their_own_leave_it_too() -> None:
     seconds = times(generate=3.0, actor_train=2.0, logp=1.5, sync=0.2)
     own = (("generate",), ("logp",), ("actor-train",))
     shared, apart = (
-        simulate(config(2, *LOGP_AT_ITS_TURN), seconds, around=around(groups=groups))
+        simulate(config(2, *LOGP_AT_ITS_TURN), seconds, setup=small_setup(groups=groups))
         for groups in (APART, own)
     )
     assert shared.step_seconds(after=10) - apart.step_seconds(after=10) >= 0.9 * 1.5

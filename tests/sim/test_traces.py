@@ -22,7 +22,7 @@ import pytest
 from tandem.checkpoint.store import CheckpointStore
 from tandem.planner.engines import SimulatedTimes
 from tandem.planner.simulation import SimulatedRun, simulate
-from tests.sim.schedules import APART, BATCH, SAMPLES, around, config
+from tests.sim.schedules import APART, BATCH, SAMPLES, config, small_setup
 
 RECORD = Path(__file__).parent / "traces.json"
 SHARED = (("generate", "logp", "actor-train", "ref_logp"),)
@@ -96,7 +96,7 @@ def digest(mode: str, seed: int) -> str:
     num_steps, validates, drops = rng.randint(3, 6), rng.random() < 0.6, rng.random() < 0.3
     keys = schedule_keys(rng, mode, validates=validates, drops=drops)
     settings = replace(
-        around(num_steps, GROUPS.get(mode, APART)),
+        small_setup(num_steps, GROUPS.get(mode, APART)),
         num_rows=BATCH * rng.choice([num_steps, num_steps - 1, num_steps + 2]),
         num_validation_rows=rng.randint(1, 4) if validates else 0,
         num_engines=rng.choice([1, 1, 2, 3]),
@@ -111,12 +111,12 @@ def digest(mode: str, seed: int) -> str:
         settings = replace(settings, store=store)
         small = config(lag, *keys, num_steps=num_steps)
         found = [
-            trace(simulate(small, schedule_times(rng), around=replace(settings, stop_s=stop_s)))
+            trace(simulate(small, schedule_times(rng), setup=replace(settings, stop_s=stop_s)))
         ]
         checkpoint = store.latest()
         if checkpoint is not None:
             resumed = replace(settings, checkpoint=checkpoint)
-            found.append(trace(simulate(small, schedule_times(rng), around=resumed)))
+            found.append(trace(simulate(small, schedule_times(rng), setup=resumed)))
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -15,7 +15,7 @@ import pytest
 from tandem.checkpoint.store import CheckpointStore
 from tandem.planner.engines import SimulatedTimes
 from tandem.planner.simulation import SimulatedRun, simulate
-from tests.sim.schedules import BATCH, SAMPLES, around, config, lags, spans, times, validated
+from tests.sim.schedules import BATCH, SAMPLES, config, lags, small_setup, spans, times, validated
 
 SHARED = (("generate", "logp", "actor-train", "ref_logp"),)
 TWO_STEPS = ("actor_rollout_ref.actor.ppo_mini_batch_size=2",)
@@ -53,7 +53,7 @@ def test_nothing_is_generated_between_two_versions(lag: int, keys: tuple[str, ..
         run = simulate(
             config(lag, *keys, *VALIDATED, num_steps=num_steps),
             random_times(rng),
-            around=replace(around(num_steps, SHARED), num_validation_rows=3),
+            setup=replace(small_setup(num_steps, SHARED), num_validation_rows=3),
         )
         assert run.summary.last_step == num_steps
         assert min(lags(run)) >= 0 and max(lags(run)) <= lag
@@ -76,7 +76,7 @@ def test_the_next_sequences_fill_the_time_of_stragglers() -> None:
     seconds = times(generate=generate, actor_train=4.0, slots=2 * BATCH * SAMPLES)
     taken = {}
     for lag in (0, 4):
-        run = simulate(config(lag), seconds, around=around(groups=SHARED))
+        run = simulate(config(lag), seconds, setup=small_setup(groups=SHARED))
         taken[lag] = statistics.fmean(row.metrics["timing_s/step"] for _, row in run.rows[8:])
     assert taken[0] == pytest.approx(8 + 4, rel=0.02)
     assert taken[4] < 0.6 * taken[0]
@@ -86,10 +86,10 @@ def test_the_next_sequences_fill_the_time_of_stragglers() -> None:
 def test_a_stop_does_not_wait_for_a_validation_to_begin_another_step(tmp_path: Path) -> None:
     """The validation before training takes 100 s, the first batch is there after 3."""
     seconds = replace(times(generate=3.0, actor_train=50.0), validation_s=100.0)
-    surroundings = replace(
-        around(6, SHARED), store=CheckpointStore(tmp_path), num_validation_rows=2, stop_s=20.0
+    setup = replace(
+        small_setup(6, SHARED), store=CheckpointStore(tmp_path), num_validation_rows=2, stop_s=20.0
     )
-    run = simulate(config(2, *VALIDATED, num_steps=6), seconds, around=surroundings)
+    run = simulate(config(2, *VALIDATED, num_steps=6), seconds, setup=setup)
     assert run.summary.stopped_early and run.summary.last_step == 0
     assert run.end_s < 20 + 1
 
@@ -99,14 +99,17 @@ def test_a_stop_ends_a_run_at_the_next_step_whoever_is_paused(
     stop_s: float, tmp_path: Path
 ) -> None:
     slow = times(generate=3.0, actor_train=50.0, sync=5.0)
-    surroundings = replace(
-        around(6, SHARED), store=CheckpointStore(tmp_path), num_validation_rows=2, stop_s=stop_s
+    setup = replace(
+        small_setup(6, SHARED),
+        store=CheckpointStore(tmp_path),
+        num_validation_rows=2,
+        stop_s=stop_s,
     )
     keys = (*VALIDATED, "trainer.save_freq=100")
     run = simulate(
         config(2, *keys, num_steps=6),
         replace(slow, validation_s=4.0),
-        around=surroundings,
+        setup=setup,
     )
     assert run.summary.stopped_early and run.summary.last_step < 3
     assert run.end_s <= stop_s + 50 + 5 + 1

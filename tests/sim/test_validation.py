@@ -14,8 +14,8 @@ from tandem.planner.engines import SimulatedTimes
 from tandem.planner.simulation import simulate
 from tests.sim.schedules import (
     BATCH,
-    around,
     config,
+    small_setup,
     spans,
     times,
     trained,
@@ -44,7 +44,7 @@ def test_13_validation_uses_the_weights_of_its_step_whatever_the_timing() -> Non
         run = simulate(
             config(lag, *keys, num_steps=7),
             seconds,
-            around=replace(around(7), num_validation_rows=3, stages_weights=rng.random() < 0.5),
+            setup=replace(small_setup(7), num_validation_rows=3, stages_weights=rng.random() < 0.5),
         )
         assert validated(run) == sorted({*range(frequency, 8, frequency), 7})
         assert trained(run) == list(range(1, 8))
@@ -57,7 +57,7 @@ def test_13_no_frequency_no_validation(lag: int, frequency: int) -> None:
     run = simulate(
         config(lag, *keys, num_steps=5),
         times(generate=1.0, actor_train=1.0),
-        around=replace(around(5), num_validation_rows=3),
+        setup=replace(small_setup(5), num_validation_rows=3),
     )
     assert validated(run) == []
 
@@ -68,7 +68,7 @@ def test_14_validation_before_training_stands_at_step_0(lag: int) -> None:
     run = simulate(
         config(lag, *keys, num_steps=3),
         times(generate=1.0, actor_train=1.0),
-        around=replace(around(3), num_validation_rows=3),
+        setup=replace(small_setup(3), num_validation_rows=3),
     )
     assert validated(run) == [0]
     assert [row.step for _, row in run.rows] == [0, 1, 2, 3]
@@ -79,7 +79,7 @@ def test_14_validation_only_trains_nothing() -> None:
     run = simulate(
         config(2, *keys, num_steps=3),
         times(generate=1.0, actor_train=1.0),
-        around=replace(around(3), num_validation_rows=3),
+        setup=replace(small_setup(3), num_validation_rows=3),
     )
     assert validated(run) == [0]
     assert not updates(run) and run.summary.last_step == 0
@@ -90,7 +90,9 @@ def test_15_training_goes_on_while_a_validation_runs() -> None:
     keys = (*FILES, "trainer.test_freq=5", "trainer.val_before_train=False")
     seconds = replace(times(generate=1.0, actor_train=2.0, slots=64), validation_s=5.0)
     run = simulate(
-        config(3, *keys, num_steps=12), seconds, around=replace(around(12), num_validation_rows=3)
+        config(3, *keys, num_steps=12),
+        seconds,
+        setup=replace(small_setup(12), num_validation_rows=3),
     )
     steps = updates(run)
     (begin, end), *_ = spans(run, "validation", "validation")
@@ -105,7 +107,9 @@ def test_15_without_buffered_data_training_waits_and_ends_all_the_same() -> None
     keys = (*FILES, "trainer.test_freq=1", "trainer.val_before_train=True")
     seconds = replace(times(generate=3.0, actor_train=0.1, sync=0.5), validation_s=20.0)
     run = simulate(
-        config(1, *keys, num_steps=4), seconds, around=replace(around(4), num_validation_rows=BATCH)
+        config(1, *keys, num_steps=4),
+        seconds,
+        setup=replace(small_setup(4), num_validation_rows=BATCH),
     )
     assert validated(run) == [0, 1, 2, 3, 4]
 
@@ -116,15 +120,15 @@ def test_15_a_validation_that_a_failure_cut_off_is_made_up_for(
 ) -> None:
     """Its step may have been recorded without it."""
     keys = (*FILES, "trainer.test_freq=2", "trainer.save_freq=1", "trainer.val_before_train=False")
-    surroundings = replace(around(5), num_validation_rows=3, store=CheckpointStore(tmp_path))
+    setup = replace(small_setup(5), num_validation_rows=3, store=CheckpointStore(tmp_path))
     seconds = times(generate=1.0, actor_train=1.0)
-    simulate(config(1, *keys, num_steps=5), seconds, around=surroundings)
+    simulate(config(1, *keys, num_steps=5), seconds, setup=setup)
     for step, expected in ((2, [2, 4, 5]), (3, [4, 5])):
         checkpoint = open_checkpoint(tmp_path / f"global_step_{step}")
         resumed = simulate(
             config(1, *keys, "trainer.save_freq=-1", num_steps=5),
             seconds,
-            around=replace(surroundings, checkpoint=checkpoint, is_validated=is_validated),
+            setup=replace(setup, checkpoint=checkpoint, is_validated=is_validated),
         )
         assert validated(resumed) == (expected if not is_validated else [4, 5])
         assert trained(resumed) == list(range(step + 1, 6))
@@ -137,8 +141,8 @@ def test_15_a_checkpoint_is_written_after_all_records_of_earlier_steps(
     """A run that goes on from it repeats no validation but that of the checkpoint's own step."""
     keys = (*FILES, "trainer.test_freq=2", "trainer.save_freq=1", "trainer.val_before_train=False")
     seconds = replace(times(generate=1.0, actor_train=2.0, slots=64), validation_s=9.0)
-    surroundings = replace(around(8), num_validation_rows=3, store=CheckpointStore(tmp_path))
-    run = simulate(config(lag, *keys, num_steps=8), seconds, around=surroundings)
+    setup = replace(small_setup(8), num_validation_rows=3, store=CheckpointStore(tmp_path))
+    run = simulate(config(lag, *keys, num_steps=8), seconds, setup=setup)
     saves = {int(e.details["step"]): e.begin_s for e in run.events if e.name == "save"}
     assert sorted(saves) == list(range(1, 9)) and validated(run) == [2, 4, 6, 8]
     for step, begin_s in saves.items():

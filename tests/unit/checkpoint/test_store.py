@@ -83,7 +83,7 @@ def test_what_a_killed_save_left_behind_is_cleared_away(tmp_path: Path) -> None:
     write(store, 1)
     for name in (".partial_step_2", ".replaced_step_1"):
         (tmp_path / name).mkdir()
-    store.mend()
+    store.repair()
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "global_step_1",
         "latest_checkpointed_iteration.txt",
@@ -94,6 +94,6 @@ def test_a_checkpoint_that_was_being_replaced_returns(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     write(store, 1)
     (tmp_path / "global_step_1").rename(tmp_path / ".replaced_step_1")
-    store.mend()
+    store.repair()
     latest = store.latest()
     assert latest is not None and (latest.folder / "actor" / "w").read_text() == "weights"

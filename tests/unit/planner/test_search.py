@@ -10,8 +10,8 @@ import pytest
 
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
-from tandem.planner.prediction import predict_step, strata
-from tandem.planner.search import Split, balanced_split, floor_seconds, suggest
+from tandem.planner.prediction import predict_step, quantiles
+from tandem.planner.search import Split, balanced_split, lower_bound_s, suggest
 from tandem.planner.task_times import TaskTimes
 
 GROUPS = (("actor-train", "logp"), ("ref_logp",), ("generate",))
@@ -36,7 +36,7 @@ def times(generate: float, train: float, ref: float, *, sync: float = 0.3) -> Ta
 def test_no_prediction_is_below_the_floor_and_a_lag_comes_near_it() -> None:
     for case in (times(8, 6, 2), times(3, 16, 2)):
         for devices in ((3, 1, 2), (2, 2, 2)):
-            floor = floor_seconds(case, GROUPS, devices=devices)
+            floor = lower_bound_s(case, GROUPS, devices=devices)
             split = Split(devices, 2)
             predicted = predict_step(CONFIG, case, groups=GROUPS, split=split)
             assert 0.99 * floor <= predicted <= 1.05 * floor
@@ -137,7 +137,7 @@ def test_splits_that_cannot_run_are_never_looked_at() -> None:
 
     def predict(split: Split) -> float:
         seen.append(split)
-        return floor_seconds(times(8, 6, 2), GROUPS, devices=split.devices)
+        return lower_bound_s(times(8, 6, 2), GROUPS, devices=split.devices)
 
     found = suggest(
         times(8, 6, 2),
@@ -157,7 +157,7 @@ def test_hundreds_of_devices_need_few_predictions() -> None:
     )
 
     def predict(split: Split) -> float:
-        return floor_seconds(case, GROUPS, devices=split.devices)
+        return lower_bound_s(case, GROUPS, devices=split.devices)
 
     found = suggest(
         case,
@@ -183,7 +183,7 @@ def test_balanced_devices_are_the_nearest_that_are_allowed() -> None:
 
 def test_few_lengths_stand_for_many() -> None:
     lengths = [1.0] * 90 + [10.0] * 10
-    chosen = strata([x / 1.9 for x in lengths], 16)
+    chosen = quantiles([x / 1.9 for x in lengths], 16)
     assert len(chosen) == 16 and sum(chosen) / 16 == pytest.approx(1.0)
     assert max(chosen) == pytest.approx(10 / 1.9)
-    assert strata([1.0], 16) == [1.0] * 16
+    assert quantiles([1.0], 16) == [1.0] * 16
