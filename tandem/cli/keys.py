@@ -10,8 +10,8 @@ import textwrap
 
 from pydantic import BaseModel
 
+from tandem.config.parse.condition import in_override_grammar
 from tandem.config.parse.keys import keys_of
-from tandem.config.parse.messages import in_override_grammar
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 
@@ -25,6 +25,6 @@ def print_help(command: str) -> None:
     options = "[--json] [--keys] [--times RUN] " if command == "plan" else ""
     print(f"usage: tandem {command} {options}[RECIPE.yaml] key=value ...")
     for key in keys_of(SCHEMAS[command]).values():
-        if not key.no_effect:
+        if not key.ignored:
             print(f"{key.name}={in_override_grammar(key.default)}")
             print(textwrap.indent(textwrap.fill(key.description, WIDTH), "    "))

@@ -135,7 +135,7 @@ def _plan(
         num_train_rows=train.rows,
         num_val_rows=val.rows,
         sizes=sizes,
-        beside={name: known for name, known in found.items() if known is not None},
+        auxiliary={name: known for name, known in found.items() if known is not None},
         warnings=[*(rows.problem for rows in (train, val) if rows.problem), *cautions],
     )
     require_division(config, plan.placement, models=dict.fromkeys(TASKS, sizes) | found)
@@ -171,14 +171,15 @@ def print_rows(title: str, rows: Sequence[tuple[str, str]], *, console: Console)
 
 def plan_tables(plan: Plan) -> tuple[tuple[str, list[tuple[str, str]]], ...]:
     """Titles and rows of what is printed."""
+    schedule = plan.schedule
     steps = [
         ("training rows", _shown(plan.num_train_rows)),
         ("validation rows", _shown(plan.num_val_rows)),
-        ("steps per epoch", _shown(plan.steps_per_epoch)),
-        ("training steps", _shown(plan.total_training_steps)),
+        ("steps per epoch", _shown(schedule and schedule.steps_per_epoch)),
+        ("training steps", _shown(schedule and schedule.total_training_steps)),
         ("sequences per step", str(plan.sequences_per_step)),
         ("optimizer steps per step", str(plan.optimizer_steps_per_step)),
-        ("validations at", _shown_steps(plan.validation_steps)),
+        ("validations at", _shown_steps(schedule and schedule.validation_steps)),
     ]
     pools = [
         (
@@ -197,7 +198,7 @@ def plan_tables(plan: Plan) -> tuple[tuple[str, list[tuple[str, str]]], ...]:
         ("Pools", pools),
         ("Weights between pools", list(plan.weights.items())),
         ("Memory of an accelerator of each pool, GiB", memory),
-        ("Keys without effect", [*plan.keys_without_effect.items(), *unknown]),
+        ("Keys without effect", [*plan.ignored_keys.items(), *unknown]),
     )
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from tandem.config.check.rules import check_built_run, check_run
-from tandem.config.plan.plan import cautions
+from tandem.config.plan.plan import run_warnings
 from tandem.config.schema.run import RunConfig
 from tandem.driver.arguments import check_platforms, load_arguments
 from tandem.driver.notices import configure_logging, print_notices
@@ -24,5 +24,5 @@ def parse(arguments: Sequence[str]) -> RunConfig:
     check_run(loaded.config)
     check_platforms(loaded.config)
     check_built_run(loaded.config)
-    print_notices(loaded, sys.stderr, cautions=tuple(cautions(loaded.config)))
+    print_notices(loaded, sys.stderr, warnings=tuple(run_warnings(loaded.config)))
     return loaded.config

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from tandem.config.check.platform_rules import known_platforms, placement_problems
+from tandem.config.check.platform_rules import known_platforms, placement_errors
 from tandem.config.derived.pools import Placement, place_run
 from tandem.config.parse.overrides import LoadedConfig, load_config
 from tandem.config.schema.run import RunConfig
@@ -56,8 +56,8 @@ def with_found(config: RunConfig, placement: Placement, *, found: Mapping[str, s
         replace(pool, platform=found.get(pool.name, pool.platform)) for pool in placement.pools
     )
     known = replace(placement, pools=pools)
-    for problem in placement_problems(config, known):
-        raise UserError(problem)
+    for error in placement_errors(config, known):
+        raise error
     _check_placement(config, known)
     return known
 

@@ -17,10 +17,10 @@ from typing import Protocol
 
 from tandem.api import EngineFailure, Engines, Runtime, TrainEngine, WorkerGroup
 from tandem.comm.store import host_store
-from tandem.config.check.device_conditions import ONE_PROCESS
 from tandem.config.check.device_rules import require_division, section_of
 from tandem.config.check.platform_rules import platform_key
-from tandem.config.derived.pools import Placement, models_beside, place_run, place_sft
+from tandem.config.check.read_conditions import ONE_PROCESS
+from tandem.config.derived.pools import Placement, auxiliary_layouts, place_run, place_sft
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.plan.memory_remedy import require_cache, require_memory
 from tandem.config.schema.run import RunConfig
@@ -244,7 +244,7 @@ def require_fit(
         require_memory(
             site.config,
             sizes,
-            beside={name: own for name in others if (own := known[name]) is not None},
+            auxiliary={name: own for name in others if (own := known[name]) is not None},
             available_bytes=site.platform.total_memory_bytes(),
             recomputes_parts=model.decoder_config is not None,
         )
@@ -264,7 +264,7 @@ def _require_precision(site: Site) -> None:
     layouts = {
         "actor-train": roles.actor.fsdp_config,
         "ref_logp": roles.ref.fsdp_config,
-        **models_beside(config),
+        **auxiliary_layouts(config),
     }
     for task, layout in layouts.items():
         if task in site.placement.layouts:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from tandem.config.check.ignored_keys import keys_without_effect
+from tandem.config.check.ignored_keys import ignored_keys
 from tandem.config.parse.overrides import LoadedConfig
 
 
@@ -20,10 +20,10 @@ def configure_logging() -> None:
 
 
 def print_notices(
-    loaded: LoadedConfig[Any], stream: TextIO, *, cautions: Sequence[str] = ()
+    loaded: LoadedConfig[Any], stream: TextIO, *, warnings: Sequence[str] = ()
 ) -> None:
     """One line a warning and a key without effect, so that nothing is silently ignored."""
-    for warning in (*loaded.warnings, *cautions):
+    for warning in (*loaded.warnings, *warnings):
         stream.write(f"warning: {warning}\n")
-    for key, reason in keys_without_effect(loaded).items():
+    for key, reason in ignored_keys(loaded).items():
         stream.write(f"without effect: {key}: {reason}\n")

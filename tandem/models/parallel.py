@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tandem.config.derived.sizes import division_problems
+from tandem.config.derived.sizes import division_errors
 from tandem.errors import UserError
 from tandem.models.decoder import DecoderConfig, parameter_shapes
 from tandem.models.families import FAMILIES
@@ -86,7 +86,7 @@ def check_layout(
         section: the section of the keys of the sizes, for messages.
     """
     if config is not None:
-        for problem in division_problems(
+        for error in division_errors(
             config.num_heads,
             config.num_kv_heads,
             inner=config.intermediate_size,
@@ -94,7 +94,7 @@ def check_layout(
             sequence=sequence,
             section=section,
         ):
-            raise UserError(problem)
+            raise error
         return
     sizes = {"tensor_model_parallel_size": tensor, "ulysses_sequence_parallel_size": sequence}
     for name, size in sizes.items():

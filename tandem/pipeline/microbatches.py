@@ -16,6 +16,9 @@ from typing import TypeVar
 import torch
 
 from tandem.api import ReferencePolicy
+from tandem.config.derived.microbatches import limits
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 from tandem.data.packing import Plan, TrainSequence, plan_microbatches
 from tandem.errors import UserError
 
@@ -73,6 +76,24 @@ class MicrobatchLimits:
             preferred_tokens=_scaled(self.preferred_tokens, factor),
             num_ranks=engine.data_parallel_size,
         )
+
+
+def microbatch_limits(
+    config: RunConfig | SftConfig, role: str, *, preferred_tokens: int | None
+) -> MicrobatchLimits:
+    """Return the limits of the micro-batches of ``role``, a key of ``RUN_MICROBATCHES``.
+
+    ``preferred_tokens``, the size that the platform prefers, is used if it is smaller, unless the
+    user asked to fill micro-batches by tokens.
+    """
+    bounds = limits(config, role)
+    return MicrobatchLimits(
+        key=bounds.key,
+        max_sequences=bounds.max_sequences,
+        max_tokens=bounds.max_tokens,
+        preferred_tokens=None if bounds.is_dynamic else preferred_tokens,
+        by_cost=config.trainer.balance_batch,
+    )
 
 
 class MemoryFit:

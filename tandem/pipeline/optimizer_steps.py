@@ -22,7 +22,7 @@ from tandem.data.packing import Plan, TrainSequence, in_sequence_order, pack_mic
 from tandem.pipeline.batch import as_bools
 from tandem.pipeline.context import RunContext
 from tandem.pipeline.experience import Experience
-from tandem.pipeline.microbatches import MicrobatchLimits
+from tandem.pipeline.microbatches import MicrobatchLimits, microbatch_limits
 from tandem.types import LossScale, UpdateReport
 
 
@@ -45,30 +45,9 @@ class OptimizerStep:
     rescale: float
 
 
-def limits_of(
-    context: RunContext,
-    key: str,
-    *,
-    max_sequences: int | None,
-    max_tokens: int | None,
-    is_dynamic: bool,
-) -> MicrobatchLimits:
-    """Return the limits of a model's micro-batches.
-
-    Args:
-        key: the configuration key of ``max_tokens``.
-        max_sequences: the largest number of sequences, used without ``max_tokens``.
-        max_tokens: the largest number of packed tokens.
-        is_dynamic: whether the user asked to fill micro-batches up to ``max_tokens``; else the size
-            that the platform prefers is used if it is smaller.
-    """
-    return MicrobatchLimits(
-        key=key,
-        max_sequences=max_sequences,
-        max_tokens=max_tokens,
-        preferred_tokens=None if is_dynamic else context.preferred_tokens,
-        by_cost=context.config.trainer.balance_batch,
-    )
+def limits_of(context: RunContext, role: str) -> MicrobatchLimits:
+    """Return the limits of the micro-batches of ``role``."""
+    return microbatch_limits(context.config, role, preferred_tokens=context.preferred_tokens)
 
 
 async def score_sequences(

@@ -17,13 +17,14 @@ from torch import Tensor
 from tandem.algorithms.off_policy import figures_by_lag
 from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.algorithms.value_loss import ValueLoss
+from tandem.config.derived.microbatches import CRITIC_VALUES
+from tandem.config.derived.pools import CRITIC
 from tandem.config.schema.run import RunConfig
 from tandem.data.balance import seqlen_metrics
 from tandem.pipeline.batch import Batch
 from tandem.pipeline.context import RunContext
 from tandem.pipeline.correction import correction_of
 from tandem.pipeline.experience import Experience
-from tandem.pipeline.microbatches import MicrobatchLimits
 from tandem.pipeline.optimizer_steps import OptimizerStep, limits_of, score_sequences, take_steps
 from tandem.types import LossColumns, UpdateReport
 
@@ -51,7 +52,7 @@ async def score_with_policy(context: RunContext, batch: Batch) -> Tensor | None:
         context,
         context.engines.scorer,
         sequences=batch.sequences,
-        limits=_scoring_limits(context, "rollout"),
+        limits=limits_of(context, "logp"),
         temperature=config.actor_rollout_ref.rollout.temperature,
     )
 
@@ -65,23 +66,17 @@ async def score_with_reference(context: RunContext, batch: Batch) -> Tensor | No
         context,
         reference,
         sequences=batch.sequences,
-        limits=_scoring_limits(context, "ref"),
+        limits=limits_of(context, "ref_logp"),
         temperature=context.config.actor_rollout_ref.rollout.temperature,
     )
 
 
 async def score_with_critic(context: RunContext, batch: Batch) -> Tensor | None:
     """Return the critic's values, fp32 (R,); None without a critic."""
-    critic, config = context.engines.critic, context.config.critic
+    critic = context.engines.critic
     if critic is None:
         return None
-    limits = limits_of(
-        context,
-        "critic.forward_max_token_len_per_gpu",
-        max_sequences=config.forward_micro_batch_size_per_gpu,
-        max_tokens=config.forward_tokens,
-        is_dynamic=config.use_dynamic_bsz,
-    )
+    limits = limits_of(context, CRITIC_VALUES)
     return await score_sequences(context, critic, sequences=batch.sequences, limits=limits)
 
 
@@ -89,13 +84,7 @@ async def update_policy(context: RunContext, experience: Experience) -> list[Upd
     """Take the policy's optimizer steps on one batch, in order."""
     config = context.config
     actor = config.actor_rollout_ref.actor
-    limits = limits_of(
-        context,
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        max_sequences=actor.ppo_micro_batch_size_per_gpu,
-        max_tokens=actor.microbatch_tokens,
-        is_dynamic=actor.use_dynamic_bsz,
-    )
+    limits = limits_of(context, "actor-train")
     steps = await take_steps(
         context,
         experience,
@@ -111,13 +100,7 @@ async def update_policy(context: RunContext, experience: Experience) -> list[Upd
 async def update_critic(context: RunContext, experience: Experience) -> list[UpdateReport]:
     """Take the critic's optimizer steps on one batch, in order."""
     critic, config = context.engines.critic, context.config.critic
-    limits = limits_of(
-        context,
-        "critic.ppo_max_token_len_per_gpu",
-        max_sequences=config.ppo_micro_batch_size_per_gpu,
-        max_tokens=config.microbatch_tokens,
-        is_dynamic=config.use_dynamic_bsz,
-    )
+    limits = limits_of(context, CRITIC)
     assert critic is not None, "the run has a critic"
     steps = await take_steps(
         context,
@@ -191,16 +174,3 @@ def _rescaled(metrics: Mapping[str, float], factor: float) -> dict[str, float]:
         name: value * factor if name in MEANS_OVER_COMPUTED_TOKENS else value
         for name, value in metrics.items()
     }
-
-
-def _scoring_limits(context: RunContext, role: str) -> MicrobatchLimits:
-    """Return the limits of a forward pass of ``rollout`` (old log-probs) or of ``ref``."""
-    roles = context.config.actor_rollout_ref
-    section = roles.rollout if role == "rollout" else roles.ref
-    return limits_of(
-        context,
-        f"actor_rollout_ref.{role}.log_prob_max_token_len_per_gpu",
-        max_sequences=section.log_prob_micro_batch_size_per_gpu,
-        max_tokens=section.microbatch_tokens,
-        is_dynamic=section.log_prob_use_dynamic_bsz,
-    )

@@ -16,6 +16,7 @@ from itertools import chain, groupby
 
 from torch import Tensor
 
+from tandem.config.derived.pools import REWARD_MODEL
 from tandem.config.schema.run import RunConfig
 from tandem.data.packing import TrainSequence
 from tandem.data.tokenizer import ChatRefused
@@ -85,14 +86,9 @@ async def _scores(parts: RunContext, answers: Sequence[Answer]) -> Tensor:
     # A conversation that is longer in the model's own tokens has a micro-batch to itself.
     longest = max(sequence.num_tokens for sequence in sequences)
     needed = -(-longest // model.sequence_parallel_size)
-    tokens = config.microbatch_tokens
-    limits = limits_of(
-        parts,
-        "reward_model.forward_max_token_len_per_gpu",
-        max_sequences=config.micro_batch_size_per_gpu,
-        max_tokens=None if tokens is None else max(tokens, needed),
-        is_dynamic=config.use_dynamic_bsz,
-    )
+    limits = limits_of(parts, REWARD_MODEL)
+    if limits.max_tokens is not None:
+        limits = replace(limits, max_tokens=max(limits.max_tokens, needed))
     return await score_sequences(parts, model, sequences=sequences, limits=limits)
 
 

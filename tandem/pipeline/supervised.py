@@ -26,7 +26,7 @@ from tandem.metrics.throughput import StepTime, throughput_metrics
 from tandem.metrics.timers import Timers
 from tandem.pipeline.failures import DivergenceGuard
 from tandem.pipeline.loop import RunSummary
-from tandem.pipeline.microbatches import MemoryFit, MicrobatchLimits
+from tandem.pipeline.microbatches import MemoryFit, microbatch_limits
 from tandem.types import LossScale, StepReport, UpdateReport
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,10 @@ class SupervisedLoop:
     def __init__(self, parts: SupervisedParts) -> None:
         self._parts = parts
         self._divergence = DivergenceGuard("optim.lr", parts.config.optim.lr)
-        self._limits = microbatch_limits(parts.config, parts.preferred_tokens).on(parts.engine)
+        limits = microbatch_limits(
+            parts.config, "actor-train", preferred_tokens=parts.preferred_tokens
+        )
+        self._limits = limits.on(parts.engine)
         self._memory = MemoryFit(
             "Set model.enable_gradient_checkpointing=True, or lower data.max_length."
         )
@@ -185,15 +188,3 @@ class SupervisedLoop:
 
 def _num_tokens(sequences: Sequence[TrainSequence]) -> int:
     return sum(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
-
-
-def microbatch_limits(config: SftConfig, preferred_tokens: int | None) -> MicrobatchLimits:
-    """How supervised micro-batches are bounded."""
-    data = config.data
-    return MicrobatchLimits(
-        key="data.max_token_len_per_gpu",
-        max_sequences=data.micro_batch_size_per_gpu,
-        max_tokens=data.microbatch_tokens,
-        preferred_tokens=None if data.use_dynamic_bsz else preferred_tokens,
-        by_cost=config.trainer.balance_batch,
-    )

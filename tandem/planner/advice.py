@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.config.check.device_rules import run_device_problems
-from tandem.config.check.rules import turn_problems
-from tandem.config.derived.pools import HALVES, needed_tasks, place_run, show_groups
+from tandem.config.check.device_rules import run_device_errors
+from tandem.config.check.rules import time_sharing_errors
+from tandem.config.derived.pools import HALVES, needed_tasks, place_run
+from tandem.config.parse.shares import show_groups
 from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 from tandem.metrics.number_format import format_number
@@ -99,7 +100,7 @@ def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
     groups = tuple(group for group in kept if group)
     num_devices = config.trainer.num_devices
     turns = (needed,)
-    tries_turns = times.decoding is not None and not any(turn_problems(config))
+    tries_turns = times.decoding is not None and not any(time_sharing_errors(config))
     if num_devices < len(groups) and tries_turns:
         groups = turns
     if num_devices < len(groups):
@@ -137,7 +138,7 @@ def _suggest(config: RunConfig, times: TaskTimes, *, groups: Groups, start: Spli
 def _lags(config: RunConfig, groups: Groups) -> list[int]:
     """Return the lags that a run with these groups can have, ascending."""
     shares_devices = any({"generate", "actor-train"} <= {*group} for group in groups)
-    if shares_devices and any(turn_problems(config)):
+    if shares_devices and any(time_sharing_errors(config)):
         return [0]
     return sorted({*_LAGS, config.trainer.max_lag})
 
@@ -245,7 +246,7 @@ def _rule(
                 "separated_node_ratios": _ratios(devices),
             }
         )
-        return not any(run_device_problems(config.model_copy(update={"trainer": trainer})))
+        return not any(run_device_errors(config.model_copy(update={"trainer": trainer})))
 
     return is_allowed
 

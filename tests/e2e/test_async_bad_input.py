@@ -48,7 +48,7 @@ MISTAKES = {
     ),
     "ratios and their other spelling": (
         (FOUR, ASYNC, GROUPS, f"{RATIOS_MISSPELT}=[0.25,0.25,0.5]", THIRDS),
-        (f"{RATIOS_MISSPELT}=[0.25, 0.25, 0.5]", f"{RATIOS}=[0.5, 0.25, 0.25]", "Leave one"),
+        (f"{RATIOS_MISSPELT}=[0.25,0.25,0.5]", f"{RATIOS}=[0.5,0.25,0.25]", "Leave one"),
     ),
     "a rejection from 0 on": (
         (*HALVES, f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=0"),
@@ -60,7 +60,7 @@ MISTAKES = {
     ),
     "weights without bound": (
         (*HALVES, f"{CORRECTION}.rollout_is_threshold=inf"),
-        (f"{CORRECTION}.rollout_is_threshold='inf'", "must be a number from 1 on", "Set "),
+        (f"{CORRECTION}.rollout_is_threshold='inf'", "must be a number of at least 1", "Set "),
     ),
     "a ratio that is no number": (
         (FOUR, ASYNC, GROUPS, f"{RATIOS}=[0.5,nan,0.25]"),
@@ -76,19 +76,19 @@ MISTAKES = {
     ),
     "ratios above 1": (
         (FOUR, ASYNC, GROUPS, f"{RATIOS}=[0.5,0.5,0.25]"),
-        (f"{RATIOS}=[0.5, 0.5, 0.25]", "at most 1", f"Set {RATIOS}=[0.4,0.4,0.2]"),
+        (f"{RATIOS}=[0.5,0.5,0.25]", "at most 1", f"Set {RATIOS}=[0.4,0.4,0.2]"),
     ),
     "a ratio of 0": (
         (FOUR, ASYNC, GROUPS, f"{RATIOS}=[0.5,0.5,0]"),
-        (f"{RATIOS}=[0.5, 0.5, 0.0]", "must be positive"),
+        (f"{RATIOS}=[0.5,0.5,0.0]", "must be positive"),
     ),
     "too few ratios": (
         (FOUR, ASYNC, GROUPS, f"{RATIOS}=[0.5,0.5]"),
-        (f"{RATIOS}=[0.5, 0.5]", "one ratio for each of the 3 groups", "Write 3 numbers"),
+        (f"{RATIOS}=[0.5,0.5]", "one ratio for each of the 3 groups", "Write 3 numbers"),
     ),
     "ratios without tasks": (
         (FOUR, ASYNC, THIRDS),
-        (f"{RATIOS}=[0.5, 0.25, 0.25]", f"{TASKS} is missing", f"set {RATIOS}=[]"),
+        (f"{RATIOS}=[0.5,0.25,0.25]", f"{TASKS} is missing", f"set {RATIOS}=[]"),
     ),
     "unknown task": (
         (FOUR, ASYNC, f"{TASKS}=[[logp,train],ref_logp,generate]", THIRDS),
@@ -104,7 +104,7 @@ MISTAKES = {
     ),
     "a group without a device": (
         ("trainer.n_gpus_per_node=2", ASYNC, GROUPS, THIRDS),
-        (f"{RATIOS}=[0.5, 0.25, 0.25]", "none of 2 devices", "Set trainer.n_gpus_per_node="),
+        (f"{RATIOS}=[0.5,0.25,0.25]", "none of 2 devices", "Set trainer.n_gpus_per_node="),
     ),
 }
 

@@ -62,7 +62,7 @@ def refuse(
         ),
         (
             (*MIXED, "pools.transport=collective"),
-            ("pools.transport=collective: the pools have npu and musa",),
+            ("pools.transport='collective': the pools have npu and musa",),
         ),
         (
             (*MIXED, "pools.transport=flagcx"),
@@ -70,7 +70,7 @@ def refuse(
         ),
         (
             (*ON_HOST, "pools.transport=flagcx"),
-            ("pools.transport=flagcx:", "a pool is on the host (cpu)"),
+            ("pools.transport='flagcx':", "a pool is on the host (cpu)"),
         ),
         (
             (

@@ -276,7 +276,7 @@ def test_what_deserves_a_look_is_said_at_the_start_too(material: Material, tmp_p
     longest = "data.max_prompt_length + data.max_response_length = 262 tokens"
     assert f"{longest}: actor_rollout_ref.model.path=" in ended.stderr
     assert "is made for 256 positions" in ended.stderr
-    assert "warning: actor_rollout_ref.rollout.n=1: with one sample" in ended.stderr
+    assert "warning: actor_rollout_ref.rollout.n=1: with a single sample" in ended.stderr
 
 
 def test_the_runs_seed_stands_for_all_others(material: Material, tmp_path: Path) -> None:

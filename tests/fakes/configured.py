@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tandem.config.check.ignored_keys import keys_without_effect
+from tandem.config.check.ignored_keys import ignored_keys
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
@@ -39,4 +39,4 @@ def config(*arguments: str) -> RunConfig:
 
 def reasons(*arguments: str) -> dict[str, str]:
     """Why keys of ``arguments`` are without effect, by key."""
-    return dict(keys_without_effect(load_config(RunConfig, arguments)))
+    return dict(ignored_keys(load_config(RunConfig, arguments)))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with how a run is spread over devices, one line each; whether those devices exist
-is not asked here. What depends on the model's sizes is ``require_division``'s.
+"""Rules on how a run is spread over devices. Whether the devices exist is not checked here.
 
-verl demands that batches divide by all devices. Here micro-batches are dealt to ranks, of any
-number, so that it is enough that every rank gets a sequence (a replica of the rollout: a prompt).
+verl demands that batches divide by the number of devices. tandem deals micro-batches of any number
+to ranks, so that every rank only needs one sequence, and every replica of the rollout one prompt.
 """
 
 from __future__ import annotations
@@ -11,25 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from tandem.config.check.platform_rules import platform_problems
+from tandem.config.check.platform_rules import platform_errors
 from tandem.config.derived.pools import (
     CRITIC,
     HALVES,
     REWARD_MODEL,
-    ROUNDING,
     TASKS,
     Placement,
     Pool,
-    models_beside,
+    auxiliary_layouts,
     needed_tasks,
     place_run,
     place_sft,
     scorer_of,
-    share_devices,
-    show_groups,
-    show_shares,
 )
-from tandem.config.derived.sizes import ModelSizes, division_problems
+from tandem.config.derived.sizes import ModelSizes, division_errors
+from tandem.config.parse.shares import ROUNDING, share_devices, show_shares
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
@@ -40,85 +36,120 @@ _ROLES = "actor_rollout_ref"
 _TASKS_KEY = "trainer.separated_node_tasks"
 _RATIOS_KEY = "trainer.separated_node_ratios"
 _DEVICES_KEY = "trainer.n_gpus_per_node"
-_MOST_DEVICES = 1024
-"""Devices of a node that a remedy asks for at most."""
+_BATCH_KEY = "data.train_batch_size"
+_MAX_DEVICES = 1024
+"""The largest number of devices per node that a remedy suggests."""
 
 
-def run_device_problems(config: RunConfig) -> Iterator[str]:
-    """Of ``tandem train``. Groups that make no sense hide the problems of what they would do."""
-    problems = tuple(_group_problems(config)) or tuple(_empty_pool_problems(config))
-    problems = problems or tuple(platform_problems(config))
-    yield from problems
-    if problems:
+def run_device_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors of ``tandem train``. Errors in groups hide errors that follow from them."""
+    errors = tuple(_group_errors(config)) or tuple(_empty_pool_errors(config))
+    errors = errors or tuple(platform_errors(config))
+    yield from errors
+    if errors:
         return
     placement = place_run(config)
     for pool in placement.used_pools:
-        yield from _run_layout_problems(config, pool)
-    yield from _run_batch_problems(config, placement)
+        yield from _run_layout_errors(config, pool)
+    yield from _run_batch_errors(config, placement)
 
 
-def sft_device_problems(config: SftConfig) -> Iterator[str]:
-    """Of ``tandem sft``."""
+def sft_device_errors(config: SftConfig) -> Iterator[UserError]:
+    """Yield the errors of ``tandem sft``."""
     placement = place_sft(config)
-    problems = tuple(_layout_problems(config.engine, placement.pools[0], section="engine"))
-    yield from problems
+    errors = tuple(_layout_errors(config.engine, placement.pools[0], section="engine"))
+    yield from errors
     num_ranks = placement.layouts["actor-train"].data_parallel
-    if not problems and config.data.train_batch_size < num_ranks:
-        yield (
-            f"data.train_batch_size={config.data.train_batch_size}: must give each of {num_ranks} "
-            f"data-parallel ranks a row. Set data.train_batch_size={num_ranks} or fewer devices."
+    if not errors and config.data.train_batch_size < num_ranks:
+        yield UserError(
+            _BATCH_KEY,
+            config.data.train_batch_size,
+            rule=f"must give each of {num_ranks} data-parallel ranks a row",
+            remedy=f"Set {_BATCH_KEY}={num_ranks} or fewer devices.",
         )
 
 
-def _group_problems(config: RunConfig) -> Iterator[str]:
+def _group_errors(config: RunConfig) -> Iterator[UserError]:
     groups = config.trainer.separated_node_tasks
     ratios = config.trainer.separated_node_ratios
     if groups:
-        yield from _task_problems(groups, needed_tasks(config))
+        yield from _task_errors(groups, needed_tasks(config))
     if groups or ratios:
-        yield from _ratio_problems(groups, ratios)
+        yield from _ratio_errors(groups, ratios)
 
 
-def _task_problems(groups: Sequence[tuple[str, ...]], needed: Sequence[str]) -> Iterator[str]:
-    key, tasks = f"{_TASKS_KEY}={show_groups(groups)}", list(chain.from_iterable(groups))
+def _task_errors(groups: Sequence[tuple[str, ...]], needed: Sequence[str]) -> Iterator[UserError]:
+    tasks = list(chain.from_iterable(groups))
     if () in groups:
-        yield f"{key}: a group is empty. Name its tasks, or take it out with its ratio."
+        yield UserError(
+            _TASKS_KEY,
+            groups,
+            rule="a group is empty",
+            remedy="Name its tasks, or take it out with its ratio.",
+        )
     for task in tasks:
         if task not in TASKS or tasks.count(task) > 1:
             rule = "is named more than once" if task in TASKS else "is no task"
-            yield f"{key}: {task!r} {rule}. Name each of {', '.join(TASKS)} once."
+            yield UserError(
+                _TASKS_KEY,
+                groups,
+                rule=f"{task!r} {rule}",
+                remedy=f"Name each of {', '.join(TASKS)} once.",
+            )
     for task in needed:
         if task not in tasks:
-            where = ", which may be that of actor-train" if task != "actor-train" else ""
-            yield f"{key}: {task} is missing, and this run needs it. Add it to a group{where}."
+            where = ", for example that of actor-train" if task != "actor-train" else ""
+            yield UserError(
+                _TASKS_KEY,
+                groups,
+                rule=f"{task} is missing, and this run needs it",
+                remedy=f"Add it to a group{where}.",
+            )
 
 
-def _ratio_problems(groups: Sequence[tuple[str, ...]], ratios: Sequence[float]) -> Iterator[str]:
-    key = f"{_RATIOS_KEY}={list(ratios)}"
+def _ratio_errors(
+    groups: Sequence[tuple[str, ...]], ratios: Sequence[float]
+) -> Iterator[UserError]:
     if not groups:
-        yield (
-            f"{key}: {_TASKS_KEY} is missing. Name there a group of tasks for each ratio, or set "
-            f"{_RATIOS_KEY}=[]."
+        yield UserError(
+            _RATIOS_KEY,
+            ratios,
+            rule=f"{_TASKS_KEY} is missing",
+            remedy=f"Name a group of tasks there for each ratio, or set {_RATIOS_KEY}=[].",
         )
     elif len(ratios) != len(groups):
-        yield (
-            f"{key}: must have one ratio for each of the {len(groups)} groups of "
-            f"{_TASKS_KEY}. Write {len(groups)} numbers above 0 that add up to at most 1."
+        yield UserError(
+            _RATIOS_KEY,
+            ratios,
+            rule=f"must have one ratio for each of the {len(groups)} groups of {_TASKS_KEY}",
+            remedy=f"Write {len(groups)} numbers above 0 that add up to at most 1.",
         )
     elif min(ratios) <= 0:
-        yield f"{key}: must be positive. Raise the others, or take out their groups."
+        yield UserError(
+            _RATIOS_KEY,
+            ratios,
+            rule="must be positive",
+            remedy="Raise the ratios that are not, or take out their groups.",
+        )
     elif sum(ratios) > 1 + ROUNDING:
-        yield f"{key}: must add up to at most 1. Set {_RATIOS_KEY}={show_shares(ratios)}."
+        yield UserError(
+            _RATIOS_KEY,
+            ratios,
+            rule="must add up to at most 1",
+            remedy=f"Set {_RATIOS_KEY}={show_shares(ratios)}.",
+        )
 
 
-def _empty_pool_problems(config: RunConfig) -> Iterator[str]:
+def _empty_pool_errors(config: RunConfig) -> Iterator[UserError]:
     trainer = config.trainer
     if not trainer.separated_node_tasks:
         if not config.actor_rollout_ref.hybrid_engine and trainer.num_devices < len(HALVES):
-            yield (
-                f"{_ROLES}.hybrid_engine=False: must have a device to train and another to "
-                f"generate, and trainer.nnodes * {_DEVICES_KEY} is 1. "
-                f"Set {_DEVICES_KEY}=2 or {_ROLES}.hybrid_engine=True."
+            yield UserError(
+                f"{_ROLES}.hybrid_engine",
+                False,
+                rule="must have a device to train and another to generate, and trainer.nnodes * "
+                f"{_DEVICES_KEY} is 1",
+                remedy=f"Set {_DEVICES_KEY}=2 or {_ROLES}.hybrid_engine=True.",
             )
         return
     ratios = trainer.separated_node_ratios
@@ -130,88 +161,99 @@ def _empty_pool_problems(config: RunConfig) -> Iterator[str]:
             remedy = "Raise its ratio."
             if enough is not None:
                 remedy = f"Set {_DEVICES_KEY}={enough}, or raise its ratio."
-            yield (
-                f"{_RATIOS_KEY}={list(ratios)}: gives {list(tasks)} none of {trainer.num_devices} "
-                f"devices. {remedy}"
+            yield UserError(
+                _RATIOS_KEY,
+                ratios,
+                rule=f"gives {list(tasks)} none of {trainer.num_devices} devices",
+                remedy=remedy,
             )
 
 
 def _enough_devices(trainer: TrainerConfig) -> int | None:
-    """Devices per node from which on every group gets one; None if no node has so many."""
-    for number in range(trainer.n_gpus_per_node, _MOST_DEVICES + 1):
+    """Return the smallest number of devices per node that gives every group one, None if there is
+    none up to ``_MAX_DEVICES``."""
+    for number in range(trainer.n_gpus_per_node, _MAX_DEVICES + 1):
         if 0 not in share_devices(trainer.separated_node_ratios, trainer.nnodes * number):
             return number
     return None
 
 
-def _run_layout_problems(config: RunConfig, pool: Pool) -> Iterator[str]:
+def _run_layout_errors(config: RunConfig, pool: Pool) -> Iterator[UserError]:
     roles = config.actor_rollout_ref
     if "actor-train" in pool.tasks or scorer_of(pool) == "logp":
         section = section_of("actor-train")
-        yield from _layout_problems(roles.actor.fsdp_config, pool, section=section)
+        yield from _layout_errors(roles.actor.fsdp_config, pool, section=section)
     if "ref_logp" in pool.tasks:
-        yield from _layout_problems(roles.ref.fsdp_config, pool, section=section_of("ref_logp"))
-    for name, layout in models_beside(config).items() if "actor-train" in pool.tasks else ():
-        yield from _layout_problems(layout, pool, section=section_of(name))
+        yield from _layout_errors(roles.ref.fsdp_config, pool, section=section_of("ref_logp"))
+    for name, layout in auxiliary_layouts(config).items() if "actor-train" in pool.tasks else ():
+        yield from _layout_errors(layout, pool, section=section_of(name))
 
 
 def section_of(task: str) -> str:
-    """Of the keys that lay out the weights of a task of ``tandem train``, or of a model beside."""
+    """Return the section that lays out the weights of a task, or of an auxiliary model."""
     if task in (CRITIC, REWARD_MODEL):
         return f"{task}.model.fsdp_config"
     return f"{_ROLES}.{'ref' if task == 'ref_logp' else 'actor'}.fsdp_config"
 
 
-def _layout_problems(config: FsdpConfig, pool: Pool, *, section: str) -> Iterator[str]:
-    """Of the ranks of one pool."""
-    where = f"the {pool.num_devices} device(s) of {pool.name}"
+def _layout_errors(config: FsdpConfig, pool: Pool, *, section: str) -> Iterator[UserError]:
+    devices = f"the {pool.num_devices} device(s) of {pool.name}"
     split, sequence = config.tensor_model_parallel_size, config.ulysses_sequence_parallel_size
     split_key = f"{section}.tensor_model_parallel_size"
     sequence_key = f"{section}.ulysses_sequence_parallel_size"
     if pool.num_devices % split:
-        yield (
-            f"{split_key}={split}: must divide {where}. "
-            f"Set {split_key}={_largest_divisor(pool.num_devices, split)}."
+        yield UserError(
+            split_key,
+            split,
+            rule=f"must divide {devices}",
+            remedy=f"Set {split_key}={_largest_divisor(pool.num_devices, split)}.",
         )
     elif pool.num_devices % (split * sequence):
         left = pool.num_devices // split
         times = f", times {split_key}={split}," if split > 1 else ""
-        yield (
-            f"{sequence_key}={sequence}: must{times} divide {where}. "
-            f"Set {sequence_key}={_largest_divisor(left, sequence)}."
+        yield UserError(
+            sequence_key,
+            sequence,
+            rule=f"must{times} divide {devices}",
+            remedy=f"Set {sequence_key}={_largest_divisor(left, sequence)}.",
         )
     elif config.fsdp_size == 0 or (
         config.fsdp_size > 0 and pool.num_devices // split % config.fsdp_size
     ):
         key = f"{section}.fsdp_size"
-        ranks = f"{where} / {split_key}={split}" if split > 1 else where
-        yield f"{key}={config.fsdp_size}: must divide {ranks}, or be -1 for all. Set {key}=-1."
+        ranks = f"{devices} / {split_key}={split}" if split > 1 else devices
+        yield UserError(
+            key,
+            config.fsdp_size,
+            rule=f"must divide {ranks}, or be -1 for all",
+            remedy=f"Set {key}=-1.",
+        )
 
 
 def require_division(
     config: RunConfig | SftConfig, placement: Placement, *, models: Mapping[str, ModelSizes | None]
 ) -> None:
-    """Raise UserError if a model of our own decoder cannot be divided as its ranks are.
+    """Raise UserError if a model of the native decoder cannot be divided over its ranks.
 
     Args:
-        models: by the names in ``placement.layouts``; nothing is said of a model that is not known.
+        models: the sizes by the names in ``placement.layouts``; None for an unknown model, which is
+            not checked.
     """
     for task, layout in placement.layouts.items():
         sizes = models.get(task)
         if sizes is not None:
-            section = section_of(task) if isinstance(config, RunConfig) else "engine"
-            for problem in division_problems(
+            for error in division_errors(
                 sizes.num_heads,
                 sizes.num_kv_heads,
                 inner=sizes.inner,
                 tensor=layout.tensor_parallel,
                 sequence=layout.sequence_parallel,
-                section=section,
+                section=section_of(task) if isinstance(config, RunConfig) else "engine",
             ):
-                raise UserError(problem)
+                raise error
 
 
-def _run_batch_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
+def _run_batch_errors(config: RunConfig, placement: Placement) -> Iterator[UserError]:
     layouts = placement.layouts
     n = config.actor_rollout_ref.rollout.n
     mini_batches = {
@@ -221,10 +263,12 @@ def _run_batch_problems(config: RunConfig, placement: Placement) -> Iterator[str
     for task, (section, size) in mini_batches.items():
         if task in layouts and size * n < layouts[task].data_parallel:
             num_ranks = layouts[task].data_parallel
-            yield (
-                f"{section}.ppo_mini_batch_size={size}: times {_ROLES}.rollout.n={n} must give "
-                f"each of {num_ranks} data-parallel ranks a sequence. "
-                f"{_larger_mini_batch(config, -(-num_ranks // n), section=section)}"
+            yield UserError(
+                f"{section}.ppo_mini_batch_size",
+                size,
+                rule=f"times {_ROLES}.rollout.n={n} must give each of {num_ranks} data-parallel "
+                "ranks a sequence",
+                remedy=_larger_mini_batch(config, -(-num_ranks // n), section=section),
             )
     for task in ("logp", "ref_logp", CRITIC, REWARD_MODEL):
         if task in layouts and config.sequences_per_step < layouts[task].data_parallel:
@@ -239,18 +283,19 @@ def _larger_mini_batch(config: RunConfig, num_prompts: int, *, section: str) -> 
     if fitting:
         return f"Set {section}.ppo_mini_batch_size={fitting[0]} or fewer devices."
     return (
-        f"Set data.train_batch_size={num_prompts} and {section}.ppo_mini_batch_size="
+        f"Set {_BATCH_KEY}={num_prompts} and {section}.ppo_mini_batch_size="
         f"{num_prompts}, or fewer devices."
     )
 
 
-def _larger_batch(config: RunConfig, num_prompts: int, *, task: str) -> str:
+def _larger_batch(config: RunConfig, num_prompts: int, *, task: str) -> UserError:
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
     batch = -(-num_prompts // mini) * mini
-    return (
-        f"data.train_batch_size={config.data.train_batch_size}: must give each data-parallel rank "
-        f"of {task} work, which takes {num_prompts} prompts. "
-        f"Set data.train_batch_size={batch} or fewer devices."
+    return UserError(
+        _BATCH_KEY,
+        config.data.train_batch_size,
+        rule=f"must give each data-parallel rank of {task} work, which takes {num_prompts} prompts",
+        remedy=f"Set {_BATCH_KEY}={batch} or fewer devices.",
     )
 
 

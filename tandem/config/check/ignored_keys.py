@@ -1,76 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the keys that were set do, and why some change nothing: no key is silently without effect.
+"""The effect of each key that was set, and the reasons why some keys have none.
 
-Two kinds: keys that nothing reads (marked at their field), and keys that other keys switch off
-(``switches``, ``device_switches``).
+No key is silently without effect. A key is ignored because it stands in ``schema.ignored``, because
+a ``read_if`` of its field or of a section above does not hold, or by ``read_conditions``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from pydantic import BaseModel
-
-from tandem.config.check.device_conditions import RUN_DEVICE_CONDITIONS, SFT_DEVICE_CONDITIONS
-from tandem.config.check.read_conditions import (
-    RUN_CONDITIONS,
-    SFT_CONDITIONS,
-    SHARED_CONDITIONS,
-    Condition,
-)
-from tandem.config.check.section_conditions import (
-    CORRECTION_CONDITIONS,
-    CRITIC_CONDITIONS,
-    REWARD_CONDITIONS,
-)
+from tandem.config.check.read_conditions import RUN_EXCLUSIONS, SFT_EXCLUSIONS, Exclusion
 from tandem.config.parse.keys import find_key
 from tandem.config.parse.overrides import LoadedConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 
+Loaded = LoadedConfig[RunConfig] | LoadedConfig[SftConfig]
 
-def keys_without_effect(
-    loaded: LoadedConfig[RunConfig] | LoadedConfig[SftConfig],
-) -> Mapping[str, str]:
-    """The keys that were set in vain, as they were spelt -> why."""
-    config = loaded.config
-    conditions = (
-        *CORRECTION_CONDITIONS,
-        *CRITIC_CONDITIONS,
-        *REWARD_CONDITIONS,
-        *RUN_CONDITIONS,
-        *RUN_DEVICE_CONDITIONS,
-    )
-    if isinstance(config, SftConfig):
-        conditions = SFT_CONDITIONS + SFT_DEVICE_CONDITIONS
-    active = [c for c in (*conditions, *SHARED_CONDITIONS) if c.holds(config)]
-    found = {
-        spelling: _reason(type(config), name, active=active)
-        for name, spelling in loaded.set_keys.items()
-    }
+
+def ignored_keys(loaded: Loaded) -> Mapping[str, str]:
+    """Return the keys that were set without effect, as they were spelled, with the reason."""
+    is_sft = isinstance(loaded.config, SftConfig)
+    exclusions = SFT_EXCLUSIONS if is_sft else RUN_EXCLUSIONS
+    active = [exclusion for exclusion in exclusions if exclusion.holds(loaded.config)]
+    found = {spelling: _reason(loaded, name, active) for name, spelling in loaded.set_keys.items()}
     return {spelling: reason for spelling, reason in found.items() if reason}
 
 
-def key_effects(
-    loaded: LoadedConfig[RunConfig] | LoadedConfig[SftConfig],
-) -> Mapping[str, str]:
-    """Every key that was set, as it was spelt -> what it does, or ``no effect: `` and why."""
-    in_vain = keys_without_effect(loaded)
-    schema = type(loaded.config)
+def key_effects(loaded: Loaded) -> Mapping[str, str]:
+    """Return every key that was set, as it was spelled, with its description, or with ``no effect:
+    `` and the reason.
+    """
     effects: dict[str, str] = {}
     for name, spelling in loaded.set_keys.items():
-        key = find_key(schema, name)
-        described = "" if key is None else key.description
-        reason = in_vain.get(spelling)
-        effects[spelling] = described if reason is None else f"no effect: {reason}"
-    return effects
+        key = find_key(type(loaded.config), name)
+        effects[spelling] = "" if key is None else key.description
+    return effects | {key: f"no effect: {reason}" for key, reason in ignored_keys(loaded).items()}
 
 
-def _reason(schema: type[BaseModel], name: str, *, active: list[Condition]) -> str:
-    key = find_key(schema, name)
-    if key is not None and key.no_effect:
-        return key.no_effect
-    for condition in active:
-        if any(name == known or name.startswith(f"{known}.") for known in condition.keys):
+def _reason(loaded: Loaded, name: str, active: Iterable[Exclusion]) -> str:
+    key = find_key(type(loaded.config), name)
+    if key is not None and key.ignored:
+        return key.ignored
+    for condition in () if key is None else key.read_if:
+        if not condition.holds(loaded.config):
             return condition.reason
+    for exclusion in active:
+        if any(name == known or name.startswith(f"{known}.") for known in exclusion.keys):
+            return exclusion.reason
     return ""

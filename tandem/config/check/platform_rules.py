@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with the platforms that pools name, one line each, and how weights cross between
-them. Names are compared as they are written; whether such a platform exists is not asked here.
+"""Rules on the platforms that pools name, and the routes of weights between them.
+
+Names are compared as they are written. Whether a platform exists is not checked here.
 """
 
 from __future__ import annotations
@@ -9,25 +10,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations, groupby
 
-from tandem.config.derived.pools import (
-    Placement,
-    Pool,
-    named_platforms,
-    place_run,
-    show_groups,
-    task_groups,
-)
+from tandem.config.derived.pools import Placement, Pool, named_platforms, place_run, task_groups
+from tandem.config.parse.shares import show_groups
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
+from tandem.errors import UserError
 
 _HOST = "cpu"
 _UNKNOWN = "auto"
 _TRANSPORT = "pools.transport"
-_TURNS = ("actor-train", "generate")
+_TIME_SHARED = ("actor-train", "generate")
 
 
 def platform_key(pool: Pool, config: RunConfig | SftConfig) -> str:
-    """The key that named a pool's platform."""
+    """Return the key that names the platform of a pool."""
     keys: list[str] = []
     if isinstance(config, RunConfig):
         named = config.pools.named
@@ -35,35 +31,35 @@ def platform_key(pool: Pool, config: RunConfig | SftConfig) -> str:
     return next(iter(keys), "trainer.device")
 
 
-def platform_problems(config: RunConfig) -> Iterator[str]:
-    """Of the platforms of ``tandem train``, whose groups of tasks make sense."""
-    problems = [
-        problem for tasks in task_groups(config) for problem in _group_problems(config, tasks)
-    ]
-    yield from problems
-    if not problems:
-        yield from placement_problems(config, place_run(config))
+def platform_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors in the platforms of ``tandem train``, whose groups of tasks are correct."""
+    errors = [error for tasks in task_groups(config) for error in _group_errors(config, tasks)]
+    yield from errors
+    if not errors:
+        yield from placement_errors(config, place_run(config))
 
 
-def placement_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
-    """Of pools whose platforms ``placement`` names. One that is still to be found could be any of
-    the others', and is not judged."""
-    yield from _order_problems(config, placement)
-    yield from _transport_problems(config, placement)
+def placement_errors(config: RunConfig, placement: Placement) -> Iterator[UserError]:
+    """Yield the errors of pools whose platforms ``placement`` names.
+
+    A platform that is still ``auto`` could be any of the others and is not checked.
+    """
+    yield from _order_errors(config, placement)
+    yield from _transport_errors(config, placement)
 
 
 def known_platforms(placement: Placement) -> list[str]:
-    """Those of the pools with something to do, in their order, as often as they stand there; none
-    for a pool whose platform is still to be found."""
+    """Return the platforms of the used pools in order, without those that are still ``auto``."""
     return [pool.platform for pool in placement.used_pools if pool.platform != _UNKNOWN]
 
 
-def weight_ways(config: RunConfig, placement: Placement) -> dict[str, str]:
-    """How weights travel between each two pools that share them, as far as it is known before the
-    processes start."""
+def weight_routes(config: RunConfig, placement: Placement) -> dict[str, str]:
+    """Return how weights travel between each two pools that share them, as far as it is known
+    before the processes start.
+    """
     pools = [pool for pool in placement.used_pools if {*pool.tasks} - {"ref_logp"}]
     return {
-        f"{one.name} -> {other.name}": _way(one, other, wanted=config.pools.transport)
+        f"{one.name} -> {other.name}": _route(one, other, requested=config.pools.transport)
         for one, other in combinations(sorted(pools, key=_is_receiver), 2)
         if "actor-train" in one.tasks
     }
@@ -73,39 +69,43 @@ def _is_receiver(pool: Pool) -> bool:
     return "actor-train" not in pool.tasks
 
 
-def _way(one: Pool, other: Pool, *, wanted: str) -> str:
+def _route(one: Pool, other: Pool, *, requested: str) -> str:
     if one.platform == other.platform:
-        return "collective (one platform)" if wanted == "auto" else f"{wanted} (as asked for)"
-    if wanted not in ("auto", "staged"):
-        return f"{wanted} (as asked for): from {one.platform} to {other.platform}"
-    if wanted == "auto" and _UNKNOWN in (one.platform, other.platform):
+        return "collective (one platform)" if requested == "auto" else f"{requested} (as requested)"
+    if requested not in ("auto", "staged"):
+        return f"{requested} (as requested): from {one.platform} to {other.platform}"
+    if requested == "auto" and _UNKNOWN in (one.platform, other.platform):
         return "collective if auto finds the platform of the other pool, else staged"
-    reason = "as asked for" if wanted == "staged" else "two platforms"
+    reason = "as requested" if requested == "staged" else "two platforms"
     crossing = f"from {one.platform} to {other.platform} once, then collective inside"
     return f"staged ({reason}): {crossing}"
 
 
-def _group_problems(config: RunConfig, tasks: Sequence[str]) -> Iterator[str]:
-    """Of tasks that share devices."""
+def _group_errors(config: RunConfig, tasks: Sequence[str]) -> Iterator[UserError]:
+    """Yield the errors of tasks that share devices."""
     named = {task: name for task, name in named_platforms(config).items() if task in tasks}
     if len(set(named.values())) > 1:
         listed = ", ".join(f"pools.{task}.platform={name}" for task, name in named.items())
-        yield (
-            f"{listed}: these tasks share devices, which are of one platform. Name one, or give "
-            "them pools of their own with trainer.separated_node_tasks."
+        yield UserError(
+            listed,
+            rule="these tasks share devices, which are of one platform",
+            remedy="Name one platform, or give the tasks pools of their own with "
+            "trainer.separated_node_tasks.",
         )
-    elif named and all(task in tasks for task in _TURNS):
+    elif named and all(task in tasks for task in _TIME_SHARED):
         task, name = next(iter(named.items()))
-        silent = [task for task in _TURNS if task not in named]
+        silent = [task for task in _TIME_SHARED if task not in named]
         if silent and config.trainer.device != name:
-            yield (
-                f"pools.{task}.platform={name}: {silent[0]} shares these devices. Set "
-                f"trainer.device={name}, or actor_rollout_ref.hybrid_engine=False for devices of "
-                "their own."
+            yield UserError(
+                f"pools.{task}.platform",
+                name,
+                rule=f"{silent[0]} shares these devices",
+                remedy=f"Set trainer.device={name}, or actor_rollout_ref.hybrid_engine=False for "
+                "devices of their own.",
             )
 
 
-def _order_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
+def _order_errors(config: RunConfig, placement: Placement) -> Iterator[UserError]:
     platforms = known_platforms(placement)
     runs = Counter(platform for platform, _ in groupby(platforms))
     scattered = next((platform for platform, number in runs.items() if number > 1), None)
@@ -118,11 +118,13 @@ def _order_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
         zip(map(tuple, task_groups(config)), config.trainer.separated_node_ratios, strict=True)
     )
     shares = ",".join(f"{share:g}" for share in _in_order(ratios, ordered))
-    yield (
-        f"trainer.separated_node_tasks={show_groups(task_groups(config))}: pools of "
-        f"{', '.join(platforms)} in this order: those of {scattered} must follow each other, as "
-        f"libraries between vendors count on it. Set trainer.separated_node_tasks={groups} "
-        f"trainer.separated_node_ratios=[{shares}]."
+    yield UserError(
+        "trainer.separated_node_tasks",
+        task_groups(config),
+        rule=f"pools of {', '.join(platforms)} in this order: those of {scattered} must follow "
+        "each other, because communication libraries between vendors rely on it",
+        remedy=f"Set trainer.separated_node_tasks={groups} "
+        f"trainer.separated_node_ratios=[{shares}].",
     )
 
 
@@ -132,16 +134,20 @@ def _in_order(ratios: dict[tuple[str, ...], float], pools: Sequence[Pool]) -> It
         yield next(ratio for group, ratio in ratios.items() if {*group} == tasks)
 
 
-def _transport_problems(config: RunConfig, placement: Placement) -> Iterator[str]:
-    wanted = config.pools.transport
+def _transport_errors(config: RunConfig, placement: Placement) -> Iterator[UserError]:
+    transport = config.pools.transport
     platforms = list(dict.fromkeys(known_platforms(placement)))
-    if len(platforms) > 1 and wanted == "collective":
-        yield (
-            f"{_TRANSPORT}=collective: the pools have {' and '.join(platforms)}, which share no "
-            f"library. Set {_TRANSPORT}=auto."
+    if len(platforms) > 1 and transport == "collective":
+        yield UserError(
+            _TRANSPORT,
+            transport,
+            rule=f"the pools have {' and '.join(platforms)}, which share no library",
+            remedy=f"Set {_TRANSPORT}=auto.",
         )
-    if _HOST in platforms and wanted == "flagcx":
-        yield (
-            f"{_TRANSPORT}=flagcx: FlagCX connects devices, and a pool is on the host "
-            f"({_HOST}). Set {_TRANSPORT}=staged."
+    if _HOST in platforms and transport == "flagcx":
+        yield UserError(
+            _TRANSPORT,
+            transport,
+            rule=f"FlagCX connects devices, and a pool is on the host ({_HOST})",
+            remedy=f"Set {_TRANSPORT}=staged.",
         )

@@ -1,52 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys other keys switch off, and why: tables that ``effects`` reads.
+"""The conditions under which a key has no effect that are functions of several keys.
 
-What nothing reads at all is marked at its field and does not stand here.
+A condition on a single key stands at the field that it concerns (``read_if``), and a key that
+nothing reads stands in ``schema.ignored``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
-from tandem.config.schema.actor import LOSSES, ActorConfig, Loss
+from tandem.config.check.device_rules import run_device_errors
+from tandem.config.derived.microbatches import (
+    CRITIC_VALUES,
+    RUN_MICROBATCHES,
+    SFT_MICROBATCHES,
+    MicrobatchKeys,
+    limits,
+)
+from tandem.config.derived.pools import CRITIC, Placement, needed_tasks, place_run, place_sft
+from tandem.config.schema.actor import LOSSES, Loss
 from tandem.config.schema.algorithm import ESTIMATORS, Estimator
-from tandem.config.schema.optim import OptimConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 
+Config = RunConfig | SftConfig
+
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_REF = "actor_rollout_ref.ref"
+_CORRECTION = "algorithm.rollout_correction"
+_SHARDING = ("fsdp_size", "reshard_after_forward", "forward_prefetch")
+_CLIPPING = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 _ENGINES_NOT_BUILT = ("vllm", "sglang", "trtllm")
+_LORA = "not built yet: LoRA; all weights are trained"
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
-    """Keys (or sections) that have no effect while ``holds``."""
+class Exclusion:
+    """Keys, or whole sections, that have no effect while ``holds``, and the reason."""
 
     keys: tuple[str, ...]
     holds: Callable[[Any], bool]
     reason: str
 
 
-def _packs_by_tokens(section: Any) -> bool:
-    return section.log_prob_use_dynamic_bsz
-
-
-def _packs_by_count(section: Any) -> bool:
-    is_counted = section.log_prob_micro_batch_size_per_gpu is not None
-    return is_counted and not section.log_prob_use_dynamic_bsz
-
-
-def _bounds_nothing_by_tokens(config: RunConfig) -> bool:
-    """No pass that is made packs by the tokens that the actor's limit allows."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    limits = [actor.microbatch_tokens]
-    limits += [rollout.microbatch_tokens] * config.needs_old_log_probs
-    limits += [config.actor_rollout_ref.ref.microbatch_tokens] * config.needs_reference
-    return actor.ppo_max_token_len_per_gpu not in limits
+def _always(config: Config) -> bool:
+    return True
 
 
 def _draws_nothing(config: RunConfig) -> bool:
@@ -54,8 +56,7 @@ def _draws_nothing(config: RunConfig) -> bool:
     return not (rollout.do_sample or (rollout.val_kwargs.do_sample and config.data.val_files))
 
 
-def _seeds_nothing(config: RunConfig | SftConfig) -> bool:
-    """Every other seed that is read was set to something else."""
+def _every_seed_is_set(config: Config) -> bool:
     if isinstance(config, SftConfig):
         return config.trainer.seed != config.data.seed
     if config.uses_critic:
@@ -67,315 +68,331 @@ def _seeds_nothing(config: RunConfig | SftConfig) -> bool:
     return config.trainer.seed not in followers
 
 
-def _aggregates_by_sequence(actor: ActorConfig) -> bool:
-    """Sequence losses choose their aggregation themselves; entropy and KL follow the config."""
+def _aggregates_by_sequence(config: RunConfig) -> bool:
+    """Return whether the loss chooses its aggregation itself, and no entropy or KL term follows
+    ``loss_agg_mode``."""
+    actor = config.actor_rollout_ref.actor
     has_other_terms = actor.entropy_coeff != 0 or actor.use_kl_loss
     return actor.policy_loss.traits.is_sequence_level and not has_other_terms
 
 
-def _has_no_length(optim: OptimConfig) -> bool:
-    uses_ratio = optim.lr_warmup_steps <= 0 and optim.lr_warmup_steps_ratio > 0
-    return optim.lr_scheduler_type == "constant" and not uses_ratio
+def _reinforces(config: RunConfig) -> bool:
+    correction = config.algorithm.rollout_correction
+    return correction.bypass_mode and correction.loss_type == "reinforce"
 
 
-def optimizer_conditions(prefix: str, optim: Callable[[Any], Any]) -> tuple[Condition, ...]:
-    """Of the section of an optimizer, ``prefix``, which ``optim`` finds."""
-    return (
-        Condition(
-            (f"{prefix}.min_lr_ratio", f"{prefix}.num_cycles"),
-            lambda c: optim(c).lr_scheduler_type == "constant",
-            "lr_scheduler_type=constant",
-        ),
-        Condition(
-            (f"{prefix}.lr_warmup_steps_ratio",),
-            lambda c: optim(c).lr_warmup_steps > 0,
-            "lr_warmup_steps is set and replaces it",
-        ),
-        Condition(
-            (f"{prefix}.total_training_steps",),
-            lambda c: _has_no_length(optim(c)),
-            "the rate is constant and lr_warmup_steps_ratio is not used",
-        ),
-        Condition(
-            (f"{prefix}.muon_lr",),
-            lambda c: optim(c).optimizer != "Muon",
-            "only optimizer=Muon reads it",
-        ),
-    )
+def _clips_to_rollout(config: RunConfig) -> bool:
+    correction = config.algorithm.rollout_correction
+    return correction.bypass_mode and correction.loss_type == "ppo_clip"
 
 
-def model_conditions(prefix: str, model: Callable[[Any], Any]) -> tuple[Condition, ...]:
-    """As ``optimizer_conditions``, of a trained model."""
-    return (
-        Condition(
-            (f"{prefix}.recompute_granularity",),
-            lambda c: not model(c).enable_gradient_checkpointing,
-            f"{prefix}.enable_gradient_checkpointing=False: nothing is recomputed",
-        ),
-    )
+def _sets_both_sides(config: RunConfig) -> bool:
+    actor = config.actor_rollout_ref.actor
+    return None not in (actor.clip_ratio_low, actor.clip_ratio_high)
 
 
-def _unread_by_choice(
+def _not_read_by_choice(
     section: str,
     table: Mapping[str, Estimator] | Mapping[str, Loss],
     *,
     chosen: Callable[[RunConfig], Estimator | Loss],
     chosen_by: str,
-) -> Iterator[Condition]:
-    """Yield a condition for each key of ``section`` that only some entries of ``table`` read."""
+) -> Iterator[Exclusion]:
+    """Yield an exclusion for each key of ``section`` that only some entries of ``table`` read."""
     readers: dict[str, list[str]] = {}
     for name, traits in table.items():
         for key in traits.reads:
             readers.setdefault(key, []).append(name)
     for key, names in readers.items():
-        yield Condition(
+        yield Exclusion(
             (f"{section}.{key}",),
             lambda c, key=key: key not in chosen(c).reads,
             f"only {chosen_by}={'|'.join(names)} reads it",
         )
 
 
-RUN_CONDITIONS: tuple[Condition, ...] = (
-    *model_conditions("actor_rollout_ref.model", lambda c: c.actor_rollout_ref.model),
-    *optimizer_conditions(f"{_ACTOR}.optim", lambda c: c.actor_rollout_ref.actor.optim),
-    Condition(
-        ("algorithm.kl_ctrl", "algorithm.kl_penalty"),
-        lambda c: not c.algorithm.use_kl_in_reward,
-        "algorithm.use_kl_in_reward=False",
+def _optimizer_exclusions(section: str) -> Iterator[Exclusion]:
+    optim = attrgetter(section)
+
+    def is_constant(config: Any) -> bool:
+        own = optim(config)
+        uses_ratio = own.lr_warmup_steps <= 0 and own.lr_warmup_steps_ratio > 0
+        return own.lr_scheduler_type == "constant" and not uses_ratio
+
+    yield Exclusion(
+        (f"{section}.total_training_steps",),
+        is_constant,
+        "the learning rate is constant and lr_warmup_steps_ratio is not used",
+    )
+
+
+def _microbatch_exclusions(table: Mapping[str, MicrobatchKeys]) -> Iterator[Exclusion]:
+    for role, keys in table.items():
+        yield Exclusion(
+            (keys.count,),
+            lambda c, role=role: limits(c, role).is_dynamic,
+            f"{keys.dynamic}=True fills micro-batches by tokens",
+        )
+        yield Exclusion(
+            (keys.tokens,),
+            partial(_counts_sequences, role=role),
+            f"micro-batches are bounded by the number of sequences: {keys.count}",
+        )
+
+
+def _counts_sequences(config: Config, *, role: str) -> bool:
+    """Return whether no pass of ``role``, or of a role that follows its keys, counts tokens."""
+    tokens = attrgetter(limits(config, role).key)(config)
+    roles = [role]
+    if role == CRITIC:
+        roles.append(CRITIC_VALUES)
+    if role == "actor-train" and isinstance(config, RunConfig):
+        roles += [task for task in ("logp", "ref_logp") if task in needed_tasks(config)]
+    return tokens not in [limits(config, role).max_tokens for role in roles]
+
+
+def _placement(config: Config) -> Placement | None:
+    """Return None for a run that cannot be placed; its errors are reported elsewhere."""
+    if isinstance(config, SftConfig):
+        return place_sft(config)
+    return None if any(run_device_errors(config)) else place_run(config)
+
+
+def _is_one_process(config: Config) -> bool:
+    placement = _placement(config)
+    return placement is not None and placement.is_one_process
+
+
+def _is_sharded_by_one(config: Config, *, tasks: tuple[str, ...]) -> bool:
+    """Return whether no pool with one of the tasks has a second device."""
+    placement = _placement(config)
+    return placement is not None and all(
+        layout.num_ranks == 1 for task, layout in placement.layouts.items() if task in tasks
+    )
+
+
+def _has_one_data_parallel_rank(config: Config) -> bool:
+    placement = _placement(config)
+    return placement is not None and all(
+        layout.data_parallel == 1
+        for task, layout in placement.layouts.items()
+        if task != "generate"
+    )
+
+
+def _is_not_needed(config: RunConfig, *, task: str) -> bool:
+    return task not in needed_tasks(config)
+
+
+def _time_shared(config: RunConfig) -> bool:
+    placement = _placement(config)
+    return placement is not None and not placement.generates_apart
+
+
+def _keeps_cache(config: RunConfig) -> bool:
+    return _is_one_process(config) or not _time_shared(config) or config.trainer.max_lag > 0
+
+
+def _groups_decide(config: RunConfig) -> bool:
+    """Return whether ``separated_node_tasks`` decides instead of ``hybrid_engine``.
+
+    ``hybrid_engine=False`` is read where groups put generation on devices of its own, and where the
+    asynchronous pipeline needs it.
+    """
+    trainer = config.trainer
+    is_undone = _time_shared(config) and not trainer.async_pipeline
+    hybrid = config.actor_rollout_ref.hybrid_engine
+    return bool(trainer.separated_node_tasks) and (hybrid or is_undone)
+
+
+def _has_other_platforms(config: RunConfig) -> bool:
+    placement = _placement(config)
+    return placement is not None and all(
+        pool.platform != config.trainer.device for pool in placement.used_pools
+    )
+
+
+def _layout_exclusions(
+    section: str, *, tasks: tuple[str, ...], is_trained: bool = True
+) -> Iterator[Exclusion]:
+    """Yield the exclusions of ``section``, which lays out weights over the ranks of ``tasks``."""
+    layout = attrgetter(section)
+    offload = f"{section}.param_offload"
+    yield Exclusion(
+        tuple(f"{section}.{key}" for key in _SHARDING),
+        partial(_is_sharded_by_one, tasks=tasks),
+        "one device holds these weights: there is nothing to shard",
+    )
+    yield Exclusion(
+        (f"{section}.offload_policy",), _is_one_process, "not built yet for a run on one device"
+    )
+    yield Exclusion(
+        (offload,),
+        lambda c: _is_one_process(c) and c.trainer.device == "cpu",
+        "on a CPU weights are in host memory anyway",
+    )
+    yield Exclusion(
+        (offload, f"{section}.optimizer_offload"),
+        lambda c: layout(c).offload_policy and not _is_one_process(c),
+        f"{section}.offload_policy=True keeps them in host memory all the time",
+    )
+    if is_trained:
+        yield Exclusion(
+            (offload,),
+            lambda c: layout(c).model_dtype == layout(c).dtype and _is_one_process(c),
+            "model_dtype and dtype are the same: passes use the trained weights themselves, which "
+            "stay on the device",
+        )
+
+
+ONE_PROCESS = "there is one process: nothing is dealt, gathered or transferred"
+
+_SHARED = (
+    Exclusion(("trainer.seed",), _every_seed_is_set, "every other seed is set and replaces it"),
+    Exclusion(
+        ("ray_kwargs", "trainer.ray_wait_register_center_timeout"), _is_one_process, ONE_PROCESS
     ),
-    Condition(
-        ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
-        lambda c: c.algorithm.kl_ctrl.type == "fixed",
-        "algorithm.kl_ctrl.type=fixed",
+    Exclusion(
+        ("trainer.balance_batch",),
+        _has_one_data_parallel_rank,
+        "micro-batches are computed one at a time: there is nothing to balance",
     ),
-    Condition(
+)
+
+RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
+    Exclusion(
         (
-            "algorithm.filter_groups.metric",
-            "algorithm.filter_groups.max_num_gen_batches",
-            "data.gen_batch_size",
+            "actor_rollout_ref.model.lora_rank",
+            "critic.model.lora_rank",
+            "reward_model.model.lora_rank",
         ),
-        lambda c: not c.algorithm.filter_groups.enable,
-        "algorithm.filter_groups.enable=False",
+        _always,
+        _LORA,
     ),
-    Condition(
-        ("data.gen_batch_size",),
-        lambda c: c.algorithm.filter_groups.max_num_gen_batches == 0,
-        "only algorithm.filter_groups.max_num_gen_batches counts in such batches, and it is 0",
+    Exclusion((f"{_ROLLOUT}.multi_turn.enable",), _always, "not built yet: multi-turn rollouts"),
+    Exclusion(
+        (f"{_ACTOR}.megatron.expert_model_parallel_size",),
+        _always,
+        "not built yet: strategy=megatron",
     ),
-    Condition(
-        (
-            f"{_ACTOR}.optim",
-            "critic",
-            "reward_model.model",
-            "trainer.rollout_data_dir",
-            "trainer.save_freq",
-            "trainer.test_freq",
-            "trainer.total_epochs",
-            "trainer.total_training_steps",
-        ),
-        lambda c: c.trainer.val_only,
-        "trainer.val_only=True: nothing is trained",
+    Exclusion(
+        (f"{_CORRECTION}.rollout_is",),
+        _clips_to_rollout,
+        "bypass_mode with loss_type=ppo_clip: the ratio of the loss is the weight",
     ),
-    Condition(
+    Exclusion(
+        (f"{_ACTOR}.policy_loss.loss_mode", *(f"{_ACTOR}.{key}" for key in _CLIPPING)),
+        _reinforces,
+        f"{_CORRECTION}.loss_type=reinforce does not clip and replaces the loss",
+    ),
+    *_optimizer_exclusions(f"{_ACTOR}.optim"),
+    *_optimizer_exclusions("critic.optim"),
+    Exclusion(
         (f"{_ACTOR}.strategy",),
         lambda c: c.actor_rollout_ref.actor.strategy == "fsdp2",
         "fsdp and fsdp2 are one engine",
     ),
-    *_unread_by_choice(
+    *_not_read_by_choice(
         "algorithm",
         ESTIMATORS,
         chosen=lambda c: c.algorithm.estimator,
         chosen_by="algorithm.adv_estimator",
     ),
-    Condition(
-        (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
-        lambda c: not c.actor_rollout_ref.actor.use_kl_loss,
-        f"{_ACTOR}.use_kl_loss=False",
-    ),
-    Condition(
+    Exclusion(
         (f"{_ACTOR}.clip_ratio",),
-        lambda c: None not in _clip_pair(c),
+        _sets_both_sides,
         "clip_ratio_low and clip_ratio_high are both set and replace it",
     ),
-    *_unread_by_choice(
+    *_not_read_by_choice(
         _ACTOR,
         LOSSES,
         chosen=lambda c: c.actor_rollout_ref.actor.policy_loss.traits,
         chosen_by=f"{_ACTOR}.policy_loss.loss_mode",
     ),
-    Condition(
+    Exclusion(
         (f"{_ACTOR}.loss_agg_mode",),
-        lambda c: _aggregates_by_sequence(c.actor_rollout_ref.actor),
+        _aggregates_by_sequence,
         "this loss_mode is always aggregated by seq-mean-token-mean",
     ),
-    Condition(
-        (f"{_ACTOR}.loss_scale_factor",),
-        lambda c: c.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
-        "only loss_agg_mode=seq-mean-token-sum-norm reads it",
-    ),
-    Condition(
-        (f"{_ACTOR}.ppo_micro_batch_size_per_gpu",),
-        lambda c: c.actor_rollout_ref.actor.use_dynamic_bsz,
-        "use_dynamic_bsz=True fills micro-batches by tokens",
-    ),
-    Condition(
-        (f"{_ACTOR}.ppo_max_token_len_per_gpu",),
-        _bounds_nothing_by_tokens,
-        "micro-batches are bounded by count: *micro_batch_size_per_gpu",
-    ),
-    Condition(
-        (f"{_ACTOR}.data_loader_seed",),
-        lambda c: not c.actor_rollout_ref.actor.shuffle,
-        f"{_ACTOR}.shuffle=False",
-    ),
-    Condition(
-        (_REF,),
-        lambda c: not c.needs_reference,
-        "there is no reference: use_kl_loss=False and use_kl_in_reward=False",
-    ),
-    Condition(
-        (f"{_REF}.log_prob_micro_batch_size_per_gpu",),
-        lambda c: _packs_by_tokens(c.actor_rollout_ref.ref),
-        "log_prob_use_dynamic_bsz=True fills micro-batches by tokens",
-    ),
-    Condition(
-        (f"{_REF}.log_prob_max_token_len_per_gpu",),
-        lambda c: _packs_by_count(c.actor_rollout_ref.ref),
-        "log_prob_micro_batch_size_per_gpu bounds micro-batches by count",
-    ),
-    Condition(
-        tuple(
-            f"{_ROLLOUT}.log_prob_{name}"
-            for name in ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
-        ),
-        lambda c: not c.needs_old_log_probs,
-        "the policy need not score the batch: the update is strictly on-policy or in bypass_mode",
-    ),
-    Condition(
-        (f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",),
-        lambda c: _packs_by_tokens(c.actor_rollout_ref.rollout),
-        "log_prob_use_dynamic_bsz=True fills micro-batches by tokens",
-    ),
-    Condition(
-        (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",),
-        lambda c: _packs_by_count(c.actor_rollout_ref.rollout),
-        "log_prob_micro_batch_size_per_gpu bounds micro-batches by count",
-    ),
-    Condition(
+    *_microbatch_exclusions(RUN_MICROBATCHES),
+    Exclusion(
         (f"{_ROLLOUT}.name",),
         lambda c: c.actor_rollout_ref.rollout.name in _ENGINES_NOT_BUILT,
         "engine not built yet: the native engine is used",
     ),
-    Condition(
+    Exclusion(
+        (f"{_ROLLOUT}.name",),
+        lambda c: c.actor_rollout_ref.rollout.name == "hf",
+        "the model family decides: native if tandem's decoder computes it, else hf; setting hf "
+        "only says that this is intended",
+    ),
+    Exclusion(
         (f"{_ROLLOUT}.seed",),
         _draws_nothing,
         "generation is greedy, in training and in validation",
     ),
-    Condition(
-        (f"{_ROLLOUT}.name",),
-        lambda c: c.actor_rollout_ref.rollout.name == "hf",
-        "the model's family decides: native where our decoder computes it, else hf, and then this "
-        "says that it is meant",
-    ),
-    Condition(
-        tuple(f"{_ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p")),
-        lambda c: not c.actor_rollout_ref.rollout.val_kwargs.do_sample,
-        "val_kwargs.do_sample=False is greedy",
-    ),
-    Condition(
-        (f"{_ROLLOUT}.top_k", f"{_ROLLOUT}.top_p"),
-        lambda c: not c.actor_rollout_ref.rollout.do_sample,
-        f"{_ROLLOUT}.do_sample=False is greedy",
-    ),
-    Condition(
-        ("trainer.async_pipeline", "trainer.deterministic_async", f"{_ROLLOUT}.partial_rollout"),
-        lambda c: c.trainer.max_lag == 0,
-        "the largest lag is 0: a batch is generated, then it is trained on",
-    ),
-    Condition(
-        ("trainer.generate_ahead_steps",),
-        lambda c: not c.trainer.async_pipeline,
-        "trainer.async_pipeline=False",
-    ),
-    Condition(
-        (f"{_ROLLOUT}.partial_rollout",),
-        lambda c: c.trainer.deterministic_async,
-        "trainer.deterministic_async=True: rounds end under the weights they began with",
-    ),
-    Condition(
-        ("data.truncation",),
-        lambda c: c.data.filter_overlong_prompts,
-        "data.filter_overlong_prompts=True drops longer prompts before they could be truncated",
-    ),
-    Condition(
+    *_layout_exclusions(f"{_ACTOR}.fsdp_config", tasks=("actor-train", "logp")),
+    *_layout_exclusions("actor_rollout_ref.ref.fsdp_config", tasks=("ref_logp",), is_trained=False),
+    *_layout_exclusions("critic.model.fsdp_config", tasks=("actor-train",)),
+    *_layout_exclusions("reward_model.model.fsdp_config", tasks=("actor-train",), is_trained=False),
+    Exclusion(
         (
-            f"{_ROLLOUT}.val_kwargs",
-            "data.val_max_samples",
-            "trainer.log_val_generations",
-            "trainer.test_freq",
-            "trainer.val_before_train",
-            "trainer.validation_data_dir",
+            "actor_rollout_ref.nccl_timeout",
+            f"{_ROLLOUT}.param_update_preduce_bucket_size_mb",
+            f"{_ROLLOUT}.param_update_consume_bucket_size_mb",
+            "pools.transport",
         ),
-        lambda c: not c.data.val_files,
-        "there is no validation: data.val_files is empty",
+        _is_one_process,
+        ONE_PROCESS,
     ),
+    *(
+        Exclusion(
+            (f"pools.{task}.platform",),
+            partial(_is_not_needed, task=task),
+            "nothing in the run needs this task",
+        )
+        for task in ("logp", "ref_logp")
+    ),
+    Exclusion(
+        (f"{_ROLLOUT}.enable_dual_buffer", f"{_ROLLOUT}.enable_param_async"),
+        _time_shared,
+        "the same devices train and generate: both pause while weights are updated",
+    ),
+    Exclusion(
+        (f"{_ROLLOUT}.free_cache_engine",),
+        _keeps_cache,
+        "for several devices that train and generate one after the other",
+    ),
+    Exclusion(
+        ("actor_rollout_ref.hybrid_engine",),
+        _groups_decide,
+        "trainer.separated_node_tasks is set and decides",
+    ),
+    Exclusion(
+        ("trainer.device",),
+        _has_other_platforms,
+        "every pool's platform is named by pools.*.platform",
+    ),
+    *_SHARED,
 )
-"""What switches off keys of ``tandem train``; the first that holds gives the reason."""
+"""The exclusions of ``tandem train``; the first that holds for a key gives the reason."""
 
-
-def _clip_pair(config: RunConfig) -> tuple[float | None, float | None]:
-    actor = config.actor_rollout_ref.actor
-    return actor.clip_ratio_low, actor.clip_ratio_high
-
-
-SHARED_CONDITIONS: tuple[Condition, ...] = (
-    Condition(("data.seed",), lambda c: not c.data.shuffle, "data.shuffle=False"),
-    Condition(("trainer.seed",), _seeds_nothing, "every other seed is set and replaces it"),
-    Condition(
-        ("trainer.resume_from_path",),
-        lambda c: c.trainer.resume_mode != "resume_path",
-        "trainer.resume_mode is not resume_path",
-    ),
-    Condition(
-        ("trainer.max_actor_ckpt_to_keep",),
-        lambda c: c.trainer.save_freq <= 0,
-        "trainer.save_freq is not positive: nothing is saved",
-    ),
-)
-
-SFT_CONDITIONS: tuple[Condition, ...] = (
-    *model_conditions("model", lambda c: c.model),
-    *optimizer_conditions("optim", lambda c: c.optim),
-    Condition(
-        ("data.micro_batch_size_per_gpu",),
-        lambda c: c.data.use_dynamic_bsz,
-        "data.use_dynamic_bsz=True fills micro-batches by tokens",
-    ),
-    Condition(
-        ("data.max_token_len_per_gpu",),
-        lambda c: c.data.micro_batch_size_per_gpu is not None and not c.data.use_dynamic_bsz,
-        "data.micro_batch_size_per_gpu bounds micro-batches by count",
-    ),
-    Condition(
+SFT_EXCLUSIONS: tuple[Exclusion, ...] = (
+    Exclusion(("model.lora_rank",), _always, _LORA),
+    *_optimizer_exclusions("optim"),
+    *_microbatch_exclusions(SFT_MICROBATCHES),
+    Exclusion(
         ("model.custom_chat_template",),
         lambda c: c.data.chat_template is not None,
         "data.chat_template is set and replaces it",
     ),
-    Condition(
-        tuple(
-            f"data.{part}_{key}" for part in ("prompt", "response") for key in ("key", "dict_keys")
-        ),
-        lambda c: c.data.multiturn.enable,
-        "data.multiturn.enable=True reads conversations",
+    *_layout_exclusions("engine", tasks=("actor-train",)),
+    Exclusion(
+        ("engine.param_offload",),
+        lambda c: c.engine.param_offload and not _is_one_process(c),
+        "every step uses the weights: engine.offload_policy keeps them in host memory",
     ),
-    Condition(
-        ("data.multiturn.messages_key",),
-        lambda c: not c.data.multiturn.enable,
-        "data.multiturn.enable=False",
-    ),
-    Condition(
-        ("data.val_max_samples", "trainer.test_freq", "trainer.val_before_train"),
-        lambda c: not c.data.val_files,
-        "there is no validation: data.val_files is empty",
-    ),
+    Exclusion(("nccl_timeout",), _is_one_process, ONE_PROCESS),
+    *_SHARED,
 )
+"""The exclusions of ``tandem sft``; the first that holds for a key gives the reason."""

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between keys. What one key alone may be stands at its field, what concerns devices in
-``device_rules``.
+"""Rules between keys. A rule on one key stands at its field, rules on devices in ``device_rules``.
 
-``check_run`` and ``check_sft`` hold for any use of a configuration; ``check_built_run`` and
-``check_built_sft`` refuse what training cannot do yet and the plan may still show. Every error says
-the override that mends it.
+``check_run`` and ``check_sft`` hold for any use of a configuration. ``check_built_run`` and
+``check_built_sft`` refuse features that training does not have yet and that the plan may show.
 """
 
 from __future__ import annotations
@@ -13,9 +11,15 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from tandem.config.check.device_rules import run_device_problems, sft_device_problems
-from tandem.config.derived.pools import CRITIC, REWARD_MODEL, place_run
-from tandem.config.schema.correction import correction_problems
+from tandem.config.check.device_rules import run_device_errors, sft_device_errors
+from tandem.config.derived.microbatches import (
+    CRITIC_VALUES,
+    RUN_MICROBATCHES,
+    limits,
+    longest_sequence,
+)
+from tandem.config.derived.pools import CRITIC, place_run
+from tandem.config.schema.correction import correction_errors
 from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
@@ -24,197 +28,216 @@ from tandem.errors import UserError
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_REF = "actor_rollout_ref.ref"
-_OWN_TEMPLATE_SETTINGS = ("tokenize", "add_generation_prompt")
+_OWN_TEMPLATE_ARGUMENTS = ("tokenize", "add_generation_prompt")
 
 
 def check_run(config: RunConfig) -> None:
-    """Raise UserError for the first pair of keys of ``tandem train`` that do not fit each other."""
-    for problem in chain(_run_problems(config), _resume_problems(config.trainer)):
-        raise UserError(problem)
+    """Raise UserError for the first pair of keys of ``tandem train`` that contradict each other."""
+    for error in chain(_run_errors(config), _resume_errors(config.trainer)):
+        raise error
 
 
 def check_sft(config: SftConfig) -> None:
-    """Raise UserError for the first pair of keys of ``tandem sft`` that do not fit each other."""
-    for problem in chain(_sft_problems(config), _resume_problems(config.trainer)):
-        raise UserError(problem)
+    """Raise UserError for the first pair of keys of ``tandem sft`` that contradict each other."""
+    for error in chain(_sft_errors(config), _resume_errors(config.trainer)):
+        raise error
 
 
 def check_built_run(config: RunConfig) -> None:
-    """Raise UserError if training would need what is not built yet; call it before training."""
-    for problem in unbuilt_run(config):
-        raise UserError(problem)
+    """Raise UserError if ``tandem train`` would need a feature that is not built yet."""
+    for error in unbuilt_run(config):
+        raise error
 
 
 def check_built_sft(config: SftConfig) -> None:
-    """As ``check_built_run``, for ``tandem sft``."""
-    for problem in unbuilt_sft(config):
-        raise UserError(problem)
+    """Raise UserError if ``tandem sft`` would need a feature that is not built yet."""
+    for error in unbuilt_sft(config):
+        raise error
 
 
-def _run_problems(config: RunConfig) -> Iterator[str]:
-    """In such an order that the first one does not follow from a later one."""
-    yield from _template_problems(config.data.apply_chat_template_kwargs)
-    yield from _batch_problems(config)
-    yield from run_device_problems(config)
-    yield from _async_problems(config)
-    yield from _token_problems(config)
-    yield from _sampling_problems(config)
-    yield from correction_problems(config.algorithm.rollout_correction)
-    yield from _critic_problems(config)
-    yield from _reward_problems(config)
+def _run_errors(config: RunConfig) -> Iterator[UserError]:
+    # The order is such that the first error does not follow from a later one.
+    yield from _template_errors(config.data.apply_chat_template_kwargs)
+    yield from _batch_errors(config)
+    yield from run_device_errors(config)
+    yield from _async_errors(config)
+    yield from _token_errors(config)
+    yield from _sampling_errors(config)
+    yield from _clip_errors(config)
+    yield from correction_errors(config.algorithm.rollout_correction)
+    yield from _critic_errors(config)
+    yield from _overlong_errors(config)
     if config.reward_model.enable:
-        yield from _reward_model_problems(config)
-    yield from _validation_problems(config)
+        yield from _reward_model_errors(config)
+    yield from _validation_errors(config)
 
 
-def _batch_problems(config: RunConfig) -> Iterator[str]:
+def _batch_errors(config: RunConfig) -> Iterator[UserError]:
     actor, critic = config.actor_rollout_ref.actor, config.critic
     batch = config.data.train_batch_size
-    yield from _mini_batch_problems(_ACTOR, actor.ppo_mini_batch_size, batch=batch)
+    yield from _mini_batch_errors(_ACTOR, actor.ppo_mini_batch_size, batch=batch)
     if config.uses_critic and critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
-        yield from _mini_batch_problems("critic", critic.ppo_mini_batch_size, batch=batch)
+        yield from _mini_batch_errors("critic", critic.ppo_mini_batch_size, batch=batch)
 
 
-def _mini_batch_problems(section: str, mini: int, *, batch: int) -> Iterator[str]:
+def _mini_batch_errors(section: str, mini: int, *, batch: int) -> Iterator[UserError]:
     key = f"{section}.ppo_mini_batch_size"
     if mini > batch:
-        yield (
-            f"{key}={mini}: must not exceed data.train_batch_size={batch}. "
-            f"Set {key}={batch} or data.train_batch_size={mini}."
+        yield UserError(
+            key,
+            mini,
+            rule=f"must not exceed data.train_batch_size={batch}",
+            remedy=f"Set {key}={batch} or data.train_batch_size={mini}.",
         )
     elif batch % mini:
         fitting = max(size for size in range(1, mini + 1) if batch % size == 0)
-        yield (
-            f"{key}={mini}: must divide data.train_batch_size={batch}. "
-            f"Set {key}={fitting} or data.train_batch_size={batch - batch % mini}."
+        yield UserError(
+            key,
+            mini,
+            rule=f"must divide data.train_batch_size={batch}",
+            remedy=f"Set {key}={fitting} or data.train_batch_size={batch - batch % mini}.",
         )
 
 
-def _async_problems(config: RunConfig) -> Iterator[str]:
-    """Who generates has devices of its own, or takes turns with the trainer where a group says so
-    and the engine is not hybrid, which means in step."""
-    roles = config.actor_rollout_ref
+def _async_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield an error unless generation has devices of its own or alternates with training.
+
+    Generation alternates with training if a group holds both tasks and ``hybrid_engine=False``; a
+    hybrid engine means that they follow each other in every step.
+    """
+    key = "trainer.async_pipeline"
     if not config.trainer.async_pipeline or place_run(config).generates_apart:
         return
     if not config.trainer.separated_node_tasks:
         halves = "which gives generation half of the devices, "
-        yield (
-            "trainer.async_pipeline=True: generation must have devices of its own, or take turns "
-            "with training. Set actor_rollout_ref.hybrid_engine=False, "
+        yield UserError(
+            key,
+            True,
+            rule="generation must have devices of its own, or take turns with training",
+            remedy="Set actor_rollout_ref.hybrid_engine=False, "
             f"{halves if config.trainer.num_devices > 1 else ''}and to take turns also "
             "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]] "
-            "trainer.separated_node_ratios=[1.0]; or set trainer.async_pipeline=False."
+            "trainer.separated_node_ratios=[1.0]; or set trainer.async_pipeline=False.",
         )
-    elif roles.hybrid_engine:
-        yield (
-            "trainer.async_pipeline=True: generate is in the group of actor-train, which a hybrid "
-            "engine takes for one after the other. Set actor_rollout_ref.hybrid_engine=False to "
-            "let them take turns, or take generate out of that group in "
-            "trainer.separated_node_tasks, or set trainer.async_pipeline=False."
+    elif config.actor_rollout_ref.hybrid_engine:
+        yield UserError(
+            key,
+            True,
+            rule="generate is in the group of actor-train, and a hybrid engine runs these tasks "
+            "one after the other in every step",
+            remedy="Set actor_rollout_ref.hybrid_engine=False to let them take turns, or take "
+            "generate out of that group in trainer.separated_node_tasks, or set "
+            "trainer.async_pipeline=False.",
         )
     elif config.trainer.max_lag > 0:
-        yield from turn_problems(config)
+        yield from time_sharing_errors(config)
 
 
-def turn_problems(config: RunConfig) -> Iterator[str]:
-    """Sequences go on under the next weights where trainer and rollout take turns."""
-    same = "generate is in the group of actor-train, and sequences go on under new weights there"
+def time_sharing_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield an error for each key that excludes sequences that continue with new weights.
+
+    Where trainer and rollout share their devices and take turns, sequences must continue.
+    """
+    rule = "generate is in the group of actor-train, where sequences continue with new weights"
     apart = "take generate out of that group in trainer.separated_node_tasks."
     if config.trainer.deterministic_async:
-        yield (
-            f"trainer.deterministic_async=True: {same}. Set trainer.deterministic_async=False, or "
-            f"{apart}"
-        )
+        key = "trainer.deterministic_async"
+        yield UserError(key, True, rule=rule, remedy=f"Set {key}=False, or {apart}")
     if not config.actor_rollout_ref.rollout.partial_rollout:
         key = f"{_ROLLOUT}.partial_rollout"
-        yield f"{key}=False: {same}. Set {key}=True, or {apart}"
+        yield UserError(key, False, rule=rule, remedy=f"Set {key}=True, or {apart}")
 
 
-def _token_problems(config: RunConfig) -> Iterator[str]:
-    """The devices that share a micro-batch must hold one sequence of the greatest length."""
-    roles = config.actor_rollout_ref
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    what = f"one sequence of data.max_prompt_length + data.max_response_length = {longest}"
-    limits = {
-        "actor-train": (f"{_ACTOR}.ppo_max_token_len_per_gpu", roles.actor.microbatch_tokens),
-        "logp": (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", roles.rollout.microbatch_tokens),
-        "ref_logp": (f"{_REF}.log_prob_max_token_len_per_gpu", roles.ref.microbatch_tokens),
-        CRITIC: ("critic.ppo_max_token_len_per_gpu", config.critic.microbatch_tokens),
-        REWARD_MODEL: (
-            "reward_model.forward_max_token_len_per_gpu",
-            config.reward_model.microbatch_tokens,
-        ),
-    }
+def _token_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield an error if the devices that share a micro-batch cannot hold the longest sequence."""
     layouts = place_run(config).layouts
-    for task, (key, limit) in limits.items():
+    longest = longest_sequence(config)
+    content = f"one sequence of data.max_prompt_length + data.max_response_length = {longest}"
+    for role in RUN_MICROBATCHES:
+        task = CRITIC if role == CRITIC_VALUES else role
         if task in layouts:
-            ranks = layouts[task].sequence_parallel
-            yield from _limit_problems(key, limit, ranks=ranks, longest=longest, what=what)
-    if CRITIC in layouts:
-        ranks, limit = layouts[CRITIC].sequence_parallel, config.critic.forward_tokens
-        key = "critic.forward_max_token_len_per_gpu"
-        yield from _limit_problems(key, limit, ranks=ranks, longest=longest, what=what)
+            bounds = limits(config, role)
+            yield from _limit_errors(
+                bounds.key,
+                bounds.max_tokens,
+                ranks=layouts[task].sequence_parallel,
+                longest=longest,
+                content=content,
+            )
 
 
-def _limit_problems(
-    key: str, limit: int | None, *, ranks: int, longest: int, what: str
-) -> Iterator[str]:
+def _limit_errors(
+    key: str, limit: int | None, *, ranks: int, longest: int, content: str
+) -> Iterator[UserError]:
     if limit is not None and limit * ranks < longest:
         times = f" times ulysses_sequence_parallel_size={ranks}" if ranks > 1 else ""
-        yield (
-            f"{key}={limit}: must{times} hold {what} tokens. "
-            f"Set {key}={-(-longest // ranks)} or higher."
+        yield UserError(
+            key,
+            limit,
+            rule=f"must{times} hold {content} tokens",
+            remedy=f"Set {key}={-(-longest // ranks)} or higher.",
         )
 
 
-def _sampling_problems(config: RunConfig) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
+def _sampling_errors(config: RunConfig) -> Iterator[UserError]:
+    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     comparing = ""
-    if config.algorithm.filter_groups.enable:
+    if algorithm.filter_groups.enable:
         comparing = "algorithm.filter_groups.enable=True"
-    if config.algorithm.estimator.needs_groups:
-        comparing = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    if algorithm.estimator.needs_groups:
+        comparing = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if comparing and rollout.n < 2:
-        yield (
-            f"{_ROLLOUT}.n={rollout.n}: must be at least 2 for {comparing}, which compares the "
-            f"samples of a prompt. Set {_ROLLOUT}.n=8."
+        yield UserError(
+            f"{_ROLLOUT}.n",
+            rollout.n,
+            rule=f"must be at least 2 for {comparing}, which compares the samples of a prompt",
+            remedy=f"Set {_ROLLOUT}.n=8.",
         )
     is_greedy = not rollout.do_sample and rollout.temperature != 1
-    correction = config.algorithm.rollout_correction
-    if is_greedy and (correction.bypass_mode or config.compares_policies):
-        yield (
-            f"{_ROLLOUT}.temperature={rollout.temperature}: must be 1 with {_ROLLOUT}.do_sample="
-            "False where the rollout's log-probs are used (bypass_mode, correction, a lag), "
-            "because greedy ones are those of temperature 1. "
-            f"Set {_ROLLOUT}.temperature=1.0 or {_ROLLOUT}.do_sample=True."
+    if is_greedy and (algorithm.rollout_correction.bypass_mode or config.compares_policies):
+        yield UserError(
+            f"{_ROLLOUT}.temperature",
+            rollout.temperature,
+            rule=f"must be 1 with {_ROLLOUT}.do_sample=False where log-probs of the rollout are "
+            "used (bypass_mode, a correction, a lag), because greedy decoding reports them at "
+            "temperature 1",
+            remedy=f"Set {_ROLLOUT}.temperature=1.0 or {_ROLLOUT}.do_sample=True.",
         )
     if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
         key = f"{_ROLLOUT}.val_kwargs"
-        yield (
-            f"{key}.temperature=0.0: must be positive with {key}.do_sample=True. "
-            f"Set {key}.temperature=1.0 or {key}.do_sample=False."
+        yield UserError(
+            f"{key}.temperature",
+            0.0,
+            rule=f"must be positive with {key}.do_sample=True",
+            remedy=f"Set {key}.temperature=1.0 or {key}.do_sample=False.",
         )
+
+
+def _clip_errors(config: RunConfig) -> Iterator[UserError]:
     actor = config.actor_rollout_ref.actor
-    low = actor.clip_low
-    if not actor.policy_loss.traits.clips_log_ratio and low >= 1:
-        yield (
-            f"{_ACTOR}.clip_ratio_low={low}: must be less than 1, as ratios are positive. "
-            f"Set {_ACTOR}.clip_ratio_low=0.2."
+    if not actor.policy_loss.traits.clips_log_ratio and actor.clip_low >= 1:
+        key = f"{_ACTOR}.clip_ratio_low"
+        yield UserError(
+            key,
+            actor.clip_low,
+            rule="must be less than 1, because ratios are positive",
+            remedy=f"Set {key}=0.2.",
         )
 
 
-def _critic_problems(config: RunConfig) -> Iterator[str]:
+def _critic_errors(config: RunConfig) -> Iterator[UserError]:
     algorithm = config.algorithm
     if algorithm.estimator.needs_values and not config.uses_critic:
-        yield (
-            "critic.enable=False: must be True or null with algorithm.adv_estimator="
-            f"{algorithm.adv_estimator!r}, which takes a critic's values. "
-            "Set critic.enable=True or algorithm.adv_estimator=grpo."
+        yield UserError(
+            "critic.enable",
+            False,
+            rule=f"must be True or null with algorithm.adv_estimator={algorithm.adv_estimator!r}, "
+            "which needs the values of a critic",
+            remedy="Set critic.enable=True or algorithm.adv_estimator=grpo.",
         )
 
 
-def _reward_problems(config: RunConfig) -> Iterator[str]:
+def _overlong_errors(config: RunConfig) -> Iterator[UserError]:
     kwargs = config.reward_model.reward_kwargs
     buffer = kwargs.overlong_buffer_cfg
     if config.reward_model.reward_manager != "dapo" or not buffer.enable:
@@ -222,100 +245,120 @@ def _reward_problems(config: RunConfig) -> Iterator[str]:
     limit = kwargs.max_resp_len or config.data.max_response_length
     key = "reward_model.reward_kwargs.overlong_buffer_cfg.len"
     if not 0 < buffer.len <= limit:
-        yield (
-            f"{key}={buffer.len}: must be at least 1 and at most the longest response, {limit}. "
-            f"Set {key}={max(limit // 5, 1)}."
+        yield UserError(
+            key,
+            buffer.len,
+            rule=f"must be at least 1 and at most the longest response, {limit}",
+            remedy=f"Set {key}={max(limit // 5, 1)}.",
         )
 
 
-def _reward_model_problems(config: RunConfig) -> Iterator[str]:
+def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
     if config.algorithm.filter_groups.enable:
-        yield (
-            "algorithm.filter_groups.enable=True: must be False with reward_model.enable=True, "
-            "whose scores come when a batch is complete, too late to drop groups of it. "
-            "Set algorithm.filter_groups.enable=False."
+        yield UserError(
+            "algorithm.filter_groups.enable",
+            True,
+            rule="must be False with reward_model.enable=True, because a reward model scores "
+            "complete batches, too late to drop groups of them",
+            remedy="Set algorithm.filter_groups.enable=False.",
         )
     key, source = "reward_model.model.input_tokenizer", config.reward_model.model.input_tokenizer
     policy = config.actor_rollout_ref.model.path
     if source is not None and source != policy:
-        yield (
-            f"{key}={source!r}: must be actor_rollout_ref.model.path={policy!r}, whose tokens "
-            "responses are (they are rendered anew by the reward model's own tokenizer), or null, "
-            f"if the reward model has the same. Set {key}=null, or leave it out."
+        yield UserError(
+            key,
+            source,
+            rule=f"must be actor_rollout_ref.model.path={policy!r}, which tokenizes the responses, "
+            "or null if the reward model has the same tokenizer",
+            remedy=f"Set {key}=null, or leave it out.",
         )
 
 
-def _validation_problems(config: RunConfig) -> Iterator[str]:
+def _validation_errors(config: RunConfig) -> Iterator[UserError]:
     if not config.trainer.val_only:
         return
     if not config.data.val_files:
-        yield (
-            "data.val_files=[]: must name a file with trainer.val_only=True. "
-            "Set data.val_files=FILE or trainer.val_only=False."
+        yield UserError(
+            "data.val_files",
+            [],
+            rule="must name a file with trainer.val_only=True",
+            remedy="Set data.val_files=FILE or trainer.val_only=False.",
         )
     if not config.trainer.val_before_train:
-        yield (
-            "trainer.val_before_train=False: must be True with trainer.val_only=True. "
-            "Set trainer.val_before_train=True."
+        yield UserError(
+            "trainer.val_before_train",
+            False,
+            rule="must be True with trainer.val_only=True",
+            remedy="Set trainer.val_before_train=True.",
         )
 
 
-def _sft_problems(config: SftConfig) -> Iterator[str]:
-    data = config.data
-    yield from _template_problems(data.apply_chat_template_kwargs)
-    yield from _limit_problems(
-        "data.max_token_len_per_gpu",
-        data.microbatch_tokens,
+def _sft_errors(config: SftConfig) -> Iterator[UserError]:
+    yield from _template_errors(config.data.apply_chat_template_kwargs)
+    bounds = limits(config, "actor-train")
+    yield from _limit_errors(
+        bounds.key,
+        bounds.max_tokens,
         ranks=config.engine.ulysses_sequence_parallel_size,
-        longest=data.max_length,
-        what=f"one row of data.max_length={data.max_length}",
+        longest=config.data.max_length,
+        content=f"one row of data.max_length={config.data.max_length}",
     )
-    yield from sft_device_problems(config)
+    yield from sft_device_errors(config)
 
 
-def _template_problems(settings: Mapping[str, Any]) -> Iterator[str]:
-    """What rendering decides itself would be overruled without a word."""
-    for name in _OWN_TEMPLATE_SETTINGS:
-        if name in settings:
-            yield (
-                f"data.apply_chat_template_kwargs.{name}={settings[name]!r}: is not for the "
-                "chat template, it is set where a prompt is rendered. Take it out."
+def _template_errors(arguments: Mapping[str, Any]) -> Iterator[UserError]:
+    for name in _OWN_TEMPLATE_ARGUMENTS:
+        if name in arguments:
+            yield UserError(
+                f"data.apply_chat_template_kwargs.{name}",
+                arguments[name],
+                rule="must not be set, because tandem sets it where it renders a prompt",
+                remedy="Take it out.",
             )
 
 
-def _resume_problems(trainer: TrainerConfig) -> Iterator[str]:
+def _resume_errors(trainer: TrainerConfig) -> Iterator[UserError]:
     path = trainer.resume_from_path
     if trainer.resume_mode == "resume_path" and (path is None or "global_step_" not in path):
-        yield (
-            f"trainer.resume_from_path={path!r}: must name a folder global_step_N with "
-            "trainer.resume_mode=resume_path. Set trainer.resume_from_path=DIR/global_step_N "
-            "or trainer.resume_mode=auto."
+        yield UserError(
+            "trainer.resume_from_path",
+            path,
+            rule="must name a folder global_step_N with trainer.resume_mode=resume_path",
+            remedy="Set trainer.resume_from_path=DIR/global_step_N or trainer.resume_mode=auto.",
         )
 
 
-def unbuilt_run(config: RunConfig) -> Iterator[str]:
-    """What ``tandem train`` would refuse to start with, one line each."""
-    model = config.actor_rollout_ref.model
-    if config.actor_rollout_ref.actor.strategy == "megatron":
-        yield f"{_ACTOR}.strategy='megatron': is not built yet. Set {_ACTOR}.strategy=fsdp."
-    if config.actor_rollout_ref.rollout.multi_turn.enable:
+def unbuilt_run(config: RunConfig) -> Iterator[UserError]:
+    """Yield an error for each feature that ``tandem train`` needs and that is not built yet."""
+    roles = config.actor_rollout_ref
+    if roles.actor.strategy == "megatron":
+        key = f"{_ACTOR}.strategy"
+        yield UserError(key, "megatron", rule="is not built yet", remedy=f"Set {key}=fsdp.")
+    if roles.rollout.multi_turn.enable:
         key = f"{_ROLLOUT}.multi_turn.enable"
-        yield f"{key}=True: multi-turn rollouts are not built yet. Set {key}=False."
-    yield from _unbuilt_model(model, prefix="actor_rollout_ref.model")
+        yield UserError(
+            key, True, rule="multi-turn rollouts are not built yet", remedy=f"Set {key}=False."
+        )
+    yield from _unbuilt_model(roles.model, prefix="actor_rollout_ref.model")
     if config.uses_critic:
         yield from _unbuilt_model(config.critic.model, prefix="critic.model")
     if config.reward_model.enable:
         yield from _unbuilt_model(config.reward_model.model, prefix="reward_model.model")
 
 
-def unbuilt_sft(config: SftConfig) -> Iterator[str]:
-    """What ``tandem sft`` would refuse to start with, one line each."""
+def unbuilt_sft(config: SftConfig) -> Iterator[UserError]:
+    """Yield an error for each feature that ``tandem sft`` needs and that is not built yet."""
     return _unbuilt_model(config.model, prefix="model")
 
 
-def _unbuilt_model(model: ModelConfig, *, prefix: str) -> Iterator[str]:
+def _unbuilt_model(model: ModelConfig, *, prefix: str) -> Iterator[UserError]:
     if model.lora_rank > 0:
         key = f"{prefix}.lora_rank"
-        yield f"{key}={model.lora_rank}: LoRA is not built yet. Set {key}=0."
+        yield UserError(key, model.lora_rank, rule="LoRA is not built yet", remedy=f"Set {key}=0.")
     if not model.path:
-        yield f"{prefix}.path='': must name a model. Set {prefix}.path=FOLDER or a hub name."
+        yield UserError(
+            f"{prefix}.path",
+            "",
+            rule="must name a model",
+            remedy=f"Set {prefix}.path=FOLDER or a hub name.",
+        )

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that follow from a configuration: its pools, its schedule, and the sizes of its model."""
+"""Values derived from a configuration: pools, micro-batches, schedule, and sizes of the model."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many steps a run has, and at which of them it saves and validates, as verl means it.
+"""The number of steps of a run, and the steps that save and validate, with verl's meaning.
 
-The trainer and the plan share this file, so that what the plan says is what the run does.
+The trainer and the plan share this file, so that the plan shows exactly the steps of the run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from tandem.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The steps of a run, counted from 1; step 0 stands for before training.
+    """The steps of a run, counted from 1. Step 0 is the time before training.
 
     Attributes:
-        steps_per_epoch: whole batches in the training rows; the rest of an epoch is dropped.
-        total_training_steps: training steps of the whole run; 0 with ``val_only``.
-        optimizer_steps_per_step: mini-batches times passes over each batch.
-        save_freq, test_freq: as in ``TrainerConfig``; ``test_freq`` is 0 without validation files.
+        steps_per_epoch: the number of whole batches in the training rows; remaining rows of an
+            epoch are dropped.
+        total_training_steps: the number of training steps of the run; 0 with ``val_only``.
+        optimizer_steps_per_step: the number of mini-batches times passes over each batch.
+        save_freq, test_freq: the keys of ``trainer``; ``test_freq`` is 0 without validation files.
         validates_before_training: whether there is a validation at step 0.
 
     Example:
@@ -37,28 +38,27 @@ class Schedule:
     validates_before_training: bool
 
     def is_save_step(self, step: int) -> bool:
-        """Whether to save after ``step``."""
+        """Return whether to save after ``step``."""
         return self._is_due(step, self.save_freq)
 
     def is_test_step(self, step: int) -> bool:
-        """Whether to validate after ``step``."""
+        """Return whether to validate after ``step``."""
         return self._is_due(step, self.test_freq)
 
     @property
     def validation_steps(self) -> tuple[int, ...]:
-        """All steps with a validation: 0 if before training, then those of ``is_test_step``."""
+        """All steps with a validation; 0 stands for a validation before training."""
         before = (0,) if self.validates_before_training else ()
         steps = range(1, self.total_training_steps + 1)
         return before + tuple(step for step in steps if self.is_test_step(step))
 
     def _is_due(self, step: int, frequency: int) -> bool:
-        """Every ``frequency`` steps and after the last; never if ``frequency`` is not positive."""
         is_last = step == self.total_training_steps
         return frequency > 0 and step > 0 and (is_last or step % frequency == 0)
 
 
 def schedule_run(config: RunConfig, num_train_rows: int) -> Schedule:
-    """The schedule of ``tandem train`` over ``num_train_rows`` rows (after filtering).
+    """Return the schedule of ``tandem train`` over ``num_train_rows`` rows (after filtering).
 
     Raises:
         UserError: the rows do not fill one batch.
@@ -73,7 +73,7 @@ def schedule_run(config: RunConfig, num_train_rows: int) -> Schedule:
 
 
 def schedule_sft(config: SftConfig, num_train_rows: int) -> Schedule:
-    """The schedule of ``tandem sft``; arguments and errors as ``schedule_run``."""
+    """Return the schedule of ``tandem sft``; arguments and errors are those of ``schedule_run``."""
     return _schedule(
         config.trainer,
         _steps_per_epoch(num_train_rows, config.data.train_batch_size),
@@ -85,8 +85,10 @@ def schedule_sft(config: SftConfig, num_train_rows: int) -> Schedule:
 def _steps_per_epoch(num_rows: int, batch_size: int) -> int:
     if num_rows < batch_size:
         raise UserError(
-            f"data.train_batch_size={batch_size}: must not exceed the number of training rows "
-            f"({num_rows}). Set data.train_batch_size={max(num_rows, 1)} or lower, or add data."
+            "data.train_batch_size",
+            batch_size,
+            rule=f"must not exceed the number of training rows ({num_rows})",
+            remedy=f"Set data.train_batch_size={max(num_rows, 1)} or lower, or add data.",
         )
     return num_rows // batch_size
 

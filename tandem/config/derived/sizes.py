@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a dense decoder that decide how much memory it takes and how it can be divided, read
-off config.json."""
+"""The sizes of a dense decoder, read from config.json: they determine its memory and its division
+over processes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.schema.model import RecomputeGranularity
+from tandem.errors import UserError
 
 CACHE_PAGE_TOKENS = 64
 """Tokens of a page of the paged rollout engine's cache."""
@@ -18,7 +19,7 @@ _SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_atte
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Of a dense decoder."""
+    """The sizes of a dense decoder."""
 
     num_layers: int
     hidden: int
@@ -31,7 +32,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelSizes | None:
-        """From the content of config.json; None if it does not say."""
+        """Read the content of config.json; return None if it lacks a size."""
         if not all(isinstance(hf_config.get(key), int) for key in (*_SIZE_KEYS, "vocab_size")):
             return None
         layers, hidden, inner, heads = (hf_config[key] for key in _SIZE_KEYS)
@@ -48,29 +49,31 @@ class ModelSizes:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer: matrices; biases and norms are less than a thousandth."""
+        """The number of parameters of the matrices of one layer; the rest is below a thousandth."""
         heads = 2 * self.num_heads + 2 * self.num_kv_heads
         return self.hidden * (heads * self.head_dim + 3 * self.inner)
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding and, if it is another matrix, the head."""
+        """The number of parameters of the embedding and, if it is another matrix, of the head."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden
 
     @property
     def num_parameters(self) -> int:
-        """Of layers, embedding and head."""
+        """The number of parameters of layers, embedding and head."""
         return self.num_layers * self.layer_parameters + self.embedding_parameters
 
     @property
     def cache_numbers_per_token(self) -> int:
-        """2 (key and value) x layers x heads x head dimension."""
+        """The cached numbers per token: 2 (key and value) x layers x heads x head dimension."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def layer_numbers_per_token(self, tensor_parallel: int = 1) -> int:
-        """What one layer keeps of a token for its backward pass: both sums in fp32 (4 D) and their
-        norms (2 D), query, key and value before and after rotation, the attention's output, gate,
-        up and their product; the latter are split where the layer's matrices are.
+        """Return how many half-precision numbers one layer keeps per token for its backward pass.
+
+        They are both sums in fp32 (4 D) and their norms (2 D); query, key and value before and
+        after rotation; the output of the attention; gate, up and their product. All but sums and
+        norms are split as the matrices are.
         """
         heads = 3 * self.num_heads + 3 * self.num_kv_heads
         return 6 * self.hidden + (heads * self.head_dim + 3 * self.inner) // tensor_parallel
@@ -78,8 +81,12 @@ class ModelSizes:
     def kept_numbers_per_token(
         self, recomputed: RecomputeGranularity | None, *, tensor_parallel: int = 1
     ) -> int:
-        """For a whole backward pass: what all layers keep, or if something is ``recomputed`` what
-        they keep then, the stream in fp32 and what is added to it at least, and one layer whole."""
+        """Return how many half-precision numbers a whole backward pass keeps per token.
+
+        Without ``recomputed`` these are the numbers of all layers. With it, each layer keeps only
+        the residual stream in fp32, one sum and the parts that are not recomputed; one layer at a
+        time is complete.
+        """
         whole = self.layer_numbers_per_token(tensor_parallel)
         if recomputed is None:
             return self.num_layers * whole
@@ -89,22 +96,25 @@ class ModelSizes:
         return self.num_layers * (3 * self.hidden + split[recomputed]) + whole
 
 
-def division_problems(
+def division_errors(
     num_heads: int, num_kv_heads: int, *, inner: int, tensor: int, sequence: int, section: str
-) -> Iterator[str]:
-    """Why a dense decoder cannot be divided so among processes.
+) -> Iterator[UserError]:
+    """Yield the errors in dividing a dense decoder over processes.
 
     Args:
-        inner: width of its feed-forward layers.
-        tensor, sequence: parallel sizes, by keys of ``section``.
+        num_heads, num_kv_heads: the numbers of attention heads and of key/value heads.
+        inner: the width of its feed-forward layers.
+        tensor, sequence: the parallel sizes, which are keys of ``section``.
     """
     whole = (num_heads, num_kv_heads, inner)
     tensors = [n for n in range(1, num_kv_heads + 1) if not any(size % n for size in whole)]
     if tensor not in tensors:
-        yield (
-            f"{section}.tensor_model_parallel_size={tensor}: it must divide the model's "
-            f"{num_heads} attention heads, {num_kv_heads} key/value heads and feed-forward width "
-            f"of {inner}. Use {_choice(tensors)}."
+        yield UserError(
+            f"{section}.tensor_model_parallel_size",
+            tensor,
+            rule=f"it must divide the model's {num_heads} attention heads, {num_kv_heads} "
+            f"key/value heads and feed-forward width of {inner}",
+            remedy=f"Use {_choice(tensors)}.",
         )
         return
     heads, kv_heads = num_heads // tensor, num_kv_heads // tensor
@@ -112,10 +122,12 @@ def division_problems(
         n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)
     ]
     if sequence not in sequences:
-        yield (
-            f"{section}.ulysses_sequence_parallel_size={sequence}: it must divide the {heads} "
-            f"attention heads of a process, and divide its {kv_heads} key/value heads or be a "
-            f"multiple of them. Use {_choice(sequences)}."
+        yield UserError(
+            f"{section}.ulysses_sequence_parallel_size",
+            sequence,
+            rule=f"it must divide the {heads} attention heads of a process, and divide its "
+            f"{kv_heads} key/value heads or be a multiple of them",
+            remedy=f"Use {_choice(sequences)}.",
         )
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From command-line arguments and YAML files to a typed configuration."""
+"""Parsing of command-line arguments and YAML files into a typed configuration."""

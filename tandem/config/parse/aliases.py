@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other spellings of keys: what verl renamed or moved, and what dots.rl misspelt.
+"""Other spellings of keys: keys that verl renamed or moved, and misspellings of dots.rl.
 
-One meaning has one key in the schema; every other spelling is turned into it here.
+Each meaning has one key in the schema. Every other spelling is replaced by that key here.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ ALIASES: dict[str, str] = {
     "trainer.sperated_node_tasks": "trainer.separated_node_tasks",
     "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
 }
-"""Spelling -> key or section. A spelling applies only where the schema does not know it itself."""
+"""Spelling -> key or section. A spelling applies only if the schema does not define it itself."""
 
 
 def canonical_name(schema: type[BaseModel], name: str) -> str:
-    """The key that ``name`` means in this schema; ``name`` itself if it is no other spelling."""
+    """Return the key that ``name`` means in this schema; ``name`` itself if it is not an alias."""
     if find_key(schema, name) is not None or is_section(schema, name):
         return name
     parts = name.split(".")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a command: Hydra's override grammar, Hydra's config options, a recipe file.
+"""The syntax of a command's arguments: Hydra's overrides, Hydra's config options, recipe files.
 
-Only the syntax; which keys exist is ``overrides``' matter. Sweeps are refused.
+Keys are not checked here but in ``overrides``. Sweeps are refused.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _OPTIONS = {
 }
 _RECIPE_SUFFIXES = (".yaml", ".yml")
 _PLAIN_TEXT = re.compile(r"(?P<key>[+]{0,2}[\w.@-]+)=(?P<text>[^\[\]{}()'\",]+)")
-"""What Hydra's lexer may refuse (``~/data``, ``a=b``, ``#``) but can only mean text."""
+"""Overrides whose value Hydra's lexer may refuse (``~/data``, ``a=b``, ``#``) but can only be text.
+"""
 
 
 class Mode(Enum):
-    """What an override asks for: ``a=b``; ``+a=b`` and ``++a=b``; ``~a``."""
+    """The mode of an override: ``a=b`` sets, ``+a=b`` and ``++a=b`` add, ``~a`` resets."""
 
     SET = "set"
     ADD = "add"
@@ -40,7 +41,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One key and its value, as somebody wrote it."""
+    """One key and its value, as the user wrote them."""
 
     name: str
     value: Any
@@ -50,7 +51,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """The arguments, sorted. An empty ``config_name`` means none was given."""
+    """The sorted arguments. An empty ``config_name`` means that none was given."""
 
     config_path: str
     config_name: str
@@ -62,7 +63,7 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
     """Sort arguments into Hydra's options, recipe files and overrides.
 
     Raises:
-        UserError: an argument is none of them, or an override has no valid syntax.
+        UserError: an argument is none of these, or an override has no valid syntax.
     """
     options = {"path": "", "name": ""}
     recipes: list[str] = []
@@ -73,7 +74,7 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
         name, equals, value = argument.partition("=")
         if name in _OPTIONS:
             if not equals and not pending:
-                raise UserError(f"{name}: a value must follow. Write {name}=VALUE.")
+                raise UserError(name, rule="a value must follow", remedy=f"Write {name}=VALUE.")
             options[_OPTIONS[name]] = value if equals else pending.pop(0)
         elif not equals and argument.endswith(_RECIPE_SUFFIXES):
             recipes.append(argument)
@@ -81,26 +82,32 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
             overrides.append(parse_override(argument))
     if options["path"] and not options["name"]:
         raise UserError(
-            f"--config-path={options['path']}: names a folder only. Add --config-name=FILE."
+            f"--config-path={options['path']}",
+            rule="names a folder only",
+            remedy="Add --config-name=FILE.",
         )
     return CommandLine(options["path"], options["name"], tuple(recipes), tuple(overrides))
 
 
 def parse_override(argument: str) -> Assignment:
-    """One override in Hydra's grammar.
+    """Parse one override in Hydra's grammar.
 
     Raises:
-        UserError: it has no valid syntax, or is a sweep.
+        UserError: the override has no valid syntax, or is a sweep.
 
     Example:
         >>> parse_override("+a.b=[[x-y,z],5e-7]")
         Assignment(name='a.b', value=[['x-y', 'z'], 5e-07], mode=Mode.ADD, source='command line')
     """
     if argument.startswith("-"):
-        raise UserError(f"{argument!r}: no such option. tandem plan --help lists the keys.")
+        raise UserError(
+            repr(argument), rule="no such option", remedy="tandem plan --help lists the keys."
+        )
     if "=" not in argument and not argument.startswith("~"):
         raise UserError(
-            f"{argument!r}: must be key=value or a recipe file (.yaml). Write {argument}=VALUE."
+            repr(argument),
+            rule="must be key=value or a recipe file (.yaml)",
+            remedy=f"Write {argument}=VALUE.",
         )
     try:
         override = _parsed(argument)
@@ -111,7 +118,7 @@ def parse_override(argument: str) -> Assignment:
 
 @lru_cache(maxsize=1024)
 def _parsed(argument: str) -> Override:
-    """Hydra takes milliseconds for each, and a planner asks for the same again and again."""
+    # Hydra takes milliseconds for each override, and the planner parses the same ones repeatedly.
     return OverridesParser.create().parse_override(argument)
 
 
@@ -120,8 +127,10 @@ def _assignment(override: Override, argument: str) -> Assignment:
     if override.is_sweep_override():
         value = argument.partition("=")[2]
         raise UserError(
-            f"{name}={value!r}: a sweep over several values is not supported. "
-            f"Write a list, '{name}=[{value}]', or quote the text."
+            name,
+            value,
+            rule="a sweep over several values is not supported",
+            remedy=f"Write a list, '{name}=[{value}]', or quote the text.",
         )
     if override.type is OverrideType.DEL:
         return Assignment(name, None, Mode.RESET)
@@ -134,8 +143,10 @@ def _plain_text(argument: str, error: HydraException) -> Assignment:
     if match is None:
         cause = str(error).splitlines()[0]
         raise UserError(
-            f"{argument!r}: not a valid override ({cause}). Write key=value, lists as [a,b], "
-            "and quote text with special characters: \"key='...'\"."
+            repr(argument),
+            rule=f"not a valid override ({cause})",
+            remedy="Write key=value, lists as [a,b], and quote text with special characters: "
+            "\"key='...'\".",
         ) from error
     mode = Mode.ADD if argument.startswith("+") else Mode.SET
     return Assignment(match["key"].lstrip("+"), match["text"], mode)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``${...}`` in values: other keys (``${trainer.nnodes}``), ``now``, ``env`` and ``oc.env``."""
+"""Interpolations ``${...}`` in values: other keys (``${trainer.nnodes}``), now, env and oc.env."""
 
 from __future__ import annotations
 
@@ -12,22 +12,37 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 from pydantic import BaseModel
 
+from tandem.config.schema.ignored import ignored_table
 from tandem.errors import UserError
 
 Tree = dict[str, Any]
 
 
+def put(tree: Tree, name: str, value: Any) -> None:
+    """Set the dotted key ``name`` of a tree, with the sections above it."""
+    *sections, last = name.split(".")
+    node = tree
+    for section in sections:
+        if not isinstance(node.get(section), dict):
+            node[section] = {}
+        node = node[section]
+    node[last] = value
+
+
 def resolve(schema: type[BaseModel], tree: Tree) -> Tree:
-    """A copy of ``tree`` without interpolations; they may refer to defaults of the schema.
+    """Return a copy of ``tree`` with resolved interpolations, which may refer to defaults.
 
     Raises:
-        UserError: an interpolation refers to nothing.
+        UserError: an interpolation refers to a key that does not exist.
     """
     if not has_interpolation(tree):
         return tree
     OmegaConf.register_new_resolver("now", _now, replace=True)
     OmegaConf.register_new_resolver("env", oc.env, replace=True)
-    full = OmegaConf.create(_merged(schema().model_dump(), tree))
+    defaults = schema().model_dump()
+    for name, (default, _) in ignored_table(schema).items():
+        put(defaults, name, default)
+    full = OmegaConf.create(_merged(defaults, tree))
     return _resolved(tree, full, name="")
 
 
@@ -36,7 +51,7 @@ def _now(form: str) -> str:
 
 
 def has_interpolation(value: Any) -> bool:
-    """Whether ``${...}`` stands in a value, or anywhere below it."""
+    """Return whether a value, or anything below it, contains ``${...}``."""
     if isinstance(value, Mapping):
         return any(has_interpolation(entry) for entry in cast(Mapping[str, Any], value).values())
     if isinstance(value, list | tuple):
@@ -52,7 +67,7 @@ def _merged(defaults: Any, tree: Any) -> Any:
 
 
 def _resolved(value: Any, node: Any, *, name: str) -> Any:
-    """``value`` with each interpolated leaf replaced by what ``node`` resolves it to."""
+    """Return ``value`` with each interpolated leaf replaced by its resolved value in ``node``."""
     if isinstance(value, dict):
         entries = cast(Tree, value)
         return {
@@ -67,5 +82,8 @@ def _resolved(value: Any, node: Any, *, name: str) -> Any:
     except OmegaConfBaseException as error:
         cause = str(error).splitlines()[0]
         raise UserError(
-            f"{name}={value!r}: cannot be resolved ({cause}). Write the value itself."
+            name,
+            value,
+            rule=f"cannot be resolved ({cause})",
+            remedy="Write the value itself.",
         ) from error

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schema as a flat table of dotted keys: what exists, what it means, what it defaults to.
+"""The schema as a flat table of dotted keys with their defaults, descriptions and conditions.
 
 The override parser, the plan and the documentation read this table and have no list of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cache
 from types import UnionType
@@ -16,8 +16,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from tandem.config.parse.condition import Condition, parse_condition
 from tandem.config.schema.dotted import ByName
-from tandem.config.schema.fields import no_effect_reason
+from tandem.config.schema.fields import READ_IF
+from tandem.config.schema.ignored import ignored_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,32 +27,46 @@ class Key:
     """One key of the schema.
 
     Attributes:
-        name: dotted, e.g. ``data.train_batch_size``.
-        default: its value when nobody sets it.
-        description: what it does.
-        no_effect: why it is accepted but not read, "" if it is read.
-        is_open: any further key may stand below it (a free-form mapping).
+        name: the dotted name, e.g. ``data.train_batch_size``.
+        default: the value of a key that is not set.
+        description: the effect of the key; "" for an ignored key.
+        ignored: the reason why the key is accepted without effect; "" for a key that is read.
+        read_if: the conditions under which the key is read, those of its sections first.
+        is_open: whether any further key may stand below it (a free-form mapping).
         choices: the values it can take, if they are few.
-        is_number: whether it is a number, for which True and False must not pass.
+        is_number: whether it is a number, which True and False are not.
     """
 
     name: str
     default: Any
-    description: str
-    no_effect: str
-    is_open: bool
-    choices: tuple[str, ...]
-    is_number: bool
+    description: str = ""
+    ignored: str = ""
+    read_if: tuple[Condition, ...] = ()
+    is_open: bool = False
+    choices: tuple[str, ...] = ()
+    is_number: bool = False
 
 
 @cache
 def keys_of(schema: type[BaseModel]) -> Mapping[str, Key]:
-    """All keys of a schema by name, in its order. A section is no key, its fields are."""
-    return {key.name: key for key in _walk(schema, "", inherited="")}
+    """Return all keys of a schema by name, then its ignored keys. A section is not a key."""
+    ignored = {
+        name: Key(name, default, ignored=reason, is_open=isinstance(default, dict))
+        for name, (default, reason) in ignored_table(schema).items()
+    }
+    keys = _walk(schema, "", inherited=())
+    return {
+        key.name: replace(key, read_if=_open_conditions(key, ignored)) for key in keys
+    } | ignored
+
+
+def _open_conditions(key: Key, ignored: Container[str]) -> tuple[Condition, ...]:
+    """Return the conditions of a key that can fail: an ignored key always has its default."""
+    return tuple(condition for condition in key.read_if if condition.name not in ignored)
 
 
 def find_key(schema: type[BaseModel], name: str) -> Key | None:
-    """The key called ``name``, or the free-form key that ``name`` stands below, or None."""
+    """Return the key called ``name``, or the free-form key above it, or None."""
     keys = keys_of(schema)
     if name in keys:
         return keys[name]
@@ -60,7 +76,7 @@ def find_key(schema: type[BaseModel], name: str) -> Key | None:
 
 
 def is_section(schema: type[BaseModel], name: str) -> bool:
-    """Whether keys stand below ``name``."""
+    """Return whether keys stand below ``name``."""
     return name in _sections(schema)
 
 
@@ -71,8 +87,11 @@ def _sections(schema: type[BaseModel]) -> frozenset[str]:
 
 
 def nearest_key(schema: type[BaseModel], name: str) -> str:
-    """The known key that looks most like ``name``: one that ends so, if there is one; else the last
-    part counts as much as the whole."""
+    """Return the known key that is most similar to ``name``.
+
+    A key that ends with ``name`` is preferred. Otherwise the last part of the name counts as much
+    as the whole name.
+    """
     last = name.rpartition(".")[2]
 
     def likeness(known: str) -> float:
@@ -83,31 +102,36 @@ def nearest_key(schema: type[BaseModel], name: str) -> str:
     return max(keys_of(schema), key=likeness)
 
 
-def _walk(schema: type[BaseModel], prefix: str, *, inherited: str) -> Iterator[Key]:
+def _walk(
+    schema: type[BaseModel], prefix: str, *, inherited: tuple[Condition, ...]
+) -> Iterator[Key]:
     for attribute, field in schema.model_fields.items():
-        reason = no_effect_reason(field.json_schema_extra) or inherited
-        name = field.alias or attribute
+        name = f"{prefix}{field.alias or attribute}"
+        conditions = (*inherited, *_conditions(field, schema, prefix=prefix))
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
-            yield from _walk(section, f"{prefix}{name}.", inherited=reason)
+            yield from _walk(section, f"{name}.", inherited=conditions)
         else:
-            yield _key(f"{prefix}{name}", field, reason=reason)
+            yield Key(
+                name=name,
+                default=field.get_default(call_default_factory=True),
+                description=field.description or "",
+                read_if=conditions,
+                is_open=get_origin(field.annotation) is dict,
+                choices=_choices(field),
+                is_number=bool({int, float} & _alternatives(field.annotation)),
+            )
 
 
-def _key(name: str, field: FieldInfo, *, reason: str) -> Key:
-    return Key(
-        name=name,
-        default=field.get_default(call_default_factory=True),
-        description=field.description or "",
-        no_effect=reason,
-        is_open=get_origin(field.annotation) is dict,
-        choices=_choices(field),
-        is_number=bool({int, float} & _alternatives(field.annotation)),
-    )
+def _conditions(field: FieldInfo, schema: type[BaseModel], *, prefix: str) -> Iterator[Condition]:
+    extra: Any = field.json_schema_extra or {}
+    texts: list[str] = extra.get(READ_IF, [])
+    for text in texts:
+        yield parse_condition(text, prefix=prefix, siblings=schema.model_fields)
 
 
 def _alternatives(annotation: Any) -> set[Any]:
-    """The types of a union; of anything else itself."""
+    """Return the types of a union, or the type itself."""
     if get_origin(annotation) in (UnionType, Union):
         return set(get_args(annotation))
     return {annotation}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user is told about a key or a value that the schema refuses: one line with the remedy."""
+"""The errors about keys and values that the schema refuses, each one line with a remedy."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from tandem.config.derived.pools import show_shares
+from tandem.config.parse.condition import in_override_grammar
 from tandem.config.parse.grammar import Assignment
 from tandem.config.parse.keys import Key, find_key
-from tandem.errors import UserError
+from tandem.config.parse.shares import show_shares
+from tandem.errors import UserError, shown_value
 
 _SHELL_VARIABLES = {"trainer.nnodes": "WORLD_SIZE", "trainer.experiment_name": "EXP_NAME"}
-"""Variables that published scripts take these keys from."""
+"""Key -> the shell variable that published scripts take its value from."""
 
 _TASKS_KEY, _RATIOS_KEY = "trainer.separated_node_tasks", "trainer.separated_node_ratios"
 
@@ -39,68 +40,60 @@ _RULES: dict[str, Callable[[Context], str]] = {
     "too_long": lambda context: f"must have {context['max_length']} elements",
     "tuple_type": lambda _: "must be a list like [a,b]",
 }
-"""pydantic's error type -> the rule in our words."""
+"""pydantic's type of error -> the rule in our words."""
 
 
 def describe(schema: type[BaseModel], error: ValidationError, *, tree: Context) -> UserError:
-    """The first of pydantic's complaints about ``tree`` as our one line."""
+    """Return pydantic's first error about ``tree`` as a UserError."""
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in first["loc"])
     key = _key_at(schema, name)
     if key is not None:
-        # Behind a key pydantic names places in its list, and also types that its value could have.
+        # pydantic appends positions in a list, and also the types that the value could have.
         name = ".".join([key.name, *(str(part) for part in first["loc"] if isinstance(part, int))])
     rule = _RULES.get(first["type"])
     context = first.get("ctx", {})
     if key is not None and key.choices:
-        said = f"must be one of {', '.join(key.choices)}"
+        broken = f"must be one of {', '.join(key.choices)}"
     else:
-        said = rule(context) if rule else first["msg"][:1].lower() + first["msg"][1:]
+        broken = rule(context) if rule else first["msg"][:1].lower() + first["msg"][1:]
     remedy = (key and _remedy_of_pair(key, tree)) or _remedy(key, name)
-    return UserError(f"{name}={first['input']!r}: {said}. {remedy}")
+    return UserError(name, first["input"], rule=broken, remedy=remedy)
 
 
 def contradiction(first: Assignment, other: Assignment, *, name: str) -> UserError:
-    """The error about two spellings of the key ``name`` with different values."""
+    """Return the error about two spellings of the key ``name`` with different values."""
     return UserError(
-        f"{first.name}={first.value!r}: must not differ from {other.name}={other.value!r}"
-        f"{_place(first)}, as both mean {name}. Leave one of them out."
+        first.name,
+        first.value,
+        rule=f"must not differ from {other.name}={shown_value(other.value)}{_place(first)}, as "
+        f"both mean {name}",
+        remedy="Leave one of them out.",
     )
 
 
 def unknown_key(assignment: Assignment, nearest: str) -> UserError:
-    """The error about a key that does not exist."""
+    """Return the error about a key that does not exist."""
     return UserError(
-        f"{assignment.name}={assignment.value!r}: no such key{_place(assignment)}. "
-        f"Did you mean {nearest}? "
-        f"(+{assignment.name}=... passes an unknown key with a warning.)"
+        assignment.name,
+        assignment.value,
+        rule=f"no such key{_place(assignment)}",
+        remedy=f"Did you mean {nearest}? "
+        f"(+{assignment.name}=... passes an unknown key with a warning.)",
     )
 
 
 def empty_value(schema: type[BaseModel], name: str) -> UserError:
-    """The error about ``key=`` with nothing behind it, mostly an unset shell variable."""
+    """Return the error about ``key=`` without a value, which is mostly an unset shell variable."""
     variable = _SHELL_VARIABLES.get(name)
-    question = f"is ${variable} set?" if variable else "is the shell variable behind it set?"
-    return UserError(
-        f"{name}='': value is empty: {question} {_remedy(_key_at(schema, name), name)}"
-    )
+    question = f"Is ${variable} set?" if variable else "Is the shell variable behind it set?"
+    remedy = f"{question} {_remedy(_key_at(schema, name), name)}"
+    return UserError(name, "", rule="value is empty", remedy=remedy)
 
 
 def not_a_number(key: Key, value: bool) -> UserError:
-    """The error about True or False where a number belongs, which would pass as 1 or 0."""
-    return UserError(f"{key.name}={value}: must be a number. {_remedy(key, key.name)}")
-
-
-def in_override_grammar(value: Any) -> str:
-    """A value as it would be written in an override."""
-    if value is None:
-        return "null"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(in_override_grammar(entry) for entry in value)}]"  # pyright: ignore
-    if isinstance(value, dict):
-        pairs = (f"{k}:{in_override_grammar(v)}" for k, v in value.items())  # pyright: ignore
-        return "{" + ",".join(pairs) + "}"
-    return str(value)
+    """Return the error about True or False for a number, which would otherwise pass as 1 or 0."""
+    return UserError(key.name, value, rule="must be a number", remedy=_remedy(key, key.name))
 
 
 def _place(assignment: Assignment) -> str:
@@ -109,7 +102,7 @@ def _place(assignment: Assignment) -> str:
 
 
 def _key_at(schema: type[BaseModel], name: str) -> Key | None:
-    """The key of a place that pydantic names, which may lie inside a list."""
+    """Return the key of a location that pydantic reports, which may be inside a list."""
     parts = name.split(".")
     found = (find_key(schema, ".".join(parts[:size])) for size in range(len(parts), 0, -1))
     return next((key for key in found if key is not None), None)
@@ -122,8 +115,8 @@ def _remedy(key: Key | None, name: str) -> str:
 
 
 def _remedy_of_pair(key: Key, tree: Context) -> str:
-    """Of groups and their ratios, where the default of one would not fit the other that is set;
-    "" for anything else.
+    """Return the remedy for groups and ratios of tasks, whose default would contradict the other
+    key if that is set; "" for any other key.
     """
     trainer = tree.get("trainer", {})
     groups, ratios = trainer.get("separated_node_tasks"), trainer.get("separated_node_ratios")

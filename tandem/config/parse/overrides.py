@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments to a typed configuration: defaults, then files, then overrides; the later wins.
+"""Loading of a typed configuration: defaults, then files, then overrides; the later wins.
 
-A key that the schema does not know is an error that names the nearest one; with ``+`` it is a
-warning. Two spellings of a key with different values in one place are an error. Guarantees that
-every error is one line with key, value, rule and remedy. Rules between keys are ``validate``'s.
+An unknown key is an error that names the nearest key; with ``+`` it is a warning. Two spellings of
+a key with different values in one place are an error. Every error is one line with key, value, rule
+and remedy. Rules between keys are checked in ``check.rules``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from tandem.config.parse.aliases import canonical_name
 from tandem.config.parse.grammar import Assignment, Mode, parse_arguments
-from tandem.config.parse.interpolation import has_interpolation, resolve
+from tandem.config.parse.interpolation import Tree, has_interpolation, put, resolve
 from tandem.config.parse.keys import find_key, is_section, keys_of, nearest_key
 from tandem.config.parse.messages import (
     contradiction,
@@ -26,23 +26,23 @@ from tandem.config.parse.messages import (
     unknown_key,
 )
 from tandem.config.parse.yaml_files import Loaded, load_named_config, load_recipe
+from tandem.config.schema.ignored import ignored_table
 from tandem.errors import UserError
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
-Tree = dict[str, Any]
 
 _COMMAND_LINE = Assignment("", None).source
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig(Generic[ConfigT]):
-    """A configuration and how it came about.
+    """A configuration and the keys that were set.
 
     Attributes:
-        config: all keys, typed.
-        set_keys: keys that a file or the command line set -> how they were spelt there.
-        unknown_keys: keys that no schema knows and that were let pass (``+key``).
-        warnings: one line each.
+        config: the typed configuration.
+        set_keys: each key that a file or the command line set -> its spelling there.
+        unknown_keys: the keys that the schema does not define and that ``+`` let pass.
+        warnings: the warnings, one line each.
     """
 
     config: ConfigT
@@ -74,7 +74,8 @@ def load_config(schema: type[ConfigT], arguments: Sequence[str]) -> LoadedConfig
     for assignment in (*_assignments_of(files), *line.overrides):
         written.add(assignment)
     written.require_agreement()
-    config = _build(schema, resolve(schema, written.tree))
+    tree = resolve(schema, written.tree)
+    config = _build(schema, _without(tree, ignored_table(schema)))
     return LoadedConfig(
         config=config,
         set_keys=dict(written.spellings),
@@ -89,7 +90,7 @@ def _assignments_of(files: Sequence[Loaded]) -> Iterator[Assignment]:
 
 
 class _Written:
-    """What has been written so far: a sparse tree of values, and the keys behind it."""
+    """The assignments so far: a sparse tree of values, and the spelling of each key."""
 
     def __init__(self, schema: type[BaseModel]) -> None:
         self._schema = schema
@@ -100,7 +101,7 @@ class _Written:
         self.warnings: list[str] = []
 
     def add(self, assignment: Assignment) -> None:
-        """Take one assignment into account. Raises UserError if its key is unknown."""
+        """Add one assignment. Raise UserError if its key is unknown."""
         if assignment.name.partition(".")[0] == "hydra":
             return
         name = canonical_name(self._schema, assignment.name)
@@ -114,9 +115,10 @@ class _Written:
             self._add_value(name, assignment)
 
     def require_agreement(self) -> None:
-        """Raise UserError if two spellings of a key differ where it was set last: the command line
-        may overrule a file, but neither may contradict itself. What verl's files take from another
-        key (``${...}``) contradicts nothing.
+        """Raise UserError if two spellings of a key have different values in its latest source.
+
+        The command line overrules files, but neither may contradict itself. An interpolation
+        (``${...}``) in one of verl's files contradicts nothing.
         """
         for name, by_spelling in self._latest.items():
             given = [one for one in by_spelling.values() if not has_interpolation(one.value)]
@@ -128,8 +130,10 @@ class _Written:
         if not isinstance(assignment.value, Mapping):
             below = [key for key in keys_of(self._schema) if key.startswith(f"{name}.")]
             raise UserError(
-                f"{assignment.name}={assignment.value!r}: is a section, not a key. "
-                f"Set one of its keys, e.g. {below[0]}."
+                assignment.name,
+                assignment.value,
+                rule="is a section, not a key",
+                remedy=f"Set one of its keys, e.g. {below[0]}.",
             )
         entries = cast(Mapping[str, Any], assignment.value)  # pyright: ignore[reportUnknownMemberType]
         for part, value in entries.items():
@@ -155,23 +159,17 @@ class _Written:
             self.warnings.append(f"{assignment.name} is read as {name}")
         self.spellings[name] = assignment.name
         self._keep(name, assignment)
-        *sections, last = name.split(".")
-        node = self.tree
-        for section in sections:
-            if not isinstance(node.get(section), dict):
-                node[section] = {}
-            node = node[section]
-        node[last] = assignment.value
+        put(self.tree, name, assignment.value)
 
     def _keep(self, name: str, assignment: Assignment) -> None:
-        """The latest value of each spelling, of the latest source only."""
+        """Keep the latest value of each spelling, from the latest source only."""
         by_spelling = self._latest.setdefault(name, {})
         if any(other.source != assignment.source for other in by_spelling.values()):
             by_spelling.clear()
         by_spelling[assignment.name] = assignment
 
     def _reset(self, name: str) -> None:
-        """Back to the default: forget a key, or all keys of a section."""
+        """Reset a key, or all keys of a section, to the default."""
         for known in [k for k in self.spellings if k == name or k.startswith(f"{name}.")]:
             del self.spellings[known], self._latest[known]
         *sections, last = name.split(".")
@@ -179,6 +177,20 @@ class _Written:
         for section in sections:
             node = node.get(section, {})
         node.pop(last, None)
+
+
+def _without(tree: Tree, names: Container[str], *, prefix: str = "") -> Tree:
+    """Return a copy of ``tree`` without the keys ``names`` and without sections that are empty."""
+    kept: Tree = {}
+    for part, value in tree.items():
+        name = f"{prefix}{part}"
+        if name in names:
+            continue
+        if not isinstance(value, dict) or not value:
+            kept[part] = value
+        elif below := _without(cast(Tree, value), names, prefix=f"{name}."):
+            kept[part] = below
+    return kept
 
 
 def _build(schema: type[ConfigT], tree: Tree) -> ConfigT:

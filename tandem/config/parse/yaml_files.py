@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML files as assignments: recipes, and the files that verl's users name with ``--config-path``.
+"""Assignments from YAML files: recipes, and files that users of verl name with ``--config-path``.
 
-``defaults:`` lists are followed inside the file's folder; verl's own entries (``ppo_trainer``) mean
-the built-in defaults. ``hydra:`` and ``_target_`` are skipped. Interpolations are resolved later.
+``defaults:`` lists are followed inside the folder of the file; verl's own entries (``ppo_trainer``)
+mean the built-in defaults. ``hydra:`` and ``_target_`` are skipped. Interpolations are resolved
+later.
 """
 
 from __future__ import annotations
@@ -39,29 +40,31 @@ _SKIPPED = frozenset({"defaults", "hydra", "_target_", "_convert_", "_recursive_
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a file says, in order, and what must be told about it."""
+    """The assignments of a file in order, and the warnings about it."""
 
     assignments: tuple[Assignment, ...]
     warnings: tuple[str, ...]
 
 
 def load_recipe(name: str) -> Loaded:
-    """A recipe file.
+    """Load a recipe file.
 
     Raises:
-        UserError: it does not exist or is no YAML mapping.
+        UserError: the file does not exist or is not a YAML mapping.
     """
     path = Path(name).expanduser()
     if not path.is_file():
-        raise UserError(f"{name!r}: no such recipe file. Check the path, or write key=value.")
+        raise UserError(
+            repr(name), rule="no such recipe file", remedy="Check the path, or write key=value."
+        )
     return _load(path, path.parent, mode=Mode.SET)
 
 
 def load_named_config(config_path: str, config_name: str) -> Loaded:
-    """The file of ``--config-path`` and ``--config-name``; a missing one is only warned of.
+    """Load the file of ``--config-path`` and ``--config-name``; a missing file is a warning.
 
-    A name that speaks of Megatron implies ``strategy=megatron``. Such files are written for verl:
-    keys that are unknown here are warned of, not refused.
+    A name that contains "megatron" implies ``strategy=megatron``. Such files are written for verl,
+    so that unknown keys in them are warnings, not errors.
     """
     name = config_name.removesuffix(".yaml")
     path = Path(config_path).expanduser() / f"{name}.yaml"
@@ -80,13 +83,19 @@ def load_named_config(config_path: str, config_name: str) -> Loaded:
 
 
 def _load(path: Path, folder: Path, *, mode: Mode, above: tuple[Path, ...] = ()) -> Loaded:
-    """A file with its ``defaults:``, which come before its values unless ``_self_`` says else."""
+    """Load a file and its ``defaults:``, which precede its values unless ``_self_`` says so."""
     if path in above:
-        raise UserError(f"{str(path)!r}: its defaults: lead back to itself. Take one of them out.")
+        raise UserError(
+            repr(str(path)),
+            rule="its defaults: lead back to itself",
+            remedy="Take one of them out.",
+        )
     content = _read(path)
     listed: object = content.get("defaults") or []
     if not isinstance(listed, list):
-        raise UserError(f"{str(path)!r}: defaults: must be a list of names. Mend it.")
+        raise UserError(
+            repr(str(path)), rule="defaults: must be a list of names", remedy="Correct the file."
+        )
     entries = cast(list[Any], listed)
     names = [entry for entry in entries if entry != _SELF]
     position = entries.index(_SELF) if _SELF in entries else len(names)
@@ -103,11 +112,15 @@ def _load(path: Path, folder: Path, *, mode: Mode, above: tuple[Path, ...] = ())
 
 
 def _pairs(entries: list[Any], path: Path) -> Iterator[tuple[str, str]]:
-    """The entries of a ``defaults:`` list as (group, name); the group of a bare name is empty."""
+    """Yield the entries of a ``defaults:`` list as (group, name); a bare name has the group ""."""
     for entry in entries:
         pair = cast(dict[str, Any], entry) if isinstance(entry, dict) else {"": entry}
         if len(pair) != 1 or not isinstance(next(iter(pair.values())), str | None):
-            raise UserError(f"{str(path)!r}: {entry!r} in defaults: must be group: name. Mend it.")
+            raise UserError(
+                repr(str(path)),
+                rule=f"{entry!r} in defaults: must be group: name",
+                remedy="Correct the file.",
+            )
         for group, name in pair.items():
             yield str(group).removeprefix("override ").removeprefix("optional "), name or ""
 
@@ -115,7 +128,7 @@ def _pairs(entries: list[Any], path: Path) -> Iterator[tuple[str, str]]:
 def _load_default(
     entry: tuple[str, str], folder: Path, *, mode: Mode, above: tuple[Path, ...]
 ) -> Loaded:
-    """One entry of a ``defaults:`` list: ``name``, ``group: name`` or ``group@package: name``."""
+    """Load an entry of ``defaults:``, e.g. ``name``, ``group: name`` or ``group@package: name``."""
     group, name = entry
     place, _, package = group.partition("@")
     path = folder / place / f"{name}.yaml"
@@ -142,14 +155,22 @@ def _read(path: Path) -> dict[str, Any]:
         loaded = OmegaConf.load(path)
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         cause = " ".join(str(error).split())[:200]
-        raise UserError(f"{str(path)!r}: not a readable YAML file ({cause}). Mend it.") from error
+        raise UserError(
+            repr(str(path)),
+            rule=f"not a readable YAML file ({cause})",
+            remedy="Correct the file.",
+        ) from error
     if not isinstance(loaded, DictConfig):
-        raise UserError(f"{str(path)!r}: must hold keys and values (key: value). Mend it.")
+        raise UserError(
+            repr(str(path)),
+            rule="must hold keys and values (key: value)",
+            remedy="Correct the file.",
+        )
     return cast(dict[str, Any], OmegaConf.to_container(loaded, resolve=False))
 
 
 def _cleaned(value: Any) -> Any:
-    """Without what only Hydra reads, and without values that are marked as missing."""
+    """Return ``value`` without keys that only Hydra reads, and without missing values (``???``)."""
     if not isinstance(value, dict):
         return value
     entries = cast(dict[str, Any], value).items()

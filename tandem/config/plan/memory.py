@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run needs of the memory of each accelerator, from the configuration and the model's sizes.
+"""An estimate of the memory that a run needs on one accelerator of each pool.
 
-An estimate of the largest parts of one device of each pool; libraries' work space and the
-allocator's gaps are an allowance on top. On CPUs nothing is checked: memory there is virtual and
-swapped.
+It adds up the largest parts, from the configuration and the sizes of the model, and an allowance
+for the work space of libraries and the gaps of the allocator. Memory of CPUs is not estimated,
+because it is virtual and can be swapped.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+from tandem.config.derived.microbatches import training_tokens
 from tandem.config.derived.pools import (
-    CRITIC,
     REWARD_MODEL,
     Placement,
     Pool,
     RankLayout,
+    auxiliary_layouts,
     place_run,
     place_sft,
     scorer_of,
@@ -30,35 +31,36 @@ from tandem.config.schema.sft import SftConfig
 
 GIB = 1 << 30
 LOGITS_BYTES = 3 * GIB
-"""A chunk of fp32 logits and its gradient in half precision (``models.kernels.logprob``)."""
+"""The size of a chunk of fp32 logits and its half-precision gradient (``models.kernels.logprob``).
+"""
 ALLOWANCE = 1.1
-"""For work space and gaps; chosen, not measured."""
+"""The factor for work space and gaps; it is chosen, not measured."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
-"""Of a number, by the name of its precision; what ``auto`` is on accelerators."""
-NONE_BESIDE: Mapping[str, ModelSizes] = {}
+"""The size of a number by the name of its precision; ``auto`` as on accelerators."""
+NO_MODELS: Mapping[str, ModelSizes] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on one device at the same time.
+    """The bytes that are on one device at the same time, by their use.
 
     Attributes:
-        weights: this device's shard; in a run of one process also, if it is another precision,
-            what is computed with. Of the former, with ``param_offload``, only what does not fit
-            where activations have been.
-        gradients: likewise.
-        optimizer: two moments a weight, in their own precision; with ``optimizer_offload`` only
-            what does not fit there either.
-        gathered: layers that are whole for a moment, with their gradients.
-        reference: this device's shard of a frozen copy, 0 without one; ``reward_model`` likewise.
-        critic: its weights and optimizer, 0 without one. Its gradients and the policy's are not
-            there at the same time: those above are the larger ones.
-        rollout: the weights that generate, and the copy in which new ones arrive if it is on the
-            device; 0 where those in training generate. With ``free_cache_engine``, where several
-            devices train and generate in turns, only what does not fit where training has been.
-        cache: keys and values of all sequences that run together; likewise.
-        activations: of the largest micro-batch.
-        logits: of a chunk of response tokens.
+        weights: the shard of the trained weights. A run of one process also holds a copy in the
+            precision of the passes, if that differs. With ``param_offload``, the stored weights
+            count only as far as they exceed the space of activations and logits.
+        gradients: the shard of the gradients; in a run of one process as many bytes as weights.
+        optimizer: two moments per weight, in their own precision. With ``optimizer_offload`` they
+            count only as far as they exceed the remaining space of activations and logits.
+        gathered: the layers that are complete for a moment, with their gradients.
+        reference, reward_model: the shards of these frozen models, 0 without them.
+        critic: its weights and optimizer state, 0 without a critic. Its gradients and those of the
+            policy do not exist at the same time; ``gradients`` is the larger of the two.
+        rollout: the weights that generate, and a second copy that receives new weights if it is on
+            the device; 0 if the trained weights generate. With ``free_cache_engine``, if several
+            devices train and generate in turns, only the part that exceeds the space of training.
+        cache: the keys and values of all concurrent sequences, with the same exception.
+        activations: the activations of the largest micro-batch.
+        logits: a chunk of logits of response tokens.
     """
 
     weights: int = 0
@@ -75,18 +77,18 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """The sum with its allowance."""
+        """The sum of all parts, times ``ALLOWANCE``."""
         return int(sum(asdict(self).values()) * ALLOWANCE)
 
     def to_gib(self) -> dict[str, float]:
-        """For people: GiB, rounded."""
+        """Return all parts and the total in GiB, rounded."""
         parts = {**asdict(self), "total": self.total}
         return {name: round(value / GIB, 2) for name, value in parts.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Weights as a task holds them: how they are laid out, and over which ranks."""
+    """The weights of a model, laid out over ranks."""
 
     sizes: ModelSizes
     config: FsdpConfig
@@ -102,33 +104,33 @@ class _Model:
 
     @property
     def held_parameters(self) -> int:
-        """On one device between passes."""
+        """The number of parameters on one device between passes."""
         return self.sizes.num_parameters // (self.ranks.tensor_parallel * self.ranks.num_shards)
 
     @property
     def held_frozen(self) -> int:
-        """Bytes of weights that only score."""
+        """The bytes of weights that only score."""
         rests = self.config.param_offload or self.config.offload_policy
         return 0 if rests else self.computed * self.held_parameters
 
     @property
     def visiting(self) -> int:
-        """Bytes of what is whole at a time: embedding, head and two layers, one of which is
-        computed with while the next one comes in."""
+        """The bytes of layers that are complete at the same time: embedding, head, the layer that
+        is computed, and the next layer, which is being gathered."""
         parameters = self.sizes.embedding_parameters + 2 * self.sizes.layer_parameters
         return self.computed * parameters // self.ranks.tensor_parallel
 
     @property
     def gathered_frozen(self) -> int:
-        """Bytes that a forward pass gathers: none if they are held as they are computed with."""
+        """The bytes that a forward pass gathers: none if every rank holds the weights it needs."""
         is_held = self.ranks.num_shards == 1 and self.held_frozen > 0
         return 0 if is_held else self.visiting
 
     @property
     def gathered_in_training(self) -> int:
-        """What is whole at a time, and the largest gradient in both precisions it is summed in.
+        """The bytes of complete layers, and of the largest gradient in both precisions of its sum.
 
-        Without ``reshard_after_forward`` everything, and all gradients in fp32.
+        Without ``reshard_after_forward``: all layers, and all gradients in fp32.
         """
         split = self.ranks.tensor_parallel
         largest = max(self.sizes.embedding_parameters, self.sizes.layer_parameters) // split
@@ -140,7 +142,7 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """A model in training, with ``tokens`` of the largest micro-batch on a device."""
+    """A model in training, whose largest micro-batch has ``tokens`` tokens on a device."""
 
     model: _Model
     optim: OptimConfig
@@ -152,14 +154,16 @@ def plan_memory(
     config: RunConfig | SftConfig,
     sizes: ModelSizes,
     *,
-    beside: Mapping[str, ModelSizes] = NONE_BESIDE,
+    auxiliary: Mapping[str, ModelSizes] = NO_MODELS,
     available_bytes: int | None = None,
 ) -> Mapping[str, MemoryPlan]:
-    """What one device of each pool holds, by the pool's name, if it is an accelerator.
+    """Return the memory of one device of each pool, by the name of the pool.
 
     Args:
-        beside: sizes of ``CRITIC`` and ``REWARD_MODEL``; those of the policy if they are not known.
-        available_bytes: the device's memory, of which ``rollout.gpu_memory_utilization`` bounds
+        sizes: the sizes of the policy.
+        auxiliary: the sizes of ``CRITIC`` and ``REWARD_MODEL``; a missing entry means the sizes of
+            the policy.
+        available_bytes: the memory of a device, of which ``rollout.gpu_memory_utilization`` bounds
             weights and cache; None if no device is known.
     """
     if isinstance(config, SftConfig):
@@ -175,15 +179,9 @@ def plan_memory(
         for pool in placement.used_pools
     }
     name = placement.pool_of("actor-train").name
-    # A value head is one row: there is no second matrix of the vocabulary's size.
-    own = {task: replace(beside.get(task, sizes), tied=True) for task in (CRITIC, REWARD_MODEL)}
-    if CRITIC in placement.layouts:
-        plans[name] = _with_critic(plans[name], config, sizes=own[CRITIC], placement=placement)
-    if REWARD_MODEL in placement.layouts:
-        layout, ranks = config.reward_model.model.fsdp_config, placement.layouts[REWARD_MODEL]
-        model = _Model(own[REWARD_MODEL], layout, ranks)
-        plan = _scoring(plans[name], model, tokens=_scored(config, ranks), placement=placement)
-        plans[name] = replace(plan, reward_model=_frozen(model, placement))
+    for role in auxiliary_layouts(config):
+        own = auxiliary.get(role, sizes)
+        plans[name] = _with_auxiliary(plans[name], config, role, sizes=own, placement=placement)
     return plans
 
 
@@ -201,13 +199,13 @@ def _of_pool(
         plan = _generating(config, sizes, placement=placement, available_bytes=available_bytes)
     if "ref_logp" in pool.tasks:
         model = _Model(sizes, roles.ref.fsdp_config, layouts["ref_logp"])
-        tokens = training_tokens(config, model.ranks.sequence_parallel)
+        tokens = training_tokens(config, "actor-train", ranks=model.ranks.sequence_parallel)
         plan = _scoring(plan, model, tokens=tokens, placement=placement)
         plan = replace(plan, reference=_frozen(model, placement))
     scorer = scorer_of(pool)
     if scorer in ("generate", "logp"):
         model = _Model(sizes, roles.actor.fsdp_config, layouts["logp"])
-        tokens = training_tokens(config, model.ranks.sequence_parallel)
+        tokens = training_tokens(config, "actor-train", ranks=model.ranks.sequence_parallel)
         plan = _scoring(plan, model, tokens=tokens, placement=placement)
         copies = _device_copies(config, placement)
         plan = replace(plan, weights=copies * _frozen(model, placement) if scorer == "logp" else 0)
@@ -220,7 +218,7 @@ def _of_pool(
 
 
 def _taking_turns(plan: MemoryPlan) -> MemoryPlan:
-    """Generation takes nothing while the device trains: what counts is what it takes more."""
+    """Count generation only as far as it exceeds the space that training leaves free meanwhile."""
     room = plan.gradients + plan.gathered + plan.activations + plan.logits
     left = max(0, room - plan.rollout)
     return replace(plan, rollout=max(0, plan.rollout - room), cache=max(0, plan.cache - left))
@@ -246,14 +244,14 @@ def _generating(
 
 
 def _device_copies(config: RunConfig, placement: Placement) -> int:
-    """Of weights that come through the link."""
+    """Return the number of copies of received weights on a device."""
     rollout = config.actor_rollout_ref.rollout
     has_second = rollout.enable_dual_buffer and not rollout.enable_param_async
     return 2 if has_second and placement.generates_apart else 1
 
 
 def _scoring(plan: MemoryPlan, model: _Model, *, tokens: int, placement: Placement) -> MemoryPlan:
-    """With the forward passes of a frozen model: one layer's activations at a time."""
+    """Add the forward passes of a frozen model, which hold the activations of one layer."""
     kept = model.computed * tokens
     kept *= model.sizes.layer_numbers_per_token(model.ranks.tensor_parallel)
     return replace(
@@ -277,19 +275,22 @@ def _policy_training(config: RunConfig | SftConfig, model: _Model) -> _Training:
         model,
         config.optim if is_sft else config.actor_rollout_ref.actor.optim,
         _recomputed(config.model if is_sft else config.actor_rollout_ref.model),
-        training_tokens(config, model.ranks.sequence_parallel),
+        training_tokens(config, "actor-train", ranks=model.ranks.sequence_parallel),
     )
 
 
-def _with_critic(
-    plan: MemoryPlan, config: RunConfig, *, sizes: ModelSizes, placement: Placement
+def _with_auxiliary(
+    plan: MemoryPlan, config: RunConfig, role: str, *, sizes: ModelSizes, placement: Placement
 ) -> MemoryPlan:
-    """With a second model in training, whose updates take turns with the policy's."""
-    critic, ranks = config.critic, placement.layouts[CRITIC]
-    model = _Model(sizes, critic.model.fsdp_config, ranks)
-    tokens = critic.microbatch_tokens or _counted(
-        config, critic.ppo_micro_batch_size_per_gpu, ranks=ranks.sequence_parallel
-    )
+    """Add the critic, which is trained before or after the policy, or the reward model."""
+    ranks = placement.layouts[role]
+    # A value head is one row: there is no second matrix of the size of the vocabulary.
+    model = _Model(replace(sizes, tied=True), auxiliary_layouts(config)[role], ranks)
+    tokens = training_tokens(config, role, ranks=ranks.sequence_parallel)
+    if role == REWARD_MODEL:
+        plan = _scoring(plan, model, tokens=tokens, placement=placement)
+        return replace(plan, reward_model=_frozen(model, placement))
+    critic = config.critic
     training = _Training(model, critic.optim, _recomputed(critic.model), tokens)
     own = _trained(MemoryPlan(), training, placement=placement)
     return replace(
@@ -302,7 +303,7 @@ def _with_critic(
 
 
 def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> MemoryPlan:
-    """With training; what can rest elsewhere takes the room that something else leaves."""
+    """Add training. An offloaded part counts only as far as it exceeds space that is free then."""
     model, optim = training.model, training.optim
     numbers = model.sizes.kept_numbers_per_token(
         training.recomputed, tensor_parallel=model.ranks.tensor_parallel
@@ -332,33 +333,4 @@ def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> 
 
 
 def _recomputed(model: ModelConfig) -> RecomputeGranularity | None:
-    """None if nothing is."""
     return model.recompute_granularity if model.enable_gradient_checkpointing else None
-
-
-def training_tokens(config: RunConfig | SftConfig, ranks: int) -> int:
-    """Tokens of one of the ``ranks`` that share the largest micro-batch in training."""
-    if isinstance(config, SftConfig):
-        limit, count = config.data.microbatch_tokens, config.data.micro_batch_size_per_gpu
-    else:
-        actor = config.actor_rollout_ref.actor
-        limit, count = actor.microbatch_tokens, actor.ppo_micro_batch_size_per_gpu
-    return limit or _counted(config, count, ranks=ranks)
-
-
-def _scored(config: RunConfig, layout: RankLayout) -> int:
-    """Tokens on a device of the reward model's largest micro-batch."""
-    model, ranks = config.reward_model, layout.sequence_parallel
-    return model.microbatch_tokens or _counted(config, model.micro_batch_size_per_gpu, ranks=ranks)
-
-
-def _counted(config: RunConfig | SftConfig, count: int | None, *, ranks: int) -> int:
-    """Tokens of one of the ``ranks`` that share a micro-batch of ``count`` sequences."""
-    return -(-(count or 1) * longest_sequence(config) // ranks)
-
-
-def longest_sequence(config: RunConfig | SftConfig) -> int:
-    """Tokens of the longest sequence that can be."""
-    if isinstance(config, SftConfig):
-        return config.data.max_length
-    return config.data.max_prompt_length + config.data.max_response_length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The refusal of a run that does not fit its devices' memory, with overrides that make it fit."""
+"""The error about a run that exceeds the memory of its devices, with overrides that make it fit."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from tandem.config.derived.pools import CRITIC, REWARD_MODEL, models_beside
+from tandem.config.derived.microbatches import (
+    longest_sequence,
+    microbatch_keys,
+    training_tokens,
+)
+from tandem.config.derived.pools import CRITIC, REWARD_MODEL, auxiliary_layouts
 from tandem.config.derived.sizes import CACHE_PAGE_TOKENS, ModelSizes
 from tandem.config.plan.memory import (
     BYTES,
     GIB,
-    NONE_BESIDE,
-    longest_sequence,
+    NO_MODELS,
     plan_memory,
-    training_tokens,
 )
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
@@ -37,7 +40,7 @@ _ALSO_SET = {
         f"{_ACTOR}ppo_max_token_len_per_gpu": "reward_model.forward_max_token_len_per_gpu",
     },
 }
-"""What is as the policy's keys in a model beside it; the first that fits counts."""
+"""Auxiliary model -> prefix of the policy's keys -> prefix of its own; the first match counts."""
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -47,12 +50,16 @@ def require_memory(
     sizes: ModelSizes,
     *,
     available_bytes: int,
-    beside: Mapping[str, ModelSizes] = NONE_BESIDE,
+    auxiliary: Mapping[str, ModelSizes] = NO_MODELS,
     recomputes_parts: bool = True,
 ) -> None:
-    """Raise UserError, with an override that fits, if a device of the run needs more than
-    ``available_bytes``. ``recomputes_parts``: of layers, as the model can; else whole ones."""
-    plans = plan_memory(config, sizes, beside=beside, available_bytes=available_bytes)
+    """Raise UserError, with overrides that fit, if a device needs more than ``available_bytes``.
+
+    Args:
+        sizes, auxiliary: as in ``plan_memory``.
+        recomputes_parts: whether the model can recompute parts of layers, not only whole layers.
+    """
+    plans = plan_memory(config, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
     name, plan = max(plans.items(), key=lambda entry: entry[1].total)
     if plan.total <= available_bytes:
         return
@@ -62,38 +69,41 @@ def require_memory(
         recomputes_parts=recomputes_parts,
     )
     remedy = _remedy(
-        config, sizes, candidates=candidates, beside=beside, available_bytes=available_bytes
+        config, sizes, candidates=candidates, auxiliary=auxiliary, available_bytes=available_bytes
     )
     held = plan.critic + plan.weights + plan.gradients + plan.optimizer + plan.gathered
     frozen = plan.reference + plan.reward_model + plan.rollout
-    whose = "this run" if config.trainer.num_devices == 1 else f"a device of {name}"
+    subject = "this run" if config.trainer.num_devices == 1 else f"a device of {name}"
     raise UserError(
-        f"memory: {whose} needs about {plan.total / GIB:.0f} GiB (weights, gradients and "
+        "memory",
+        rule=f"{subject} needs about {plan.total / GIB:.0f} GiB (weights, gradients and "
         f"optimizer {held / GIB:.0f}, reference and rollout "
         f"{frozen / GIB:.0f}, cache {plan.cache / GIB:.0f}, activations "
-        f"{plan.activations / GIB:.0f}) of {available_bytes / GIB:.0f} GiB. {remedy}"
+        f"{plan.activations / GIB:.0f}) of {available_bytes / GIB:.0f} GiB",
+        remedy=remedy,
     )
 
 
 def require_cache(config: RunConfig, sizes: ModelSizes, *, available_bytes: int) -> None:
-    """Raise UserError if the paged cache of a device could not hold the longest sequence, whatever
-    else waits."""
+    """Raise UserError if the paged cache of a device cannot hold the longest sequence alone."""
     data, share = config.data, config.actor_rollout_ref.rollout.gpu_memory_utilization
     weights, needed = _least_generating(config, sizes)
     if int(share * available_bytes) >= weights + needed:
         return
     fitting = math.ceil(100 * (weights + needed) / available_bytes) / 100
     raise UserError(
-        f"{_CACHE_SHARE}={share:g}: of {available_bytes / GIB:.0f} GiB that leaves no room beside "
-        f"the weights ({weights / GIB:.1f} GiB) for the keys and values of the longest sequence "
+        _CACHE_SHARE,
+        share,
+        rule=f"of {available_bytes / GIB:.0f} GiB, beside the weights ({weights / GIB:.1f} GiB), "
+        "leaves no room for the keys and values of the longest sequence "
         f"({needed / GIB:.1f} GiB: data.max_prompt_length={data.max_prompt_length} + "
-        f"data.max_response_length={data.max_response_length} tokens). "
-        + (f"Set {_CACHE_SHARE}={fitting:g}." if fitting <= 1 else "Shorten the sequences.")
+        f"data.max_response_length={data.max_response_length} tokens)",
+        remedy=f"Set {_CACHE_SHARE}={fitting:g}." if fitting <= 1 else "Shorten the sequences.",
     )
 
 
 def _least_generating(config: RunConfig, sizes: ModelSizes) -> tuple[int, int]:
-    """Bytes of the weights that generate, and of the cache of one longest sequence."""
+    """Return the bytes of the generating weights, and of the cache of one longest sequence."""
     computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
     pages = -(-longest_sequence(config) // CACHE_PAGE_TOKENS)
     cached = sizes.cache_numbers_per_token * pages * CACHE_PAGE_TOKENS
@@ -105,26 +115,26 @@ def _remedy(
     sizes: ModelSizes,
     *,
     candidates: Iterable[Mapping[str, Any]],
-    beside: Mapping[str, ModelSizes],
+    auxiliary: Mapping[str, ModelSizes],
     available_bytes: int,
 ) -> str:
-    """The first overrides that make it fit."""
+    """Return the first candidate that makes the run fit, as a sentence."""
     for candidate in candidates:
         changed, overrides = config, _for_all(config, candidate)
         for key, value in overrides.items():
             changed = _with(changed, key.split("."), value=value)
-        plans = plan_memory(changed, sizes, beside=beside, available_bytes=available_bytes)
+        plans = plan_memory(changed, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
         if all(plan.total <= available_bytes for plan in plans.values()):
             return f"Set {' '.join(f'{key}={value}' for key, value in overrides.items())}."
     return "Use a smaller model, more devices or devices with more memory."
 
 
 def _for_all(config: RunConfig | SftConfig, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What is set for the policy is set for the models beside it, too."""
+    """Return ``overrides`` of the policy with the same settings for the auxiliary models."""
     if isinstance(config, SftConfig):
         return overrides
     settings = dict(overrides)
-    for name in models_beside(config):
+    for name in auxiliary_layouts(config):
         for key, value in overrides.items():
             fitting = [section for section in _ALSO_SET[name] if key.startswith(section)]
             for section in fitting[:1]:
@@ -135,7 +145,7 @@ def _for_all(config: RunConfig | SftConfig, overrides: Mapping[str, Any]) -> Map
 def _smaller_generation(
     config: RunConfig | SftConfig, sizes: ModelSizes, *, available_bytes: int
 ) -> list[dict[str, Any]]:
-    """What makes generation take less beside training, the least at last."""
+    """Return overrides that reduce the memory of generation, the smallest result last."""
     if isinstance(config, SftConfig):
         return []
     if config.trainer.max_lag == 0:
@@ -149,37 +159,35 @@ def _smaller_generation(
 def _candidates(
     config: RunConfig | SftConfig, *, smaller: Sequence[dict[str, Any]], recomputes_parts: bool
 ) -> Iterator[dict[str, Any]]:
-    """Overrides from the cheapest to the dearest, those of ``smaller`` first."""
+    """Yield overrides from the cheapest to the most expensive, those of ``smaller`` first."""
     if isinstance(config, SftConfig):
         model, layout = "model", "engine"
-        dynamic, limit = "data.use_dynamic_bsz", "data.max_token_len_per_gpu"
         ranks = config.engine.ulysses_sequence_parallel_size
     else:
-        actor = "actor_rollout_ref.actor"
-        model, layout = "actor_rollout_ref.model", f"{actor}.fsdp_config"
-        dynamic, limit = f"{actor}.use_dynamic_bsz", f"{actor}.ppo_max_token_len_per_gpu"
+        model, layout = "actor_rollout_ref.model", f"{_ACTOR}fsdp_config"
         ranks = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     shortest = -(-longest_sequence(config) // ranks)
     enable, granularity = f"{model}.enable_gradient_checkpointing", f"{model}.recompute_granularity"
     recompute = {enable: True, granularity: "full"}
-    dearer: list[dict[str, Any]] = [{}]
+    extras: list[dict[str, Any]] = [{}]
     yield from smaller
-    dearer += smaller[-1:]
+    extras += smaller[-1:]
     parts = ("pointwise", "feed_forward") if recomputes_parts else ()
-    dearer += [{enable: True, granularity: part} for part in parts]
-    dearer.append(recompute)
+    extras += [{enable: True, granularity: part} for part in parts]
+    extras.append(recompute)
     if config.trainer.num_devices > 1:
-        dearer.append(recompute | {f"{layout}.offload_policy": True})
-    for extra in dearer:
-        budget = max(shortest, training_tokens(config, ranks))
+        extras.append(recompute | {f"{layout}.offload_policy": True})
+    keys = microbatch_keys(config, "actor-train")
+    for extra in extras:
+        budget = max(shortest, training_tokens(config, "actor-train", ranks=ranks))
         while budget > shortest:
-            yield {dynamic: True, limit: budget} | extra
+            yield {keys.dynamic: True, keys.tokens: budget} | extra
             budget = max(shortest, budget // 2)
-        yield {dynamic: True, limit: shortest} | extra
+        yield {keys.dynamic: True, keys.tokens: shortest} | extra
 
 
 def _with(config: ConfigT, path: list[str], *, value: Any) -> ConfigT:
-    """A copy of ``config`` with one key changed."""
+    """Return a copy of ``config`` with one key changed."""
     name, *below = path
     inner = _with(dict(config)[name], below, value=value) if below else value
     return config.model_copy(update={name: inner})

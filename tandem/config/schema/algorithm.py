@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
 from tandem.config.schema.actor import KlEstimator
 from tandem.config.schema.correction import RolloutCorrectionConfig
 from tandem.config.schema.dotted import ByName, traits_of
-from tandem.config.schema.fields import NOT_BUILT, SECTION, no_effect
+from tandem.config.schema.fields import SECTION, read_if
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,12 @@ class Estimator:
     """The traits of an advantage estimator.
 
     Attributes:
-        needs_values: it reads the values of a critic.
-        needs_groups: it compares the samples of a prompt and has no meaning for a single one.
-        prefers_groups: it compares them too, but takes the reward itself where there is one.
-        needs_baseline_rollout: it compares each sample with the greedy response to its prompt.
+        needs_values: whether it reads the values of a critic.
+        needs_groups: whether it compares the samples of a prompt, and needs at least two.
+        prefers_groups: whether it compares the samples of a prompt, and takes the reward itself as
+            the advantage of a single sample.
+        needs_baseline_rollout: whether it compares each sample with the greedy response to the same
+            prompt.
         reads: the keys below ``algorithm`` that it reads.
     """
 
@@ -53,16 +55,29 @@ EstimatorName = Annotated[str, ByName(ESTIMATORS)]
 
 
 class KlCtrlConfig(BaseModel):
-    """``kl_ctrl.*``: the coefficient of the KL in the reward."""
+    """``kl_ctrl.*``: the coefficient of the KL penalty in the reward."""
 
     model_config = SECTION
 
     type: Literal["fixed", "adaptive"] = Field(
-        default="fixed", description="fixed, or adaptive towards target_kl."
+        default="fixed",
+        description="fixed: the coefficient is constant. adaptive: it follows target_kl.",
     )
-    kl_coef: float = Field(default=0.001, ge=0, description="(First) coefficient.")
-    horizon: int = Field(default=10000, ge=1, description="Sequences over which adaptive moves.")
-    target_kl: float = Field(default=0.1, gt=0, description="KL that adaptive aims at.")
+    kl_coef: float = Field(
+        default=0.001, ge=0, description="Coefficient; the initial one with type=adaptive."
+    )
+    horizon: int = Field(
+        default=10000,
+        ge=1,
+        description="Number of sequences over which the adaptive coefficient changes.",
+        json_schema_extra=read_if("type=adaptive"),
+    )
+    target_kl: float = Field(
+        default=0.1,
+        gt=0,
+        description="KL divergence that the adaptive coefficient aims at.",
+        json_schema_extra=read_if("type=adaptive"),
+    )
 
 
 class FilterGroupsConfig(BaseModel):
@@ -71,52 +86,62 @@ class FilterGroupsConfig(BaseModel):
     model_config = SECTION
 
     enable: bool = Field(
-        default=False, description="Drop groups whose samples all fare alike, and draw others."
+        default=False,
+        description="Drop groups whose samples all have the same metric, and draw other prompts.",
     )
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = Field(
         default="seq_reward",
-        description="What must differ: acc and score as the reward function returns them, "
-        "seq_reward and seq_final_reward after shaping.",
+        description="Metric that must differ within a group. acc, score: as the reward function "
+        "returns them; seq_reward, seq_final_reward: the reward after shaping.",
+        json_schema_extra=read_if("enable=True"),
     )
     max_num_gen_batches: int = Field(
         default=0,
         ge=0,
-        description="Give up if so many batches do not fill one step; 0: never.",
+        description="Maximum number of batches that are drawn to fill one step; more are an error. "
+        "0: no limit.",
+        json_schema_extra=read_if("enable=True"),
     )
 
 
 class AlgorithmConfig(BaseModel):
-    """From rewards to advantages."""
+    """Advantages and what they are computed from."""
 
     model_config = SECTION
 
     adv_estimator: EstimatorName = Field(
         default="grpo",
-        description="Advantage estimator: a name of the list, or a function of your own as "
-        "package.module:function. gae needs the values of a critic (see critic.*).",
+        description="Advantage estimator: gae, grpo, grpo_vectorized, grpo_passk, rloo, opo, "
+        "remax, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, or a function of your "
+        "own as package.module:function. gae needs the values of a critic (see critic.*).",
     )
-    gamma: float = Field(default=1.0, ge=0, le=1, description="Discount of rewards.")
+    gamma: float = Field(default=1.0, ge=0, le=1, description="Discount factor of rewards.")
     lam: float = Field(default=1.0, ge=0, le=1, description="Lambda of gae.")
     norm_adv_by_std_in_grpo: bool = Field(
         default=True,
-        description="Divide by the group's standard deviation; False is Dr.GRPO's choice.",
+        description="Divide by the standard deviation of the group. False: Dr. GRPO.",
     )
     use_kl_in_reward: bool = Field(
-        default=False, description="Subtract KL to the reference from rewards."
+        default=False,
+        description="Subtract the KL divergence from the reference policy from the rewards.",
     )
-    kl_penalty: KlEstimator = Field(default="kl", description="Estimator of that KL.")
+    kl_penalty: KlEstimator = Field(
+        default="kl",
+        description="Estimator of the KL divergence in the reward.",
+        json_schema_extra=read_if("use_kl_in_reward=True"),
+    )
     kl_ctrl: KlCtrlConfig = Field(
-        default_factory=KlCtrlConfig, description="Coefficient of that KL."
+        default_factory=KlCtrlConfig,
+        description="Coefficient of the KL penalty in the reward.",
+        json_schema_extra=read_if("use_kl_in_reward=True"),
     )
     filter_groups: FilterGroupsConfig = Field(
         default_factory=FilterGroupsConfig, description="Dynamic sampling."
     )
     rollout_correction: RolloutCorrectionConfig = Field(
-        default_factory=RolloutCorrectionConfig, description="Rollout against trainer."
+        default_factory=RolloutCorrectionConfig,
+        description="Correction of rollouts from another policy than the trained one.",
     )
-
-    use_pf_ppo: bool = no_effect(False, "PF-PPO resampling.", why=NOT_BUILT)
-    pf_ppo: dict[str, Any] = no_effect(dict[str, Any], "Settings of PF-PPO.", why=NOT_BUILT)
 
     @property
     def estimator(self) -> Estimator:

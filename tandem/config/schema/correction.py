@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``algorithm.rollout_correction.*``: what to do about rollouts of another policy than the one in
-training, be it older or computed otherwise. The keys and their meanings are verl's.
+"""``algorithm.rollout_correction.*``: the correction of rollouts whose policy differs from the one
+in training, because it is older or because another engine computed it. Keys and meanings are
+verl's.
 """
 
 from __future__ import annotations
@@ -12,64 +13,78 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from tandem.config.schema.fields import SECTION
+from tandem.config.schema.fields import SECTION, read_if
+from tandem.errors import UserError
 
 _KEY = "algorithm.rollout_correction"
+_WEIGHTS = (
+    "importance_level!=null: no importance weights are applied; see rollout_is and bypass_mode"
+)
 REJECTION_OPTIONS = (
     *(f"token_k{k}" for k in (1, 2, 3)),
     *(f"seq_sum_k{k}" for k in (1, 2, 3)),
     *(f"seq_mean_k{k}" for k in (1, 2, 3)),
     *(f"seq_max_k{k}" for k in (2, 3)),
 )
-"""The values of ``rollout_rs``, several separated by commas."""
+"""The measures that ``rollout_rs`` may name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What may count: up to ``upper``, and from ``lower`` if there is one."""
+    """An interval up to ``upper``, and from ``lower`` if it is not None."""
 
     lower: float | None
     upper: float
 
 
 class RolloutCorrectionConfig(BaseModel):
-    """``rollout_correction.*``: weights and rejection between rollout and trainer."""
+    """``rollout_correction.*``: importance weights and rejection between rollout and trainer."""
 
     model_config = SECTION
 
     bypass_mode: bool = Field(
-        default=False, description="Take the rollout's log-probs as old log-probs: one pass less."
+        default=False,
+        description="Use the log-probs of the rollout as old log-probs, which saves one forward "
+        "pass.",
     )
     loss_type: Literal["ppo_clip", "reinforce"] = Field(
         default="ppo_clip",
-        description="Loss of bypass_mode: clipped ratio to the rollout, or REINFORCE with "
-        "importance weights.",
+        description="Loss with bypass_mode. ppo_clip: the clipped ratio to the rollout policy; "
+        "reinforce: REINFORCE with importance weights.",
+        json_schema_extra=read_if("bypass_mode=True"),
     )
     rollout_is: Literal["auto", "token", "sequence"] | None = Field(
         default="auto",
-        description="Importance weights; auto: token if rollouts may lag behind, else null "
-        "(verl: null).",
+        description="Level of importance weights. auto: token if rollouts may lag behind, else "
+        "null (verl: null).",
     )
     rollout_is_threshold: float | str = Field(
         default=2.0,
-        description="Largest weight; a quoted string LOW_HIGH sets weights outside to 0 instead.",
+        description="Upper bound of importance weights, which are truncated to it. A quoted string "
+        "LOW_HIGH sets weights outside of these bounds to 0 instead.",
+        json_schema_extra=read_if(_WEIGHTS),
     )
     rollout_is_batch_normalize: bool = Field(
-        default=False, description="Divide weights by their mean over the batch."
+        default=False,
+        description="Divide importance weights by their mean over the batch.",
+        json_schema_extra=read_if(_WEIGHTS),
     )
     rollout_rs: str | None = Field(
         default=None,
-        description="Leave out what diverges, such as token_k1 or seq_mean_k3; several with "
-        "commas.",
+        description="Measure of divergence by which tokens or sequences are rejected, such as "
+        "token_k1 or seq_mean_k3; several are separated by commas.",
     )
     rollout_rs_threshold: float | str | None = Field(
         default=None,
-        description="One bound for all of rollout_rs or one each with commas; k1: LOW_HIGH of the "
-        "ratio, or HIGH for 1/HIGH_HIGH.",
+        description="Bound of rollout_rs: one for all of its measures, or one for each, separated "
+        "by commas. For k1: bounds LOW_HIGH of the ratio, or HIGH, which means 1/HIGH_HIGH.",
+        json_schema_extra=read_if("rollout_rs!=null"),
     )
 
     def level(self, *, may_lag: bool) -> Literal["token", "sequence"] | None:
-        """``rollout_is`` with ``auto`` decided; None where the ratio of the loss is the weight."""
+        """Return ``rollout_is`` with ``auto`` resolved; None where the ratio in the loss already is
+        the importance weight.
+        """
         if self.bypass_mode and self.loss_type == "ppo_clip":
             return None
         if self.rollout_is == "auto":
@@ -78,12 +93,12 @@ class RolloutCorrectionConfig(BaseModel):
 
     @property
     def importance_bounds(self) -> Bounds:
-        """``rollout_is_threshold`` read; ``lower`` only if it is given."""
+        """The bounds in ``rollout_is_threshold``; ``lower`` is None for a single number."""
         return _bounds(str(self.rollout_is_threshold))
 
     @property
     def rejections(self) -> tuple[tuple[str, Bounds], ...]:
-        """``rollout_rs`` with the bounds of each, in order; empty without."""
+        """The measures of ``rollout_rs`` with their bounds, in order; empty if it is null."""
         if self.rollout_rs is None:
             return ()
         options = _words(self.rollout_rs)
@@ -94,38 +109,49 @@ class RolloutCorrectionConfig(BaseModel):
         return tuple((option, _rejection_bounds(option, text)) for option, text in pairs)
 
 
-def correction_problems(config: RolloutCorrectionConfig) -> Iterator[str]:
-    """Keys that cannot be read, or do not fit each other; the others hold if none is found."""
+def correction_errors(config: RolloutCorrectionConfig) -> Iterator[UserError]:
+    """Yield an error for each key that cannot be parsed or contradicts another.
+
+    The properties of ``config`` raise no error if there is none here.
+    """
     try:
         is_readable = config.importance_bounds.upper >= 1
     except ValueError:
         is_readable = False
     if not is_readable:
         # An unquoted 0.5_2 is the number 0.52 in the grammar of overrides, as in Python.
-        yield (
-            f"{_KEY}.rollout_is_threshold={config.rollout_is_threshold!r}: must be a number from 1 "
-            "on, or a quoted string LOW_HIGH with 0 <= LOW <= HIGH and HIGH from 1 on. "
-            f"Set {_KEY}.rollout_is_threshold=2.0 or {_KEY}.rollout_is_threshold=\\'0.5_5\\'."
+        key = f"{_KEY}.rollout_is_threshold"
+        yield UserError(
+            key,
+            config.rollout_is_threshold,
+            rule="must be a number of at least 1, or a quoted string LOW_HIGH with 0 <= LOW <= "
+            "HIGH and HIGH of at least 1",
+            remedy=f"Set {key}=2.0 or {key}=\\'0.5_5\\'.",
         )
     if config.bypass_mode and config.rollout_is_batch_normalize and config.rollout_is is not None:
-        yield (
-            f"{_KEY}.rollout_is_batch_normalize=True: needs the weights of the whole batch before "
-            "the update, which bypass_mode does not compute. "
-            f"Set {_KEY}.rollout_is_batch_normalize=False or {_KEY}.bypass_mode=False."
+        key = f"{_KEY}.rollout_is_batch_normalize"
+        yield UserError(
+            key,
+            True,
+            rule="needs the weights of the whole batch before the update, which bypass_mode does "
+            "not compute",
+            remedy=f"Set {key}=False or {_KEY}.bypass_mode=False.",
         )
-    yield from _rejection_problems(config)
+    yield from _rejection_errors(config)
 
 
-def _rejection_problems(config: RolloutCorrectionConfig) -> Iterator[str]:
+def _rejection_errors(config: RolloutCorrectionConfig) -> Iterator[UserError]:
     if config.rollout_rs is None:
         return
     options = _words(config.rollout_rs)
     unknown = [option for option in options if option not in REJECTION_OPTIONS]
     if unknown or not options or len(set(options)) < len(options):
-        wrong = unknown[0] if unknown else config.rollout_rs
-        yield (
-            f"{_KEY}.rollout_rs={wrong!r}: must name each once of {', '.join(REJECTION_OPTIONS)}. "
-            f"Set {_KEY}.rollout_rs=seq_mean_k1 or null."
+        key = f"{_KEY}.rollout_rs"
+        yield UserError(
+            key,
+            unknown[0] if unknown else config.rollout_rs,
+            rule=f"must name some of {', '.join(REJECTION_OPTIONS)}, each once",
+            remedy=f"Set {key}=seq_mean_k1 or null.",
         )
         return
     try:
@@ -133,11 +159,13 @@ def _rejection_problems(config: RolloutCorrectionConfig) -> Iterator[str]:
     except ValueError:
         fits = False
     if not fits:
-        yield (
-            f"{_KEY}.rollout_rs_threshold={config.rollout_rs_threshold!r}: must be one positive "
-            f"bound, or one for each of rollout_rs={config.rollout_rs!r}; only k1 takes LOW_HIGH "
-            "with 0 < LOW <= HIGH, or HIGH from 1 on. "
-            f"Set {_KEY}.rollout_rs_threshold=2.0."
+        key = f"{_KEY}.rollout_rs_threshold"
+        yield UserError(
+            key,
+            config.rollout_rs_threshold,
+            rule=f"must be one positive bound, or one for each of rollout_rs={config.rollout_rs!r}"
+            "; only k1 takes LOW_HIGH with 0 < LOW <= HIGH, or HIGH of at least 1",
+            remedy=f"Set {key}=2.0.",
         )
 
 
@@ -146,7 +174,7 @@ def _words(text: str) -> list[str]:
 
 
 def _bounds(text: str) -> Bounds:
-    """Of HIGH or LOW_HIGH. Raises ValueError unless 0 <= LOW <= HIGH and 0 < HIGH < inf."""
+    """Parse HIGH or LOW_HIGH. Raise ValueError unless 0 <= LOW <= HIGH and 0 < HIGH < inf."""
     numbers = [float(part) for part in text.split("_")]
     lower, upper = (numbers[0] if len(numbers) > 1 else None), numbers[-1]
     if len(numbers) > 2 or not (0 < upper < math.inf and 0 <= (lower or 0) <= upper):
@@ -155,8 +183,8 @@ def _bounds(text: str) -> Bounds:
 
 
 def _rejection_bounds(option: str, text: str) -> Bounds:
-    """k1 has two bounds, of which logarithms are taken, the others one. Raises ValueError for
-    anything else.
+    """Parse the bounds of a measure: two positive ones for k1, whose logarithms are taken, and one
+    for the others. Raise ValueError for anything else.
     """
     bounds = _bounds(text)
     if not option.endswith("_k1"):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of models by their ``model_type`` in config.json: which our own decoder computes, and
-what is said of others. Free of torch; how a family is computed is ``models.families``'.
+"""Model families, named by ``model_type`` in config.json: which of them the native decoder
+computes.
+
+The file does not import torch; ``models.families`` defines how a family is computed.
 """
 
 from __future__ import annotations
@@ -11,22 +13,22 @@ from typing import Any
 from tandem.errors import UserError
 
 NATIVE_FAMILIES = ("qwen2", "qwen3", "llama")
-"""Those that our decoder computes. The others are transformers'."""
+"""The families that the native decoder computes. transformers computes the others."""
 CRITIC_CLASS, REWARD_CLASS = "ForTokenClassification", "ForSequenceClassification"
-"""Ends of the names of transformers' classes whose head, for one label, is a number: with a bias,
+"""Suffixes of classes of transformers whose head, for one label, is a single number: with a bias,
 and without one."""
-_MEANT = "actor_rollout_ref.rollout.name=hf"
+_HF_ROLLOUT = "actor_rollout_ref.rollout.name=hf"
 
 
 def require_family(
     hf_config: Mapping[str, Any], *, source: str, is_known: bool, trust_remote_code: bool
 ) -> None:
-    """Raise UserError unless somebody computes the model.
+    """Raise UserError unless tandem, transformers or the model's own code computes the model.
 
     Args:
         hf_config: the content of config.json.
-        source: the configuration key and value it came from, for the message.
-        is_known: whether transformers has the family.
+        source: the configuration key and its value that name the model, for the message.
+        is_known: whether transformers knows the family.
     """
     has_own_code = "auto_map" in hf_config
     if is_known or (trust_remote_code and has_own_code):
@@ -35,7 +37,7 @@ def require_family(
         "Set actor_rollout_ref.model.trust_remote_code=True if you trust the code it comes with"
         if has_own_code
         else f"Use one of {', '.join(NATIVE_FAMILIES)}, or a family that transformers knows, with "
-        f"which a policy generates by transformers' generate ({_MEANT})"
+        f"which a policy generates by transformers' generate ({_HF_ROLLOUT})"
     )
     raise UserError(f"{source}: model_type {hf_config['model_type']!r} is unknown. {remedy}.")
 
@@ -47,7 +49,7 @@ def foreign_rollout(family: str, *, is_meant: bool) -> str:
         f"rollout by transformers' generate, which is slow on accelerators: the native engine "
         f"does not compute this model of type {family!r}, but {', '.join(NATIVE_FAMILIES)}"
     )
-    return notice if is_meant else f"{notice}. Set {_MEANT} if that is meant"
+    return notice if is_meant else f"{notice}. Set {_HF_ROLLOUT} if that is meant"
 
 
 def value_head(hf_config: Mapping[str, Any]) -> str | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fields are made of: types that accept verl's spellings, and the mark of keys without effect.
+"""The building blocks of fields: types that accept verl's spellings, and conditions of being read.
 
-Every field of the schema says what it does in its ``description``. A key that is accepted but not
-read is made by ``no_effect`` and says why; a section so marked covers all keys below it.
+Every field of the schema says what it does in its ``description``. A field that is read only under
+a condition on other keys says so by ``read_if``. Keys that nothing reads stand in ``ignored``.
 """
 
 from __future__ import annotations
@@ -10,39 +10,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict
 from pydantic.config import JsonDict
 
 SECTION = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
-"""Every section of the schema is frozen and knows all its keys."""
+"""The settings of every section: it is frozen, and unknown keys are errors."""
 
-NOT_BUILT = "not built yet"
-ENGINE_ONLY = "it tunes an engine that is not built yet; the native engine does not need it"
-ALWAYS_PACKED = "batches are always packed without padding, and no result depends on it"
+READ_IF = "read_if"
+TRAINS = "trainer.val_only=False: nothing is trained, as trainer.val_only=True"
+VALIDATES = "data.val_files!=[]: there is no validation, as data.val_files is empty"
+"""Conditions that several sections state."""
 
-_NO_EFFECT = "no_effect"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
 _DEFAULT_SEED = 1
 _UNSET = object()
 
 
-def no_effect(default: Any, description: str, *, why: str, ge: int | None = None) -> Any:
-    """The ``Field`` of a key that is accepted and not read.
+def read_if(*conditions: str) -> JsonDict:
+    """Return the ``json_schema_extra`` of a field, or of a section, that is not always read.
 
     Args:
-        default: or what makes it, such as a section's class.
+        conditions: all must hold. Each is ``NAME=VALUE|VALUE``, ``NAME!=VALUE``, ``NAME>0`` or
+            ``NAME<=0``, and may end with ``: `` and the reason to give where it does not hold.
+            NAME is a key of the same section, else a key or a property from the root.
+
+    Example:
+        >>> kl_coef: float = Field(default=0.1, json_schema_extra=read_if("use_kl_loss=True"))
     """
-    mark: JsonDict = {_NO_EFFECT: why}
-    if callable(default):
-        return Field(
-            default_factory=default, description=description, ge=ge, json_schema_extra=mark
-        )
-    return Field(default=default, description=description, ge=ge, json_schema_extra=mark)
-
-
-def no_effect_reason(extra: object) -> str:
-    """The reason in a field's ``json_schema_extra``, "" for a key that is read."""
-    return str(extra.get(_NO_EFFECT, "")) if isinstance(extra, dict) else ""  # pyright: ignore
+    return {READ_IF: [*conditions]}
 
 
 def _listed(value: Any) -> Any:
@@ -64,10 +59,11 @@ def _seed(value: Any) -> Any:
 
 
 def follow(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """What is set (by section), where the keys that are not have the values of others that are.
+    """Return ``values`` with keys that are not set taken from other keys that are.
 
     Args:
-        sources: key -> the other one, which may be one that stands before it.
+        values: the keys that are set, by section.
+        sources: key -> the key it follows, which may itself follow an earlier one.
     """
     filled: Any = dict(values)
     for key, source in sources.items():
@@ -80,7 +76,7 @@ def follow(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, A
 
 
 def _with_default(node: Any, path: Sequence[str], *, value: Any) -> Any:
-    """A copy of ``node`` with ``value`` at ``path``, unless something stands there already."""
+    """Return a copy of ``node`` with ``value`` at ``path``, unless a value stands there already."""
     if not isinstance(node, dict):
         return node
     name, *below = path
@@ -97,7 +93,7 @@ StringGroups = Annotated[tuple[Strings, ...], BeforeValidator(_listed_groups)]
 """A list of groups of strings; a bare string is a group of its own."""
 
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_dtype_name)]
-"""A number format; ``auto`` is the platform's own: bfloat16 on accelerators, float32 on CPU."""
+"""A number format; ``auto`` is bfloat16 on accelerators and float32 on CPUs."""
 
 Seed = Annotated[int, BeforeValidator(_seed)]
-"""A seed; null, with which verl takes a constant of torch, is the constant 1."""
+"""A seed; null, for which verl takes a constant of torch, means 1."""

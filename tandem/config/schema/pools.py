@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pools.*``: on whose devices each task runs, and how weights travel between pools."""
+"""``pools.*``: the platform of each pool of devices, and the transport of weights between pools."""
 
 from __future__ import annotations
 
@@ -14,41 +14,43 @@ Transport = Literal["auto", "collective", "flagcx", "staged"]
 
 
 class PoolConfig(BaseModel):
-    """``pools.<task>.*``: the pool that does this task."""
+    """``pools.<task>.*``: the pool that performs the task."""
 
     model_config = SECTION
 
     platform: str | None = Field(
         default=None,
-        description="Platform of its devices, as trainer.device names them; null: trainer.device, "
-        "or what another task of the same pool says.",
+        description="Platform of the devices that perform this task, with the names of "
+        "trainer.device. null: the platform of another task of the same pool, or trainer.device.",
     )
 
 
 class PoolsConfig(BaseModel):
-    """Pools by a task that they do; see ``trainer.separated_node_tasks``."""
+    """The pools by a task that they perform; see ``trainer.separated_node_tasks``."""
 
     model_config = SECTION | ConfigDict(populate_by_name=True)
 
     actor_train: PoolConfig = Field(
-        default_factory=PoolConfig, alias="actor-train", description="Where the policy is trained."
+        default_factory=PoolConfig, alias="actor-train", description="Pool that trains the policy."
     )
     logp: PoolConfig = Field(
-        default_factory=PoolConfig, description="Where the policy scores before an update."
+        default_factory=PoolConfig, description="Pool that computes old log-probs."
     )
     ref_logp: PoolConfig = Field(
-        default_factory=PoolConfig, description="Where the reference policy scores."
+        default_factory=PoolConfig,
+        description="Pool that computes log-probs of the reference policy.",
     )
-    generate: PoolConfig = Field(default_factory=PoolConfig, description="Where rollouts run.")
+    generate: PoolConfig = Field(default_factory=PoolConfig, description="Pool that generates.")
     transport: Transport = Field(
         default="auto",
-        description="How weights travel to other pools: collective (the devices' own library), "
-        "flagcx (between vendors), staged (through the hosts' memory); auto: the fastest there is.",
+        description="Transport of weights to other pools. collective: the vendor's communication "
+        "library; flagcx: between devices of different vendors; staged: through host memory; auto: "
+        "the fastest available.",
     )
 
     @property
     def named(self) -> Mapping[str, str]:
-        """The platforms that are named, by task."""
+        """The platforms that ``pools.<task>.platform`` names, by task."""
         given = {
             "actor-train": self.actor_train.platform,
             "logp": self.logp.platform,

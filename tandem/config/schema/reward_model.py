@@ -1,34 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``reward_model.*``: a model that scores responses, and the managers of rules and functions.
+"""``reward_model.*``: a model that scores responses, and the manager of rules and functions.
 
-The model lives on the devices of actor-train, laid out as its own keys say, and is never trained.
+The model is on the devices of actor-train, has its own layout, and is never trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from tandem.config.schema.fields import NOT_BUILT, SECTION, no_effect
-from tandem.config.schema.fsdp import FrozenFsdpConfig
-from tandem.config.schema.model import ModelConfig, RecomputeGranularity
-from tandem.config.schema.reward import RewardKwargs, SandboxFusionConfig
+from tandem.config.schema.fields import SECTION, TRAINS, read_if
+from tandem.config.schema.fsdp import FsdpConfig
+from tandem.config.schema.model import ModelConfig
+from tandem.config.schema.reward import RewardKwargs
 
 REWARD_MODEL_FOLLOWS: Mapping[str, str] = {
     "reward_model.use_dynamic_bsz": "critic.use_dynamic_bsz",
     "reward_model.forward_max_token_len_per_gpu": "critic.forward_max_token_len_per_gpu",
     "reward_model.model.input_tokenizer": "actor_rollout_ref.model.path",
 }
-"""Keys that take the value of others if they are not set, as in verl."""
-
-_FROZEN = "a reward model is not trained"
-_BESIDE_ACTOR = "the reward model is on the devices of actor-train"
+"""Key -> the key whose value it takes if it is not set, as in verl."""
 
 
 class ScoringModelConfig(ModelConfig):
-    """A reward model's folder, and how it is told what to score."""
+    """The folder of a reward model, and the tokens that it scores."""
 
     path: str = Field(
         default="",
@@ -37,89 +34,61 @@ class ScoringModelConfig(ModelConfig):
     )
     input_tokenizer: str | None = Field(
         default=None,
-        description="Whose tokens responses are, if not the reward model's own: the policy's "
-        "(actor_rollout_ref.model.path, if not set). They then become text, and conversations are "
-        "rendered and tokenised anew by the reward model's tokenizer. null: tokens are taken as "
-        "they are.",
+        description="Model whose tokens the responses are, if it is not the reward model itself. "
+        "Not set: actor_rollout_ref.model.path, the policy. Responses are then decoded to text, "
+        "and conversations are rendered and tokenized again by the tokenizer of the reward "
+        "model. null: the reward model scores the tokens of the policy.",
     )
     custom_chat_template: str | None = Field(
         default=None,
-        description="Chat template in place of the reward model's: Jinja text, or a file *.jinja.",
+        description="Chat template that replaces the reward model's: Jinja text, or a file "
+        "*.jinja.",
+        json_schema_extra=read_if(
+            "input_tokenizer!=null: the reward model scores the tokens of the policy, as "
+            "reward_model.model.input_tokenizer=null"
+        ),
     )
-    fsdp_config: FrozenFsdpConfig = Field(
-        default_factory=FrozenFsdpConfig, description="Precision, sharding and offloading."
-    )
-    enable_gradient_checkpointing: bool = no_effect(True, "Recompute activations.", why=_FROZEN)
-    recompute_granularity: RecomputeGranularity = no_effect(
-        "full", "What is recomputed.", why=_FROZEN
+    fsdp_config: FsdpConfig = Field(
+        default_factory=FsdpConfig, description="Precision, sharding and offloading."
     )
 
 
 class RewardModelConfig(BaseModel):
-    """A reward model, and reward managers."""
+    """A reward model, and the reward manager."""
 
     model_config = SECTION
 
     enable: bool = Field(
         default=False,
-        description="Score training by a reward model, in place of rules and functions.",
+        description="Score training by a reward model instead of rules and functions.",
     )
     model: ScoringModelConfig = Field(
-        default_factory=ScoringModelConfig, description="The reward model."
+        default_factory=ScoringModelConfig,
+        description="The reward model.",
+        json_schema_extra=read_if("enable=True", TRAINS),
     )
     micro_batch_size_per_gpu: int | None = Field(
         default=None,
         ge=1,
-        description="Most sequences of one forward pass; null packs by tokens.",
+        description="Maximum number of sequences per forward pass. null: micro-batches are "
+        "filled by tokens.",
+        json_schema_extra=read_if("enable=True"),
     )
     use_dynamic_bsz: bool = Field(
         default=False,
-        description="Fill micro-batches by tokens; follows critic.use_dynamic_bsz if not set.",
+        description="Fill micro-batches by tokens. Not set: critic.use_dynamic_bsz.",
+        json_schema_extra=read_if("enable=True"),
     )
     forward_max_token_len_per_gpu: int = Field(
         default=32768,
         ge=1,
-        description="A device's most tokens of a micro-batch that is filled by tokens; "
-        "critic.forward_max_token_len_per_gpu if not set.",
+        description="Maximum number of tokens per device in a micro-batch that is filled by "
+        "tokens. Not set: critic.forward_max_token_len_per_gpu.",
+        json_schema_extra=read_if("enable=True"),
     )
     reward_manager: Literal["naive", "dapo"] = Field(
-        default="naive", description="naive, or dapo: with the overlong penalty."
+        default="naive", description="naive, or dapo: with the penalty on overlong responses."
     )
     reward_kwargs: RewardKwargs = Field(
         default_factory=RewardKwargs, description="Settings of the reward manager."
     )
-
-    strategy: str = no_effect("fsdp", "Back end.", why="fsdp and fsdp2 are one engine")
-    max_length: int | None = no_effect(
-        None, "Longest sequence.", why="nothing is cut off: prompt and response are read whole"
-    )
-    enable_resource_pool: bool = no_effect(False, "Devices of its own.", why=_BESIDE_ACTOR)
-    n_gpus_per_node: int = no_effect(0, "Devices per node.", why=_BESIDE_ACTOR)
-    nnodes: int = no_effect(0, "Nodes.", why=_BESIDE_ACTOR)
-    micro_batch_size: int | None = no_effect(
-        None,
-        "Micro-batch over all devices.",
-        why="deprecated in verl; use micro_batch_size_per_gpu",
-    )
-    use_reward_loop: bool = no_effect(
-        True, "verl's reward loop.", why="a batch is scored in one pass, before its advantages"
-    )
-    launch_reward_fn_async: bool = no_effect(
-        False,
-        "Score while training.",
-        why="rewards are always computed as soon as a group is generated",
-    )
-    sandbox_fusion: SandboxFusionConfig = no_effect(
-        SandboxFusionConfig,
-        "Code sandbox service.",
-        why="not built yet: reward code runs in local processes",
-    )
-    profiler: dict[str, Any] = no_effect(
-        dict[str, Any], "Profiler of the reward model.", why=NOT_BUILT
-    )
-
-    @property
-    def microbatch_tokens(self) -> int | None:
-        """A device's most tokens of a micro-batch, None where those are bounded by count."""
-        by_tokens = self.use_dynamic_bsz or self.micro_batch_size_per_gpu is None
-        return self.forward_max_token_len_per_gpu if by_tokens else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``RunConfig``: the whole key tree of ``tandem train``, which is verl's ``ppo_trainer``."""
+"""``RunConfig``: all keys of ``tandem train``, which are those of verl's ``ppo_trainer``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.config.schema.actor import ActorConfig
 from tandem.config.schema.algorithm import AlgorithmConfig
 from tandem.config.schema.critic import CRITIC_FOLLOWS, CriticConfig
 from tandem.config.schema.data import DataConfig
-from tandem.config.schema.fields import NOT_BUILT, SECTION, follow, no_effect
+from tandem.config.schema.fields import SECTION, TRAINS, follow, read_if
 from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.pools import PoolsConfig
 from tandem.config.schema.ref import RefConfig
@@ -25,7 +25,7 @@ _FOLLOWS_ACTOR = {
     "log_prob_use_dynamic_bsz": "use_dynamic_bsz",
     "log_prob_max_token_len_per_gpu": "ppo_max_token_len_per_gpu",
 }
-"""Keys of rollout and ref that take the actor's value if they are not set, as in verl."""
+"""Key of rollout and ref -> the key of the actor that it follows if it is not set, as in verl."""
 
 _FOLLOWS: Mapping[str, str] = {
     "data.seed": "trainer.seed",
@@ -34,36 +34,48 @@ _FOLLOWS: Mapping[str, str] = {
     **CRITIC_FOLLOWS,
     **REWARD_MODEL_FOLLOWS,
 }
-"""Keys that take the value of others if they are not set."""
+"""Key -> the key whose value it takes if it is not set."""
+
+
+_CALLS_FUNCTIONS = (
+    "calls_reward_functions=True: the reward model scores training, and there is no validation"
+)
 
 
 class ActorRolloutRefConfig(BaseModel):
-    """``actor_rollout_ref.*``: one policy in its three roles."""
+    """``actor_rollout_ref.*``: the policy in its three roles."""
 
     model_config = SECTION
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     actor: ActorConfig = Field(default_factory=ActorConfig, description="The policy in training.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation.")
-    ref: RefConfig = Field(default_factory=RefConfig, description="The reference policy.")
+    ref: RefConfig = Field(
+        default_factory=RefConfig,
+        description="The reference policy.",
+        json_schema_extra=read_if(
+            "needs_reference=True: there is no reference, as use_kl_loss=False and "
+            "use_kl_in_reward=False"
+        ),
+    )
 
     hybrid_engine: bool = Field(
         default=True,
-        description="Trainer and rollout on the same devices; False gives each half of them, "
-        "unless trainer.separated_node_tasks says otherwise.",
+        description="Train and generate on the same devices. False: half of the devices train and "
+        "half generate, unless trainer.separated_node_tasks says otherwise.",
     )
     nccl_timeout: int = Field(
         default=600,
         ge=1,
-        description="Deadline of collectives in seconds, of any library; a process that gives no "
-        "sign of life for half of it has failed.",
+        description="Timeout of collectives in seconds, for any communication library. A process "
+        "without a heartbeat for half of it has failed.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _follow_actor(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Give rollout and ref the actor's micro-batch limits, and ref the actor's layout, where
-        they have none of their own.
+        """Copy the actor's micro-batch limits to rollout and ref, and its layout to ref, where they
+        are not set.
         """
         actor: Any = values.get("actor", {})
         if not isinstance(actor, dict):
@@ -82,7 +94,6 @@ class ActorRolloutRefConfig(BaseModel):
 
 
 def _layout_of_ref(actor: dict[str, Any], ref: dict[str, Any]) -> dict[str, Any]:
-    """``fsdp_config`` of the reference: its own keys over the actor's."""
     below, above = (role.get("fsdp_config", {}) for role in (actor, ref))
     if not isinstance(below, dict) or not isinstance(above, dict):
         return {}
@@ -90,7 +101,7 @@ def _layout_of_ref(actor: dict[str, Any], ref: dict[str, Any]) -> dict[str, Any]
 
 
 class RunConfig(BaseModel):
-    """Everything ``tandem train`` can be told."""
+    """The configuration of ``tandem train``."""
 
     model_config = SECTION
 
@@ -99,27 +110,34 @@ class RunConfig(BaseModel):
         default_factory=ActorRolloutRefConfig, description="The policy in its three roles."
     )
     algorithm: AlgorithmConfig = Field(
-        default_factory=AlgorithmConfig, description="From rewards to advantages."
+        default_factory=AlgorithmConfig, description="Advantages and what they are computed from."
     )
-    reward: RewardConfig = Field(default_factory=RewardConfig, description="Reward processes.")
+    reward: RewardConfig = Field(
+        default_factory=RewardConfig,
+        description="Processes that compute rewards.",
+        json_schema_extra=read_if(_CALLS_FUNCTIONS),
+    )
     reward_model: RewardModelConfig = Field(
-        default_factory=RewardModelConfig, description="A reward model, and reward managers."
+        default_factory=RewardModelConfig, description="A reward model, and the reward manager."
     )
     custom_reward_function: CustomRewardConfig = Field(
-        default_factory=CustomRewardConfig, description="A reward function of the user."
+        default_factory=CustomRewardConfig,
+        description="A user's reward function.",
+        json_schema_extra=read_if(_CALLS_FUNCTIONS),
     )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The run.")
     pools: PoolsConfig = Field(
-        default_factory=PoolsConfig, description="On whose devices each task runs."
+        default_factory=PoolsConfig, description="Platforms of pools, and transport of weights."
     )
     ray_kwargs: RayConfig = Field(default_factory=RayConfig, description="Settings of Ray.")
-    critic: CriticConfig = Field(default_factory=CriticConfig, description="The critic.")
-
-    global_profiler: dict[str, Any] = no_effect(dict[str, Any], "Profilers.", why=NOT_BUILT)
-    transfer_queue: dict[str, Any] = no_effect(
-        dict[str, Any],
-        "verl's transfer queue.",
-        why="micro-batches go straight to the ranks that compute them",
+    critic: CriticConfig = Field(
+        default_factory=CriticConfig,
+        description="The critic.",
+        json_schema_extra=read_if(
+            "uses_critic=True: there is no critic, as algorithm.adv_estimator needs none, or "
+            "critic.enable=False",
+            TRAINS,
+        ),
     )
 
     @model_validator(mode="before")
@@ -140,29 +158,36 @@ class RunConfig(BaseModel):
 
     @property
     def uses_critic(self) -> bool:
-        """``critic.enable``, or if that is null whether the advantages need values."""
+        """Whether a critic is trained: ``critic.enable``, or if it is null, whether the advantage
+        estimator needs values.
+        """
         enable = self.critic.enable
         return self.algorithm.estimator.needs_values if enable is None else enable
 
     @property
+    def calls_reward_functions(self) -> bool:
+        """Whether rules or functions score anything: training, or validation."""
+        return not self.reward_model.enable or bool(self.data.val_files)
+
+    @property
     def frees_cache(self) -> bool:
-        """Whether devices that train, too, keep nothing of generation meanwhile; with a lag there
-        is something to generate at any time.
+        """Whether devices that train and generate free the cache and weights of the rollout while
+        they train. With a lag they do not, because generation never pauses.
         """
         return self.actor_rollout_ref.rollout.free_cache_engine and self.trainer.max_lag == 0
 
     @property
     def needs_reference(self) -> bool:
-        """Whether anything reads log-probs of the reference: KL in the loss or in the reward."""
+        """Whether a reference policy is needed: for KL in the loss or in the reward."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether the policy must score a batch before it is updated.
+        """Whether the policy must score a batch before its update.
 
-        Not if one optimizer step is taken (the policy it starts from is the current one, which the
-        loss sees), and not in ``rollout_correction.bypass_mode``, which takes the rollout's own
-        log-probs. Rejection and normalised weights look at the whole batch before the update.
+        It must not with ``rollout_correction.bypass_mode``, which uses the log-probs of the
+        rollout. With a single optimizer step, the loss itself computes the old log-probs, unless
+        KL in the reward, rejection or normalized weights need the whole batch before the update.
         """
         correction = self.algorithm.rollout_correction
         if correction.bypass_mode:
@@ -174,13 +199,13 @@ class RunConfig(BaseModel):
 
     @property
     def importance_level(self) -> Literal["token", "sequence"] | None:
-        """``rollout_is`` with ``auto`` decided; None where the ratio of the loss is the weight."""
+        """``rollout_is`` with ``auto`` resolved; None if no importance weights are applied."""
         return self.algorithm.rollout_correction.level(may_lag=self.trainer.max_lag > 0)
 
     @property
     def compares_policies(self) -> bool:
-        """Whether anything looks at the difference of rollout and trainer beyond its size: a
-        correction, or rollouts that may lag behind.
+        """Whether the log-probs of rollout and trainer are compared for more than a metric: by
+        rejection, by importance weights, or because rollouts may lag behind.
         """
         rejects = self.algorithm.rollout_correction.rollout_rs is not None
         return rejects or self.importance_level is not None or self.trainer.max_lag > 0

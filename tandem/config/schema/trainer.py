@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``trainer.*``: how long, how often, where to, on what; and ``ray_kwargs.*``."""
+"""``trainer.*`` and ``ray_kwargs.*``: length, devices, outputs and asynchrony of a run."""
 
 from __future__ import annotations
 
@@ -8,20 +8,31 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from tandem.config.schema.fields import NOT_BUILT, SECTION, Seed, StringGroups, Strings, no_effect
+from tandem.config.schema.fields import (
+    SECTION,
+    TRAINS,
+    VALIDATES,
+    Seed,
+    StringGroups,
+    Strings,
+    read_if,
+)
+
+_MAY_LAG = (
+    "trainer.max_lag>0: the largest lag is 0, so that a batch is generated and then trained on"
+)
 
 ResumeMode = Literal["auto", "disable", "resume_path"]
 
 
 class RayConfig(BaseModel):
-    """``ray_kwargs.*``: only a run of several processes has Ray."""
+    """``ray_kwargs.*``: settings of Ray, which only a run of several processes starts."""
 
     model_config = SECTION
 
     ray_init: dict[str, Any] = Field(
-        default_factory=dict[str, Any], description="Passed to ray.init, e.g. {num_cpus:8}."
+        default_factory=dict[str, Any], description="Arguments of ray.init, e.g. {num_cpus:8}."
     )
-    timeline_json_file: str | None = no_effect(None, "Ray's trace.", why=NOT_BUILT)
 
 
 class TrainerConfig(BaseModel):
@@ -30,115 +41,144 @@ class TrainerConfig(BaseModel):
     model_config = SECTION
 
     project_name: str = Field(
-        default="verl_examples", min_length=1, description="Project, for loggers."
+        default="verl_examples", min_length=1, description="Name of the project, for loggers."
     )
-    experiment_name: str = Field(default="gsm8k", min_length=1, description="Run, for loggers.")
+    experiment_name: str = Field(
+        default="gsm8k", min_length=1, description="Name of the run, for loggers."
+    )
     default_local_dir: str | None = Field(
         default=None,
-        description="Folder of checkpoints and records; null: checkpoints/<project>/<experiment>.",
+        description="Folder of checkpoints and records. null: checkpoints/<project>/<experiment>.",
     )
-    total_epochs: int = Field(default=30, ge=1, description="Passes over the training rows.")
+    total_epochs: int = Field(
+        default=30,
+        ge=1,
+        description="Number of passes over the training rows.",
+        json_schema_extra=read_if(TRAINS),
+    )
     total_training_steps: int | None = Field(
-        default=None, ge=1, description="Stop after this many steps, if the epochs last that long."
+        default=None,
+        ge=1,
+        description="Stop after this number of steps, if the epochs last that long.",
+        json_schema_extra=read_if(TRAINS),
     )
-    nnodes: int = Field(default=1, ge=1, description="Nodes.")
-    n_gpus_per_node: int = Field(default=1, ge=1, description="Devices per node (verl: 8).")
+    nnodes: int = Field(default=1, ge=1, description="Number of nodes.")
+    n_gpus_per_node: int = Field(
+        default=1, ge=1, description="Number of devices per node (verl: 8)."
+    )
     device: str = Field(
         default="auto",
-        description="Platform: auto, cuda, rocm, npu, musa, cpu, ... (tandem doctor lists them); "
-        "one that is not here ends the run.",
+        description="Platform of the devices: auto, cuda, rocm, npu, musa, cpu, ...; tandem doctor "
+        "lists them. A platform that is not available is an error.",
     )
     save_freq: int = Field(
-        default=-1, description="Save every so many steps and after the last; 0 or less: never."
+        default=-1,
+        description="Number of steps between checkpoints; the last step is saved too. 0 or less: "
+        "never.",
+        json_schema_extra=read_if(TRAINS),
     )
     test_freq: int = Field(
-        default=-1, description="Validate every so many steps and after the last; 0 or less: never."
+        default=-1,
+        description="Number of steps between validations; the last step is validated too. 0 or "
+        "less: never.",
+        json_schema_extra=read_if(TRAINS, VALIDATES),
     )
-    val_before_train: bool = Field(default=True, description="Validate before the first step.")
+    val_before_train: bool = Field(
+        default=True,
+        description="Validate before the first step.",
+        json_schema_extra=read_if(VALIDATES),
+    )
     val_only: bool = Field(default=False, description="Validate once and stop.")
     critic_warmup: int = Field(
         default=0,
         ge=0,
-        description="The actor is updated from this step on (verl's meaning), the critic always.",
+        description="First step that updates the actor, as in verl; the critic is updated in all "
+        "steps.",
     )
     resume_mode: ResumeMode = Field(
         default="auto",
-        description="auto: go on from the latest checkpoint if there is one; disable: start anew; "
-        "resume_path: go on from resume_from_path.",
+        description="auto: resume from the latest checkpoint of the folder if there is one; "
+        "disable: start from the beginning; resume_path: resume from resume_from_path.",
     )
-    resume_from_path: str | None = Field(default=None, description="A folder global_step_N.")
+    resume_from_path: str | None = Field(
+        default=None,
+        description="Folder global_step_N of a checkpoint.",
+        json_schema_extra=read_if("resume_mode=resume_path"),
+    )
     seed: Seed = Field(
         default=1,
         ge=0,
-        description="Seed of the run: other seeds take it if it is set and they are not.",
+        description="Seed of the run. Other seeds that are not set follow it.",
     )
     max_actor_ckpt_to_keep: int | None = Field(
-        default=None, ge=1, description="Checkpoints to keep; null keeps all."
+        default=None,
+        ge=1,
+        description="Number of checkpoints to keep. null: all.",
+        json_schema_extra=read_if(
+            "save_freq>0: trainer.save_freq is not positive: nothing is saved"
+        ),
     )
     logger: Strings = Field(
         default=("console",),
-        description="console, file, tensorboard, wandb; metrics.jsonl is always written "
-        "(verl: console and wandb).",
+        description="Where metrics are written: console, file, tensorboard, wandb. metrics.jsonl "
+        "is always written. (verl: console and wandb.)",
     )
     log_val_generations: int = Field(
         default=0,
         ge=0,
-        description="Validation samples shown on the console after each validation.",
+        description="Number of validation samples printed after each validation.",
+        json_schema_extra=read_if(VALIDATES),
     )
     rollout_data_dir: str | None = Field(
-        default=None, description="Folder for all training rollouts, one <step>.jsonl each."
+        default=None,
+        description="Folder to write all training rollouts to, one <step>.jsonl per step.",
+        json_schema_extra=read_if(TRAINS),
     )
     validation_data_dir: str | None = Field(
-        default=None, description="Folder for all validation rollouts, one <step>.jsonl each."
+        default=None,
+        description="Folder to write all validation rollouts to, one <step>.jsonl per validation.",
+        json_schema_extra=read_if(VALIDATES),
     )
 
     async_pipeline: bool = Field(
         default=False,
-        description="Generate while training, on devices of its own or in turns on the same.",
+        description="Generate while training: on separate devices, or alternating with training on "
+        "the same devices.",
+        json_schema_extra=read_if(_MAY_LAG),
     )
     generate_ahead_steps: int = Field(
         default=0,
         ge=0,
         le=1000,
-        description="With async_pipeline the largest lag: weights versions between the one that "
-        "drew a token and the one that trains on it. 0 is on-policy, 1 one step off; at most 1000.",
+        description="Maximum lag with async_pipeline: the number of weights versions between the "
+        "one that sampled a token and the one that is trained on it. 0: on-policy; 1: one step "
+        "off.",
+        json_schema_extra=read_if("async_pipeline=True"),
     )
     deterministic_async: bool = Field(
         default=False,
-        description="Generate in rounds: weights change only when all that was begun is complete, "
-        "so that an asynchronous run can be repeated.",
+        description="Generate in lockstep: weights change only after all started samples are "
+        "complete, which makes an asynchronous run reproducible.",
+        json_schema_extra=read_if(_MAY_LAG),
     )
     separated_node_tasks: StringGroups = Field(
         default=(),
-        description="Groups of logp, ref_logp, actor-train, generate; each has its own devices.",
+        description="Groups of the tasks logp, ref_logp, actor-train and generate; each group has "
+        "its own devices.",
     )
     separated_node_ratios: tuple[float, ...] = Field(
         default=(),
-        description="Share of all devices for each of these groups; together at most 1.",
+        description="Share of all devices for each group of separated_node_tasks; the sum is at "
+        "most 1.",
     )
     balance_batch: bool = Field(
         default=True,
-        description="Give data-parallel ranks sequences of the same cost, not of the same number.",
+        description="Give data-parallel ranks sequences of the same total cost instead of the same "
+        "number of sequences.",
     )
     ray_wait_register_center_timeout: int = Field(
-        default=300, ge=1, description="Seconds that all processes of a run may take to start."
+        default=300, ge=1, description="Time limit in seconds for all processes of a run to start."
     )
-    max_critic_ckpt_to_keep: int | None = no_effect(
-        None,
-        "Critic checkpoints to keep.",
-        why="a checkpoint holds actor and critic: max_actor_ckpt_to_keep decides",
-    )
-    default_hdfs_dir: str | None = no_effect(None, "Copy checkpoints to HDFS.", why=NOT_BUILT)
-    del_local_ckpt_after_load: bool = no_effect(
-        False,
-        "Delete a checkpoint once loaded.",
-        why="old checkpoints go by max_actor_ckpt_to_keep only",
-    )
-    esi_redundant_time: float = no_effect(0, "Time to save before an instance ends.", why=NOT_BUILT)
-    use_legacy_worker_impl: str = no_effect(
-        "auto", "Which of verl's workers.", why="there is one implementation"
-    )
-    use_v1: bool = no_effect(True, "Which of verl's trainers.", why="there is one pipeline")
 
     @property
     def run_folder(self) -> Path:
@@ -149,30 +189,32 @@ class TrainerConfig(BaseModel):
 
     @property
     def rollout_data_folder(self) -> Path:
-        """``rollout_data_dir`` with ``~`` expanded; ask only if it is set."""
+        """``rollout_data_dir`` with ``~`` expanded; the key must be set."""
         assert self.rollout_data_dir is not None, "trainer.rollout_data_dir is not set"
         return Path(self.rollout_data_dir).expanduser()
 
     @property
     def validation_data_folder(self) -> Path:
-        """``validation_data_dir`` with ``~`` expanded; ask only if it is set."""
+        """``validation_data_dir`` with ``~`` expanded; the key must be set."""
         assert self.validation_data_dir is not None, "trainer.validation_data_dir is not set"
         return Path(self.validation_data_dir).expanduser()
 
     @property
     def resume_folder(self) -> Path:
-        """``resume_from_path`` with ``~`` expanded; ask only with ``resume_mode=resume_path``."""
+        """``resume_from_path`` with ``~`` expanded; the key must be set."""
         assert self.resume_from_path is not None, "trainer.resume_from_path is not set"
         return Path(self.resume_from_path).expanduser()
 
     @property
     def max_lag(self) -> int:
-        """Versions that a rollout may be behind: ``generate_ahead_steps`` if ``async_pipeline``."""
+        """The maximum lag in weights versions: ``generate_ahead_steps`` if ``async_pipeline``, else
+        0.
+        """
         return self.generate_ahead_steps if self.async_pipeline else 0
 
     @property
     def lockstep(self) -> bool:
-        """Whether generation waits for the weights of each step: ``max_lag`` is 0, or
+        """Whether generation waits for the weights of each step: ``max_lag == 0`` or
         ``deterministic_async``.
         """
         return self.max_lag == 0 or self.deterministic_async

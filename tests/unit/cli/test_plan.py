@@ -208,6 +208,6 @@ def test_help_lists_the_keys_with_defaults_and_meaning(capsys: pytest.CaptureFix
     for text in (
         "usage: tandem plan",
         "data.train_batch_size=1024",
-        "Prompts per training step",
+        "Number of prompts per training step",
     ):
         assert text in printed

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.check.ignored_keys import keys_without_effect
+from tandem.config.check.ignored_keys import ignored_keys
 from tandem.config.check.rules import check_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.correction import REJECTION_OPTIONS, Bounds
@@ -86,9 +86,9 @@ def test_thresholds_are_read_as_verl_writes_them() -> None:
         ([f"{KEY}.rollout_is_threshold=0"], r"rollout_is_threshold=0\.0: must be a number"),
         ([f"{KEY}.rollout_is_threshold='2_1'"], "rollout_is_threshold='2_1': must be a number"),
         ([f"{KEY}.rollout_is_threshold=0.5_2"], r"rollout_is_threshold=0\.52: must be a number"),
-        ([f"{KEY}.rollout_is_threshold=[2,3]"], r"rollout_is_threshold=\[2, 3\]: must be a number"),
+        ([f"{KEY}.rollout_is_threshold=[2,3]"], r"rollout_is_threshold=\[2,3\]: must be a number"),
         ([f"{KEY}.rollout_is_threshold=high"], "rollout_is_threshold='high': must be a number"),
-        ([f"{KEY}.rollout_rs=token_k4"], "rollout_rs='token_k4': must name each once of token_k1"),
+        ([f"{KEY}.rollout_rs=token_k4"], "rollout_rs='token_k4': must name some of token_k1"),
         ([f"{KEY}.rollout_rs=token_k1"], "rollout_rs_threshold=None: must be one positive bound"),
         (
             [f"{KEY}.rollout_rs=token_k3", f"{KEY}.rollout_rs_threshold=0.1_0.2"],
@@ -159,26 +159,28 @@ def test_the_least_that_thresholds_can_be_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("argument", "reason", "switch"),
     [
-        (f"{KEY}.loss_type=reinforce", "bypass_mode=True reads it", BYPASS),
+        (
+            f"{KEY}.loss_type=reinforce",
+            "read only with algorithm.rollout_correction.bypass_mode=True",
+            BYPASS,
+        ),
         (f"{KEY}.rollout_is_threshold=3", "no importance weights", f"{KEY}.rollout_is=token"),
         (
             f"{KEY}.rollout_rs_threshold=3",
-            "rollout_rs=null",
+            "read only with algorithm.rollout_correction.rollout_rs!=null",
             f"{KEY}.rollout_rs=token_k1",
         ),
     ],
 )
 def test_keys_in_vain_are_named(argument: str, reason: str, switch: str) -> None:
     name = argument.split("=", maxsplit=1)[0]
-    assert reason in keys_without_effect(load_config(RunConfig, [argument]))[name]
-    assert name not in keys_without_effect(load_config(RunConfig, [argument, switch]))
+    assert reason in ignored_keys(load_config(RunConfig, [argument]))[name]
+    assert name not in ignored_keys(load_config(RunConfig, [argument, switch]))
 
 
 def test_what_bypass_mode_replaces_is_named() -> None:
     arguments = [BYPASS, f"{KEY}.rollout_is=token", "actor_rollout_ref.actor.clip_ratio=0.1"]
-    clipped = keys_without_effect(load_config(RunConfig, arguments))
+    clipped = ignored_keys(load_config(RunConfig, arguments))
     assert list(clipped) == [f"{KEY}.rollout_is"]
-    reinforced = keys_without_effect(
-        load_config(RunConfig, [*arguments, f"{KEY}.loss_type=reinforce"])
-    )
+    reinforced = ignored_keys(load_config(RunConfig, [*arguments, f"{KEY}.loss_type=reinforce"]))
     assert list(reinforced) == ["actor_rollout_ref.actor.clip_ratio"]

@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 
 from tandem.config.check.rules import check_run
-from tandem.config.check.section_conditions import CRITIC_CONDITIONS
+from tandem.config.derived.microbatches import CRITIC_VALUES, limits
 from tandem.config.derived.pools import CRITIC, place_run
 from tandem.config.derived.sizes import ModelSizes
-from tandem.config.parse.keys import find_key, is_section
 from tandem.config.parse.overrides import load_config
 from tandem.config.plan.memory import MemoryPlan, plan_memory
 from tandem.config.plan.memory_remedy import require_memory
@@ -50,12 +49,15 @@ def test_what_is_not_set_follows_the_actor() -> None:
 
 
 def test_values_are_packed_as_updates_are_unless_told_otherwise() -> None:
-    critic = config("critic.ppo_max_token_len_per_gpu=50000").critic
-    assert critic.forward_tokens == critic.microbatch_tokens == 50000
-    critic = config("critic.ppo_micro_batch_size_per_gpu=4").critic
-    assert critic.microbatch_tokens is None and critic.forward_micro_batch_size_per_gpu == 4
-    critic = config("critic.forward_max_token_len_per_gpu=60000").critic
-    assert (critic.forward_tokens, critic.microbatch_tokens) == (60000, 32768)
+    def tokens(*arguments: str) -> list[int | None]:
+        run = config(*arguments)
+        return [limits(run, role).max_tokens for role in (CRITIC, CRITIC_VALUES)]
+
+    assert tokens("critic.ppo_max_token_len_per_gpu=50000") == [50000, 50000]
+    counted = "critic.ppo_micro_batch_size_per_gpu=4"
+    assert tokens(counted) == [None, None]
+    assert limits(config(counted), CRITIC_VALUES).max_sequences == 4
+    assert tokens("critic.forward_max_token_len_per_gpu=60000") == [32768, 60000]
 
 
 def test_other_spellings_of_verl_are_known() -> None:
@@ -94,11 +96,6 @@ def test_keys_that_others_switch_on(key: str, needs: str) -> None:
     assert key.partition("=")[0] not in reasons(*fixed, key, needs)
 
 
-def test_conditions_speak_of_keys_that_exist() -> None:
-    names = [name for condition in CRITIC_CONDITIONS for name in condition.keys]
-    assert all(find_key(RunConfig, n) is not None or is_section(RunConfig, n) for n in names)
-
-
 def test_the_critic_is_where_the_policy_trains() -> None:
     split = (
         GAE,
@@ -125,8 +122,8 @@ def test_small_mini_batches_of_the_critic_are_refused_on_many_devices() -> None:
 
 
 def memory(*arguments: str, critic: ModelSizes | None = None) -> MemoryPlan:
-    beside = {} if critic is None else {CRITIC: critic}
-    (plan,) = plan_memory(config(*arguments), SIZES, beside=beside).values()
+    auxiliary = {} if critic is None else {CRITIC: critic}
+    (plan,) = plan_memory(config(*arguments), SIZES, auxiliary=auxiliary).values()
     return plan
 
 

@@ -60,9 +60,9 @@ def problem(schema: type[BaseModel], *arguments: str) -> str | None:
         ("[actor-train,generate]", "[0.5,0.5]", "logp is missing, and this run needs it. Add it"),
         ("[[actor-train,logp],generate]", "[0.5]", "must have one ratio for each of the 2 groups"),
         ("[[actor-train,logp],generate]", "[0.6,0.6]", "must add up to at most 1. Set trainer.sep"),
-        ("[[actor-train,logp],generate]", "[1.0,0.0]", "must be positive. Raise the others, or ta"),
+        ("[[actor-train,logp],generate]", "[1.0,0.0]", "must be positive. Raise the ratios that"),
         ("[[actor-train,logp],[generate],[]]", "[0.4,0.3,0.3]", "],[generate],[]]: a group is emp"),
-        ("[]", "[1.0]", "separated_node_tasks is missing. Name there a group of tasks for each"),
+        ("[]", "[1.0]", "separated_node_tasks is missing. Name a group of tasks there for each"),
     ],
 )
 def test_02_groups_that_make_no_sense_are_refused(tasks: str, ratios: str, message: str) -> None:
@@ -163,7 +163,7 @@ def test_tasks_need_a_group_only_if_the_run_performs_them() -> None:
         (["actor_rollout_ref.hybrid_engine=False"], "hybrid_engine=False: must have a device to"),
         (
             [*SPLIT, "trainer.n_gpus_per_node=2"],
-            "separated_node_ratios=[0.5, 0.25, 0.25]: gives ['generate'] none of 2 devices",
+            "separated_node_ratios=[0.5,0.25,0.25]: gives ['generate'] none of 2 devices",
         ),
         (
             [EIGHT, f"{LAYOUT}.tensor_model_parallel_size=3"],

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from pydantic import BaseModel
 
-from tandem.config.check.device_conditions import RUN_DEVICE_CONDITIONS, SFT_DEVICE_CONDITIONS
-from tandem.config.check.ignored_keys import keys_without_effect as reasons_of
-from tandem.config.check.read_conditions import RUN_CONDITIONS, SFT_CONDITIONS, SHARED_CONDITIONS
-from tandem.config.parse.keys import find_key, is_section, keys_of
-from tandem.config.parse.messages import in_override_grammar
+from tandem.config.check.ignored_keys import ignored_keys as reasons_of
+from tandem.config.check.read_conditions import RUN_EXCLUSIONS, SFT_EXCLUSIONS
+from tandem.config.parse.condition import Condition, in_override_grammar
+from tandem.config.parse.keys import Key, find_key, is_section, keys_of
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
@@ -32,9 +32,9 @@ def test_keys_that_nobody_set_are_not_named() -> None:
 
 def test_every_key_that_nothing_reads_is_named_when_it_is_set() -> None:
     for name, key in keys_of(RunConfig).items():
-        if key.no_effect and key.default not in ({}, ""):
+        if key.ignored and key.default not in ({}, ""):
             found = reasons(f"{name}={in_override_grammar(key.default)}")
-            assert found == {name: key.no_effect}
+            assert found == {name: key.ignored}
 
 
 def test_keys_are_named_as_they_were_spelt() -> None:
@@ -42,19 +42,91 @@ def test_keys_are_named_as_they_were_spelt() -> None:
     assert list(found) == ["actor_rollout_ref.async_pipeline"]
 
 
+PROPERTIES = {
+    "calls_reward_functions": (
+        "reward_model.enable=False",
+        "reward_model.enable=True data.val_files=[]",
+    ),
+    "importance_level": ("rollout_is=token", "rollout_is=null"),
+    "needs_old_log_probs": (
+        f"{ACTOR}.ppo_mini_batch_size=512",
+        f"{ACTOR}.ppo_mini_batch_size=1024",
+    ),
+    "needs_reference": (f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.use_kl_loss=False"),
+    "trainer.max_lag": (
+        "trainer.async_pipeline=True trainer.generate_ahead_steps=1",
+        "trainer.async_pipeline=False",
+    ),
+    "uses_critic": ("critic.enable=True", "critic.enable=False"),
+}
+"""Property in a condition -> overrides with which the condition holds, and does not."""
+
+
+def overrides_of(schema: type[BaseModel], condition: Condition, *, holds: bool) -> list[str]:
+    """Overrides with which a condition holds, or does not."""
+    if condition.name in PROPERTIES:
+        words = PROPERTIES[condition.name][not holds].split()
+        return [
+            w if "." in w.partition("=")[0] else f"algorithm.rollout_correction.{w}" for w in words
+        ]
+    return [f"{condition.name}={value_of(schema, condition, holds=holds)}"]
+
+
+def value_of(schema: type[BaseModel], condition: Condition, *, holds: bool) -> str:
+    """A value of the condition's key with which it holds, or does not."""
+    key, value = keys_of(schema)[condition.name], condition.values[0]
+    if condition.operator in (">", "<="):
+        return "1" if holds == (condition.operator == ">") else "0"
+    if holds == (condition.operator == "="):
+        return value
+    others = (
+        *key.choices,
+        *({"True": ["False"], "False": ["True"]}.get(value, ["[x]" if value == "[]" else "x"])),
+    )
+    return next(other for other in others if other not in condition.values)
+
+
+CASES = [
+    pytest.param(schema, key, condition, id=f"{schema.__name__}-{key.name}-{condition.name}")
+    for schema in (RunConfig, SftConfig)
+    for key in keys_of(schema).values()
+    if not key.ignored
+    for condition in key.read_if
+]
+
+
+@pytest.mark.parametrize(("schema", "key", "condition"), CASES)
+def test_every_read_if_switches_its_key_on_and_off(
+    schema: type[RunConfig] | type[SftConfig], key: Key, condition: Condition
+) -> None:
+    def reason(*, holds: bool) -> str | None:
+        others = [other for other in key.read_if if other.name != condition.name]
+        arguments = [text for other in others for text in overrides_of(schema, other, holds=True)]
+        arguments += overrides_of(schema, condition, holds=holds)
+        default = in_override_grammar(key.default)
+        own = f"{key.name}={'{a:1}' if key.is_open else default or 'x'}"
+        loaded = load_config(schema, [own, *arguments])
+        assert condition.holds(loaded.config) == holds
+        return reasons_of(loaded).get(key.name)
+
+    assert reason(holds=False) == condition.reason
+    assert reason(holds=True) not in [other.reason for other in key.read_if]
+
+
+def test_a_condition_without_a_reason_says_which_value_the_key_is_read_with() -> None:
+    found = reasons("algorithm.kl_ctrl.horizon=5", "algorithm.use_kl_in_reward=True")
+    assert found == {
+        "algorithm.kl_ctrl.horizon": "it is read only with algorithm.kl_ctrl.type=adaptive"
+    }
+    found = reasons("algorithm.kl_ctrl.horizon=5")
+    assert found == {
+        "algorithm.kl_ctrl.horizon": "it is read only with algorithm.use_kl_in_reward=True"
+    }
+
+
 @pytest.mark.parametrize(
     ("argument", "reason", "switch"),
     [
-        (
-            "algorithm.kl_ctrl.kl_coef=0.1",
-            "use_kl_in_reward=False",
-            "algorithm.use_kl_in_reward=True",
-        ),
-        (
-            "algorithm.filter_groups.metric=acc",
-            "filter_groups.enable=False",
-            "algorithm.filter_groups.enable=True",
-        ),
         (
             "algorithm.norm_adv_by_std_in_grpo=False",
             "only algorithm.adv_estimator=grpo|grpo_vectorized|grpo_passk reads it",
@@ -66,60 +138,16 @@ def test_keys_are_named_as_they_were_spelt() -> None:
             "algorithm.adv_estimator=reinforce_plus_plus",
         ),
         ("algorithm.lam=0.9", "only algorithm.adv_estimator=gae", "algorithm.adv_estimator=gae"),
-        (f"{ACTOR}.kl_loss_coef=0.1", "use_kl_loss=False", f"{ACTOR}.use_kl_loss=True"),
         (
             f"{ACTOR}.clip_ratio_c=4",
             "policy_loss.loss_mode=vanilla reads it",
             f"{ACTOR}.policy_loss.loss_mode=vanilla",
         ),
         (
-            f"{ACTOR}.loss_scale_factor=5",
-            "sum-norm reads it",
-            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
-        ),
-        (
             f"{ACTOR}.ppo_micro_batch_size_per_gpu=5",
             "use_dynamic_bsz=True",
             f"{ACTOR}.use_dynamic_bsz=False",
         ),
-        (f"{ACTOR}.data_loader_seed=5", "shuffle=False", f"{ACTOR}.shuffle=True"),
-        (
-            f"{ACTOR}.optim.min_lr_ratio=0.1",
-            "type=constant",
-            f"{ACTOR}.optim.lr_scheduler_type=cosine",
-        ),
-        (
-            f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1",
-            "is set and replaces",
-            f"{ACTOR}.optim.lr_warmup_steps=-1",
-        ),
-        (f"{ACTOR}.optim.muon_lr=0.1", "only optimizer=Muon", f"{ACTOR}.optim.optimizer=Muon"),
-        (
-            f"{REF}.log_prob_micro_batch_size_per_gpu=4",
-            "there is no reference",
-            f"{ACTOR}.use_kl_loss=True",
-        ),
-        (
-            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
-            "strictly on-policy",
-            f"{ACTOR}.ppo_mini_batch_size=512",
-        ),
-        (f"{ROLLOUT}.val_kwargs.top_p=0.9", "is greedy", f"{ROLLOUT}.val_kwargs.do_sample=True"),
-        (f"{ROLLOUT}.top_p=0.9", "is greedy", f"{ROLLOUT}.do_sample=True"),
-        ("data.truncation=left", "drops longer prompts", "data.filter_overlong_prompts=False"),
-        ("data.seed=4", "data.shuffle=False", "data.shuffle=True"),
-        ("custom_reward_function.name=f", "path is not set", "custom_reward_function.path=r.py"),
-        (
-            "reward_model.overlong_buffer.len=4",
-            "reward_manager=dapo",
-            "reward_model.reward_manager=dapo",
-        ),
-        ("trainer.resume_from_path=x", "not resume_path", "trainer.resume_mode=resume_path"),
-        ("trainer.max_actor_ckpt_to_keep=3", "nothing is saved", "trainer.save_freq=1"),
-        ("trainer.test_freq=3", "val_files is empty", "data.val_files=[v.parquet]"),
-        ("trainer.log_val_generations=3", "val_files is empty", "data.val_files=[v.parquet]"),
-        ("trainer.validation_data_dir=x", "val_files is empty", "data.val_files=[v.parquet]"),
-        ("trainer.val_before_train=False", "val_files is empty", "data.val_files=[v.parquet]"),
     ],
 )
 def test_what_switches_a_key_off_is_the_reason_until_it_is_switched_on(
@@ -128,19 +156,11 @@ def test_what_switches_a_key_off_is_the_reason_until_it_is_switched_on(
     key, switched = argument.partition("=")[0], switch.partition("=")[0]
     off = {
         f"{ACTOR}.use_dynamic_bsz": "True",
-        f"{ACTOR}.ppo_mini_batch_size": "1024",
-        f"{ACTOR}.optim.lr_warmup_steps": "5",
         f"{ACTOR}.policy_loss.loss_mode": "gspo",
-        f"{ROLLOUT}.do_sample": "False",
         "algorithm.adv_estimator": "rloo",
-        "data.filter_overlong_prompts": "True",
-        "data.shuffle": "False",
-        "data.val_files": "[]",
     }
-    setting_off = [f"{switched}={off[switched]}"] if switched in off else []
-    enable = ["reward_model.overlong_buffer.enable=True"] if "overlong" in argument else []
-    assert reason in reasons(argument, *setting_off, *enable)[key]
-    assert key not in reasons(argument, switch, *enable)
+    assert reason in reasons(argument, f"{switched}={off[switched]}")[key]
+    assert key not in reasons(argument, switch)
 
 
 def test_gamma_is_not_read_by_remax() -> None:
@@ -152,7 +172,7 @@ def test_the_actors_token_limit_has_no_effect_if_no_pass_is_packed_by_tokens() -
     by_count = (f"{key}=9000", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2")
     assert reasons(*by_count) == {}, "old log-probs follow it, and are packed by tokens"
     on_policy = f"{ACTOR}.ppo_mini_batch_size=1024"
-    assert "bounded by count" in reasons(*by_count, on_policy)[key]
+    assert "bounded by the number of sequences" in reasons(*by_count, on_policy)[key]
     assert key not in reasons(*by_count, on_policy, f"{ACTOR}.use_dynamic_bsz=True")
     assert key not in reasons(*by_count, on_policy, f"{ACTOR}.use_kl_loss=True")
 
@@ -209,15 +229,15 @@ def test_sft_names_keys_of_reinforcement_learning() -> None:
     loaded = load_config(SftConfig, ["trainer.critic_warmup=3", "data.max_token_len_per_gpu=4096"])
     found = reasons_of(loaded)
     assert found["trainer.critic_warmup"] == "it belongs to reinforcement learning"
-    assert "bounds micro-batches by count" in found["data.max_token_len_per_gpu"]
+    assert "bounded by the number of sequences" in found["data.max_token_len_per_gpu"]
 
 
 def test_conditions_speak_of_keys_that_exist() -> None:
-    for schema, conditions in (
-        (RunConfig, RUN_CONDITIONS + SHARED_CONDITIONS + RUN_DEVICE_CONDITIONS),
-        (SftConfig, SFT_CONDITIONS + SHARED_CONDITIONS + SFT_DEVICE_CONDITIONS),
+    for schema, exclusions in (
+        (RunConfig, RUN_EXCLUSIONS),
+        (SftConfig, SFT_EXCLUSIONS),
     ):
-        names = [name for condition in conditions for name in condition.keys]
+        names = [name for exclusion in exclusions for name in exclusion.keys]
         assert not [n for n in names if find_key(schema, n) is None and not is_section(schema, n)]
 
 

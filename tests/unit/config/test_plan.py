@@ -53,18 +53,18 @@ def test_unknown_rows_leave_null_fields_and_the_rest_stands() -> None:
 
 
 def test_max_samples_count() -> None:
-    assert plan("data.train_max_samples=9").steps_per_epoch == 1
-    assert plan("data.train_max_samples=-1").steps_per_epoch == 2
+    assert plan("data.train_max_samples=9").schedule.steps_per_epoch == 1
+    assert plan("data.train_max_samples=-1").schedule.steps_per_epoch == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "warning"),
     [
         (["data.filter_overlong_prompts=True"], "steps are counted before overlong prompts"),
-        (["trainer.device=npu"], "trainer.device=npu: not looked for by the plan"),
+        (["trainer.device=npu"], "trainer.device=npu: the plan does not check whether"),
         (
             ["pools.actor-train.platform=npu", "pools.generate.platform=npu"],
-            "pools.actor-train.platform=npu: not looked for by the plan",
+            "pools.actor-train.platform=npu: the plan does not check whether",
         ),
         (["actor_rollout_ref.rollout.val_kwargs.n=4"], "all samples are the same"),
         (["actor_rollout_ref.rollout.n=1"], "grpo has no baseline"),
@@ -85,7 +85,7 @@ def test_max_samples_count() -> None:
                 "trainer.separated_node_ratios=[0.5,0.25,0.25]",
                 "trainer.n_gpus_per_node=8",
             ],
-            "pool ref_logp: its 2 device(s) stay idle, as no KL asks for a reference",
+            "pool ref_logp: its 2 device(s) stay idle, as no KL term needs a reference",
         ),
         (
             [

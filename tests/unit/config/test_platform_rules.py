@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.check.platform_rules import platform_key, weight_ways
+from tandem.config.check.platform_rules import platform_key, weight_routes
 from tandem.config.check.rules import check_run
 from tandem.config.derived.pools import place_run
 from tandem.config.parse.overrides import load_config
@@ -58,12 +58,12 @@ def test_the_other_spelling_of_a_pool_is_understood() -> None:
 def test_tasks_that_share_devices_have_one_platform() -> None:
     assert refusal("pools.logp.platform=npu", "pools.actor-train.platform=musa") == (
         "pools.actor-train.platform=musa, pools.logp.platform=npu: these tasks share devices, "
-        "which are of one platform. Name one, or give them pools of their own with "
+        "which are of one platform. Name one platform, or give the tasks pools of their own with "
         "trainer.separated_node_tasks."
     )
     assert refusal("pools.generate.platform=musa") == (
-        "pools.generate.platform=musa: actor-train shares these devices. Set trainer.device=musa, "
-        "or actor_rollout_ref.hybrid_engine=False for devices of their own."
+        "pools.generate.platform='musa': actor-train shares these devices. Set trainer.device="
+        "musa, or actor_rollout_ref.hybrid_engine=False for devices of their own."
     )
     checked("pools.generate.platform=cpu", "trainer.device=cpu")
     not_done = ("pools.ref_logp.platform=musa", "pools.actor-train.platform=npu")
@@ -78,8 +78,8 @@ def test_a11_interleaved_platforms_are_refused_with_the_order_that_works() -> No
     platforms = ("trainer.device=npu", "pools.generate.platform=musa")
     assert refusal(*APART, *platforms) == (
         "trainer.separated_node_tasks=[[actor-train],[generate],[logp]]: pools of npu, musa, npu "
-        "in this order: those of npu must follow each other, as libraries between vendors count "
-        "on it. Set "
+        "in this order: those of npu must follow each other, because communication "
+        "libraries between vendors rely on it. Set "
         "trainer.separated_node_tasks=[[actor-train],[logp],[generate]] "
         "trainer.separated_node_ratios=[0.5,0.25,0.25]."
     )
@@ -102,7 +102,7 @@ def test_a11_a_pool_whose_platform_is_still_to_be_found_is_not_out_of_order() ->
 def test_a_transport_that_cannot_connect_the_platforms_is_refused() -> None:
     mixed = (*HALVES, "trainer.device=npu", "pools.generate.platform=musa")
     assert refusal(*mixed, "pools.transport=collective") == (
-        "pools.transport=collective: the pools have npu and musa, which share no library. "
+        "pools.transport='collective': the pools have npu and musa, which share no library. "
         "Set pools.transport=auto."
     )
     third = (*APART, "pools.actor-train.platform=npu", "pools.generate.platform=musa")
@@ -129,11 +129,11 @@ def test_a_transport_that_cannot_connect_the_platforms_is_refused() -> None:
         ),
         (
             ("trainer.device=mlu", "pools.generate.platform=musa", "pools.transport=staged"),
-            "staged (as asked for): from mlu to musa once, then collective inside",
+            "staged (as requested): from mlu to musa once, then collective inside",
         ),
         (
             ("trainer.device=mlu", "pools.generate.platform=musa", "pools.transport=flagcx"),
-            "flagcx (as asked for): from mlu to musa",
+            "flagcx (as requested): from mlu to musa",
         ),
         (
             ("pools.generate.platform=cpu",),
@@ -145,4 +145,4 @@ def test_the_way_of_the_weights_is_known_before_anything_starts(
     arguments: tuple[str, ...], way: str
 ) -> None:
     config = checked(*HALVES, "actor_rollout_ref.actor.ppo_mini_batch_size=1024", *arguments)
-    assert weight_ways(config, place_run(config)) == {"actor-train -> generate": way}
+    assert weight_routes(config, place_run(config)) == {"actor-train -> generate": way}

@@ -13,9 +13,9 @@ from tandem.config.derived.pools import (
     place_run,
     place_sft,
     scorer_of,
-    share_devices,
 )
 from tandem.config.parse.overrides import load_config
+from tandem.config.parse.shares import share_devices
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 

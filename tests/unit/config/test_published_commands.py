@@ -130,7 +130,7 @@ def test_an_unset_world_size_is_one_line_with_its_cause(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         planned(RED_MOE_COMMAND, tmp_path, **variables)
     assert str(caught.value) == (
-        "trainer.nnodes='': value is empty: is $WORLD_SIZE set? Set trainer.nnodes=1 (the default)."
+        "trainer.nnodes='': value is empty. Is $WORLD_SIZE set? Set trainer.nnodes=1 (the default)."
     )
 
 

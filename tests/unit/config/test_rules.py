@@ -136,7 +136,7 @@ def test_token_limits_matter_only_for_passes_that_are_made() -> None:
 def test_what_is_not_built_passes_the_plan_and_stops_training(argument: str, message: str) -> None:
     checked = config(MODEL, argument)
     check_run(checked)
-    assert any(message in line for line in unbuilt_run(checked))
+    assert any(message in str(error) for error in unbuilt_run(checked))
     with pytest.raises(UserError, match="not built yet"):
         check_built_run(checked)
 

@@ -12,7 +12,7 @@ import pytest
 
 from tandem.algorithms.advantages import ADVANTAGES
 from tandem.algorithms.losses import POLICY_LOSSES
-from tandem.config.check.ignored_keys import keys_without_effect
+from tandem.config.check.ignored_keys import ignored_keys
 from tandem.config.check.rules import check_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.actor import LOSSES, Loss
@@ -78,7 +78,7 @@ def test_a_users_function_has_default_traits_unless_it_says_otherwise(module: st
 
 def test_the_traits_say_which_keys_are_read(module: str) -> None:
     def ignored(*arguments: str) -> list[str]:
-        return list(keys_without_effect(load_config(RunConfig, arguments)))
+        return list(ignored_keys(load_config(RunConfig, arguments)))
 
     keys = ("algorithm.gamma=0.9", "algorithm.lam=0.9")
     assert ignored(f"{ESTIMATOR}={module}:plain", *keys) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.check.ignored_keys import keys_without_effect
+from tandem.config.check.ignored_keys import ignored_keys
 from tandem.config.parse.overrides import load_config
 from tandem.config.plan.memory import plan_memory
 from tandem.config.schema.run import RunConfig
@@ -25,7 +25,7 @@ APART = (
 
 
 def without_effect(*arguments: str) -> set[str]:
-    return set(keys_without_effect(load_config(RunConfig, arguments)))
+    return set(ignored_keys(load_config(RunConfig, arguments)))
 
 
 def test_weights_are_updated_beside_those_in_use_where_others_generate_than_train() -> None:

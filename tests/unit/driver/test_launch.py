@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.check.device_conditions import ONE_PROCESS
 from tandem.config.check.device_rules import require_division
+from tandem.config.check.read_conditions import ONE_PROCESS
 from tandem.config.check.rules import check_run
 from tandem.config.derived.pools import place_run, place_sft
 from tandem.config.derived.sizes import ModelSizes
