@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A number that tells whether a tensor arrived bit by bit, computed where the tensor lies."""
+"""A checksum that tells whether a tensor arrived bit by bit, computed on its device."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import torch
 from torch import Tensor
 
 _WORD_BYTES = 4
+# Words that are multiplied at once; each takes 16 bytes of scratch memory. A chunk fits into the
+# cache of a CPU. On other devices it is large enough to pay for the kernel launches.
 _CHUNK_WORDS = {"cpu": 1 << 16}
 _MANY_WORDS = 1 << 20
-"""Words of one step, which bound the memory that their products take (16 bytes a word): what fits
-into a CPU's cache, elsewhere enough to pay for the launches."""
 SAMPLING = 32
-"""After a first transfer in which all are checked, one piece in so many is."""
+"""The first transfer checks all segments, a later one checks one segment in ``SAMPLING``."""
 
 
-def is_checked(piece: int, version: int) -> bool:
-    """Whether a piece is among the sampled ones; each is, in one of ``SAMPLING`` versions."""
-    return (piece + version) % SAMPLING == 0
+def is_sampled(segment: int, version: int) -> bool:
+    """Return whether ``version``, one of ``SAMPLING``, checks the segment."""
+    return (segment + version) % SAMPLING == 0
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum over i of ``(i + 1) * w_i`` modulo 2^64, as an int64 scalar on the tensor's device.
+    """Return the sum over i of ``(i + 1) * w_i`` modulo 2^64, int64 (), on the tensor's device.
 
-    ``w_0, w_1, ...`` are the bytes of ``tensor`` in row-major order as signed little-endian words
-    of 4 bytes, then, one word each, the bytes that are left over. Any single wrong word and any two
-    different words that changed places are found.
+    The words ``w_0, w_1, ...`` are the bytes of ``tensor`` in row-major order, four bytes each as
+    signed little-endian integers; each byte that is left over is a word by itself. The checksum
+    detects every single wrong word and every exchange of two different words.
     """
     flat = tensor.detach().contiguous()
     data = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of this room, and how a process that failed alone goes on until all can be told."""
+"""The error of weight transfers, and a record of a failure that concerns one process alone."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from contextlib import contextmanager
 
 
 class SyncError(RuntimeError):
-    """Weights did not arrive, in one line that names the tensor and the processes. Raised in every
-    process of the link.
+    """A failed transfer, described in one line that names the tensor and the processes.
+
+    Every process of the link raises it.
     """
 
 
 class FirstFailure:
-    """Remembers the first failure of this process, so that it keeps taking part in collectives and
-    nobody hangs."""
+    """The first failure of this process in a transfer.
+
+    A process that failed keeps taking part in collectives, so that no other process hangs, and
+    tells the cause when the processes next compare their results.
+    """
 
     def __init__(self) -> None:
         self.cause = ""
 
     @contextmanager
     def noted(self, doing: str) -> Iterator[None]:
-        """Errors of the block that concern this process alone end here."""
+        """Keep an error of the block that concerns this process alone, and suppress it."""
         try:
             yield
         except (RuntimeError, ValueError, TypeError, LookupError, OSError) as error:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps those who use weights apart from the one who replaces them, and says which version it is.
+"""A readers-writer lock over the weights of a process, with the version that they hold.
 
-Threads of one process only. Readers share; a writer waits for them and excludes them, and those who
-come after it wait for it. Who reads on a device leaves only when the device is done.
+The lock works between threads of one process. Readers share the weights. A writer waits until they
+have left and excludes them; readers that come later wait for the writer. A reader that queues work
+on a device must leave only after the device has finished it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from tandem.weight_sync.failure import SyncError
 
 
 class WeightGate:
-    """The version of some weights, and who may touch them."""
+    """The version of some weights, and the lock that guards them."""
 
     def __init__(self, version: int | None = None) -> None:
-        """``version`` of the weights as they are now, None while they are not to be used."""
+        """Guard weights that hold ``version``, or None while they must not be used."""
         self._condition = threading.Condition()
         self._version = version
         self._reason = "" if version is not None else "no version has arrived yet"
@@ -28,15 +29,15 @@ class WeightGate:
 
     @property
     def version(self) -> int | None:
-        """Of the weights, None if they cannot be used."""
+        """The version of the weights, or None while they must not be used."""
         return self._version
 
     @contextmanager
     def reading(self, timeout_s: float) -> Iterator[int]:
-        """Use the weights, which stay as they are until the block ends. Yields their version.
+        """Keep the weights unchanged until the block ends. Yield their version.
 
         Raises:
-            SyncError: they are unusable, or are being written for longer than ``timeout_s``.
+            SyncError: the weights cannot be used, or are being written for over ``timeout_s``.
         """
         with self._condition:
             if not self._condition.wait_for(lambda: not self._is_writing, timeout_s):
@@ -54,10 +55,10 @@ class WeightGate:
 
     @contextmanager
     def writing(self, timeout_s: float) -> Iterator[None]:
-        """Replace the weights while nobody uses them.
+        """Exclude all readers until the block ends.
 
         Raises:
-            SyncError: they are in use for longer than ``timeout_s``.
+            SyncError: the weights are in use for longer than ``timeout_s``.
         """
         end = time.monotonic() + timeout_s
         with self._condition:
@@ -76,9 +77,9 @@ class WeightGate:
                 self._condition.notify_all()
 
     def publish(self, version: int) -> None:
-        """The weights are now ``version``, wholly. For a writer."""
+        """Declare that all weights now hold ``version``. Only a writer may call this."""
         self._version, self._reason = version, ""
 
     def forbid(self, reason: str) -> None:
-        """The weights are of no version from now on. For a writer."""
+        """Declare that the weights hold no version, because of ``reason``. For a writer only."""
         self._version, self._reason = None, reason

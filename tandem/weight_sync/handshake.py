@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a link settle before the first transfer: layouts, plan, transports."""
+"""The settings of a link, and the agreement of its processes on layouts, plan and transports."""
 
 from __future__ import annotations
 
@@ -13,24 +13,35 @@ from tandem.comm.deadline import Deadline
 from tandem.comm.group import Group, GroupPlace
 from tandem.platforms.record import CPU, Platform
 from tandem.types import HeldSlice, SliceSpec
-from tandem.weight_sync.buckets import Location, locate
 from tandem.weight_sync.failure import FirstFailure, SyncError
-from tandem.weight_sync.plan import ALIGNMENT, Layout, Message, Plan, Route, make_plan
-from tandem.weight_sync.routing import HOST, FormGroup, Station, make_transports
-from tandem.weight_sync.transport import Transport
-from tandem.weight_sync.transport_choice import Endpoint, Way
+from tandem.weight_sync.plan import (
+    ALIGNMENT,
+    Layout,
+    Message,
+    Plan,
+    Route,
+    SliceView,
+    locate,
+    make_plan,
+)
+from tandem.weight_sync.transport import HOST, FormGroup, Transport, make_transports
+from tandem.weight_sync.transport_choice import Endpoint, TransportKind
 
 
 def nothing() -> Sequence[HeldSlice]:
-    """Of a process that does not send, or does not receive."""
+    """Return no slices, for a process that does not send or does not receive."""
     return ()
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTensors:
-    """What a process sends and what it receives into. Asked for again at each transfer: the same
-    slices each time, wherever their storage is by then. ``settle`` returns once nothing is computed
-    with what is received; it is called before that is replaced."""
+    """Functions that list the tensors of a process; each transfer calls them again.
+
+    Attributes:
+        sends: lists the slices to send. They must be the same each time; their storage may move.
+        receives: lists the slices to receive into, likewise.
+        settle: returns once no computation uses the received slices. Called before they change.
+    """
 
     sends: Callable[[], Sequence[HeldSlice]] = nothing
     receives: Callable[[], Sequence[HeldSlice]] = nothing
@@ -38,8 +49,8 @@ class LinkTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class FlagcxEnd:
-    """FlagCX in this process: what it calls the vendor, and what forms its groups."""
+class FlagcxAccess:
+    """FlagCX in this process: its name of the vendor, and the function that forms its groups."""
 
     vendor: str
     make_group: Callable[[Store, GroupPlace], Group]
@@ -51,13 +62,13 @@ class LinkPlace:
 
     Attributes:
         name: of the link, the same in all its processes; unique in the store.
-        rank, size: its number, and how many there are.
-        role: what errors call it, such as ``trainer 0``.
-        device: where its tensors lie.
+        rank, size: the process's number, and the number of processes.
+        role: the process's name in errors, such as ``trainer 0``.
+        device: the device of its tensors.
         platform: of this device.
-        device_id: tells it apart from all other devices of its type, on any node; "" asks the
-            device's driver.
-        flagcx: how this process reaches those of other platforms, if FlagCX is here.
+        device_id: unique among all devices of its type, on all nodes; "" for the id that the
+            device's driver gives.
+        flagcx: FlagCX in this process, None without.
     """
 
     name: str
@@ -67,23 +78,23 @@ class LinkPlace:
     device: torch.device
     platform: Platform = CPU
     device_id: str = ""
-    flagcx: FlagcxEnd | None = None
+    flagcx: FlagcxAccess | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """How weights move.
+    """The settings of a link.
 
     Attributes:
-        send_bucket_bytes: of each of a sender's two buckets.
-        receive_bucket_bytes: of each of a receiver's two buckets.
+        send_bucket_bytes: the size of each of a sender's two buckets.
+        receive_bucket_bytes: the size of each of a receiver's two buckets.
         timeout_s: bounds forming the link, and each transfer.
-        double_buffered: versions arrive in one copy more than otherwise.
-        staged: weights move from host to host, where a whole version is copied before it is sent
-            and when it has been received; the devices go on meanwhile.
-        way: the transport of every route, None for the fastest that each has.
-        roll_call_s: how long the survivors of a broken link wait for each other, to tell who is
-            gone.
+        double_buffered: versions arrive in one more copy than otherwise.
+        staged: weights travel from host to host, from a whole copy into a whole copy; the devices
+            go on meanwhile.
+        transport: of every route; None for the fastest that each route has.
+        roll_call_s: how long the survivors of a broken link wait for each other, to find out which
+            processes are gone.
     """
 
     send_bucket_bytes: int
@@ -91,46 +102,48 @@ class LinkSettings:
     timeout_s: float
     double_buffered: bool = False
     staged: bool = False
-    way: Way | None = None
+    transport: TransportKind | None = None
     roll_call_s: float = 1.0
 
     @property
     def num_copies(self) -> int:
-        """In how many copies beside the weights in use versions arrive; 0 if in these themselves,
-        which nobody uses during a transfer then."""
+        """The number of copies, besides the weights in use, in which versions arrive.
+
+        Without a copy versions arrive in the weights themselves, which are not in use meanwhile.
+        """
         return int(self.staged) + int(self.double_buffered)
 
     @property
     def message_bytes(self) -> int:
-        """The most that travels at once: what fits into a bucket of either side."""
+        """The most bytes of a message: it fits into a bucket of either side."""
         return min(self.send_bucket_bytes, self.receive_bucket_bytes) // ALIGNMENT * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a process tells all others first."""
+    """The first message of a process to all others."""
 
     role: str
     layout: Layout
     endpoint: Endpoint
     message_bytes: int
     num_copies: int
-    way: Way | None
+    transport: TransportKind | None
     failure: str
 
 
 @dataclass(frozen=True, slots=True)
 class FormedLink:
-    """All that transfers of one generation of a link share.
+    """The agreement of a link's processes, which all transfers share.
 
     Attributes:
-        control: a group of the host with all processes.
-        roles: what errors call each process.
+        control: a group of all processes, on the host.
+        roles: the names of all processes in errors.
         layout: of this process.
         sent, received: the messages of this process, in the order of the plan.
-        locations: of their pieces, by number: among what it sends, or receives.
-        local: of what it both holds and needs, among the one and among the other.
-        message_bytes: the most that a message has.
+        views: the places of their segments, by number, among the slices that it sends or receives.
+        local: for each region that it both holds and needs, its place among either.
+        message_bytes: the most bytes of a message.
         transports: for each route of this process.
     """
 
@@ -140,17 +153,17 @@ class FormedLink:
     plan: Plan
     sent: tuple[Message, ...]
     received: tuple[Message, ...]
-    locations: dict[int, Location]
-    local: tuple[tuple[Location, Location], ...]
+    views: dict[int, SliceView]
+    local: tuple[tuple[SliceView, SliceView], ...]
     message_bytes: int
     transports: dict[Route, Transport]
 
 
 def list_slices(source: Callable[[], Sequence[HeldSlice]]) -> list[HeldSlice]:
-    """Ask for slices.
+    """Return the slices of ``source``.
 
     Raises:
-        SyncError: a tensor is not what its spec says.
+        SyncError: a tensor does not have the shape and dtype of its spec.
     """
     slices = list(source())
     for held in slices:
@@ -164,7 +177,7 @@ def list_slices(source: Callable[[], Sequence[HeldSlice]]) -> list[HeldSlice]:
 
 
 def make_hello(place: LinkPlace, tensors: LinkTensors, *, settings: LinkSettings) -> Hello:
-    """Never raises: a failure is part of what is told."""
+    """Make a process's hello. A failure becomes part of it instead of being raised."""
     failure = FirstFailure()
     layout = Layout()
     with failure.noted("listing weights"):
@@ -178,13 +191,13 @@ def make_hello(place: LinkPlace, tensors: LinkTensors, *, settings: LinkSettings
         endpoint=_endpoint(place, settings),
         message_bytes=settings.message_bytes,
         num_copies=settings.num_copies,
-        way=settings.way,
+        transport=settings.transport,
         failure=failure.cause,
     )
 
 
 def _wire_device(place: LinkPlace, settings: LinkSettings) -> torch.device:
-    """Where messages begin and end in this process."""
+    """Return the device on which messages begin and end in this process."""
     return HOST if settings.staged else place.device
 
 
@@ -201,10 +214,10 @@ def _endpoint(place: LinkPlace, settings: LinkSettings) -> Endpoint:
     )
 
 
-def _locations(messages: Sequence[Message], specs: Sequence[SliceSpec]) -> dict[int, Location]:
-    pieces = [piece for message in messages for piece in message.pieces]
-    located = locate([piece.part for piece in pieces], specs)
-    return {piece.number: location for piece, location in zip(pieces, located, strict=True)}
+def _views(messages: Sequence[Message], specs: Sequence[SliceSpec]) -> dict[int, SliceView]:
+    segments = [segment for message in messages for segment in message.segments]
+    views = locate([segment.content for segment in segments], specs)
+    return {segment.number: view for segment, view in zip(segments, views, strict=True)}
 
 
 def form_link(
@@ -215,11 +228,11 @@ def form_link(
     form: FormGroup,
     deadline: Deadline,
 ) -> FormedLink:
-    """Everybody calls this at the same time.
+    """Form the link together with all its other processes, which call this at the same time.
 
     Raises:
         GroupError: a process did not come, or went away.
-        SyncError: in all processes, if the layouts do not match or one has failed.
+        SyncError: in all processes, if the layouts do not match or a process has failed.
     """
     control = form("control", tuple(range(place.size)), device=HOST)
     hellos: list[Hello] = control.gather(make_hello(place, tensors, settings=settings), deadline)
@@ -250,14 +263,16 @@ def form_link(
         plan=plan,
         sent=tuple(sent),
         received=tuple(received),
-        locations=_locations(sent, layout.sends) | _locations(received, layout.needs),
+        views=_views(sent, layout.sends) | _views(received, layout.needs),
         local=tuple(zip(locate(local, layout.sends), locate(local, layout.needs), strict=True)),
         message_bytes=message_bytes,
         transports=make_transports(
             plan.routes,
             endpoints,
-            wanted=[hello.way for hello in hellos],
-            station=Station(place.rank, _wire_device(place, settings), roles),
+            wanted=[hello.transport for hello in hellos],
+            rank=place.rank,
+            device=_wire_device(place, settings),
+            roles=roles,
             form=form,
         ),
     )

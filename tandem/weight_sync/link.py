@@ -1,45 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """A link between processes that hold weights and processes that need them; one may do both.
 
-Every process of a link opens it and calls ``begin`` with the same versions. A transfer ends in all
-of them in the same way: every receiver has a whole version, or ``SyncError`` with the first cause.
-While a failure concerns one process alone, it keeps taking part, so that the others learn of it and
-the next transfer works; when a process is gone, all leave, and the link is formed again with
-``rejoin``. Not here: who calls whom and when.
+Every process of a link opens it and calls ``begin`` with the same versions. A transfer ends in the
+same way in all of them: every receiver has a whole version, or all raise ``SyncError`` with the
+first cause. A process that fails alone keeps taking part, so that the others learn of the failure
+and the next transfer works. When a process is gone, the link ends in all others. The callers decide
+when weights are transferred.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from tandem.comm.deadline import GroupError
-from tandem.comm.group import form_group
+from tandem.comm.deadline import Deadline, GroupError, report_failure
+from tandem.comm.group import Group, GroupPlace, form_group
 from tandem.errors import UserError
-from tandem.types import HeldSlice
-from tandem.weight_sync.background import Background
-from tandem.weight_sync.checks import agree_on_end, agree_to_start, list_planned
-from tandem.weight_sync.checksum import is_checked
+from tandem.types import HeldSlice, SliceSpec
+from tandem.weight_sync.checksum import is_sampled
 from tandem.weight_sync.failure import FirstFailure, SyncError
 from tandem.weight_sync.gate import WeightGate
-from tandem.weight_sync.groups import MakeGroup, Membership
 from tandem.weight_sync.handshake import (
     FormedLink,
     LinkPlace,
     LinkSettings,
     LinkTensors,
     form_link,
+    list_slices,
 )
-from tandem.weight_sync.staging import Arrivals, Copy, HostCopy, make_copies
+from tandem.weight_sync.plan import Layout
+from tandem.weight_sync.staging import HostCopy, StagedVersions, VersionCopy, make_copies
 from tandem.weight_sync.transfer import Transfer, TransferReport, make_streams
 from tandem.weight_sync.transport import finish_queued
 
+MakeGroup = Callable[[Store, GroupPlace], Group]
 T = TypeVar("T")
 
 
@@ -49,20 +51,18 @@ def open_link(
     *,
     tensors: LinkTensors,
     settings: LinkSettings,
-    generation: int = 0,
     make_group: MakeGroup = form_group,
 ) -> WeightLink:
-    """Form a link; every one of its processes calls this at the same time.
+    """Form a link. All of its processes call this at the same time.
 
     Args:
-        store: a client of the driver's, one that no other thread waits at.
-        generation: greater than 0 in a process that replaces another; see ``WeightLink.rejoin``.
+        store: a client of the driver's store at which no other thread waits.
 
     Raises:
         SyncError: in all processes, if one did not come in time or layouts do not match.
 
     Example:
-        a rollout beside a trainer that does the same with ``sends`` as rank 0::
+        a rollout; the trainer does the same as rank 0, with ``sends``::
 
             place = LinkPlace("weights", rank=1, size=2, role="rollout 0", device=device)
             tensors = LinkTensors(receives=engine.held_slices)
@@ -72,96 +72,81 @@ def open_link(
             with link.gate.reading(timeout_s) as version:
                 ...  # generate
     """
-    link = WeightLink(store, place, tensors=tensors, settings=settings, make_group=make_group)
-    link.rejoin(generation)
-    return link
+    groups = LinkGroups(store, place, settings=settings, make_group=make_group)
+    try:
+        formed = form_link(
+            place, tensors, settings=settings, form=groups.form_group, deadline=groups.deadline()
+        )
+    except GroupError as error:
+        raise groups.lost(str(error)) from error
+    except (SyncError, UserError):
+        groups.leave()
+        raise
+    return WeightLink(place, tensors=tensors, settings=settings, groups=groups, formed=formed)
 
 
 class WeightLink:
-    """One process's end of a link.
+    """A process's part in a link. Its methods are called by one thread, the gate by any.
 
-    Where versions arrive in copies, or are sent from one, the process does its part of a transfer
-    on a thread. It waits only to pack what it sends; if that is not staged, until it has been sent.
+    If versions arrive in copies, or are sent from one, the process does its part of a transfer on a
+    background thread. It waits only to pack the weights that it sends; if they are not staged, it
+    waits until they have been sent.
 
     Attributes:
-        gate: how to use the received weights, and their version; see ``WeightGate``. A receiver
-            that starts out with whole weights publishes their version there.
-        receives: whether this process does.
-        num_loads: how many buckets have been loaded into weights, or into copies of them.
+        gate: the lock and the version of the received weights. A receiver that starts with whole
+            weights publishes their version there.
+        receives: whether this process receives weights.
+        num_loads: the number of buckets that have been loaded into weights or into their copies.
     """
 
     def __init__(
         self,
-        store: Store,
         place: LinkPlace,
         *,
         tensors: LinkTensors,
         settings: LinkSettings,
-        make_group: MakeGroup = form_group,
+        groups: LinkGroups,
+        formed: FormedLink,
     ) -> None:
-        """Not formed yet: use ``open_link``."""
+        """Use a link that ``open_link`` has formed."""
         self.gate = WeightGate()
-        self.receives = False
+        self.receives = bool(formed.layout.needs)
         self.num_loads = 0
-        self._store = store
         self._place = place
         self._tensors = tensors
         self._settings = settings
-        self._make_group = make_group
         self._streams = make_streams(place.device)
-        self._membership = self._new_membership(0)
-        self._formed: FormedLink | None = None
+        self._groups = groups
+        self._formed: FormedLink | None = formed
         self._outbox: HostCopy | None = None
-        self._arrivals: Arrivals | None = None
+        self._staged: StagedVersions | None = None
         self._checks_all = True
         self._background = Background(f"link {place.name}")
         self._report: TransferReport | None = None
 
-    def rejoin(self, generation: int) -> None:
-        """Form the link anew, after a process was replaced. All its processes name the same
-        ``generation``, one never used before. What has arrived and is not in use is given up.
-        Errors as ``open_link``."""
-        self.close()
-        self._membership = self._new_membership(generation)
-        self._checks_all = True
-        self._outbox = self._arrivals = None
-        self._background = Background(f"link {self._place.name}")
-        try:
-            self._formed = form_link(
-                self._place,
-                self._tensors,
-                settings=self._settings,
-                form=self._membership.form_group,
-                deadline=self._membership.deadline(),
-            )
-        except GroupError as error:
-            raise self._lost(error) from error
-        except (SyncError, UserError):
-            self.close()
-            raise
-        self.receives = bool(self._formed.layout.needs)
-
     def begin(self, version: int) -> None:
-        """Send and receive the weights as they are now, as ``version``. Returns as soon as this
-        process may go on, with weights that it may change or use; an earlier transfer has ended.
+        """Send and receive the weights of this moment as ``version``, after any earlier transfer.
+
+        Return as soon as this process may change the weights that it sends and use those that it
+        receives.
 
         Raises:
-            SyncError: in all processes, if one of them failed or is gone; where that happens in the
-                background, at the next call. Weights that are received in place cannot be used
-                until a later transfer succeeds, others stay what they were. If it is the error of
-                an earlier transfer, this one has not begun.
+            SyncError: in all processes, if one of them failed or is gone; for a background transfer
+                at the next call. Weights that are received in place cannot be used until a later
+                transfer succeeds; others keep their version. If the error belongs to an earlier
+                transfer, this one has not begun.
         """
         self.wait()
         formed = self._formed_or_raise()
         failure = FirstFailure()
-        sends, live = list_planned(self._tensors, formed.layout, failure=failure)
+        sends, live = _list_planned(self._tensors, formed.layout, failure=failure)
         is_staged, is_sender = self._settings.staged, bool(formed.layout.sends)
         if is_staged and is_sender:
             self._guarded(lambda: self._pack(formed, version, sends=sends, failure=failure))
-        if live and self._settings.num_copies and self._arrivals is None:
+        if live and self._settings.num_copies and self._staged is None:
             with failure.noted("making room for copies of the weights"):
                 copies = make_copies(self._place, self._settings, formed=formed, live=live)
-                self._arrivals = Arrivals(copies)
+                self._staged = StagedVersions(copies)
 
         def move() -> None:
             self._report = self._guarded(
@@ -174,44 +159,47 @@ class WeightLink:
             self._start(move)
 
     def wait(self) -> TransferReport | None:
-        """Until what was begun has ended. Returns what the last transfer did, None before the
-        first. Errors as ``begin``."""
+        """Wait until the transfer has ended. Return its report, or None before the first one.
+
+        Raises:
+            SyncError: as ``begin``.
+        """
         self._background.join()
         self.check()
         return self._report
 
     def check(self) -> None:
-        """Raise the SyncError of a transfer in the background, if it has not been raised yet."""
+        """Raise the SyncError of a background transfer unless it has been raised already."""
         self._background.check()
 
     def swap(self, version: int | None = None) -> int | None:
-        """Put the newest version that has arrived in use, whole; nothing is touched if none is new.
+        """Replace the weights by the newest version that has arrived whole, if one is new.
 
         Args:
-            version: wait until it is there, or a later one.
+            version: wait until this version or a later one has arrived.
 
         Returns:
             the version in use, None if there is none.
 
         Raises:
             SyncError: as ``begin``; or ``version`` is not coming; or new weights cannot replace the
-                old ones, which ends the link, and then none can be used.
+                old ones, which ends the link and leaves no usable weights.
         """
         self.check()
-        arrivals = self._arrivals
-        if arrivals is not None:
+        staged = self._staged
+        if staged is not None:
             if version is not None and _is_before(self.gate.version, version):
-                arrivals.wait(version)
+                staged.wait(version)
                 self.check()
-            with arrivals.taking() as taken:
+            with staged.taking() as taken:
                 if taken is not None:
-                    self._guarded(lambda: self._put(*taken))
+                    self._guarded(lambda: self._replace(*taken))
         if version is not None and _is_before(self.gate.version, version):
             raise SyncError(f"version {version} is not coming: {self.gate.version} is in use")
         return self.gate.version
 
     def transfer(self, version: int) -> TransferReport:
-        """``begin``, wait until it has ended, and ``swap``."""
+        """Begin a transfer, wait until it has ended, and swap."""
         self.begin(version)
         report = self.wait()
         assert report is not None, "a transfer has ended"
@@ -220,35 +208,36 @@ class WeightLink:
         return report
 
     def close(self) -> None:
-        """Leave, within a moment, whatever is under way; idempotent."""
+        """Leave the link at once, even during a transfer. Idempotent."""
         if self._background.is_busy:
-            self._membership.free_others(" left during a transfer")
+            self._groups.free_others(" left during a transfer")
             self._background.join()
         self._formed = None
-        self._membership.leave()
+        self._groups.leave()
 
     def _start(self, move: Callable[[], None]) -> None:
-        """Do it in the background."""
-        arrivals, device = self._arrivals, self._place.device
+        """Run ``move`` in the background."""
+        staged, device = self._staged, self._place.device
 
         def run() -> None:
             if device.type != "cpu":
                 torch.accelerator.set_device_index(device)
             move()
 
-        if arrivals is None:
+        if staged is None:
             self._background.start(run, then=lambda: None)
         else:
-            arrivals.expect()
-            self._background.start(run, then=arrivals.settle)
+            staged.expect()
+            self._background.start(run, then=staged.settle)
 
     def _guarded(self, function: Callable[[], T]) -> T:
-        """Call it; whatever this process alone cannot go on after frees all others."""
+        """Call ``function``. An error that this process cannot recover from frees all others."""
         try:
             with torch.no_grad():
                 return function()
         except GroupError as error:
-            raise self._lost(error) from error
+            self._formed = None
+            raise self._groups.lost(str(error)) from error
         except SyncError:
             raise
         except BaseException as error:
@@ -280,11 +269,11 @@ class WeightLink:
         started = time.perf_counter()
         transfer = self._transfer(formed, version, failure=failure)
         deadline = transfer.deadline
-        copy: Copy | None = None
-        if live and self._arrivals is not None:
+        copy: VersionCopy | None = None
+        if live and self._staged is not None:
             with failure.noted("taking in a version"):
-                copy = self._arrivals.claim(self._settings.timeout_s / 2)
-        agree_to_start(formed, formed.control.gather((version, failure.cause), deadline))
+                copy = self._staged.claim(self._settings.timeout_s / 2)
+        _agree_to_start(formed, formed.control.gather((version, failure.cause), deadline))
         with ExitStack() as gate:
             if copy is None and live and self._enter(gate, failure):
                 self.gate.forbid(f"version {version} did not arrive whole")
@@ -292,33 +281,39 @@ class WeightLink:
             target = copy.receiving(transfer) if copy else transfer.loading(live)
             transfer.post(source, target)
             transfer.copy_local(sends, live)
-            moved = transfer.finish(source, target)
+            checksums = {**source.finish(deadline), **target.finish(deadline)}
             if formed.local:
                 finish_queued(self._place.device)
             self._checks_all = True
-            answers = formed.control.gather((failure.cause, moved.checksums), deadline)
-            agree_on_end(formed, answers)
+            answers = formed.control.gather((failure.cause, checksums), deadline)
+            _agree_on_end(formed, answers)
             self._checks_all = False
-            self.num_loads += moved.num_loads
-            if copy is not None and self._arrivals is not None:
-                self._arrivals.arrive(copy, version)
+            self.num_loads += target.num_fillings
+            if copy is not None and self._staged is not None:
+                self._staged.arrive(copy, version)
             elif live:
                 self.gate.publish(version)
-        return moved.report(version, duration_s=time.perf_counter() - started)
+        return TransferReport(
+            version,
+            duration_s=time.perf_counter() - started,
+            sent_bytes=sum(message.num_bytes for message in formed.sent),
+            received_bytes=sum(message.num_bytes for message in formed.received),
+            num_packs=source.num_fillings,
+        )
 
-    def _put(self, version: int, copy: Copy) -> None:
+    def _replace(self, version: int, copy: VersionCopy) -> None:
         """Replace the weights by a version that has arrived."""
         formed = self._formed_or_raise()
         failure = FirstFailure()
         with failure.noted("taking the weights out of use"):
             self._tensors.settle()
-        _, live = list_planned(self._tensors, formed.layout, failure=failure)
+        _, live = _list_planned(self._tensors, formed.layout, failure=failure)
         transfer = self._transfer(formed, version, failure=failure)
-        transfer = replace(transfer, is_checked=lambda piece: False)  # they were when they arrived
+        transfer = replace(transfer, is_checked=lambda segment: False)  # checked on arrival
         with self.gate.writing(self._settings.timeout_s):
             if not failure.cause:
                 self.gate.forbid(f"version {version} did not replace the one before it wholly")
-                self.num_loads += copy.put(transfer, live)
+                self.num_loads += copy.replace(transfer, live)
                 finish_queued(self._place.device)
             if failure.cause:
                 self._end(f"version {version}: {failure.cause}")
@@ -332,13 +327,13 @@ class WeightLink:
             place=self._place,
             settings=self._settings,
             streams=self._streams,
-            is_checked=lambda piece: checks_all or is_checked(piece, version),
+            is_checked=lambda segment: checks_all or is_sampled(segment, version),
             failure=failure,
-            deadline=self._membership.deadline(),
+            deadline=self._groups.deadline(),
         )
 
     def _enter(self, gate: ExitStack, failure: FirstFailure) -> bool:
-        """Wait until nobody uses the weights; half of the time is left for what follows."""
+        """Wait until the weights are not in use, for at most half of the transfer's time."""
         with failure.noted("taking the weights out of use"):
             self._tensors.settle()
             gate.enter_context(self.gate.writing(self._settings.timeout_s / 2))
@@ -346,29 +341,206 @@ class WeightLink:
         return False
 
     def _end(self, cause: str) -> None:
-        """Leave, and free all others."""
+        """Leave the link, and free all others."""
         self._formed = None
-        self._membership.end(cause)
-
-    def _lost(self, error: GroupError) -> SyncError:
-        """What to raise when another process is gone, or has ended the link."""
-        self._formed = None
-        return self._membership.lost(str(error))
-
-    def _new_membership(self, generation: int) -> Membership:
-        return Membership(
-            self._store,
-            self._place,
-            generation=generation,
-            settings=self._settings,
-            make_group=self._make_group,
-        )
+        self._groups.end(cause)
 
     def _formed_or_raise(self) -> FormedLink:
         if self._formed is None:
-            raise SyncError(f"link {self._place.name} is not formed: rejoin it")
+            raise SyncError(f"link {self._place.name} has ended")
         return self._formed
 
 
 def _is_before(in_use: int | None, version: int) -> bool:
     return in_use is None or in_use < version
+
+
+class LinkGroups:
+    """The groups of one process in a link, and the spreading of the first failure.
+
+    Several threads may call its methods once all groups are formed.
+    """
+
+    def __init__(
+        self, store: Store, place: LinkPlace, *, settings: LinkSettings, make_group: MakeGroup
+    ) -> None:
+        """``settings.timeout_s`` bounds forming a group and each wait of a ``deadline``."""
+        self._store = store
+        self._place = place
+        self._settings = settings
+        self._make_group = make_group
+        self._key = failure_key(place.name)
+        self._groups: list[Group] = []
+
+    def form_group(
+        self,
+        purpose: str,
+        members: tuple[int, ...],
+        *,
+        device: torch.device,
+        across: bool = False,
+    ) -> Group:
+        """See ``transport.FormGroup``."""
+        here = self._place
+        place = GroupPlace(
+            name=f"weight_sync/{here.name}/{purpose}",
+            members=members,
+            rank=here.rank,
+            device=device,
+            timeout_s=self._settings.timeout_s,
+            library="gloo" if device.type == "cpu" else here.platform.collectives,
+        )
+        make_group = here.flagcx.make_group if across and here.flagcx else self._make_group
+        self._groups.append(make_group(self._store, place))
+        return self._groups[-1]
+
+    def deadline(self) -> Deadline:
+        """Return the deadline of a collective operation that begins now."""
+        return Deadline(self._settings.timeout_s, store=self._store, key=self._key)
+
+    def end(self, cause: str) -> str:
+        """Leave, and free all others. Return the first cause of all processes."""
+        for group in self._groups:
+            group.abandon()
+        with suppress(RuntimeError):  # the store may be gone
+            self._store.set(self._survivor(self._place.rank), "present")
+        return self.free_others(f": {cause}")
+
+    def lost(self, cause: str) -> SyncError:
+        """End the link because another process is gone. Return the error that names it."""
+        first = self.end(cause)
+        absent = self._absent()
+        names = ", ".join(f"rank {rank}" for rank in absent)
+        return SyncError(
+            f"link {self._place.name}: {first}" + (f"; no answer from {names}" if absent else "")
+        )
+
+    def free_others(self, event: str) -> str:
+        """End all waits for this process because of ``event``. Return the first cause of all."""
+        place = self._place
+        cause = f"{place.role} (rank {place.rank}){event}"
+        return report_failure(self._store, self._key, cause=cause)
+
+    def leave(self) -> None:
+        """Close the groups, after the last collective. Idempotent."""
+        while self._groups:
+            self._groups.pop().close()
+
+    def _absent(self) -> list[int]:
+        """Return the processes that do not report within the roll call's time."""
+        keys = [self._survivor(rank) for rank in range(self._place.size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._settings.roll_call_s))
+        except RuntimeError:  # some are missing, or the store itself is gone
+            pass
+        else:
+            return []
+        try:
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except RuntimeError:
+            return []
+
+    def _survivor(self, rank: int) -> str:
+        return f"{self._key}/survivor/{rank}"
+
+
+def failure_key(name: str) -> str:
+    """Return the store's key of the first failure in the link ``name``."""
+    return f"weight_sync/{name}/failure"
+
+
+class Background:
+    """A thread that does one job at a time and keeps its error for the owner.
+
+    The owner starts, joins and checks. Each job has a thread of its own.
+    """
+
+    def __init__(self, name: str) -> None:
+        """``name`` is the name of the threads."""
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], None], then: Callable[[], None]) -> None:
+        """Run ``job``, then ``then`` whether it failed or not. No other job may be running."""
+        assert not self.is_busy, "one job at a time"
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException as error:  # the owner's next check raises it
+                self._error = error
+            finally:
+                then()
+
+        # A daemon: at the end of the process it may be waiting for a silent peer.
+        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until the job has ended."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def check(self) -> None:
+        """Raise the error of a job, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _agree_to_start(formed: FormedLink, answers: Sequence[tuple[int, str]]) -> None:
+    """Raise SyncError unless no process has failed and all mean the same version."""
+    versions = {version for version, _ in answers}
+    for (version, cause), role in zip(answers, formed.roles, strict=True):
+        if cause:
+            raise SyncError(f"version {version}: {role}: {cause}")
+    if len(versions) > 1:
+        told = ", ".join(f"{r}: {v}" for r, (v, _) in zip(formed.roles, answers, strict=True))
+        raise SyncError(f"the processes do not transfer the same version ({told})")
+
+
+def _agree_on_end(formed: FormedLink, answers: Sequence[tuple[str, dict[int, int]]]) -> None:
+    """Raise SyncError unless no process has failed and all segments arrived as they were sent."""
+    for (cause, _), role in zip(answers, formed.roles, strict=True):
+        if cause:
+            raise SyncError(f"{role}: {cause}")
+    checksums = [sums for _, sums in answers]
+    arrivals = (
+        (segment, message.route.sender, receiver)
+        for message in formed.plan.messages
+        for segment in message.segments
+        for receiver in message.route.receivers
+    )
+    for segment, sender, receiver in arrivals:
+        if checksums[receiver].get(segment.number) != checksums[sender].get(segment.number):
+            raise SyncError(
+                f"{segment.content.name}: {segment.content.region} arrived corrupt, "
+                f"from {formed.roles[sender]} at {formed.roles[receiver]}"
+            )
+
+
+def _list_planned(
+    tensors: LinkTensors, layout: Layout, *, failure: FirstFailure
+) -> tuple[list[HeldSlice], list[HeldSlice]]:
+    """List the slices to send and to receive into; none of either after a failure."""
+    with failure.noted("listing weights"):
+        sends = list_slices(tensors.sends)
+        live = list_slices(tensors.receives)
+        _check_unchanged(sends, layout.sends)
+        _check_unchanged(live, layout.needs)
+        return sends, live
+    return [], []
+
+
+def _check_unchanged(slices: Sequence[HeldSlice], planned: Sequence[SliceSpec]) -> None:
+    listed = [held.spec for held in slices]
+    if listed != list(planned):
+        changed = set(listed) ^ set(planned)
+        name = min((spec.name for spec in changed), default="their order")
+        raise SyncError(f"{name}: its slices are not those that the link was formed with")

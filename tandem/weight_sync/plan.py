@@ -1,120 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sends which box of which tensor to whom, as a pure function of all layouts.
+"""Decides which process sends which region of which tensor to whom, from the layouts of all.
 
-Every process computes the same plan from the same layouts, so that a mistake in one of them is the
-same error in all, before a byte moves. Messages have one order in all processes: whoever starts
-his in that order, however few buckets he has, never waits for somebody who waits for him.
+Every process computes the same plan from the same layouts, so an inconsistent layout is the same
+error in all of them, before a byte moves. Messages have one order. A process that starts its
+messages in this order, with any number of buckets, never waits for one that waits for it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from tandem.types import SliceSpec
+from tandem.types import HeldSlice, SliceSpec
 from tandem.weight_sync.failure import SyncError
-from tandem.weight_sync.regions import Box, fill, intersection, subtract
+from tandem.weight_sync.regions import Region, contains, fill, intersection, subtract
 
 ALIGNMENT = 16
-"""Bytes. Each piece starts at a multiple of it, so that a view in any dtype is possible."""
+"""The first byte of each segment is a multiple of it, so that views in any dtype are possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What one process can send and what it needs, in the order of its model."""
+    """The slices that one process can send and those that it needs, in the order of its model."""
 
     sends: tuple[SliceSpec, ...] = ()
     needs: tuple[SliceSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A box of the tensor ``name``, in the dtype of those who need it."""
+class TensorRegion:
+    """A region of the tensor ``name``, in the dtype of the processes that need it."""
 
     name: str
     dtype: torch.dtype
-    box: Box
+    region: Region
 
     @property
     def num_bytes(self) -> int:
-        """Without padding."""
-        return self.box.num_elements * self.dtype.itemsize
+        """The number of bytes without padding."""
+        return self.region.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part in a message. ``number`` is unique in the plan, ``start`` its first byte."""
+class Segment:
+    """A tensor's region in a message.
+
+    Attributes:
+        number: unique in the plan.
+        content: the region.
+        start: its first byte in the message.
+    """
 
     number: int
-    part: Part
+    content: TensorRegion
     start: int
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One process that sends, and all that receive the same from it, ascending."""
+    """A sender and all processes that receive the same from it, ascending."""
 
     sender: int
     receivers: tuple[int, ...]
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Everybody who takes part, ascending."""
+        """The ranks of the sender and the receivers, ascending."""
         return tuple(sorted({self.sender, *self.receivers}))
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What is broadcast at once along a route."""
+    """The bytes of one broadcast along a route."""
 
     route: Route
-    pieces: tuple[Piece, ...]
+    segments: tuple[Segment, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Its length."""
-        last = self.pieces[-1]
-        return last.start + last.part.num_bytes
+        """The length in bytes."""
+        last = self.segments[-1]
+        return last.start + last.content.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that happens in one transfer.
+    """All copies of one transfer.
 
     Attributes:
-        messages: in the order in which every process starts his.
-        local: for each process, the parts that it both holds and needs.
+        messages: in the order in which every process starts its own.
+        local: for each process, the regions that it both holds and needs.
     """
 
     messages: tuple[Message, ...]
-    local: tuple[tuple[Part, ...], ...]
+    local: tuple[tuple[TensorRegion, ...], ...]
 
     @property
     def routes(self) -> list[Route]:
-        """In an order that is the same everywhere."""
+        """The distinct routes, in an order that is the same in all processes."""
         return sorted({m.route for m in self.messages}, key=lambda r: (r.sender, r.receivers))
 
     def sent_by(self, rank: int) -> list[Message]:
-        """The messages of a sender, in order."""
+        """Return the messages of a sender, in order."""
         return [message for message in self.messages if message.route.sender == rank]
 
     def received_by(self, rank: int) -> list[Message]:
-        """The messages of a receiver, in order."""
+        """Return the messages of a receiver, in order."""
         return [message for message in self.messages if rank in message.route.receivers]
 
 
-Holders = Mapping[Box, tuple[int, ...]]
-"""The distinct boxes of one tensor that are held, and by whom."""
+@dataclass(frozen=True, slots=True)
+class SliceView:
+    """A region's place among the slices of a process.
+
+    Attributes:
+        index: the slice that contains it.
+        intervals: (dimension, start, length) for each dimension that it does not fill.
+    """
+
+    index: int
+    intervals: tuple[tuple[int, int, int], ...]
+
+    def tensor(self, slices: Sequence[HeldSlice]) -> Tensor:
+        """Return the region as a view. The caller disables gradients.
+
+        Raises:
+            SyncError: the slice's storage has been freed.
+        """
+        held = slices[self.index]
+        view = held.tensor
+        try:
+            for dimension, start, length in self.intervals:
+                view = view.narrow(dimension, start, length)
+        except RuntimeError as error:
+            raise SyncError(f"{held.spec.name}: its storage cannot be used ({error})") from error
+        return view
+
+
+def locate(regions: Iterable[TensorRegion], specs: Sequence[SliceSpec]) -> list[SliceView]:
+    """Return the place of each region among slices with these specs, one of which contains it."""
+    listed: dict[str, list[tuple[int, Region]]] = {}
+    for index, spec in enumerate(specs):
+        listed.setdefault(spec.name, []).append((index, Region(spec.offset, spec.size)))
+    views: list[SliceView] = []
+    for one in regions:
+        index, held = next(item for item in listed[one.name] if contains(item[1], one.region))
+        intervals = (
+            (dimension, one.region.offset[dimension] - held.offset[dimension], size)
+            for dimension, size in enumerate(one.region.size)
+            if size < held.size[dimension]
+        )
+        views.append(SliceView(index, tuple(intervals)))
+    return views
+
+
+Holders = Mapping[Region, tuple[int, ...]]
+"""The distinct regions of one tensor that are held, each with the ranks that hold it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """A part that an island needs, and who holds it."""
+    """A region that an island needs, and the ranks that hold it."""
 
-    part: Part
+    content: TensorRegion
     sources: tuple[int, ...]
     island: str
 
@@ -122,38 +174,39 @@ class _Demand:
 def make_plan(
     layouts: Sequence[Layout], *, message_bytes: int, islands: Sequence[str] = ()
 ) -> Plan:
-    """The plan for processes 0, 1, ... with these layouts.
+    """Return the plan for processes 0, 1, ... with these layouts.
 
-    A box that several hold is sent by one of them; bytes are balanced over the senders.
+    One holder sends a region that several hold; bytes are balanced over the senders.
 
     Args:
-        islands: of each process, those between which its devices talk natively. All receivers of a
-            message are of one island, so that it enters an island once. One island if empty.
+        islands: the island of each process. Devices of one island have a native library in common.
+            All receivers of a message are in one island, so that the message enters it once. Empty
+            for a single island.
 
     Raises:
-        SyncError: a tensor that nobody holds, one that nobody needs, shapes that differ, a hole.
+        SyncError: a tensor or a part of one is held or needed by no process, or shapes differ.
     """
     _check_tensors(layouts)
     holders = _holders(layouts)
     demands: dict[_Demand, tuple[int, ...]] = {}
-    local: list[list[Part]] = [[] for _ in layouts]
+    local: list[list[TensorRegion]] = [[] for _ in layouts]
     for rank, layout in enumerate(layouts):
         needed = [_cover(need, holders[need.name], receiver=rank) for need in layout.needs]
-        for part, sources in itertools.chain.from_iterable(needed):
+        for content, sources in itertools.chain.from_iterable(needed):
             if rank in sources:
-                local[rank].append(part)
+                local[rank].append(content)
             else:
-                demand = _Demand(part, sources, islands[rank] if islands else "")
+                demand = _Demand(content, sources, islands[rank] if islands else "")
                 demands[demand] = (*demands.get(demand, ()), rank)
     routes = [
-        [(route, content) for content in _contents(parts, message_bytes)]
-        for route, parts in _choose_senders(demands).items()
+        [(route, filled) for filled in _messages_of(contents, message_bytes)]
+        for route, contents in _choose_senders(demands).items()
     ]
     return Plan(messages=tuple(_in_turn(routes)), local=tuple(map(tuple, local)))
 
 
 def _check_tensors(layouts: Sequence[Layout]) -> None:
-    """The names that are held are those that are needed, with one shape everywhere."""
+    """Raise SyncError unless the held names are the needed names, with the same shapes."""
     first: dict[str, tuple[int, SliceSpec]] = {}
     for rank, layout in enumerate(layouts):
         for spec in (*layout.sends, *layout.needs):
@@ -174,73 +227,78 @@ def _check_tensors(layouts: Sequence[Layout]) -> None:
 
 
 def _check_disjoint(needs: Sequence[SliceSpec], rank: int) -> None:
-    boxes: dict[str, list[Box]] = {}
+    regions: dict[str, list[Region]] = {}
     for spec in needs:
-        box = Box(spec.offset, spec.size)
-        others = boxes.setdefault(spec.name, [])
-        if any(intersection(box, other) for other in others):
-            raise SyncError(f"{spec.name}: rank {rank} lists {box} twice")
-        others.append(box)
+        region = Region(spec.offset, spec.size)
+        others = regions.setdefault(spec.name, [])
+        if any(intersection(region, other) for other in others):
+            raise SyncError(f"{spec.name}: rank {rank} lists {region} twice")
+        others.append(region)
 
 
-def _holders(layouts: Sequence[Layout]) -> dict[str, dict[Box, tuple[int, ...]]]:
-    holders: dict[str, dict[Box, tuple[int, ...]]] = {}
+def _holders(layouts: Sequence[Layout]) -> dict[str, dict[Region, tuple[int, ...]]]:
+    holders: dict[str, dict[Region, tuple[int, ...]]] = {}
     for rank, layout in enumerate(layouts):
         for spec in layout.sends:
-            boxes = holders.setdefault(spec.name, {})
-            box = Box(spec.offset, spec.size)
-            boxes[box] = (*boxes.get(box, ()), rank)
+            held = holders.setdefault(spec.name, {})
+            region = Region(spec.offset, spec.size)
+            held[region] = (*held.get(region, ()), rank)
     return holders
 
 
 def _cover(
     need: SliceSpec, holders: Holders, *, receiver: int
-) -> list[tuple[Part, tuple[int, ...]]]:
-    """Cut what is needed along what is held, first of all by the receiver itself."""
-    found: list[tuple[Part, tuple[int, ...]]] = []
-    holes = [Box(need.offset, need.size)] if 0 not in need.size else []
-    for box, sources in sorted(holders.items(), key=lambda item: receiver not in item[1]):
-        overlaps = [(hole, intersection(hole, box)) for hole in holes]
+) -> list[tuple[TensorRegion, tuple[int, ...]]]:
+    """Cut a needed slice along the held regions. Those that the receiver holds come first."""
+    found: list[tuple[TensorRegion, tuple[int, ...]]] = []
+    holes = [Region(need.offset, need.size)] if 0 not in need.size else []
+    for region, sources in sorted(holders.items(), key=lambda item: receiver not in item[1]):
+        overlaps = [(hole, intersection(hole, region)) for hole in holes]
         for hole, common in overlaps:
             if common is not None:
                 holes.remove(hole)
                 holes += subtract(hole, common)
-                found.append((Part(need.name, need.dtype, common), sources))
+                found.append((TensorRegion(need.name, need.dtype, common), sources))
     if holes:
         raise SyncError(f"{need.name}: rank {receiver} needs {holes[0]} and nobody holds it")
     return found
 
 
-def _choose_senders(demands: Mapping[_Demand, tuple[int, ...]]) -> dict[Route, list[Part]]:
-    """The largest part first, to the holder with the least to send so far. The parts of a route
-    stay in their order."""
+def _choose_senders(demands: Mapping[_Demand, tuple[int, ...]]) -> dict[Route, list[TensorRegion]]:
+    """Assign the largest regions first, each to the holder with the fewest bytes so far.
+
+    The regions of a route stay in their order.
+    """
     loads: dict[int, int] = {}
     senders: dict[_Demand, int] = {}
-    for demand in sorted(demands, key=lambda demand: -demand.part.num_bytes):
+    for demand in sorted(demands, key=lambda demand: -demand.content.num_bytes):
         sender = min(demand.sources, key=lambda rank: (loads.get(rank, 0), rank))
-        loads[sender] = loads.get(sender, 0) + demand.part.num_bytes
+        loads[sender] = loads.get(sender, 0) + demand.content.num_bytes
         senders[demand] = sender
-    routes: dict[Route, list[Part]] = {}
+    routes: dict[Route, list[TensorRegion]] = {}
     for demand, receivers in demands.items():
-        routes.setdefault(Route(senders[demand], receivers), []).append(demand.part)
+        routes.setdefault(Route(senders[demand], receivers), []).append(demand.content)
     return routes
 
 
-def _contents(parts: Sequence[Part], message_bytes: int) -> Iterator[list[tuple[Part, int]]]:
-    """The parts of a route by message, each with its first byte."""
-    sized = [(part.box, part.dtype.itemsize) for part in parts]
-    for boxes in fill(sized, capacity=message_bytes, alignment=ALIGNMENT):
+def _messages_of(
+    contents: Sequence[TensorRegion], message_bytes: int
+) -> Iterator[list[tuple[TensorRegion, int]]]:
+    """Yield the regions of a route by message, each with its first byte."""
+    sized = [(one.region, one.dtype.itemsize) for one in contents]
+    for filled in fill(sized, capacity=message_bytes, alignment=ALIGNMENT):
         yield [
-            (Part(parts[index].name, parts[index].dtype, box), start) for index, box, start in boxes
+            (TensorRegion(contents[index].name, contents[index].dtype, region), start)
+            for index, region, start in filled
         ]
 
 
 def _in_turn(
-    routes: Sequence[Sequence[tuple[Route, list[tuple[Part, int]]]]],
+    routes: Sequence[Sequence[tuple[Route, list[tuple[TensorRegion, int]]]]],
 ) -> Iterator[Message]:
-    """One message of each route after the other."""
+    """Yield one message of each route after the other."""
     numbers = itertools.count()
     for messages in itertools.zip_longest(*routes):
-        for route, content in filter(None, messages):
-            pieces = (Piece(next(numbers), part, start) for part, start in content)
-            yield Message(route, tuple(pieces))
+        for route, filled in filter(None, messages):
+            segments = (Segment(next(numbers), content, start) for content, start in filled)
+            yield Message(route, tuple(segments))

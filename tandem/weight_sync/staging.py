@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of a version beside the weights in use: what is sent from, and what it arrives in.
+"""Copies of versions beside the weights in use: the copy that is sent, and those that receive.
 
-A version is put in use whole or not at all, by whoever uses the weights and when they choose. Not
-here: threads, and what is told to other processes.
+A version replaces the weights whole or not at all, at a moment that their user chooses. This file
+starts no threads and tells other processes nothing.
 """
 
 from __future__ import annotations
@@ -19,30 +19,37 @@ from torch import Tensor
 from tandem.comm.deadline import Deadline
 from tandem.comm.group import Pending
 from tandem.types import HeldSlice
-from tandem.weight_sync.buckets import End, Lane, copy_all, packed_views
 from tandem.weight_sync.checksum import checksum
 from tandem.weight_sync.failure import SyncError
 from tandem.weight_sync.handshake import FormedLink, LinkPlace, LinkSettings
 from tandem.weight_sync.plan import Message, Route
-from tandem.weight_sync.transfer import Transfer
+from tandem.weight_sync.transfer import (
+    BucketStream,
+    MessageStream,
+    Transfer,
+    copy_all,
+    packed_views,
+)
 from tandem.weight_sync.transport import Done, Transport
 
 
-class Copy(Protocol):
-    """Where a version arrives while the one before it is in use."""
+class VersionCopy(Protocol):
+    """Memory in which a version arrives while the one before it is in use."""
 
-    def receiving(self, transfer: Transfer) -> End:
-        """Takes in the messages of this process."""
+    def receiving(self, transfer: Transfer) -> MessageStream:
+        """Return the sink for the messages of this process."""
         ...
 
-    def put(self, transfer: Transfer, live: Sequence[HeldSlice]) -> int:
-        """Replace ``live`` by what has arrived. Returns how many buckets were loaded. A failure
-        ends up in ``transfer.failure``."""
+    def replace(self, transfer: Transfer, live: Sequence[HeldSlice]) -> int:
+        """Replace ``live`` by the version that has arrived. Return the number of buckets loaded.
+
+        A failure is kept in ``transfer.failure``.
+        """
         ...
 
 
 class DeviceCopy:
-    """Implements ``Copy`` where the weights lie."""
+    """A ``VersionCopy`` on the device of the weights."""
 
     def __init__(self, live: Sequence[HeldSlice]) -> None:
         self._slices = [
@@ -50,10 +57,10 @@ class DeviceCopy:
             for held in live
         ]
 
-    def receiving(self, transfer: Transfer) -> End:
+    def receiving(self, transfer: Transfer) -> MessageStream:
         return transfer.loading(self._slices)
 
-    def put(self, transfer: Transfer, live: Sequence[HeldSlice]) -> int:
+    def replace(self, transfer: Transfer, live: Sequence[HeldSlice]) -> int:
         with transfer.failure.noted("replacing the weights"):
             names = [held.spec.name for held in live]
             sources = [held.tensor for held in self._slices]
@@ -62,13 +69,14 @@ class DeviceCopy:
 
 
 class HostCopy:
-    """Implements ``Copy`` by messages in the host's memory; also what a process sends, packed."""
+    """A ``VersionCopy`` of whole messages in host memory; a sender packs its weights into one."""
 
     def __init__(self, messages: Sequence[Message], device: torch.device) -> None:
-        """``device`` reads and writes it."""
+        """Allocate memory for ``messages``, which ``device`` writes and reads."""
         self.messages = tuple(messages)
         is_pinned = device.type != "cpu"
-        # Not one tensor: pinned memory comes in powers of two, and most buckets are such.
+        # One tensor for each message: pinned memory is allocated in powers of two, and most
+        # messages have such a size.
         self.data = tuple(
             torch.empty(message.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
             for message in messages
@@ -77,37 +85,37 @@ class HostCopy:
         self._num_packs = 0
 
     def pack(self, transfer: Transfer, sends: Sequence[HeldSlice]) -> None:
-        """Take the weights as they are now. Errors as ``put``."""
-        lane = transfer.packing(sends, self._crossing(transfer, to_host=True))
-        self._checksums = self._pass(lane, transfer.deadline)
-        self._num_packs = lane.num_fillings
+        """Copy the weights of this moment. A failure is kept in ``transfer.failure``."""
+        stream = transfer.packing(sends, self._crossing(transfer, to_host=True))
+        self._checksums = self._pass(stream, transfer.deadline)
+        self._num_packs = stream.num_fillings
 
-    def sending(self, transfer: Transfer) -> End:
-        """Gives out the messages that were packed."""
-        return _HostEnd(self, transfer, num_fillings=self._num_packs, checksums=self._checksums)
+    def sending(self, transfer: Transfer) -> MessageStream:
+        """Return the source of the packed messages."""
+        return _HostStream(self, transfer, num_fillings=self._num_packs, checksums=self._checksums)
 
-    def receiving(self, transfer: Transfer) -> End:
-        return _HostEnd(self, transfer)
+    def receiving(self, transfer: Transfer) -> MessageStream:
+        return _HostStream(self, transfer)
 
-    def put(self, transfer: Transfer, live: Sequence[HeldSlice]) -> int:
-        lane = transfer.loading(live, self._crossing(transfer, to_host=False))
-        self._pass(lane, transfer.deadline)
-        return lane.num_fillings
+    def replace(self, transfer: Transfer, live: Sequence[HeldSlice]) -> int:
+        stream = transfer.loading(live, self._crossing(transfer, to_host=False))
+        self._pass(stream, transfer.deadline)
+        return stream.num_fillings
 
-    def _pass(self, lane: Lane, deadline: Deadline) -> dict[int, int]:
+    def _pass(self, stream: BucketStream, deadline: Deadline) -> dict[int, int]:
         for _ in self.messages:
-            lane.post(deadline)
-        return lane.finish(deadline)
+            stream.post(deadline)
+        return stream.finish(deadline)
 
     def _crossing(self, transfer: Transfer, *, to_host: bool) -> Mapping[Route, Transport]:
-        """For a lane of this process alone, whatever the route of a message is."""
+        """Return one transport for all routes: the messages stay in this process."""
         crossing = _Crossing(transfer.place.device, iter(self.data), to_host)
         return dict.fromkeys((message.route for message in self.messages), crossing)
 
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """Implements ``Transport`` between a bucket on a device and the next message on the host."""
+    """A ``Transport`` between a bucket on a device and the next message on the host."""
 
     device: torch.device
     data: Iterator[Tensor]
@@ -118,11 +126,11 @@ class _Crossing:
         stored = next(self.data)
         target, source = (stored, bucket) if self.to_host else (bucket, stored)
         target.copy_(source, non_blocking=True)
-        return Done()  # for what the lane queues next
+        return Done()  # for work that is queued later on the same stream
 
 
-class _HostEnd:
-    """Implements ``End`` by messages that need no buckets. Those that arrive get checksums."""
+class _HostStream:
+    """A ``MessageStream`` of messages that need no buckets. Received ones get checksums."""
 
     def __init__(
         self,
@@ -132,7 +140,7 @@ class _HostEnd:
         num_fillings: int = 0,
         checksums: Mapping[int, int] | None = None,
     ) -> None:
-        """``checksums`` of what is sent; None if it is received."""
+        """Send with known ``checksums``, or receive if they are None."""
         self.num_fillings = num_fillings
         self._copy = copy
         self._transfer = transfer
@@ -154,51 +162,52 @@ class _HostEnd:
             pending.wait(deadline)
             if self._checksums is not None:
                 continue
-            for piece, view in zip(message.pieces, packed_views(message, data), strict=True):
-                if self._transfer.is_checked(piece.number):
-                    sums[piece.number] = int(checksum(view))
+            for segment, view in zip(message.segments, packed_views(message, data), strict=True):
+                if self._transfer.is_checked(segment.number):
+                    sums[segment.number] = int(checksum(view))
         return sums
 
 
 def make_copies(
     place: LinkPlace, settings: LinkSettings, *, formed: FormedLink, live: Sequence[HeldSlice]
-) -> list[Copy]:
-    """Those in which versions of ``live`` arrive."""
+) -> list[VersionCopy]:
+    """Allocate the copies in which versions of ``live`` arrive."""
     if settings.staged:
         return [HostCopy(formed.received, place.device) for _ in range(settings.num_copies)]
     return [DeviceCopy(live) for _ in range(settings.num_copies)]
 
 
-class Arrivals:
-    """Which copy takes in the next version, and the newest that is whole and not in use yet.
+class StagedVersions:
+    """The copies in which versions arrive, and the newest whole version that is not in use yet.
 
-    One thread receives: ``expect`` (on behalf of it), ``claim``, ``arrive``, ``settle``. Another
-    one puts in use: ``wait``, ``taking``. A copy that is being put in use is not claimed; one whose
-    version was never put in use is, if there is no other, and that version is skipped.
+    The receiving thread calls ``claim``, ``arrive`` and ``settle``, after ``expect`` was called for
+    it. The thread that uses the weights calls ``wait`` and ``taking``. A copy that is replacing the
+    weights is not claimed. A copy whose version was never put in use is claimed if there is no
+    other, and that version is skipped.
     """
 
-    def __init__(self, copies: Sequence[Copy]) -> None:
+    def __init__(self, copies: Sequence[VersionCopy]) -> None:
         self._copies = tuple(copies)
         self._condition = threading.Condition()
-        self._newest: tuple[int, Copy] | None = None
-        self._being_put: Copy | None = None
+        self._newest: tuple[int, VersionCopy] | None = None
+        self._being_put: VersionCopy | None = None
         self._is_expecting = False
 
     def expect(self) -> None:
-        """A version is coming."""
+        """Expect a version."""
         self._is_expecting = True
 
     def settle(self) -> None:
-        """It has come, or never will."""
+        """Stop expecting: the version has come, or never will."""
         with self._condition:
             self._is_expecting = False
             self._condition.notify_all()
 
-    def claim(self, timeout_s: float) -> Copy:
-        """A copy for the next version.
+    def claim(self, timeout_s: float) -> VersionCopy:
+        """Return a copy for the next version to arrive in.
 
         Raises:
-            SyncError: there is only one, and it is being put in use for longer than ``timeout_s``.
+            SyncError: the only copy is being put in use for longer than ``timeout_s``.
         """
         with self._condition:
             newest = self._newest[1] if self._newest else None
@@ -209,14 +218,14 @@ class Arrivals:
                 self._newest = None
             return copy
 
-    def arrive(self, copy: Copy, version: int) -> None:
-        """``copy`` holds ``version``, whole."""
+    def arrive(self, copy: VersionCopy, version: int) -> None:
+        """Declare that ``copy`` holds all of ``version``."""
         with self._condition:
             self._newest = (version, copy)
             self._condition.notify_all()
 
     def wait(self, version: int) -> None:
-        """Until it is there, or a later one, or none is expected."""
+        """Wait until ``version`` or a later one has arrived, or none is expected."""
         with self._condition:
             self._condition.wait_for(
                 lambda: (
@@ -226,9 +235,11 @@ class Arrivals:
             )
 
     @contextmanager
-    def taking(self) -> Iterator[tuple[int, Copy] | None]:
-        """The newest version, which stays as it is until the block ends; None if none is new. It
-        is new no longer if the block succeeds."""
+    def taking(self) -> Iterator[tuple[int, VersionCopy] | None]:
+        """Yield the newest version, or None if none is new; keep it unchanged until the block ends.
+
+        The version counts as in use once the block succeeds.
+        """
         with self._condition:
             taken = self._newest
             self._being_put = taken[1] if taken else None

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a message gets from the sender's bucket into the receivers': the ways that ``ways`` names.
+"""Carries a message from the sender's bucket into the receivers' buckets, route by route.
 
-Tensors that share their storage, or lie in one process, need none of them: see ``buckets``.
+A route may have a relay: it gets each message from the sender and passes it on with the native
+library of its platform. The transport does both, so packing and loading do not depend on it.
+Tensors that share their storage, or lie in one process, need no transport: see ``transfer``.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,28 +19,39 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from tandem.comm.deadline import Deadline
 from tandem.comm.group import Group, Pending
+from tandem.weight_sync.plan import Route
+from tandem.weight_sync.transport_choice import (
+    Endpoint,
+    RouteChoice,
+    TransportKind,
+    choose_route,
+)
+
+logger = logging.getLogger(__name__)
+
+HOST = torch.device("cpu")
 
 
 class Transport(Protocol):
-    """One way among the processes of a group.
+    """A connection between the processes of a group.
 
-    Posting and waiting belong to the current stream: what is queued on it before ``post`` is done
-    before the bucket is touched, and what is queued after ``Pending.wait`` sees the message.
+    Posting and waiting follow the order of the current stream: work queued before ``post`` is done
+    before the bucket is touched, and work queued after ``Pending.wait`` sees the message.
     """
 
     @property
     def device(self) -> torch.device:
-        """Where its buckets lie."""
+        """The device of its buckets."""
         ...
 
     def post(self, bucket: Tensor, *, sender: int, deadline: Deadline) -> Pending:
-        """Start a message. ``bucket`` is uint8, of the message's length in all processes."""
+        """Start a message. ``bucket`` is uint8 and has the message's length in all processes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Implements ``Transport`` by the group's own broadcast."""
+    """A ``Transport`` by the group's own broadcast."""
 
     group: Group
     device: torch.device
@@ -48,11 +63,11 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Implements ``Transport`` through the host. ``group`` is one of the host."""
+    """A ``Transport`` through buckets on the host, by a ``group`` of the host."""
 
     group: Group
     tensors_on: torch.device
-    device: torch.device = torch.device("cpu")
+    device: torch.device = HOST
 
     def post(self, bucket: Tensor, *, sender: int, deadline: Deadline) -> Pending:
         del deadline
@@ -62,8 +77,10 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Ipc:
-    """Implements ``Transport`` by copies within a device. ``group`` is one of the host; each
-    message is done when ``post`` returns."""
+    """A ``Transport`` by copies within a device; its ``group`` of the host exchanges the handles.
+
+    Each message is complete when ``post`` returns.
+    """
 
     group: Group
     device: torch.device
@@ -83,13 +100,167 @@ class Ipc:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Implements ``Pending`` for what is not under way any more."""
+    """A ``Pending`` message that is complete."""
 
     def wait(self, deadline: Deadline) -> None:
         del deadline
 
 
 def finish_queued(device: torch.device) -> None:
-    """Wait for what the current stream of ``device`` has been given."""
+    """Wait until the current stream of ``device`` has done its queued work."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
+
+
+class FormGroup(Protocol):
+    """A function that forms a group of a link."""
+
+    def __call__(
+        self,
+        purpose: str,
+        members: tuple[int, ...],
+        *,
+        device: torch.device,
+        across: bool = False,
+    ) -> Group:
+        """Form a group of ``members``; ``purpose`` is unique in the link; ``across``: by FlagCX."""
+        ...
+
+
+def make_transports(
+    routes: Sequence[Route],
+    endpoints: Sequence[Endpoint],
+    *,
+    wanted: Sequence[TransportKind | None],
+    rank: int,
+    device: torch.device,
+    roles: Sequence[str],
+    form: FormGroup,
+) -> dict[Route, Transport]:
+    """Make the transports of this process's routes. All processes of the link do so together.
+
+    Args:
+        routes: all routes of the link.
+        endpoints: of all processes, by rank.
+        wanted: by each process, for the routes that it sends along.
+        rank: this process.
+        device: where its messages begin and end.
+        roles: the names of all processes in logs.
+
+    Raises:
+        UserError: in all processes, if a wanted transport does not exist.
+        GroupError: other processes do not come.
+    """
+    choices = {
+        route: choose_route(route, endpoints, wanted=wanted[route.sender]) for route in routes
+    }
+    groups = _Groups(rank, device, form=form)
+    transports: dict[Route, Transport] = {}
+    for route, choice in choices.items():
+        if rank not in route.members:
+            continue
+        transports[route] = _transport(route, choice, groups=groups)
+        if rank == route.sender:
+            receivers = ", ".join(roles[receiver] for receiver in route.receivers)
+            level = logging.WARNING if choice.first.is_surprising else logging.INFO
+            logger.log(level, "weights go to %s: %s", receivers, choice)
+    return transports
+
+
+class _Groups:
+    """The groups of one process.
+
+    Routes with the same members share a group. The two directions of a pair do not: the messages of
+    a group follow each other, while the two directions of a connection are independent.
+    """
+
+    def __init__(self, rank: int, device: torch.device, *, form: FormGroup) -> None:
+        self.rank = rank
+        self._device = device
+        self._form = form
+        self._groups: dict[str, Group] = {}
+
+    def transport(
+        self, kind: TransportKind, members: tuple[int, ...], *, purpose: str = ""
+    ) -> Transport:
+        """Return the transport among ``members``."""
+        own, across = self._device, kind is TransportKind.FLAGCX
+        device = own if across or kind is TransportKind.COLLECTIVE else HOST
+        label = kind.value if across else "device" if device.type != "cpu" else "host"
+        key = f"{purpose}{label}/{'-'.join(map(str, members))}"
+        if key not in self._groups:
+            self._groups[key] = self._form(key, members, device=device, across=across)
+        group = self._groups[key]
+        if kind is TransportKind.STAGED:
+            return Staged(group, own)
+        if kind is TransportKind.IPC:
+            return Ipc(group, own, self.rank)
+        return Collective(group, own)
+
+
+def _transport(route: Route, choice: RouteChoice, *, groups: _Groups) -> Transport:
+    kind, rank = choice.first.kind, groups.rank
+    if choice.relay is None or choice.inside is None:
+        purpose = f"from {route.sender}/" if len(route.members) == 2 else ""
+        return groups.transport(kind, route.members, purpose=purpose)
+    pair = tuple(sorted((route.sender, choice.relay)))
+    if rank == route.sender:
+        return groups.transport(kind, pair)
+    # Each relay has a group of its own: it passes messages on later than the others begin to wait
+    # for them, and all members must see the messages of a group in one order.
+    purpose = f"relay {choice.relay}/"
+    inside = groups.transport(choice.inside.kind, route.receivers, purpose=purpose)
+    if rank != choice.relay:
+        return FromRelay(inside, choice.relay)
+    return Relay(groups.transport(kind, pair), inside, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class FromRelay:
+    """The ``Transport`` of a receiver that gets messages from the relay."""
+
+    inside: Transport
+    relay: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.inside.device
+
+    def post(self, bucket: Tensor, *, sender: int, deadline: Deadline) -> Pending:
+        del sender
+        return self.inside.post(bucket, sender=self.relay, deadline=deadline)
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """The ``Transport`` of the relay, which passes a message on when it is waited for."""
+
+    crossing: Transport
+    inside: Transport
+    rank: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.inside.device
+
+    def post(self, bucket: Tensor, *, sender: int, deadline: Deadline) -> Pending:
+        arriving = bucket
+        if self.crossing.device != bucket.device:
+            arriving = torch.empty_like(bucket, device=self.crossing.device)
+        pending = self.crossing.post(arriving, sender=sender, deadline=deadline)
+        return _RelayedMessage(self, pending, arriving, bucket)
+
+
+@dataclass(frozen=True, slots=True)
+class _RelayedMessage:
+    relay: Relay
+    pending: Pending
+    arriving: Tensor
+    bucket: Tensor
+
+    def wait(self, deadline: Deadline) -> None:
+        self.pending.wait(deadline)
+        if self.arriving is not self.bucket:
+            self.bucket.copy_(self.arriving)
+        relay = self.relay
+        relay.inside.post(self.bucket, sender=relay.rank, deadline=deadline).wait(deadline)

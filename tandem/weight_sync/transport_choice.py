@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way bytes take between processes, as a pure function of what each says of itself, and why.
+"""Chooses the transport of every route, with the reason, from what each process says of itself.
 
-Every process computes the same answer for every route, so that a mistake is the same error in all.
+Every process computes the same choice for every route, so an error is the same in all of them.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ from tandem.errors import UserError
 from tandem.weight_sync.plan import Route
 
 _KEY = "pools.transport"
+_REMEDY = f"Set {_KEY}=auto."
 
 
-class Way(Enum):
-    """How bytes travel between processes."""
+class TransportKind(Enum):
+    """A means by which bytes travel between processes."""
 
     COLLECTIVE = "collective"
-    """A broadcast by the library that is native to the devices."""
+    """A broadcast by the native library of the devices."""
     IPC = "ipc"
     """The receivers map the sender's bucket, which lies on the same device."""
     FLAGCX = "flagcx"
     """A broadcast by FlagCX, which connects devices of several vendors."""
     STAGED = "staged"
-    """Through buckets in the memory of the hosts."""
+    """Through buckets in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a process has its tensors.
+    """The place of a process's tensors.
 
     Attributes:
-        device_type: as torch calls it.
-        device_id: tells devices of one type apart, anywhere.
-        platform: those of one platform share a native library; "" if nobody said.
+        device_type: torch's name of it.
+        device_id: unique among all devices of the type, on all nodes.
+        platform: devices of one platform share a native library; "" if unknown.
         maps_peers: whether a process can map the memory of another on the same device.
-        flagcx: the vendor, as FlagCX calls it; "" where its library is not.
+        flagcx: FlagCX's name of the vendor, "" where its library is absent.
     """
 
     device_type: str
@@ -51,106 +52,115 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A way, and why it was taken. ``is_surprising``: users expect another."""
+    """A transport and the reason for it.
 
-    way: Way
+    ``is_surprising``: users would expect another, so they are warned.
+    """
+
+    kind: TransportKind
     reason: str
     is_surprising: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
-    """How the messages of a route go.
+class RouteChoice:
+    """The transports of a route.
 
     Attributes:
-        choice: from the sender to all receivers, or to the relay alone.
-        relay: the receiver that passes them on to the others, None if there is none.
-        inside: how it does.
+        first: from the sender to all receivers, or to the relay alone.
+        relay: the receiver that passes messages on to the others, None without a relay.
+        inside: from the relay to the other receivers.
     """
 
-    choice: Choice
+    first: Choice
     relay: int | None = None
     inside: Choice | None = None
 
     def __str__(self) -> str:
-        text = f"{self.choice.way.value}, {self.choice.reason}"
+        text = f"{self.first.kind.value}, {self.first.reason}"
         if self.inside is None:
             return text
-        return f"{text}; rank {self.relay} passes them on: {self.inside.way.value}"
+        return f"{text}; rank {self.relay} passes them on: {self.inside.kind.value}"
 
 
-def choose_path(route: Route, endpoints: Sequence[Endpoint], *, wanted: Way | None = None) -> Path:
-    """How a route goes. What crosses to another platform does so once, and fans out there.
+def choose_route(
+    route: Route, endpoints: Sequence[Endpoint], *, wanted: TransportKind | None = None
+) -> RouteChoice:
+    """Choose how a route's messages travel. They cross to another platform once and fan out there.
 
     Args:
         endpoints: of all processes, by rank.
-        wanted: takes the place of the fastest way: between platforms if the route crosses to
-            another, else among the devices of one.
+        wanted: replaces the fastest transport: between the platforms if the route crosses to
+            another one, else among its devices.
 
     Raises:
-        UserError: the wanted way does not exist on this route.
+        UserError: the wanted transport does not exist on this route.
     """
     ends = [endpoints[rank] for rank in route.members]
     if len({end.platform for end in ends}) == 1:
-        return Path(choose_way(ends, wanted))
-    choice = _choose_crossing(ends, wanted)
-    if choice.way is not Way.STAGED or len(route.receivers) == 1:
-        return Path(choice)
+        return RouteChoice(choose_transport(ends, wanted))
+    first = _choose_crossing(ends, wanted)
+    if first.kind is not TransportKind.STAGED or len(route.receivers) == 1:
+        return RouteChoice(first)
     relay = route.receivers[route.sender % len(route.receivers)]
-    return Path(choice, relay, choose_way([endpoints[rank] for rank in route.receivers]))
+    inside = choose_transport([endpoints[rank] for rank in route.receivers])
+    return RouteChoice(first, relay, inside)
 
 
-def choose_way(endpoints: Sequence[Endpoint], wanted: Way | None = None) -> Choice:
-    """The fastest way that exists between processes of one platform, or the wanted one.
+def choose_transport(endpoints: Sequence[Endpoint], wanted: TransportKind | None = None) -> Choice:
+    """Choose the wanted transport between processes of one platform, or the fastest one.
 
     Raises:
         UserError: the wanted one does not exist between them.
     """
     types = {endpoint.device_type for endpoint in endpoints}
     devices = {endpoint.device_id for endpoint in endpoints}
-    possible = [Choice(Way.STAGED, f"tensors lie on {' and '.join(sorted(types))}")]
+    possible = [Choice(TransportKind.STAGED, f"tensors lie on {' and '.join(sorted(types))}")]
     if types == {"cpu"}:
-        possible = [Choice(Way.COLLECTIVE, "all tensors lie in host memory"), *possible]
+        fastest = Choice(TransportKind.COLLECTIVE, "all tensors lie in host memory")
+        possible = [fastest, *possible]
     elif len(types) == 1 and len(devices) == len(endpoints):
-        possible = [Choice(Way.COLLECTIVE, f"each process has a {min(types)} device"), *possible]
+        fastest = Choice(TransportKind.COLLECTIVE, f"each process has a {min(types)} device")
+        possible = [fastest, *possible]
     elif all(endpoint.maps_peers for endpoint in endpoints) and len(devices) == 1:
-        possible = [Choice(Way.IPC, f"the processes share a {min(types)} device"), *possible]
+        fastest = Choice(TransportKind.IPC, f"the processes share a {min(types)} device")
+        possible = [fastest, *possible]
     if all(endpoint.flagcx for endpoint in endpoints):
-        possible.append(Choice(Way.FLAGCX, "all have it"))
+        possible.append(Choice(TransportKind.FLAGCX, "all have it"))
     return _take(possible, wanted, between=" and ".join(sorted(types)))
 
 
-def _choose_crossing(ends: Sequence[Endpoint], wanted: Way | None) -> Choice:
-    """Between platforms."""
+def _choose_crossing(ends: Sequence[Endpoint], wanted: TransportKind | None) -> Choice:
+    """Choose the transport between platforms."""
     platforms = list(dict.fromkeys(end.platform for end in ends))
     names = " and ".join(platforms)
     obstacle = _flagcx_obstacle(ends)
-    if obstacle and wanted is Way.FLAGCX:
-        raise UserError(f"{_KEY}=flagcx: {names}: {obstacle}. Set {_KEY}=auto.")
+    if obstacle and wanted is TransportKind.FLAGCX:
+        raise UserError(_KEY, "flagcx", rule=f"{names}: {obstacle}", remedy=_REMEDY)
     if obstacle:
-        possible = [Choice(Way.STAGED, f"between {names} only the hosts connect ({obstacle})")]
-        return _take(possible, wanted, between=names)
-    flagcx = Choice(Way.FLAGCX, f"it connects {names}")
-    alone = " and ".join(vendors_with_one_rank([end.flagcx for end in ends]))
-    why = f": with one rank of {alone}, FlagCX goes through the hosts too" if alone else ""
-    staged = Choice(Way.STAGED, f"between {names}{why}", is_surprising=bool(alone))
-    return _take([staged, flagcx] if alone else [flagcx, staged], wanted, between=names)
+        reason = f"between {names} only the hosts connect ({obstacle})"
+        return _take([Choice(TransportKind.STAGED, reason)], wanted, between=names)
+    flagcx = Choice(TransportKind.FLAGCX, f"it connects {names}")
+    single = " and ".join(vendors_with_one_rank([end.flagcx for end in ends]))
+    why = f": with one rank of {single}, FlagCX goes through the hosts too" if single else ""
+    staged = Choice(TransportKind.STAGED, f"between {names}{why}", is_surprising=bool(single))
+    return _take([staged, flagcx] if single else [flagcx, staged], wanted, between=names)
 
 
 def _flagcx_obstacle(ends: Sequence[Endpoint]) -> str:
-    """Why FlagCX cannot connect these, "" if it can."""
+    """Return why FlagCX cannot connect these processes, "" if it can."""
     without = next((end for end in ends if not end.flagcx), None)
     if without is not None:
         return f"{without.platform} has no FlagCX"
     return find_obstacle([end.flagcx for end in ends])
 
 
-def _take(possible: Sequence[Choice], wanted: Way | None, *, between: str) -> Choice:
+def _take(possible: Sequence[Choice], wanted: TransportKind | None, *, between: str) -> Choice:
     if wanted is None:
         return possible[0]
-    if wanted in [choice.way for choice in possible]:
+    if wanted in [choice.kind for choice in possible]:
         return Choice(wanted, "as asked for")
-    ways = " and ".join(choice.way.value for choice in possible)
+    kinds = " and ".join(choice.kind.value for choice in possible)
     raise UserError(
-        f"{_KEY}={wanted.value}: between {between} there is only {ways}. Set {_KEY}=auto."
+        _KEY, wanted.value, rule=f"between {between} there is only {kinds}", remedy=_REMEDY
     )

@@ -23,7 +23,7 @@ from tandem.platforms.record import Platform
 from tandem.platforms.select import DTYPES
 from tandem.types import TokenIds
 from tandem.weight_sync.handshake import LinkSettings
-from tandem.weight_sync.transport_choice import Way
+from tandem.weight_sync.transport_choice import TransportKind
 from tandem.workers.job import LinkSpec, PolicySpec, RolloutSpec, TrainerSpec, WorkerJob
 from tandem.workers.remote import (
     PeakMemory,
@@ -245,7 +245,7 @@ def _links(config: RunConfig, placement: Placement, *, crosses: bool) -> dict[st
         timeout_s=config.actor_rollout_ref.nccl_timeout,
         double_buffered=rollout.enable_dual_buffer and is_apart,
         staged=rollout.enable_param_async and is_apart,
-        way=None if transport == "auto" else Way(transport),
+        transport=None if transport == "auto" else TransportKind(transport),
     )
     return {
         pool.name: LinkSpec(

@@ -12,8 +12,8 @@ from tandem.comm.flagcx_library import find_library, load_library
 from tandem.errors import UserError
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import Platform
-from tandem.weight_sync.handshake import FlagcxEnd, LinkPlace
-from tandem.weight_sync.transport_choice import Way
+from tandem.weight_sync.handshake import FlagcxAccess, LinkPlace
+from tandem.weight_sync.transport_choice import TransportKind
 from tandem.workers.job import LinkSpec
 
 
@@ -33,14 +33,16 @@ def link_place(
         device=device,
         platform=platform,
         device_id=f"{place.node_address}/{place.physical_id}" if place.physical_id else "",
-        flagcx=_flagcx_end(spec, place, platform=platform),
+        flagcx=_flagcx_access(spec, place, platform=platform),
     )
 
 
-def _flagcx_end(spec: LinkSpec, place: WorkerPlace, *, platform: Platform) -> FlagcxEnd | None:
+def _flagcx_access(
+    spec: LinkSpec, place: WorkerPlace, *, platform: Platform
+) -> FlagcxAccess | None:
     """Look for FlagCX if the link crosses to another platform, or if it was asked for."""
-    is_wanted = spec.settings.way is Way.FLAGCX
-    may_help = spec.crosses and spec.settings.way is None
+    is_wanted = spec.settings.transport is TransportKind.FLAGCX
+    may_help = spec.crosses and spec.settings.transport is None
     if not platform.has_own_memory or not (is_wanted or may_help):
         return None
     environment = {"FLAGCX_PATH": place.flagcx_path} if place.flagcx_path else {}
@@ -53,7 +55,7 @@ def _flagcx_end(spec: LinkSpec, place: WorkerPlace, *, platform: Platform) -> Fl
     library = load_library(path)
     handle = partial(stream_handle, platform.device_type)
     make_group = partial(form_flagcx_group, library=library, stream_handle=handle)
-    return FlagcxEnd(library.vendor(), make_group)
+    return FlagcxAccess(library.vendor(), make_group)
 
 
 def stream_handle(device_type: str, stream: object) -> int:

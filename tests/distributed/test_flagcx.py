@@ -28,9 +28,9 @@ from tandem.testing.doubles import become
 from tandem.testing.flagcx_stub import counters, stub_library
 from tandem.types import HeldSlice
 from tandem.weight_sync.failure import SyncError
-from tandem.weight_sync.handshake import FlagcxEnd
+from tandem.weight_sync.handshake import FlagcxAccess
 from tandem.weight_sync.link import WeightLink, open_link
-from tandem.weight_sync.transport_choice import Way
+from tandem.weight_sync.transport_choice import TransportKind
 from tests.distributed.spawn import HOST, run_ranks
 from tests.unit.weight_sync.layouts import (
     check_arrived,
@@ -159,7 +159,7 @@ def test_a9_all_processes_learn_at_once_what_cannot_be_connected(
 
 
 def _link(rank: int, size: int, port: int, abi: Abi) -> str:
-    """Send two versions, a third whose broadcasts fail in the last rollout alone, and a fourth."""
+    """Send two versions, a third whose broadcasts fail in one process, and a fourth anew."""
     store, device = _device(rank, port, DOUBLES)
     weights = make_weights(300)
     sends = cut({name: w.to(device) for name, w in weights.items()}, (1, 1), rank=0)
@@ -170,14 +170,15 @@ def _link(rank: int, size: int, port: int, abi: Abi) -> str:
         place(rank, size),
         device=device,
         platform=platform_named(DOUBLES[rank]),
-        flagcx=FlagcxEnd(VENDORS[DOUBLES[rank]], partial(_form, abi=abi)),
+        flagcx=FlagcxAccess(VENDORS[DOUBLES[rank]], partial(_form, abi=abi)),
     )
-    link = open_link(
+    form = partial(
+        open_link,
         store,
-        own,
         tensors=sending(sends) if rank == 0 else receiving(rooms),
-        settings=settings(4096, 4096, timeout_s=20.0, way=Way.FLAGCX),
+        settings=settings(4096, 4096, timeout_s=20.0, transport=TransportKind.FLAGCX),
     )
+    link = form(own)
     failure = ""
     for version in (1, 2, 3, 4):
         for held, whole in zip(sends, weights.values(), strict=True):
@@ -185,6 +186,7 @@ def _link(rank: int, size: int, port: int, abi: Abi) -> str:
             held.tensor.mul_(version)
         if version == 3:
             failure = _fail(link, fails_here=rank == size - 1)
+            link = form(replace(own, name="weights again"))
             continue
         link.transfer(version)
         if rank:
@@ -194,7 +196,7 @@ def _link(rank: int, size: int, port: int, abi: Abi) -> str:
 
 
 def _fail(link: WeightLink, *, fails_here: bool) -> str:
-    """Send the third version. The link is formed anew after it."""
+    """Send the third version, which ends the link."""
     if fails_here:
         os.environ["FLAGCX_STUB_FAIL"] = "flagcxBroadcast:6"
     started = time.monotonic()
@@ -202,7 +204,6 @@ def _fail(link: WeightLink, *, fails_here: bool) -> str:
         link.transfer(3)
     assert time.monotonic() - started < 5, "nobody waits for a time limit"
     os.environ.pop("FLAGCX_STUB_FAIL", None)
-    link.rejoin(1)
     return str(raised.value)
 
 

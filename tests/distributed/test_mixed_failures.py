@@ -43,13 +43,13 @@ class _End:
         rank: int,
         store_port: int,
         *,
-        generation: int = 0,
+        name: str = "weights",
         make_group: Callable[[Store, GroupPlace], Group] = form_group,
     ) -> None:
-        name = PLATFORMS[rank]
-        platform = CPU if name == "cpu" else double_platform(name)
+        device_type = PLATFORMS[rank]
+        platform = CPU if device_type == "cpu" else double_platform(device_type)
         assert platform.is_available()
-        device = torch.device("cpu") if platform is CPU else torch.device(name, rank % 2)
+        device = torch.device("cpu") if platform is CPU else torch.device(device_type, rank % 2)
         platform.use_device(rank % 2)
         self.weights = torch.zeros(SHAPE, device=device)
         slices = [held("w", self.weights, whole=SHAPE, offset=(0, 0))]
@@ -57,17 +57,16 @@ class _End:
         self.link: WeightLink = open_link(
             connect_store(HOST, store_port, timeout_s=40),
             LinkPlace(
-                "weights",
+                name,
                 rank,
                 len(PLATFORMS),
-                f"{name} {rank}",
+                f"{device_type} {rank}",
                 device,
                 platform,
-                f"{name}:{rank}",
+                f"{device_type}:{rank}",
             ),
             tensors=sending(slices) if self.is_trainer else receiving(slices),
             settings=settings(BUCKET, BUCKET, timeout_s=TIMEOUT_S),
-            generation=generation,
             make_group=make_group,
         )
 
@@ -89,8 +88,8 @@ def _drill(rank: int, size: int, store_port: int, victim: int) -> tuple[str, flo
         if not child:
             _die_in_a_bucket(rank, store_port)
         os.waitpid(child, 0)
-        connect_store(HOST, store_port, timeout_s=40).wait(["rejoin"])
-        successor = _End(rank, store_port, generation=1)
+        connect_store(HOST, store_port, timeout_s=40).wait(["replace"])
+        successor = _End(rank, store_port, name="weights again")
         successor.transfer(3)
         assert successor.holds(3)
         return "", 0.0
@@ -107,10 +106,10 @@ def _drill(rank: int, size: int, store_port: int, victim: int) -> tuple[str, flo
             end.link.gate.reading(1),
         ):
             pass
-    connect_store(HOST, store_port, timeout_s=40).set("rejoin", "")
-    end.link.rejoin(1)
-    end.transfer(3)
-    assert end.holds(3)
+    connect_store(HOST, store_port, timeout_s=40).set("replace", "")
+    successor = _End(rank, store_port, name="weights again")
+    successor.transfer(3)
+    assert successor.holds(3)
     return str(caught.value), took_s
 
 

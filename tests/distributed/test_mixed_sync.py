@@ -31,9 +31,9 @@ from tandem.platforms.record import CPU, CUDA, Platform
 from tandem.testing.doubles import double_platform
 from tandem.testing.flagcx_stub import stub_library
 from tandem.types import HeldSlice
-from tandem.weight_sync.handshake import FlagcxEnd, LinkPlace
+from tandem.weight_sync.handshake import FlagcxAccess, LinkPlace
 from tandem.weight_sync.link import open_link
-from tandem.weight_sync.transport_choice import Way
+from tandem.weight_sync.transport_choice import TransportKind
 from tandem.workers.linking import stream_handle
 from tests.distributed.spawn import HOST, run_ranks
 from tests.unit.weight_sync.layouts import held, receiving, sending, settings
@@ -57,7 +57,7 @@ class Ends:
     buckets: tuple[int, ...] = (MIB,)
     staged: bool = False
     abi: Abi | None = None
-    way: Way | None = None
+    transport: TransportKind | None = None
 
 
 @dataclass
@@ -176,14 +176,14 @@ def _whole_digests(slices: list[HeldSlice], rank: int) -> dict[Name, str]:
     return found
 
 
-def _flagcx(platform: Platform, abi: Abi | None) -> FlagcxEnd | None:
+def _flagcx(platform: Platform, abi: Abi | None) -> FlagcxAccess | None:
     if abi is None or platform is CPU:
         return None
     os.environ["FLAGCX_STUB_VENDOR"] = FLAGCX_VENDORS[platform.name]
     library = load_library(stub_library(abi))
     handle = partial(stream_handle, platform.device_type)
     make_group = partial(form_flagcx_group, library=library, stream_handle=handle)
-    return FlagcxEnd(library.vendor(), make_group)
+    return FlagcxAccess(library.vendor(), make_group)
 
 
 def real_or_double(name: str) -> Platform:
@@ -226,7 +226,11 @@ def transfer(rank: int, size: int, store_port: int, ends: Ends) -> dict[str, Any
             ),
             tensors=sending(slices) if is_trainer else receiving(slices),
             settings=settings(
-                bucket_bytes, bucket_bytes, timeout_s=40.0, staged=ends.staged, way=ends.way
+                bucket_bytes,
+                bucket_bytes,
+                timeout_s=40.0,
+                staged=ends.staged,
+                transport=ends.transport,
             ),
             make_group=recorder,
         )
@@ -270,7 +274,7 @@ def test_a8_weights_cross_while_the_devices_go_on() -> None:
 @pytest.mark.parametrize("abi", list(Abi))
 def test_a9_weights_cross_by_flagcx_where_it_is_asked_for(abi: Abi) -> None:
     vendors = Ends().platforms[:4]
-    ends = Ends(vendors, abi=abi, way=Way.FLAGCX)
+    ends = Ends(vendors, abi=abi, transport=TransportKind.FLAGCX)
     told = run_ranks(transfer, 4, ends, joined=False, timeout_s=100)
     check(told, 1)
     assert not [one["broadcasts"] for one in told if one["broadcasts"]], "all are FlagCX's"

@@ -199,7 +199,6 @@ def _open(
     store_port: int,
     *,
     name: str,
-    generation: int = 0,
     make_group: Callable[[Store, GroupPlace], Group] = form_group,
 ) -> WeightLink:
     """A link of a trainer and two rollouts; a transfer takes ``NUM_MESSAGES``."""
@@ -209,7 +208,6 @@ def _open(
         place(rank, 3, name=name),
         tensors=receiving(slices) if rank else sending(slices),
         settings=settings(256, 256, timeout_s=TIMEOUT_S),
-        generation=generation,
         make_group=make_group,
     )
 
@@ -239,12 +237,12 @@ def _lose_a_process(
         link.transfer(2)
     duration_s = time.monotonic() - started
     assert link.gate.version is None
-    with pytest.raises(SyncError, match="rejoin it"):
+    with pytest.raises(SyncError, match=f"link {name} has ended"):
         link.transfer(2)
-    connect_store(HOST, store_port, timeout_s=20).set(f"{name}/rejoin", "")
-    link.rejoin(1)
-    link.transfer(3)
-    assert link.gate.version == (3 if rank else None)
+    connect_store(HOST, store_port, timeout_s=20).set(f"{name}/replace", "")
+    successor = _open(rank, store_port, name=f"{name} again")
+    successor.transfer(3)
+    assert successor.gate.version == (3 if rank else None)
     return str(caught.value), duration_s
 
 
@@ -262,8 +260,8 @@ def _vanish(store_port: int, lost_by: signal.Signals) -> None:
 
 
 def _open_when_asked(store_port: int, *, name: str) -> WeightLink:
-    connect_store(HOST, store_port, timeout_s=20).wait([f"{name}/rejoin"])
-    return _open(2, store_port, name=name, generation=1)
+    connect_store(HOST, store_port, timeout_s=20).wait([f"{name}/replace"])
+    return _open(2, store_port, name=f"{name} again")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tandem.types import HeldSlice
 from tandem.weight_sync.failure import SyncError
 from tandem.weight_sync.handshake import LinkPlace
 from tandem.weight_sync.link import WeightLink, open_link
-from tandem.weight_sync.transport_choice import Way
+from tandem.weight_sync.transport_choice import TransportKind
 from tests.distributed.spawn import HOST, run_ranks
 from tests.unit.weight_sync.faulty_group import faulty
 from tests.unit.weight_sync.layouts import (
@@ -58,7 +58,7 @@ def _open(
     slices = _on(
         device, empty_copy(weights, torch.bfloat16) if rank else cut(weights, (1, 1), rank=0)
     )
-    options = {"way": others.pop("way", None), "timeout_s": TIMEOUT_S}
+    options = {"transport": others.pop("transport", None), "timeout_s": TIMEOUT_S}
     link = open_link(
         connect_store(HOST, store_port, timeout_s=30),
         LinkPlace(name, rank, 2, f"process {rank}", device, platform_named(device.type)),
@@ -70,12 +70,12 @@ def _open(
 
 
 def _transfer_twice(
-    rank: int, size: int, store_port: int, ways: list[Way | None], shared: bool
+    rank: int, size: int, store_port: int, kinds: list[TransportKind | None], shared: bool
 ) -> None:
     del size
-    for way in ways:
+    for kind in kinds:
         device = _device(rank, shared=shared)
-        link, slices = _open(rank, store_port, device=device, name=f"{way}", way=way)
+        link, slices = _open(rank, store_port, device=device, name=f"{kind}", transport=kind)
         for version in (1, 2):
             if rank == 0:
                 for slice_ in slices:
@@ -88,15 +88,19 @@ def _transfer_twice(
 
 
 def test_weights_reach_a_process_on_the_same_gpu() -> None:
-    ways = [None, Way.STAGED, Way.IPC] if torch.cuda.is_available() else [None, Way.STAGED]
-    assert run_ranks(_transfer_twice, 2, ways, True, joined=False, timeout_s=120) == [None] * 2
+    kinds = (
+        [None, TransportKind.STAGED, TransportKind.IPC]
+        if torch.cuda.is_available()
+        else [None, TransportKind.STAGED]
+    )
+    assert run_ranks(_transfer_twice, 2, kinds, True, joined=False, timeout_s=120) == [None] * 2
 
 
 def test_weights_reach_a_process_on_another_gpu() -> None:
     if torch.cuda.device_count() == 1:
         pytest.skip("needs two GPUs")
-    ways = [Way.COLLECTIVE, Way.STAGED]
-    assert run_ranks(_transfer_twice, 2, ways, False, joined=False, timeout_s=120) == [None] * 2
+    kinds = [TransportKind.COLLECTIVE, TransportKind.STAGED]
+    assert run_ranks(_transfer_twice, 2, kinds, False, joined=False, timeout_s=120) == [None] * 2
 
 
 def _lose_the_rollout(rank: int, size: int, store_port: int) -> tuple[str, float]:
@@ -107,10 +111,8 @@ def _lose_the_rollout(rank: int, size: int, store_port: int) -> tuple[str, float
         if not child:
             _vanish(store_port)
         os.waitpid(child, 0)
-        connect_store(HOST, store_port, timeout_s=60).wait(["rejoin"])
-        link, slices = _open(
-            rank, store_port, device=_device(1, shared=False), name="lost", generation=1
-        )
+        connect_store(HOST, store_port, timeout_s=60).wait(["replace"])
+        link, slices = _open(rank, store_port, device=_device(1, shared=False), name="lost again")
         link.transfer(3)
         check_arrived(_on(torch.device("cpu"), slices), make_weights())
         return "", 0.0
@@ -120,9 +122,9 @@ def _lose_the_rollout(rank: int, size: int, store_port: int) -> tuple[str, float
     with pytest.raises(SyncError) as caught:
         link.transfer(2)
     duration_s = time.monotonic() - started
-    connect_store(HOST, store_port, timeout_s=30).set("rejoin", "")
-    link.rejoin(1)
-    link.transfer(3)
+    connect_store(HOST, store_port, timeout_s=30).set("replace", "")
+    successor, _ = _open(rank, store_port, device=_device(0, shared=False), name="lost again")
+    successor.transfer(3)
     return str(caught.value), duration_s
 
 

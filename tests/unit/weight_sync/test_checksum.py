@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tandem.weight_sync import checksum as module
-from tandem.weight_sync.checksum import SAMPLING, checksum, is_checked
+from tandem.weight_sync.checksum import SAMPLING, checksum, is_sampled
 
 
 def _stated(data: bytes) -> int:
@@ -45,6 +45,6 @@ def test_single_elements_have_one_however_they_are_stored() -> None:
         assert int(checksum(tensor)) == expected
 
 
-def test_each_piece_is_sampled_once_in_a_round_of_versions() -> None:
-    for piece in range(40):
-        assert sum(is_checked(piece, version) for version in range(SAMPLING)) == 1
+def test_each_segment_is_sampled_once_in_a_round_of_versions() -> None:
+    for segment in range(40):
+        assert sum(is_sampled(segment, version) for version in range(SAMPLING)) == 1

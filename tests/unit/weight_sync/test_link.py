@@ -16,9 +16,8 @@ from tandem.comm.deadline import report_failure
 from tandem.types import HeldSlice
 from tandem.weight_sync.checksum import SAMPLING
 from tandem.weight_sync.failure import SyncError
-from tandem.weight_sync.groups import failure_key
 from tandem.weight_sync.handshake import LinkTensors
-from tandem.weight_sync.link import WeightLink, open_link
+from tandem.weight_sync.link import Background, WeightLink, failure_key, open_link
 from tandem.weight_sync.transfer import TransferReport
 from tests.unit.weight_sync.faulty_group import corrupting, faulty
 from tests.unit.weight_sync.layouts import (
@@ -208,7 +207,7 @@ def test_a12_weights_that_were_replaced_in_part_cannot_be_used(mode: dict[str, A
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_later_corruption_is_found_by_samples(mode: dict[str, Any]) -> None:
-    """All pieces of the first version are checked, then one in so many."""
+    """All segments of the first version are checked, then one in so many."""
     first, last = SAMPLING - NUM_MESSAGES - 2, SAMPLING - NUM_MESSAGES + 1
 
     def act(rank: int, link: WeightLink, slices: list[HeldSlice]) -> int:
@@ -303,7 +302,7 @@ def test_whoever_watches_can_end_a_link() -> None:
         tensors = receiving(slices) if rank == 1 else sending(slices)
         if rank == 2:
             formed.wait(5)
-            report_failure(store, failure_key("weights", 0), cause="rollout 0 was killed")
+            report_failure(store, failure_key("weights"), cause="rollout 0 was killed")
             return
         briefly = settings(roll_call_s=0.1)
         link = open_link(store, place(rank, 2), tensors=tensors, settings=briefly)
@@ -314,7 +313,7 @@ def test_whoever_watches_can_end_a_link() -> None:
             with pytest.raises(SyncError, match="rollout 0 was killed; no answer from rank 1"):
                 link.transfer(1)
             assert time.monotonic() - started < 5
-            with pytest.raises(SyncError, match="is not formed: rejoin it"):
+            with pytest.raises(SyncError, match="link weights has ended"):
                 link.transfer(1)
 
     run_threads(run, 3)
@@ -334,3 +333,47 @@ def test_a_process_that_never_comes_ends_the_others_in_time() -> None:
         assert time.monotonic() - started < 5
 
     assert run_threads(run, 2) == [None, None]
+
+
+def test_a_background_job_runs_beside_its_owner_and_is_waited_for() -> None:
+    background, may_end, done = Background("test"), threading.Event(), list[str]()
+    background.join()
+    background.check()
+
+    def job() -> None:
+        may_end.wait(5)
+        done.append("job")
+
+    background.start(job, then=lambda: done.append("then"))
+    assert background.is_busy
+    assert not done
+    with pytest.raises(AssertionError, match="one job at a time"):
+        background.start(job, then=job)
+    may_end.set()
+    background.join()
+    assert not background.is_busy
+    assert done == ["job", "then"]
+
+
+def test_the_error_of_a_background_job_is_known_before_then_and_raised_once() -> None:
+    background = Background("test")
+    seen: list[str] = []
+
+    def fail() -> None:
+        raise KeyError("gone")
+
+    def then() -> None:
+        try:
+            background.check()
+        except KeyError as error:
+            seen.append(str(error))
+
+    background.start(fail, then=then)
+    background.join()
+    assert seen == ["'gone'"]
+    background.check()
+    background.start(fail, then=lambda: None)
+    background.join()
+    with pytest.raises(KeyError, match="gone"):
+        background.check()
+    background.check()

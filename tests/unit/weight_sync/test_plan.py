@@ -35,14 +35,14 @@ def _spec(name: str, shape: tuple[int, ...], *, rows: tuple[int, int]) -> SliceS
 
 def _received(plan: Plan, rank: int) -> Counter[tuple[str, tuple[int, ...]]]:
     """How often each element of each tensor comes to a rank."""
-    parts = list(plan.local[rank])
+    regions = list(plan.local[rank])
     for message in plan.messages:
         if rank in message.route.receivers:
-            parts += [piece.part for piece in message.pieces]
+            regions += [segment.content for segment in message.segments]
     elements: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for part in parts:
-        ranges = (range(o, o + s) for o, s in zip(part.box.offset, part.box.size, strict=True))
-        elements.update((part.name, index) for index in itertools.product(*ranges))
+    for one in regions:
+        ranges = (range(o, o + s) for o, s in zip(one.region.offset, one.region.size, strict=True))
+        elements.update((one.name, index) for index in itertools.product(*ranges))
     return elements
 
 
@@ -66,8 +66,8 @@ def test_every_element_arrives_once(grid: tuple[int, int], message_bytes: int) -
         assert _received(plan, rank) == _all_elements()
     assert all(message.num_bytes <= message_bytes for message in plan.messages)
     assert all(len(message.route.receivers) == 2 for message in plan.messages)
-    assert len({p.number for m in plan.messages for p in m.pieces}) == sum(
-        len(message.pieces) for message in plan.messages
+    assert len({p.number for m in plan.messages for p in m.segments}) == sum(
+        len(message.segments) for message in plan.messages
     )
 
 

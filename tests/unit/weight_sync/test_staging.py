@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import pytest
 
 from tandem.types import HeldSlice
-from tandem.weight_sync.buckets import End
 from tandem.weight_sync.failure import SyncError
-from tandem.weight_sync.staging import Arrivals
-from tandem.weight_sync.transfer import Transfer
+from tandem.weight_sync.staging import StagedVersions
+from tandem.weight_sync.transfer import MessageStream, Transfer
 
 
 @dataclass(frozen=True)
@@ -22,10 +21,10 @@ class _Room:
 
     name: str
 
-    def receiving(self, transfer: Transfer) -> End:
+    def receiving(self, transfer: Transfer) -> MessageStream:
         raise NotImplementedError
 
-    def put(self, transfer: Transfer, live: Sequence[HeldSlice]) -> int:
+    def replace(self, transfer: Transfer, live: Sequence[HeldSlice]) -> int:
         raise NotImplementedError
 
 
@@ -33,7 +32,7 @@ ONLY, OTHER = _Room("only"), _Room("other")
 
 
 def test_with_one_copy_an_unused_version_is_given_up_for_the_next() -> None:
-    arrivals = Arrivals([ONLY])
+    arrivals = StagedVersions([ONLY])
     assert arrivals.claim(1) is ONLY
     with arrivals.taking() as taken:
         assert taken is None, "half a version is none"
@@ -49,7 +48,7 @@ def test_with_one_copy_an_unused_version_is_given_up_for_the_next() -> None:
 
 
 def test_with_two_copies_a_whole_version_stays_until_a_later_one_is_whole() -> None:
-    arrivals = Arrivals([ONLY, OTHER])
+    arrivals = StagedVersions([ONLY, OTHER])
     arrivals.arrive(arrivals.claim(1), 1)
     assert arrivals.claim(1) is OTHER
     with arrivals.taking() as taken:
@@ -66,7 +65,7 @@ def test_with_two_copies_a_whole_version_stays_until_a_later_one_is_whole() -> N
 
 
 def test_weights_that_cannot_be_put_in_use_now_can_be_later() -> None:
-    arrivals = Arrivals([ONLY])
+    arrivals = StagedVersions([ONLY])
     arrivals.arrive(arrivals.claim(1), 1)
     with pytest.raises(SyncError, match="in use"), arrivals.taking():
         raise SyncError("weights are in use")
@@ -75,7 +74,7 @@ def test_weights_that_cannot_be_put_in_use_now_can_be_later() -> None:
 
 
 def test_a_copy_that_is_being_put_in_use_is_not_claimed() -> None:
-    arrivals = Arrivals([ONLY])
+    arrivals = StagedVersions([ONLY])
     arrivals.arrive(arrivals.claim(1), 1)
     claimed = threading.Event()
 
@@ -95,7 +94,7 @@ def test_a_copy_that_is_being_put_in_use_is_not_claimed() -> None:
 
 def test_waiting_ends_with_the_version_a_later_one_or_none() -> None:
     for is_coming in (True, False):
-        arrivals = Arrivals([ONLY])
+        arrivals = StagedVersions([ONLY])
         arrivals.wait(1)
         arrivals.expect()
         waiting = threading.Thread(target=arrivals.wait, args=(2,), daemon=True)

@@ -10,7 +10,7 @@ from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.platforms.record import CPU, Platform
 from tandem.platforms.registry import platform_named
-from tandem.weight_sync.transport_choice import Way
+from tandem.weight_sync.transport_choice import TransportKind
 from tandem.workers.deployment import run_jobs
 from tandem.workers.job import WorkerJob
 
@@ -63,10 +63,12 @@ def test_the_link_counts_the_pools_that_share_weights_and_knows_how_they_are_joi
     assert links.pop("ref_logp") is None
     specs = {name: (link.first_rank, link.size) for name, link in links.items() if link}
     assert specs == {"actor-train": (0, 3), "logp": (1, 3), "generate": (2, 3)}
-    assert {(link.crosses, link.settings.way) for link in links.values() if link} == {(True, None)}
+    assert {(link.crosses, link.settings.transport) for link in links.values() if link} == {
+        (True, None)
+    }
     staged = jobs("pools.transport=staged")["generate"].link
     assert staged is not None
-    assert (staged.crosses, staged.settings.way) == (False, Way.STAGED)
+    assert (staged.crosses, staged.settings.transport) == (False, TransportKind.STAGED)
 
 
 BUCKETS = tuple(

@@ -15,13 +15,13 @@ from tandem.errors import UserError
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import CUDA
 from tandem.weight_sync.handshake import LinkPlace, LinkSettings
-from tandem.weight_sync.transport_choice import Way
+from tandem.weight_sync.transport_choice import TransportKind
 from tandem.workers.job import LinkSpec
 from tandem.workers.linking import link_place
 
 SETTINGS = LinkSettings(send_bucket_bytes=1, receive_bucket_bytes=1, timeout_s=1)
 CROSSING = LinkSpec(first_rank=2, size=4, crosses=True, settings=SETTINGS)
-ASKED_FOR = replace(CROSSING, settings=replace(SETTINGS, way=Way.FLAGCX))
+ASKED_FOR = replace(CROSSING, settings=replace(SETTINGS, transport=TransportKind.FLAGCX))
 
 
 def _place(spec: LinkSpec, flagcx_path: Path) -> LinkPlace:

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 from tandem.comm.group import Group, GroupPlace, form_group
 from tandem.weight_sync.plan import Route
-from tandem.weight_sync.routing import Station, make_transports
+from tandem.weight_sync.transport import make_transports
 from tandem.weight_sync.transport_choice import Endpoint
 
 CPU = torch.device("cpu")
@@ -33,8 +33,15 @@ def test_users_are_warned_where_flagcx_is_passed_over(
         def form(name: str, members: tuple[int, ...], **_: object) -> Group:
             return form_group(store, GroupPlace(name, members, rank, CPU, timeout_s=10))
 
-        station = Station(rank, CPU, ROLES)
-        make_transports([route], endpoints, wanted=[None] * 3, station=station, form=form)
+        make_transports(
+            [route],
+            endpoints,
+            wanted=[None] * 3,
+            rank=rank,
+            device=CPU,
+            roles=ROLES,
+            form=form,
+        )
 
     with caplog.at_level(logging.INFO, "tandem.weight_sync"), ThreadPoolExecutor(3) as pool:
         list(pool.map(make, range(3)))
@@ -55,7 +62,9 @@ def test_the_two_directions_of_a_pair_do_not_wait_for_each_other() -> None:
         routes,
         [Endpoint("cpu", f"{n}", "cpu") for n in range(3)],
         wanted=[None] * 3,
-        station=Station(0, CPU, ROLES),
+        rank=0,
+        device=CPU,
+        roles=ROLES,
         form=form,
     )
     assert [members for _, members in formed] == [(0, 1), (0, 1), (0, 1, 2)]
