@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording a sequence of device operations once and replaying it without their launch cost."""
+"""Records a sequence of device operations once and replays it without their launch cost."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 
 Replay = Callable[[], None]
 Capturer = Callable[[Callable[[], None]], Replay]
-"""Takes a function of no arguments that works on fixed tensors in place; it may be run at once.
-What it returns runs it again."""
+"""A function that takes a function of no arguments and returns one that runs it again.
+
+The given function works on fixed tensors in place. The capturer may run it at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph with the function it was captured from: what that refers to must live as long."""
+    """A graph and the function that it was captured from, whose tensors must live as long."""
 
     graph: torch.cuda.CUDAGraph
     function: Callable[[], None]
@@ -29,13 +30,15 @@ class _Captured:
 
 
 def eager() -> Capturer:
-    """For devices without graphs: what is captured is the function itself."""
+    """Return a capturer for devices without graphs, which returns the function itself."""
     return lambda function: function
 
 
 def cuda_graphs() -> Capturer:
-    """CUDA graphs that share one memory pool, so only one of them may be in use at a time. Once all
-    of them are gone, the pool is used up: another capturer makes another."""
+    """Return a capturer of CUDA graphs, which share a memory pool: only one may run at a time.
+
+    Once all graphs are gone, the pool cannot be used again: make another capturer.
+    """
     pool, stream = torch.cuda.graph_pool_handle(), _capture_stream()
 
     def capture(function: Callable[[], None]) -> Replay:
@@ -44,7 +47,7 @@ def cuda_graphs() -> Capturer:
             function()  # compiles kernels and lets libraries allocate what must not be captured
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # What other threads do meanwhile, such as receiving weights, is not part of it.
+        # Work of other threads, such as receiving weights, must not become part of the graph.
         with (
             _no_collection(),
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
@@ -57,14 +60,14 @@ def cuda_graphs() -> Capturer:
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """One for all that a process captures: libraries and the allocator keep memory for each stream
-    that they ever worked on."""
+    # One stream for all graphs of a process: libraries and the allocator keep memory for each
+    # stream that they ever used.
     return torch.cuda.Stream()
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without Python's garbage collector, which would end a capture if it found an old graph."""
+    """Disable Python's garbage collector, which would end a capture if it freed an old graph."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

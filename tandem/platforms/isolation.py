@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a worker process is kept to its own device: a plan of environment variables and one index.
+"""Restricts a worker process to its own device: a plan of environment variables and one index.
 
-Pure, and free of torch: the plan is made from what the scheduler assigned and what the process
-inherited, and applied before any vendor library is loaded. It never shows a process more than it
-inherited, and refuses what can be read in two ways. Who hands devices out is the scheduler's
-business.
+The plan is a pure function of the device that the scheduler assigned and of the environment that
+the process inherited; it needs no torch and is applied before a vendor's library is loaded. It
+never shows a process more devices than it inherited, and refuses ambiguous assignments. Schedulers
+assign the devices; this file does not.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from tandem.errors import UserError
 
 _NAME = re.compile(r"-?\d+|[A-Za-z]+-[\w./-]+")
 _NO_DEVICES = "NoDevFiles"
-"""What some schedulers write where they give no device."""
+"""The value that some schedulers write if they assign no device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """How processes of a platform are kept to their devices, and what Ray knows of them.
+    """The way in which processes of a platform see their devices alone, and Ray's view of these.
 
     Attributes:
-        mode: ``none``: there is nothing to isolate. ``mask``: a process is shown its device alone,
-            which then has index 0. ``select``: it sees what it inherited and uses its device by
+        mode: ``none``: there is nothing to isolate. ``mask``: a process sees its own device alone,
+            with index 0. ``select``: it sees the devices that it inherited and uses its own by
             index.
-        resource: Ray's name for such a device.
-        is_known_to_ray: whether Ray finds these devices by itself and hands them out by the names
-            that stand in the variables; else it counts them from 0.
+        resource: Ray's name of such a device.
+        is_known_to_ray: whether Ray finds these devices itself and assigns them by the names in
+            ``variables``; otherwise it counts them from 0.
         variables: environment variables that list visible devices. The plan sets the first; the
-            others mean the same and are removed.
-        renumbering: one that hides devices so that the indices in ``variables`` shift.
-        prefix: what stands before the list in their values.
-        ray_switch: set in a process, Ray leaves ``variables`` alone there; "" if there is none.
+            others are synonyms and are removed.
+        renumbering: a variable that hides devices, which shifts the indices in ``variables``.
+        prefix: precedes the list in the values of the variables.
+        ray_switch: a variable that makes Ray leave ``variables`` alone; "" if there is none.
     """
 
     mode: Literal["none", "mask", "select"]
@@ -58,7 +58,7 @@ CUDA_LIKE = Visibility(
     renumbering="ROCR_VISIBLE_DEVICES",
     ray_switch=_NOSET + "CUDA_VISIBLE_DEVICES",
 )
-"""NVIDIA's and AMD's devices: torch calls both cuda, and AMD's runtime reads either variable."""
+"""The devices of NVIDIA and AMD: torch calls both cuda, and AMD's runtime reads either variable."""
 ASCEND = Visibility(
     mode="mask",
     resource="NPU",
@@ -78,17 +78,18 @@ MLU = Visibility(
 MUSA = Visibility(
     mode="select", resource="GPU", is_known_to_ray=False, variables=("MUSA_VISIBLE_DEVICES",)
 )
-"""Its collectives fail among processes that see one device each, hence ``select``."""
+"""Moore Threads' devices. Their collectives fail between processes that see one device each, so the
+mode is ``select``."""
 
 
 @dataclass(frozen=True, slots=True)
 class IsolationPlan:
-    """What one process does before it loads anything of a vendor.
+    """The preparations of a process before it loads a vendor's library.
 
     Attributes:
-        env_set, env_unset: changes of its environment.
-        local_index: of its device among those that it then sees.
-        physical_id: the device's name on the node; "" where there is nothing to isolate.
+        env_set, env_unset: the changes of its environment.
+        local_index: the index of its device among those that it then sees.
+        physical_id: the device's name on the node; "" if there is nothing to isolate.
     """
 
     env_set: tuple[tuple[str, str], ...] = ()
@@ -110,16 +111,16 @@ def plan_isolation(
     inherited: Mapping[str, str],
     node_visible: Sequence[str] = (),
 ) -> IsolationPlan:
-    """How a process that was assigned a device comes to use that device and no other.
+    """Plan how a process uses the device that it was assigned, and no other.
 
     Args:
-        assigned: what the scheduler gave this process: one id.
+        assigned: the ids that the scheduler assigned to this process: exactly one.
         inherited: the environment of the process.
-        node_visible: all ids that the scheduler hands out on this node, in order; empty if not
-            known. Tells whether an id names a device or a position in the inherited list.
+        node_visible: all ids that the scheduler assigns on this node, in order; empty if unknown.
+            They decide whether an id is a device's name or a position in the inherited list.
 
     Raises:
-        UserError: it does not follow which device is meant.
+        UserError: the assignment is ambiguous or contradicts the environment.
 
     Example:
         >>> str(plan_isolation(CUDA_LIKE, ["5"], inherited={"CUDA_VISIBLE_DEVICES": "4,5,6,7"}))
@@ -129,8 +130,10 @@ def plan_isolation(
         return IsolationPlan()
     if len(assigned) != 1 or "," in assigned[0]:
         raise UserError(
-            f"{visibility.resource}={','.join(assigned)!r}: a worker uses exactly one device. "
-            "Let the scheduler assign one to each."
+            visibility.resource,
+            ",".join(assigned),
+            rule="a worker uses exactly one device",
+            remedy="Let the scheduler assign one to each.",
         )
     source, mask = _inherited_mask(visibility, inherited)
     if mask is None:
@@ -150,22 +153,22 @@ def plan_isolation(
 
 
 def apply_isolation(plan: IsolationPlan, environment: MutableMapping[str, str]) -> None:
-    """Change ``environment`` as planned; children started later inherit it."""
+    """Change ``environment`` as planned. Children that start later inherit it."""
     for name in plan.env_unset:
         environment.pop(name, None)
     environment.update(plan.env_set)
 
 
 def is_restricted(visibility: Visibility, inherited: Mapping[str, str]) -> bool:
-    """Whether an environment lists devices at all; an empty list hides them."""
+    """Return whether an environment lists devices; an empty list hides all of them."""
     return any(name in inherited for name in (*visibility.variables, visibility.renumbering))
 
 
 def inherited_names(visibility: Visibility, inherited: Mapping[str, str]) -> tuple[str, ...]:
-    """The devices that an environment lists as visible; empty if it lists none.
+    """Return the devices that an environment lists as visible; none if it lists none.
 
     Raises:
-        UserError: it lists them in a form that is not understood, or in two ways.
+        UserError: the list is malformed, or two lists contradict each other.
     """
     return _inherited_mask(visibility, inherited)[1] or ()
 
@@ -173,20 +176,20 @@ def inherited_names(visibility: Visibility, inherited: Mapping[str, str]) -> tup
 def _inherited_mask(
     visibility: Visibility, inherited: Mapping[str, str]
 ) -> tuple[str, tuple[str, ...] | None]:
-    """(name=value of the variable that restricts this process, its list or None)."""
+    """Return (name=value of the variable that restricts this process, its list or None)."""
     names = [name for name in visibility.variables if name in inherited]
     shown = ", ".join(f"{name}={inherited[name]}" for name in names)
     if visibility.renumbering in inherited:
         renumbering = f"{visibility.renumbering}={inherited[visibility.renumbering]}"
         if names:
-            raise UserError(
-                f"{renumbering}, {shown}: indices of the second count within the first. Set one."
-            )
+            rule = "indices of the second count within the first"
+            raise UserError(f"{renumbering}, {shown}", rule=rule, remedy="Set one of them.")
         names, shown = [visibility.renumbering], renumbering
     if not names:
         return next(iter(visibility.variables), ""), None
     if len({inherited[name] for name in names}) > 1:
-        raise UserError(f"{shown}: both name the visible devices, and differ. Set one of them.")
+        rule = "both name the visible devices, and differ"
+        raise UserError(shown, rule=rule, remedy="Set one of them.")
     return shown, _parse(inherited[names[0]], source=shown, prefix=visibility.prefix)
 
 
@@ -197,18 +200,19 @@ def _parse(value: str, *, source: str, prefix: str) -> tuple[str, ...]:
     has_prefix = value.startswith(prefix)
     if not has_prefix or not all(_NAME.fullmatch(part) for part in parts):
         example = f"{prefix}0,1"
-        raise UserError(f"{source}: is no list of devices. Write it as {example}.")
+        raise UserError(source, rule="is no list of devices", remedy=f"Write it as {example}.")
     end = next((i for i, part in enumerate(parts) if part.startswith("-")), len(parts))
     if len(set(parts[:end])) < end:
-        raise UserError(f"{source}: names a device twice. Name each once.")
+        raise UserError(source, rule="names a device twice", remedy="Name each once.")
     return tuple(parts[:end])  # drivers ignore what follows a negative index
 
 
 def _own_name(assigned: str, *, source: str, node_visible: Sequence[str]) -> str:
     if node_visible and assigned not in node_visible:
         raise UserError(
-            f"{source}: device {assigned} was assigned, but this node has "
-            f"{','.join(node_visible)}. Check how the scheduler numbers devices."
+            source,
+            rule=f"device {assigned} was assigned, but this node has {','.join(node_visible)}",
+            remedy="Check how the scheduler numbers devices.",
         )
     return assigned
 
@@ -216,9 +220,10 @@ def _own_name(assigned: str, *, source: str, node_visible: Sequence[str]) -> str
 def _in_mask(
     assigned: str, mask: tuple[str, ...], *, source: str, node_visible: Sequence[str]
 ) -> str:
-    """The name of the assigned device, which is a name in ``mask`` or a position in it."""
+    """Return the name of the assigned device, which is a name in ``mask`` or a position in it."""
     if not mask:
-        raise UserError(f"{source}: hides all devices, but {assigned} was assigned. Unset it.")
+        rule = f"hides all devices, but {assigned} was assigned"
+        raise UserError(source, rule=rule, remedy="Unset it.")
     positions = tuple(str(i) for i in range(len(mask)))
     names = set(mask)
     counts = not node_visible or tuple(node_visible) == positions
@@ -228,13 +233,16 @@ def _in_mask(
         readings.add(assigned)
     if len(readings) > 1:
         raise UserError(
-            f"{source}: device {assigned} was assigned, which is the name of one device here and "
-            "the position of another. List the devices in ascending order from 0, or unset it."
+            source,
+            rule=f"device {assigned} was assigned, which is the name of one device here and the "
+            "position of another",
+            remedy="List the devices in ascending order from 0, or unset it.",
         )
     if not readings:
         raise UserError(
-            f"{source}: device {assigned} was assigned, but is not among them. "
-            "Give the scheduler and the process the same devices."
+            source,
+            rule=f"device {assigned} was assigned, but is not among them",
+            remedy="Give the scheduler and the process the same devices.",
         )
     return readings.pop()
 
@@ -243,5 +251,6 @@ def _index(physical: str, mask: tuple[str, ...] | None, *, source: str) -> int:
     if mask is not None:
         return mask.index(physical)
     if not physical.isdecimal():
-        raise UserError(f"{source}: device {physical} has no index. List the devices in it.")
+        rule = f"device {physical} has no index"
+        raise UserError(source, rule=rule, remedy="List the devices in it.")
     return int(physical)

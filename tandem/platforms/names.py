@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of platforms and what else they are called, without torch and without their records, so
-that a mistake in one is said at once and ``tandem plan`` knows them.
+"""The names and aliases of platforms.
+
+This file needs neither torch nor the records, so that a wrong name is reported at once, and by
+``tandem plan`` too.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ GROUP = "tandem.platforms"
 VARIABLE = "VERL_PLATFORM"
 """verl's variable, with our names and aliases."""
 AUTO = "auto"
-"""Whichever is found."""
+"""The first platform that is found."""
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "cuda": ("nvidia",),
     "rocm": ("amd", "hip"),
@@ -26,22 +28,22 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "xpu": ("intel",),
     "cpu": ("host",),
 }
-"""Of those that are built in."""
+"""The aliases of the built-in platforms."""
 ALONE_IN_FLAGCX = frozenset({"npu"})
-"""FlagCX connects them to no other platform."""
+"""The built-in platforms that FlagCX connects to no other one."""
 
 GPUS_OF_RAY = frozenset({"cuda", "rocm", "metax", "musa", "mlu", "xpu"})
-"""Built-in ones whose devices Ray all calls GPU."""
+"""The built-in platforms whose devices Ray calls GPU."""
 
 
 def platform_name(name: str, *, key: str) -> str:
-    """The name of the platform that a name or alias means; it need not be usable here.
+    """Return the platform's name for a name or an alias. The platform need not be usable here.
 
     Args:
-        key: where the name stands, for the message.
+        key: the key that has this value, for the message.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such platform.
 
     Example:
         >>> platform_name("ascend", key="trainer.device")
@@ -55,12 +57,15 @@ def platform_name(name: str, *, key: str) -> str:
         return name
     called = [*ALIASES, *(alias for aliases in ALIASES.values() for alias in aliases)]
     close = get_close_matches(name, [*called, *found], n=1)
+    guess = f"Did you mean {close[0]}? " if close else ""
     raise UserError(
-        f"{key}={name}: there is no such platform. "
-        f"{f'Did you mean {close[0]}? ' if close else ''}Known: {', '.join([*ALIASES, *found])}."
+        key,
+        name,
+        rule="there is no such platform",
+        remedy=f"{guess}Known: {', '.join([*ALIASES, *found])}.",
     )
 
 
 def plug_ins() -> Iterator[EntryPoint]:
-    """Platforms that installed packages declare."""
+    """Iterate over the platforms that installed packages declare."""
     return iter(entry_points(group=GROUP))

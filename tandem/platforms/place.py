@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a worker process stands: in its pool, on its node, at its device."""
+"""The place of a worker process in its pool, on its node and at its device."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Handed to what builds a worker's engines, in the worker's process.
+    """The place of a worker process, which the builder of its engines is given.
 
     Attributes:
         pool: the pool's name.
-        rank, size: within the pool; ranks on one node are contiguous.
-        node: the node's number in the run, as the plan counts nodes.
-        node_address: its IP address, by which other nodes reach it.
-        local_rank, local_size: among the workers of this pool on this node.
-        device_index: of this worker's device, in this process.
-        physical_id: the device's name on its node; "" where devices are not isolated.
-        flagcx_path: FLAGCX_PATH of this process.
-        wants_flagcx: whether collectives inside a pool of devices are to be FlagCX's.
+        rank, size: in the pool; ranks on one node are contiguous.
+        node: the node's number in the run's plan.
+        node_address: the IP address by which other nodes reach it.
+        local_rank, local_size: the number of this worker among those of the pool on this node, and
+            how many there are.
+        device_index: the index of the worker's device in this process.
+        physical_id: the device's name on its node; "" if devices are not isolated.
+        flagcx_path: the value of FLAGCX_PATH in this process.
+        wants_flagcx: whether FlagCX is to compute the collectives inside a pool of devices.
     """
 
     pool: str

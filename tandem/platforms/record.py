@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of an accelerator family, as a frozen record of facts and a few callables; and the
-two families whose devices torch brings itself. Others are in ``vendors``, all of them in
-``registry``.
+"""The record of an accelerator platform, and those of the two platforms that torch supports itself.
 
-Code branches on these facts, never on a vendor's name. More families are added as records, not as
-code. Making a record, or importing this file, asks nothing of any device: that is what ``probe`` is
-for.
+A record holds facts and a few callables. Code branches on these facts, never on a vendor's name; a
+new platform is a new record, not new code. Making a record queries no device; only ``probe`` does.
+The other records are in ``vendors``, and ``registry`` finds all of them by name.
 """
 
 from __future__ import annotations
@@ -30,36 +28,38 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """One accelerator family. Records can be pickled: a process that is sent one can use it.
+    """A platform: one family of accelerators. Records can be pickled and sent to other processes.
 
     Attributes:
         name: the public name (``trainer.device``).
-        vendor: who makes them.
-        aliases: other names it is asked for by.
-        device_type: what torch calls its devices.
-        extension: the package that brings them to torch; "" if torch has them.
-        probe: loads that, and says why this process cannot use the platform: a phrase, or "".
-        collectives: the backend of torch.distributed for its own tensors.
-        averages: whether that can reduce by ``ReduceOp.AVG``.
-        maps_memory: whether a process can map another's memory on the same device.
-        compute_dtype: the precision ``dtype=auto`` means here.
-        has_bfloat16: whether this process's device computes in it.
-        device_name: the chip's name, for reports and peak rates.
-        total_memory_bytes: of the device, whatever is in use now.
-        memory_allocated_bytes, memory_reserved_bytes: the peaks since the start of the process.
-        microbatch_tokens: the size of a micro-batch that computes fastest, None for the largest
-            that fits memory. On a CPU a small one gains nothing and costs calls of operators.
-        prepare_thread: what a thread that computes must do first.
-        kernels: who computes what is not a matrix product: torch, or our Triton kernels.
-        make_capturer: how a sequence of operations is recorded and replayed.
-        has_own_memory: whether its memory is apart from the host's, and bounded.
-        num_multiprocessors: how many programs run at the same time.
-        visibility: how several processes of a node are kept to a device each.
-        num_devices: how many this process sees.
-        versions: of its library of collectives and of its driver, where they can be told.
-        use_device: makes the one of an index the device of the calling thread.
-        device_uuid: what the driver calls the device of an index, None for that of the calling
-            thread: the same whatever the device is listed as; "" if it does not tell.
+        vendor: the company that makes the devices.
+        aliases: other names that users may write.
+        device_type: torch's name of its devices.
+        extension: the package that adds them to torch; "" if torch supports them itself.
+        probe: loads the extension and returns why this process cannot use the platform, as a
+            phrase; "" if it can.
+        collectives: the backend of torch.distributed for its tensors.
+        averages: whether the backend supports ``ReduceOp.AVG``.
+        maps_memory: whether a process can map the memory of another one on the same device.
+        compute_dtype: the precision of ``dtype=auto``.
+        has_bfloat16: returns whether this process's device computes in bfloat16.
+        device_name: returns the chip's name, for reports and peak rates.
+        total_memory_bytes: returns the memory of the device, used or not.
+        memory_allocated_bytes, memory_reserved_bytes: return the peaks since the process started.
+        microbatch_tokens: the fastest size of a micro-batch; None for the largest that fits into
+            memory. On a CPU a smaller one gains nothing and calls more operators.
+        prepare_thread: must be called first in each thread that computes.
+        kernels: the implementation of operators other than matrix products: torch's, or our Triton
+            kernels.
+        make_capturer: returns a function that records a sequence of operations for replay.
+        has_own_memory: whether its memory is separate from the host's, and bounded.
+        num_multiprocessors: returns how many programs run at the same time.
+        visibility: how each process of a node is restricted to one device.
+        num_devices: returns the number of devices that this process sees.
+        versions: returns the known versions of its collective library and its driver.
+        use_device: makes the device of an index that of the calling thread.
+        device_uuid: returns the driver's id of the device of an index, or of the calling thread's
+            device for None. The id does not depend on the index; "" if unknown.
     """
 
     name: str
@@ -90,24 +90,24 @@ class Platform:
     device_uuid: Callable[[int | None], str]
 
     def is_available(self) -> bool:
-        """Whether this process can use it."""
+        """Return whether this process can use the platform."""
         return not self.probe()
 
 
 def device_uuid(device_type: str, index: int | None) -> str:
-    """See ``Platform.device_uuid``, for what torch calls devices of that type."""
+    """Return a device's uuid as torch tells it. See ``Platform.device_uuid``."""
     properties = torch.get_device_module(device_type).get_device_properties(index)
     uuid = str(getattr(properties, "uuid", ""))
     return uuid if uuid.strip("0-") else ""
 
 
 def no_uuid(_: int | None) -> str:
-    """See ``Platform.device_uuid``, for those that do not tell."""
+    """Return "", for platforms without uuids. See ``Platform.device_uuid``."""
     return ""
 
 
 def _flush_denormals() -> bool:
-    """Products of small probabilities are often denormal, and those cost a CPU 100 cycles each."""
+    # Products of small probabilities are often denormal, and each costs a CPU 100 cycles.
     return torch.set_flush_denormal(True)
 
 
@@ -116,10 +116,10 @@ def nothing() -> None:
 
 
 def cuda_problem(build: str) -> str:
-    """See ``Platform.probe``, for those whose devices torch calls cuda.
+    """Return why torch cannot use its ``cuda`` devices, "" if it can. See ``Platform.probe``.
 
     Args:
-        build: of torch: ``cuda``, ``rocm`` or ``maca``.
+        build: the build of torch that the platform needs: ``cuda``, ``rocm`` or ``maca``.
     """
     found = "rocm" if torch.version.hip else "maca" if "metax" in torch.__version__ else "cuda"
     if torch.version.cuda is None and torch.version.hip is None:

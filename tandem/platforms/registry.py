@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All platforms by name: the built-in records, and those of installed packages, which declare them
-under the entry-point group ``tandem.platforms``.
+"""Finds platforms by name: the built-in records and those of installed packages.
 
-A plug-in is loaded when it is asked for, or when everything here is looked through; one that cannot
-be loaded is an error in the first case and a line of ``tandem doctor`` in the second.
+Packages declare them under the entry-point group ``tandem.platforms``. A plug-in is loaded when its
+name is asked for, or when all platforms are searched. If it cannot be loaded, the first is an error
+and the second a line of ``tandem doctor``.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from tandem.platforms.record import CPU, CUDA, Platform
 from tandem.platforms.vendors import METAX, MLU_PLATFORM, MUSA_PLATFORM, NPU, ROCM, XPU_PLATFORM
 
 BUILT_IN = (CUDA, ROCM, METAX, NPU, MUSA_PLATFORM, MLU_PLATFORM, XPU_PLATFORM, CPU)
-"""In order of preference when none is asked for."""
+"""The built-in records, the preferred ones first."""
 
 
 class PlugInError(Exception):
-    """An installed platform cannot be loaded."""
+    """An installed platform that cannot be loaded."""
 
 
 def platform_named(name: str, *, key: str = "trainer.device") -> Platform:
-    """The record of that name or alias, whether it can be used here or not.
+    """Return the record of a name or an alias, whether it can be used here or not.
 
     Args:
-        key: where the name stands, for the message.
+        key: the key that has this value, for the message.
 
     Raises:
-        UserError: there is none, or its package cannot be loaded.
+        UserError: there is no such platform, or its package cannot be loaded.
     """
     known = platform_name(name, key=key)
     built_in = next((platform for platform in BUILT_IN if platform.name == known), None)
@@ -40,11 +40,17 @@ def platform_named(name: str, *, key: str = "trainer.device") -> Platform:
     try:
         return load_plug_in(found[name])
     except PlugInError as error:
-        raise UserError(f"{key}={name}: {error}. Mend or remove that package.") from error
+        remedy = "Repair or remove that package."
+        raise UserError(key, name, rule=str(error), remedy=remedy) from error
 
 
 def load_plug_in(entry: EntryPoint) -> Platform:
-    """Raises PlugInError: whatever a stranger's package does when it is loaded."""
+    """Return the record that a package declares.
+
+    Raises:
+        PlugInError: it cannot be loaded, or is no record of that name. Importing another author's
+            package may raise anything.
+    """
     source = f"its plug-in {entry.value}"
     if any(entry.name in (name, *aliases) for name, aliases in ALIASES.items()):
         raise PlugInError(f"{source} takes the name of a built-in platform")
@@ -55,5 +61,5 @@ def load_plug_in(entry: EntryPoint) -> Platform:
     if not isinstance(platform, Platform):
         raise PlugInError(f"{source} is no tandem.platforms.record.Platform")
     if platform.name != entry.name:
-        raise PlugInError(f"{source} calls itself {platform.name}")
+        raise PlugInError(f"{source} has the name {platform.name}")
     return platform

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which platform is used: the one that is asked for by a key, else the one of the environment, else
-the first that is found. One that is asked for and cannot be used is an error, never another one
+"""Selects the platform of a run: by a key, else by the environment, else the first that is found.
+
+A platform that is asked for and cannot be used is an error; no other one replaces it
 (docs/adr/0002-trainer-device.md).
 """
 
@@ -27,8 +28,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A platform and why it cannot be used here; "" if it can. ``is_installed``: what brings it to
-    torch is here, working or not."""
+    """The result of probing a platform.
+
+    Attributes:
+        problem: why it cannot be used here, "" if it can.
+        is_installed: whether its extension of torch is installed, working or not.
+    """
 
     name: str
     problem: str
@@ -37,7 +42,10 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What was chosen, and why; and what ``auto`` passed over that is installed, in one line."""
+    """A chosen platform and the reason for it.
+
+    ``caution``: one line that names the installed platforms that ``auto`` skipped, "" if none.
+    """
 
     platform: Platform
     reason: str
@@ -45,7 +53,10 @@ class Selection:
 
 
 def select_platform(requested: str, *, key: str = "trainer.device") -> Platform:
-    """See ``choose_platform``, with this process's environment. Warns of what is passed over."""
+    """Choose a platform as ``choose_platform`` does, in this process's environment.
+
+    Log a warning that names the installed platforms that ``auto`` skipped.
+    """
     selection = choose_platform(requested, os.environ, key=key)
     if selection.caution:
         _warn_once(selection.caution)
@@ -55,10 +66,12 @@ def select_platform(requested: str, *, key: str = "trainer.device") -> Platform:
 def choose_platform(
     requested: str, environment: Mapping[str, str], *, key: str = "trainer.device"
 ) -> Selection:
-    """The platform of a name or alias; for ``auto`` that of the environment, or the first found.
+    """Choose the platform of a name or an alias.
+
+    ``auto`` means the platform that ``VERL_PLATFORM`` names, or without it the first that is found.
 
     Raises:
-        UserError: the one asked for does not exist, or cannot be used here.
+        UserError: the platform that was asked for does not exist, or cannot be used here.
     """
     if requested != AUTO:
         return Selection(_usable(requested, key=key), f"{key}={requested}")
@@ -71,7 +84,7 @@ def choose_platform(
 
 
 def probe_all() -> tuple[Probed, ...]:
-    """Every platform that is known here, in order of preference, broken plug-ins included."""
+    """Probe every known platform, broken plug-ins included, in order of preference."""
     probed = [_probed(platform) for platform in BUILT_IN]
     for entry in plug_ins():
         try:
@@ -83,10 +96,10 @@ def probe_all() -> tuple[Probed, ...]:
 
 
 def resolve_dtype(name: str, platform: Platform, *, key: str) -> torch.dtype:
-    """The torch dtype of a config value; ``auto`` is the platform's own compute precision.
+    """Return the torch dtype of a config value; ``auto`` is the platform's compute precision.
 
     Args:
-        key: where the value stands in the configuration, for the message.
+        key: the key that has this value, for the message.
 
     Raises:
         UserError: the device cannot compute in it.
@@ -94,8 +107,10 @@ def resolve_dtype(name: str, platform: Platform, *, key: str) -> torch.dtype:
     dtype = platform.compute_dtype if name == "auto" else DTYPES[name]
     if dtype == torch.bfloat16 and not platform.has_bfloat16():
         raise UserError(
-            f"{key}={name}: {platform.device_name()} does not compute in bfloat16. "
-            f"Set {key}=float32."
+            key,
+            name,
+            rule=f"{platform.device_name()} does not compute in bfloat16",
+            remedy=f"Set {key}=float32.",
         )
     return dtype
 
@@ -107,14 +122,14 @@ def _probed(platform: Platform) -> Probed:
 
 
 def _passed_over(key: str) -> str:
-    """Of a choice that ended at the host: what is installed and cannot be used, if anything."""
+    """Return one line that names the installed platforms that cannot be used, "" if none."""
     unusable = [one for one in probe_all() if one.problem and one.is_installed]
     if not unusable:
         return ""
     listed = "; ".join(f"{one.name}: {one.problem}" for one in unusable)
     return (
-        f"{key}={AUTO}: computing on the host, as what is installed for other devices cannot be "
-        f"used ({listed}). Set {key}={CPU.name} if the host is meant."
+        f"{key}={AUTO}: computing on the host, because the packages installed for other devices "
+        f"cannot be used ({listed}). Set {key}={CPU.name} if the host is meant."
     )
 
 
@@ -131,18 +146,20 @@ def _usable(name: str, *, key: str) -> Platform:
         usable = ", ".join(one.name for one in probed if not one.problem)
         log = "; ".join(f"{one.name}: {one.problem}" for one in probed if one.problem)
         raise UserError(
-            f"{key}={name}: {platform.name} cannot be used here: {problem}. "
-            f"Name one that can: {usable} (not {log})."
+            key,
+            name,
+            rule=f"{platform.name} cannot be used here: {problem}",
+            remedy=f"Name one that can: {usable} (not {log}).",
         )
     return platform
 
 
 def _in_order() -> list[Platform]:
-    """Those that can be loaded; the host is the last."""
+    """Return the platforms that can be loaded; the host is the last."""
     others = [platform for platform in BUILT_IN if platform is not CPU]
     for entry in plug_ins():
         try:
             others.append(load_plug_in(entry))
         except PlugInError:
-            continue  # nobody asked for it; tandem doctor lists it
+            continue  # it was not asked for; tandem doctor lists it
     return [*others, CPU]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of the families that torch reaches through a vendor's extension or build.
+"""Records of the platforms that torch reaches through a vendor's extension or build.
 
-Their facts are the vendors' own documentation; which of them were seen on hardware stands in
-docs/platforms.md. Nothing of a vendor is loaded before its ``probe`` is called.
+Their facts come from the vendors' documentation; docs/platforms.md lists those that were verified
+on hardware. No vendor's package is loaded before ``probe`` is called.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from tandem.platforms.record import CUDA, Platform, cuda_problem, device_uuid, n
 
 
 def extension_problem(device_type: str, extension: str) -> str:
-    """See ``Platform.probe``. An extension that is there and cannot be loaded is a reason too:
-    vendors' packages fail in all ways when a driver is missing."""
+    """Return why this process cannot use the platform, "" if it can. See ``Platform.probe``."""
     if extension and importlib.util.find_spec(extension) is None:
         return f"the package {extension} is not installed"
     try:
@@ -31,6 +30,7 @@ def extension_problem(device_type: str, extension: str) -> str:
             importlib.import_module(extension)
         found = torch.get_device_module(device_type).is_available()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        # Without a driver, vendors' packages fail in many ways.
         return f"{extension or device_type} cannot be loaded: {error}"
     return "" if found else "finds no device"
 
@@ -80,12 +80,12 @@ def extension_platform(
 
 
 def _ask(device_type: str, function: str, *arguments: object) -> Any:
-    """What the device's module in torch says."""
+    """Call a function of torch's module for the device type."""
     return getattr(torch.get_device_module(device_type), function)(*arguments)
 
 
 def _has_bfloat16(device_type: str) -> bool:
-    """Not every extension can tell; all chips of those that cannot compute in it."""
+    # Some extensions lack the function. All chips of their vendors compute in bfloat16.
     module = torch.get_device_module(device_type)
     return not hasattr(module, "is_bf16_supported") or module.is_bf16_supported()
 
@@ -133,8 +133,9 @@ ROCM = replace(
     make_capturer=eager,
     device_uuid=no_uuid,
 )
-"""Its library of collectives is RCCL, which torch calls nccl. Our Triton kernels and graphs were
-not tried there, and are not used. Chips without a number of their own all have the same uuid."""
+"""AMD's devices. Their collective library is RCCL, which torch calls nccl. Our Triton kernels and
+graphs are untested there and not used. Chips without a serial number share one uuid, so uuids are
+not used either."""
 METAX = replace(
     ROCM,
     name="metax",

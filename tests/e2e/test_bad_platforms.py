@@ -55,10 +55,10 @@ def refuse(
 @pytest.mark.parametrize(
     ("keys", "parts"),
     [
-        (("trainer.device=asend",), ("trainer.device=asend: there is no such", "mean ascend?")),
+        (("trainer.device=asend",), ("trainer.device='asend': there is no such", "mean ascend?")),
         (
             ("pools.generate.platform=mussa",),
-            ("pools.generate.platform=mussa: there is no such", "mean musa?"),
+            ("pools.generate.platform='mussa': there is no such", "mean musa?"),
         ),
         (
             (*MIXED, "pools.transport=collective"),
@@ -117,13 +117,13 @@ def test_the_environment_cannot_name_what_is_not_there(
 ) -> None:
     arguments = train_arguments(material, tmp_path / "run")
     conditions = Conditions(environment={"VERL_PLATFORM": "asend"})
-    says = ("VERL_PLATFORM=asend: there is no such platform. ", "mean ascend?")
+    says = ("VERL_PLATFORM='asend': there is no such platform. ", "mean ascend?")
     refuse([command, *arguments[1:]], tmp_path, *says, conditions=conditions)
 
 
 def test_fine_tuning_and_its_plan_know_the_names_too(material: Material, tmp_path: Path) -> None:
     arguments = sft_arguments(material, tmp_path / "run", "trainer.device=cudda")
-    says = "trainer.device=cudda: there is no such platform. Did you mean cuda?"
+    says = "trainer.device='cudda': there is no such platform. Did you mean cuda?"
     refuse(arguments, tmp_path, says)
     refuse(["plan", *arguments], tmp_path, says)
 
@@ -131,7 +131,7 @@ def test_fine_tuning_and_its_plan_know_the_names_too(material: Material, tmp_pat
 def test_a_platform_that_is_not_here(material: Material, tmp_path: Path) -> None:
     says = ("mlu cannot be used here: the package torch_mlu is not installed", "can: cpu")
     arguments = train_arguments(material, tmp_path / "run", "trainer.device=cambricon")
-    refuse(arguments, tmp_path, "trainer.device=mlu: ", *says)
+    refuse(arguments, tmp_path, "trainer.device='mlu': ", *says)
     refuse(["certify", "--platform", "mlu"], tmp_path, "--platform=mlu: ", *says)
 
 
@@ -212,7 +212,7 @@ def test_a_device_without_bfloat16_is_named_before_a_run_is_begun(
         (sft_arguments, "engine"),
     ):
         words = arguments(material, tmp_path / "run", "trainer.device=old")
-        says = f"{section}.dtype=auto: Acme 1 does not compute in bfloat16. Set {section}.dtype="
+        says = f"{section}.dtype='auto': Acme 1 does not compute in bfloat16. Set {section}.dtype="
         refuse(words, tmp_path, says, conditions=conditions)
         for key in ("dtype", "model_dtype"):
             keys = (f"{section}.dtype=float32", f"{section}.{key}=bfloat16")

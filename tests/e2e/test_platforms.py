@@ -69,12 +69,12 @@ def test_a1_a_platform_that_is_not_here_is_named_with_the_reason(
     )
     (error,) = ended.errors
     assert ended.code == 2
-    assert "trainer.device=musa: musa cannot be used here" in error
+    assert "trainer.device='musa': musa cannot be used here" in error
     assert "torch_musa is not installed" in error and "Name one that can: cpu" in error
     assert not (tmp_path / "run").exists()
     ended = run_with(tmp_path, ["doctor"], folder=tmp_path, VERL_PLATFORM="musa")
     assert ended.code == 2
-    assert "VERL_PLATFORM=musa: musa cannot be used here: the package torch_musa" in ended.stdout
+    assert "VERL_PLATFORM='musa': musa cannot be used here: the package torch_musa" in ended.stdout
 
 
 def write_wheel(folder: Path, name: str, code: str) -> Path:
@@ -111,7 +111,7 @@ def test_a4_a_platform_of_another_package_trains_and_a_broken_one_hurts_nobody_e
     )
     (error,) = ended.errors
     assert ended.code == 2
-    assert "trainer.device=broken: its plug-in broken_platform:PLATFORM cannot be loaded" in error
+    assert "trainer.device='broken': its plug-in broken_platform:PLATFORM cannot be loaded" in error
     assert "ModuleNotFoundError: No module named 'no_such_driver'" in error
     ended = run_with(path, ["doctor"], folder=tmp_path)
     assert ended.code == 0

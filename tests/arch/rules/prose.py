@@ -27,6 +27,7 @@ FINISHED_ROOMS = frozenset(
         "metrics",
         "models",
         "planner",
+        "platforms",
         "report",
         "rewards",
         "types",

@@ -39,5 +39,5 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
 
 
 def test_a_platform_that_does_not_exist() -> None:
-    with pytest.raises(UserError, match="--platform=asend: there is no such platform"):
+    with pytest.raises(UserError, match="--platform='asend': there is no such platform"):
         certify.run(["--platform", "asend"])

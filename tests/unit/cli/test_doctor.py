@@ -53,7 +53,7 @@ def test_a1_a_platform_that_is_wanted_and_not_here_is_a_problem(
     monkeypatch.setenv("VERL_PLATFORM", "ascend")
     (problem,) = doctor.diagnose(doctor.declared_dependencies()).problems
     assert problem.startswith(
-        "VERL_PLATFORM=ascend: npu cannot be used here: the package torch_npu"
+        "VERL_PLATFORM='ascend': npu cannot be used here: the package torch_npu"
     )
 
 

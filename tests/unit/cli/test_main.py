@@ -56,7 +56,7 @@ def test_mistyped_keys_and_platforms_are_found_before_torch_is_imported() -> Non
     result = run_python("-c", WITHOUT_TORCH % ["hydra"] + LEAVE, *keys, *platforms)
     assert result.returncode == 2, result.stderr
     no_key = "error: data.train_batchsize=4: no such key"
-    no_platform = "error: trainer.device=asend: there is no such platform. Did you mean"
+    no_platform = "error: trainer.device='asend': there is no such platform. Did you mean"
     messages = result.stderr.splitlines()
     assert len(messages) == 5
     assert all(message.startswith(no_key) for message in messages[:2])

@@ -155,7 +155,7 @@ def test_a_platform_that_the_environment_names_is_judged_where_it_decides(
     for words in (train, sft):
         monkeypatch.setenv(VARIABLE, "nonsense")
         assert main(["plan", *words]) == 2
-        assert "VERL_PLATFORM=nonsense: there is no such platform" in capsys.readouterr().err
+        assert "VERL_PLATFORM='nonsense': there is no such platform" in capsys.readouterr().err
         assert main(["plan", *words, "trainer.device=cpu"]) == 0
         monkeypatch.setenv(VARIABLE, "nvidia")
         assert main(["plan", *words]) == 0

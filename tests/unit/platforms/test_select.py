@@ -57,7 +57,7 @@ def test_a2_names_and_aliases(name: str, expected: str) -> None:
 def test_unknown_name_is_an_error_with_the_known_ones(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
         platform_named(name, key="pools.rollout.platform")
-    assert str(raised.value).startswith(f"pools.rollout.platform={name}: ")
+    assert str(raised.value).startswith(f"pools.rollout.platform={name!r}: ")
 
 
 @WITHOUT_DEVICES
@@ -84,8 +84,8 @@ def test_an_accelerator_that_is_installed_and_broken_is_not_passed_over_in_silen
         assert select_platform("auto") is CPU
     (message,) = [record.getMessage() for record in caplog.records]
     assert message == (
-        "trainer.device=auto: computing on the host, as what is installed for other devices cannot "
-        "be used (mlu: torch_mlu cannot be loaded: libcndrv.so is missing). "
+        "trainer.device=auto: computing on the host, because the packages installed for other "
+        "devices cannot be used (mlu: torch_mlu cannot be loaded: libcndrv.so is missing). "
         "Set trainer.device=cpu if the host is meant."
     )
     assert not choose_platform("cpu", {}).caution
@@ -109,14 +109,16 @@ def test_a_plug_in_that_fails_is_not_passed_over_in_silence(
 def test_key_goes_before_environment_and_environment_before_looking() -> None:
     assert choose_platform("auto", {VARIABLE: "host"}).reason == "VERL_PLATFORM=host"
     assert choose_platform("cpu", {VARIABLE: "nonsense"}).reason == "trainer.device=cpu"
-    with pytest.raises(UserError, match="VERL_PLATFORM=nonsense: there is no such platform"):
+    with pytest.raises(UserError, match="VERL_PLATFORM='nonsense': there is no such platform"):
         choose_platform("auto", {VARIABLE: "nonsense"})
 
 
 @WITHOUT_DEVICES
 @pytest.mark.parametrize("name", ["cuda", "rocm", "metax", "npu", "musa", "mlu", "xpu"])
 def test_what_is_asked_for_and_not_here_is_an_error_with_all_reasons(name: str) -> None:
-    with pytest.raises(UserError, match=f"trainer.device={name}: {name} cannot be used") as raised:
+    with pytest.raises(
+        UserError, match=f"trainer.device='{name}': {name} cannot be used"
+    ) as raised:
         choose_platform(name, {})
     assert "Name one that can: cpu" in str(raised.value)
     for probed in probe_all():
