@@ -96,7 +96,6 @@ class GroupBuffer:
             )
 
     def _choose(self, version: int) -> list[int] | None:
-        """Return the draws of a batch; None if it has to wait for a group."""
         size = self._rule.batch_size
         chosen = sorted(self._complete)[:size]
         if len(chosen) < size:

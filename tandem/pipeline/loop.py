@@ -248,7 +248,6 @@ class Pipeline:
             await tasks.flow.publish(self._step, is_required=is_required)
 
     async def _end_step(self, experience: Experience, tasks: RunTasks) -> None:
-        """Save, validate and log this step, each if it is due."""
         schedule = self._context.schedule
         if schedule.is_save_step(self._step):
             with self._timers.section("step"):

@@ -136,7 +136,6 @@ def _suggest(config: RunConfig, times: TaskTimes, *, groups: Groups, start: Spli
 
 
 def _lags(config: RunConfig, groups: Groups) -> list[int]:
-    """Return the lags that a run with these groups can have, ascending."""
     shares_devices = any({"generate", "actor-train"} <= {*group} for group in groups)
     if shares_devices and any(time_sharing_errors(config)):
         return [0]
@@ -158,7 +157,6 @@ def _with_reference_elsewhere(groups: Groups) -> list[Groups]:
 
 
 def _are_same(groups: Groups, others: Groups) -> bool:
-    """Return whether two divisions are the same but for their order."""
     return {*map(frozenset, groups)} == {*map(frozenset, others)}
 
 

@@ -100,7 +100,6 @@ def _carried_over(config: RunConfig) -> list[str]:
 def _task_seconds(
     times: TaskTimes, groups: Groups, *, split: Split, num_updates: int
 ) -> dict[str, float]:
-    """Return the seconds of one call of each task."""
     devices = {
         task: count for group, count in zip(groups, split.devices, strict=True) for task in group
     }

@@ -192,7 +192,6 @@ def _task_seconds(run: RunData, task: str) -> float | None:
 
 
 def _decoding(run: RunData, config: RunConfig) -> Decoding | None:
-    """Return the pace that was fitted in a synchronous run; None for other runs."""
     fixed_s = _median(run, "perf/decode_step_s/fixed")
     per_sequence_s = _median(run, "perf/decode_step_s/per_sequence")
     mean_tokens = _median(run, "response_length/mean")
@@ -243,7 +242,6 @@ def _median(run: RunData, name: str) -> float | None:
 
 
 def _relative_lengths(run: RunData) -> tuple[float, ...]:
-    """Return at most ``_MAX_LENGTHS`` lengths of rollouts of the run's second half, ascending."""
     late = [r for r in run.rollouts if 2 * int(r["step"]) >= run.num_steps]
     lengths = sorted(len(r["tokens"]) for r in late if r.get("tokens"))
     stride = max(-(-len(lengths) // _MAX_LENGTHS), 1)

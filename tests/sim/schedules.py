@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small runs under the virtual clock, and what the tests ask of them."""
+"""Small simulated runs, and functions that read their results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH, SAMPLES = 4, 2
 
 
 def config(lag: int, *further: str, num_steps: int = 24) -> RunConfig:
-    """Batches of four prompts with two samples each, one optimizer step a batch."""
+    """Configure batches of four prompts with two samples each, one optimizer step a batch."""
     return simulated_config(
         num_prompts=BATCH, num_samples=SAMPLES, lag=lag, num_steps=num_steps, further=further
     )
@@ -27,7 +27,7 @@ def times(
     decode_step_s: float = 0.001,
     **tasks: float,
 ) -> SimulatedTimes:
-    """Constant seconds by task (dashes are underscores, 0 if not named)."""
+    """Return constant seconds by task (dashes are underscores, 0 if not named)."""
     seconds = {name.replace("_", "-"): value for name, value in tasks.items()}
     seconds["ref_logp"] = tasks.get("ref_logp", 0.0)
     return SimulatedTimes(
@@ -40,12 +40,12 @@ def times(
 
 
 def small_setup(num_steps: int = 24, groups: Sequence[Sequence[str]] = APART) -> SimulatedSetup:
-    """Just enough data, every task but logp on devices of its own."""
+    """Return a setup with just enough data, and with all tasks but logp on their own devices."""
     return SimulatedSetup(groups, num_rows=num_steps * BATCH)
 
 
 def lags(run: SimulatedRun) -> list[int]:
-    """Of all samples trained on, each by its oldest token."""
+    """Return the lags of all samples trained on, each by its oldest token."""
     return [
         step - 1 - completion.weights_version
         for step, completions in run.samples.items()
@@ -54,17 +54,17 @@ def lags(run: SimulatedRun) -> list[int]:
 
 
 def num_versions(run: SimulatedRun) -> int:
-    """The most that drew tokens of one sequence."""
+    """Return the most versions that drew tokens of one sequence."""
     return max(len(c.version_runs) for samples in run.samples.values() for c in samples)
 
 
 def spans(run: SimulatedRun, track: str, name: str) -> list[tuple[float, float]]:
-    """When something was done."""
+    """Return the begins and ends of all spans with a name on a track."""
     return [(e.begin_s, e.end_s) for e in run.events if (e.track, e.name) == (track, name)]
 
 
 def updates(run: SimulatedRun) -> dict[int, tuple[float, float]]:
-    """Begin and end of the optimizer phase by step."""
+    """Return the begin and the end of the optimizer phase by step."""
     return {
         int(e.details["step"]): (e.begin_s, e.end_s)
         for e in run.events

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How asynchronous runs end, stop and go on, under the virtual clock: acceptance tests 11, 22."""
+"""Asynchronous runs end, stop and resume, under the virtual clock: acceptance tests 11 and 22."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAVES = ("trainer.save_freq=1",)
 
 
 def trained_uids(run: SimulatedRun) -> list[int]:
-    """The draws that were trained on, each once for its group, in the order of the steps."""
+    """Return the draws that were trained on, once for each group, in the order of the steps."""
     return [
         completion.sample_id // SAMPLES
         for step in sorted(run.samples)
@@ -41,7 +41,7 @@ def trained_uids(run: SimulatedRun) -> list[int]:
 
 
 def uneven(seed: int) -> SimulatedTimes:
-    """Long and short responses in disorder."""
+    """Return times with long and short responses in random order."""
     rng = random.Random(seed)
     seconds = [rng.choice([0.3, 1.0, 6.0]) for _ in range(200)]
     return SimulatedTimes(
@@ -88,15 +88,15 @@ VALIDATES = ("data.val_files=[some]", "data.train_files=[some]", "trainer.val_be
 
 
 def every_fourth_alike(row: int, k: int) -> float:
-    """Rewards of a group that is dropped, and of three that are not."""
+    """Return rewards that are equal in every fourth group, so that it is dropped."""
     return 1.0 if row % 4 == 3 else float(k)
 
 
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("test_freq", [0, 3, 7, 100])
 def test_11_dropped_groups_are_replaced_until_the_data_ends(lag: int, test_freq: int) -> None:
-    """Every fourth group has equal rewards and is dropped: 10 batches of data make 7 steps. Nobody
-    knows before the end that the seventh is the last; it is validated all the same.
+    """Every fourth group has equal rewards and is dropped: 10 batches of data make 7 steps. The
+    seventh is validated, although nothing tells before its end that it is the last.
     """
     keys = (*DROPS, *VALIDATES, f"trainer.test_freq={test_freq}")
     setup = replace(small_setup(10), score=every_fourth_alike, num_validation_rows=3)
@@ -133,7 +133,7 @@ def test_11_a_step_is_recorded_at_its_end_whether_or_not_it_is_the_last(
 
 
 def test_11_a_stop_waits_for_no_last_validation_either(tmp_path: Path) -> None:
-    """Stopped where the data have ended and the last weights are on their way."""
+    """The run is stopped after the data have ended, while the last weights are on their way."""
     keys = (*DROPS, *VALIDATES, "trainer.test_freq=100")
     setup = replace(
         small_setup(10),
@@ -185,7 +185,7 @@ def test_11_a_run_whose_data_has_ended_is_not_validated_again(lag: int, tmp_path
 def test_11_a_stop_waits_for_no_validation(
     keys: tuple[str, ...], stop_s: float, tmp_path: Path
 ) -> None:
-    """One before training, and those of steps 2 and 4; what was dropped a resume makes up for."""
+    """A resumed run repeats the dropped validations: before training, and of steps 2 and 4."""
     settings = (*VALIDATES[:2], "trainer.val_before_train=True", "trainer.test_freq=2", *keys)
     lag = 0 if "trainer.async_pipeline=False" in keys else 2
     store = CheckpointStore(tmp_path)
@@ -212,7 +212,7 @@ def test_11_a_stop_waits_for_no_validation(
     "key", ["actor_rollout_ref.rollout.partial_rollout=False", "trainer.deterministic_async=True"]
 )
 def test_11_a_stop_waits_for_no_weights_that_wait_for_sequences(key: str, tmp_path: Path) -> None:
-    """The version of a validation, or any one in rounds, comes into use when they have ended."""
+    """In lockstep, or for a validation, weights come into use when sequences have ended."""
     keys = (*VALIDATES, "trainer.test_freq=2", key)
     seconds = times(generate=lambda uid, k: 1.0 if uid < 2 * BATCH else 300.0, actor_train=1.0)
     setup = replace(small_setup(), num_validation_rows=3, store=CheckpointStore(tmp_path))
@@ -286,7 +286,7 @@ def test_22_a_group_that_was_dropped_is_not_generated_again(lag: int, tmp_path: 
 
 @pytest.mark.parametrize("lag", [0, 2])
 def test_22_the_coefficient_of_the_kl_goes_on_where_it_was(lag: int, tmp_path: Path) -> None:
-    """It falls with every step, as the policy is no way from the reference."""
+    """It falls with every step, because the policy stays at the reference."""
     control = "{type:adaptive,kl_coef:0.5,target_kl:0.1,horizon:16}"
     keys = ("algorithm.use_kl_in_reward=True", f"algorithm.kl_ctrl={control}")
 
@@ -340,11 +340,11 @@ def test_22_weights_on_their_way_need_not_wait_for_a_sequence_of_a_round_to_end(
 
 
 class BrokenRowError(Exception):
-    """What a data set can hold."""
+    """An error of reading a row of the data."""
 
 
 class BrokenEntry:
-    """Implements ``source.Entry``: it cannot be read when its turn comes."""
+    """A ``ledger.Entry`` that cannot be read when it is drawn."""
 
     def as_draw(self, uid: int) -> Prompt:
         raise BrokenRowError(f"draw {uid}")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainer and rollout that take turns on the same devices, under the virtual clock: generation
-pauses from the beginning of a training step until its weights are in use, and goes on from there.
+"""Trainer and rollout share devices, under the virtual clock.
+
+Generation pauses from the begin of a training step until its weights are in use, and then goes on.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def random_times(rng: random.Random) -> SimulatedTimes:
 
 
 def between_versions(run: SimulatedRun) -> list[tuple[float, float]]:
-    """From the begin of a training step's first update to the moment its weights are in use."""
+    """Return the spans from a step's first update until its weights are in use."""
     in_use = {
         int(e.details["version"]): e.begin_s for e in run.events if e.name == "version in use"
     }
