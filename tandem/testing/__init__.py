@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For tests of tandem and of what plugs into it: devices of vendors who are not here."""
+"""Test support for tandem and its plug-ins: doubles of vendors' devices, and the contract suite."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tandem certify`` found on a machine, as a JSON file, and the table of support that a
-folder of such files makes. The table says of a platform no more than a file here shows.
+"""Certificates, the results of ``tandem certify`` as JSON files, and the table of support.
+
+The table is made from a folder of certificates and claims nothing that none of them shows.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ NOTHING = "there is nothing to check with these devices"
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A run of the suite.
+    """The result of one run of the suite.
 
     Attributes:
         is_hardware: False for a double.
-        day: ISO date.
-        checks: by name: whether it passed, the reason if not, seconds, measurements; or why it was
-            not run.
+        day: the ISO date.
+        checks: for each check by name: whether it passed, the reason if not, its seconds and
+            measurements; or why it was not run.
     """
 
     platform: str
@@ -46,14 +47,14 @@ class Certificate:
 
     @property
     def file_name(self) -> str:
-        """One for each kind of device."""
+        """The name of the certificate's file; each kind of device has one."""
         device = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
         parts = (self.platform, device) if device != self.platform else (device,)
         return f"{'-'.join(parts)}.json"
 
 
 def certificate_of(platform: Platform, report: SuiteReport, *, today: date) -> Certificate:
-    """What a run of the suite shows."""
+    """Make the certificate of a run of the suite."""
     checks = {
         one.name: {
             **({"passed": not one.failure} if one.was_run else {"not_run": NOTHING}),
@@ -78,7 +79,7 @@ def certificate_of(platform: Platform, report: SuiteReport, *, today: date) -> C
 
 
 def write_certificate(certificate: Certificate, folder: Path) -> Path:
-    """Into a file of the folder, which is made if need be; replaces an older one of the device."""
+    """Write a certificate into a folder, made if necessary, and replace the device's older one."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / certificate.file_name
     path.write_text(json.dumps(asdict(certificate), indent=1) + "\n")
@@ -86,12 +87,12 @@ def write_certificate(certificate: Certificate, folder: Path) -> Path:
 
 
 def read_certificates(folder: Path) -> list[Certificate]:
-    """All of a folder, by file name."""
+    """Read all certificates of a folder, in the order of their file names."""
     return [Certificate(**json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
 
 
 def support_table(certificates: Sequence[Certificate]) -> str:
-    """Markdown: what is known to work on each platform, and from what."""
+    """Return a Markdown table of the support for each platform, with its evidence."""
     lines = [
         "| platform | asked for as | torch device | collectives | support | seen on |",
         "|---|---|---|---|---|---|",

@@ -1,42 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled parts of the doubles: each is built when it is first wanted, then kept in the user's
-cache. One build serves all processes; other sources or arguments are another build. A C++ compiler
-is all it needs.
+"""Compiles the native parts of the doubles on first use and keeps them in the user's cache.
+
+All processes share a build. Other sources or arguments make another build. A build needs a C++
+compiler and nothing else.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
+
+import torch
 
 from tandem.errors import UserError
 
 NATIVE = Path(__file__).parent / "native"
 _SHARED = ("-shared", "-fPIC")
 _LAST_LINES = 5
+_EXTENSION = "tandem_double"
+_FLAGS = (
+    "-O1",
+    "-std=c++20",
+    "-DTORCH_API_INCLUDE_EXTENSION_H",
+    f"-DTORCH_EXTENSION_NAME={_EXTENSION}",
+)
+_LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
 
 class MissingToolError(UserError):
-    """What it takes to build is not installed; the sources are not at fault."""
+    """A missing compiler, or missing files of other software; the sources are correct."""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What a library is made of.
+    """The recipe of a library.
 
     Attributes:
-        file: its path in the folder of this build.
-        sources: what is compiled. ``included``: what else decides the result.
-        arguments: before the sources. ``libraries``: arguments after them.
-        needed: files of other software without which it cannot be built, by what they are of.
-        conditions: others that decide the result, such as versions.
+        file: the library's path in the folder of this build.
+        sources: the files to compile.
+        arguments: the compiler's arguments before the sources.
+        libraries: the arguments after them.
+        included: other files that influence the result.
+        needed: required files of other software, by the name of the software.
+        conditions: other influences on the result, such as versions.
     """
 
     file: str
@@ -49,7 +66,7 @@ class Build:
 
     @property
     def fingerprint(self) -> str:
-        """Of all that decides what is built."""
+        """The hash of everything that influences the result."""
         decided = (self.conditions, _SHARED, self.arguments, self.libraries)
         digest = hashlib.sha256(repr(decided).encode())
         for source in (*self.sources, *self.included):
@@ -58,11 +75,11 @@ class Build:
 
 
 def built(build: Build) -> Path:
-    """The library's file. The first call builds it; others wait for that.
+    """Return the library's file. The first call builds it; concurrent calls wait for it.
 
     Raises:
-        MissingToolError: a compiler or what the build needs is missing.
-        UserError: it failed.
+        MissingToolError: a compiler or a required file is missing.
+        UserError: the compiler failed.
     """
     folder = _cache_folder() / build.fingerprint
     path = folder / build.file
@@ -90,7 +107,9 @@ def _compile(build: Build, path: Path) -> None:
         missing.append(f"there is no C++ compiler ({compiler}; CXX names another)")
     if missing:
         raise MissingToolError(
-            f"vendor doubles: {' and '.join(missing)}. Install it; doubles are built on first use."
+            "vendor doubles",
+            rule=" and ".join(missing),
+            remedy="Install it; doubles are built on first use.",
         )
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         result = Path(scratch) / path.name
@@ -103,7 +122,47 @@ def _compile(build: Build, path: Path) -> None:
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line]
             raise UserError(
-                f"vendor doubles: the compiler failed: {'; '.join(errors[:_LAST_LINES])}. "
-                f"The command was: {' '.join(command)}"
+                "vendor doubles",
+                rule=f"the compiler failed: {'; '.join(errors[:_LAST_LINES])}",
+                remedy=f"The command was: {' '.join(command)}",
             )
         os.replace(result, path)
+
+
+def open_extension() -> ModuleType:
+    """Load the extension of torch that all doubles of devices share into this process.
+
+    Raises:
+        UserError: it has to be built and cannot be.
+    """
+    path = built_extension()
+    spec = importlib.util.spec_from_file_location(_EXTENSION, path)
+    assert spec is not None, f"{path} is no extension module"
+    assert spec.loader is not None, f"{path} cannot be loaded"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def built_extension() -> Path:
+    """Return the file of torch's extension. The first call builds it, which takes a minute.
+
+    Each version of torch needs its own build, and each build needs Python's headers.
+
+    Raises:
+        UserError: it cannot be built here.
+    """
+    torch_folder, headers = Path(torch.__file__).parent, Path(sysconfig.get_paths()["include"])
+    include = torch_folder / "include"
+    folders = (include, include / "torch/csrc/api/include", headers)
+    return built(
+        Build(
+            file=f"{_EXTENSION}.so",
+            sources=tuple(sorted(NATIVE.glob("*.cpp"))),
+            arguments=(*_FLAGS, *(f"-isystem{folder}" for folder in folders)),
+            libraries=(f"-L{torch_folder / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)),
+            included=tuple(sorted(NATIVE.glob("*.h"))),
+            needed={"Python's headers": headers / "Python.h"},
+            conditions=f"{torch.__version__} {sys.version}",
+        )
+    )

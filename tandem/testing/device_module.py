@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch shows of a double as ``torch.<device type>``: the functions that torch itself, FSDP2
-and tandem ask of a device. Anything else is missing rather than pretended.
+"""The module ``torch.<device type>`` of a double.
+
+It has the functions that torch, FSDP2 and tandem call. A call of any other one is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Device = torch.device | str | int | None
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """``uuid`` is the same in all processes of a node that see this device, whatever its index."""
+    """The properties of a device; its ``uuid`` is the same in all processes, whatever its index."""
 
     name: str
     uuid: str
@@ -30,11 +31,11 @@ class DeviceProperties:
 
 
 class DeviceModule(ModuleType):
-    """``torch.<device type>`` of a double.
+    """The module ``torch.<device type>`` of a double.
 
     Args:
-        extension: see ``extension.open_extension``.
-        physical_ids: names of the devices that this process sees, by index.
+        extension: the result of ``compiling.open_extension``.
+        physical_ids: the names of the devices that this process sees, by index.
     """
 
     def __init__(
@@ -126,8 +127,8 @@ class DeviceModule(ModuleType):
         return None
 
     def manual_seed(self, seed: int) -> None:
-        """Its numbers are those of the host's generator. ``torch.manual_seed`` calls this, so it
-        must not call that."""
+        # Random numbers come from the host's generator. torch.manual_seed calls this method, so
+        # this method must not call it.
         torch.default_generator.manual_seed(seed)
 
     manual_seed_all = manual_seed
@@ -159,6 +160,6 @@ class DeviceModule(ModuleType):
 
 
 def _stream_class(device_type: str) -> type[torch.Stream]:
-    """Streams that show a raw handle under the name that this vendor gives it."""
-    handle = property(lambda stream: stream.stream_id, doc="What stands for the raw stream.")
+    """Make a class of streams that have a raw handle under the vendor's name of it."""
+    handle = property(lambda stream: stream.stream_id, doc="The stand-in for the raw stream.")
     return type("Stream", (torch.Stream,), {f"{device_type}_stream": handle})

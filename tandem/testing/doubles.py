@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Doubles of vendors' devices: a process gets real devices of torch, under the vendor's name, that
-the host computes. What a double is called, which variable restricts it and which collective library
-it has is read from the vendor's platform record, so that code under test cannot tell.
+"""Doubles of vendors' devices: real torch devices under a vendor's name, which the host computes.
 
-What a double cannot show: races between streams (nothing runs beside anything else), a vendor's
-kernels and their accuracy, speed. A process has one double at most, as torch has one place for
-them.
+The vendor's platform record gives a double its name, the variable that restricts it and its
+collective library, so that code under test sees no difference. A double cannot show races between
+streams, because all work runs in order, nor a vendor's kernels with their accuracy and speed. A
+process has at most one double, because torch reserves one device type for extensions.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from tandem.errors import UserError
 from tandem.platforms.isolation import inherited_names, is_restricted
 from tandem.platforms.record import Platform
 from tandem.platforms.registry import BUILT_IN, platform_named
+from tandem.testing.compiling import open_extension
 from tandem.testing.device_module import DeviceModule
-from tandem.testing.extension import open_extension
 
 DEFAULT_DEVICES = 2
 DOUBLES = tuple(platform.name for platform in BUILT_IN if platform.extension)
-"""The vendors whose devices torch knows by a plug-in only."""
+"""The vendors whose devices torch knows only through an extension."""
 MEMORY_BYTES = 8 * 1024**3
-"""Of each device; more than that cannot be allocated in one process."""
+"""The memory of each device; a process cannot allocate more on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Double:
-    """The one of this process."""
+    """The double of this process."""
 
     platform: Platform
     extension: Any
@@ -51,11 +50,11 @@ _here: list[_Double] = []
 
 
 def become(name: str, *, num_devices: int = DEFAULT_DEVICES) -> None:
-    """Give this process the devices of a vendor. Does nothing if it has them already.
+    """Give this process the devices of a vendor, unless it has them already.
 
     Args:
-        name: of a platform whose device type torch leaves to plug-ins.
-        num_devices: on this node; the vendor's variable shows the process some of them only.
+        name: a platform whose device type torch leaves to extensions.
+        num_devices: of the node; the vendor's variable may restrict the process to some of them.
 
     Raises:
         UserError: the process has another double, or the extension cannot be built.
@@ -64,8 +63,10 @@ def become(name: str, *, num_devices: int = DEFAULT_DEVICES) -> None:
     if _here:
         if _here[0].platform.name != platform.name:
             raise UserError(
-                f"double={platform.name}: this process is one of {_here[0].platform.name} already. "
-                "Use one process for each vendor."
+                "double",
+                platform.name,
+                rule=f"this process is one of {_here[0].platform.name} already",
+                remedy="Use one process for each vendor.",
             )
         return
     physical_ids = _visible(platform, num_devices)
@@ -80,13 +81,14 @@ def become(name: str, *, num_devices: int = DEFAULT_DEVICES) -> None:
 
 
 def is_double() -> bool:
-    """Whether this process has made-up devices."""
+    """Return whether the devices of this process are doubles."""
     return bool(_here)
 
 
 def double_platform(name: str, *, num_devices: int = DEFAULT_DEVICES) -> Platform:
-    """The vendor's record, with a probe that makes the process a double. It can be pickled: any
-    process that uses it gets the double, without further help.
+    """Return the vendor's record with a probe that gives the process the double.
+
+    The record can be pickled: every process that probes it gets the double.
 
     Example:
         >>> double_platform("mthreads").device_type
@@ -97,8 +99,11 @@ def double_platform(name: str, *, num_devices: int = DEFAULT_DEVICES) -> Platfor
 
 
 def write_vendor_package(folder: Path, name: str, *, num_devices: int = DEFAULT_DEVICES) -> None:
-    """Write a stand-in for the vendor's extension of torch: where ``folder`` is on the path of a
-    process and of its children, the vendor's own record finds the double, unmodified."""
+    """Write a stand-in for the vendor's extension of torch.
+
+    If ``folder`` is on the path of a process and of its children, the vendor's own record, which is
+    not modified, finds the double.
+    """
     extension = platform_named(name).extension
     package = folder / extension
     package.mkdir(parents=True)
@@ -111,11 +116,11 @@ def write_vendor_package(folder: Path, name: str, *, num_devices: int = DEFAULT_
 def make_backend(
     store: c10d.Store, *, rank: int, size: int, timeout: Any, averages: bool = True
 ) -> Any:
-    """The double's own collectives over ``store``, for groups made without a default world.
+    """Make the double's collectives over ``store``, for a group without a default world.
 
     Args:
         timeout: a timedelta.
-        averages: whether ``ReduceOp.AVG`` exists; without, it raises as such libraries do.
+        averages: whether ``ReduceOp.AVG`` is supported; if not, it raises as such libraries do.
     """
     assert _here, "become() comes first"
     inner = ProcessGroupGloo(store, rank, size, timeout)
@@ -128,7 +133,7 @@ def _probe(name: str, num_devices: int) -> str:
 
 
 def _visible(platform: Platform, num_devices: int) -> tuple[str, ...]:
-    """Names of the devices that this process sees."""
+    """Return the names of the devices that this process sees."""
     present = tuple(str(index) for index in range(num_devices))
     if not is_restricted(platform.visibility, os.environ):
         return present
@@ -136,14 +141,16 @@ def _visible(platform: Platform, num_devices: int) -> tuple[str, ...]:
     missing = [name for name in names if name not in present]
     if missing:
         raise UserError(
-            f"{platform.visibility.variables[0]}={','.join(names)}: the double has the devices "
-            f"{','.join(present)}. Name some of them."
+            platform.visibility.variables[0],
+            ",".join(names),
+            rule=f"the double has the devices {','.join(present)}",
+            remedy="Name some of them.",
         )
     return names
 
 
 def _register_collectives(platform: Platform, extension: ModuleType) -> None:
-    """Under the name of the vendor's library, so that compound backends stay as they are."""
+    """Register the collectives under the name of the vendor's library, for compound backends."""
 
     def create(options: Any, _: object = None) -> Any:
         inner = ProcessGroupGloo(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stub of FlagCX's library: it connects the processes of one host, with either of the two binary
-interfaces. What it takes from variables and what it leaves out stands in ``native/flagcx.c``.
+"""A stub of FlagCX's library, with either binary interface, for the processes of one host.
+
+``native/flagcx.c`` lists the environment variables that it reads and the functions that it lacks.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ _NUMBERS = {Abi.HANDLER_GROUP: 12, Abi.DEVICE_HANDLE: 13}
 
 
 def stub_library(abi: Abi, *, without: tuple[str, ...] = ()) -> Path:
-    """The path of the built library, which does not export ``without``. It lies as FlagCX's own
-    does, so that FLAGCX_PATH may be ``stub_library(abi).parents[1]``.
+    """Return the path of the built library, which does not export the functions ``without``.
+
+    Its folders are those of FlagCX: FLAGCX_PATH may be ``stub_library(abi).parents[1]``.
 
     Raises:
         UserError: it cannot be built here.
@@ -33,7 +35,7 @@ def stub_library(abi: Abi, *, without: tuple[str, ...] = ()) -> Path:
 
 
 def counters(library: Path) -> tuple[int, int]:
-    """How many streams this process has copied, and freed."""
+    """Return the numbers of streams that this process has copied and freed."""
     copied, freed = ctypes.c_int(), ctypes.c_int()
     ctypes.CDLL(str(library)).stub_counters(ctypes.byref(copied), ctypes.byref(freed))
     return copied.value, freed.value

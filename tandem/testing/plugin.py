@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pytest plug-in: doubles of vendors' devices and a stub of FlagCX as fixtures, for tandem and
-for whoever develops against it. A test suite asks for it in its top conftest, by
-``pytest_plugins = ("tandem.testing.plugin",)``. It is no entry point: pytest would load it in every
-project that has tandem installed.
+"""A pytest plug-in with fixtures for doubles of vendors' devices and for a stub of FlagCX.
+
+Tandem and its plug-ins test with it. A test suite loads it in its top conftest by
+``pytest_plugins = ("tandem.testing.plugin",)``. It is no entry point, because pytest would load it
+in every project that has tandem installed.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ import pytest
 
 from tandem.comm.flagcx_library import Abi
 from tandem.platforms.record import Platform
-from tandem.testing.compiling import MissingToolError
+from tandem.testing.compiling import MissingToolError, built_extension
 from tandem.testing.doubles import DOUBLES, double_platform
-from tandem.testing.extension import built_extension
 from tandem.testing.flagcx_stub import stub_library
 
 
 @pytest.fixture(scope="session")
 def doubles() -> Callable[..., Platform]:
-    """``double_platform``, once the doubles are built; the first use in a user's life takes a
-    minute. Without a compiler the test is skipped, with the reason."""
+    """Build the doubles, which takes a minute the first time, and return ``double_platform``.
+
+    Skip the test, with the reason, without a compiler.
+    """
     with _skipping():
         built_extension()
     return double_platform
@@ -32,14 +34,16 @@ def doubles() -> Callable[..., Platform]:
 
 @pytest.fixture(scope="session", params=DOUBLES)
 def vendor_double(request: pytest.FixtureRequest, doubles: Callable[..., Platform]) -> Platform:
-    """The record of a double of two devices, one vendor after the other."""
+    """Return the record of a double with two devices, one vendor after the other."""
     return doubles(request.param)
 
 
 @pytest.fixture(scope="session")
 def flagcx_stub() -> Callable[..., Path]:
-    """``stub_library``, once it is built with both interfaces. Without a compiler the test is
-    skipped, with the reason."""
+    """Build the stub with both interfaces and return ``stub_library``.
+
+    Skip the test, with the reason, without a compiler.
+    """
     with _skipping():
         for abi in Abi:
             stub_library(abi)
@@ -48,7 +52,7 @@ def flagcx_stub() -> Callable[..., Path]:
 
 @contextmanager
 def _skipping() -> Iterator[None]:
-    """Skip the test where nothing can be compiled."""
+    """Skip the test if nothing can be compiled."""
     try:
         yield
     except MissingToolError as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function run by several processes, each with a device of a platform, before a deadline.
+"""Runs a function in several processes, each with a device of a platform, before a deadline.
 
-What vendors need of a process stays in that process: the caller's loads nothing of theirs.
+Vendors' packages are loaded in these processes only, never in the caller's.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from tandem.platforms.record import Platform
 
 _HOST = "127.0.0.1"
 _LEAVE_S = 5.0
-"""How long a process whose answer has arrived may take to end before it is killed."""
+"""The time that a process whose answer has arrived may take to end before it is killed."""
 _PRELOADED = ["tandem.testing.contracts.suite"]
-"""Imported once, by a process that all others are forked from: it takes seconds, and does no more
-than to define names."""
+"""Modules that the process from which all others are forked imports once. This takes seconds and
+only defines names."""
 
 
 class ProcessError(Exception):
-    """A process raised, died or took too long; the message tells which, with its traceback."""
+    """A process that raised, died or took too long; the message names it, with its traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What a process knows of itself.
+    """A process's place among the processes of a run.
 
     Attributes:
-        device: its own; the platform's devices are dealt to the ranks in turn.
-        store_port: of a TCPStore on this machine that all of them reach.
+        device: the process's own; ranks get the platform's devices in turn.
+        store_port: the port of a TCPStore on this machine that all processes reach.
     """
 
     platform: Platform
@@ -53,19 +53,20 @@ class Here:
     store_port: int
 
     def connect(self, timeout_s: float = 60) -> TCPStore:
-        """The store."""
+        """Connect to the store."""
         timeout = timedelta(seconds=timeout_s)
         return TCPStore(_HOST, self.store_port, is_master=False, timeout=timeout)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How processes are started.
+    """The conditions under which processes start.
 
     Attributes:
-        environment: variables that are set before anything of a vendor is loaded.
-        joined: whether they are in a world of torch.distributed when the function is called; their
-            devices are of one type then.
+        timeout_s: bounds the whole run.
+        environment: variables that are set before a vendor's package is loaded.
+        joined: whether the processes join a world of torch.distributed before the function is
+            called; their devices must be of one type.
     """
 
     timeout_s: float = 120
@@ -80,19 +81,19 @@ def run_processes(
     launch: Launch,
     args: tuple[Any, ...] = (),
 ) -> list[Any]:
-    """What ``function(here, *args)`` returns in each process, one for each of ``platforms``.
+    """Call ``function(here, *args)`` in a process for each of ``platforms``. Return the results.
 
     Args:
-        function: of the top level of a module, so that it can be pickled.
+        function: defined at the top level of a module, so that it can be pickled.
 
     Raises:
-        ProcessError: one of them failed. All have ended then.
+        ProcessError: a process failed. All processes have ended by then.
     """
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     task = pickle.dumps((function, args))
     size, deadline = len(platforms), time.monotonic() + launch.timeout_s
     started = [
-        _start(_Seat(pickle.dumps(platform), rank, size, store.port), launch, task=task)
+        _start(_Start(pickle.dumps(platform), rank, size, store.port), launch, task=task)
         for rank, platform in enumerate(platforms)
     ]
     leave_s = 0.0
@@ -110,8 +111,8 @@ def run_processes(
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
-    """The platform travels as bytes: it is unpickled after the environment was set."""
+class _Start:
+    """The arguments of a process. ``platform`` is unpickled once the environment is set."""
 
     platform: bytes
     rank: int
@@ -119,49 +120,51 @@ class _Seat:
     store_port: int
 
 
-def _start(seat: _Seat, launch: Launch, *, task: bytes) -> tuple[Connection, BaseProcess]:
+def _start(begin: _Start, launch: Launch, *, task: bytes) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     ours, theirs = context.Pipe()
     process = context.Process(
-        target=_run, args=(theirs, seat), kwargs={"launch": launch, "task": task}, daemon=True
+        target=_run, args=(theirs, begin), kwargs={"launch": launch, "task": task}, daemon=True
     )
     process.start()
     theirs.close()
     return ours, process
 
 
-def _run(connection: Connection, seat: _Seat, *, launch: Launch, task: bytes) -> None:
-    """The life of one process. It stays until all have finished, since others may need its end of
-    a connection until then."""
+def _run(connection: Connection, begin: _Start, *, launch: Launch, task: bytes) -> None:
+    """Run the function in this process, and stay until all processes have finished.
+
+    Others may need this process's end of a connection until then.
+    """
     try:
         os.environ.update(launch.environment)
         torch.set_num_threads(1)
-        here = _open(seat)
+        here = _open(begin)
         if launch.joined:
             _join(here, launch.timeout_s)
         function, args = pickle.loads(task)
         answer = (True, function(here, *args))
-    except Exception:  # whatever it was, the caller shows it
+    except Exception:  # the caller shows it
         answer = (False, traceback.format_exc())
-    with suppress(BrokenPipeError):  # nobody listens any more: another one failed before
+    with suppress(BrokenPipeError):  # the caller has stopped listening: another process failed
         connection.send_bytes(pickle.dumps(answer))
         connection.poll(launch.timeout_s)
     os._exit(0)  # threads of a world whose peers are gone may never end
 
 
-def _open(seat: _Seat) -> Here:
-    platform: Platform = pickle.loads(seat.platform)
+def _open(begin: _Start) -> Here:
+    platform: Platform = pickle.loads(begin.platform)
     problem = platform.probe()
     if problem:
         raise RuntimeError(f"{platform.name}: {problem}")
     device = torch.device("cpu")
     if platform.device_type != "cpu":
-        index = seat.rank % platform.num_devices()
+        index = begin.rank % platform.num_devices()
         platform.use_device(index)
         device = torch.device(platform.device_type, index)
     platform.prepare_thread()
-    return Here(platform, device, seat.rank, seat.size, seat.store_port)
+    return Here(platform, device, begin.rank, begin.size, begin.store_port)
 
 
 def _join(here: Here, timeout_s: float) -> None:

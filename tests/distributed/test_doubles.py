@@ -68,7 +68,7 @@ def test_devices_of_a_double(doubles: Callable[..., Platform]) -> None:
         "handle": True,
         "ordinal": "invalid device ordinal 9: there are 4",
         "memory": f"device 0 out of memory: {9 * 1024**3} bytes wanted, {8 * 1024**3} free",
-        "other": "double=mlu: this process is one of musa already. "
+        "other": "double='mlu': this process is one of musa already. "
         "Use one process for each vendor.",
         "counted": (0, 0),
         "freed": 4000,
@@ -87,7 +87,7 @@ def _uuids(here: Here) -> list[str]:
         ("npu", "3,1", ["double-npu-3", "double-npu-1"]),
         ("musa", "2", ["double-musa-2"]),
         ("npu", "", "finds no device"),
-        ("mlu", "1,7", "MLU_VISIBLE_DEVICES=1,7: the double has the devices 0,1,2,3"),
+        ("mlu", "1,7", "MLU_VISIBLE_DEVICES='1,7': the double has the devices 0,1,2,3"),
     ],
 )
 def test_variables_of_the_vendor_restrict_it(

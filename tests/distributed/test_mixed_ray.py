@@ -22,6 +22,8 @@ from tests.fakes.patience import sooner_than
 
 pytestmark = pytest.mark.usefixtures("doubles")
 
+WAIT_S = 60
+"""The time that a run waits for nodes, which a refusal does not."""
 POOLS = {"train": [0], "generate": [1]}
 
 
@@ -53,7 +55,7 @@ def nodes() -> Iterator[Nodes]:
     cluster = Cluster()
     npu = cluster.add_node(num_cpus=2, num_gpus=1, resources={"NPU": 1, "acc_npu": 1})
     musa = cluster.add_node(num_cpus=2, num_gpus=1, resources={"acc_musa": 1})
-    settings = ClusterSettings(num_nodes=2, devices_per_node=1, wait_s=60)
+    settings = ClusterSettings(num_nodes=2, devices_per_node=1, wait_s=WAIT_S)
     try:
         yield Nodes(
             plan_cluster(settings, {"RAY_ADDRESS": str(cluster.address)}),

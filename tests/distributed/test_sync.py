@@ -191,6 +191,9 @@ def test_a12_mistakes_are_named_in_all_processes(results: list[dict[str, Any]]) 
 
 
 TIMEOUT_S = 8.0
+"""A lost connection is noticed sooner; a process that is only stopped is not."""
+PATIENCE_S = 8 * TIMEOUT_S
+"""An end by the time limit comes within a few of them, on a busy machine."""
 NUM_MESSAGES = 16
 
 
@@ -266,7 +269,10 @@ def _open_when_asked(store_port: int, *, name: str) -> WeightLink:
 
 @pytest.mark.parametrize(
     ("way", "cause", "within_s"),
-    [("killed", "[Cc]onnection", 3.0), ("stopped", "not all took part|Timed out", TIMEOUT_S + 3)],
+    [
+        ("killed", "[Cc]onnection", TIMEOUT_S),
+        ("stopped", "not all took part|Timed out", PATIENCE_S),
+    ],
 )
 def test_a12_a_lost_process_ends_the_transfer_everywhere_and_can_be_replaced(
     results: list[dict[str, Any]], way: str, cause: str, within_s: float

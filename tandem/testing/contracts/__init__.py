@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tandem asks of a platform, as checks that run on any: a device here, or a double of one."""
+"""The contract of a platform, as checks that run on any of them: on hardware or on a double."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check of the suite is given, what it gives back, and how results are compared."""
+"""The arguments and results of a check of the suite, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ EXACT = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where a check runs: in every process of a world at the same time, on its own device.
+    """The environment of a check, which runs in every process of a world, each on its own device.
 
     Attributes:
-        folder: empty, the same one for all processes and all checks.
+        folder: an initially empty folder, the same for all processes and all checks.
     """
 
     here: Here
@@ -42,22 +42,22 @@ class Bench:
 
     @property
     def device(self) -> torch.device:
-        """This process's."""
+        """The device of this process."""
         return self.here.device
 
     @property
     def is_host(self) -> bool:
-        """Whether the device is the host itself, against which others are compared."""
+        """Whether the device is the host itself, with which others are compared."""
         return self.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that a platform must be able to do.
+    """A check of one ability of a platform.
 
     Attributes:
-        name: ``area/what``.
-        run: raises ContractError if it cannot; what else it raises is a failure too.
+        name: ``area/ability``.
+        run: raises ContractError if the platform lacks it; any other error is a failure too.
     """
 
     name: str
@@ -65,23 +65,23 @@ class Check:
 
 
 class ContractError(Exception):
-    """A platform does not do what it must."""
+    """A violation of the contract by a platform."""
 
 
 def require(is_so: bool, message: object) -> None:
-    """Raise ContractError with ``message`` unless it is so."""
+    """Raise ContractError with ``message`` unless ``is_so``."""
     if not is_so:
         raise ContractError(str(message))
 
 
 def require_equal(found: Tensor, expected: Tensor, *, what: str) -> None:
-    """Raise ContractError unless both have the same values; ``expected`` lies on the host."""
+    """Raise ContractError unless both have equal values; ``expected`` lies on the host."""
     found = found.detach().cpu()
     require(torch.equal(found, expected), f"{what}: {found}, expected {expected}")
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest expected value; inf for values not finite."""
+    """Return the largest difference relative to the largest expected value; inf if not finite."""
     found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
     require(found.shape == expected.shape, f"shape {found.shape}, expected {expected.shape}")
     if not found.numel():
@@ -98,6 +98,6 @@ def mean_error_of(found: Tensor, expected: Tensor) -> float:
 
 
 def bounded(name: str, error: float, *, limit: float = EXACT) -> dict[str, float]:
-    """``error`` as a measurement, checked against its limit."""
+    """Return ``error`` as a measurement, after a check against its limit."""
     require(error <= limit, f"{name}: differs from the host by {error:.2e}, at most {limit:.0e}")
     return {f"{name}_error": error}

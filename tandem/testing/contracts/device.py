@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a device by itself: memory, copies, random numbers, streams, and what models are made
-of compared with the host."""
+"""Checks of a single device: memory, copies, random numbers, streams, and parts of models."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _BF16_ERROR = 2e-2
 
 
 def device_is_the_one_taken(bench: Bench) -> Measured:
-    """Tensors of a type without an index lie on the device that was taken."""
+    """Check that tensors of a device type without an index lie on the device in use."""
     platform = bench.here.platform
     require(platform.is_available(), platform.probe())
     found = torch.empty(1, device=platform.device_type).device
@@ -36,7 +35,7 @@ def device_is_the_one_taken(bench: Bench) -> Measured:
 
 
 def tensors_move_and_are_viewed(bench: Bench) -> Measured:
-    """Values survive the way there and back, in every precision, in views and in place."""
+    """Check that copies in both directions keep values, in all dtypes, in views and in place."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool):
         values = torch.arange(60).view(3, 4, 5).to(dtype)
         there = values.to(bench.device)
@@ -60,7 +59,7 @@ def _cut(values: Tensor) -> Tensor:
 
 
 def seeds_repeat(bench: Bench) -> Measured:
-    """The same seed draws the same numbers."""
+    """Check that the same seed draws the same numbers."""
     draws = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
@@ -71,7 +70,7 @@ def seeds_repeat(bench: Bench) -> Measured:
 
 
 def autocast_computes_in_bfloat16(bench: Bench) -> Measured:
-    """A matrix product under autocast is one of bf16, and sums are right to its precision."""
+    """Check that autocast computes matrix products in bf16, with the precision of bf16."""
     left, right = (torch.randn(32, 32, generator=_seeded(seed)) for seed in (0, 1))
     with torch.autocast(bench.device.type, dtype=torch.bfloat16):
         product = left.to(bench.device) @ right.to(bench.device)
@@ -80,7 +79,7 @@ def autocast_computes_in_bfloat16(bench: Bench) -> Measured:
 
 
 def memory_is_counted(bench: Bench) -> Measured:
-    """The peaks of allocated memory include a tensor that is there."""
+    """Check that the peaks of allocated memory include a living tensor."""
     platform = bench.here.platform
     if not platform.has_own_memory:
         return None
@@ -92,7 +91,7 @@ def memory_is_counted(bench: Bench) -> Measured:
 
 
 def streams_are_ordered(bench: Bench) -> Measured:
-    """Work on another stream sees what was queued before, and its event tells the end."""
+    """Check that a stream that waits for another sees its work, and that its event ends."""
     if bench.is_host:
         return None
     first, second = torch.Stream(bench.device), torch.Stream(bench.device)
@@ -113,7 +112,7 @@ def streams_are_ordered(bench: Bench) -> Measured:
 
 
 def copies_are_pinned(bench: Bench) -> Measured:
-    """Page-locked memory goes over and back unchanged; how fast is measured."""
+    """Check copies of page-locked memory in both directions, and measure their rates."""
     if bench.is_host:
         return None
     source = torch.arange(_COPY_BYTES // 8).pin_memory()
@@ -133,7 +132,7 @@ def copies_are_pinned(bench: Bench) -> Measured:
 
 
 def state_is_saved_and_loaded(bench: Bench) -> Measured:
-    """torch.save keeps a module's state; torch.load brings it to the device it is told."""
+    """Check that torch.save keeps a module's state and torch.load puts it on the given device."""
     net = nn.Linear(8, 4).to(bench.device)
     path = bench.folder / f"state-{bench.here.rank}.pt"
     torch.save(net.state_dict(), path)
@@ -145,7 +144,7 @@ def state_is_saved_and_loaded(bench: Bench) -> Measured:
 
 
 def attention_matches(bench: Bench) -> Measured:
-    """Causal attention with grouped heads and a mask, forward and backward."""
+    """Compare causal attention with grouped heads and a mask with the host's, and its gradient."""
     q, k, v = (torch.randn(2, heads, 16, 8, generator=_seeded(heads)) for heads in (4, 2, 2))
     causal = torch.ones(16, 16, dtype=torch.bool).tril()
 
@@ -164,7 +163,7 @@ def attention_matches(bench: Bench) -> Measured:
 
 
 def optimizer_matches(bench: Bench) -> Measured:
-    """Five steps of AdamW with clipped gradients, in fp32."""
+    """Compare five steps of AdamW in fp32, with clipped gradients, with the host's."""
 
     def train(device: torch.device) -> Tensor:
         torch.manual_seed(0)

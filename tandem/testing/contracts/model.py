@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what tandem computes on a platform: log-probs, training over several devices, resuming,
-generation; each against the same on the host, in fp32, with a model that is drawn from a seed."""
+"""Checks of tandem's computations on a platform, in fp32, against the same ones on the host.
+
+They cover log-probs, training over several devices, resuming and generation, with a model that is
+drawn from a seed.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,7 @@ _FUSED_ERROR = 2e-3
 
 
 def log_probs_match(bench: Bench) -> Measured:
-    """Log-probs of a packed batch whose responses share their prompts."""
+    """Compare the log-probs of a packed batch whose responses share their prompts."""
     batch = _batches(max_sequences=None)[0]
     found, expected = (
         score(
@@ -182,7 +185,7 @@ def update_limit(gradient_error: float) -> float:
 
 
 def training_resumes(bench: Bench) -> Measured:
-    """What is saved comes back bit by bit, and the next step is the one that would have been."""
+    """Check that a checkpoint restores weights bit by bit, and that the next step is the same."""
     mine, rounds = _deal(bench.here.rank, bench.here.size)
     folder = bench.folder / "checkpoint"
     folder.mkdir(exist_ok=True)
@@ -223,8 +226,10 @@ def weights_are_offloaded(bench: Bench) -> Measured:
 
 
 def generation_matches(bench: Bench) -> Measured:
-    """Greedy continuations are the host's, token by token, with their log-probs; where two tokens
-    are equally probable to the accuracy of the kernels, either may follow."""
+    """Compare greedy continuations with the host's, token by token, and their log-probs.
+
+    Where two tokens are equally probable to the accuracy of the kernels, either may follow.
+    """
     found, expected = (
         _generate(bench, device, platform=platform)
         for device, platform in ((bench.device, bench.here.platform), ("cpu", CPU))
@@ -244,7 +249,7 @@ def _limit(platform: Platform) -> float:
 
 
 def _model(bench: Bench) -> Path:
-    """A folder with a configuration and no weights; each process has its own."""
+    """Write a configuration without weights into a folder of this process."""
     folder = bench.folder / f"model-{bench.here.rank}"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_CONFIG))
@@ -306,7 +311,7 @@ def _engine(bench: Bench, optim: OptimConfig = _OPTIM) -> FsdpEngine:
 
 
 def _host_engine(bench: Bench) -> tuple[SingleDeviceEngine, dict[str, Tensor]]:
-    """What one process trains on the host, and its weights, in use."""
+    """Return an engine on the host, and its live weights."""
     stored = open_model(str(_model(bench)), dtype=torch.float32, device="cpu", random_seed=_SEED)
     engine = SingleDeviceEngine(stored, _OPTIM, total_training_steps=10)
     return engine, {name: weight.detach() for name, weight in stored.module.named_parameters()}
@@ -317,7 +322,7 @@ def _parts(engine: FsdpEngine) -> list[tuple[SliceSpec, Tensor]]:
 
 
 def _whole(engine: FsdpEngine) -> dict[str, Tensor]:
-    """All weights, from all ranks."""
+    """Gather all weights from all ranks."""
     gathered: list[Sequence[tuple[SliceSpec, Tensor]]] = [[]] * distributed.get_world_size()
     distributed.all_gather_object(gathered, _parts(engine))
     wholes: dict[str, Tensor] = {}

@@ -192,7 +192,7 @@ def _reason(check: Callable[[EngineBench], None], bench: EngineBench) -> str:
 
 
 def tokens_have_the_models_log_probs(bench: EngineBench) -> None:
-    """Sampled, filtered and greedy responses are drawn from the model, and end where they must."""
+    """Check that sampled, filtered and greedy responses follow the model and end in time."""
     requests = [
         bench.request(0, n=3),
         bench.request(1, n=2, sampling=_FILTERED),
@@ -207,7 +207,7 @@ def tokens_have_the_models_log_probs(bench: EngineBench) -> None:
 
 
 def draws_depend_on_the_sample_alone(bench: EngineBench) -> None:
-    """A sample has the same tokens in another batch and another order; other samples differ."""
+    """Check that a sample's tokens do not depend on its batch, and that samples differ."""
     if not bench.engine.facts.draws_by_key:
         return
     requests = [bench.request(i, n=2) for i in range(3)]
@@ -223,7 +223,7 @@ def draws_depend_on_the_sample_alone(bench: EngineBench) -> None:
 
 
 def new_weights_replace_old_ones(bench: EngineBench) -> None:
-    """The same prompts under new weights have the new model's log-probs, at once and wholly."""
+    """Check that responses after an update have the log-probs of the new weights alone."""
     for seed in range(2):
         bench.use_new_weights(seed)
         requests = [bench.request(i, n=2) for i in range(3)]
@@ -239,7 +239,7 @@ def new_weights_replace_old_ones(bench: EngineBench) -> None:
 
 
 def each_token_has_its_version(bench: EngineBench) -> None:
-    """Where new weights come within sequences, each token has the log-prob of its version."""
+    """Check that each token of a sequence has the log-prob of the weights that drew it."""
     facts = bench.engine.facts
     long = SamplingParams(1.0, 1.0, -1, max_new_tokens=40, ignore_eos=True)
     request = bench.request(0, n=2, sampling=long)
@@ -266,7 +266,7 @@ def each_token_has_its_version(bench: EngineBench) -> None:
 
 
 def work_beyond_the_capacity_waits(bench: EngineBench) -> None:
-    """The declared rows are those of the configuration, and more work than that finishes too."""
+    """Check that the declared rows are the configured ones, and that more work finishes too."""
     capacity = bench.engine.capacity
     require(capacity.num_rows in (None, _MAX_ROWS), f"num_rows={capacity.num_rows}")
     if capacity.cache_tokens is not None:
@@ -278,7 +278,7 @@ def work_beyond_the_capacity_waits(bench: EngineBench) -> None:
 
 
 def counters_grow(bench: EngineBench) -> None:
-    """Counters are numbers that never fall."""
+    """Check that counters are numbers that never fall."""
     before = dict(bench.rollout.metrics())
     bench.generate(bench.request(0))
     after = bench.rollout.metrics()
@@ -288,7 +288,7 @@ def counters_grow(bench: EngineBench) -> None:
 
 
 def a_sleeping_engine_wakes_up(bench: EngineBench) -> None:
-    """An engine sleeps only without work, and generates as before once it has weights again."""
+    """Check that an engine sleeps only without work, and generates as before once woken."""
     request = bench.request(0, n=2)
     bench.rollout.add([request])
     require(not bench.engine.sleep(), "an engine with work fell asleep")
@@ -305,7 +305,7 @@ def a_sleeping_engine_wakes_up(bench: EngineBench) -> None:
 
 
 def weights_come_whole_or_not_at_all(bench: EngineBench) -> None:
-    """A sink names whole tensors, and refuses a version of which one is missing."""
+    """Check that a sink names whole tensors, and refuses a version that lacks one."""
     sink = bench.engine.sink()
     require((sink is None) == bench.engine.facts.shares_weights, "facts and sink disagree")
     if sink is None:
@@ -326,7 +326,7 @@ def weights_come_whole_or_not_at_all(bench: EngineBench) -> None:
 
 
 def a_dead_process_is_one_error(bench: EngineBench) -> None:
-    """An engine whose process dies says so in one line, soon, and leaves no process behind."""
+    """Check that a dead process is one error, raised soon, and leaves no process behind."""
     for pid in bench.processes:
         os.kill(pid, signal.SIGKILL)
     if bench.processes:

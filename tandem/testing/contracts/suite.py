@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole suite on a platform: the same for a vendor's hardware and for its double."""
+"""Runs all checks on a platform: the same ones on a vendor's hardware and on its double."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tandem.testing.processes import Here, Launch, run_processes
 CHECKS: tuple[Check, ...] = (*device.CHECKS, *world.CHECKS, *model.CHECKS)
 MAX_RANKS = 2
 _REQUIRING = frozenset({"require", "require_equal", "bounded", "error_of"})
-"""Functions that say no more than that something is not so; where they were called says what."""
+"""The functions that raise ContractError; a failure's place is the line that called one of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one check on all ranks.
+    """The result of one check on all ranks.
 
     Attributes:
-        failure: "" if it passed; else what was raised, with its rank.
-        measured: rank 0's.
-        was_run: False where there was nothing to check.
+        failure: "" if it passed, else the error with its rank.
+        measured: rank 0's measurements.
+        was_run: False if there was nothing to check.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The device that the suite ran on, as rank 0 saw it."""
+    """The device that the suite ran on, as rank 0 sees it."""
 
     device_name: str
     num_devices: int
@@ -55,7 +55,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class SuiteReport:
-    """All that a run of the suite gives."""
+    """The result of a run of the suite."""
 
     found: Found
     num_ranks: int
@@ -63,17 +63,17 @@ class SuiteReport:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """``name: reason`` of each check that failed."""
+        """A line ``name: reason`` for each check that failed."""
         return tuple(f"{one.name}: {one.failure}" for one in self.outcomes if one.failure)
 
 
 def run_suite(platform: Platform, *, num_ranks: int, timeout_s: float = 300) -> SuiteReport:
-    """Run every check on ``num_ranks`` processes of ``platform``, which share its devices in turn.
+    """Run every check on ``num_ranks`` processes of ``platform``, which get its devices in turn.
 
-    A check that fails on some rank may leave the world out of step: the ones after it fail too.
+    A check that fails on one rank may leave the world out of step, so that later ones fail too.
 
     Raises:
-        ProcessError: a process ended, or the suite did not.
+        ProcessError: a process died, or the suite did not end in time.
     """
     with tempfile.TemporaryDirectory() as folder:
         told = run_processes(

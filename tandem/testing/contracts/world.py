@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of collectives among the devices of a platform, and on the host within the same world."""
+"""Checks of collectives among the devices of a platform, and on the host in the same world."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BROADCAST_BYTES = 64 * 1024**2
 
 
 def backend_is_compound(bench: Bench) -> Measured:
-    """The world has the vendor's library for the device and gloo for the host."""
+    """Check that the world has the vendor's library for the device and gloo for the host."""
     platform = bench.here.platform
     parts = str(distributed.get_backend_config()).split(",")
     wanted = {f"{platform.device_type}:{platform.collectives}", "cpu:gloo"}
@@ -30,7 +30,7 @@ def backend_is_compound(bench: Bench) -> Measured:
 
 
 def collectives_are_right(bench: Bench) -> Measured:
-    """Those that training and weight transport are made of."""
+    """Check the collectives that training and weight transfers use."""
     if bench.here.size == 1:
         return None
     rank, size, device = bench.here.rank, bench.here.size, bench.device
@@ -59,8 +59,7 @@ def collectives_are_right(bench: Bench) -> Measured:
 
 
 def averages_are_sums_divided(bench: Bench) -> Measured:
-    """A mean over ranks exists on every platform: by the library where the record says that it can,
-    by a sum and a division everywhere."""
+    """Check means over ranks: by a sum and a division, and by the library if its record says so."""
     rank, size = bench.here.rank, bench.here.size
     if size == 1:
         return None
@@ -76,7 +75,7 @@ def averages_are_sums_divided(bench: Bench) -> Measured:
 
 
 def subgroups_work_alone(bench: Bench) -> Measured:
-    """A group of some ranks does collectives that the others know nothing of."""
+    """Check that a group of some ranks computes collectives without the others."""
     if bench.here.size == 1:
         return None
     members = list(range((bench.here.size + 1) // 2))
@@ -90,7 +89,7 @@ def subgroups_work_alone(bench: Bench) -> Measured:
 
 
 def sharded_weights_come_together(bench: Bench) -> Measured:
-    """torch's FSDP2 cuts weights over the devices, and each can have them whole again."""
+    """Check that FSDP2 shards weights over the devices and gathers them again."""
     torch.manual_seed(0)
     net = torch.nn.Linear(33, 17).to(bench.device)
     whole = net.weight.detach().cpu().clone()
@@ -101,14 +100,14 @@ def sharded_weights_come_together(bench: Bench) -> Measured:
     require(net.weight.to_local().device == bench.device, "a shard is elsewhere")
     require_equal(net.weight.full_tensor(), whole, what="a sharded weight")
     net(torch.ones(2, 33, device=bench.device)).sum().backward()
-    assert isinstance(net.weight.grad, DTensor), "so is its gradient"
+    assert isinstance(net.weight.grad, DTensor), "a sharded gradient is a DTensor"
     expected = torch.full((17, 33), 2.0 * bench.here.size)
     require_equal(net.weight.grad.full_tensor(), expected, what="a sharded gradient")
     return {}
 
 
 def broadcast_is_measured(bench: Bench) -> Measured:
-    """How fast bytes reach the other devices."""
+    """Measure the rate at which bytes reach the other devices."""
     if bench.here.size == 1:
         return None
     data = torch.full((_BROADCAST_BYTES,), bench.here.rank, dtype=torch.uint8, device=bench.device)

@@ -30,6 +30,7 @@ FINISHED_ROOMS = frozenset(
         "platforms",
         "report",
         "rewards",
+        "testing",
         "types",
         "weight_sync",
     }

@@ -11,8 +11,7 @@ import pytest
 
 from tandem.comm.flagcx_library import Abi
 from tandem.errors import UserError
-from tandem.testing.compiling import Build, MissingToolError, built
-from tandem.testing.extension import built_extension
+from tandem.testing.compiling import Build, MissingToolError, built, built_extension
 from tandem.testing.flagcx_stub import stub_library
 
 

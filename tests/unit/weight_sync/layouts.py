@@ -110,12 +110,12 @@ def place(rank: int, size: int, *, name: str = "weights") -> LinkPlace:
 def settings(
     send_bytes: int = 1 << 20, receive_bytes: int = 1 << 20, **others: object
 ) -> LinkSettings:
-    """Buckets in bytes; ten seconds for everything."""
+    """Make settings with buckets in bytes, and a minute for everything."""
     return LinkSettings(
         **{
             "send_bucket_bytes": send_bytes,
             "receive_bucket_bytes": receive_bytes,
-            "timeout_s": 10.0,
+            "timeout_s": 60.0,
             **others,
         }
     )

@@ -289,7 +289,7 @@ def test_weights_in_use_end_the_transfer_everywhere() -> None:
         with link.gate.reading(1):
             return link.transfer(2)
 
-    message = _message_of_all(_three(act, timeout_s=0.5))
+    message = _message_of_all(_three(act, timeout_s=3.0))
     assert "process 1 (rank 1 of link weights): weights are in use for longer" in message
 
 
@@ -301,18 +301,18 @@ def test_whoever_watches_can_end_a_link() -> None:
         slices = cut(WEIGHTS, (1, 1), rank=0)
         tensors = receiving(slices) if rank == 1 else sending(slices)
         if rank == 2:
-            formed.wait(5)
+            formed.wait(60)
             report_failure(store, failure_key("weights"), cause="rollout 0 was killed")
             return
         briefly = settings(roll_call_s=0.1)
         link = open_link(store, place(rank, 2), tensors=tensors, settings=briefly)
         links.append(link)  # so that its end of the connection stays
-        formed.wait(5)
+        formed.wait(60)
         if rank == 0:
             started = time.monotonic()
             with pytest.raises(SyncError, match="rollout 0 was killed; no answer from rank 1"):
                 link.transfer(1)
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 30
             with pytest.raises(SyncError, match="link weights has ended"):
                 link.transfer(1)
 
@@ -328,9 +328,9 @@ def test_a_process_that_never_comes_ends_the_others_in_time() -> None:
                 store,
                 place(rank, 3),
                 tensors=sending(slices),
-                settings=settings(timeout_s=0.3, roll_call_s=0.3),
+                settings=settings(timeout_s=1.0, roll_call_s=2.0),
             )
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
     assert run_threads(run, 2) == [None, None]
 

@@ -127,13 +127,13 @@ def test_17_a_version_in_half_is_never_put_in_use(mode: dict[str, Any]) -> None:
         del data
         if number == NUM_MESSAGES + NUM_MESSAGES // 2:
             half.set()
-            assert go_on.wait(5)
+            assert go_on.wait(60)
 
     def receive(link: WeightLink, slices: list[HeldSlice]) -> None:
         link.begin(1)
         link.wait()
         link.begin(2)
-        assert half.wait(5)
+        assert half.wait(60)
         kept = 1 if mode["staged"] and mode["double_buffered"] else 0
         assert link.swap() == kept, "with a second copy on the host version 1 is still there"
         assert _versions(slices) == {float(kept)}
@@ -153,7 +153,7 @@ def test_20_weights_are_read_while_the_next_ones_arrive(mode: dict[str, Any]) ->
         del data
         if number == 3:
             is_coming.set()
-            assert go_on.wait(5)
+            assert go_on.wait(60)
 
     def send(link: WeightLink, slices: list[HeldSlice]) -> None:
         slices[0].tensor.fill_(1)
@@ -165,7 +165,7 @@ def test_20_weights_are_read_while_the_next_ones_arrive(mode: dict[str, Any]) ->
 
     def receive(link: WeightLink, slices: list[HeldSlice]) -> None:
         link.begin(1)
-        assert is_coming.wait(5)
+        assert is_coming.wait(60)
         for _ in range(100):
             with link.gate.reading(1) as version:
                 assert version == 0
@@ -309,7 +309,7 @@ def test_21_a_failure_behind_the_callers_back_is_told_by_the_next_call(
             link: WeightLink, slices: list[HeldSlice], ended: Any = ended, call: Any = call
         ) -> str:
             link.begin(1)
-            assert ended.wait(5)
+            assert ended.wait(60)
             link._background.join()
             with pytest.raises(SyncError) as caught:
                 call(link)
@@ -328,7 +328,7 @@ def test_21_who_waits_for_a_version_is_told_why_it_does_not_come(mode: dict[str,
 
     def corrupt(number: int, data: Tensor) -> None:
         if number == 3:
-            assert waits.wait(5)
+            assert waits.wait(60)
             time.sleep(0.02)
             data[0] ^= 1
 
@@ -358,11 +358,11 @@ def test_whoever_leaves_during_a_transfer_does_so_at_once_and_frees_the_others(
         started = time.monotonic()
         link.close()
         link.close()
-        assert time.monotonic() - started < 3, "the trainer has not even begun"
+        assert time.monotonic() - started < 30, "the trainer has not even begun"
         left.set()
 
     def send(link: WeightLink, slices: list[HeldSlice]) -> None:
-        assert left.wait(5)
+        assert left.wait(60)
         with pytest.raises(SyncError, match=r"process 1 \(rank 1\) left during a transfer"):
             _sends(1)(link, slices)
 
