@@ -55,3 +55,10 @@ def _listed(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_listed, value))}]"  # pyright: ignore[reportUnknownArgumentType]
     return str(value)
+
+
+class RunFailure(Exception):
+    """A process or a node of a run failed. The first line says in which step, which one, and why.
+
+    The command line prints it and exits with code 1.
+    """

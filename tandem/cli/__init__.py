@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of ``tandem``, one module each."""
+"""The commands of ``tandem``, one module per command."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem certify``: run the contract suite on the platform of this machine, unmodified, and write
-what it found as a certificate. Exit code 0 if everything passed, else 1.
+"""``tandem certify``: run the contract suite on the platform of this machine and write the
+certificate. Exit code 0 if everything passed, else 1.
 """
 
 from __future__ import annotations
@@ -23,22 +23,28 @@ FAILED = 1
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Certify, and print one line for each check; returns the exit code."""
+    """Run the suite and print one line per check; return the exit code."""
     options = _parse(arguments)
     platform = select_platform(options.platform, key="--platform")
     ranks = _ranks(platform) if options.ranks is None else options.ranks
     if ranks < 1:
-        raise UserError(f"--ranks={ranks}: must be at least 1. Leave it out for one a device.")
+        raise UserError(
+            "--ranks", ranks, rule="must be at least 1", remedy="Leave it out for one per device."
+        )
     if not 0 < options.timeout < math.inf:
         raise UserError(
-            f"--timeout={options.timeout:g}: must be a positive number of seconds. "
-            "Leave it out for 600."
+            "--timeout",
+            options.timeout,
+            rule="must be a positive number of seconds",
+            remedy="Leave it out for 600.",
         )
     folder = _writable(Path(options.output))
     try:
         report = run_suite(platform, num_ranks=ranks, timeout_s=options.timeout)
     except ProcessError as error:
-        raise UserError(f"--platform={platform.name}: the suite could not end: {error}") from error
+        raise UserError(
+            "--platform", platform.name, rule=f"the suite did not end: {error}"
+        ) from error
     for outcome in report.outcomes:
         print(_line(outcome))
     today = datetime.now(UTC).date()
@@ -54,26 +60,29 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="tandem certify", description="Run the contract suite on this machine's platform."
     )
     parser.add_argument("--platform", default=AUTO, help="name of a platform (default: auto)")
-    parser.add_argument("--ranks", type=int, help="processes, sharing the devices in turn")
-    parser.add_argument("--output", default="certificates", help="folder of the certificate")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for the whole")
+    parser.add_argument("--ranks", type=int, help="number of processes, which share the devices")
+    parser.add_argument("--output", default="certificates", help="folder for the certificate")
+    parser.add_argument("--timeout", type=float, default=600, help="limit of the suite, in seconds")
     return parser.parse_args(arguments)
 
 
 def _writable(folder: Path) -> Path:
-    """Found out before the suite runs for a minute."""
+    # Checked before the suite, which runs for a minute.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             return folder
     except OSError as error:
         raise UserError(
-            f"--output={folder}: cannot be written to ({error.strerror}). Name another folder."
+            "--output",
+            str(folder),
+            rule=f"cannot be written to ({error.strerror})",
+            remedy="Name another folder.",
         ) from error
 
 
 def _ranks(platform: Platform) -> int:
-    """One process a device, but the host is enough for several."""
+    """Return the number of processes: one per device, or the maximum on the host."""
     return min(MAX_RANKS, platform.num_devices()) if platform.has_own_memory else MAX_RANKS
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem compare A B``: whether two runs of one recipe agree, such as on two kinds of device.
+"""``tandem compare A B``: compare two runs of one recipe, for example on two kinds of device.
 
 Exit code 0 if the mean absolute error of their rewards or losses is within the limit, 1 if not, 2
 if they cannot be compared.
@@ -34,7 +34,7 @@ from tandem.report.plot import plot_comparison
 AGREE, DIFFER = 0, 1
 
 _Row = tuple[str, str, str, str, str]
-"""What is measured, of A, of B, the result, a note."""
+"""The name of a measurement, its values in A and in B, the result, and a note."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
             f"--repeat-{side}",
             metavar="RUN",
             type=Path,
-            help=f"another run like {side.upper()}: how much runs differ that differ in nothing",
+            help=f"another run like {side.upper()}: shows how much equal runs differ",
         )
     published = ", ".join(f"{name} {limit:g}" for name, limit in LIMITS_PERCENT.items())
     parser.add_argument("--metric", metavar="NAME", help=f"default: the first of both: {published}")
@@ -90,11 +90,16 @@ def _repetition(path: Path | None, *, key: str) -> MetricLog | None:
 def _limit(metric: str, wanted: float | None) -> float:
     if wanted is None and metric not in LIMITS_PERCENT:
         raise UserError(
-            f"--metric={metric}: has no published limit. Give one with --limit, in percent."
+            "--metric",
+            metric,
+            rule="has no published limit",
+            remedy="Give one with --limit, in percent.",
         )
     limit_percent = LIMITS_PERCENT[metric] if wanted is None else wanted
     if not 0 <= limit_percent < math.inf:
-        raise UserError(f"--limit={limit_percent}: must be a number from 0 on. Give percent.")
+        raise UserError(
+            "--limit", limit_percent, rule="must be a number from 0 on", remedy="Give percent."
+        )
     return limit_percent
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem export RUN --output FOLDER``: the trained model of a run as a Hugging Face folder, or
-with ``--critic`` its critic.
+"""``tandem export RUN --output FOLDER``: write the trained model of a run as a Hugging Face folder.
+
+With ``--critic``, write its critic.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ def run(arguments: Sequence[str]) -> int:
     output: Path = options.output
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(
-            f"--output={str(output)!r}: must be a new or an empty folder. Give another name."
+            "--output",
+            str(output),
+            rule="must be a new or an empty folder",
+            remedy="Give another name.",
         )
     dtype = None if options.dtype == "keep" else options.dtype
     folder = checkpoint.folder / ("critic" if options.critic else "actor")
     if not folder.is_dir():
         raise UserError(
-            f"--critic: {checkpoint.folder} has none. Leave --critic out, or train one with "
-            "algorithm.adv_estimator=gae."
+            "--critic",
+            rule=f"{checkpoint.folder} has none",
+            remedy="Leave --critic out, or train one with algorithm.adv_estimator=gae.",
         )
     if (folder / SHARDED_FILE).is_file():
         export_sharded(folder, output, dtype=dtype)
@@ -46,8 +51,10 @@ def _find(run_folder: Path, step: int | None) -> Checkpoint:
     if run_folder.name.startswith("global_step_"):
         if step is not None:
             raise UserError(
-                f"--step={step}: RUN={str(run_folder)!r} is one checkpoint already. Leave --step "
-                "out, or name the folder of the run."
+                "--step",
+                step,
+                rule=f"RUN={str(run_folder)!r} is one checkpoint already",
+                remedy="Leave --step out, or name the folder of the run.",
             )
         return open_checkpoint(run_folder)
     if step is not None:
@@ -55,7 +62,10 @@ def _find(run_folder: Path, step: int | None) -> Checkpoint:
     latest = CheckpointStore(run_folder).latest()
     if latest is None:
         raise UserError(
-            f"RUN={str(run_folder)!r}: has no checkpoint. Train with trainer.save_freq=1 or more."
+            "RUN",
+            str(run_folder),
+            rule="has no checkpoint",
+            remedy="Train with trainer.save_freq=1 or more.",
         )
     return latest
 
@@ -65,7 +75,10 @@ def _checkpoint_of(run_folder: Path, step: int) -> Checkpoint:
     if not folder.is_dir():
         others = ", ".join(sorted(path.name for path in run_folder.glob("global_step_*")))
         raise UserError(
-            f"--step={step}: {run_folder} has no {folder.name}. It has: {others or 'none'}."
+            "--step",
+            step,
+            rule=f"{run_folder} has no {folder.name}",
+            remedy=f"It has: {others or 'none'}.",
         )
     return open_checkpoint(folder)
 
@@ -76,9 +89,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Write the trained model of a run as a Hugging Face folder.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run, or global_step_N")
-    parser.add_argument("--step", type=int, help="which checkpoint (default: the latest)")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the latest)")
     parser.add_argument(
-        "--critic", action="store_true", help="the critic, for token classification with one label"
+        "--critic",
+        action="store_true",
+        help="write the critic, as token classification",
     )
     parser.add_argument("--output", type=Path, required=True, help="the folder to write")
     parser.add_argument(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``--help`` of a command that takes keys prints: every key that has an effect.
+"""The ``--help`` of a command that takes keys: it lists every key that has an effect.
 
-Knows the schemas only, so that help appears at once and needs no torch.
+It reads the schemas only, so that help appears at once and needs no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {"train": RunConfig, "plan": RunConfig, "s
 
 
 def print_help(command: str) -> None:
-    """Usage and keys of one of ``SCHEMAS``: name, default, description."""
+    """Print the usage of a command of ``SCHEMAS``, and each key: name, default, description."""
     options = "[--json] [--keys] [--times RUN] " if command == "plan" else ""
     print(f"usage: tandem {command} {options}[RECIPE.yaml] key=value ...")
     for key in keys_of(SCHEMAS[command]).values():

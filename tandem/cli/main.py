@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem``: names the commands and runs the one that is asked for.
+"""``tandem``: the table of commands, and how one is run.
 
-A command's module is loaded only when its command is chosen, and what trains only once its
-arguments have been checked, so that help and mistakes need no torch. A mistake of the user ends in
-one line on stderr and exit code 2; anything else keeps its traceback.
+A command's module is loaded only when the command is chosen, and the code that trains only after
+its arguments have been checked, so that help and wrong arguments need no torch. An error of the
+user ends in one line on stderr and exit code 2; any other keeps its traceback.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from tandem.driver.failure import RunFailure
-from tandem.errors import UserError
+from tandem.errors import RunFailure, UserError
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
@@ -28,11 +27,11 @@ EXIT_BROKEN_PIPE = 141
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Where a command lives and what it does.
+    """A command of the table.
 
     Attributes:
-        module: has ``run(arguments) -> exit code``.
-        parser: a module with ``parse(arguments)``, if there is one; ``run`` takes what it returns.
+        module: the module with ``run(arguments) -> exit code``.
+        parser: a module with ``parse(arguments)``, whose result ``run`` takes instead; "" without.
     """
 
     module: str
@@ -55,29 +54,29 @@ COMMANDS = MappingProxyType(
         ),
         "plan": Command(
             "tandem.cli.plan",
-            "check train's arguments, start nothing: [--json] [--times RUN] ...",
+            "check the arguments of train, start nothing: [--json] [--times RUN] ...",
         ),
         "report": Command("tandem.cli.report", "make the HTML report of a run: RUN_FOLDER"),
-        "compare": Command("tandem.cli.compare", "tell whether two runs agree: RUN_A RUN_B"),
+        "compare": Command("tandem.cli.compare", "compare two runs of one recipe: RUN_A RUN_B"),
         "export": Command("tandem.cli.export", "write a checkpoint as a Hugging Face model folder"),
-        "doctor": Command("tandem.cli.doctor", "show devices, packages and what is missing"),
+        "doctor": Command("tandem.cli.doctor", "show devices, packages, and what is missing"),
         "certify": Command("tandem.cli.certify", "test the platform of this machine"),
     }
 )
 
 
 PLAN_WITH_TIMES = Command("tandem.cli.plan_times", "the plan, and a better split of the devices")
-"""What ``plan --times`` runs: it simulates the pipeline, for which the plan alone has no need."""
+"""The command behind ``plan --times``. It simulates the pipeline, which the plan alone does not."""
 
 COMMANDS_WITH_KEYS = ("train", "sft", "plan")
-"""Their help lists keys, and needs nothing that they need."""
+"""The commands whose help lists keys, without loading their modules."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, by default with the arguments of the process; returns the exit code."""
+    """Run one command, by default with the arguments of the process; return the exit code."""
     try:
         code = _answer(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()  # not at exit, where nobody catches that the reader has left
+        sys.stdout.flush()  # here, where a BrokenPipeError is still caught
         return code
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -103,13 +102,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def help_text() -> str:
-    """What ``tandem --help`` prints."""
+    """Return the text of ``tandem --help``."""
     lines = ["usage: tandem COMMAND ...", "", "commands:"]
     lines += [f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()]
     lines += [
         "",
         "Keys are verl's: tandem train data.train_files=FILE actor_rollout_ref.model.path=M ...",
-        "tandem plan with the same arguments tells what a run would do.",
+        "tandem plan with the same arguments shows what a run would do.",
         "tandem plan --help lists all keys.",
     ]
     return "\n".join(lines)
@@ -130,10 +129,12 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     if name == "plan" and any(word.split("=")[0] == "--times" for word in arguments):
         command = PLAN_WITH_TIMES
     if command is None:
-        raise UserError(f"{name!r}: no such command. Choose among {', '.join(COMMANDS)}.")
-    # torch's C++ warns on stderr of host names without an address; it reads this when imported.
+        raise UserError(
+            repr(name), rule="no such command", remedy=f"Choose among {', '.join(COMMANDS)}."
+        )
+    # Otherwise torch's C++ warns on stderr of host names without an address.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    gc.disable()  # imports leave no garbage, but a million objects to look through in vain
+    gc.disable()  # imports leave no garbage, but a million objects for the collector to visit
     try:
         parsed = import_module(command.parser).parse(arguments) if command.parser else arguments
         run: Callable[[Any], int] = import_module(command.module).run

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem plan [--json] [--keys] [--times RUN] [sft] ARGUMENTS``: resolve and check everything,
-start nothing. ``--keys`` tells what every key that was set does; for ``--times`` see
-``plan_split``.
+"""``tandem plan [--json] [--keys] [--times RUN] [sft] ARGUMENTS``: resolve and check all arguments,
+start nothing. ``--keys`` prints the effect of every key that was set; for ``--times`` see
+``plan_times``.
 
-The arguments are those of ``tandem train``, or behind the word ``sft`` those of ``tandem sft``.
-Needs no model and no torch. Data files that cannot be counted become a warning and null fields.
+The arguments are those of ``tandem train``, or after the word ``sft`` those of ``tandem sft``. No
+model and no torch is needed. Data files that cannot be counted give a warning and null fields.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rich.text import Text
 from tandem.config.check.device_rules import require_division
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL, TASKS, Placement, Pool
 from tandem.config.derived.sizes import ModelSizes
+from tandem.config.derived.trained_model import trained_model
 from tandem.config.parse.overrides import LoadedConfig
 from tandem.config.plan.plan import Plan, make_plan
 from tandem.config.schema.families import require_value_head
@@ -30,11 +31,10 @@ from tandem.config.schema.sft import SftConfig
 from tandem.data.files import count_rows
 from tandem.driver.arguments import check_platforms, load_arguments, with_found
 from tandem.driver.model_checks import (
-    length_caution,
-    position_caution,
+    length_warnings,
     read_local_config,
     require_local_family,
-    rollout_caution,
+    rollout_warnings,
 )
 from tandem.errors import UserError
 from tandem.platforms.names import AUTO, VARIABLE, platform_name
@@ -42,14 +42,14 @@ from tandem.platforms.names import AUTO, VARIABLE, platform_name
 
 @dataclass(frozen=True, slots=True)
 class RowCount:
-    """Rows of some files; None and the reason where they could not be counted."""
+    """The number of rows of some files; None with the reason if they cannot be counted."""
 
     rows: int | None
     problem: str
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the plan of a run with these arguments."""
+    """Print the plan of a run with these arguments; return the exit code."""
     words = [argument for argument in arguments if argument not in ("--json", "--keys")]
     plan = plan_sft_arguments(words[1:]) if words[:1] == ["sft"] else plan_arguments(words)
     if "--json" in arguments:
@@ -60,46 +60,37 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def plan_arguments(arguments: Sequence[str]) -> Plan:
-    """The plan for the arguments of ``tandem train``. Raises UserError for mistakes in them."""
+    """Return the plan for arguments of ``tandem train``. Raises UserError if one is wrong."""
     loaded = load_arguments(RunConfig, arguments)
-    model = loaded.config.actor_rollout_ref.model
-    hf_config = read_local_config(model.path)
-    require_local_family(
-        hf_config,
-        source=f"actor_rollout_ref.model.path={model.path!r}",
-        trust_remote_code=model.trust_remote_code,
-    )
+    hf_config = _local_config(loaded.config)
     _check_reward_model(loaded.config)
-    cautions = length_caution(loaded.config, hf_config) + rollout_caution(loaded.config, hf_config)
-    plan = _plan(loaded, hf_config, cautions=cautions)
+    warnings = rollout_warnings(loaded.config, hf_config)
+    plan = _plan(loaded, hf_config, warnings=warnings)
     check_platforms(loaded.config)
     _check_environment(plan)
     return plan
 
 
 def plan_sft_arguments(arguments: Sequence[str]) -> Plan:
-    """As ``plan_arguments``, for ``tandem sft``."""
+    """Return the plan for arguments of ``tandem sft``. Raises UserError if one is wrong."""
     loaded = load_arguments(SftConfig, arguments)
-    path = loaded.config.model.path
-    hf_config = read_local_config(path)
-    require_local_family(
-        hf_config,
-        source=f"model.path={path!r}",
-        trust_remote_code=loaded.config.model.trust_remote_code,
-    )
-    cautions = position_caution(
-        hf_config,
-        loaded.config.data.max_length,
-        keys="data.max_length",
-        model=f"model.path={path!r}",
-    )
-    plan = _plan(loaded, hf_config, cautions=cautions)
+    plan = _plan(loaded, _local_config(loaded.config), warnings=())
     _check_environment(plan)
     return plan
 
 
+def _local_config(config: RunConfig | SftConfig) -> Mapping[str, Any]:
+    """Return the checked config.json of the model that is trained; {} if it is not on this disk."""
+    model = trained_model(config)
+    hf_config = read_local_config(model.config.path)
+    require_local_family(
+        hf_config, source=model.name, trust_remote_code=model.config.trust_remote_code
+    )
+    return hf_config
+
+
 def _check_environment(plan: Plan) -> None:
-    """Raise UserError if what the environment names for ``auto`` cannot be."""
+    """Raise UserError if the environment names an impossible platform for ``auto``."""
     named = os.environ.get(VARIABLE, "")
     open_pools = [pool.name for pool in plan.placement.used_pools if pool.platform == AUTO]
     if named and open_pools:
@@ -109,7 +100,6 @@ def _check_environment(plan: Plan) -> None:
 
 
 def _check_reward_model(config: RunConfig) -> None:
-    """Nothing is said of a model that is not there."""
     path = config.reward_model.model.path
     hf_config = read_local_config(path) if config.reward_model.enable and path else {}
     if hf_config:
@@ -120,7 +110,7 @@ def _plan(
     loaded: LoadedConfig[RunConfig] | LoadedConfig[SftConfig],
     hf_config: Mapping[str, Any],
     *,
-    cautions: Sequence[str],
+    warnings: Sequence[str],
 ) -> Plan:
     config, data = loaded.config, loaded.config.data
     paths: dict[str, str] = {}
@@ -136,14 +126,18 @@ def _plan(
         num_val_rows=val.rows,
         sizes=sizes,
         auxiliary={name: known for name, known in found.items() if known is not None},
-        warnings=[*(rows.problem for rows in (train, val) if rows.problem), *cautions],
+        warnings=[
+            *(rows.problem for rows in (train, val) if rows.problem),
+            *length_warnings(trained_model(config), hf_config),
+            *warnings,
+        ],
     )
     require_division(config, plan.placement, models=dict.fromkeys(TASKS, sizes) | found)
     return plan
 
 
 def count(key: str, files: Sequence[str]) -> RowCount:
-    """Count rows without failing: the data may be made after the plan."""
+    """Return the number of rows without failing: the data may be made after the plan."""
     try:
         return RowCount(count_rows(files, key=key), "")
     except (UserError, OSError) as error:
@@ -151,7 +145,7 @@ def count(key: str, files: Sequence[str]) -> RowCount:
 
 
 def print_plan(plan: Plan, console: Console, *, with_keys: bool) -> None:
-    """The plan for a reader; with what every key does, if that is asked for."""
+    """Print the plan for people; ``with_keys`` adds the effect of every key."""
     for title, rows in plan_tables(plan):
         print_rows(title, rows, console=console)
     if with_keys:
@@ -161,7 +155,7 @@ def print_plan(plan: Plan, console: Console, *, with_keys: bool) -> None:
 
 
 def print_rows(title: str, rows: Sequence[tuple[str, str]], *, console: Console) -> None:
-    """A table of names and values; nothing without rows."""
+    """Print a table of names and values, or nothing without rows."""
     table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
     for row in rows:
         table.add_row(*(Text(text) for text in row))
@@ -170,7 +164,7 @@ def print_rows(title: str, rows: Sequence[tuple[str, str]], *, console: Console)
 
 
 def plan_tables(plan: Plan) -> tuple[tuple[str, list[tuple[str, str]]], ...]:
-    """Titles and rows of what is printed."""
+    """Return the titles and rows of the printed tables."""
     schedule = plan.schedule
     steps = [
         ("training rows", _shown(plan.num_train_rows)),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tandem plan --times RUN_OR_TABLE ARGUMENTS``: the plan, and a better split of the devices.
 
-The times come from runs that were made, or from a JSON table (``planner.task_times``). The option
-may be given several times, with runs on other numbers of devices. Nothing is started.
+The times come from earlier runs, or from a JSON table (``planner.task_times``). The option may be
+given several times, for runs on different numbers of devices. Nothing is started.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tandem.planner.task_times import TIMES_OPTION, read_times
 
 _LEFT_OUT = "left out: memory, rewards, and caches that are computed again under new weights{}."
 _NO_PACE = (
-    "; that steps of more sequences at a time take longer, too, as where fewer devices generate, "
-    "which the times of a synchronous run with rows for a whole batch would tell"
+    "; and that decode steps of more sequences take longer, as where fewer devices generate: the "
+    "times of a synchronous run with rows for a whole batch would show it"
 )
 
 
@@ -67,7 +67,7 @@ def _rows(advice: SplitAdvice) -> list[tuple[str, str]]:
 
 
 def _take_times(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The values of ``--times``, and the other words."""
+    """Return the values of ``--times``, and the other words."""
     paths: list[Path] = []
     others: list[str] = []
     remaining = iter(words)
@@ -80,6 +80,8 @@ def _take_times(words: Sequence[str]) -> tuple[list[Path], list[str]]:
             others.append(word)
             continue
         if not value:
-            raise UserError(f"{TIMES_OPTION}='': must name a run folder or a table. Give one.")
+            raise UserError(
+                TIMES_OPTION, "", rule="must name a run folder or a table", remedy="Give one."
+            )
         paths.append(Path(value).expanduser())
     return paths, others

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of ``tandem sft [RECIPE] key=value ...``, which is verl's ``fsdp_sft_trainer``.
 
-Read and checked here, without torch; ``supervised`` runs what they say.
+They are read and checked here, without torch. ``driver.sft`` runs the command.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tandem.driver.notices import configure_logging, print_notices
 
 
 def parse(arguments: Sequence[str]) -> SftConfig:
-    """The configuration of a run. Raises UserError for mistakes in it."""
+    """Return the checked configuration of a run. Raises UserError if an argument is wrong."""
     configure_logging()
     loaded = load_arguments(SftConfig, arguments)
     check_sft(loaded.config)

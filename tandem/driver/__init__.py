@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver process of a run: it prepares a run, starts its processes and ends it."""
+"""The driver process of a run: it checks the input, starts the processes, and ends them."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the arguments of a command that takes keys, with platforms by the names of their records.
+"""The arguments of a command that takes keys, with platforms under the names of their records.
 
-All that follows compares platforms by name: aliases end here. Free of torch.
+Aliases of platforms are resolved here: all later code compares names. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
 
 
 def load_arguments(schema: type[ConfigT], arguments: Sequence[str]) -> LoadedConfig[ConfigT]:
-    """See ``load_config``.
+    """Return the configuration of a command; see ``load_config``.
 
     Raises:
-        UserError: a mistake in the arguments, or a platform that does not exist.
+        UserError: an argument is wrong, or names a platform that does not exist.
     """
     loaded = load_config(schema, arguments)
     config = loaded.config
@@ -38,19 +38,22 @@ def load_arguments(schema: type[ConfigT], arguments: Sequence[str]) -> LoadedCon
 
 
 def check_platforms(config: RunConfig) -> None:
-    """Of a configuration that is checked: raise UserError if its platforms cannot share nodes, or
-    FlagCX cannot do what it is to do."""
+    """Raise UserError if platforms cannot share nodes, or FlagCX cannot connect them.
+
+    Args:
+        config: a configuration that ``check_run`` has accepted.
+    """
     _check_placement(config, place_run(config))
 
 
 def with_found(config: RunConfig, placement: Placement, *, found: Mapping[str, str]) -> Placement:
-    """The placement with the platforms that ``auto`` has found.
+    """Return the placement with the platforms that ``auto`` has found.
 
     Args:
-        found: of each pool with something to do, by its name.
+        found: the platform of each pool with something to do, by the pool's name.
 
     Raises:
-        UserError: what ``check_run`` and ``check_platforms`` refuse where the names are written.
+        UserError: ``check_run`` or ``check_platforms`` would refuse these names.
     """
     pools = tuple(
         replace(pool, platform=found.get(pool.name, pool.platform)) for pool in placement.pools
@@ -73,8 +76,11 @@ def _check_placement(config: RunConfig, placement: Placement) -> None:
     alone = ALONE_IN_FLAGCX.intersection(platforms)
     if config.pools.transport == "flagcx" and len(platforms) > 1 and alone:
         raise UserError(
-            f"pools.transport=flagcx: the pools have {' and '.join(platforms)}, and FlagCX "
-            f"connects {min(alone)} to no other vendor. Set pools.transport=staged."
+            "pools.transport",
+            "flagcx",
+            rule=f"the pools have {' and '.join(platforms)}, and FlagCX connects {min(alone)} to "
+            "no other vendor",
+            remedy="Set pools.transport=staged.",
         )
 
 

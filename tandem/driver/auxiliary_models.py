@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models beside the policy of a run, critic and reward model, and whether they can be it: all
-that can be said before anything is loaded.
+"""The models of a run as their folders describe them: the trained one, a critic, a reward model.
+
+They are checked here against each other and against the data, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -8,16 +9,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL, place_run
+from tandem.config.derived.trained_model import TrainedModel
 from tandem.config.schema.run import RunConfig
 from tandem.data.prompts import PromptEntry
 from tandem.data.tokenizer import ChatRefused, TextCodec, load_codec
-from tandem.driver.model_checks import position_caution, require_known_tokens, require_vocabulary
+from tandem.driver.model_checks import (
+    length_warnings,
+    position_warnings,
+    require_known_tokens,
+    require_vocabulary,
+)
 from tandem.errors import UserError
-from tandem.models.folder import ModelFolder
+from tandem.models.folder import ModelFolder, check_folder
 from tandem.workers.deployment import policy_spec
 from tandem.workers.policies import policy_folder
 
@@ -27,58 +35,98 @@ _KEY = "reward_model.model.path"
 _SOME_ANSWER = "Yes."
 
 
+def open_trained_model(
+    model: TrainedModel, *, template_settings: Mapping[str, Any]
+) -> tuple[ModelFolder, TextCodec]:
+    """Return the checked folder of the model that a command trains, and its tokenizer.
+
+    Raises:
+        UserError: the folder or the tokenizer cannot be used.
+    """
+    config = model.config
+    folder = check_folder(
+        config.path,
+        trust_remote_code=config.trust_remote_code,
+        load_weight=model.load_weight,
+        key=model.key,
+    )
+    codec = load_codec(
+        config.path,
+        template_settings=template_settings,
+        chat_template=model.chat_template,
+        trust_remote_code=config.trust_remote_code,
+        key=model.key,
+    )
+    return folder, codec
+
+
+def check_tokens(
+    model: TrainedModel, folder: ModelFolder, *, token_ids: Sequence[np.ndarray]
+) -> None:
+    """Check that the model can read the data: raise UserError, or log a warning.
+
+    Args:
+        token_ids: one array per sequence of the data.
+    """
+    require_known_tokens(token_ids, folder.hf_config, path=model.config.path, key=model.key)
+    for warning in length_warnings(model, folder.hf_config):
+        logger.warning("%s", warning)
+
+
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """By their names in a placement's layouts; ``conversations`` renders what the reward model
-    reads, None if that are the policy's own tokens."""
+class AuxiliaryModels:
+    """The models of a run besides the trained one.
+
+    Attributes:
+        folders: their checked folders, by their names in a placement's layouts.
+        conversations: renders the input of the reward model; None if it reads the policy's tokens.
+    """
 
     folders: Mapping[str, ModelFolder]
     conversations: TextCodec | None
 
 
-def check_beside(
+def check_auxiliary_models(
     config: RunConfig, policy: ModelFolder, *, entries: Sequence[PromptEntry]
-) -> Beside:
-    """The models beside ``policy`` that the run needs.
+) -> AuxiliaryModels:
+    """Return the critic and the reward model, if the run needs them.
 
     Args:
-        entries: what is trained on.
+        entries: the prompts that are trained on.
 
     Raises:
-        UserError: a folder that is no such model, or one that cannot read what it is to.
+        UserError: a folder holds no such model, or the model cannot read its input.
     """
     folders: dict[str, ModelFolder] = {}
     if config.uses_critic:
-        folders[CRITIC] = critic = policy_folder(
-            policy_spec(config, place_run(config), task=CRITIC)
-        )
+        critic = policy_folder(policy_spec(config, place_run(config), task=CRITIC))
+        folders[CRITIC] = critic
         path, key = config.critic.model.path, "critic.model.path"
         require_vocabulary(critic.hf_config, policy.hf_config, path=path, key=key)
     if not config.reward_model.enable:
-        return Beside(folders, None)
-    folders[REWARD_MODEL] = judge = policy_folder(
-        policy_spec(config, place_run(config), task=REWARD_MODEL)
-    )
+        return AuxiliaryModels(folders, None)
+    judge = policy_folder(policy_spec(config, place_run(config), task=REWARD_MODEL))
+    folders[REWARD_MODEL] = judge
     path = config.reward_model.model.path
     if config.reward_model.model.input_tokenizer is None:
         require_vocabulary(judge.hf_config, policy.hf_config, path=path, key=_KEY)
         conversations = None
     else:
-        conversations = _conversations(config, judge, entries=entries)
-    for warning in position_caution(
+        conversations = _open_conversations(config, judge, entries=entries)
+    for warning in position_warnings(
         judge.hf_config,
         config.data.max_prompt_length + config.data.max_response_length,
         keys="data.max_prompt_length + data.max_response_length",
         model=f"{_KEY}={path!r}",
     ):
         logger.warning("%s", warning)
-    return Beside(folders, conversations)
+    return AuxiliaryModels(folders, conversations)
 
 
-def _conversations(
+def _open_conversations(
     config: RunConfig, judge: ModelFolder, *, entries: Sequence[PromptEntry]
 ) -> TextCodec:
-    """The reward model's tokenizer, which has been tried on all prompts."""
+    """Return the reward model's tokenizer, which has been tried on all prompts."""
     model = config.reward_model.model
     codec = load_codec(
         model.path,
@@ -89,9 +137,12 @@ def _conversations(
     chats = [entry.messages for entry in entries if not isinstance(entry.messages, str)]
     if len(chats) < len(entries):
         raise UserError(
-            f"reward_model.model.input_tokenizer={model.input_tokenizer!r}: must be null with "
-            "prompts that are plain text, as conversations are rendered from messages. Set "
-            "reward_model.model.input_tokenizer=null, for a model with the policy's tokens."
+            "reward_model.model.input_tokenizer",
+            model.input_tokenizer,
+            rule="must be null with prompts that are plain text, as conversations are rendered "
+            "from messages",
+            remedy="Set reward_model.model.input_tokenizer=null, for a model with the policy's "
+            "tokens.",
         )
     try:
         rows = codec.encode_answered(chats, [_SOME_ANSWER] * len(chats))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an asynchronous program to its end, turning signals into an orderly stop.
+"""The execution of an asynchronous program, with signals as an orderly stop.
 
 The first SIGINT or SIGTERM asks the program to save and leave at the next step boundary; a second
-one ends it at once. Of several failures the first cause is raised, alone.
+one ends it at once. Of several failures, only the first cause is raised.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSwitch:
-    """What signals press. A program says with ``on_stop`` what stopping means while it can be
-    stopped.
-    """
+    """A switch that signals press. A program registers with ``on_stop`` how it is stopped."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -31,13 +29,13 @@ class StopSwitch:
         self._tasks: set[asyncio.Future[None]] = set()
 
     def on_stop(self, stop: Callable[[], Awaitable[None]]) -> None:
-        """Call ``stop`` when a signal comes, at once if one has come already."""
+        """Call ``stop`` when a signal comes; immediately if one has come already."""
         self._stop = stop
         if self.signal_number is not None:
             self._start_stopping()
 
     def press(self, number: int) -> None:
-        """A signal has come."""
+        """Stop the program, because the signal with this number has come."""
         for other in _SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(other)
         self.signal_number = number
@@ -47,20 +45,20 @@ class StopSwitch:
             self._start_stopping()
 
     def _start_stopping(self) -> None:
-        assert self._stop is not None, "nothing to stop"
+        assert self._stop is not None, "on_stop() comes first"
         self._tasks.add(asyncio.ensure_future(self._stop()))
 
 
 @dataclass(frozen=True, slots=True)
 class Ended(Generic[R]):
-    """How a program ended. ``exit_code`` is 128 plus the signal that stopped it, 0 without one."""
+    """The result of a program. ``exit_code`` is 128 plus the signal that stopped it, else 0."""
 
     result: R
     exit_code: int
 
 
 def execute(program: Callable[[StopSwitch], Awaitable[R]]) -> Ended[R]:
-    """Run ``program`` to its end. Raises what it raises; of an exception group the first cause."""
+    """Run ``program`` to its end. Of an exception group, the first cause is raised."""
     try:
         return asyncio.run(_with_signals(program))
     except BaseExceptionGroup as group:
@@ -68,7 +66,7 @@ def execute(program: Callable[[StopSwitch], Awaitable[R]]) -> Ended[R]:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first exception of a nest of groups."""
+    """Return the first exception of nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the engines of a run live: in this process if one device does everything, else one process
-a device on Ray. Both look the same to the pipeline.
+"""The engines of a run: in this process if one device does everything, else one process per device
+on Ray. The pipeline sees no difference.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from typing import Protocol
 
 from tandem.api import EngineFailure, Engines, Runtime, TrainEngine, WorkerGroup
 from tandem.comm.store import host_store
-from tandem.config.check.device_rules import require_division, section_of
+from tandem.config.check.device_rules import require_division
 from tandem.config.check.platform_rules import platform_key
 from tandem.config.check.read_conditions import ONE_PROCESS
-from tandem.config.derived.pools import Placement, auxiliary_layouts, place_run, place_sft
+from tandem.config.derived.pools import Placement
 from tandem.config.derived.sizes import ModelSizes
+from tandem.config.derived.trained_model import TrainedModel, place, trained_model
 from tandem.config.plan.memory_remedy import require_cache, require_memory
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.driver.arguments import with_found
 from tandem.driver.execution import first_cause
-from tandem.driver.failure import RunFailure
+from tandem.errors import RunFailure
 from tandem.models.decoder import DecoderConfig
 from tandem.models.folder import ModelFolder, require_decoder
 from tandem.platforms.record import Platform
@@ -54,19 +55,22 @@ PLACEMENT_FILE = "placement.json"
 
 
 class MakeJobs(Protocol):
-    """The job of each pool by its name, given host and port of the driver's store."""
+    """A function that returns the job of each pool, by the pool's name.
+
+    Its argument is the host and the port of the driver's store.
+    """
 
     def __call__(self, *, store: tuple[str, int]) -> Mapping[str, WorkerJob]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """Where a run is to happen, known before anything is started.
+class RunSite:
+    """The place of a run: its pools, their platforms and the cluster, before anything is started.
 
     Attributes:
-        platforms: of each pool that has something to do.
+        platforms: the platform of each pool that has something to do.
         cluster: None if one process does everything.
-        head: the server to which the other nodes of a run that forms its own cluster connect.
+        head: the server to which the other nodes connect, if the run forms its own cluster.
     """
 
     config: RunConfig | SftConfig
@@ -76,18 +80,23 @@ class Site:
     head: HeadServer | None = None
 
     @property
+    def model(self) -> TrainedModel:
+        """The model that the run trains."""
+        return trained_model(self.config)
+
+    @property
     def platform(self) -> Platform:
-        """That of the pool that trains."""
+        """The platform of the pool that trains."""
         return self.platforms[self.placement.pool_of("actor-train").name]
 
     @property
     def is_mixed(self) -> bool:
-        """Whether pools have devices of several platforms, which need not be here."""
+        """Whether pools have devices of several platforms, which may be on other machines."""
         return len({platform.name for platform in self.platforms.values()}) > 1
 
     @property
     def nodes(self) -> Mapping[str, list[int]]:
-        """Per pool the number of the planned node of each rank."""
+        """The number of the planned node of each rank, by pool."""
         place = self.placement
         return {
             pool.name: [device.node for device in place.devices_of(pool)]
@@ -96,14 +105,19 @@ class Site:
 
     @property
     def num_devices(self) -> int:
-        """Those with something to do."""
+        """The number of devices that have something to do."""
         return sum(pool.num_devices for pool in self.placement.used_pools)
 
 
 @dataclass(frozen=True, slots=True)
-class HostedRun:
-    """The engines of ``tandem train``, and what the pipeline wants to know of where they are.
-    ``chip`` is the name of the device that trains."""
+class RunningEngines:
+    """The engines of ``tandem train`` while they run.
+
+    Attributes:
+        sizes: the sizes of the policy, None if the number of its operations is not known.
+        chip: the name of the device that trains.
+        peak_memory: returns the peak memory of the devices that train.
+    """
 
     runtime: Runtime
     engines: Engines
@@ -113,22 +127,24 @@ class HostedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class HostedTrainer:
-    """The engine of ``tandem sft``."""
+class RunningTrainer:
+    """The engine of ``tandem sft`` while it runs."""
 
     runtime: Runtime
     engine: TrainEngine
 
 
-def on_site(config: RunConfig | SftConfig, body: Callable[[Site], int]) -> int:
-    """Run ``body`` where the run is driven from; another node of the run lends its devices until
-    that has ended. Returns the exit code, the same on all nodes.
+def run_on_site(config: RunConfig | SftConfig, body: Callable[[RunSite], int]) -> int:
+    """Run ``body`` on the node that drives the run; other nodes add their devices until it ends.
+
+    Returns:
+        the exit code, the same on all nodes.
 
     Raises:
-        UserError: the nodes do not find each other, or cannot have what the run needs.
+        UserError: the nodes do not find each other, or do not have what the run needs.
         RunFailure: a process or a node of the run failed.
     """
-    site = site_here(config)
+    site = local_site(config)
     if site.placement.is_one_process and config.trainer.nnodes == 1:
         if os.environ.get("RAY_ADDRESS"):
             logger.warning("without effect: RAY_ADDRESS: %s", ONE_PROCESS)
@@ -136,38 +152,43 @@ def on_site(config: RunConfig | SftConfig, body: Callable[[Site], int]) -> int:
             return body(site)
         except EngineFailure as failure:
             raise RunFailure(str(failure)) from None
-    trainer = config.trainer
-    settings = ClusterSettings(
-        num_nodes=trainer.nnodes,
-        devices_per_node=trainer.n_gpus_per_node,
-        wait_s=trainer.ray_wait_register_center_timeout,
-        timeout_s=_timeout_s(config),
-        ray_init=config.ray_kwargs.ray_init,
-    )
-    cluster = plan_cluster(settings, os.environ)
-    platforms = tuple(site.platforms.values())
-    needs = node_needs(site.nodes, site.platforms, marked=site.is_mixed)
-    if cluster.role == "local" and site.is_mixed:
-        devices = tuple(find_devices(platforms))
-        cores = max(os.cpu_count() or 1, settings.devices_per_node)
-        machine = this_machine(devices, num_cores=cores)
-        if not fits([needs[0]], [machine.resources]):
-            raise refusal(needs, [machine], platforms=site.platforms, settings=settings)
-        cluster = replace(cluster, devices=devices)
+    cluster = _plan_cluster(site)
     if cluster.role != "existing":
         _warn_of_few_cores(site, cluster.node_rank)
     try:
         return run_on_nodes(
             cluster,
             lambda head: body(replace(site, cluster=cluster, head=head)),
-            platforms=platforms,
+            platforms=tuple(site.platforms.values()),
         )
     except (WorkerFailure, NodeFailure) as failure:
         raise RunFailure(str(failure)) from None
 
 
-def _warn_of_few_cores(site: Site, node: int) -> None:
-    """Ray is told that there is a core for each process."""
+def _plan_cluster(site: RunSite) -> ClusterPlan:
+    """Return the plan of the run's cluster. Raises UserError if this machine cannot hold it."""
+    trainer = site.config.trainer
+    settings = ClusterSettings(
+        num_nodes=trainer.nnodes,
+        devices_per_node=trainer.n_gpus_per_node,
+        wait_s=trainer.ray_wait_register_center_timeout,
+        timeout_s=site.model.timeout_s,
+        ray_init=site.config.ray_kwargs.ray_init,
+    )
+    cluster = plan_cluster(settings, os.environ)
+    needs = node_needs(site.nodes, site.platforms, marked=site.is_mixed)
+    if cluster.role != "local" or not site.is_mixed:
+        return cluster
+    devices = tuple(find_devices(site.platforms.values()))
+    cores = max(os.cpu_count() or 1, settings.devices_per_node)
+    machine = this_machine(devices, num_cores=cores)
+    if not fits([needs[0]], [machine.resources]):
+        raise refusal(needs, [machine], platforms=site.platforms, settings=settings)
+    return replace(cluster, devices=devices)
+
+
+def _warn_of_few_cores(site: RunSite, node: int) -> None:
+    # Ray is told that there is a core for each process.
     hosts = [name for name, own in site.platforms.items() if own.visibility.mode == "none"]
     num_processes = sum(site.nodes[pool].count(node) for pool in hosts)
     num_cores = os.cpu_count() or 1
@@ -177,23 +198,21 @@ def _warn_of_few_cores(site: Site, node: int) -> None:
         logger.warning(text, wanted, num_processes, num_cores)
 
 
-def _timeout_s(config: RunConfig | SftConfig) -> float:
-    is_run = isinstance(config, RunConfig)
-    return config.actor_rollout_ref.nccl_timeout if is_run else config.nccl_timeout
-
-
-def site_here(config: RunConfig | SftConfig) -> Site:
-    """That of a run which needs no other process."""
-    placement = place_run(config) if isinstance(config, RunConfig) else place_sft(config)
+def local_site(config: RunConfig | SftConfig) -> RunSite:
+    """Return the site of a run in this process, before a cluster is planned."""
+    placement = place(config)
     platforms = _platforms(config, placement)
     if isinstance(config, RunConfig):
         found = {pool: platform.name for pool, platform in platforms.items()}
         placement = with_found(config, placement, found=found)
-    return Site(config, platforms, placement, cluster=None)
+    return RunSite(config, platforms, placement, cluster=None)
 
 
 def _platforms(config: RunConfig | SftConfig, placement: Placement) -> dict[str, Platform]:
-    """Of each pool. One for all must be usable here; of several each worker confirms its own."""
+    """Return the platform of each pool.
+
+    A platform that all pools share must be usable here. Of several, each worker confirms its own.
+    """
     found = {
         pool.name: select_platform(AUTO)
         if pool.platform == AUTO
@@ -207,7 +226,7 @@ def _platforms(config: RunConfig | SftConfig, placement: Placement) -> dict[str,
 
 
 @contextmanager
-def naming_step(step: Callable[[], int]) -> Iterator[None]:
+def name_step(step: Callable[[], int]) -> Iterator[None]:
     """Raise failures of workers and engines as ``RunFailure``, with the current step."""
     try:
         yield
@@ -219,63 +238,52 @@ def naming_step(step: Callable[[], int]) -> Iterator[None]:
 
 
 def require_fit(
-    site: Site, model: ModelFolder, *, key: str, beside: Mapping[str, ModelFolder] | None = None
+    site: RunSite, model: ModelFolder, *, auxiliary: Mapping[str, ModelFolder] | None = None
 ) -> None:
-    """Raise UserError if the models cannot be laid out as asked for, or the devices do not compute
-    them, or not have the memory. Of devices that may be elsewhere their workers tell.
+    """Raise UserError if the devices cannot hold or compute the models as they are laid out.
+
+    Memory and precision are not checked for devices that may be on other machines: their workers
+    check them.
 
     Args:
-        key: the configuration key that ``model`` came from, for the message.
-        beside: by their names in ``site.placement.layouts``.
+        auxiliary: the other models, by their names in ``site.placement.layouts``.
     """
-    others = beside or {}
+    others = auxiliary or {}
     if site.cluster is not None:
-        require_decoder(model, key=key)
+        require_decoder(model, key=site.model.key)
     layouts = site.placement.layouts
     known = {task: ModelSizes.of(others.get(task, model).hf_config) for task in layouts}
     require_division(site.config, site.placement, models=known)
     if isinstance(site.config, RunConfig):
         generates = site.platforms[site.placement.pool_of("generate").name]
-        require_kernels(model.decoder_config, generates, key=f"{key}={str(model.path)!r}")
-    if not site.is_mixed:
-        _require_precision(site)
-    sizes = known["actor-train"]
-    if site.platform.has_own_memory and sizes is not None and not site.is_mixed:
-        require_memory(
-            site.config,
-            sizes,
-            auxiliary={name: own for name in others if (own := known[name]) is not None},
-            available_bytes=site.platform.total_memory_bytes(),
-            recomputes_parts=model.decoder_config is not None,
-        )
-        has_pages = site.platform.kernels == "triton" and model.decoder_config is not None
-        if has_pages and isinstance(site.config, RunConfig):
-            available_bytes = site.platform.total_memory_bytes()
-            require_cache(site.config, sizes, available_bytes=available_bytes)
-
-
-def _require_precision(site: Site) -> None:
-    """Raise UserError if the devices do not compute in what a layout asks for."""
-    config = site.config
-    if isinstance(config, SftConfig):
-        require_precision(config.engine, site.platform, section="engine")
+        key = f"{site.model.key}={str(model.path)!r}"
+        require_kernels(model.decoder_config, generates, key=key)
+    if site.is_mixed:
         return
-    roles = config.actor_rollout_ref
-    layouts = {
-        "actor-train": roles.actor.fsdp_config,
-        "ref_logp": roles.ref.fsdp_config,
-        **auxiliary_layouts(config),
-    }
-    for task, layout in layouts.items():
-        if task in site.placement.layouts:
-            require_precision(layout, site.platform, section=section_of(task))
+    for task, (section, layout) in site.model.layouts.items():
+        if task in layouts:
+            require_precision(layout, site.platform, section=section)
+    sizes = known["actor-train"]
+    if not site.platform.has_own_memory or sizes is None:
+        return
+    available_bytes = site.platform.total_memory_bytes()
+    require_memory(
+        site.config,
+        sizes,
+        auxiliary={name: own for name in others if (own := known[name]) is not None},
+        available_bytes=available_bytes,
+        recomputes_parts=model.decoder_config is not None,
+    )
+    has_pages = site.platform.kernels == "triton" and model.decoder_config is not None
+    if has_pages and isinstance(site.config, RunConfig):
+        require_cache(site.config, sizes, available_bytes=available_bytes)
 
 
 @asynccontextmanager
-async def hosted_run(
-    site: Site, config: RunConfig, *, model: ModelFolder, eos_ids: TokenIds, total_steps: int
-) -> AsyncIterator[HostedRun]:
-    """The engines of ``tandem train`` while the block runs.
+async def start_engines(
+    site: RunSite, config: RunConfig, *, model: ModelFolder, eos_ids: TokenIds, total_steps: int
+) -> AsyncIterator[RunningEngines]:
+    """Run the engines of ``tandem train`` while the block runs.
 
     Raises:
         UserError: the model cannot be loaded, or there are too few devices.
@@ -284,7 +292,7 @@ async def hosted_run(
     platform = site.platform
     sizes = None if model.decoder_config is None else _sizes_of(model.decoder_config)
     if site.cluster is None:
-        async with _here(platform) as runtime:
+        async with _in_process(platform) as runtime:
             engines = await runtime.call(
                 build_colocated,
                 config,
@@ -295,7 +303,7 @@ async def hosted_run(
             )
             try:
                 peak = partial(PeakMemory.of, platform)
-                yield HostedRun(runtime, engines, sizes, platform.device_name(), peak)
+                yield RunningEngines(runtime, engines, sizes, platform.device_name(), peak)
             finally:
                 await runtime.call(engines.close)
         return
@@ -311,7 +319,7 @@ async def hosted_run(
         rollout = config.actor_rollout_ref.rollout
         engines, peak = await runtime.call(remote_engines, groups, site.placement, rollout=rollout)
         chip = await runtime.call(_chip, groups[site.placement.pool_of("actor-train").name])
-        yield HostedRun(runtime, engines, sizes, chip, peak)
+        yield RunningEngines(runtime, engines, sizes, chip, peak)
 
 
 def _sizes_of(config: DecoderConfig) -> ModelSizes:
@@ -328,12 +336,12 @@ def _sizes_of(config: DecoderConfig) -> ModelSizes:
 
 
 @asynccontextmanager
-async def hosted_trainer(
-    site: Site, config: SftConfig, *, total_steps: int
-) -> AsyncIterator[HostedTrainer]:
-    """The engine of ``tandem sft`` while the block runs. Errors as ``hosted_run``."""
+async def start_trainer(
+    site: RunSite, config: SftConfig, *, total_steps: int
+) -> AsyncIterator[RunningTrainer]:
+    """Run the engine of ``tandem sft`` while the block runs. Raises as ``start_engines``."""
     if site.cluster is None:
-        async with _here(site.platform) as runtime:
+        async with _in_process(site.platform) as runtime:
             engine = await runtime.call(
                 build_trainer,
                 config,
@@ -341,17 +349,17 @@ async def hosted_trainer(
                 platform=site.platform,
                 total_steps=total_steps,
             )
-            yield HostedTrainer(runtime, engine)
+            yield RunningTrainer(runtime, engine)
         return
     make_jobs = partial(
         sft_jobs, config, site.placement, platforms=site.platforms, total_steps=total_steps
     )
     async with _in_pools(site, site.cluster, make_jobs=make_jobs) as (runtime, groups):
-        yield HostedTrainer(runtime, remote_trainer(groups, site.placement))
+        yield RunningTrainer(runtime, remote_trainer(groups, site.placement))
 
 
 @asynccontextmanager
-async def _here(platform: Platform) -> AsyncIterator[InProcessRuntime]:
+async def _in_process(platform: Platform) -> AsyncIterator[InProcessRuntime]:
     runtime = InProcessRuntime(platform.prepare_thread)
     try:
         yield runtime
@@ -361,9 +369,9 @@ async def _here(platform: Platform) -> AsyncIterator[InProcessRuntime]:
 
 @asynccontextmanager
 async def _in_pools(
-    site: Site, cluster: ClusterPlan, *, make_jobs: MakeJobs
+    site: RunSite, cluster: ClusterPlan, *, make_jobs: MakeJobs
 ) -> AsyncIterator[tuple[RayRuntime, Mapping[str, WorkerGroup]]]:
-    """Processes on all devices, each with its engines built."""
+    """Run a process on each device, with its engines built, while the block runs."""
     runtime = RayRuntime(
         cluster,
         platforms=site.platforms,
@@ -383,8 +391,8 @@ async def _in_pools(
         await runtime.close()
 
 
-def _write_placement(site: Site, groups: Mapping[str, WorkerGroup]) -> None:
-    """Where each task's processes run, as they say themselves."""
+def _write_placement(site: RunSite, groups: Mapping[str, WorkerGroup]) -> None:
+    """Write where each task's processes run, as they report it themselves."""
     records = [
         {"tasks": list(pool.tasks), **told}
         for pool in site.placement.used_pools
@@ -395,5 +403,5 @@ def _write_placement(site: Site, groups: Mapping[str, WorkerGroup]) -> None:
 
 
 def _chip(group: WorkerGroup) -> str:
-    """The name of its devices."""
+    """Return the name of the group's devices."""
     return group.gather([group.submit(0, "describe")])[0]["chip"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether data fits a model, as far as its config.json tells: token ids and positions.
+"""Checks of data against a model's config.json: token ids and positions.
 
-Reads JSON only, so that the plan can ask without torch.
+They read JSON only, so that the plan can make them without torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tandem.config.derived.trained_model import TrainedModel
 from tandem.config.schema.families import NATIVE_FAMILIES, foreign_rollout, require_family
 from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
@@ -23,7 +24,7 @@ _SCALING_KEYS = ("rope_scaling", "rope_parameters")
 
 
 def read_local_config(path: str) -> Mapping[str, Any]:
-    """config.json of a model folder, {} if there is none to read (the model may be on the hub)."""
+    """Return the config.json of a model folder; {} if it cannot be read, as of one on the hub."""
     try:
         content = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -34,9 +35,9 @@ def read_local_config(path: str) -> Mapping[str, Any]:
 def require_local_family(
     hf_config: Mapping[str, Any], *, source: str, trust_remote_code: bool
 ) -> None:
-    """See ``require_family``; nothing is said of a model that is not there.
+    """Raise UserError as ``require_family`` does, unless ``hf_config`` is empty.
 
-    Transformers' tables of families are read as text: to import them takes torch, and seconds.
+    Transformers' tables of families are read as text: importing them takes torch, and seconds.
     """
     family = hf_config.get("model_type")
     spec = find_spec("transformers")
@@ -47,8 +48,8 @@ def require_local_family(
     require_family(hf_config, source=source, is_known=is_known, trust_remote_code=trust_remote_code)
 
 
-def rollout_caution(config: RunConfig, hf_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """A warning if our engine does not generate with the model, unless that is what was meant."""
+def rollout_warnings(config: RunConfig, hf_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a warning if our engine does not generate with the model, unless that is intended."""
     family, roles = hf_config.get("model_type"), config.actor_rollout_ref
     if family is None or family in NATIVE_FAMILIES or roles.rollout.name == "hf":
         return ()
@@ -57,7 +58,10 @@ def rollout_caution(config: RunConfig, hf_config: Mapping[str, Any]) -> tuple[st
 
 
 def max_positions(hf_config: Mapping[str, Any]) -> int | None:
-    """How long a sequence a model is made for, its rotary scaling included; None if not said."""
+    """Return the longest sequence that a model is made for, in tokens, with its rotary scaling.
+
+    None if config.json does not say.
+    """
     limit = next((hf_config[key] for key in _POSITION_KEYS if hf_config.get(key)), None)
     scaling = next((hf_config[key] for key in _SCALING_KEYS if hf_config.get(key)), {})
     if limit is None or not scaling.get("factor"):
@@ -66,60 +70,63 @@ def max_positions(hf_config: Mapping[str, Any]) -> int | None:
     return max(limit, int(original * scaling["factor"]))
 
 
-def position_caution(
+def position_warnings(
     hf_config: Mapping[str, Any], longest: int, *, keys: str, model: str
 ) -> tuple[str, ...]:
-    """A warning if sequences may become longer than the model is made for, else nothing.
+    """Return a warning if sequences may become longer than the model is made for.
 
     Args:
-        longest: tokens of the longest sequence that can be.
-        keys: where that comes from, for the message; ``model`` is the model's key and value.
+        longest: the number of tokens of the longest possible sequence.
+        keys: the keys that ``longest`` is computed from, for the message.
+        model: the model's key and value, for the message.
     """
     limit = max_positions(hf_config)
     if limit is None or longest <= limit:
         return ()
     return (
-        f"{keys} = {longest} tokens: {model} is made for {limit} positions; what lies beyond "
-        "is poor at best",
+        f"{keys} = {longest} tokens: {model} is made for {limit} positions; tokens beyond them "
+        "are of poor quality at best",
     )
 
 
-def length_caution(config: RunConfig, hf_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """``position_caution`` of ``tandem train``."""
-    data = config.data
-    return position_caution(
-        hf_config,
-        data.max_prompt_length + data.max_response_length,
-        keys="data.max_prompt_length + data.max_response_length",
-        model=f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path!r}",
+def length_warnings(model: TrainedModel, hf_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return ``position_warnings`` for the model that a command trains."""
+    return position_warnings(
+        hf_config, model.max_tokens, keys=model.max_tokens_key, model=model.name
     )
 
 
 def require_known_tokens(
     token_ids: Iterable[np.ndarray], hf_config: Mapping[str, Any], *, path: str, key: str
 ) -> None:
-    """Raise UserError if the tokenizer gave a token id that the model has no embedding for."""
+    """Raise UserError if a token id of the data has no embedding in the model."""
     num_known = hf_config.get("vocab_size")
     largest = max((int(ids.max()) for ids in token_ids if len(ids)), default=-1)
     if isinstance(num_known, int) and largest >= num_known:
         raise UserError(
-            f"{key}={path!r}: its tokenizer gives token id {largest}, its model has only "
-            f"{num_known} tokens (vocab_size in config.json). Use the tokenizer of this model."
+            key,
+            path,
+            rule=f"its tokenizer gives token id {largest}, its model has only {num_known} tokens "
+            "(vocab_size in config.json)",
+            remedy="Use the tokenizer of this model.",
         )
 
 
 def require_vocabulary(
     model: Mapping[str, Any], policy: Mapping[str, Any], *, path: str, key: str
 ) -> None:
-    """Raise UserError if the policy can say a token that a model has no embedding for.
+    """Raise UserError if a token of the policy has no embedding in the other model.
 
     Args:
         model, policy: the contents of their config.json.
-        path: of ``model``; ``key`` is where that comes from, for the message.
+        path: the path of ``model``, for the message; ``key`` is its configuration key.
     """
     num_known, num_said = (known.get("vocab_size") for known in (model, policy))
     if isinstance(num_known, int) and isinstance(num_said, int) and num_known < num_said:
         raise UserError(
-            f"{key}={path!r}: it has only {num_known} tokens (vocab_size in "
-            f"config.json), the policy {num_said}. Use a model with the policy's tokenizer."
+            key,
+            path,
+            rule=f"it has only {num_known} tokens (vocab_size in config.json), the policy "
+            f"{num_said}",
+            remedy="Use a model with the policy's tokenizer.",
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command says before it starts: warnings, and keys that were set without effect."""
+"""The messages of a command before it starts: warnings, and keys without effect."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from tandem.config.parse.overrides import LoadedConfig
 
 
 def configure_logging() -> None:
-    """Messages of this package from INFO on, one line each, on stderr; those of others from WARNING
-    on.
-    """
+    """Log to stderr, one line per message: this package from INFO on, others from WARNING on."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("tandem").setLevel(logging.INFO)
 
@@ -22,7 +20,7 @@ def configure_logging() -> None:
 def print_notices(
     loaded: LoadedConfig[Any], stream: TextIO, *, warnings: Sequence[str] = ()
 ) -> None:
-    """One line a warning and a key without effect, so that nothing is silently ignored."""
+    """Print a line per warning and per key without effect: nothing is silently ignored."""
     for warning in (*loaded.warnings, *warnings):
         stream.write(f"warning: {warning}\n")
     for key, reason in ignored_keys(loaded).items():

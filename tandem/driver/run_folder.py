@@ -1,29 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run as a command finds it: whether it can be written, whether another run uses
-it, whether the checkpoint in it fits, and how far its records go.
+"""The folder of a run: its lock, its checkpoint, and how far its records go.
 
-What cannot work is said before a model is loaded, and nothing of an existing run is touched until
-its checkpoint is known to be whole.
+Errors are raised before a model is loaded. Nothing of an existing run is changed until its
+checkpoint is known to be complete.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
+from tandem.api import MetricSink
 from tandem.checkpoint.lock import exclusive
 from tandem.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.data.ledger import Source
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.errors import UserError
 from tandem.metrics.jsonl import BEFORE_FIRST_STEP, METRICS_FILE, last_step, read_records
+from tandem.metrics.sinks import open_sinks
 from tandem.models.folder import ModelFolder, check_folder
 from tandem.pipeline.validation import VALIDATION_SECONDS
 from tandem.report.run_folder import CONFIG_FILE
@@ -31,7 +33,7 @@ from tandem.report.run_folder import CONFIG_FILE
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run saves, and the checkpoint it goes on from, None for a new one."""
+    """The store of a run's checkpoints, and the one that the run resumes, None for a new run."""
 
     store: CheckpointStore
     checkpoint: Checkpoint | None
@@ -41,14 +43,15 @@ class Start:
 def open_run_folder(
     trainer: TrainerConfig, source: Source[Any], *, model: ModelFolder, key: str
 ) -> Iterator[Start]:
-    """Keep the folder of a run to this process, and let ``source`` continue where it left off.
+    """Lock the folder of a run, and let ``source`` continue where its checkpoint ends.
 
     Args:
-        model: what is to be trained, and ``key`` the configuration key it came from.
+        model: the model to be trained.
+        key: the configuration key of its path.
 
     Raises:
-        UserError: the folder cannot be written or another run uses it; or there is no such
-            checkpoint, or it does not fit.
+        UserError: the folder cannot be written, another run uses it, or its checkpoint is missing
+            or does not fit.
     """
     store = CheckpointStore(trainer.run_folder, trainer.max_actor_ckpt_to_keep)
     require_writable(store.folder)
@@ -60,7 +63,7 @@ def open_run_folder(
 
 
 def require_writable(folder: Path) -> None:
-    """Make the folder of a run. Raises UserError if nothing can be written there."""
+    """Make the folder of a run. Raises UserError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -69,12 +72,28 @@ def require_writable(folder: Path) -> None:
         raise _unwritable(folder, PermissionError("no permission, or a read-only disk"))
 
 
-def write_config(folder: Path, config: BaseModel) -> None:
-    """Write the resolved configuration into the folder of a run, whole or not at all.
+def open_run_sinks(
+    config: RunConfig | SftConfig, start: Start, *, total_steps: int
+) -> Sequence[MetricSink]:
+    """Write the resolved configuration into the run folder, and open the sinks of its metrics.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the folder cannot be written.
     """
+    trainer = config.trainer
+    _write_config(trainer.run_folder, config)
+    return open_sinks(
+        trainer,
+        trainer.run_folder,
+        total_steps=total_steps,
+        keep_through_step=last_step_to_keep(trainer, start.checkpoint),
+        environment=os.environ,
+        stream=sys.stdout,
+    )
+
+
+def _write_config(folder: Path, config: RunConfig | SftConfig) -> None:
+    # Renamed when it is complete: a reader never finds half of it.
     partial = folder / f".{CONFIG_FILE}.partial"
     try:
         partial.write_text(config.model_dump_json(indent=2))
@@ -89,10 +108,11 @@ def require_fitting(
     """Let ``source`` continue after ``checkpoint``.
 
     Args:
-        model: what is to be trained, and ``key`` the configuration key it came from.
+        model: the model to be trained.
+        key: the configuration key of its path.
 
     Raises:
-        UserError: the checkpoint is of another model or other data, or incomplete.
+        UserError: the checkpoint belongs to another model or other data, or is incomplete.
     """
     source.restore(checkpoint.read_state()["data"])
     folder = checkpoint.folder / "actor"
@@ -101,32 +121,37 @@ def require_fitting(
     same_family = saved.hf_config["model_type"] == model.hf_config["model_type"]
     if not same_family or saved.decoder_config != model.decoder_config:
         raise UserError(
-            f"{key}={str(model.path)!r}: the checkpoint {checkpoint.folder} belongs to another "
-            f"model. Set {key} to the one it was trained from, or trainer.resume_mode=disable."
+            key,
+            str(model.path),
+            rule=f"the checkpoint {checkpoint.folder} belongs to another model",
+            remedy=f"Set {key} to the one it was trained from, or trainer.resume_mode=disable.",
         )
 
 
 def last_step_to_keep(trainer: TrainerConfig, checkpoint: Checkpoint | None) -> int:
-    """Up to which step the records in the run folder stay: all of them if nothing is trained, none
-    for a new run, else those up to the checkpoint it goes on from."""
+    """Return the last step whose records in the run folder are kept.
+
+    A run that only validates keeps all, a new run none, and a resumed one those up to its
+    checkpoint.
+    """
     if trainer.val_only:
         return last_step(trainer.run_folder / METRICS_FILE)
     return BEFORE_FIRST_STEP if checkpoint is None else checkpoint.step
 
 
 def is_logged(checkpoint: Checkpoint, folder: Path) -> bool:
-    """Whether the metrics of the checkpoint's step are on record, in this or another run folder.
+    """Return whether the metrics of the checkpoint's step were logged, here or in another folder.
 
-    They are not if a run was killed between saving the checkpoint and logging its step.
+    They were not if a run was killed between saving the checkpoint and logging its step.
     """
     is_own = checkpoint.folder.resolve().parent == folder.resolve()
     return not is_own or last_step(folder / METRICS_FILE) >= checkpoint.step
 
 
 def is_validated(checkpoint: Checkpoint, folder: Path) -> bool:
-    """Whether a validation of the checkpoint's step is on record, in this or another run folder.
+    """Return whether the checkpoint's step was validated, here or in another folder.
 
-    Where training goes on meanwhile, the step may have been logged without it by a run that failed.
+    Where training goes on during a validation, a run that failed may have logged only the step.
     """
     is_own = checkpoint.folder.resolve().parent == folder.resolve()
     records = read_records(folder / METRICS_FILE) if is_own else []
@@ -136,6 +161,8 @@ def is_validated(checkpoint: Checkpoint, folder: Path) -> bool:
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
     return UserError(
-        f"trainer.default_local_dir={str(folder)!r}: cannot be written "
-        f"({error.strerror or error}). Choose another folder, or free some space."
+        "trainer.default_local_dir",
+        str(folder),
+        rule=f"cannot be written ({error.strerror or error})",
+        remedy="Choose another folder, or free some space.",
     )

@@ -1,49 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composition root of ``tandem sft``: from a config to a finished fine-tuning run."""
+"""The composition root of ``tandem sft``: from a configuration to a finished fine-tuning run."""
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 import time
 from dataclasses import dataclass
 
 from tandem.config.derived.schedule import Schedule, schedule_sft
+from tandem.config.derived.trained_model import trained_model
 from tandem.config.schema.sft import SftConfig
 from tandem.data.ledger import draw_by_row, open_source
 from tandem.data.sft import SftExample, SftSource, load_sft_examples
-from tandem.data.tokenizer import TextCodec, load_codec
+from tandem.data.tokenizer import TextCodec
+from tandem.driver.auxiliary_models import check_tokens, open_trained_model
 from tandem.driver.execution import Ended, StopSwitch, execute
 from tandem.driver.launch import (
-    HostedTrainer,
-    Site,
-    hosted_trainer,
-    naming_step,
-    on_site,
+    RunningTrainer,
+    RunSite,
+    name_step,
     require_fit,
+    run_on_site,
+    start_trainer,
 )
-from tandem.driver.model_checks import position_caution, require_known_tokens
 from tandem.driver.run_folder import (
     Start,
     is_logged,
-    last_step_to_keep,
     open_run_folder,
-    write_config,
+    open_run_sinks,
 )
-from tandem.metrics.sinks import open_sinks, require_loggers
-from tandem.models.folder import ModelFolder, check_folder
+from tandem.metrics.sinks import require_loggers
+from tandem.models.folder import ModelFolder
 from tandem.pipeline.loop import RunSummary
 from tandem.pipeline.supervised import SupervisedLoop, SupervisedParts
-
-logger = logging.getLogger(__name__)
-
-MODEL_KEY = "model.path"
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedSft:
-    """What is known and checked before the run folder is touched and the model is loaded."""
+    """The checked input of a run, before the run folder is opened and the model loaded."""
 
     config: SftConfig
     model: ModelFolder
@@ -54,19 +47,21 @@ class PreparedSft:
 
 
 def run(config: SftConfig) -> int:
-    """Fine-tune; the exit code is 0, or 128 plus the signal that stopped the run."""
-    return on_site(config, lambda site: run_supervised(config, site).exit_code)
+    """Train the model; return 0, or 128 plus the number of the signal that stopped the run."""
+    return run_on_site(config, lambda site: run_supervised(config, site).exit_code)
 
 
-def run_supervised(config: SftConfig, site: Site) -> Ended[RunSummary]:
-    """Fine-tune as ``config`` says.
+def run_supervised(config: SftConfig, site: RunSite) -> Ended[RunSummary]:
+    """Train the model as ``config`` says.
 
     Raises:
-        UserError: something in the config, the data or the model cannot work.
+        UserError: the configuration, the data or the model cannot be used.
     """
     prepared = prepare_sft(config)
-    require_fit(site, prepared.model, key=MODEL_KEY)
-    folder = open_run_folder(config.trainer, prepared.source, model=prepared.model, key=MODEL_KEY)
+    require_fit(site, prepared.model)
+    folder = open_run_folder(
+        config.trainer, prepared.source, model=prepared.model, key=site.model.key
+    )
     with folder as start:
         return execute(lambda switch: _train(prepared, start, site=site, switch=switch))
 
@@ -74,53 +69,37 @@ def run_supervised(config: SftConfig, site: Site) -> Ended[RunSummary]:
 def prepare_sft(config: SftConfig) -> PreparedSft:
     """Check and read everything but the model's weights."""
     require_loggers(config.trainer.logger)
-    model = check_folder(
-        config.model.path, trust_remote_code=config.model.trust_remote_code, key=MODEL_KEY
-    )
-    codec = load_codec(
-        config.model.path,
-        template_settings=config.data.apply_chat_template_kwargs,
-        chat_template=config.chat_template,
-        trust_remote_code=config.model.trust_remote_code,
-        key=MODEL_KEY,
+    model = trained_model(config)
+    folder, codec = open_trained_model(
+        model, template_settings=config.data.apply_chat_template_kwargs
     )
     examples = load_sft_examples(config.data, codec)
     schedule = schedule_sft(config, len(examples))
     validates = bool(schedule.validation_steps)
     validation = load_sft_examples(config.data, codec, validation=True) if validates else []
-    require_known_tokens(
-        (example.token_ids for example in (*examples, *validation)),
-        model.hf_config,
-        path=config.model.path,
-        key=MODEL_KEY,
+    check_tokens(
+        model, folder, token_ids=[example.token_ids for example in (*examples, *validation)]
     )
-    for warning in position_caution(
-        model.hf_config,
-        config.data.max_length,
-        keys="data.max_length",
-        model=f"{MODEL_KEY}={config.model.path!r}",
-    ):
-        logger.warning("%s", warning)
     source = open_source(examples, config.data, total_epochs=config.trainer.total_epochs)
-    return PreparedSft(config, model, codec, source, validation, schedule)
+    return PreparedSft(config, folder, codec, source, validation, schedule)
 
 
 async def _train(
-    prepared: PreparedSft, start: Start, *, site: Site, switch: StopSwitch
+    prepared: PreparedSft, start: Start, *, site: RunSite, switch: StopSwitch
 ) -> RunSummary:
     config, checkpoint = prepared.config, start.checkpoint
     total_steps = prepared.schedule.total_training_steps
-    async with hosted_trainer(site, config, total_steps=total_steps) as hosted:
+    async with start_trainer(site, config, total_steps=total_steps) as running:
         if checkpoint is not None:
-            await hosted.runtime.call(hosted.engine.load, checkpoint.folder / "actor")
-        parts = _assemble(prepared, start, site=site, hosted=hosted)
+            await running.runtime.call(running.engine.load, checkpoint.folder / "actor")
+        parts = _assemble(prepared, start, site=site, running=running)
         try:
             loop = SupervisedLoop(parts)
             if checkpoint is not None:
                 run_folder = config.trainer.run_folder
                 await loop.restore(checkpoint, is_logged=is_logged(checkpoint, run_folder))
             switch.on_stop(loop.stop)
-            with naming_step(lambda: loop.step):
+            with name_step(lambda: loop.step):
                 return await loop.run()
         finally:
             for sink in parts.sinks:
@@ -128,23 +107,15 @@ async def _train(
 
 
 def _assemble(
-    prepared: PreparedSft, start: Start, *, site: Site, hosted: HostedTrainer
+    prepared: PreparedSft, start: Start, *, site: RunSite, running: RunningTrainer
 ) -> SupervisedParts:
     config = prepared.config
-    write_config(config.trainer.run_folder, config)
-    sinks = open_sinks(
-        config.trainer,
-        config.trainer.run_folder,
-        total_steps=prepared.schedule.total_training_steps,
-        keep_through_step=last_step_to_keep(config.trainer, start.checkpoint),
-        environment=os.environ,
-        stream=sys.stdout,
-    )
+    sinks = open_run_sinks(config, start, total_steps=prepared.schedule.total_training_steps)
     return SupervisedParts(
         config=config,
         schedule=prepared.schedule,
-        runtime=hosted.runtime,
-        engine=hosted.engine,
+        runtime=running.runtime,
+        engine=running.engine,
         num_devices=site.num_devices,
         source=prepared.source,
         validation=draw_by_row(prepared.validation),

@@ -1,43 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composition root of ``tandem train``: from a config to a finished run.
+"""The composition root of ``tandem train``: from a configuration to a finished run.
 
-Everything a user can have got wrong is checked before the model is loaded: loggers, data, model
-folder, reward function, and (once nothing else is wrong) the run folder with its checkpoint.
-Nothing here computes.
+All of the user's input is checked before the model is loaded: loggers, data, model folders, the
+reward function, and last the run folder with its checkpoint. Nothing here computes.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 from dataclasses import dataclass
 
 from tandem.checkpoint.store import Checkpoint
 from tandem.config.derived.schedule import Schedule, schedule_run
+from tandem.config.derived.trained_model import trained_model
 from tandem.config.schema.run import RunConfig
 from tandem.data.ledger import draw_by_row, open_source
 from tandem.data.prompts import PromptEntry, PromptSource, load_prompts
-from tandem.data.tokenizer import TextCodec, load_codec
-from tandem.driver.auxiliary_models import Beside, check_beside
+from tandem.data.tokenizer import TextCodec
+from tandem.driver.auxiliary_models import (
+    AuxiliaryModels,
+    check_auxiliary_models,
+    check_tokens,
+    open_trained_model,
+)
 from tandem.driver.execution import Ended, StopSwitch, execute
-from tandem.driver.launch import HostedRun, Site, hosted_run, naming_step, on_site, require_fit
-from tandem.driver.model_checks import length_caution, require_known_tokens
+from tandem.driver.launch import (
+    RunningEngines,
+    RunSite,
+    name_step,
+    require_fit,
+    run_on_site,
+    start_engines,
+)
 from tandem.driver.run_folder import (
     Start,
     is_logged,
     is_validated,
     last_step_to_keep,
     open_run_folder,
-    write_config,
+    open_run_sinks,
 )
 from tandem.metrics.records import RolloutRecorder
-from tandem.metrics.sinks import open_sinks, require_loggers
+from tandem.metrics.sinks import require_loggers
 from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TRACE_FILE, TraceFile, TraceRecorder
-from tandem.models.folder import ModelFolder, check_folder
-from tandem.models.weights import KEY
+from tandem.models.folder import ModelFolder
 from tandem.pipeline.context import RunContext
 from tandem.pipeline.loop import Pipeline, RunSummary
 from tandem.pipeline.reward_phase import overlong_buffer
@@ -53,12 +61,12 @@ _MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """What is known and checked before the run folder is touched and the model is loaded."""
+class PreparedRun:
+    """The checked input of a run, before the run folder is opened and the model loaded."""
 
     config: RunConfig
     model: ModelFolder
-    beside: Beside
+    auxiliary: AuxiliaryModels
     codec: TextCodec
     source: PromptSource
     validation_entries: list[PromptEntry]
@@ -66,38 +74,32 @@ class Prepared:
 
 
 def run(config: RunConfig) -> int:
-    """Train; the exit code is 0, or 128 plus the signal that stopped the run."""
-    return on_site(config, lambda site: run_training(config, site).exit_code)
+    """Train; return 0, or 128 plus the number of the signal that stopped the run."""
+    return run_on_site(config, lambda site: run_training(config, site).exit_code)
 
 
-def run_training(config: RunConfig, site: Site) -> Ended[RunSummary]:
+def run_training(config: RunConfig, site: RunSite) -> Ended[RunSummary]:
     """Train as ``config`` says.
 
     Raises:
-        UserError: something in the config, the data or the model cannot work.
+        UserError: the configuration, the data or a model cannot be used.
         RunFailure, WorkerFailure: a process of the run failed, in a step or at its start.
     """
     prepared = prepare(config)
-    require_fit(site, prepared.model, key=KEY, beside=prepared.beside.folders)
-    folder = open_run_folder(config.trainer, prepared.source, model=prepared.model, key=KEY)
+    require_fit(site, prepared.model, auxiliary=prepared.auxiliary.folders)
+    folder = open_run_folder(
+        config.trainer, prepared.source, model=prepared.model, key=site.model.key
+    )
     with folder as start:
         return execute(lambda switch: _train(prepared, start, site=site, switch=switch))
 
 
-def prepare(config: RunConfig) -> Prepared:
+def prepare(config: RunConfig) -> PreparedRun:
     """Check and read everything but the model's weights."""
     require_loggers(config.trainer.logger)
-    model = config.actor_rollout_ref.model
-    folder = check_folder(
-        model.path,
-        trust_remote_code=model.trust_remote_code,
-        load_weight=config.actor_rollout_ref.actor.load_weight,
-    )
-    codec = load_codec(
-        model.path,
-        template_settings=config.data.apply_chat_template_kwargs,
-        chat_template=model.custom_chat_template,
-        trust_remote_code=model.trust_remote_code,
+    model = trained_model(config)
+    folder, codec = open_trained_model(
+        model, template_settings=config.data.apply_chat_template_kwargs
     )
     by_model = config.reward_model.enable
     train_entries = load_prompts(config.data, codec, by_model=by_model)
@@ -107,19 +109,15 @@ def prepare(config: RunConfig) -> Prepared:
         load_prompts(config.data, codec, validation=True, by_model=by_model) if validates else []
     )
     entries = [*train_entries, *validation_entries]
-    require_known_tokens(
-        (entry.token_ids for entry in entries), folder.hf_config, path=model.path, key=KEY
-    )
-    for warning in length_caution(config, folder.hf_config):
-        logger.warning("%s", warning)
-    beside = check_beside(config, folder, entries=train_entries)
+    check_tokens(model, folder, token_ids=[entry.token_ids for entry in entries])
+    auxiliary = check_auxiliary_models(config, folder, entries=train_entries)
     _check_reward(config, validation_entries if by_model else entries)
     source = open_source(train_entries, config.data, total_epochs=config.trainer.total_epochs)
-    return Prepared(config, folder, beside, codec, source, validation_entries, schedule)
+    return PreparedRun(config, folder, auxiliary, codec, source, validation_entries, schedule)
 
 
 def _check_reward(config: RunConfig, entries: list[PromptEntry]) -> None:
-    """Of rules and functions, which score ``entries``."""
+    """Raise UserError unless the rules or the function can score ``entries``."""
     if not entries:
         return
     spec = reward_spec(config)
@@ -130,7 +128,7 @@ def _check_reward(config: RunConfig, entries: list[PromptEntry]) -> None:
 
 
 def reward_spec(config: RunConfig) -> RewardSpec:
-    """Which reward, and how it is shaped."""
+    """Return the reward function and how the reward is shaped."""
     function = config.custom_reward_function
     custom = None
     if function.path is not None:
@@ -139,7 +137,7 @@ def reward_spec(config: RunConfig) -> RewardSpec:
 
 
 def reward_limits(config: RunConfig) -> RewardLimits:
-    """Processes, deadline and memory of rewards."""
+    """Return the limits of the processes that compute rewards."""
     reward = config.reward
     return RewardLimits(
         num_processes=reward.num_workers,
@@ -148,23 +146,25 @@ def reward_limits(config: RunConfig) -> RewardLimits:
     )
 
 
-async def _train(prepared: Prepared, start: Start, *, site: Site, switch: StopSwitch) -> RunSummary:
+async def _train(
+    prepared: PreparedRun, start: Start, *, site: RunSite, switch: StopSwitch
+) -> RunSummary:
     config = prepared.config
-    hosted = hosted_run(
+    running = start_engines(
         site,
         config,
         model=prepared.model,
         eos_ids=prepared.codec.eos_ids,
         total_steps=prepared.schedule.total_training_steps,
     )
-    async with hosted as run:
+    async with running as run:
         if start.checkpoint is not None:
             await run.runtime.call(run.engines.train.load, start.checkpoint.folder / "actor")
             if run.engines.critic is not None:
                 folder = start.checkpoint.folder / "critic"
                 await run.runtime.call(run.engines.critic.load, folder)
         async with RewardPool(reward_spec(config), reward_limits(config)) as rewards:
-            parts = _assemble(prepared, start, site=site, hosted=run, rewards=rewards)
+            parts = _assemble(prepared, start, site=site, running=run, rewards=rewards)
             return await _run(parts, start.checkpoint, switch=switch)
 
 
@@ -181,7 +181,7 @@ async def _run(
                 is_validated=is_validated(checkpoint, run_folder),
             )
         switch.on_stop(pipeline.stop)
-        with naming_step(lambda: pipeline.step):
+        with name_step(lambda: pipeline.step):
             return await pipeline.run()
     finally:
         parts.trace.close()
@@ -191,25 +191,17 @@ async def _run(
 
 
 def _assemble(
-    prepared: Prepared,
+    prepared: PreparedRun,
     start: Start,
     *,
-    site: Site,
-    hosted: HostedRun,
+    site: RunSite,
+    running: RunningEngines,
     rewards: RewardPool,
 ) -> RunContext:
     config, codec = prepared.config, prepared.codec
     run_folder = config.trainer.run_folder
     keep_through_step = last_step_to_keep(config.trainer, start.checkpoint)
-    write_config(run_folder, config)
-    sinks = open_sinks(
-        config.trainer,
-        run_folder,
-        total_steps=prepared.schedule.total_training_steps,
-        keep_through_step=keep_through_step,
-        environment=os.environ,
-        stream=sys.stdout,
-    )
+    sinks = open_run_sinks(config, start, total_steps=prepared.schedule.total_training_steps)
     recorder = RolloutRecorder(
         run_folder,
         max_per_step=MAX_ROLLOUTS_RECORDED_PER_STEP,
@@ -219,8 +211,8 @@ def _assemble(
     return RunContext(
         config=config,
         schedule=prepared.schedule,
-        runtime=hosted.runtime,
-        engines=hosted.engines,
+        runtime=running.runtime,
+        engines=running.engines,
         source=prepared.source,
         validation_prompts=draw_by_row(prepared.validation_entries),
         codec=codec,
@@ -229,22 +221,22 @@ def _assemble(
         sinks=sinks,
         recorder=recorder,
         facts=ComputeFacts(
-            hosted.sizes,
-            hosted.chip,
+            running.sizes,
+            running.chip,
             num_devices=site.num_devices,
             num_training_devices=site.placement.pool_of("actor-train").num_devices,
         ),
         preferred_tokens=site.platform.microbatch_tokens,
         clock=time.perf_counter,
-        conversations=prepared.beside.conversations,
+        conversations=prepared.auxiliary.conversations,
         trace=_trace(config, resumes=start.checkpoint is not None),
-        allocated_bytes=lambda: hosted.peak_memory().allocated,
-        reserved_bytes=lambda: hosted.peak_memory().reserved,
+        allocated_bytes=lambda: running.peak_memory().allocated,
+        reserved_bytes=lambda: running.peak_memory().reserved,
     )
 
 
 def _trace(config: RunConfig, *, resumes: bool) -> TraceRecorder:
-    """Written to the run folder if roles work at the same time, else only summed up."""
+    """Return a recorder that writes to the run folder if roles work at the same time."""
     sink = None
     if config.trainer.max_lag > 0:
         path = config.trainer.run_folder / TRACE_FILE

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem quickstart``: the whole job in small, from a random model to a report, in minutes on two
+"""``tandem quickstart``: post-training in small, from a random model to a report, in minutes on two
 cores.
 
-Makes word problems, a tokenizer and a random model of 0.16 M parameters; fine-tunes it on
-demonstrations of mixed quality; reinforces it with GRPO; judges it on held-out problems. All steps
-are the public commands on ordinary files, which stay in the folder. The last line of the output is
-one JSON object.
+It makes word problems, a tokenizer and a random model of 0.16 M parameters, fine-tunes the model on
+demonstrations of mixed quality, trains it with GRPO, and evaluates it on held-out problems. All
+steps are the public commands on ordinary files, which stay in the folder. The last line of the
+output is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.driver.execution import Ended
-from tandem.driver.launch import site_here
+from tandem.driver.launch import local_site
 from tandem.driver.notices import configure_logging
 from tandem.driver.sft import run_supervised
 from tandem.driver.train import run_training
@@ -35,11 +35,13 @@ from tandem.report.report import write_report
 from tandem.report.run_folder import read_run
 
 _HERE = Path(__file__).parent
+_NEVER = 1_000_000
+"""A save frequency beyond the last step, which is saved in any case."""
 _ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@1"
 
 
 class _Interrupted(Exception):
-    """A signal stopped one of the steps; carries the exit code."""
+    """A signal stopped one of the steps."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
@@ -47,7 +49,7 @@ class _Interrupted(Exception):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run everything; the exit code is 0, or 128 plus the signal that stopped it."""
+    """Run all steps; return 0, or 128 plus the number of the signal that stopped one."""
     options = _parser().parse_args(arguments)
     configure_logging()
     # Two threads on a contended core make a model of this size many times slower than one.
@@ -74,8 +76,8 @@ def _run(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, floa
     warm = warm_start(materials, folder / "sft", seed=seed)
     _say("3/4 reinforcement learning with GRPO")
     grpo = _grpo_config(materials, warm, folder=folder / "grpo", seed=seed, overrides=overrides)
-    _finished(run_training(grpo, site_here(grpo)))
-    _say("4/4 judging on unseen combinations of numbers")
+    _finished(run_training(grpo, local_site(grpo)))
+    _say("4/4 evaluation on unseen combinations of numbers")
     before = _accuracy_on_unseen(materials, warm, folder=folder / "unseen_before")
     after = _accuracy_on_unseen(
         materials, _trained_model(folder / "grpo"), folder=folder / "unseen_after"
@@ -92,9 +94,9 @@ def _run(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, floa
 
 
 def warm_start(materials: Materials, folder: Path, *, seed: int) -> Path:
-    """Fine-tune the random model into ``folder``; returns the model folder."""
+    """Train the random model on demonstrations in ``folder``; return the trained model's folder."""
     config = _sft_config(materials, folder, seed=seed)
-    _finished(run_supervised(config, site_here(config)))
+    _finished(run_supervised(config, local_site(config)))
     return _trained_model(folder)
 
 
@@ -107,7 +109,7 @@ def _sft_config(materials: Materials, folder: Path, *, seed: int) -> SftConfig:
             f"data.train_files={materials.demonstrations}",
             f"data.seed={seed}",
             f"trainer.default_local_dir={folder}",
-            f"trainer.save_freq={_at_the_end()}",
+            f"trainer.save_freq={_NEVER}",
         ],
     ).config
 
@@ -125,21 +127,22 @@ def _grpo_config(
             f"data.seed={seed}",
             f"actor_rollout_ref.rollout.seed={seed}",
             f"trainer.default_local_dir={folder}",
-            f"trainer.save_freq={_at_the_end()}",
+            f"trainer.save_freq={_NEVER}",
             *overrides,
         ],
     ).config
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Before anything is trained. Raises UserError if they are wrong, or need several devices."""
+    """Raise UserError if the overrides are wrong or need several devices."""
     stand_ins = ("actor_rollout_ref.model.path=.", "data.train_files=.", "data.val_files=.")
     config = load_config(RunConfig, [str(_HERE / "grpo.yaml"), *stand_ins, *overrides]).config
     if not place_run(config).is_one_process or config.trainer.nnodes > 1:
         raise UserError(
-            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}, trainer.nnodes="
-            f"{config.trainer.nnodes}: the quickstart trains in one process. Leave them out, or "
-            "use tandem train with the files that the quickstart makes."
+            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}, trainer.nnodes",
+            config.trainer.nnodes,
+            rule="the quickstart trains in one process",
+            remedy="Leave them out, or use tandem train with the files that the quickstart makes.",
         )
 
 
@@ -156,7 +159,7 @@ def _accuracy_on_unseen(materials: Materials, model: Path, *, folder: Path) -> f
             "trainer.logger=[]",
         ],
     ).config
-    return _finished(run_training(config, site_here(config))).validation[_ACCURACY]
+    return _finished(run_training(config, local_site(config))).validation[_ACCURACY]
 
 
 def _finished(ended: Ended[RunSummary]) -> RunSummary:
@@ -166,14 +169,9 @@ def _finished(ended: Ended[RunSummary]) -> RunSummary:
 
 
 def _trained_model(run_folder: Path) -> Path:
-    """The model folder inside the latest checkpoint."""
+    """Return the model folder of the latest checkpoint."""
     step = (run_folder / "latest_checkpointed_iteration.txt").read_text()
     return run_folder / f"global_step_{step}" / "actor"
-
-
-def _at_the_end() -> int:
-    """A save frequency that is larger than any quickstart: only the last step is saved."""
-    return 1_000_000
 
 
 def _say(text: str) -> None:
@@ -186,10 +184,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a small model by supervised fine-tuning and GRPO, and report on it.",
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("outputs/quickstart"), help="where everything goes"
+        "--folder", type=Path, default=Path("outputs/quickstart"), help="folder of all files"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights, data and sampling")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and sampling")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes to the GRPO step's config"
+        "overrides", nargs="*", metavar="key=value", help="changes to the configuration of GRPO"
     )
     return parser

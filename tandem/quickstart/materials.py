@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes all that the quickstart trains on into one folder, in the formats any user would bring.
+"""The files that the quickstart trains on, in the formats that any user would bring.
 
-Parquet prompts in verl's schema, parquet demonstrations of mixed quality, and a Hugging Face folder
-with tokenizer and random model. No question of the tests occurs in what is trained on.
+They are parquet prompts in verl's schema, parquet demonstrations of mixed quality, and a Hugging
+Face folder with tokenizer and random model. No question of the tests occurs in the training data.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ NUM_TEST = 256
 NUM_UNSEEN = 200
 NUM_TOKENIZER_TEXTS = 4_000
 
-# Tests and tokenizer are the same for every seed of a run, so that accuracies compare.
+# Tests and tokenizer are the same for every seed of a run, so that accuracies can be compared.
 TEST_SEED = 7777
 UNSEEN_SEED = 4242
 TOKENIZER_SEED = 1
 
 DATA_SOURCE = "openai/gsm8k"
-"""The ordinary GSM8K reward judges: the number after the last ``####``."""
+"""The source whose reward compares the number after the last ``####``, as for GSM8K."""
 
 
 @dataclass(frozen=True)
 class Materials:
-    """Where things are. ``test_unseen`` has only combinations of numbers that training lacks."""
+    """The paths of the files. ``test_unseen`` has only combinations of numbers not trained on."""
 
     model: Path
     demonstrations: Path
@@ -52,12 +52,12 @@ class Materials:
 
 
 def prepare(folder: Path, *, seed: int) -> Materials:
-    """Write everything into ``folder``, which is made if it is not there. Takes about two seconds.
+    """Write all files into ``folder``, in about two seconds.
 
     Args:
-        folder: for ``model/``, ``sft.parquet``, ``train.parquet``, ``test.parquet`` and
-            ``test_unseen.parquet``.
-        seed: of the initial weights, the demonstrations and the training prompts.
+        folder: gets ``model/``, ``sft.parquet``, ``train.parquet``, ``test.parquet`` and
+            ``test_unseen.parquet``; made if it does not exist.
+        seed: the seed of the initial weights, the demonstrations and the training prompts.
     """
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def prepare(folder: Path, *, seed: int) -> Materials:
 
 
 def _write_policy(folder: Path, seed: int) -> int:
-    """Tokenizer and random weights; returns the number of parameters."""
+    """Write tokenizer and random weights; return the number of parameters."""
     problems = draw_problems(NUM_TOKENIZER_TEXTS, seed=TOKENIZER_SEED)
     tokenizer = train_tokenizer(f"{p.question}\n{correct(p)}" for p in problems)
     save_tokenizer(tokenizer, folder)
@@ -92,7 +92,7 @@ def _write_policy(folder: Path, seed: int) -> int:
 
 
 def _write_demonstrations(path: Path, problems: Sequence[Problem], *, seed: int) -> None:
-    """Columns ``question`` and ``answer``."""
+    """Write a file with the columns ``question`` and ``answer``."""
     pairs = list(demonstrations(problems, seed=seed))
     columns = {
         "question": [question for question, _ in pairs],
@@ -102,7 +102,7 @@ def _write_demonstrations(path: Path, problems: Sequence[Problem], *, seed: int)
 
 
 def _write_prompts(path: Path, problems: Sequence[Problem], *, split: str) -> None:
-    """verl's schema: data_source, prompt, ability, reward_model, extra_info."""
+    """Write a file in verl's schema: data_source, prompt, ability, reward_model, extra_info."""
     rows = [
         {
             "data_source": DATA_SOURCE,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Qwen2 model with random weights, small enough to learn arithmetic on a CPU within a minute.
 
-Written as an ordinary Hugging Face folder (``config.json``, ``generation_config.json``,
+It is written as an ordinary Hugging Face folder (``config.json``, ``generation_config.json``,
 ``model.safetensors``) without building the model, so that no modelling code is imported.
 """
 
@@ -21,7 +21,7 @@ VOCAB_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a Qwen2 model with tied embeddings; the defaults make 155,200 parameters."""
+    """The sizes of a Qwen2 model with tied embeddings; the defaults make 155,200 parameters."""
 
     hidden: int = 64
     num_layers: int = 2
@@ -35,12 +35,15 @@ QUICKSTART_SIZE = ModelSize()
 
 
 def padded_vocab(num_tokens: int) -> int:
-    """Rows of the embedding: the next multiple of 16."""
+    """Return the number of rows of the embedding: the next multiple of 16."""
     return -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def random_weights(size: ModelSize, vocab: int, *, seed: int) -> dict[str, Tensor]:
-    """fp32 tensors by their Hugging Face names: matrices normal(0, 0.02), biases 0, norms 1."""
+    """Return fp32 tensors by their Hugging Face names.
+
+    Matrices are drawn from normal(0, 0.02); biases are 0 and norms 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     head = size.hidden // size.num_heads
 
@@ -64,7 +67,7 @@ def random_weights(size: ModelSize, vocab: int, *, seed: int) -> dict[str, Tenso
 
 
 def qwen2_config(size: ModelSize, vocab: int, *, eos_id: int, pad_id: int) -> dict[str, object]:
-    """What ``config.json`` says."""
+    """Return the content of ``config.json``."""
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -96,7 +99,7 @@ def write_model(
     seed: int,
     size: ModelSize = QUICKSTART_SIZE,
 ) -> int:
-    """Write random weights and configs into an existing folder; returns the parameter count."""
+    """Write random weights and configs into an existing folder; return the parameter count."""
     vocab = padded_vocab(num_tokens)
     weights = random_weights(size, vocab, seed=seed)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

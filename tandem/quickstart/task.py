@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Word problems in GSM8K's form, made from templates: question, chain of thought, ``#### answer``.
 
-Eight templates of two arithmetic steps each, with random names, things and small numbers. One
+Eight templates have two arithmetic steps each, with random names, things and small numbers. One
 combination of template and numbers in twenty, chosen by a checksum, is kept out of all training
-data and of the ordinary test; the split of unseen numbers has only those. Not here: files.
+data and of the ordinary test; the split of unseen numbers has only those. No files are written.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ THINGS = (
 CONTAINERS = ("boxes", "bags", "baskets", "packs", "jars", "trays")
 
 MAX_TERM = 12
-"""Largest number that is added or taken away (a starting amount may be larger)."""
+"""The largest number that is added or subtracted (a starting amount may be larger)."""
 MAX_FACTOR = 6
 HELD_OUT_ONE_IN = 20
-"""One combination of template and numbers in so many appears in no training data."""
+"""One in this many combinations of template and numbers appears in no training data."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One line of arithmetic; ``operation`` is one of + - *."""
+    """A line of arithmetic; ``operation`` is one of + - *."""
 
     left: int
     operation: str
@@ -58,13 +58,13 @@ class Step:
 
     @property
     def result(self) -> int:
-        """What the line comes to."""
+        """The result of the line."""
         if self.operation == "+":
             return self.left + self.right
         return self.left - self.right if self.operation == "-" else self.left * self.right
 
     def line(self, thing: str) -> str:
-        """``3 + 4 = 7 apples.``"""
+        """Return the line as text, such as ``3 + 4 = 7 apples.``"""
         return f"{self.left} {self.operation} {self.right} = {self.result} {thing}."
 
 
@@ -99,7 +99,12 @@ class Draw:
 
 @dataclass(frozen=True)
 class Template:
-    """``text`` has places for name, They, friend, thing, container and the numbers 0, 1, ..."""
+    """A template of questions.
+
+    Attributes:
+        text: has places for name, They, friend, thing, container and the numbers 0, 1, ...
+        draw: draws the numbers of a question.
+    """
 
     text: str
     draw: Callable[[random.Random], Draw]
@@ -189,7 +194,7 @@ TEMPLATES = (
 
 
 def draw_problem(rng: random.Random) -> Problem:
-    """One problem: template, people, things and numbers at random."""
+    """Draw a problem: template, people, things and numbers."""
     name, friend = rng.sample(list(PEOPLE), 2)
     thing, container = rng.choice(THINGS), rng.choice(CONTAINERS)
     number = rng.randrange(len(TEMPLATES))
@@ -206,12 +211,10 @@ def draw_problem(rng: random.Random) -> Problem:
 
 
 def draw_problems(count: int, *, seed: int, but_not: Collection[str] = ()) -> list[Problem]:
-    """``count`` problems of different question text, none of a held-out combination of numbers.
+    """Draw ``count`` problems with different texts, none of a held-out combination of numbers.
 
     Args:
-        count: how many.
-        seed: of the draw.
-        but_not: question texts to leave out.
+        but_not: the texts of questions to leave out.
     """
     rng = random.Random(seed)
     seen = set(but_not)
@@ -225,7 +228,7 @@ def draw_problems(count: int, *, seed: int, but_not: Collection[str] = ()) -> li
 
 
 def draw_unseen_problems(count: int, *, seed: int) -> list[Problem]:
-    """``count`` problems of different held-out combinations, of which there are some 230."""
+    """Draw ``count`` problems of different held-out combinations, of which about 230 exist."""
     rng = random.Random(seed)
     problems: dict[tuple[int, tuple[int, ...]], Problem] = {}
     while len(problems) < count:
@@ -236,20 +239,20 @@ def draw_unseen_problems(count: int, *, seed: int) -> list[Problem]:
 
 
 def correct(problem: Problem) -> str:
-    """The worked answer."""
+    """Return the worked answer."""
     first, second = problem.steps
     lines = (first.line(problem.thing), second.line(problem.thing), f"#### {second.result}")
     return "\n".join(lines)
 
 
 def stops_early(problem: Problem) -> str:
-    """The answer of a writer who stops after the first step."""
+    """Return the answer of a writer who stops after the first step."""
     first = problem.steps[0]
     return f"{first.line(problem.thing)}\n#### {first.result}"
 
 
 def takes_wrong_sign(problem: Problem) -> str:
-    """The answer of a writer who adds in the second step instead of subtracting, or the reverse."""
+    """Return the answer of a writer who confuses + and - in the second step."""
     first, second = problem.steps
     if second.operation == "+":
         low, high = sorted((second.left, second.right))
@@ -264,16 +267,16 @@ WRITERS: tuple[tuple[Callable[[Problem], str], float], ...] = (
     (stops_early, 0.55),
     (takes_wrong_sign, 0.17),
 )
-"""Who writes the demonstrations, with weights; the arithmetic is right in all of them.
+"""The writers of the demonstrations, with weights. The arithmetic is right in all of them.
 
-Most writers stop early, so greedy decoding starts low and reinforcement has something to mend. Of
-those who go on, more take the right sign than the wrong one: where both were as likely, it could
-settle for long on the wrong sign for a template that resembles others of the opposite sign.
+Most writers stop early, so that greedy decoding starts low and training has something to correct.
+Of the others, more take the right sign than the wrong one. With equal weights, training could stay
+for long at the wrong sign for a template that resembles others of the opposite sign.
 """
 
 
 def demonstrations(problems: Sequence[Problem], *, seed: int) -> Iterator[tuple[str, str]]:
-    """(question, answer) of each problem, the answer by a writer drawn at random."""
+    """Yield (question, answer) of each problem, the answer by a writer drawn at random."""
     rng = random.Random(seed)
     writers = [writer for writer, _ in WRITERS]
     weights = [weight for _, weight in WRITERS]

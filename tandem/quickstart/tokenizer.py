@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small byte-level BPE tokenizer in Qwen2's form, trained on the spot, saved for Hugging Face.
+"""A small byte-level BPE tokenizer in Qwen2's form, saved for Hugging Face.
 
-NFC, Qwen2's splitting pattern (each digit alone), ChatML template; ``<|im_end|>`` ends a response
-and ``<|endoftext|>`` pads. Takes a tenth of a second and needs neither torch nor transformers.
+It has NFC, Qwen2's splitting pattern (each digit alone) and a ChatML template; ``<|im_end|>`` ends
+a response and ``<|endoftext|>`` pads. Training takes a tenth of a second, without torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Learn the merges from ``texts``; at most ``MAX_VOCAB`` entries, the bytes included.
+    """Train a tokenizer of at most ``MAX_VOCAB`` entries, the bytes included.
 
     Special tokens take the first ids.
     """

@@ -29,6 +29,9 @@ _ADDRESS_FILE = "ray_current_cluster"
 _SWITCHES = ("head", "no_monitor", "enable_resource_isolation")
 """Options of ``ray start`` that take no value."""
 
+_ANY_WORKER_PORTS = {"min_worker_port": 0, "max_worker_port": 0}
+"""Ports that nobody uses, as ray.init has it. By default all clusters of a machine use the same."""
+
 _ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Otherwise each actor without a device warns that a later Ray treats its variables differently.
@@ -74,7 +77,8 @@ class RayNode:
         Args:
             options: options of ``ray start``, with underscores for hyphens.
         """
-        flags = [_flag(name, value) for name, value in options.items() if value is not None]
+        given = _ANY_WORKER_PORTS | dict(options)
+        flags = [_flag(name, value) for name, value in given.items() if value is not None]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``close``
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *filter(None, flags)],

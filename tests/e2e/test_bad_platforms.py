@@ -66,7 +66,7 @@ def refuse(
         ),
         (
             (*MIXED, "pools.transport=flagcx"),
-            ("pools.transport=flagcx: the pools have npu and musa", "Set pools.transport=staged"),
+            ("pools.transport='flagcx': the pools have npu and musa", "Set pools.transport=staged"),
         ),
         (
             (*ON_HOST, "pools.transport=flagcx"),

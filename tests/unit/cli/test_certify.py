@@ -27,14 +27,16 @@ def test_a_time_limit_that_cannot_be(
     arguments = ["certify", "--platform", "cpu", "--output", str(tmp_path / "new")]
     assert main([*arguments, "--timeout", seconds]) == EXIT_USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: --timeout={seconds}: must be a positive number of seconds.")
+    assert line.startswith(
+        f"error: --timeout={float(seconds)}: must be a positive number of seconds."
+    )
     assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("in the way")
-    with pytest.raises(UserError, match=f"--output={file}: cannot be written to"):
+    with pytest.raises(UserError, match=f"--output='{file}': cannot be written to"):
         certify.run(["--platform", "cpu", "--output", str(file)])
 
 

@@ -21,7 +21,7 @@ from tandem.config.derived.sizes import ModelSizes
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
-from tandem.driver.launch import Site, on_site, require_fit, site_here
+from tandem.driver.launch import RunSite, local_site, require_fit, run_on_site
 from tandem.errors import UserError
 from tandem.models.families import decoder_config
 from tandem.models.folder import ModelFolder, check_folder
@@ -33,18 +33,18 @@ CLUSTER = ClusterPlan("local", ClusterSettings(1, 2))
 TWO = "trainer.n_gpus_per_node=2"
 
 
-def run_site(*arguments: str) -> Site:
+def run_site(*arguments: str) -> RunSite:
     config = load_config(RunConfig, [TWO, *arguments]).config
     placement = place_run(config)
     platforms = {pool.name: CPU for pool in placement.used_pools}
-    return Site(config, platforms, placement, CLUSTER)
+    return RunSite(config, platforms, placement, CLUSTER)
 
 
-def sft_site(*arguments: str) -> Site:
+def sft_site(*arguments: str) -> RunSite:
     config = load_config(SftConfig, [TWO, *arguments]).config
     placement = place_sft(config)
     platforms = {pool.name: CPU for pool in placement.used_pools}
-    return Site(config, platforms, placement, CLUSTER)
+    return RunSite(config, platforms, placement, CLUSTER)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_auto_finds_is_judged_as_if_it_were_written(
     ).config
     check_run(config)
     with pytest.raises(UserError, match=message):
-        site_here(config)
+        local_site(config)
 
 
 def test_a_run_of_one_process_says_that_it_joins_no_cluster(
@@ -83,7 +83,7 @@ def test_a_run_of_one_process_says_that_it_joins_no_cluster(
     config = load_config(RunConfig, ["trainer.device=cpu"]).config
     for address, expected in (("", []), ("127.0.0.1:1", [f"RAY_ADDRESS: {ONE_PROCESS}"])):
         monkeypatch.setenv("RAY_ADDRESS", address)
-        assert on_site(config, lambda site: 5) == 5
+        assert run_on_site(config, lambda site: 5) == 5
         assert [text.removeprefix("without effect: ") for text in caplog.messages] == expected
 
 
@@ -107,7 +107,7 @@ def test_more_processes_of_the_host_than_cores_are_said_before_anything_starts(
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     config = load_config(RunConfig, ["trainer.device=cpu", *arguments]).config
     said: list[str] = []
-    assert on_site(config, lambda site: said.extend(caplog.messages) or 0) == 0
+    assert run_on_site(config, lambda site: said.extend(caplog.messages) or 0) == 0
     assert [text.partition(" of the host")[0] for text in said] == (
         [f"{arguments[0]}: {number} processes"] if number else []
     )
@@ -127,7 +127,7 @@ def test_of_several_nodes_each_counts_its_own_processes_of_the_host(
     arguments = ["trainer.nnodes=2", "trainer.n_gpus_per_node=3", f"trainer.device={training}"]
     apart = ["actor_rollout_ref.hybrid_engine=False", f"pools.generate.platform={other}"]
     config = load_config(RunConfig, [*arguments, *apart]).config
-    assert on_site(config, lambda site: 0) == 0
+    assert run_on_site(config, lambda site: 0) == 0
     assert [text.partition(" of the host")[0] for text in caplog.messages] == (
         [f"trainer.n_gpus_per_node=3: {number} processes"] if number else []
     )
@@ -143,7 +143,7 @@ def foreign(tmp_path: Path) -> ModelFolder:
 def test_a_model_that_cannot_be_spread_is_named_by_the_commands_key(foreign: ModelFolder) -> None:
     for site, key in ((run_site(), "actor_rollout_ref.model.path"), (sft_site(), "model.path")):
         with pytest.raises(UserError, match=f"^{key}='{foreign.path}': .*cannot be spread"):
-            require_fit(site, foreign, key=key)
+            require_fit(site, foreign)
 
 
 def refusal(check: Callable[[], None]) -> str:
@@ -184,4 +184,4 @@ def test_a_layout_that_does_not_divide_is_named_by_the_commands_key(
     actor = f"actor_rollout_ref.actor.fsdp_config.{size}"
     for site, setting in ((run_site(actor), actor), (sft_site(f"engine.{size}"), f"engine.{size}")):
         with pytest.raises(UserError, match=f"^{setting}: it must divide"):
-            require_fit(site, folder, key="")
+            require_fit(site, folder)

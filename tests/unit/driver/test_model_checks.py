@@ -15,7 +15,7 @@ from tandem.cli.main import EXIT_USER_ERROR, main
 from tandem.cli.plan import plan_arguments
 from tandem.driver.model_checks import (
     max_positions,
-    position_caution,
+    position_warnings,
     require_known_tokens,
     require_local_family,
 )
@@ -45,9 +45,9 @@ def test_the_length_a_model_is_made_for(hf_config: dict[str, Any], limit: int | 
 
 def test_a_longer_sequence_is_a_caution() -> None:
     config = {"max_position_embeddings": 256}
-    assert position_caution(config, 256, keys="a + b", model="m") == ()
-    assert position_caution({}, 1000, keys="a + b", model="m") == ()
-    (caution,) = position_caution(config, 257, keys="a + b", model="m")
+    assert position_warnings(config, 256, keys="a + b", model="m") == ()
+    assert position_warnings({}, 1000, keys="a + b", model="m") == ()
+    (caution,) = position_warnings(config, 257, keys="a + b", model="m")
     assert caution.startswith("a + b = 257 tokens: m is made for 256 positions")
 
 

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that a command trains: one form for ``tandem train`` and ``tandem sft``.
+
+The trees of the two commands keep the same facts under different keys. What launches a run reads
+this form, and names the keys of the command in its messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tandem.config.check.device_rules import section_of
+from tandem.config.derived.pools import Placement, auxiliary_layouts, place_run, place_sft
+from tandem.config.schema.fsdp import FsdpConfig
+from tandem.config.schema.model import ModelConfig
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """The model that a command trains.
+
+    Attributes:
+        key: the configuration key of its path.
+        chat_template: replaces the tokenizer's own; None keeps that.
+        load_weight: whether its weights are loaded, not drawn at random.
+        max_tokens: the length of the longest sequence, in tokens.
+        max_tokens_key: the keys that ``max_tokens`` is computed from.
+        layouts: by task, the section of the keys that lay out its weights over ranks, and these
+            keys; those of the run's other models are among them.
+        timeout_s: the time after which collectives give up.
+    """
+
+    config: ModelConfig
+    key: str
+    chat_template: str | None
+    load_weight: bool
+    max_tokens: int
+    max_tokens_key: str
+    layouts: Mapping[str, tuple[str, FsdpConfig]]
+    timeout_s: float
+
+    @property
+    def name(self) -> str:
+        """The key with its value, for messages."""
+        return f"{self.key}={self.config.path!r}"
+
+
+def trained_model(config: RunConfig | SftConfig) -> TrainedModel:
+    """Return the model that a command with this configuration trains."""
+    if isinstance(config, SftConfig):
+        return TrainedModel(
+            config=config.model,
+            key="model.path",
+            chat_template=config.chat_template,
+            load_weight=True,
+            max_tokens=config.data.max_length,
+            max_tokens_key="data.max_length",
+            layouts={"actor-train": ("engine", config.engine)},
+            timeout_s=config.nccl_timeout,
+        )
+    roles, data = config.actor_rollout_ref, config.data
+    layouts = {
+        "actor-train": roles.actor.fsdp_config,
+        "ref_logp": roles.ref.fsdp_config,
+        **auxiliary_layouts(config),
+    }
+    return TrainedModel(
+        config=roles.model,
+        key="actor_rollout_ref.model.path",
+        chat_template=roles.model.custom_chat_template,
+        load_weight=roles.actor.load_weight,
+        max_tokens=data.max_prompt_length + data.max_response_length,
+        max_tokens_key="data.max_prompt_length + data.max_response_length",
+        layouts={task: (section_of(task), layout) for task, layout in layouts.items()},
+        timeout_s=roles.nccl_timeout,
+    )
+
+
+def place(config: RunConfig | SftConfig) -> Placement:
+    """Return the pools of a command with this configuration."""
+    return place_sft(config) if isinstance(config, SftConfig) else place_run(config)
