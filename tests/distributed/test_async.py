@@ -103,7 +103,7 @@ def train(material: Material, folder: Path, *overrides: str) -> Path:
     arguments = train_arguments(material, folder / "run", *overrides)
     ended = run_command(arguments, folder=folder, conditions=conditions)
     assert ended.code == 0, ended.stderr
-    assert none_left(mark, within_s=5)
+    assert none_left(mark)
     return folder / "run"
 
 
