@@ -5,6 +5,12 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.config.check.platform_rules import weight_routes
+from tandem.config.check.rules import check_run
+from tandem.config.derived.pools import place_run
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
+from tandem.driver.arguments import check_platforms
 from tandem.errors import UserError
 from tandem.weight_sync.plan import Route
 from tandem.weight_sync.transport_choice import (
@@ -111,3 +117,51 @@ def test_a_crossing_that_is_forced_and_does_not_exist(
 ) -> None:
     with pytest.raises(UserError, match=why):
         choose_route(Route(0, (1,)), endpoints, wanted=wanted)
+
+
+VENDORS = {"npu": "ASCEND", "musa": "MUSA", "cuda": "NVIDIA"}
+"""FlagCX's names of platforms; it is not on the host."""
+
+
+def _planned(trains: str, generates: str, wanted: str) -> str:
+    """Return the transport that the plan of a run tells, "" if the run is refused."""
+    arguments = (
+        "actor_rollout_ref.hybrid_engine=False",
+        "trainer.nnodes=2",
+        "trainer.n_gpus_per_node=2",
+        f"pools.actor-train.platform={trains}",
+        f"pools.generate.platform={generates}",
+        f"pools.transport={wanted}",
+    )
+    config = load_config(RunConfig, arguments).config
+    placement = place_run(config)
+    try:
+        check_run(config)
+        check_platforms(config)
+    except UserError:
+        return ""
+    (route,) = weight_routes(config, placement).values()
+    return route.split()[0]
+
+
+def _chosen(trains: str, generates: str, wanted: str) -> str:
+    """Return the transport that the link takes, "" if it refuses."""
+    has_flagcx = wanted == "flagcx"
+    endpoints = [
+        Endpoint(name, f"{rank}", name, flagcx=VENDORS.get(name, "") if has_flagcx else "")
+        for rank, name in enumerate((trains, trains, generates, generates))
+    ]
+    kind = None if wanted == "auto" else TransportKind(wanted)
+    try:
+        return choose_route(Route(0, (2, 3)), endpoints, wanted=kind).first.kind.value
+    except UserError:
+        return ""
+
+
+@pytest.mark.parametrize("wanted", ["auto", "collective", "flagcx", "staged"])
+@pytest.mark.parametrize("generates", ["cpu", "cuda", "npu", "musa"])
+@pytest.mark.parametrize("trains", ["cpu", "cuda", "npu", "musa"])
+def test_the_plan_tells_the_transport_that_the_link_takes(
+    trains: str, generates: str, wanted: str
+) -> None:
+    assert _planned(trains, generates, wanted) == _chosen(trains, generates, wanted)
