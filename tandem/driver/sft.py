@@ -30,8 +30,8 @@ from tandem.driver.run_folder import (
 )
 from tandem.metrics.sinks import require_loggers
 from tandem.models.folder import ModelFolder
-from tandem.pipeline.loop import RunSummary
-from tandem.pipeline.supervised import SupervisedLoop, SupervisedParts
+from tandem.pipeline.progress import RunSummary
+from tandem.pipeline.supervised import SupervisedContext, SupervisedLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,10 @@ async def _train(
 
 def _assemble(
     prepared: PreparedSft, start: Start, *, site: RunSite, running: RunningTrainer
-) -> SupervisedParts:
+) -> SupervisedContext:
     config = prepared.config
     sinks = open_run_sinks(config, start, total_steps=prepared.schedule.total_training_steps)
-    return SupervisedParts(
+    return SupervisedContext(
         config=config,
         schedule=prepared.schedule,
         runtime=running.runtime,

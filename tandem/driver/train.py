@@ -47,7 +47,8 @@ from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TRACE_FILE, TraceFile, TraceRecorder
 from tandem.models.folder import ModelFolder
 from tandem.pipeline.context import RunContext
-from tandem.pipeline.loop import Pipeline, RunSummary
+from tandem.pipeline.loop import Pipeline
+from tandem.pipeline.progress import RunSummary
 from tandem.pipeline.reward_phase import overlong_buffer
 from tandem.rewards.custom import CustomReward
 from tandem.rewards.pool import RewardLimits, RewardPool, check_reward

@@ -65,7 +65,7 @@ class Batch:
 
     @property
     def generated_s(self) -> float:
-        """When the last of the groups was generated, in seconds by the clock of the run."""
+        """The time when the last group was generated, in seconds by the clock of the run."""
         return max(group.generated_s for group in self.groups)
 
     def sum_tokens(self, values_R: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the composition root hands to the pipeline, as one frozen value.
+"""The collaborators of the pipeline, which the composition root hands to it as one frozen value.
 
-The pipeline builds none of these itself: engines, clock and outputs come in from outside, so that
-the same program runs with real engines and with fakes.
+The pipeline builds none of them itself, so that the same program runs with real engines and with
+fakes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tandem.types import Group, Prompt, RewardOutcome, RewardRequest
 
 
 class Codec(Protocol):
-    """From token ids to text; see ``data.tokenizer.TextCodec``."""
+    """A decoder of token ids; see ``data.tokenizer.TextCodec``."""
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]: ...
 
@@ -32,7 +32,7 @@ class Codec(Protocol):
 
 
 class Conversations(Protocol):
-    """Tokens of whole conversations; see ``data.tokenizer.TextCodec``."""
+    """An encoder of whole conversations; see ``data.tokenizer.TextCodec``."""
 
     def encode_answered(
         self, chats: Sequence[Sequence[Mapping[str, Any]]], answers: Sequence[str]
@@ -40,19 +40,19 @@ class Conversations(Protocol):
 
 
 class Rewards(Protocol):
-    """Scores samples; see ``rewards.pool.RewardPool``."""
+    """A scorer of samples; see ``rewards.pool.RewardPool``."""
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]: ...
 
 
 class Store(Protocol):
-    """Takes checkpoints; see ``checkpoint.store.CheckpointStore``."""
+    """A store of checkpoints; see ``checkpoint.store.CheckpointStore``."""
 
     def writing(self, step: int, state: dict[str, Any]) -> AbstractContextManager[Path]: ...
 
 
 class Recorder(Protocol):
-    """Keeps rollouts for the report; see ``metrics.records.RolloutRecorder``."""
+    """A recorder of rollouts for the report; see ``metrics.records.RolloutRecorder``."""
 
     def write(self, step: int, groups: Sequence[Group], *, advantages: Sequence[float]) -> None: ...
 
@@ -67,11 +67,13 @@ def _no_trace() -> TraceRecorder:
 class RunContext:
     """Everything a run is made of.
 
-    ``preferred_tokens`` is the micro-batch size the platform computes fastest, if it has one.
-    ``conversations`` has what a reward model reads, None if that are the policy's own tokens.
-    ``memory`` remembers what micro-batches fit. ``trace`` records who worked and who waited.
-    ``clock`` gives seconds, of which only differences are used; ``allocated_bytes`` and
-    ``reserved_bytes`` are the device allocator's peaks.
+    Attributes:
+        preferred_tokens: the micro-batch size that the platform computes fastest, if it has one.
+        clock: returns seconds, of which only differences are used.
+        allocated_bytes, reserved_bytes: return the peaks of the device allocator.
+        conversations: encodes what a reward model reads; None if it reads the policy's tokens.
+        memory: remembers which micro-batches fit the device.
+        trace: records which role worked and which waited.
     """
 
     config: RunConfig

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tandem.algorithms.kl import AdaptiveKl, FixedKl, KlController, next_kl_controller
@@ -30,22 +30,14 @@ from tandem.pipeline.experience import Experience, assign_credit
 from tandem.pipeline.failures import DivergenceGuard, require_fresh, warn_of_failed_rewards
 from tandem.pipeline.phases import update_critic, update_policy
 from tandem.pipeline.prefetch import finish_scoring
+from tandem.pipeline.progress import RunSummary, record, resume, save_model
 from tandem.pipeline.step_metrics import batch_metrics, speed_metrics
 from tandem.pipeline.tasks import RunTasks, batch_rule
-from tandem.types import StepReport, UpdateReport
+from tandem.types import UpdateReport
 
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """The end of a run. ``validation`` holds the last validation's metrics, {} without any."""
-
-    last_step: int
-    stopped_early: bool
-    validation: Metrics
 
 
 class Pipeline:
@@ -95,15 +87,13 @@ class Pipeline:
             is_validated: whether a validation of that step is on record. If one was due, and the
                 run was killed before it ended, it is repeated.
         """
-        state = checkpoint.read_state()
-        self._context.source.restore(state["data"])
+        state = resume(self._context.source, checkpoint)
         self._step = self._saved_step = self._step_under_way = checkpoint.step
         self._validated_step = checkpoint.step if is_validated else -1
         if isinstance(self._controller, AdaptiveKl):
             self._controller = replace(self._controller, coefficient=state["kl_coefficient"])
-        logger.info("resumed from %s", checkpoint.folder)
         if not is_logged:
-            self._write(checkpoint.step, state["metrics"])
+            record(self._context.sinks, checkpoint.step, state["metrics"])
 
     async def stop(self) -> None:
         """Ask the run to end at the next step boundary and to save there."""
@@ -306,14 +296,9 @@ class Pipeline:
         self, step: int, row: Metrics, *, validation: asyncio.Task[Metrics] | None
     ) -> None:
         """Write the record of a step while the next one runs, and then that of its validation."""
-        self._write(step, row)
+        record(self._context.sinks, step, row)
         if validation is not None:
-            self._write(step, await validation)
-
-    def _write(self, step: int, metrics: Metrics) -> None:
-        """Write a record; none for a validation that was dropped and thus has no metrics."""
-        for sink in self._context.sinks if metrics else ():
-            sink.write(StepReport(step, metrics))
+            record(self._context.sinks, step, await validation)
 
     async def _flush_records(self) -> None:
         """Return once every step and validation so far is on record."""
@@ -342,12 +327,10 @@ class Pipeline:
 
 async def save_models(context: RunContext, folder: Path) -> None:
     """Save the weights and optimizer states of the policy and of the critic, if there is one."""
-    (folder / "actor").mkdir()
-    await context.runtime.call(context.engines.train.save, folder / "actor")
-    context.codec.save_own_template(folder / "actor")
-    if context.engines.critic is not None:
-        (folder / "critic").mkdir()
-        await context.runtime.call(context.engines.critic.save, folder / "critic")
+    engines = context.engines
+    await save_model(context.runtime, engines.train, folder / "actor", codec=context.codec)
+    if engines.critic is not None:
+        await save_model(context.runtime, engines.critic, folder / "critic")
 
 
 def record_rollouts(context: RunContext, experience: Experience, *, step: int) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large micro-batches are, and what happens when the device has no memory for one.
+"""The size of micro-batches, and its reduction when the device runs out of memory.
 
-Micro-batches only bound memory: loss, gradient and metrics do not depend on them. So a pass that
-runs out of memory is repeated with micro-batches of half the size, which stay so for the rest of
+Micro-batches only bound memory: loss, gradient and metrics do not depend on them. A pass that runs
+out of memory is therefore repeated with micro-batches of half the size, which hold for the rest of
 the run.
 """
 
@@ -33,11 +33,16 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchLimits:
-    """How large a micro-batch may be: by the tokens ``key`` allows, if given, else by count.
+    """The limits of micro-batches: a number of tokens if there is one, else a number of sequences.
 
-    ``preferred_tokens`` is what the platform computes fastest; it counts where the user left the
-    choice, and gives way to a sequence that is longer. ``num_ranks`` ranks that compute at the same
-    time get about the same work: of equal cost with ``by_cost``, else of as many sequences.
+    Attributes:
+        key: the configuration key of ``max_tokens``.
+        max_sequences: the largest number of sequences, used without ``max_tokens``.
+        max_tokens: the largest number of packed tokens.
+        preferred_tokens: the size that the platform computes fastest, used if it is smaller than
+            ``max_tokens``; None if the user chose the size. A longer sequence exceeds it.
+        num_ranks: the number of ranks that compute micro-batches at the same time.
+        by_cost: whether ranks get equal costs; else they get equal numbers of sequences.
     """
 
     key: str
@@ -48,7 +53,7 @@ class MicrobatchLimits:
     by_cost: bool = True
 
     def plan(self, sequences: Sequence[TrainSequence]) -> Plan:
-        """Micro-batches within the limit. Raises UserError if one sequence alone is too long."""
+        """Plan micro-batches within the limits. Raises UserError if one sequence is too long."""
         if self.max_tokens is None:
             return plan_microbatches(
                 sequences,
@@ -68,7 +73,7 @@ class MicrobatchLimits:
         )
 
     def on(self, engine: ReferencePolicy) -> MicrobatchLimits:
-        """The same limits for each device of ``engine``."""
+        """Return these limits, which hold for one device, for all devices of ``engine``."""
         factor = engine.sequence_parallel_size
         return replace(
             self,
@@ -97,10 +102,13 @@ def microbatch_limits(
 
 
 class MemoryFit:
-    """The size that micro-batches have been found to need, None until memory ran out.
+    """The largest size of micro-batches that has been found to fit the device.
 
     Args:
-        remedy: what the user may do when a single sequence is too much.
+        remedy: the advice to the user if a single sequence does not fit.
+
+    Attributes:
+        max_tokens: the size in packed tokens; None until the device ran out of memory.
     """
 
     def __init__(self, remedy: str = _REMEDY) -> None:
@@ -114,8 +122,10 @@ class MemoryFit:
         *,
         limits: MicrobatchLimits,
     ) -> R:
-        """``compute`` over a plan for ``sequences``, again over smaller ones while it runs out of
-        memory. A failed attempt must leave nothing behind.
+        """Compute a plan for ``sequences``, and smaller ones while the device runs out of memory.
+
+        Args:
+            compute: a pass over a plan. If it runs out of memory, it must leave nothing behind.
 
         Raises:
             UserError: there is no memory for a single sequence.
@@ -141,10 +151,8 @@ class MemoryFit:
         largest = max(plan, key=lambda members: _num_tokens(sequences, members))
         size = _num_tokens(sequences, largest)
         if len(largest) == 1:
-            raise UserError(
-                f"out of memory: a micro-batch of one sequence, {size} tokens, does not fit the "
-                f"device. {self._remedy}"
-            ) from None
+            rule = f"a micro-batch of one sequence, {size} tokens, does not fit the device"
+            raise UserError("out of memory", rule=rule, remedy=self._remedy) from None
         self.max_tokens = size // 2
         logger.warning(
             "out of memory with micro-batches of %d tokens: repeating with at most %d, from now on "
@@ -164,7 +172,7 @@ def _longest(sequences: Sequence[TrainSequence]) -> int:
 
 
 def _num_tokens(sequences: Sequence[TrainSequence], members: Sequence[int]) -> int:
-    """Packed tokens: a prompt that neighbours share counts once."""
+    """Return the number of packed tokens; a prompt that neighbours share counts once."""
     total, last = 0, None
     for sequence in (sequences[i] for i in members):
         shared = sequence.prompt_key == last

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward model's part of a step: one score a response, from what the model says at its last
-token (the end of sequence, if it was drawn).
+"""The phase of a training step that computes the reward model: one score per response.
 
-verl's meaning: with a reward model its score is the reward of training, whatever the rows say;
-rules and functions score validations. A score that is not finite is a reward that failed.
+The score is the model's value at the last token of the response, which is the end of sequence if
+one was drawn. As in verl, it is the reward of training for every row, while rules and functions
+score validations. A score that is not finite is a failed reward.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ _ANY_TOKEN = 0
 Answer = tuple[Prompt, Sample]
 
 
-async def score_with_reward_model(parts: RunContext, groups: Sequence[Group]) -> list[Group]:
-    """The groups, and their greedy baselines, with the scores of the reward model.
+async def score_with_reward_model(context: RunContext, groups: Sequence[Group]) -> list[Group]:
+    """Return the groups and their greedy baselines with the scores of the reward model.
 
     Raises:
         UserError: none of the scores is finite.
     """
     answers = [(group.prompt, sample) for group in groups for sample in _samples(group)]
-    scores = as_floats(await _scores(parts, answers))
+    scores = as_floats(await _scores(context, answers))
     if not any(map(math.isfinite, scores)):
         raise UserError(
-            f"reward_model.model.path={parts.config.reward_model.model.path!r}: none of its "
-            f"{len(scores)} scores of a batch is finite. Use another model or precision "
-            "(reward_model.model.fsdp_config.dtype)."
+            "reward_model.model.path",
+            context.config.reward_model.model.path,
+            rule=f"none of its {len(scores)} scores of a batch is finite",
+            remedy="Use another model or precision (reward_model.model.fsdp_config.dtype).",
         )
-    buffer = overlong_buffer(parts.config)
+    buffer = overlong_buffer(context.config)
     judged = iter(
         _judged(sample, score, buffer=buffer)
         for (_, sample), score in zip(answers, scores, strict=True)
@@ -56,7 +57,7 @@ async def score_with_reward_model(parts: RunContext, groups: Sequence[Group]) ->
 
 
 def overlong_buffer(config: RunConfig) -> OverlongBuffer | None:
-    """The penalty of long responses that the config asks for, whoever scores."""
+    """Return the penalty of overlong responses that a config asks for; None without one."""
     manager = config.reward_model.reward_kwargs
     if config.reward_model.reward_manager != "dapo" or not manager.overlong_buffer_cfg.enable:
         return None
@@ -68,28 +69,31 @@ def overlong_buffer(config: RunConfig) -> OverlongBuffer | None:
     )
 
 
-async def _scores(parts: RunContext, answers: Sequence[Answer]) -> Tensor:
-    """One an answer, (N,)."""
-    model, config = parts.engines.reward_model, parts.config.reward_model
+async def _scores(context: RunContext, answers: Sequence[Answer]) -> Tensor:
+    """Return one score per answer, fp32 (N,)."""
+    model, config = context.engines.reward_model, context.config.reward_model
     assert model is not None, "the run has a reward model"
-    if parts.conversations is None:
+    if context.conversations is None:
         sequences = [
             _read_to_the_end(sequence_of(prompt, sample.trajectory)) for prompt, sample in answers
         ]
     else:
         try:
-            sequences = await parts.runtime.call(_rendered, parts.conversations, answers)
+            sequences = await context.runtime.call(_rendered, context.conversations, answers)
         except ChatRefused as error:
             raise UserError(
-                f"reward_model.model.path={config.model.path!r}: a response {error}"
+                "reward_model.model.path",
+                config.model.path,
+                rule=f"a response {error}",
+                remedy="Correct the template of the reward model.",
             ) from error
     # A conversation that is longer in the model's own tokens has a micro-batch to itself.
     longest = max(sequence.num_tokens for sequence in sequences)
     needed = -(-longest // model.sequence_parallel_size)
-    limits = limits_of(parts, REWARD_MODEL)
+    limits = limits_of(context, REWARD_MODEL)
     if limits.max_tokens is not None:
         limits = replace(limits, max_tokens=max(limits.max_tokens, needed))
-    return await score_sequences(parts, model, sequences=sequences, limits=limits)
+    return await score_sequences(context, model, sequences=sequences, limits=limits)
 
 
 def _read_to_the_end(sequence: TrainSequence) -> TrainSequence:
@@ -103,7 +107,7 @@ def _read_to_the_end(sequence: TrainSequence) -> TrainSequence:
 
 
 def _rendered(conversations: Conversations, answers: Sequence[Answer]) -> list[TrainSequence]:
-    """Answers in the model's own tokens; neighbours to one prompt share what they begin with."""
+    """Return answers in the reward model's tokens; those of a prompt share their first tokens."""
     chats = [prompt.messages for prompt, _ in answers if not isinstance(prompt.messages, str)]
     rows = conversations.encode_answered(chats, [sample.text for _, sample in answers])
     sequences: list[TrainSequence] = []
@@ -112,15 +116,14 @@ def _rendered(conversations: Conversations, answers: Sequence[Answer]) -> list[T
     )
     for key, (_, pairs) in enumerate(begun_alike):
         own = [row for _, row in pairs]
-        shared = _beginning(own)
+        shared = _common_prefix(own)
         sequences += [
             _read_to_the_end(TrainSequence(key, shared, row[len(shared) :])) for row in own
         ]
     return sequences
 
 
-def _beginning(rows: Sequence[list[int]]) -> list[int]:
-    """What all of them begin with."""
+def _common_prefix(rows: Sequence[list[int]]) -> list[int]:
     first, last = min(rows), max(rows)
     shared = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
     return first[: next(shared, len(first))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of one training step under verl's names, from what the step produced."""
+"""The metrics of one training step, under verl's names."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from tandem.pipeline.context import RunContext
 from tandem.pipeline.experience import Experience
 
 _VARIANCE_EPSILON = 1e-5
-"""verl's."""
+"""The constant of verl, which keeps the explained variance finite."""
 
 
 def batch_metrics(
-    parts: RunContext, experience: Experience, *, kl_coefficient: float
+    context: RunContext, experience: Experience, *, kl_coefficient: float
 ) -> dict[str, float]:
-    """What the batch was like: scores, advantages, lengths, agreement of rollout and trainer.
+    """Compute metrics of the batch: scores, advantages, lengths, agreement of rollout and trainer.
 
-    Depends on nothing but data and weights.
+    They depend on data and weights only.
 
     Args:
-        kl_coefficient: of the KL that was subtracted from the rewards, if any was.
+        kl_coefficient: the coefficient of the KL that was subtracted from the rewards, if any was.
     """
     groups = experience.batch.groups
-    data, algorithm = parts.config.data, parts.config.algorithm
+    data, algorithm = context.config.data, context.config.algorithm
     metrics = {
         **score_metrics(groups, rewards=as_floats(experience.rewards_N)),
         **reward_metrics(groups),
@@ -55,26 +55,26 @@ def batch_metrics(
         **rollout_difference(experience),
         **experience.correction_metrics,
     }
-    if parts.config.trainer.max_lag > 0:
+    if context.config.trainer.max_lag > 0:
         metrics |= token_lag_metrics(experience.batch)
         metrics["pipeline/buffered_groups"] = float(experience.batch.num_left)
         metrics["training/lag/old_log_prob"] = float(experience.batch.policy_lag)
     if algorithm.use_kl_in_reward:
         metrics["actor/reward_kl_penalty"] = experience.mean_kl
         metrics["actor/reward_kl_penalty_coeff"] = kl_coefficient
-    if parts.config.actor_rollout_ref.actor.use_kl_loss:
-        metrics["actor/kl_coef"] = parts.config.actor_rollout_ref.actor.kl_loss_coef
+    if context.config.actor_rollout_ref.actor.use_kl_loss:
+        metrics["actor/kl_coef"] = context.config.actor_rollout_ref.actor.kl_loss_coef
     return metrics
 
 
 def speed_metrics(
-    parts: RunContext, experience: Experience, *, seconds: Mapping[str, float], wall_s: float
+    context: RunContext, experience: Experience, *, seconds: Mapping[str, float], wall_s: float
 ) -> dict[str, float]:
-    """How long the step took and what it used.
+    """Compute metrics of the speed and the memory of a step.
 
     Args:
-        seconds: sections of the step as the timers took them.
-        wall_s: since the end of the step before, nothing left out.
+        seconds: the duration of each section of the step, as the timers measured it.
+        wall_s: the seconds since the end of the step before.
     """
     groups, sequences = experience.batch.groups, experience.batch.sequences
     num_prompt_tokens = sum(len(group.prompt.token_ids) * len(group.samples) for group in groups)
@@ -87,21 +87,21 @@ def speed_metrics(
         **throughput_metrics(
             sum(lengths),
             time=StepTime(step_s=seconds["step"], wall_s=wall_s),
-            num_devices=parts.facts.num_devices,
+            num_devices=context.facts.num_devices,
         ),
         **actor_utilisation_metrics(
             lengths,
             seconds=seconds.get("update_actor", 0.0),
-            num_epochs=parts.config.actor_rollout_ref.actor.ppo_epochs,
-            facts=parts.facts,
+            num_epochs=context.config.actor_rollout_ref.actor.ppo_epochs,
+            facts=context.facts,
         ),
-        **memory_metrics(parts.allocated_bytes(), reserved_bytes=parts.reserved_bytes()),
+        **memory_metrics(context.allocated_bytes(), reserved_bytes=context.reserved_bytes()),
     }
 
 
 def token_lag_metrics(batch: Batch) -> dict[str, float]:
-    """``training/lag/mean`` over tokens; ``max`` and ``share/lag_k`` over samples, each by its
-    oldest token.
+    """Compute ``training/lag/*``: the mean over drawn tokens, and the maximum and the share of each
+    lag over samples, of which the oldest token counts.
     """
     oldest_N = torch.full((len(batch.sequences),), -1)
     oldest_N = oldest_N.scatter_reduce(0, batch.sequence_R, batch.lag_R, "amax")
@@ -117,8 +117,8 @@ def token_lag_metrics(batch: Batch) -> dict[str, float]:
 
 
 def value_metrics(experience: Experience) -> dict[str, float]:
-    """``critic/values/*``, and the share of the returns' variance that they explain, over the
-    tokens whose reward has a value. Empty without a critic.
+    """Compute statistics of the critic's values, and the share of the returns' variance that they
+    explain, over the tokens whose reward has a value; none without a critic.
     """
     batch, values_R = experience.batch, experience.batch.values_R
     if values_R is None:
@@ -137,10 +137,8 @@ def value_metrics(experience: Experience) -> dict[str, float]:
 
 
 def rollout_difference(experience: Experience) -> dict[str, float]:
-    """How far the trainer's probabilities of the sampled tokens are from the rollout's (verl's
-    names).
-
-    Empty unless the trainer scored the batch itself.
+    """Compute the differences between the trainer's and the rollout's probabilities of the drawn
+    tokens; none unless the trainer scored the batch.
     """
     old_logp_R, rollout_logp_R = experience.batch.old_logp_R, experience.batch.rollout_logp_R
     if old_logp_R is None or old_logp_R is rollout_logp_R or len(rollout_logp_R) == 0:
@@ -160,7 +158,7 @@ def rollout_difference(experience: Experience) -> dict[str, float]:
 
 
 def _correlation(first: Tensor, second: Tensor) -> float:
-    """Pearson's coefficient; 1 for values that do not vary, which cannot be told apart."""
+    """Return Pearson's coefficient; 1 if a series does not vary, for which it is not defined."""
     if len(first) < 2:
         return 1.0
     correlation = torch.corrcoef(torch.stack([first, second]).double())[0, 1].item()

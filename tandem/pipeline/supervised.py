@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning: one optimizer step a batch with the same engine, packing and checkpoints
-as RL.
+"""Supervised fine-tuning: one optimizer step per batch, with the engines, packing and checkpoints
+of RL.
 
-There is no rollout, hence no admission and no lag: a loop. Stopping takes effect at a step
-boundary.
+There is no rollout, hence neither admission nor lag. Stopping takes effect at a step boundary.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,18 +23,16 @@ from tandem.data.tokenizer import TextCodec
 from tandem.metrics.throughput import StepTime, throughput_metrics
 from tandem.metrics.timers import Timers
 from tandem.pipeline.failures import DivergenceGuard
-from tandem.pipeline.loop import RunSummary
 from tandem.pipeline.microbatches import MemoryFit, microbatch_limits
-from tandem.types import LossScale, StepReport, UpdateReport
-
-logger = logging.getLogger(__name__)
+from tandem.pipeline.progress import RunSummary, record, resume, save_model
+from tandem.types import LossScale, UpdateReport
 
 _TEMPERATURE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class SupervisedParts:
-    """Everything a supervised run is made of; fields as in ``RunContext``."""
+class SupervisedContext:
+    """Everything a supervised run is made of. Its fields are those of ``RunContext``."""
 
     config: SftConfig
     schedule: Schedule
@@ -53,19 +49,19 @@ class SupervisedParts:
 
 
 class SupervisedLoop:
-    """One fine-tuning run over ``parts``."""
+    """A supervised fine-tuning run."""
 
-    def __init__(self, parts: SupervisedParts) -> None:
-        self._parts = parts
-        self._divergence = DivergenceGuard("optim.lr", parts.config.optim.lr)
+    def __init__(self, context: SupervisedContext) -> None:
+        self._context = context
+        self._divergence = DivergenceGuard("optim.lr", context.config.optim.lr)
         limits = microbatch_limits(
-            parts.config, "actor-train", preferred_tokens=parts.preferred_tokens
+            context.config, "actor-train", preferred_tokens=context.preferred_tokens
         )
-        self._limits = limits.on(parts.engine)
+        self._limits = limits.on(context.engine)
         self._memory = MemoryFit(
             "Set model.enable_gradient_checkpointing=True, or lower data.max_length."
         )
-        self._timers = Timers(parts.clock)
+        self._timers = Timers(context.clock)
         self._step = self._step_under_way = 0
         self._saved_step = -1
         self._stopping = False
@@ -79,12 +75,15 @@ class SupervisedLoop:
         return self._step_under_way
 
     async def restore(self, checkpoint: Checkpoint, *, is_logged: bool) -> None:
-        """Continue after ``checkpoint``; see ``Pipeline.restore``."""
-        state = checkpoint.read_state()
-        self._parts.source.restore(state["data"])
+        """Continue after ``checkpoint``. The engine has loaded its weights and optimizer already.
+
+        Args:
+            is_logged: whether the step of the checkpoint is on record. If it is not, ``run``
+                records it first, from the metrics in the checkpoint.
+        """
+        state = resume(self._context.source, checkpoint)
         self._step = self._saved_step = self._step_under_way = checkpoint.step
         self._metrics, self._must_log_again = state["metrics"], not is_logged
-        logger.info("resumed from %s", checkpoint.folder)
 
     async def stop(self) -> None:
         """Ask the run to end at the next step boundary and to save there."""
@@ -92,15 +91,15 @@ class SupervisedLoop:
 
     async def run(self) -> RunSummary:
         """Train to the end of the schedule or until ``stop``."""
-        schedule = self._parts.schedule
+        schedule = self._context.schedule
         if self._step == 0 and schedule.validates_before_training:
-            self._log(await self._validate())
+            record(self._context.sinks, self._step, await self._validate())
         if self._must_log_again:
             await self._log_step()
         while self._step < schedule.total_training_steps and not self._stopping:
             self._step_under_way = self._step + 1
             with self._timers.section("step"):
-                sequences = self._parts.source.draw(self._parts.config.data.train_batch_size)
+                sequences = self._context.source.draw(self._context.config.data.train_batch_size)
                 await self._learn(sequences)
                 if schedule.is_save_step(self._step):
                     await self._save()
@@ -110,22 +109,21 @@ class SupervisedLoop:
         return RunSummary(self._step, self._stopping, self._validation)
 
     async def _learn(self, sequences: Sequence[TrainSequence]) -> None:
-        """One training step."""
         report = await self._update(sequences)
         self._step += 1
-        self._parts.source.mark_trained([s.prompt_key for s in sequences])
+        self._context.source.mark_trained([s.prompt_key for s in sequences])
         self._metrics = {
             **report.metrics,
             "train/lr": report.learning_rate,
             "train/grad_norm": report.grad_norm,
             "train/global_tokens": float(_num_tokens(sequences)),
             "training/global_step": float(self._step),
-            "training/epoch": float(self._parts.source.epoch),
+            "training/epoch": float(self._context.source.epoch),
         }
 
     async def _update(self, sequences: Sequence[TrainSequence]) -> UpdateReport:
         scale = LossScale(sum(s.num_loss_tokens for s in sequences), len(sequences))
-        engine, runtime = self._parts.engine, self._parts.runtime
+        engine, runtime = self._context.engine, self._context.runtime
 
         async def update(plan: Plan) -> UpdateReport:
             batches = pack_microbatches(sequences, plan)
@@ -143,27 +141,32 @@ class SupervisedLoop:
         time = StepTime(step_s=seconds["step"], wall_s=seconds["step"])
         return {
             **throughput_metrics(
-                _num_tokens(sequences), time=time, num_devices=self._parts.num_devices
+                _num_tokens(sequences), time=time, num_devices=self._context.num_devices
             ),
             **{f"timing_s/{name}": value for name, value in seconds.items()},
         }
 
     async def _log_step(self, speed: Mapping[str, float] | None = None) -> None:
-        """Validate if it is due, and log the step; ``speed`` is lost for one logged by a resume."""
+        """Validate if it is due, and record the step.
+
+        Args:
+            speed: the metrics of its speed; None for a step that an earlier process trained.
+        """
         metrics = {**self._metrics, **(speed or {})}
-        if self._parts.schedule.is_test_step(self._step):
+        if self._context.schedule.is_test_step(self._step):
             metrics.update(await self._validate())
-        self._log(metrics)
+        record(self._context.sinks, self._step, metrics)
 
     async def _validate(self) -> dict[str, float]:
-        """Token-mean loss over the validation rows; none without rows."""
-        sequences = self._parts.validation
+        """Return the token-mean loss over the validation rows, {} without rows."""
+        sequences = self._context.validation
+        engine, runtime = self._context.engine, self._context.runtime
         if not sequences:
             return {}
 
         async def score(plan: Plan) -> list[Tensor]:
             batches = pack_microbatches(sequences, plan)
-            return await self._parts.runtime.call(self._parts.engine.score, batches, _TEMPERATURE)
+            return await runtime.call(engine.score, batches, _TEMPERATURE)
 
         columns = await self._memory.run(score, sequences, limits=self._limits)
         total = sum(float(column_R.double().sum()) for column_R in columns)
@@ -172,19 +175,13 @@ class SupervisedLoop:
         return dict(self._validation)
 
     async def _save(self) -> None:
-        data = self._parts.source.state()
+        data = self._context.source.state()
         state = {"step": self._step, "data": data, "metrics": self._metrics}
-        with self._parts.store.writing(self._step, state) as folder:
-            (folder / "actor").mkdir()
-            await self._parts.runtime.call(self._parts.engine.save, folder / "actor")
-            self._parts.codec.save_own_template(folder / "actor")
+        with self._context.store.writing(self._step, state) as folder:
+            context = self._context
+            await save_model(context.runtime, context.engine, folder / "actor", codec=context.codec)
         self._saved_step = self._step
-
-    def _log(self, metrics: Mapping[str, float]) -> None:
-        report = StepReport(self._step, metrics)
-        for sink in self._parts.sinks:
-            sink.write(report)
 
 
 def _num_tokens(sequences: Sequence[TrainSequence]) -> int:
-    return sum(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
+    return sum(sequence.num_tokens for sequence in sequences)

@@ -26,7 +26,8 @@ from tandem.data.prompts import PromptEntry
 from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TraceEvent, TraceRecorder
 from tandem.pipeline.context import RunContext, Store
-from tandem.pipeline.loop import Pipeline, RunSummary
+from tandem.pipeline.loop import Pipeline
+from tandem.pipeline.progress import RunSummary
 from tandem.planner.engines import (
     REFERENCE,
     ROLLOUT,

@@ -29,7 +29,7 @@ from tandem.driver.notices import configure_logging
 from tandem.driver.sft import run_supervised
 from tandem.driver.train import run_training
 from tandem.errors import UserError
-from tandem.pipeline.loop import RunSummary
+from tandem.pipeline.progress import RunSummary
 from tandem.quickstart.materials import DATA_SOURCE, Materials, prepare
 from tandem.report.report import write_report
 from tandem.report.run_folder import read_run

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps that every run takes, supervised or not: resume, save a model, record metrics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.api import MetricSink, Runtime, TrainEngine
+from tandem.checkpoint.store import Checkpoint
+from tandem.data.ledger import Source
+from tandem.pipeline.context import Codec
+from tandem.types import StepReport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """The end of a run. ``validation`` holds the last validation's metrics, {} without any."""
+
+    last_step: int
+    stopped_early: bool
+    validation: Mapping[str, float]
+
+
+def resume(source: Source[Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """Continue the data of a run after a checkpoint, and return the state of the checkpoint.
+
+    Raises:
+        UserError: the checkpoint belongs to other data.
+    """
+    state = checkpoint.read_state()
+    source.restore(state["data"])
+    logger.info("resumed from %s", checkpoint.folder)
+    return state
+
+
+async def save_model(
+    runtime: Runtime, engine: TrainEngine, folder: Path, *, codec: Codec | None = None
+) -> None:
+    """Save the weights and optimizer states of a model into a new folder.
+
+    Args:
+        codec: the codec whose chat template belongs to the model, if any does.
+    """
+    folder.mkdir()
+    await runtime.call(engine.save, folder)
+    if codec is not None:
+        codec.save_own_template(folder)
+
+
+def record(sinks: Sequence[MetricSink], step: int, metrics: Mapping[str, float]) -> None:
+    """Write a record of a step to all sinks; none if there are no metrics."""
+    for sink in sinks if metrics else ():
+        sink.write(StepReport(step, metrics))
