@@ -96,6 +96,14 @@ def test_reward(material: Material, tmp_path: Path) -> None:
     assert all(row["reward/length/mean"] > 0 for row in metrics.values())
 
 
+def test_rollout_engine(material: Material, tmp_path: Path) -> None:
+    """The page's engine has a copy of the weights, which must be those of the trainer."""
+    metrics = metrics_after("rollout_engine.md", material, tmp_path, TWO_UPDATES)
+    for row in metrics.values():
+        assert row["training/rollout_probs_diff_max"] < 1e-5
+        assert row["rollout/engine/num_decoded_tokens"] > 0
+
+
 def test_metric_sink(material: Material, tmp_path: Path) -> None:
     metrics = metrics_after("metrics.md", material, tmp_path)
     lines = (tmp_path / "run/scores.csv").read_text().splitlines()

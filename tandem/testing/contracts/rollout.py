@@ -92,7 +92,7 @@ class EngineBench:
         self.num_samples += n
         return GenerationRequest(ids, _PROMPTS[prompt], sampling)
 
-    def generate(self, *requests: GenerationRequest) -> dict[int, Completion]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> dict[int, Completion]:
         """Add requests and advance until all work is done. Return the completions by sample id."""
         self.rollout.add(requests)
         return self.drain(requests)
@@ -192,26 +192,26 @@ def _reason(check: Callable[[EngineBench], None], bench: EngineBench) -> str:
 
 
 def tokens_have_the_models_log_probs(bench: EngineBench) -> None:
-    """Check that sampled, filtered and greedy responses follow the model and end in time."""
+    """Check that responses of all sampling rules come from the model, and end where they must."""
     requests = [
         bench.request(0, n=3),
         bench.request(1, n=2, sampling=_FILTERED),
         bench.request(2, sampling=_GREEDY),
     ]
-    finished = bench.generate(*requests)
+    finished = bench.generate(requests)
     require(bench.rollout.advance() == [], "there are completions without work")
     for request in requests:
         for sample_id in request.sample_ids:
-            _require_exact(bench, request, finished[sample_id])
+            _require_exact(bench, request, found=finished[sample_id])
             _require_ending(request.sampling, finished[sample_id])
 
 
 def draws_depend_on_the_sample_alone(bench: EngineBench) -> None:
-    """Check that a sample's tokens do not depend on its batch, and that samples differ."""
+    """Check that a sample has the same tokens in another batch, and that other samples differ."""
     if not bench.engine.facts.draws_by_key:
         return
     requests = [bench.request(i, n=2) for i in range(3)]
-    expected = bench.generate(*requests)
+    expected = bench.generate(requests)
     for request in reversed(requests):
         bench.rollout.add([request])
     found = bench.drain(requests)
@@ -223,11 +223,11 @@ def draws_depend_on_the_sample_alone(bench: EngineBench) -> None:
 
 
 def new_weights_replace_old_ones(bench: EngineBench) -> None:
-    """Check that responses after an update have the log-probs of the new weights alone."""
+    """Check that known prompts have the log-probs of the new model at once, and no older ones."""
     for seed in range(2):
         bench.use_new_weights(seed)
         requests = [bench.request(i, n=2) for i in range(3)]
-        finished = bench.generate(*requests)
+        finished = bench.generate(requests)
         for request in requests:
             for sample_id in request.sample_ids:
                 completion = finished[sample_id]
@@ -235,11 +235,11 @@ def new_weights_replace_old_ones(bench: EngineBench) -> None:
                     completion.version_runs == ((bench.version, len(completion.token_ids)),),
                     f"version {bench.version} is tagged {completion.version_runs}",
                 )
-                _require_exact(bench, request, completion)
+                _require_exact(bench, request, found=completion)
 
 
 def each_token_has_its_version(bench: EngineBench) -> None:
-    """Check that each token of a sequence has the log-prob of the weights that drew it."""
+    """Check that each token has the log-prob of its version when weights change in a sequence."""
     facts = bench.engine.facts
     long = SamplingParams(1.0, 1.0, -1, max_new_tokens=40, ignore_eos=True)
     request = bench.request(0, n=2, sampling=long)
@@ -262,7 +262,7 @@ def each_token_has_its_version(bench: EngineBench) -> None:
         _load(bench.model, new)
         if not facts.keeps_cache:
             expected = torch.cat((expected, bench.log_probs(request, completion)[num_old:]))
-        _require_close(expected, completion.log_probs[: len(expected)], "across versions")
+        _require_close(expected, completion.log_probs[: len(expected)], what="across versions")
 
 
 def work_beyond_the_capacity_waits(bench: EngineBench) -> None:
@@ -278,9 +278,9 @@ def work_beyond_the_capacity_waits(bench: EngineBench) -> None:
 
 
 def counters_grow(bench: EngineBench) -> None:
-    """Check that counters are numbers that never fall."""
+    """Check that no counter ever falls."""
     before = dict(bench.rollout.metrics())
-    bench.generate(bench.request(0))
+    bench.generate([bench.request(0)])
     after = bench.rollout.metrics()
     require(before.keys() <= after.keys(), "a counter disappeared")
     for name, value in before.items():
@@ -288,7 +288,7 @@ def counters_grow(bench: EngineBench) -> None:
 
 
 def a_sleeping_engine_wakes_up(bench: EngineBench) -> None:
-    """Check that an engine sleeps only without work, and generates as before once woken."""
+    """Check that an idle engine sleeps, and generates as before once it has weights again."""
     request = bench.request(0, n=2)
     bench.rollout.add([request])
     require(not bench.engine.sleep(), "an engine with work fell asleep")
@@ -297,15 +297,15 @@ def a_sleeping_engine_wakes_up(bench: EngineBench) -> None:
     bench.engine.wake()
     bench.version += 1
     require(bench.rollout.set_weights_version(bench.version), "a lone engine was not ready")
-    for sample_id, completion in bench.generate(request).items():
-        _require_exact(bench, request, completion)
+    for sample_id, completion in bench.generate([request]).items():
+        _require_exact(bench, request, found=completion)
         if bench.engine.facts.draws_by_key:
             same = tuple(completion.token_ids) == tuple(expected[sample_id].token_ids)
             require(same, "sleep changed a sample")
 
 
 def weights_come_whole_or_not_at_all(bench: EngineBench) -> None:
-    """Check that a sink names whole tensors, and refuses a version that lacks one."""
+    """Check that a sink names whole tensors, and refuses a version without one of them."""
     sink = bench.engine.sink()
     require((sink is None) == bench.engine.facts.shares_weights, "facts and sink disagree")
     if sink is None:
@@ -326,13 +326,13 @@ def weights_come_whole_or_not_at_all(bench: EngineBench) -> None:
 
 
 def a_dead_process_is_one_error(bench: EngineBench) -> None:
-    """Check that a dead process is one error, raised soon, and leaves no process behind."""
+    """Check that the death of the engine's process is one error, and that no process is left."""
     for pid in bench.processes:
         os.kill(pid, signal.SIGKILL)
     if bench.processes:
         start = time.monotonic()
         try:
-            bench.generate(bench.request(0))
+            bench.generate([bench.request(0)])
         except EngineFailure as failure:
             require("\n" not in str(failure), "the error has several lines")
         else:
@@ -344,11 +344,13 @@ def a_dead_process_is_one_error(bench: EngineBench) -> None:
     require(not left, f"processes {sorted(left)} are left")
 
 
-def _require_exact(bench: EngineBench, request: GenerationRequest, found: Completion) -> None:
-    _require_close(bench.log_probs(request, found), found.log_probs, f"sample {found.sample_id}")
+def _require_exact(bench: EngineBench, request: GenerationRequest, *, found: Completion) -> None:
+    _require_close(
+        bench.log_probs(request, found), found.log_probs, what=f"sample {found.sample_id}"
+    )
 
 
-def _require_close(expected: Tensor, found: Sequence[float], what: str) -> None:
+def _require_close(expected: Tensor, found: Sequence[float], *, what: str) -> None:
     require(len(found) == len(expected), f"{what}: {len(found)} log-probs for {len(expected)}")
     error = float((torch.tensor(found) - expected).abs().max())
     require(error <= LOG_PROB_ERROR, f"{what}: log-probs differ by {error:.1e} from the trainer's")

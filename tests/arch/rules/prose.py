@@ -21,6 +21,7 @@ FINISHED_ROOMS = frozenset(
     {
         "__main__",
         "algorithms",
+        "api",
         "checkpoint",
         "cli",
         "comm",
@@ -34,11 +35,13 @@ FINISHED_ROOMS = frozenset(
         "quickstart",
         "report",
         "rewards",
+        "rollout",
         "runtime",
         "testing",
         "trainer",
         "types",
         "weight_sync",
+        "workers",
     }
 )
 UNFINISHED_ROOMS: frozenset[str] = (frozenset(ROOMS) | {"__init__"}) - FINISHED_ROOMS
