@@ -84,7 +84,10 @@ def _local_config(config: RunConfig | SftConfig) -> Mapping[str, Any]:
     model = trained_model(config)
     hf_config = read_local_config(model.config.path)
     require_local_family(
-        hf_config, source=model.name, trust_remote_code=model.config.trust_remote_code
+        hf_config,
+        key=model.key,
+        path=model.config.path,
+        trust_remote_code=model.config.trust_remote_code,
     )
     return hf_config
 
@@ -103,7 +106,7 @@ def _check_reward_model(config: RunConfig) -> None:
     path = config.reward_model.model.path
     hf_config = read_local_config(path) if config.reward_model.enable and path else {}
     if hf_config:
-        require_value_head(hf_config, source=f"reward_model.model.path={path!r}")
+        require_value_head(hf_config, key="reward_model.model.path", path=path)
 
 
 def _plan(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tandem.config.derived.trained_model import TrainedModel
-from tandem.config.schema.families import NATIVE_FAMILIES, foreign_rollout, require_family
+from tandem.config.schema.families import NATIVE_FAMILIES, hf_rollout_warning, require_family
 from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 
@@ -33,7 +33,7 @@ def read_local_config(path: str) -> Mapping[str, Any]:
 
 
 def require_local_family(
-    hf_config: Mapping[str, Any], *, source: str, trust_remote_code: bool
+    hf_config: Mapping[str, Any], *, key: str, path: str, trust_remote_code: bool
 ) -> None:
     """Raise UserError as ``require_family`` does, unless ``hf_config`` is empty.
 
@@ -45,7 +45,9 @@ def require_local_family(
         return
     tables = (Path(spec.origin).parent / "models/auto").glob("*.py")
     is_known = any(f'"{family}"' in table.read_text(encoding="utf-8") for table in tables)
-    require_family(hf_config, source=source, is_known=is_known, trust_remote_code=trust_remote_code)
+    require_family(
+        hf_config, key=key, path=path, is_known=is_known, trust_remote_code=trust_remote_code
+    )
 
 
 def rollout_warnings(config: RunConfig, hf_config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -53,7 +55,7 @@ def rollout_warnings(config: RunConfig, hf_config: Mapping[str, Any]) -> tuple[s
     family, roles = hf_config.get("model_type"), config.actor_rollout_ref
     if family is None or family in NATIVE_FAMILIES or roles.rollout.name == "hf":
         return ()
-    notice = foreign_rollout(family, is_meant=False)
+    notice = hf_rollout_warning(family, is_intended=False)
     return (f"actor_rollout_ref.model.path={roles.model.path!r}: {notice}",)
 
 

@@ -125,7 +125,7 @@ def check_reward_folder(path: str, *, trust_remote_code: bool = False, key: str)
     """
     checked = _checked(path, trust_remote_code, load_weight=True, key=key)
     _own_config(checked, "a reward model")
-    require_value_head(checked.hf_config, source=f"{key}={str(checked.path)!r}")
+    require_value_head(checked.hf_config, key=key, path=str(checked.path))
     return checked
 
 
@@ -148,7 +148,8 @@ def _checked(path: str, trust_remote_code: bool, *, load_weight: bool, key: str)
     if own_config is None:
         require_family(
             hf_config,
-            source=f"{key}={str(folder)!r}",
+            key=key,
+            path=str(folder),
             is_known=is_known_family(hf_config["model_type"]),
             trust_remote_code=trust_remote_code,
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tandem.api import RolloutEngine
 from tandem.config.schema.dotted import import_dotted, is_dotted
-from tandem.config.schema.families import foreign_rollout
+from tandem.config.schema.families import hf_rollout_warning
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder, DecoderConfig
@@ -97,7 +97,7 @@ def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: st
 def _build_hf(spec: EngineSpec) -> RolloutEngine:
     is_meant = spec.config.name == "hf"
     level = logging.INFO if is_meant else logging.WARNING
-    logger.log(level, "%s", foreign_rollout(spec.model.family, is_meant=is_meant))
+    logger.log(level, "%s", hf_rollout_warning(spec.model.family, is_intended=is_meant))
     config = HfRolloutConfig(spec.config.seed, spec.eos_ids, max_num_seqs=spec.config.max_num_seqs)
     return HfRolloutEngine(spec.model.module, config)
 

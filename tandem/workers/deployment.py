@@ -12,8 +12,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from tandem.api import Capacity, Engines, WorkerGroup
-from tandem.config.check.device_rules import section_of
-from tandem.config.derived.pools import CRITIC, REWARD_MODEL, Placement, Pool, scorer_of
+from tandem.config.derived.pools import CRITIC, REWARD_MODEL, Placement, Pool, scorer_of, section_of
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.rollout import RolloutConfig

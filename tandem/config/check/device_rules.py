@@ -23,6 +23,7 @@ from tandem.config.derived.pools import (
     place_run,
     place_sft,
     scorer_of,
+    section_of,
 )
 from tandem.config.derived.sizes import ModelSizes, division_errors
 from tandem.config.parse.shares import ROUNDING, share_devices, show_shares
@@ -187,13 +188,6 @@ def _run_layout_errors(config: RunConfig, pool: Pool) -> Iterator[UserError]:
         yield from _layout_errors(roles.ref.fsdp_config, pool, section=section_of("ref_logp"))
     for name, layout in auxiliary_layouts(config).items() if "actor-train" in pool.tasks else ():
         yield from _layout_errors(layout, pool, section=section_of(name))
-
-
-def section_of(task: str) -> str:
-    """Return the section that lays out the weights of a task, or of an auxiliary model."""
-    if task in (CRITIC, REWARD_MODEL):
-        return f"{task}.model.fsdp_config"
-    return f"{_ROLES}.{'ref' if task == 'ref_logp' else 'actor'}.fsdp_config"
 
 
 def _layout_errors(config: FsdpConfig, pool: Pool, *, section: str) -> Iterator[UserError]:

@@ -7,9 +7,9 @@ a ``read_if`` of its field or of a section above does not hold, or by ``read_con
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from tandem.config.check.read_conditions import RUN_EXCLUSIONS, SFT_EXCLUSIONS, Exclusion
+from tandem.config.check.read_conditions import RUN_EXCLUSIONS, SFT_EXCLUSIONS
 from tandem.config.parse.keys import find_key
 from tandem.config.parse.overrides import LoadedConfig
 from tandem.config.schema.run import RunConfig
@@ -20,10 +20,7 @@ Loaded = LoadedConfig[RunConfig] | LoadedConfig[SftConfig]
 
 def ignored_keys(loaded: Loaded) -> Mapping[str, str]:
     """Return the keys that were set without effect, as they were spelled, with the reason."""
-    is_sft = isinstance(loaded.config, SftConfig)
-    exclusions = SFT_EXCLUSIONS if is_sft else RUN_EXCLUSIONS
-    active = [exclusion for exclusion in exclusions if exclusion.holds(loaded.config)]
-    found = {spelling: _reason(loaded, name, active) for name, spelling in loaded.set_keys.items()}
+    found = {spelling: _reason(loaded, name) for name, spelling in loaded.set_keys.items()}
     return {spelling: reason for spelling, reason in found.items() if reason}
 
 
@@ -38,14 +35,16 @@ def key_effects(loaded: Loaded) -> Mapping[str, str]:
     return effects | {key: f"no effect: {reason}" for key, reason in ignored_keys(loaded).items()}
 
 
-def _reason(loaded: Loaded, name: str, active: Iterable[Exclusion]) -> str:
+def _reason(loaded: Loaded, name: str) -> str:
     key = find_key(type(loaded.config), name)
     if key is not None and key.ignored:
         return key.ignored
     for condition in () if key is None else key.read_if:
         if not condition.holds(loaded.config):
             return condition.reason
-    for exclusion in active:
-        if any(name == known or name.startswith(f"{known}.") for known in exclusion.keys):
+    exclusions = SFT_EXCLUSIONS if isinstance(loaded.config, SftConfig) else RUN_EXCLUSIONS
+    for exclusion in exclusions:
+        concerned = any(name == known or name.startswith(f"{known}.") for known in exclusion.keys)
+        if concerned and exclusion.holds(loaded.config):
             return exclusion.reason
     return ""

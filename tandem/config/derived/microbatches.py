@@ -45,42 +45,41 @@ class MicrobatchBounds:
     is_dynamic: bool
 
 
-def _keys(section: str, count: str, dynamic: str, tokens: str) -> MicrobatchKeys:
-    return MicrobatchKeys(f"{section}.{count}", f"{section}.{dynamic}", f"{section}.{tokens}")
+def _keys(section: str, names: tuple[str, str, str]) -> MicrobatchKeys:
+    count, dynamic, tokens = (f"{section}.{name}" for name in names)
+    return MicrobatchKeys(count, dynamic, tokens)
 
 
 def _keys_of_log_probs(role: str) -> MicrobatchKeys:
     return _keys(
         f"actor_rollout_ref.{role}",
-        "log_prob_micro_batch_size_per_gpu",
-        "log_prob_use_dynamic_bsz",
-        "log_prob_max_token_len_per_gpu",
+        (
+            "log_prob_micro_batch_size_per_gpu",
+            "log_prob_use_dynamic_bsz",
+            "log_prob_max_token_len_per_gpu",
+        ),
     )
 
 
 _PPO = ("ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")
 
 RUN_MICROBATCHES: Mapping[str, MicrobatchKeys] = {
-    "actor-train": _keys("actor_rollout_ref.actor", *_PPO),
+    "actor-train": _keys("actor_rollout_ref.actor", _PPO),
     "logp": _keys_of_log_probs("rollout"),
     "ref_logp": _keys_of_log_probs("ref"),
-    CRITIC: _keys("critic", *_PPO),
+    CRITIC: _keys("critic", _PPO),
     CRITIC_VALUES: _keys(
         "critic",
-        "forward_micro_batch_size_per_gpu",
-        "use_dynamic_bsz",
-        "forward_max_token_len_per_gpu",
+        ("forward_micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
     ),
     REWARD_MODEL: _keys(
         "reward_model",
-        "micro_batch_size_per_gpu",
-        "use_dynamic_bsz",
-        "forward_max_token_len_per_gpu",
+        ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
     ),
 }
 SFT_MICROBATCHES: Mapping[str, MicrobatchKeys] = {
     "actor-train": _keys(
-        "data", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"
+        "data", ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
     ),
 }
 

@@ -188,6 +188,13 @@ def auxiliary_layouts(config: RunConfig) -> Mapping[str, FsdpConfig]:
     return layouts
 
 
+def section_of(task: str) -> str:
+    """Return the section that lays out the weights of a task, or of an auxiliary model."""
+    if task in (CRITIC, REWARD_MODEL):
+        return f"{task}.model.fsdp_config"
+    return f"actor_rollout_ref.{'ref' if task == 'ref_logp' else 'actor'}.fsdp_config"
+
+
 def place_sft(config: SftConfig) -> Placement:
     """Return the placement of ``tandem sft``: one pool that trains."""
     trainer = config.trainer

@@ -10,8 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tandem.config.check.device_rules import section_of
-from tandem.config.derived.pools import Placement, auxiliary_layouts, place_run, place_sft
+from tandem.config.derived.pools import (
+    Placement,
+    auxiliary_layouts,
+    place_run,
+    place_sft,
+    section_of,
+)
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.run import RunConfig

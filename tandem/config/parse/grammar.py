@@ -41,7 +41,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One key and its value, as the user wrote them."""
+    """A key and its value, as the user wrote them."""
 
     name: str
     value: Any

@@ -18,7 +18,7 @@ from tandem.errors import UserError
 Tree = dict[str, Any]
 
 
-def put(tree: Tree, name: str, value: Any) -> None:
+def put(tree: Tree, name: str, *, value: Any) -> None:
     """Set the dotted key ``name`` of a tree, with the sections above it."""
     *sections, last = name.split(".")
     node = tree
@@ -41,7 +41,7 @@ def resolve(schema: type[BaseModel], tree: Tree) -> Tree:
     OmegaConf.register_new_resolver("env", oc.env, replace=True)
     defaults = schema().model_dump()
     for name, (default, _) in ignored_table(schema).items():
-        put(defaults, name, default)
+        put(defaults, name, value=default)
     full = OmegaConf.create(_merged(defaults, tree))
     return _resolved(tree, full, name="")
 

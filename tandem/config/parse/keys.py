@@ -24,7 +24,7 @@ from tandem.config.schema.ignored import ignored_table
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the schema.
+    """A key of the schema.
 
     Attributes:
         name: the dotted name, e.g. ``data.train_batch_size``.

@@ -159,7 +159,7 @@ class _Written:
             self.warnings.append(f"{assignment.name} is read as {name}")
         self.spellings[name] = assignment.name
         self._keep(name, assignment)
-        put(self.tree, name, assignment.value)
+        put(self.tree, name, value=assignment.value)
 
     def _keep(self, name: str, assignment: Assignment) -> None:
         """Keep the latest value of each spelling, from the latest source only."""

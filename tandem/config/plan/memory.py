@@ -181,7 +181,9 @@ def plan_memory(
     name = placement.pool_of("actor-train").name
     for role in auxiliary_layouts(config):
         own = auxiliary.get(role, sizes)
-        plans[name] = _with_auxiliary(plans[name], config, role, sizes=own, placement=placement)
+        plans[name] = _with_auxiliary(
+            plans[name], config, role=role, sizes=own, placement=placement
+        )
     return plans
 
 
@@ -280,7 +282,7 @@ def _policy_training(config: RunConfig | SftConfig, model: _Model) -> _Training:
 
 
 def _with_auxiliary(
-    plan: MemoryPlan, config: RunConfig, role: str, *, sizes: ModelSizes, placement: Placement
+    plan: MemoryPlan, config: RunConfig, *, role: str, sizes: ModelSizes, placement: Placement
 ) -> MemoryPlan:
     """Add the critic, which is trained before or after the policy, or the reward model."""
     ranks = placement.layouts[role]

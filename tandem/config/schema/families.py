@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model families, named by ``model_type`` in config.json: which of them the native decoder
-computes.
+"""Model families, by ``model_type`` in config.json, and the rules on the models that runs accept.
 
 The file does not import torch; ``models.families`` defines how a family is computed.
 """
@@ -21,39 +20,39 @@ _HF_ROLLOUT = "actor_rollout_ref.rollout.name=hf"
 
 
 def require_family(
-    hf_config: Mapping[str, Any], *, source: str, is_known: bool, trust_remote_code: bool
+    hf_config: Mapping[str, Any], *, key: str, path: str, is_known: bool, trust_remote_code: bool
 ) -> None:
     """Raise UserError unless tandem, transformers or the model's own code computes the model.
 
     Args:
         hf_config: the content of config.json.
-        source: the configuration key and its value that name the model, for the message.
+        key, path: the configuration key that names the model, and its value.
         is_known: whether transformers knows the family.
     """
     has_own_code = "auto_map" in hf_config
     if is_known or (trust_remote_code and has_own_code):
         return
     remedy = (
-        "Set actor_rollout_ref.model.trust_remote_code=True if you trust the code it comes with"
+        "Set actor_rollout_ref.model.trust_remote_code=True if you trust the code of the model."
         if has_own_code
         else f"Use one of {', '.join(NATIVE_FAMILIES)}, or a family that transformers knows, with "
-        f"which a policy generates by transformers' generate ({_HF_ROLLOUT})"
+        f"which a policy generates by transformers' generate ({_HF_ROLLOUT})."
     )
-    raise UserError(f"{source}: model_type {hf_config['model_type']!r} is unknown. {remedy}.")
+    rule = f"model_type {hf_config['model_type']!r} is unknown"
+    raise UserError(key, path, rule=rule, remedy=remedy)
 
 
-def foreign_rollout(family: str, *, is_meant: bool) -> str:
-    """The notice that our engine does not generate with a model; it is a warning unless that
-    ``is_meant``."""
-    notice = (
-        f"rollout by transformers' generate, which is slow on accelerators: the native engine "
+def hf_rollout_warning(family: str, *, is_intended: bool) -> str:
+    """Return the message that transformers generates; without ``is_intended`` with a remedy."""
+    message = (
+        "rollout by transformers' generate, which is slow on accelerators: the native engine "
         f"does not compute this model of type {family!r}, but {', '.join(NATIVE_FAMILIES)}"
     )
-    return notice if is_meant else f"{notice}. Set {_HF_ROLLOUT} if that is meant"
+    return message if is_intended else f"{message}. Set {_HF_ROLLOUT} if that is intended"
 
 
 def value_head(hf_config: Mapping[str, Any]) -> str | None:
-    """Which of the two classes a model is, None if its head is not one number."""
+    """Return ``CRITIC_CLASS`` or ``REWARD_CLASS``; None if the head is not a single number."""
     architectures: Any = hf_config.get("architectures") or ()
     labels = hf_config.get("id2label") or range(hf_config.get("num_labels") or 2)
     if len(labels) != 1:
@@ -62,10 +61,18 @@ def value_head(hf_config: Mapping[str, Any]) -> str | None:
     return next((end for name in architectures for end in ends if name.endswith(end)), None)
 
 
-def require_value_head(hf_config: Mapping[str, Any], *, source: str) -> None:
-    """Raise UserError unless the model can be a reward model; ``source`` as above."""
+def require_value_head(hf_config: Mapping[str, Any], *, key: str, path: str) -> None:
+    """Raise UserError unless the model can be a reward model.
+
+    Args:
+        hf_config: the content of config.json.
+        key, path: the configuration key that names the model, and its value.
+    """
     if value_head(hf_config) is None:
         raise UserError(
-            f"{source}: architectures={hf_config.get('architectures')} (config.json): must be "
-            "sequence or token classification with one label (id2label). Use a reward model."
+            key,
+            path,
+            rule=f"architectures={hf_config.get('architectures')} (config.json) must be "
+            "sequence or token classification with one label (id2label)",
+            remedy="Use a reward model.",
         )

@@ -26,18 +26,19 @@ _DEFAULT_SEED = 1
 _UNSET = object()
 
 
-def read_if(*conditions: str) -> JsonDict:
+def read_if(condition: str, also: str | None = None) -> JsonDict:
     """Return the ``json_schema_extra`` of a field, or of a section, that is not always read.
 
     Args:
-        conditions: all must hold. Each is ``NAME=VALUE|VALUE``, ``NAME!=VALUE``, ``NAME>0`` or
-            ``NAME<=0``, and may end with ``: `` and the reason to give where it does not hold.
-            NAME is a key of the same section, else a key or a property from the root.
+        condition: ``NAME=VALUE|VALUE``, ``NAME!=VALUE``, ``NAME>0`` or ``NAME<=0``. It may end with
+            ``: `` and the reason to give where it does not hold. NAME is a key of the same section,
+            else a key or a property from the root.
+        also: a second condition, which must hold too.
 
     Example:
         >>> kl_coef: float = Field(default=0.1, json_schema_extra=read_if("use_kl_loss=True"))
     """
-    return {READ_IF: [*conditions]}
+    return {READ_IF: [condition] if also is None else [condition, also]}
 
 
 def _listed(value: Any) -> Any:

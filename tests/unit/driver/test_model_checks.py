@@ -83,11 +83,13 @@ def test_a_family_that_nobody_knows_is_refused(
 
 def test_a_family_that_transformers_knows_is_known_without_loading_it() -> None:
     for family in CONFIG_MAPPING:
-        require_local_family({"model_type": family}, source="k", trust_remote_code=False)
+        require_local_family({"model_type": family}, key="k", path="p", trust_remote_code=False)
     own = {"model_type": "perceptron", "auto_map": {}}
-    require_local_family(own, source="k", trust_remote_code=True)
-    with pytest.raises(UserError, match=r"^k: model_type .*Set actor_rollout_ref.model.trust_rem"):
-        require_local_family(own, source="k", trust_remote_code=False)
+    require_local_family(own, key="k", path="p", trust_remote_code=True)
+    with pytest.raises(
+        UserError, match=r"^k='p': model_type .*Set actor_rollout_ref.model.trust_rem"
+    ):
+        require_local_family(own, key="k", path="p", trust_remote_code=False)
 
 
 def test_the_plan_says_that_the_native_engine_does_not_generate(tmp_path: Path) -> None:
@@ -101,7 +103,7 @@ def test_the_plan_says_that_the_native_engine_does_not_generate(tmp_path: Path) 
     assert line.startswith(f"actor_rollout_ref.model.path='{tmp_path}': rollout by transformers'")
     assert "type 'gpt2', but qwen2, qwen3, llama" in line
     meant = "actor_rollout_ref.rollout.name=hf"
-    assert line.endswith(f". Set {meant} if that is meant")
+    assert line.endswith(f". Set {meant} if that is intended")
     for device in ("cuda", "cpu"):
         assert said(f"trainer.device={device}") and not said(f"trainer.device={device}", meant)
     config.write_text('{"model_type": "qwen3"}')

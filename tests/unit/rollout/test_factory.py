@@ -93,7 +93,9 @@ def test_other_families_run_by_transformers(
     said = [record for record in caplog.records if record.name == "tandem.rollout.factory"]
     assert [record.levelname for record in said if record.levelname != "INFO"] == ["WARNING"]
     assert "does not compute this model of type 'gpt2'" in said[0].getMessage()
-    assert said[0].getMessage().endswith("Set actor_rollout_ref.rollout.name=hf if that is meant")
+    assert (
+        said[0].getMessage().endswith("Set actor_rollout_ref.rollout.name=hf if that is intended")
+    )
 
 
 def test_greedy_equals_transformers_generate(qwen2_folder: Path) -> None:
