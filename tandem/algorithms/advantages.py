@@ -25,7 +25,7 @@ from tandem.algorithms.sequences import (
     sum_by_sequence,
 )
 from tandem.config.schema.algorithm import AlgorithmConfig
-from tandem.config.schema.dotted import import_dotted
+from tandem.config.schema.imports import import_dotted
 from tandem.errors import UserError
 
 _STD_EPSILON = 1e-6

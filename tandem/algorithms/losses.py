@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.algorithms.kl import LOG_RATIO_LIMIT
 from tandem.algorithms.sequences import count_by_sequence, sum_by_sequence
-from tandem.config.schema.dotted import import_dotted
+from tandem.config.schema.imports import import_dotted
 from tandem.errors import UserError
 
 _KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"

@@ -36,7 +36,7 @@ from tandem.algorithms.off_policy import (
 )
 from tandem.algorithms.sequences import AGGREGATIONS, aggregate, token_mean
 from tandem.config.schema.actor import loss_traits
-from tandem.config.schema.dotted import is_dotted
+from tandem.config.schema.imports import is_dotted
 from tandem.errors import UserError
 from tandem.types import LossInputs, LossOutputs
 

@@ -25,10 +25,11 @@ from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import trained_model
 from tandem.config.parse.overrides import LoadedConfig
 from tandem.config.plan.plan import Plan, make_plan
+from tandem.config.schema.data import DataConfig
 from tandem.config.schema.families import require_value_head
 from tandem.config.schema.run import RunConfig
-from tandem.config.schema.sft import SftConfig
-from tandem.data.files import count_rows
+from tandem.config.schema.sft import SftConfig, SftDataConfig
+from tandem.data.selection import row_source
 from tandem.driver.arguments import check_platforms, load_arguments, with_found
 from tandem.driver.model_checks import (
     length_warnings,
@@ -121,8 +122,8 @@ def _plan(
         paths = {CRITIC: config.critic.model.path, REWARD_MODEL: config.reward_model.model.path}
     found = {name: ModelSizes.of(read_local_config(path)) for name, path in paths.items() if path}
     sizes = ModelSizes.of(hf_config)
-    train = count("data.train_files", data.train_files)
-    val = count("data.val_files", data.val_files) if data.val_files else RowCount(0, "")
+    train = count(data, validation=False)
+    val = count(data, validation=True) if data.val_files else RowCount(0, "")
     plan = make_plan(
         loaded,
         num_train_rows=train.rows,
@@ -139,10 +140,10 @@ def _plan(
     return plan
 
 
-def count(key: str, files: Sequence[str]) -> RowCount:
+def count(data: DataConfig | SftDataConfig, *, validation: bool) -> RowCount:
     """Return the number of rows without failing: the data may be made after the plan."""
     try:
-        return RowCount(count_rows(files, key=key), "")
+        return RowCount(row_source(data, validation=validation).count(), "")
     except (UserError, OSError) as error:
         return RowCount(None, " ".join(str(error).split()))
 

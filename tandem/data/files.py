@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,14 +38,27 @@ class RowFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """Files together with the configuration key that names them."""
+    """Files with the configuration key that named them.
+
+    With ``loader``, a class or function of the user makes the rows (docs/extend/dataset.md), and
+    the entries of ``files`` mean what it makes of them.
+    """
 
     files: Sequence[str]
     key: str
+    loader: Callable[[Sequence[str]], list[Row]] | None = None
 
     def read(self) -> list[Row]:
-        """Read all rows; see ``read_rows``."""
-        return read_rows(self.files, key=self.key)
+        """Return all rows, in order; errors as ``read_rows``."""
+        if self.loader is None:
+            return read_rows(self.files, key=self.key)
+        return self.loader(self.files)
+
+    def count(self) -> int:
+        """Return the number of rows; errors as ``count_rows``."""
+        if self.loader is None:
+            return count_rows(self.files, key=self.key)
+        return len(self.loader(self.files))
 
     def fault(self, row: int, fault: RowFault) -> UserError:
         """Return the error of row ``row`` of ``read()``, which counts from 0 in its own file.
@@ -55,6 +68,9 @@ class RowSource:
             >>> source.fault(7480, RowFault("is empty", "Remove it."))
             UserError("data.train_files='b.parquet': row 7 is empty. Remove it.")
         """
+        if self.loader is not None:
+            rule = f"row {row} {fault.rule}"
+            return UserError(self.key, list(self.files), rule=rule, remedy=fault.remedy)
         for path in _existing(self.files, self.key):
             count = _count_file(path, self.key)
             if row < count:

@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from tandem.config.schema.data import DataConfig
+from tandem.config.schema.imports import import_object
 from tandem.config.schema.sft import SftDataConfig
 from tandem.data.files import Row, RowSource
 from tandem.data.ledger import permutation
+from tandem.errors import UserError
+
+_CUSTOM = "data.custom_cls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +37,58 @@ def read_used_rows(config: DataConfig | SftDataConfig, *, validation: bool) -> U
     Raises:
         UserError: a file cannot be read, or there is no training file.
     """
-    if not validation:
-        source = RowSource(config.train_files, "data.train_files")
-        max_samples = config.train_max_samples
-    elif config.val_files:
-        source = RowSource(config.val_files, "data.val_files")
-        max_samples = config.val_max_samples
-    else:
-        return UsedRows(RowSource((), "data.val_files"), {})
+    source = row_source(config, validation=validation)
+    if validation and not source.files:
+        return UsedRows(source, {})
+    max_samples = config.val_max_samples if validation else config.train_max_samples
     rows = source.read()
     chosen = choose_rows(len(rows), max_samples, shuffle=config.shuffle, seed=config.seed)
     return UsedRows(source, {number: rows[number] for number in chosen})
+
+
+def row_source(config: DataConfig | SftDataConfig, *, validation: bool) -> RowSource:
+    """Return the source of the training or the validation rows.
+
+    Raises:
+        UserError: the class of ``data.custom_cls`` cannot be imported.
+    """
+    custom = config.custom_cls
+    loader = None
+    if custom.path is not None:
+        factory = import_object(_CUSTOM, custom.path, name=custom.name)
+        loader = partial(_custom_rows, factory, config=config)
+    if validation:
+        return RowSource(config.val_files, "data.val_files", loader)
+    return RowSource(config.train_files, "data.train_files", loader)
+
+
+def _custom_rows(
+    factory: Callable[..., Any], files: Sequence[str], *, config: DataConfig | SftDataConfig
+) -> list[Row]:
+    """Make the rows of a class or function of the user."""
+    try:
+        inspect.signature(factory).bind(data_files=list(files), config=config)
+    except TypeError as error:
+        raise UserError(
+            f"{_CUSTOM}.path",
+            config.custom_cls.path,
+            rule=f"{factory.__name__} cannot be called with data_files and config: {error}",
+            remedy="Change its parameters; tandem tokenises rows itself.",
+        ) from error
+    made = factory(data_files=list(files), config=config)
+    if not hasattr(made, "__iter__") and hasattr(made, "__len__"):
+        made = (made[index] for index in range(len(made)))
+    rows = [dict(row) if isinstance(row, Mapping) else row for row in made]
+    wrong = next((index for index, row in enumerate(rows) if not isinstance(row, dict)), None)
+    if wrong is not None or not rows:
+        fault = "made no rows" if not rows else f"made row {wrong}, which is not a mapping"
+        raise UserError(
+            f"{_CUSTOM}.path",
+            config.custom_cls.path,
+            rule=f"{factory.__name__} {fault}",
+            remedy="Make mappings of verl's schema.",
+        )
+    return rows
 
 
 def choose_rows(num_rows: int, max_samples: int, *, shuffle: bool, seed: int) -> list[int]:

@@ -41,6 +41,7 @@ from tandem.driver.run_folder import (
     open_run_folder,
     open_run_sinks,
 )
+from tandem.metrics.custom import require_metrics
 from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import require_loggers
 from tandem.metrics.throughput import ComputeFacts
@@ -98,6 +99,7 @@ def run_training(config: RunConfig, site: RunSite) -> Ended[RunSummary]:
 def prepare(config: RunConfig) -> PreparedRun:
     """Check and read everything but the model's weights."""
     require_loggers(config.trainer.logger)
+    require_metrics(config.trainer.metrics)
     model = trained_model(config)
     folder, codec = open_trained_model(
         model, template_settings=config.data.apply_chat_template_kwargs

@@ -148,6 +148,7 @@ METRICS = (
     Metric("pipeline/idle_share/<role>", _SHARE, "the part of the wall time without work"),
     Metric("pipeline/wait_s/<role>/<cause>", _SECONDS, "the time that a role waited for a cause"),
     Metric("pipeline/buffered_groups", "groups", "scored groups that wait for the next steps"),
+    Metric("rollout/engine/<counter>", "", "the growth of a counter of the rollout engines"),
     Metric("train/loss", _NATS, "the loss of supervised training, mean over tokens"),
     Metric("train/global_tokens", _TOKENS, "the tokens of the step"),
     Metric("val/loss", _NATS, "the loss of supervised validation, mean over tokens"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tandem.api import MetricSink
-from tandem.config.schema.dotted import import_dotted, is_dotted
+from tandem.config.schema.imports import import_dotted, is_dotted
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
 from tandem.metrics.console import ConsoleSink, ProgressSink

@@ -31,7 +31,7 @@ from tandem.pipeline.failures import DivergenceGuard, require_fresh, warn_of_fai
 from tandem.pipeline.phases import update_critic, update_policy
 from tandem.pipeline.prefetch import finish_scoring
 from tandem.pipeline.progress import RunSummary, record, resume, save_model
-from tandem.pipeline.step_metrics import batch_metrics, speed_metrics
+from tandem.pipeline.step_metrics import batch_metrics, own_metrics, speed_metrics
 from tandem.pipeline.tasks import RunTasks, batch_rule
 from tandem.types import UpdateReport
 
@@ -175,6 +175,7 @@ class Pipeline:
         await asyncio.sleep(0)  # the update starts, and this thread is free meanwhile
         record_rollouts(self._context, experience, step=self._step + 1)
         described = batch_metrics(self._context, experience, kl_coefficient=coefficient)
+        described |= own_metrics(self._context, experience, step=self._step + 1)
         updated = await updating
         self._step += 1
         warn_of_failed_rewards(groups, f"step {self._step}")

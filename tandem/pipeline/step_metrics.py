@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from tandem.metrics.custom import StepBatch, custom_metrics
 from tandem.metrics.rollouts import (
     advantage_metrics,
     length_metrics,
@@ -65,6 +66,22 @@ def batch_metrics(
     if context.config.actor_rollout_ref.actor.use_kl_loss:
         metrics["actor/kl_coef"] = context.config.actor_rollout_ref.actor.kl_loss_coef
     return metrics
+
+
+def own_metrics(parts: RunContext, experience: Experience, *, step: int) -> dict[str, float]:
+    """Compute the metrics of the functions that ``trainer.metrics`` names."""
+    batch = experience.batch
+    described = StepBatch(
+        step=step,
+        groups=batch.groups,
+        sequence_R=batch.sequence_R,
+        rewards_N=experience.rewards_N,
+        advantages_R=experience.advantages_R,
+        returns_R=experience.returns_R,
+        rollout_logp_R=batch.rollout_logp_R,
+        lag_R=batch.lag_R,
+    )
+    return custom_metrics(parts.config.trainer.metrics, described)
 
 
 def speed_metrics(

@@ -48,7 +48,7 @@ class Visibility:
     ray_switch: str = ""
 
 
-_NOSET = "RAY_EXPERIMENTAL_NOSET_"
+NOSET = "RAY_EXPERIMENTAL_NOSET_"
 
 HOST = Visibility(mode="none", resource="CPU")
 CUDA_LIKE = Visibility(
@@ -56,30 +56,9 @@ CUDA_LIKE = Visibility(
     resource="GPU",
     variables=("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     renumbering="ROCR_VISIBLE_DEVICES",
-    ray_switch=_NOSET + "CUDA_VISIBLE_DEVICES",
+    ray_switch=NOSET + "CUDA_VISIBLE_DEVICES",
 )
 """The devices of NVIDIA and AMD: torch calls both cuda, and AMD's runtime reads either variable."""
-ASCEND = Visibility(
-    mode="mask",
-    resource="NPU",
-    variables=("ASCEND_RT_VISIBLE_DEVICES",),
-    ray_switch=_NOSET + "ASCEND_RT_VISIBLE_DEVICES",
-)
-XPU = Visibility(
-    mode="mask",
-    resource="GPU",
-    variables=("ONEAPI_DEVICE_SELECTOR",),
-    prefix="level_zero:",
-    ray_switch=_NOSET + "ONEAPI_DEVICE_SELECTOR",
-)
-MLU = Visibility(
-    mode="mask", resource="GPU", is_known_to_ray=False, variables=("MLU_VISIBLE_DEVICES",)
-)
-MUSA = Visibility(
-    mode="select", resource="GPU", is_known_to_ray=False, variables=("MUSA_VISIBLE_DEVICES",)
-)
-"""Moore Threads' devices. Their collectives fail between processes that see one device each, so the
-mode is ``select``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from importlib.metadata import EntryPoint
 from tandem.errors import UserError
 from tandem.platforms.names import ALIASES, platform_name, plug_ins
 from tandem.platforms.record import CPU, CUDA, Platform
-from tandem.platforms.vendors import METAX, MLU_PLATFORM, MUSA_PLATFORM, NPU, ROCM, XPU_PLATFORM
+from tandem.platforms.vendors import VENDORS
 
-BUILT_IN = (CUDA, ROCM, METAX, NPU, MUSA_PLATFORM, MLU_PLATFORM, XPU_PLATFORM, CPU)
+BUILT_IN = (CUDA, *VENDORS, CPU)
 """The built-in records, the preferred ones first."""
 
 

@@ -16,9 +16,31 @@ from typing import Any
 import torch
 
 from tandem.platforms.capture import eager
-from tandem.platforms.isolation import ASCEND, MLU, MUSA, XPU, Visibility
+from tandem.platforms.isolation import NOSET, Visibility
 from tandem.platforms.names import ALIASES
 from tandem.platforms.record import CUDA, Platform, cuda_problem, device_uuid, no_uuid, nothing, one
+
+ASCEND = Visibility(
+    mode="mask",
+    resource="NPU",
+    variables=("ASCEND_RT_VISIBLE_DEVICES",),
+    ray_switch=NOSET + "ASCEND_RT_VISIBLE_DEVICES",
+)
+XPU = Visibility(
+    mode="mask",
+    resource="GPU",
+    variables=("ONEAPI_DEVICE_SELECTOR",),
+    prefix="level_zero:",
+    ray_switch=NOSET + "ONEAPI_DEVICE_SELECTOR",
+)
+MLU = Visibility(
+    mode="mask", resource="GPU", is_known_to_ray=False, variables=("MLU_VISIBLE_DEVICES",)
+)
+MUSA = Visibility(
+    mode="select", resource="GPU", is_known_to_ray=False, variables=("MUSA_VISIBLE_DEVICES",)
+)
+"""Moore Threads' devices. Their collectives fail between processes that see one device each, so the
+mode is ``select``."""
 
 
 def extension_problem(device_type: str, extension: str) -> str:
@@ -143,3 +165,6 @@ METAX = replace(
     aliases=ALIASES["metax"],
     probe=partial(cuda_problem, "maca"),
 )
+
+VENDORS = (ROCM, METAX, NPU, MUSA_PLATFORM, MLU_PLATFORM, XPU_PLATFORM)
+"""The platforms of this file, in order of preference."""

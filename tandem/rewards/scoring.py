@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tandem.config.schema.imports import describe
 from tandem.errors import UserError
-from tandem.rewards.custom import CustomReward, describe, load_custom_reward
+from tandem.rewards.custom import CustomReward, load_custom_reward
 from tandem.rewards.routing import find_rule
 from tandem.types import RewardOutcome, RewardRequest, RewardStatus
 

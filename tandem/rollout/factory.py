@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.api import RolloutEngine
-from tandem.config.schema.dotted import import_dotted, is_dotted
 from tandem.config.schema.families import hf_rollout_warning
+from tandem.config.schema.imports import import_dotted, is_dotted
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder, DecoderConfig

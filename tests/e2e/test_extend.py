@@ -13,7 +13,7 @@ import pytest
 
 from tandem.platforms.record import Platform
 from tests.fakes.commands import Conditions, Ended, check_refusal, run_command
-from tests.fakes.tiny_run import Material, metrics_of, train_arguments
+from tests.fakes.tiny_run import Material, metrics_of, read_lines, train_arguments
 
 PAGES = Path(__file__).parents[2] / "docs/extend"
 BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -21,6 +21,7 @@ FILE = re.compile(r"# (?P<name>\w+\.py)\n")
 COMMAND = ("tandem", "train", "recipe.yaml")
 SHORT = ("trainer.total_training_steps=2", "data.val_files=[]", "trainer.save_freq=-1")
 TWO_UPDATES = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+RECORDED = ("trainer.rollout_data_dir=dump",)
 TWO_WORKERS = "trainer.n_gpus_per_node=2"
 
 
@@ -104,8 +105,75 @@ def test_rollout_engine(material: Material, tmp_path: Path) -> None:
         assert row["rollout/engine/num_decoded_tokens"] > 0
 
 
+def test_dataset_resumes_with_the_same_rows_and_with_no_others(
+    material: Material, tmp_path: Path
+) -> None:
+    more = ("trainer.save_freq=1", "data.shuffle=False", *RECORDED)
+    metrics = metrics_after("dataset.md", material, tmp_path, *more)
+    assert set(metrics) == {1, 2}
+    (arguments,) = overrides("dataset.md")
+    resumed = train(material, tmp_path, [*arguments, *more, "trainer.total_training_steps=3"])
+    assert resumed.code == 0, resumed.stderr
+    prompts = {
+        step: {row["input"] for row in read_lines(tmp_path / f"dump/{step}.jsonl")}
+        for step in (1, 2, 3)
+    }
+    assert all("=" in text for texts in prompts.values() for text in texts)
+    file = tmp_path / "my_rows.py"
+    file.write_text(file.read_text().replace("randrange(10)", "randrange(9)"))
+    ended = train(material, tmp_path, [*arguments, *more, "trainer.total_training_steps=4"])
+    check_refusal(ended, "data.train_files", "fingerprint")
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("def Sums(tokenizer): return []", "cannot be called with data_files and config"),
+        ("def Sums(data_files, config): return [3]", "made row 0, which is not a mapping"),
+        ("def Sums(data_files, config): return []", "made no rows"),
+        ("def Sums(data_files, config): return [{}]", "row 0 has no prompt"),
+    ],
+)
+def test_datasets_that_cannot_work_are_refused(
+    material: Material, tmp_path: Path, code: str, fault: str
+) -> None:
+    (tmp_path / "rows.py").write_text(code)
+    ended = train(material, tmp_path, ["data.custom_cls.path=rows:Sums"])
+    check_refusal(ended, fault)
+
+
+def test_metric(material: Material, tmp_path: Path) -> None:
+    write_files("metrics.md", tmp_path)
+    ended = train(material, tmp_path, overrides("metrics.md")[0])
+    assert ended.code == 0, ended.stderr
+    rows = metrics_of(tmp_path / "run").values()
+    assert all(0 < row["my/agreement"] <= 1 and row["my/tokens"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("return 5", "returned int, not a mapping"),
+        ("return {'my/x': 'y'}", "returned 'my/x': 'y', not a number"),
+        ("return {'actor/loss': 1.0}", "returned actor/loss, which is the name of another metric"),
+    ],
+)
+def test_metrics_with_wrong_results_are_refused(
+    material: Material, tmp_path: Path, code: str, fault: str
+) -> None:
+    (tmp_path / "wrong.py").write_text(f"def metric(batch): {code}\n")
+    check_refusal(
+        train(material, tmp_path, ["trainer.metrics=[wrong:metric]"]),
+        "trainer.metrics='wrong:metric'",
+        fault,
+    )
+
+
 def test_metric_sink(material: Material, tmp_path: Path) -> None:
-    metrics = metrics_after("metrics.md", material, tmp_path)
+    write_files("metrics.md", tmp_path)
+    ended = train(material, tmp_path, overrides("metrics.md")[1])
+    assert ended.code == 0, ended.stderr
+    metrics = metrics_of(tmp_path / "run")
     lines = (tmp_path / "run/scores.csv").read_text().splitlines()
     assert lines == [f"{step},{row['critic/score/mean']}" for step, row in metrics.items()]
 

@@ -12,6 +12,23 @@ from tandem.config.schema.fields import SECTION, VALIDATES, Seed, Strings, read_
 Truncation = Literal["error", "left", "right", "middle"]
 
 
+class DatasetConfig(BaseModel):
+    """``data.custom_cls.*``: a class or function of the user that makes rows."""
+
+    model_config = SECTION
+
+    path: str | None = Field(
+        default=None,
+        description="Python file, pkg://module, or package.module:name of a class or function that "
+        "makes rows of train_files and val_files (docs/extend/dataset.md). null: files are read.",
+    )
+    name: str | None = Field(
+        default=None,
+        description="Name of the class or function in that file or module.",
+        json_schema_extra=read_if("path!=null"),
+    )
+
+
 class DataConfig(BaseModel):
     """Prompts for training and validation."""
 
@@ -79,6 +96,9 @@ class DataConfig(BaseModel):
     )
     apply_chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict[str, Any], description="Keyword arguments of the chat template."
+    )
+    custom_cls: DatasetConfig = Field(
+        default_factory=DatasetConfig, description="A data set of the user."
     )
 
     gen_batch_size: int | None = Field(

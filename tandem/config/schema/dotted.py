@@ -1,76 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dotted paths ``package.module:attribute``, by which a configuration names an object of the user.
+"""Keys whose value is a built-in name or the dotted path of an object of the user.
 
-A key annotated with ``ByName`` accepts its built-in names and such paths; ``import_dotted`` imports
-the object, a class or a function. The working directory is searched after all other folders. A path
-is imported only when the object or its traits are needed.
+A key annotated with ``ByName`` accepts both. A path is imported only when the object or its traits
+are needed (``imports``).
 """
 
 from __future__ import annotations
 
-import os
-import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, GetCoreSchemaHandler
 
+from tandem.config.schema.imports import DOTTED_FORM, import_dotted, is_dotted
 from tandem.errors import UserError
 
-DOTTED_FORM = "package.module:function"
 Traits = TypeVar("Traits")
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-
-
-def is_dotted(name: str) -> bool:
-    """Return whether ``name`` has the form ``package.module:attribute``."""
-    return _DOTTED.fullmatch(name) is not None
-
-
-def import_dotted(key: str, name: str) -> Callable[..., Any]:
-    """Import the class or function that the dotted path ``name``, the value of ``key``, names.
-
-    Raises:
-        UserError: ``name`` has another form, its module cannot be imported, or it lacks the object.
-    """
-    if not is_dotted(name):
-        raise UserError(key, name, rule=f"must have the form {DOTTED_FORM}")
-    module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last, so that a file there hides no installed module
-    try:
-        found = getattr(import_module(module_name), attribute)
-    except ImportError as error:
-        raise UserError(
-            key,
-            name,
-            rule=f"module {module_name} cannot be imported ({error})",
-            remedy="Install its package, or add its folder to PYTHONPATH.",
-        ) from error
-    except AttributeError as error:
-        raise UserError(
-            key,
-            name,
-            rule=f"module {module_name} has no attribute {attribute!r}",
-            remedy=f"Define {attribute} there, or correct the name.",
-        ) from error
-    except (Exception, SystemExit) as error:  # SystemExit: a script without a __main__ guard
-        raise UserError(
-            key,
-            name,
-            rule=f"module {module_name} raises {type(error).__name__} when imported ({error})",
-            remedy="Correct the module.",
-        ) from error
-    if not callable(found):
-        raise UserError(
-            key,
-            name,
-            rule="is neither a class nor a function",
-            remedy=f"Define {attribute} as one, or correct the name.",
-        )
-    return found
 
 
 def traits_of(key: str, name: str, *, known: Mapping[str, Traits]) -> Traits:

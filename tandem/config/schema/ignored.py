@@ -167,7 +167,6 @@ _DATA: Table = {
     "tokenizer": (None, "the tokenizer is that of actor_rollout_ref.model.path"),
     "tool_config_path": (None, "not built yet: multi-turn rollouts with tools"),
     "use_shm": (False, "files are read once, where they are"),
-    **_below("custom_cls", _CUSTOM_CLASS),
     **_below("sampler", _CUSTOM_CLASS),
     **_below("datagen", _CUSTOM_CLASS),
 }
@@ -311,7 +310,6 @@ SFT_IGNORED: Table = {
     "data.micro_batch_size": (None, "deprecated in verl; use micro_batch_size_per_gpu"),
     "data.pad_mode": ("no_padding", _ALWAYS_PACKED),
     "data.ignore_input_ids_mismatch": (False, NOT_BUILT),
-    **_below("data.custom_cls", _CUSTOM_CLASS),
     "data.use_shm": (False, "files are read once, where they are"),
     **_below("model", _MODEL),
     **_below("engine", _FSDP),
@@ -324,6 +322,7 @@ SFT_IGNORED: Table = {
             {
                 "val_only": False,
                 "critic_warmup": 0,
+                "metrics": (),
                 "log_val_generations": 0,
                 "rollout_data_dir": None,
                 "validation_data_dir": None,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from tandem.config.schema.data import Truncation
+from tandem.config.schema.data import DatasetConfig, Truncation
 from tandem.config.schema.fields import SECTION, VALIDATES, Seed, Strings, follow, read_if
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.model import ModelConfig
@@ -114,6 +114,9 @@ class SftDataConfig(BaseModel):
         ge=0,
         description="Seed of data.shuffle. null: 1.",
         json_schema_extra=read_if("shuffle=True"),
+    )
+    custom_cls: DatasetConfig = Field(
+        default_factory=DatasetConfig, description="A data set of the user."
     )
     apply_chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict[str, Any], description="Keyword arguments of the chat template."

@@ -120,8 +120,14 @@ class TrainerConfig(BaseModel):
     )
     logger: Strings = Field(
         default=("console",),
-        description="Where metrics are written: console, file, tensorboard, wandb. metrics.jsonl "
-        "is always written. (verl: console and wandb.)",
+        description="Where metrics are written: console, file, tensorboard, wandb, or a sink of "
+        "your own as package.module:Sink. metrics.jsonl is always written. (verl: console and "
+        "wandb.)",
+    )
+    metrics: Strings = Field(
+        default=(),
+        description="Functions of your own, as package.module:function, that compute metrics of "
+        "the batch of each step (docs/extend/metrics.md).",
     )
     log_val_generations: int = Field(
         default=0,

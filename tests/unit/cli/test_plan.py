@@ -10,6 +10,7 @@ import pytest
 
 from tandem.cli.main import main
 from tandem.cli.plan import count, run
+from tandem.config.schema.data import DataConfig
 from tandem.platforms.names import VARIABLE
 
 KEYS = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
@@ -197,7 +198,8 @@ def test_supervised_arguments_are_planned_behind_the_word_sft(
 
 
 def test_files_that_cannot_be_counted_give_the_reason() -> None:
-    found = count("data.train_files", ["/nowhere/x.parquet"])
+    data = DataConfig(train_files=("/nowhere/x.parquet",))
+    found = count(data, validation=False)
     assert found.rows is None
     assert "data.train_files='/nowhere/x.parquet': no such file" in found.problem
 

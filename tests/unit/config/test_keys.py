@@ -45,10 +45,10 @@ def test_ignored_keys_never_reach_the_configuration() -> None:
     name = "actor_rollout_ref.actor.megatron.grad_offload"
     assert keys[name].ignored.startswith("not built yet")
     loaded = load_config(
-        RunConfig, [f"{name}=5", "data.custom_cls.path=f.py", "critic.megatron={}"]
+        RunConfig, [f"{name}=5", "data.sampler.class_path=f.py", "critic.megatron={}"]
     )
     assert loaded.config == RunConfig()
-    assert set(loaded.set_keys) == {name, "data.custom_cls.path"}
+    assert set(loaded.set_keys) == {name, "data.sampler.class_path"}
 
 
 def test_interpolations_may_refer_to_ignored_keys() -> None:

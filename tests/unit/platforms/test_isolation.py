@@ -10,17 +10,14 @@ import pytest
 
 from tandem.errors import UserError
 from tandem.platforms.isolation import (
-    ASCEND,
     CUDA_LIKE,
     HOST,
-    MLU,
-    MUSA,
-    XPU,
     Visibility,
     apply_isolation,
     is_restricted,
     plan_isolation,
 )
+from tandem.platforms.vendors import ASCEND, MLU, MUSA, XPU
 
 CUDA = "CUDA_VISIBLE_DEVICES"
 HIP = "HIP_VISIBLE_DEVICES"

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tandem.errors import UserError
-from tandem.platforms.isolation import CUDA_LIKE, HOST, MUSA
+from tandem.platforms.isolation import CUDA_LIKE, HOST
+from tandem.platforms.vendors import MUSA
 from tandem.runtime.cluster import (
     ClusterSettings,
     NodeDevices,

@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.platforms.isolation import CUDA_LIKE, MUSA, Visibility
+from tandem.platforms.isolation import CUDA_LIKE, Visibility
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import CPU, Platform
+from tandem.platforms.vendors import MUSA
 from tandem.runtime.failure import ReportedError
 from tandem.runtime.worker_process import WorkerAssignment, WorkerProcess, interface_variables
 

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports of the user's classes and functions by the names that a configuration gives them.
+
+A name is a dotted path ``package.module:attribute``, or verl's pair of keys ``path`` and ``name``.
+The working directory is searched after all other folders. This file needs no other package, so that
+small processes may use it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tandem.errors import UserError
+
+DOTTED_FORM = "package.module:function"
+PACKAGE_PREFIX = "pkg://"
+"""The prefix of an importable module where a file is expected."""
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def is_dotted(name: str) -> bool:
+    """Return whether ``name`` has the form ``package.module:attribute``."""
+    return _DOTTED.fullmatch(name) is not None
+
+
+def import_dotted(key: str, name: str) -> Callable[..., Any]:
+    """Import the class or function that the dotted path ``name``, the value of ``key``, names.
+
+    Raises:
+        UserError: ``name`` has another form, its module cannot be imported, or it lacks the object.
+    """
+    if not is_dotted(name):
+        raise UserError(key, name, rule=f"must have the form {DOTTED_FORM}")
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last, so that a file there hides no installed module
+    try:
+        found = getattr(import_module(module_name), attribute)
+    except ImportError as error:
+        raise UserError(
+            key,
+            name,
+            rule=f"module {module_name} cannot be imported ({error})",
+            remedy="Install its package, or add its folder to PYTHONPATH.",
+        ) from error
+    except AttributeError as error:
+        raise UserError(
+            key,
+            name,
+            rule=f"module {module_name} has no attribute {attribute!r}",
+            remedy=f"Define {attribute} there, or correct the name.",
+        ) from error
+    except (Exception, SystemExit) as error:  # SystemExit: a script without a __main__ guard
+        raise UserError(
+            key,
+            name,
+            rule=f"module {module_name} does not import: {describe(error)}",
+            remedy="Correct the module.",
+        ) from error
+    if not callable(found):
+        raise UserError(
+            key,
+            name,
+            rule="is neither a class nor a function",
+            remedy=f"Define {attribute} as one, or correct the name.",
+        )
+    return found
+
+
+def import_object(section: str, path: str, *, name: str | None) -> Callable[..., Any]:
+    """Import the class or function that verl's keys ``<section>.path`` and ``.name`` name.
+
+    Args:
+        path: a Python file, ``pkg://package.module``, or a dotted path, which needs no name.
+
+    Raises:
+        UserError: the file is missing or does not import, or it lacks the object.
+    """
+    if is_dotted(path):
+        return import_dotted(f"{section}.path", path)
+    module = _import_path(section, path)
+    found = getattr(module, name or "", None)
+    if not callable(found):
+        kinds = (inspect.isfunction, inspect.isclass)
+        names = [key for key, value in vars(module).items() if any(is_(value) for is_ in kinds)]
+        raise UserError(
+            f"{section}.name",
+            name,
+            rule=f"{path} defines no such class or function (it has: {', '.join(names) or 'none'})",
+            remedy=f"Set {section}.name.",
+        )
+    return found
+
+
+def describe(error: BaseException) -> str:
+    """Describe an error in one line: its class, its message, and the line that raised it."""
+    message = " ".join(str(error).split())[:200]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {message}{where}" if message else type(error).__name__ + where
+
+
+def _import_path(section: str, path: str) -> ModuleType:
+    try:
+        if path.startswith(PACKAGE_PREFIX):
+            return import_module(path.removeprefix(PACKAGE_PREFIX))
+        return _import_file(section, path)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # SystemExit: a script without a __main__ guard
+        raise UserError(
+            f"{section}.path",
+            path,
+            rule=f"does not import: {describe(error)}",
+            remedy="Correct the file.",
+        ) from error
+
+
+def _import_file(section: str, path: str) -> ModuleType:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"{section}.path", path, rule="no such file", remedy="Correct the path.")
+    # The file may import its neighbours. They come last, so that they hide no other module.
+    sys.path.append(str(file.parent.resolve()))
+    module_name = "tandem_" + section.replace(".", "_")
+    loader = SourceFileLoader(module_name, str(file))
+    spec = importlib.util.spec_from_file_location(module_name, file, loader=loader)
+    assert spec is not None, "a spec with a loader of its own always exists"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    loader.exec_module(module)
+    return module

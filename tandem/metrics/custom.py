@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of the user: functions of the batch of a training step (docs/extend/metrics.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tandem.config.schema.imports import import_dotted
+from tandem.errors import UserError
+from tandem.metrics.names import find_metric
+from tandem.types import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_KEY = "trainer.metrics"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """The batch of one training step: N sequences with R response tokens.
+
+    Attributes:
+        step: the number of the step.
+        groups: prompts, samples and outcomes of rewards; sequences are in the order of samples.
+        sequence_R: the sequence of each response token, int64, ascending.
+        rewards_N: the rewards after any KL penalty, fp32; NaN for a failed one.
+        advantages_R, returns_R: the result of the advantage estimator, fp32.
+        rollout_logp_R: the log-probs under the policy that sampled, fp32.
+        lag_R: the age of the weights that sampled each token, in versions, int64.
+    """
+
+    step: int
+    groups: Sequence[Group]
+    sequence_R: Tensor
+    rewards_N: Tensor
+    advantages_R: Tensor
+    returns_R: Tensor
+    rollout_logp_R: Tensor
+    lag_R: Tensor
+
+
+def require_metrics(names: Sequence[str]) -> None:
+    """Raise UserError unless every function of ``trainer.metrics`` can be imported."""
+    for name in names:
+        import_dotted(_KEY, name)
+
+
+def custom_metrics(names: Sequence[str], batch: StepBatch) -> dict[str, float]:
+    """Compute the metrics of the functions ``trainer.metrics``.
+
+    Raises:
+        UserError: a function does not return a mapping of names to numbers, or returns a name of
+            tandem's or of another function.
+    """
+    metrics: dict[str, float] = {}
+    for name in names:
+        found: Any = import_dotted(_KEY, name)(batch)
+        if not isinstance(found, Mapping):
+            raise UserError(_KEY, name, rule=f"returned {type(found).__name__}, not a mapping")
+        for metric, value in found.items():  # pyright: ignore[reportUnknownVariableType]
+            if not isinstance(metric, str) or not hasattr(value, "__float__"):  # pyright: ignore
+                raise UserError(_KEY, name, rule=f"returned {metric!r}: {value!r}, not a number")
+            if metric in metrics or find_metric(metric) is not None:
+                raise UserError(
+                    _KEY,
+                    name,
+                    rule=f"returned {metric}, which is the name of another metric",
+                    remedy="Begin its name with a word of your own, such as my/.",
+                )
+            metrics[metric] = float(value)  # pyright: ignore
+    return metrics
