@@ -93,7 +93,7 @@ class Pipeline:
         if isinstance(self._controller, AdaptiveKl):
             self._controller = replace(self._controller, coefficient=state["kl_coefficient"])
         if not is_logged:
-            record(self._context.sinks, checkpoint.step, state["metrics"])
+            record(self._context.sinks, checkpoint.step, metrics=state["metrics"])
 
     async def stop(self) -> None:
         """Ask the run to end at the next step boundary and to save there."""
@@ -297,9 +297,9 @@ class Pipeline:
         self, step: int, row: Metrics, *, validation: asyncio.Task[Metrics] | None
     ) -> None:
         """Write the record of a step while the next one runs, and then that of its validation."""
-        record(self._context.sinks, step, row)
+        record(self._context.sinks, step, metrics=row)
         if validation is not None:
-            record(self._context.sinks, step, await validation)
+            record(self._context.sinks, step, metrics=await validation)
 
     async def _flush_records(self) -> None:
         """Return once every step and validation so far is on record."""
@@ -329,9 +329,9 @@ class Pipeline:
 async def save_models(context: RunContext, folder: Path) -> None:
     """Save the weights and optimizer states of the policy and of the critic, if there is one."""
     engines = context.engines
-    await save_model(context.runtime, engines.train, folder / "actor", codec=context.codec)
+    await save_model(context.runtime, engines.train, folder=folder / "actor", codec=context.codec)
     if engines.critic is not None:
-        await save_model(context.runtime, engines.critic, folder / "critic")
+        await save_model(context.runtime, engines.critic, folder=folder / "critic")
 
 
 def record_rollouts(context: RunContext, experience: Experience, *, step: int) -> None:

@@ -40,7 +40,7 @@ def resume(source: Source[Any], checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 async def save_model(
-    runtime: Runtime, engine: TrainEngine, folder: Path, *, codec: Codec | None = None
+    runtime: Runtime, engine: TrainEngine, *, folder: Path, codec: Codec | None = None
 ) -> None:
     """Save the weights and optimizer states of a model into a new folder.
 
@@ -53,7 +53,7 @@ async def save_model(
         codec.save_own_template(folder)
 
 
-def record(sinks: Sequence[MetricSink], step: int, metrics: Mapping[str, float]) -> None:
+def record(sinks: Sequence[MetricSink], step: int, *, metrics: Mapping[str, float]) -> None:
     """Write a record of a step to all sinks; none if there are no metrics."""
     for sink in sinks if metrics else ():
         sink.write(StepReport(step, metrics))

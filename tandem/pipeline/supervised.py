@@ -93,7 +93,7 @@ class SupervisedLoop:
         """Train to the end of the schedule or until ``stop``."""
         schedule = self._context.schedule
         if self._step == 0 and schedule.validates_before_training:
-            record(self._context.sinks, self._step, await self._validate())
+            record(self._context.sinks, self._step, metrics=await self._validate())
         if self._must_log_again:
             await self._log_step()
         while self._step < schedule.total_training_steps and not self._stopping:
@@ -155,7 +155,7 @@ class SupervisedLoop:
         metrics = {**self._metrics, **(speed or {})}
         if self._context.schedule.is_test_step(self._step):
             metrics.update(await self._validate())
-        record(self._context.sinks, self._step, metrics)
+        record(self._context.sinks, self._step, metrics=metrics)
 
     async def _validate(self) -> dict[str, float]:
         """Return the token-mean loss over the validation rows, {} without rows."""
@@ -179,7 +179,9 @@ class SupervisedLoop:
         state = {"step": self._step, "data": data, "metrics": self._metrics}
         with self._context.store.writing(self._step, state) as folder:
             context = self._context
-            await save_model(context.runtime, context.engine, folder / "actor", codec=context.codec)
+            await save_model(
+                context.runtime, context.engine, folder=folder / "actor", codec=context.codec
+            )
         self._saved_step = self._step
 
 
