@@ -28,6 +28,7 @@ RULES: dict[str, Rule] = {
     "7-file-length": sizes.file_length,
     "7-definition-length": sizes.definition_length,
     "7-median-body": sizes.median_body,
+    "7-imported-names": sizes.imported_names,
     "7-nesting": sizes.nesting,
     "7-branches": sizes.branches,
     "8-parameters": sizes.parameters,

@@ -40,6 +40,11 @@ CASES: dict[str, tuple[str, str, str]] = {
     "7-file-length": (ROOM, "x = 1\n" * 601, "x = 1\n" * 598),
     "7-definition-length": (ROOM, long(61), long(60)),
     "7-median-body": (ROOM, long(13), long(12)),
+    "7-imported-names": (
+        ROOM,
+        "from tandem.types import A, B, C, D, E, F, G, H\n",
+        "from tandem.types import A, B, C, D, E, F, G\nfrom typing import Any, Protocol\n",
+    ),
     "7-nesting": (ROOM, deep(4), deep(3)),
     "7-branches": (ROOM, wide(13), wide(12)),
     "8-parameters": (ROOM, "def f(a, b, c): ...\n", "def f(self, a, *, b, c, d, e, f, g): ...\n"),

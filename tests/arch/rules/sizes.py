@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 
 from tests.arch.source import (
@@ -14,6 +15,7 @@ from tests.arch.source import (
     code_statements,
     definitions,
     functions,
+    imports,
     in_folders,
 )
 
@@ -21,6 +23,7 @@ MAX_FILE_LINES = 600
 MAX_CLASS_LINES = 400
 MAX_BODY_LINES = 60
 MAX_MEDIAN_BODY_LINES = 12
+MAX_MEDIAN_IMPORTED_NAMES = 7
 MAX_NESTING = 3
 MAX_BRANCHES = 12
 MAX_PARAMETERS = 8
@@ -73,6 +76,21 @@ def median_body(modules: Sequence[Module]) -> Iterator[Violation]:
     median = statistics.median(lengths) if lengths else 0
     if median > MAX_MEDIAN_BODY_LINES:
         yield Violation("tandem", f"median body {median} lines, at most {MAX_MEDIAN_BODY_LINES}")
+
+
+def imported_names(modules: Sequence[Module]) -> Iterator[Violation]:
+    """Rule 7: the median file of the package imports at most 7 names, because each is a place that
+    a reader may have to visit. Names of the standard library do not count: readers know them.
+    """
+    counts = [
+        sum(name.split(".")[0] not in sys.stdlib_module_names for name, _ in imports(module))
+        for module in in_folders(modules, "tandem")
+        if not module.path.endswith("/__init__.py")
+    ]
+    median = statistics.median(counts) if counts else 0
+    if median > MAX_MEDIAN_IMPORTED_NAMES:
+        message = f"the median file imports {median} names, at most {MAX_MEDIAN_IMPORTED_NAMES}"
+        yield Violation("tandem", message)
 
 
 def depth(node: ast.AST) -> int:
