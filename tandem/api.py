@@ -2,7 +2,7 @@
 """The Protocols of the plug-in points.
 
 Engines are plain synchronous objects that live inside one process. The ``Runtime`` turns a call on
-one of them into an awaitable, so that the pipeline is the same program whether its engines are in
+an engine into an awaitable. The pipeline is therefore the same program whether its engines run in
 this process, behind Ray, or simulated under a virtual clock.
 """
 
@@ -49,7 +49,7 @@ class ReferencePolicy(Protocol):
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of micro-batches computed at the same time."""
+        """The number of micro-batches computed in parallel."""
         ...
 
     @property
@@ -58,9 +58,9 @@ class ReferencePolicy(Protocol):
         ...
 
     def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """Score the response tokens with the current weights: fp32 (R,) a batch, on the CPU.
+        """Score the response tokens with the current weights: fp32 (R,) per batch, on the CPU.
 
-        A policy's scores are log-probs. Other models' are values, which ignore ``temperature``.
+        A policy returns log-probs. Other models return values and ignore ``temperature``.
         """
         ...
 
@@ -75,7 +75,7 @@ class TrainEngine(ReferencePolicy, Protocol):
         ...
 
     def advance_schedule(self) -> None:
-        """Advance the learning-rate schedule. Called once a training step."""
+        """Advance the learning-rate schedule; called once per training step."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -94,15 +94,14 @@ class EngineFacts:
     """The promises of a rollout engine, which its contract suite (``tandem.testing``) checks.
 
     Attributes:
-        shares_weights: the engine computes with the weights of the model that it was built with,
-            in their storage. Otherwise it has weights of its own, and takes new ones through
-            ``RolloutEngine.sink``.
+        shares_weights: the engine reads the weights of the trainer's model in place. Otherwise it
+            has its own copy, and receives new weights through ``RolloutEngine.sink``.
         draws_by_key: the tokens of a sample depend on weights, prompt, sampling parameters and
             (seed, sample id), up to rounding of logits, and not on the batch.
-        stops_within_sequences: ``advance`` heeds ``max_steps``, and new weights come into use
-            within sequences. Otherwise every sequence has one version.
-        keeps_cache: cached keys and values stay when new weights come into use. Otherwise the
-            engine computes them again.
+        stops_within_sequences: ``advance`` respects ``max_steps``, and the weights may change
+            within a sequence. Otherwise every sequence has one version.
+        keeps_cache: cached keys and values survive a change of weights. Otherwise the engine
+            recomputes them.
     """
 
     shares_weights: bool
@@ -116,9 +115,9 @@ class Capacity:
     """The amount of work that a rollout engine holds at once.
 
     Attributes:
-        num_rows: sequences generated at once, each of which makes room for another when it ends.
-            None where none does, because batches are generated to their ends.
-        cache_tokens: tokens whose keys and values fit into the cache; None without a bound.
+        num_rows: the number of sequences generated at once, if the engine batches continuously;
+            None if it finishes a whole batch before it starts another.
+        cache_tokens: the number of tokens that fit into the KV cache; None without a limit.
     """
 
     num_rows: int | None
@@ -126,23 +125,23 @@ class Capacity:
 
 
 class WeightSink(Protocol):
-    """Takes the weights of a version, as whole tensors under their names in checkpoint files."""
+    """Receives the weights of a version: whole tensors under their names in checkpoint files."""
 
     def manifest(self) -> Sequence[SliceSpec]:
-        """Return the tensors that make up a version, in the order in which they must come. Each
-        spec is of a whole tensor; its dtype is the one that the engine keeps.
+        """Return the tensors of a version, in the order in which they must arrive. Each spec covers
+        a whole tensor and has the dtype in which the engine stores it.
         """
         ...
 
     def begin(self, version: int) -> None:
-        """Begin to take ``version``. The engine computes nothing until ``end`` returns."""
+        """Start to receive ``version``. The engine computes nothing until ``end`` returns."""
         ...
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor, which may have another dtype.
+        """Receive one tensor, which may have another dtype.
 
-        The tensor is valid only during the call. Its storage is freed afterwards, so that an export
-        such as ``tensor.numpy()`` needs a copy first.
+        The tensor is valid during the call only: copy it before an export such as
+        ``tensor.numpy()``.
         """
         ...
 
@@ -152,55 +151,52 @@ class WeightSink(Protocol):
 
 
 class Rollout(Protocol):
-    """Generation as the pipeline drives it: add work, advance, collect what finished."""
+    """The pipeline's view of generation: add requests, advance, collect finished completions."""
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests. Cheap; nothing is computed yet."""
+        """Queue requests; compute nothing yet."""
         ...
 
     def advance(self, max_steps: int | None = None) -> list[Completion]:
-        """Generate until at least one sequence finishes, and return all that did. Return [] only
-        if there is no work.
+        """Generate until at least one sequence finishes, and return all finished sequences. Return
+        [] only if there is no work.
 
-        With ``max_steps`` also stop after about so many decode steps, perhaps with []. An engine
-        that only stops between sequences ignores it.
+        With ``max_steps``, also stop after about that many decode steps, perhaps with []. An engine
+        that stops only between sequences ignores it.
         """
         ...
 
     def settle(self) -> None:
-        """Return once nothing is being computed, so that weights may be replaced in place. The next
-        ``advance`` returns the sequences that finish meanwhile.
+        """Wait until nothing is being computed, so that the weights can be replaced in place. The
+        next ``advance`` returns the sequences that finish meanwhile.
         """
         ...
 
     def set_weights_version(self, version: int) -> bool:
-        """Use the trainer's weights in their present state as ``version``, and tag later tokens
-        with it.
+        """Use the trainer's current weights as ``version``, and tag later tokens with it.
 
         Unfinished sequences keep their tokens and log-probs and continue under the new weights.
-        Their cached keys and values are computed again, unless the engine keeps its cache.
+        Their cached keys and values are recomputed, unless the engine keeps its cache.
 
         Returns:
-            whether all of the engine uses them. Otherwise, because staged weights have not arrived
-            or one of several engines is generating, the caller asks again after the next
-            ``advance``.
+            whether every engine uses them. False if staged weights have not arrived or one of
+            several engines is generating: call again after the next ``advance``.
         """
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Return counters of the engine since its start, by name. A training step logs the growth
-        of each as ``rollout/engine/NAME``.
+        """Return the counters of the engine since its start. Each training step logs their
+        increase as ``rollout/engine/NAME``.
 
-        Any thread may call this at any time. It does not wait for ``advance``.
+        Any thread may call this at any time; it does not wait for ``advance``.
         """
         ...
 
 
 class RolloutEngine(Rollout, Protocol):
-    """A generation engine of one process, driven from outside. ``rollout.factory`` builds it.
+    """A generation engine inside one process, built by ``rollout.factory``.
 
-    Calls come one at a time. A failure that the engine cannot recover from raises EngineFailure,
-    after which only ``close`` is called.
+    Calls never overlap. A fatal failure raises EngineFailure; only ``close`` is called after it.
     """
 
     @property
@@ -214,22 +210,21 @@ class RolloutEngine(Rollout, Protocol):
         ...
 
     def sink(self) -> WeightSink | None:
-        """Return where the engine takes weights of its own; None if it shares the model's.
+        """Return the receiver of new weights; None if the engine shares the trainer's.
 
-        New weights come between ``settle`` and ``set_weights_version``, which names them.
+        New weights arrive between ``settle`` and ``set_weights_version``.
         """
         ...
 
     def sleep(self) -> bool:
-        """Free the memory of the device, unless there is something to generate: the cache, and
-        weights of the engine's own. Return whether the engine sleeps. ``add`` ends the sleep of an
-        engine that shares weights.
+        """Free the cache and the engine's own weights on the device, unless requests are pending.
+        Return whether the engine sleeps. ``add`` wakes an engine that shares weights.
         """
         ...
 
     def wake(self) -> None:
-        """Take memory back for weights of the engine's own, which the sink then receives anew. Does
-        nothing in an engine that is awake.
+        """Allocate memory for the engine's own weights, which the sink then receives again. Do
+        nothing if the engine is awake.
         """
         ...
 
@@ -239,17 +234,17 @@ class RolloutEngine(Rollout, Protocol):
 
 
 class EngineFailure(RuntimeError):
-    """A rollout engine cannot go on. The message names the engine and the cause in one line."""
+    """A fatal failure of a rollout engine. The message names engine and cause in one line."""
 
 
 class WeightStage(Protocol):
-    """Lets training continue while the rollout takes new weights."""
+    """Copies weights aside, so that training continues while the rollout receives them."""
 
     def stage(self, version: int) -> None:
-        """Keep the trainer's weights in their present state as ``version``. Return once the trainer
-        may change them.
+        """Copy the trainer's current weights as ``version``. Return once the trainer may change
+        them.
 
-        ``RolloutEngine.set_weights_version`` then brings the version that was staged last into use.
+        ``RolloutEngine.set_weights_version`` then switches to the version staged last.
         """
         ...
 
@@ -270,14 +265,14 @@ class Engines:
         train: the policy in training.
         rollout: the same policy, generating.
         reference: the frozen initial policy, if the run needs it.
-        scorer: computes old log-probs: the trainer, or the same policy on devices of its own.
-        stage: lets training continue while weights are sent, where the run does so.
-        critic, reward_model: the models beside the policy, if the run has them.
-        work: returns the state of each engine behind the rollout, for the trace. One engine alone
+        scorer: the model that computes old log-probs: the trainer, or a copy on its own devices.
+        stage: copies weights aside, if training continues while they are sent.
+        critic, reward_model: the auxiliary models, if the run has them.
+        work: returns the state of each engine behind the rollout, for the trace. A single engine
             counts as always busy.
-        generates_apart: whether other devices generate than train.
-        num_rows: sequences that all engines generate at once; see ``Capacity``.
-        close: ends what the engines have started outside this process.
+        generates_apart: whether generation has its own devices.
+        num_rows: the number of sequences that all engines generate at once; see ``Capacity``.
+        close: ends the processes that the engines have started.
     """
 
     train: TrainEngine
@@ -297,14 +292,12 @@ class Runtime(Protocol):
     """Turns synchronous calls on engines into awaitables."""
 
     async def call(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run one method of an engine where that engine lives. Raise the exceptions that it
-        raises.
-        """
+        """Run a method of an engine in the engine's process, and raise its exceptions here."""
         ...
 
     async def watch(self) -> None:
-        """Raise as soon as a process of the run has ended, whether or not a call waits for it.
-        Never return.
+        """Raise as soon as a process of the run has ended, even if no call waits for it. Never
+        return.
         """
         ...
 
@@ -314,10 +307,10 @@ class Runtime(Protocol):
 
 
 class WorkerGroup(Protocol):
-    """Processes of one pool, each of which holds one object whose methods are called by name.
+    """The processes of one pool. Each holds one object, whose methods are called by name.
 
-    Calls to one worker run one at a time, in the order of their submission. Every wait ends: with
-    the results, or with the first cause as ``WorkerFailure``.
+    Calls to one worker run one at a time, in the order of submission. Every wait ends with the
+    results, or with a ``WorkerFailure`` that names the first cause.
     """
 
     @property
@@ -330,18 +323,16 @@ class WorkerGroup(Protocol):
         ...
 
     def gather(self, calls: Sequence[Any]) -> list[Any]:
-        """Wait for calls of any groups of this runtime, and return their results in order."""
+        """Wait for calls to any groups of this runtime, and return their results in order."""
         ...
 
     def first(self, calls: Sequence[Any]) -> int:
-        """Wait until one of the calls has finished, and return the lowest index of those that
-        have.
-        """
+        """Wait until a call has finished, and return the lowest index of a finished call."""
         ...
 
 
 class MetricSink(Protocol):
-    """Receives the metrics of each step. A sink never stops a run because its display failed."""
+    """Receives the metrics of each step. A failing display must not stop the run."""
 
     def write(self, report: StepReport) -> None: ...
 

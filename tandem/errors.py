@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exception for errors that a user can make and correct.
+"""The exceptions that the command line prints without a traceback.
 
-Every room may raise it. The command line prints it as one line and exits with code 2. Any other
-exception that escapes is a defect of tandem and keeps its traceback.
+It exits with code 2 after a ``UserError`` and with code 1 after a ``RunFailure``. Any other
+exception is a defect of tandem and keeps its traceback.
 """
 
 from __future__ import annotations
 
 
 class _NoValue:
-    """The value of an error that concerns no single value."""
-
     def __repr__(self) -> str:
         return "NO_VALUE"
 
@@ -23,10 +21,9 @@ class UserError(ValueError):
 
     Args:
         key: the configuration key, option, file or column that is wrong.
-        value: its value; without it the message begins with the key alone. Text is shown by
-            ``repr``, a list as an override would write it.
-        rule: the rule that the value breaks, without its full stop.
-        remedy: one or more full sentences that say what to change.
+        value: its value, if there is one.
+        rule: the rule that the value breaks, without a full stop.
+        remedy: one or more sentences that say what to change.
 
     Example:
         >>> raise UserError("data.train_batch_size", 0, rule="must be at least 1",
@@ -47,7 +44,7 @@ class UserError(ValueError):
 
 
 def shown_value(value: object) -> str:
-    """Return a value as messages show it: a list as an override writes it, else by ``repr``."""
+    """Format a value for a message: a list as in a command-line override, else by ``repr``."""
     return _listed(value) if isinstance(value, list | tuple) else repr(value)
 
 
@@ -58,7 +55,4 @@ def _listed(value: object) -> str:
 
 
 class RunFailure(Exception):
-    """A process or a node of a run failed. The first line says in which step, which one, and why.
-
-    The command line prints it and exits with code 1.
-    """
+    """A failure of a process or a node. Its first line names the step, the place and the cause."""

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen values that travel between rooms. They have no behaviour beyond derived sizes, and
-importing them does not import torch.
+"""The immutable values that the subpackages exchange. Importing them does not import torch.
 
 Shape letters: N sequences, S segments, T packed tokens, R loss tokens (of a policy: the tokens that
 it drew), n samples of one prompt. A name ends in the letters of its tensor's shape.
 
-Identities: ``Prompt.uid`` is the number of the draw within the run; it counts from 0 and is never
-reused. ``sample_id = uid * n + k`` names sample k of that prompt. A weights version counts training
-steps; version 0 is that of the initial weights.
+Identifiers: ``Prompt.uid`` numbers the drawn prompts of a run from 0 and is never reused.
+``sample_id = uid * n + k`` identifies sample k of that prompt. A weights version counts training
+steps; the initial weights are version 0.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ if TYPE_CHECKING:
 
 TokenIds = tuple[int, ...]
 VALIDATION_SAMPLE_ID_BASE = 1 << 60
-"""The first sample id of validation. Training stays below it, so that the random streams of the two
-never meet."""
+"""The first sample id of validation. Training ids are smaller, so the random streams differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that was drawn from the data set.
+    """A prompt drawn from the data set.
 
     Attributes:
         uid: the number of the draw within the run.
-        row: the row of the data set it came from.
-        token_ids: the rendered chat template with its generation prompt, tokenised.
-        text: the same before tokenisation, for dumps and the report.
+        row: its row in the data set.
+        token_ids: the tokens of ``text``.
+        text: the rendered chat template with its generation prompt.
         data_source: the name that selects the reward and groups the validation metrics.
         ground_truth: the value that the reward compares the response with.
         extra_info: further columns of the row, passed to the reward unchanged.
@@ -63,8 +61,8 @@ class SamplingParams:
     """The parameters of sampling.
 
     ``temperature == 0`` is greedy decoding; ``top_k <= 0`` and ``top_p == 1`` switch these filters
-    off. Log-probs are those of the temperature-scaled distribution before top-k and top-p, because
-    training differentiates that distribution; those of greedy decoding are unscaled.
+    off. Log-probs come from the temperature-scaled distribution before top-k and top-p, because
+    training differentiates that distribution. Greedy decoding does not scale them.
 
     Attributes:
         max_new_tokens: the largest length of a response.
@@ -80,13 +78,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request for all samples of one prompt, which share its prefill.
-
-    Attributes:
-        sample_ids: the id of each sample.
-        prompt_ids: the tokens of the prompt.
-        sampling: the parameters of sampling.
-    """
+    """A request for all samples of one prompt, which share its prefill."""
 
     sample_ids: tuple[int, ...]
     prompt_ids: TokenIds
@@ -106,15 +98,14 @@ class FinishReason(Enum):
 class Completion:
     """A finished response of a rollout engine.
 
-    ``token_ids`` and ``log_probs`` should be ``array``s ("i" and "f"). Lists of Python numbers take
-    as long to pickle and to pack as to generate.
+    ``token_ids`` and ``log_probs`` should be ``array``s ("i" and "f"). Pickling and packing lists
+    of Python numbers takes as long as generating them.
 
     Attributes:
         sample_id: the id of the sample.
         token_ids: the drawn tokens, with the end-of-sequence token if one was drawn.
         log_probs: the log-prob of each token under the weights version that drew it.
-        finish_reason: the reason why generation ended.
-        weights_version: the version that drew the first token, which is the oldest.
+        weights_version: the version that drew the first token; no token has an older one.
         switches: (index, version) pairs in ascending order: that version drew the tokens from
             ``index`` on.
     """
@@ -142,19 +133,19 @@ class Completion:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The default of dataclasses with slots takes several times as long.
+        # Several times faster than the default of dataclasses with slots.
         others = (self.finish_reason, self.weights_version, self.switches)
         return Completion, (self.sample_id, self.token_ids, self.log_probs, *others)
 
 
 class EngineWork(Enum):
-    """The work of one of the engines behind a rollout."""
+    """The state of one engine behind a rollout."""
 
     NONE = "none"
     NEXT = "next"
-    """The engine generates from the next ``advance`` on."""
+    """The engine will generate in the next ``advance``."""
     UNDER_WAY = "under way"
-    """The engine generates although no ``advance`` is awaited."""
+    """The engine is generating, although no ``advance`` is awaited."""
 
 
 class RewardStatus(Enum):
@@ -162,7 +153,7 @@ class RewardStatus(Enum):
 
     VALUE = "value"
     PENDING = "pending"
-    """A reward model will score the sample with its batch."""
+    """A reward model has yet to score the sample."""
     TIMEOUT = "timeout"
     ERROR = "error"
 
@@ -174,10 +165,9 @@ class RewardOutcome:
     Attributes:
         status: whether there is a score, and if not, why.
         score: the score if ``status`` is VALUE, else NaN.
-        extra: further numbers that the reward returned; in verl, the other keys of its dict.
+        extra: the other numbers that the reward function returned.
         detail: the cause of a failure in one line.
-        prediction: the answer that the reward found in the response, for majority votes; verl's key
-            ``pred``.
+        prediction: the answer found in the response, for majority votes; verl's key ``pred``.
     """
 
     status: RewardStatus
@@ -189,7 +179,7 @@ class RewardOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RewardRequest:
-    """A sample as a reward sees it: plain values that cross a process boundary cheaply.
+    """The arguments of a reward: plain values that are cheap to pickle.
 
     Attributes:
         data_source, ground_truth, extra_info: as in ``Prompt``.
@@ -213,9 +203,8 @@ class Span:
     """Consecutive tokens of one origin: drawn by the policy, or given to it.
 
     Attributes:
-        token_ids: the tokens.
-        completion: the generation that drew exactly these tokens, with their log-probs and weights
-            versions; None for given tokens, which carry no loss.
+        completion: the completion with exactly these tokens; None for given tokens, which carry no
+            loss.
     """
 
     token_ids: Sequence[int]
@@ -224,10 +213,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """All tokens of one sample in the order in which the policy saw them.
+    """All tokens of one sample, in order.
 
-    It begins with given tokens and holds at least one completion. A trajectory of a single turn is
-    one given span, the prompt, and one drawn span, the response.
+    It begins with given tokens and holds at least one completion. A single-turn trajectory has two
+    spans: the given prompt and the drawn response.
 
     Example:
         The prompt (1, 2) is given, a call (3, 4) is drawn, its result (5,) is given and an answer
@@ -235,7 +224,7 @@ class Trajectory:
         ``loss_mask`` is (True, True, False, True, True).
 
     Raises:
-        ValueError: the first span is drawn, or no span is.
+        ValueError: the first span is drawn, or none is.
     """
 
     sample_id: int
@@ -244,12 +233,12 @@ class Trajectory:
     def __post_init__(self) -> None:
         if not self.spans or self.spans[0].completion is not None or not self.completions:
             raise ValueError(
-                f"sample {self.sample_id}: the first span must be given, and one must be drawn"
+                f"sample {self.sample_id}: the first span must be given, and a later one drawn"
             )
 
     @classmethod
     def of_single_turn(cls, prompt_ids: TokenIds, completion: Completion) -> Trajectory:
-        """Return the trajectory of a prompt and the response to it."""
+        """Return the trajectory of a prompt and its response."""
         spans = (Span(prompt_ids), Span(completion.token_ids, completion))
         return cls(completion.sample_id, spans)
 
@@ -265,12 +254,12 @@ class Trajectory:
 
     @property
     def response_spans(self) -> tuple[Span, ...]:
-        """The spans behind the prompt: the first drawn span and all that follow it."""
+        """The first drawn span and all spans after it."""
         return tuple(dropwhile(_is_given, self.spans))
 
     @property
     def response_ids(self) -> Sequence[int]:
-        """The tokens behind the prompt, drawn and given."""
+        """The tokens after the prompt, drawn and given."""
         return _joined(self.response_spans)
 
     @property
@@ -312,10 +301,8 @@ class Group:
     """The n samples of one prompt, in the order of their sample ids.
 
     Attributes:
-        prompt: the prompt.
-        samples: the samples, of which a reward model may still have to score all.
-        baseline: the greedy answer to the same prompt, for ``remax`` only.
-        generated_s: when the last sample was generated, in seconds by the clock of the run.
+        baseline: the greedy response to the same prompt, for ``remax`` only.
+        generated_s: the time when the last sample was finished, in seconds of the run's clock.
     """
 
     prompt: Prompt
@@ -330,7 +317,7 @@ class Segments:
 
     Token i of a segment attends to tokens 0..i of that segment and to its whole prefix. A prompt
     that several samples share is one segment, and each response is a segment with the prompt as
-    prefix. Without gradients a prefix may also be keys that lie behind the T tokens.
+    prefix. Without gradients, a prefix may also be a range of cached keys after the T tokens.
 
     Attributes:
         start_S, length_S: the range of each segment, int64 on the CPU.
@@ -351,20 +338,18 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class LossColumns:
-    """The columns that a loss reads of each loss token, fp32 (R,); None where it reads none.
+    """The inputs of a loss for each loss token, fp32 (R,); None for those that it does not read.
 
     Attributes:
-        advantages_R: the advantages.
-        old_logp_R: the log-probs before the update; None when strictly on-policy, where the loss
-            uses the current log-probs, detached.
+        old_logp_R: the log-probs before the update; None if strictly on-policy, when the loss uses
+            the current log-probs, detached.
         ref_logp_R: the log-probs under the reference; None without KL.
         weights_R: the importance weights, if they were computed before the update.
         rollout_logp_R: the log-probs under the policy that drew the tokens, if the loss compares
             that policy with the current one.
         lag_R: the number of weights versions between those two policies, int64; None if it is
             always 0.
-        values_R, returns_R: for the loss of a critic: its values before the update, and the returns
-            that it learns.
+        values_R, returns_R: the critic's values before the update, and the returns it learns.
     """
 
     advantages_R: Tensor
@@ -390,14 +375,13 @@ class PackedBatch:
 
     Attributes:
         token_ids_T: the tokens, int64.
-        position_ids_T: their positions, int64; they restart in each sequence, and a response
-            continues those of its prompt.
-        segments: the attention structure.
+        position_ids_T: their positions, int64, from 0 in each sequence; a response continues the
+            positions of its prompt.
         source_R: the index into T of the token whose hidden state predicts loss token r, int64.
         target_R: the id of loss token r, int64.
         sequence_R: the index of its sequence, int64, ascending.
         num_sequences: N.
-        columns: the columns of the loss; None for a forward pass only.
+        columns: the inputs of the loss; None for a forward pass only.
     """
 
     token_ids_T: Tensor
@@ -414,7 +398,7 @@ class PackedBatch:
 class LossScale:
     """The denominators of one optimizer step over all its micro-batches and ranks.
 
-    With them the gradient does not depend on how the mini-batch was cut.
+    They make the gradient independent of the split into micro-batches.
     """
 
     num_tokens: int
@@ -429,7 +413,6 @@ class LossInputs:
         score_R: the log-probs of a policy or the values of a critic, differentiable.
         entropy_R: the entropy of the policy at each token; None unless the loss asked for it.
         sequence_R, num_sequences, columns: as in ``PackedBatch``.
-        scale: the denominators of the optimizer step.
     """
 
     score_R: Tensor
@@ -444,8 +427,8 @@ class LossInputs:
 class LossOutputs:
     """The share of one micro-batch in the loss and the metrics of an optimizer step.
 
-    Each is a scalar that is already divided by its global denominator, so that the shares of the
-    micro-batches add up. Metrics are detached.
+    Each is a scalar, already divided by its global denominator: the shares of the micro-batches add
+    up. Metrics are detached.
     """
 
     loss: Tensor
@@ -459,8 +442,7 @@ class UpdateReport:
     Attributes:
         metrics: the metrics of the loss.
         grad_norm: the norm of the gradient before clipping.
-        learning_rate: the learning rate of the step.
-        skipped: whether no step was taken because loss or gradient was not finite.
+        skipped: whether the step was skipped because loss or gradient was not finite.
     """
 
     metrics: Mapping[str, float]
@@ -471,11 +453,9 @@ class UpdateReport:
 
 @dataclass(frozen=True, slots=True)
 class SliceSpec:
-    """The region of a named tensor that one process holds, with one entry per dimension.
+    """The region of a named tensor that one process holds.
 
     Attributes:
-        name: the name of the tensor.
-        dtype: its element type.
         shape: the shape of the whole tensor.
         offset: the first index of the region.
         size: the shape of the region.
@@ -493,12 +473,7 @@ class SliceSpec:
 
 @dataclass(frozen=True, slots=True)
 class HeldSlice:
-    """A region together with its storage.
-
-    Attributes:
-        spec: the region.
-        tensor: a view of the weights in use, of shape ``spec.size``.
-    """
+    """A region with its storage: a view of the weights in use, of shape ``spec.size``."""
 
     spec: SliceSpec
     tensor: Tensor

@@ -2,10 +2,10 @@
 """Advantage estimators: from token rewards to an advantage and a return per response token.
 
 An estimator is a function of ``AdvantageInputs`` and the keys of ``algorithm``. ``ADVANTAGES`` has
-the built-in ones; docs/extend/advantage_estimator.md tells how to add one. A sequence whose reward
-failed (timeout, error) enters no baseline and no statistic, and its advantage is 0. A group of one
-sample has mean 0 and std 1, as in verl. If failures leave one sample in a group, its advantage is
-0. Everything runs on the CPU, in fp64 inside.
+the built-in ones; docs/extend/advantage_estimator.md explains how to add one. A sequence whose
+reward failed (timeout, error) is excluded from all statistics, and its advantage is 0. A group of
+one sample has mean 0 and std 1, as in verl. If failures leave one sample in a group, its advantage
+is 0. Everything runs on the CPU; group statistics are in fp64.
 
 Shapes: R response tokens, N sequences.
 """
@@ -37,8 +37,8 @@ class AdvantageInputs:
     """The rewards of one batch, and the layout of its tokens.
 
     Attributes:
-        token_rewards_R: the rewards, fp32; an outcome reward stands at the last token of its
-            sequence (``kl.place_scores``).
+        token_rewards_R: the rewards, fp32; a reward of the whole response is at its last token
+            (``kl.place_scores``).
         sequence_R: the sequence of each token, int64, ascending.
         num_sequences: N.
         group_N: an identifier of the prompt of each sequence, int64.
@@ -70,7 +70,7 @@ EstimatorFunction = Callable[[AdvantageInputs, AlgorithmConfig], Advantages]
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """The statistics of each sequence's group, (N,), in fp64: equal scores centre to exactly 0."""
+    """The statistics of each sequence's group, (N,), in fp64 so that equal scores centre to 0."""
 
     scores_N: Tensor
     mean_N: Tensor
@@ -80,7 +80,6 @@ class _Groups:
     alone_N: Tensor
 
     def total(self, values_N: Tensor) -> Tensor:
-        """Sum ``values_N`` over the group of each sequence, (N,)."""
         return _group_total(values_N, self.group_N)
 
 
@@ -150,7 +149,7 @@ def grpo(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
 
 
 def grpo_passk(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
-    """Give the best of a group its lead over the second best, others 0 (arXiv:2503.19595)."""
+    """Give the best of a group its lead over the second best, the others 0 (arXiv:2503.19595)."""
     groups = _group_statistics(inputs)
     ranked_N = torch.where(inputs.valid_N, groups.scores_N, -torch.inf)
     by_score = torch.argsort(ranked_N, descending=True, stable=True)
@@ -205,9 +204,9 @@ def reinforce_plus_plus(inputs: AdvantageInputs, settings: AlgorithmConfig) -> A
 
 
 def remax(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
-    """Subtract the reward of the greedy response from the rewards to come (arXiv:2310.10505).
+    """Subtract the reward of the greedy response from the return (arXiv:2310.10505).
 
-    If the reward of the greedy response failed (NaN), the sequences compared with it get 0.
+    If the reward of the greedy response failed (NaN), the advantages of its group are 0.
     """
     assert inputs.greedy_scores_N is not None, "remax needs greedy_scores_N"
     returns_R = discounted_suffix_sum(_valid_rewards(inputs), inputs.sequence_R, discount=1.0)
@@ -217,10 +216,10 @@ def remax(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
 
 
 def gae(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
-    """Compute generalised advantages (arXiv:1506.02438), whitened after the returns are taken.
+    """Compute generalised advantages (arXiv:1506.02438) and returns; whiten the advantages.
 
-    The flat layout has no tokens without loss (tool output), so that values and errors carry over
-    them. The return of a failed sequence is the value itself: the critic learns nothing from it.
+    Given tokens (tool output) are not in the flat layout: the recursion passes over them. The
+    return of a failed sequence is its value, so the critic learns nothing from it.
     """
     assert inputs.values_R is not None, "gae needs values_R"
     next_values_R = shift_from_next(inputs.values_R, inputs.sequence_R)
@@ -252,8 +251,8 @@ def estimate_advantages(inputs: AdvantageInputs, settings: AlgorithmConfig) -> A
     """Apply the estimator ``settings.adv_estimator``.
 
     Raises:
-        UserError: a function of the user cannot be imported, or does not return ``Advantages`` of
-            two finite fp32 tensors (R,).
+        UserError: a user's function cannot be imported, or does not return ``Advantages`` of two
+            finite fp32 tensors (R,).
     """
     name = settings.adv_estimator
     if name in ADVANTAGES:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dynamic sampling (DAPO, arXiv:2503.14476): groups whose samples all have one value are dropped.
+"""The filter of dynamic sampling (DAPO, arXiv:2503.14476), which drops groups of equal rewards.
 
-This file only decides; the pipeline draws more prompts until the batch is full. Failed rewards are
-ignored.
+The pipeline draws more prompts until the batch is full. Failed rewards are ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 
 
 def filter_values(group: Group, metric: str) -> list[float]:
-    """Return the metric of each sample of the group whose reward has a value.
+    """Return the metric of each sample in the group whose reward did not fail.
 
     ``acc`` and ``score`` are the numbers that the reward function returned; ``seq_reward`` and
     ``seq_final_reward`` are the reward after shaping. None of them includes a KL penalty, which is
@@ -49,7 +48,7 @@ def _metric(reward: RewardOutcome, metric: str) -> float:
 
 
 def is_informative(group: Group, metric: str) -> bool:
-    """Return whether to keep the group: its values differ, or it has only one sample."""
+    """Return whether to keep the group: its values differ, or its only sample has a value."""
     values = filter_values(group, metric)
     if len(group.samples) == 1:
         return len(values) == 1

@@ -3,8 +3,7 @@
 
 The estimators follow J. Schulman, "Approximating KL divergence" (2020): k1 is unbiased, k2 has the
 right gradient, k3 is unbiased with low variance. A trailing ``+`` keeps the value and takes the
-gradient of k2. All of them read the log-probs of the sampled tokens only; the exact divergence over
-the vocabulary is not available.
+gradient of k2. All read the log-probs of the sampled tokens only, never the whole vocabulary.
 
 Shapes: R response tokens, N sequences.
 """
@@ -65,7 +64,7 @@ def estimate_kl(logp_R: Tensor, ref_logp_R: Tensor, *, kind: str) -> Tensor:
     estimator = KL_ESTIMATORS.get(kind.removesuffix("+"))
     if estimator is None:
         raise ValueError(
-            f"kl={kind!r}: no such estimator. "
+            f"kl={kind!r}: unknown estimator. "
             f"Use one of {', '.join(KL_ESTIMATORS)}, optionally with a trailing '+'."
         )
     value_R = estimator(logp_R, ref_logp_R)
@@ -86,7 +85,7 @@ def penalise_rewards(token_rewards_R: Tensor, kl_R: Tensor, *, coefficient: floa
 
 
 def mean_sequence_kl(kl_R: Tensor, sequence_R: Tensor, *, num_sequences: int) -> Tensor:
-    """Average the mean KL per token over sequences; ``AdaptiveKl`` follows this scalar."""
+    """Average the mean KL per token over sequences: the input of ``AdaptiveKl``, a scalar."""
     length_N = count_by_sequence(sequence_R, num_sequences).clamp(min=1)
     return (sum_by_sequence(kl_R, sequence_R, num_sequences=num_sequences) / length_N).mean()
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy losses per response token, each a few lines of algebra in the order of its paper.
+"""Policy losses per response token.
 
-``POLICY_LOSSES`` holds the built-in ones; docs/extend/policy_loss.md tells how to add one.
-``policy_loss.PolicyLoss`` adds aggregation, entropy and the KL term. Log-ratios are clamped before
-exp.
+``POLICY_LOSSES`` holds the built-in ones; docs/extend/policy_loss.md explains how to add one.
+``policy_loss.PolicyLoss`` adds aggregation, entropy and the KL term.
 
 Shapes: R response tokens, N sequences.
 """
@@ -45,7 +44,7 @@ class PolicyTerms:
 
     Attributes:
         logp_R: the log-probs of the tokens under the policy in training.
-        old_logp_R: their log-probs under the policy that this batch began with.
+        old_logp_R: their log-probs under the policy before the update.
         advantages_R: the advantages.
         sequence_R: the sequence of each token, int64, ascending.
         num_sequences: N.
@@ -128,10 +127,11 @@ def gpg(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
 
 
 def geo_mean(terms: PolicyTerms, clip: ClipRange) -> TokenLosses:
-    """Repeat the geometric mean of a sequence's clipped ratios (GMPO, arXiv:2507.20673).
+    """Weight a sequence by the geometric mean of its clipped ratios (GMPO, arXiv:2507.20673).
 
-    ``clip`` bounds the log-ratio itself, to ``-low .. high``. ``clipped_R`` counts the clipped
-    tokens with a positive advantage, ``clipped_lower_R`` those with a negative one.
+    Every token gets the loss of its sequence. ``clip`` bounds the log-ratio to ``-low .. high``.
+    ``clipped_R`` marks clipped tokens with a positive advantage, ``clipped_lower_R`` those with a
+    negative one.
     """
     log_ratio_R = terms.log_ratio()
     bounded_R = log_ratio_R.clamp(-clip.low, clip.high)
@@ -160,7 +160,7 @@ def compute_loss(terms: PolicyTerms, clip: ClipRange, *, loss_mode: str) -> Toke
     """Apply the policy loss ``loss_mode``.
 
     Raises:
-        UserError: a function of the user cannot be imported, or does not return ``TokenLosses`` of
+        UserError: a user's function cannot be imported, or does not return ``TokenLosses`` of
             tensors (R,).
     """
     if loss_mode in POLICY_LOSSES:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Off-policy correction: importance weights and rejection between two policies.
+"""Off-policy correction by importance weights and rejection.
 
-The behaviour policy sampled the tokens; training starts from the proximal policy. The objective is
-the decoupled one of arXiv:2110.00641 (section 3; for language models arXiv:2505.24298):
+The behaviour policy sampled the tokens; training starts from the proximal policy. The decoupled
+objective of arXiv:2110.00641 (section 3; for language models arXiv:2505.24298) is
 ``w * clipped ratio(current / proximal)``. The weight ``w`` is ``proximal / behaviour``, truncated
-(arXiv:1802.01561, section 4.1) or set to 0 outside its bounds (IcePop), without a gradient. Names
+(arXiv:1802.01561, section 4.1) or set to 0 outside its bounds (IcePop), and has no gradient. Names
 and conventions are verl's (``algorithm.rollout_correction.*``, ``rollout_corr/*``).
 
 Shapes: R response tokens, N sequences, K lags (0 .. K-1).
@@ -41,7 +41,7 @@ _FIGURES = {
 
 @dataclass(frozen=True, slots=True)
 class ImportanceSampling:
-    """An importance weight for each token, or for each sequence (the product over its tokens).
+    """Importance sampling by token, or by sequence (the product over its tokens).
 
     Without ``lower``, weights are truncated at ``upper``; with it, weights outside the bounds are
     set to 0.
@@ -68,9 +68,9 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """The treatment of the difference between two policies; none if both fields are empty.
+    """The corrections to apply; with neither, the mismatch is only measured.
 
-    ``monitored_upper`` is the bound that metrics are reported against if no weight is applied.
+    ``monitored_upper`` bounds the ratios in metrics if no weight is applied.
     """
 
     importance: ImportanceSampling | None
@@ -82,7 +82,7 @@ class Correction:
 class Mismatch:
     """The log-probs of the same tokens under both policies, fp32 (R,), detached.
 
-    ``counted_R`` is false for tokens that are left out of training; None if none are.
+    ``counted_R`` is false for tokens excluded from training; None if none is.
     """
 
     proximal_logp_R: Tensor
@@ -120,7 +120,7 @@ class Mismatch:
 
 
 def raw_weights(mismatch: Mismatch, *, by_sequence: bool) -> Tensor:
-    """Compute ``proximal / behaviour`` by token or sequence, its logarithm clamped, (R,)."""
+    """Compute ``proximal / behaviour`` by token or sequence, with a clamped logarithm, (R,)."""
     log_ratio_R = mismatch.log_ratio()
     if by_sequence:
         log_ratio_R = mismatch.sum(log_ratio_R)[mismatch.sequence_R]
@@ -146,7 +146,7 @@ def normalized(weights_R: Tensor, mismatch: Mismatch, *, by_sequence: bool) -> T
 
 
 def kept_tokens(mismatch: Mismatch, rejection: Rejection) -> Tensor:
-    """Return whether ``rejection`` lets each token count, bool (R,)."""
+    """Return whether ``rejection`` keeps each token, bool (R,)."""
     value_R = _divergence(mismatch, rejection.option)
     if rejection.lower is None:
         return value_R <= rejection.upper
@@ -154,7 +154,7 @@ def kept_tokens(mismatch: Mismatch, rejection: Rejection) -> Tensor:
 
 
 def all_kept(mismatch: Mismatch, rejections: tuple[Rejection, ...]) -> Tensor:
-    """Return whether every rejection lets each token count, bool (R,)."""
+    """Return whether all rejections keep each token, bool (R,)."""
     kept_R = torch.ones_like(mismatch.proximal_logp_R, dtype=torch.bool)
     for rejection in rejections:
         kept_R &= kept_tokens(mismatch, rejection)
@@ -218,11 +218,11 @@ def monitored(mismatch: Mismatch, correction: Correction) -> dict[str, Tensor]:
 
 
 def figures_by_lag(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Replace the sums of ``lag_sums`` among ``metrics`` by means over all tokens and by lag.
+    """Replace the sums of ``lag_sums`` in ``metrics`` by means over all tokens and by lag.
 
     The results are ``rollout_corr/*`` and ``actor/pg_clipfrac``. The effective sample size is a
-    share of tokens, ``mean(w)^2 / mean(w^2)`` (Kish 1965). If there is more than one lag, each lag
-    k that has tokens adds ``<name>/lag_k``. Other metrics pass unchanged.
+    share of tokens, ``mean(w)^2 / mean(w^2)`` (Kish 1965). With more than one lag, each lag k that
+    has tokens adds ``<name>/lag_k``. Other metrics stay unchanged.
     """
     sums: dict[int, dict[str, float]] = {}
     others: dict[str, float] = {}

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actor's loss: ``agg(policy loss) - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)``.
 
-``PolicyLoss`` satisfies ``tandem.api.Loss``. It is a picklable value. The losses and metrics of the
-micro-batches of one optimizer step add up, because all denominators come from ``LossScale``; sums
-by lag are divided after the step (``off_policy.figures_by_lag``). The loss checks no tensor for
-finiteness: the engine does that once a step.
+The losses and metrics of the micro-batches of one optimizer step add up, because all denominators
+come from ``LossScale``; sums by lag are divided after the step (``off_policy.figures_by_lag``). The
+engine checks once per step that the loss is finite.
 
 Shapes: R response tokens.
 """
@@ -52,14 +51,14 @@ class PolicyLoss:
         loss_scale_factor: the divisor of ``seq-mean-token-sum-norm`` (verl's default: the longest
             response allowed); None with any other mode.
         calculate_entropy: whether to report the entropy even if it is not part of the loss.
-        kl_loss_coef: the coefficient of the KL term, read with ``use_kl_loss`` only.
-        correction: the correction of the difference between the current policy and
+        kl_loss_coef: the coefficient of the KL term; read with ``use_kl_loss`` only.
+        correction: the off-policy correction between the current policy and
             ``LossColumns.rollout_logp_R``, if any. Rejected tokens contribute nothing to the policy
-            term; denominators still count them.
+            term, but denominators count them.
         max_lag: the largest entry of ``LossColumns.lag_R``.
 
     Raises:
-        UserError: a name is unknown, the dual clip bounds nothing, or the scale factor is missing.
+        UserError: a name is unknown, ``clip_ratio_c`` is at most 1, or the scale factor is missing.
     """
 
     loss_mode: str
@@ -149,7 +148,7 @@ class PolicyLoss:
     def _corrected(
         self, inputs: LossInputs, tokens: TokenLosses
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the factors of the token losses (None: all 1), and the sums to report by lag."""
+        """Return the factors of the token losses (None if all are 1), and the sums by lag."""
         columns, correction = inputs.columns, self.correction
         assert columns is not None, "a policy loss needs LossColumns"
         if correction is None:

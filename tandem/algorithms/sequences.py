@@ -52,7 +52,7 @@ def shift_from_next(values_R: Tensor, sequence_R: Tensor) -> Tensor:
 
 def discounted_suffix_sum(values_R: Tensor, sequence_R: Tensor, *, discount: float) -> Tensor:
     """Compute ``y_t = x_t + discount * y_(t+1)`` within each sequence, (R,)."""
-    # By doubling: after k rounds y_t covers 2^k tokens, so that log2(R) rounds are enough.
+    # After k rounds of doubling y_t covers 2^k tokens: log2(R) rounds are enough.
     total_R = values_R.clone()
     reach, factor = 1, discount
     while reach < len(values_R):
@@ -68,14 +68,14 @@ def aggregate(
 ) -> Tensor:
     """Reduce ``values_R`` to this micro-batch's share of the aggregate, a scalar.
 
-    The denominators are those of the whole optimizer step (``LossScale``), so that the shares of
-    all micro-batches and ranks add up to the value of the undivided batch. ``token-mean`` weighs
-    all tokens alike (DAPO, arXiv:2503.14476), ``seq-mean-token-mean`` all sequences alike (GRPO,
-    arXiv:2402.03300). ``seq-mean-token-sum-norm`` divides by the constant ``scale_factor`` instead
-    of a length (Dr.GRPO, arXiv:2503.20783); only that mode reads it.
+    The denominators cover the whole optimizer step (``LossScale``): the shares of all micro-batches
+    and ranks add up to the value of the undivided batch. ``token-mean`` weighs all tokens equally
+    (DAPO, arXiv:2503.14476), ``seq-mean-token-mean`` all sequences (GRPO, arXiv:2402.03300).
+    ``seq-mean-token-sum-norm`` divides by the constant ``scale_factor`` instead of a length
+    (Dr.GRPO, arXiv:2503.20783); the other modes ignore it.
 
     Raises:
-        ValueError: the mode is unknown, or lacks its scale factor.
+        ValueError: the mode is unknown, or its scale factor is missing.
     """
     if mode == "token-mean":
         return values_R.sum() / inputs.scale.num_tokens
@@ -90,11 +90,11 @@ def aggregate(
     if mode == "seq-mean-token-sum-norm" and scale_factor:
         return values_R.sum() / (scale_factor * inputs.scale.num_sequences)
     raise ValueError(
-        f"loss_agg_mode={mode!r} with loss_scale_factor={scale_factor}: no such aggregation. "
-        f"Use one of {', '.join(AGGREGATIONS)}; the last one needs a positive loss_scale_factor."
+        f"loss_agg_mode={mode!r} with loss_scale_factor={scale_factor}: no such aggregation. Use "
+        f"one of {', '.join(AGGREGATIONS)}; {AGGREGATIONS[-1]} needs a positive loss_scale_factor."
     )
 
 
 def token_mean(values_R: Tensor, inputs: LossInputs) -> Tensor:
-    """Return the share of the mean over the optimizer step's tokens, detached; True counts as 1."""
+    """Return this micro-batch's share of the mean over the optimizer step's tokens, detached."""
     return values_R.detach().float().sum() / inputs.scale.num_tokens

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of supervised fine-tuning; it satisfies ``tandem.api.Loss``.
-
-It is the mean negative log-likelihood over all response tokens of the optimizer step, across
-micro-batches and ranks. Packing has decided which tokens are response tokens.
-"""
+"""The loss of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from tandem.types import LossInputs, LossOutputs
 
 @dataclass(frozen=True, slots=True)
 class SftLoss:
-    """The token-mean negative log-likelihood, reported as ``train/loss``. It needs no columns."""
+    """The mean negative log-likelihood over all response tokens of the optimizer step."""
 
     needs_entropy = False
 

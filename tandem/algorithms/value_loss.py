@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The critic's loss: half the squared error of its values, clipped as PPO clips its ratios.
-
-``ValueLoss`` satisfies ``tandem.api.Loss``. It is a picklable value; the losses and metrics of the
-micro-batches of one optimizer step add up.
-
-Shapes: R response tokens.
-"""
+"""The critic's loss: half the squared error of its values, clipped as PPO clips its ratios."""
 
 from __future__ import annotations
 
@@ -21,8 +15,8 @@ from tandem.types import LossInputs, LossOutputs
 class ValueLoss:
     """The clipped squared error ``0.5 * agg(max((v - G)^2, (clip(v, old - c, old + c) - G)^2))``.
 
-    A value that has moved by more than ``c`` towards the return G gains nothing more. The formula
-    is verl's, after the code of arXiv:1707.06347.
+    A value that has moved towards the return G by more than ``c`` has no gradient. The formula is
+    verl's, after the code of arXiv:1707.06347.
 
     Attributes:
         cliprange_value: c.

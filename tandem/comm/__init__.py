@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores, the default world of a pool, and groups across pools that can be formed anew."""
+"""Stores, the default world of a pool, and process groups across pools."""

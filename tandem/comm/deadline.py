@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deadlines of operations that several processes perform together.
+"""Deadlines of collective operations.
 
-A wait ends when its time is over, or when any process reports a failure under the key of the
-operation in the driver's store.
+A wait ends at its deadline, or when any process reports a failure under the key of the operation in
+the driver's store.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from torch._C._distributed_c10d import Store
 
 POLL_S = 0.1
-"""The interval at which a waiting process looks for failures of other processes."""
+"""The interval at which a waiting process checks for failures of other processes."""
 
 
 class GroupError(Exception):
@@ -26,8 +26,7 @@ class Deadline:
         """Start the clock.
 
         Args:
-            key: the key of the operation in ``store``, the same in all processes. It holds the
-                first failure.
+            key: the key in ``store`` for the first failure, the same in all processes.
         """
         self._timeout_s = timeout_s
         self._end = time.monotonic() + timeout_s
@@ -55,9 +54,9 @@ def report_failure(store: Store, key: str, *, cause: str) -> str:
     """End the waits of all processes under a ``Deadline`` of this key.
 
     Returns:
-        the first cause that any process has reported, which may differ from ``cause``.
+        the cause that was reported first, possibly by another process.
     """
     try:
         return store.compare_set(key, "", cause).decode()
-    except RuntimeError:  # the store ended with the driver, so that no process is left to inform
+    except RuntimeError:  # the store ended with the driver, and so do the other processes
         return cause

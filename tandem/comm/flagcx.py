@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlagCX groups, whose members may have devices of different vendors.
 
-FlagCX's calls may block forever if a peer is gone. Each group therefore makes them in a thread of
-its own, waits for it with a deadline, and leaves it behind when the time is over. On a device,
-broadcasts run on a stream of the group. ``weight_sync`` decides when FlagCX is used, and
-``flagcx_plugin`` handles the plug-in that makes it a backend of torch.distributed.
+FlagCX's calls may block forever if a peer is gone. Each group therefore makes them in its own
+thread, waits for it with a deadline, and abandons it afterwards. On a device, broadcasts run on a
+stream of the group. ``weight_sync`` decides when FlagCX is used; ``flagcx_plugin`` makes it a
+backend of torch.distributed.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tandem.errors import UserError
 logger = logging.getLogger(__name__)
 
 StreamHandle = Callable[[Any], int]
-"""A function from a stream of a platform's device module to the vendor's handle of it."""
+"""A function from a stream of a platform's device module to its handle in the vendor's library."""
 
 _FAREWELL_S = 2.0
-"""The time that a leaving member waits for the others, because leaving is collective in FlagCX."""
+"""The time that a leaving member waits for the others: leaving is collective in FlagCX."""
 _PROOF_BYTES = 255
 _ALONE = "ASCEND"
-"""The vendor whose library FlagCX cannot combine with others."""
+"""The vendor that FlagCX cannot combine with others."""
 
 
 def find_obstacle(vendors: Sequence[str]) -> str:
-    """Return why FlagCX cannot connect ranks of these vendors in this order, "" if it can.
+    """Return why FlagCX cannot connect ranks of these vendors in this order; "" if it can.
 
     Example:
         >>> find_obstacle(["NVIDIA", "NVIDIA", "MUSA"])
@@ -50,7 +50,7 @@ def find_obstacle(vendors: Sequence[str]) -> str:
         'the ranks of one vendor must follow each other, and these are NVIDIA, MUSA, NVIDIA'
     """
     if len([vendor for vendor, _ in groupby(vendors)]) > len(set(vendors)):
-        # FlagCX would number the ranks wrongly, without an error.
+        # FlagCX would silently number the ranks wrongly.
         order = ", ".join(vendors)
         return f"the ranks of one vendor must follow each other, and these are {order}"
     if _ALONE in vendors and len(set(vendors)) > 1:
@@ -73,15 +73,15 @@ def vendors_with_one_rank(vendors: Sequence[str]) -> list[str]:
 def form_flagcx_group(
     store: Store, place: GroupPlace, *, library: FlagcxLibrary, stream_handle: StreamHandle
 ) -> Group:
-    """Form a group, as ``form_group`` does. Blocks until all members are connected.
+    """Form a group, as ``form_group`` does. Block until all members are connected.
 
     Args:
-        library: the library for this process's vendor.
-        stream_handle: the function of this process's platform, not called on the host.
+        library: FlagCX's build for this process's vendor.
+        stream_handle: the function of this process's platform; not called on the host.
 
     Raises:
-        GroupError: not all members connected in time, or the library of one of them failed.
-        UserError: FlagCX cannot connect the members. Raised in all of them.
+        GroupError: not all members connected in time, or the library failed in one of them.
+        UserError: FlagCX cannot connect the members; raised in all of them.
     """
     stream = None if place.device.type == "cpu" else _DeviceStream(place.device, stream_handle)
     is_first = place.rank == place.members[0]
@@ -116,7 +116,7 @@ class _Hello:
 
 
 def _make_hello(library: FlagcxLibrary, stream: _DeviceStream | None, *, is_first: bool) -> _Hello:
-    """Return the message of this member. It reports a failure instead of raising it."""
+    """Return this member's message, which reports a failure instead of raising it."""
     try:
         if stream:
             stream.handle()
@@ -127,7 +127,7 @@ def _make_hello(library: FlagcxLibrary, stream: _DeviceStream | None, *, is_firs
 
 
 def _meet(store: Store, place: GroupPlace, *, hello: _Hello, stage: str) -> list[_Hello]:
-    """Exchange messages through the store, and return those of all members in order."""
+    """Exchange messages through the store, and return them in the order of the members."""
     keys = [f"flagcx/{stage}/{rank}" for rank in place.members]
     store.set(f"flagcx/{stage}/{place.rank}", json.dumps(asdict(hello)))
     try:
@@ -174,7 +174,7 @@ def _warn_of_single_ranks(place: GroupPlace, vendors: Sequence[str]) -> None:
     alone = vendors_with_one_rank(vendors)
     if alone:
         logger.warning(
-            "group %s: FlagCX goes through the host because %s has one rank only",
+            "group %s: FlagCX goes through the host because %s has only one rank",
             place.name,
             " and ".join(alone),
         )
@@ -183,8 +183,8 @@ def _warn_of_single_ranks(place: GroupPlace, vendors: Sequence[str]) -> None:
 def _prove(store: Store, place: GroupPlace, *, group: Group) -> None:
     """Broadcast known bytes and compare them at every member.
 
-    From version 0.13 on, broadcasts through the host deliver the bytes behind the sender's buffer,
-    without an error.
+    From version 0.13 on, broadcasts through the host silently deliver the bytes after the sender's
+    buffer.
     """
     deadline = Deadline(place.timeout_s, store=store, key="flagcx/failure")
     known = torch.arange(_PROOF_BYTES, dtype=torch.uint8) + 1
@@ -201,7 +201,7 @@ def _prove(store: Store, place: GroupPlace, *, group: Group) -> None:
         raise UserError(
             "flagcx",
             place.name,
-            rule=f"broadcasts do not arrive as they were sent at ranks {wrong}",
+            rule=f"a test broadcast arrived corrupted at ranks {wrong}",
             remedy="Use the host-staged transport, or at least two ranks of each vendor.",
         )
 
@@ -211,24 +211,24 @@ class _DeviceStream:
 
     def __init__(self, device: torch.device, stream_handle: StreamHandle) -> None:
         self._device = device
-        # The vendor's own streams and events: torch's general ones do not wait for them.
+        # The vendor's streams and events, because torch's generic ones do not wait for them.
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         self._stream_handle = stream_handle
 
     def handle(self) -> int:
-        """Return the vendor's handle. Raises GroupError if the platform cannot find it."""
+        """Return the vendor's handle. Raise GroupError if the platform has none."""
         kind = f"{type(self._stream).__name__} of {self._device}"
         try:
             handle = self._stream_handle(self._stream)
         except (AttributeError, TypeError) as error:
-            raise GroupError(f"{kind}: its platform does not know such a stream") from error
+            raise GroupError(f"{kind}: its platform does not support such a stream") from error
         if not isinstance(handle, int) or handle == 0:  # 0 is the default stream
-            raise GroupError(f"{kind}: its platform takes {handle!r} for the handle of the stream")
+            raise GroupError(f"{kind}: its platform returns {handle!r} as the stream's handle")
         return handle
 
     def follow_current(self) -> None:
-        """Order later work behind all work that is queued on the caller's current stream."""
+        """Order later work after all work queued on the caller's current stream."""
         self._stream.wait_stream(self._module.current_stream(self._device))
 
     def finish(self) -> None:
@@ -236,11 +236,11 @@ class _DeviceStream:
         self._stream.synchronize()
 
     def record(self) -> torch.Event:
-        """Return an event behind all work that is queued now."""
+        """Return an event after all queued work."""
         return self._stream.record_event()
 
     def lead_current(self, event: torch.Event) -> None:
-        """Order later work of the caller's current stream behind the event."""
+        """Order later work of the caller's current stream after the event."""
         self._module.current_stream(self._device).wait_event(event)
 
 
@@ -255,7 +255,7 @@ class _Communicator:
         unique_id: bytes,
         stream: _DeviceStream | None,
     ) -> None:
-        """Connect. Blocks until all members are connected."""
+        """Connect. Block until all members are connected."""
         self._library = library
         library.use_device(place.device.index or 0)
         rank = place.members.index(place.rank)
@@ -274,17 +274,14 @@ class _Communicator:
         )
 
     def leave(self) -> None:
-        """Leave the group. Blocks until all members leave."""
+        """Leave the group. Block until all members leave."""
         self._free_stream()
         self._library.destroy(self._communicator)
 
     def break_off(self) -> None:
-        """Leave without waiting for peers.
-
-        FlagCX cannot abort a heterogeneous communicator, whose memory therefore stays allocated.
-        """
+        """Leave without waiting for peers."""
         self._free_stream()
-        if self.is_homogeneous:
+        if self.is_homogeneous:  # FlagCX cannot abort others: their memory stays allocated
             self._library.abort(self._communicator)
 
     def _free_stream(self) -> None:
@@ -341,9 +338,9 @@ class _FlagcxGroup:
             return
         left = thread.submit(self._communicator.leave)
         thread.finish()
-        failure = left.exception() if wait([left], timeout=_FAREWELL_S).done else "others stay"
+        failure = left.exception() if wait([left], timeout=_FAREWELL_S).done else "others have not"
         if failure:  # only memory is lost
-            logger.warning("group %s: not left properly: %s", self._place.name, failure)
+            logger.warning("group %s: could not be left: %s", self._place.name, failure)
 
     def abandon(self) -> None:
         thread, self._thread = self._thread, None

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FlagCX library (https://github.com/flagos-ai/FlagCX) through ctypes: finding it, recognising
-its binary interface, and the calls that a group needs.
+"""A ctypes binding of the FlagCX library (https://github.com/flagos-ai/FlagCX).
 
-The exported functions tell the interface, because the version function returns the same number in
-every release. A function is looked up when it is called, so that a library without it fails only
-then. There is no fallback without the library.
+The exported functions identify the binary interface, because the version function returns the same
+number in every release. A function is looked up when it is called, so a library without it fails
+only then.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tandem.errors import UserError
 LIBRARY = "libflagcx.so"
 ID_BYTES = 256
 UINT8 = 1
-"""FlagCX's number of uint8. All tensors are sent as bytes, because FlagCX lacks some types."""
+"""FlagCX's code of uint8. All tensors are sent as bytes, because FlagCX lacks some types."""
 
 _RESULTS = (
     "success",
@@ -38,7 +37,7 @@ _RESULTS = (
     "unhandled error of the vendor's library",
     "not supported",
 )
-"""The result codes by number. The library's own function returns ``_NO_TEXT`` for all of them."""
+"""The result codes. The library's own function returns ``_NO_TEXT`` for all of them."""
 _NO_TEXT = "Not implemented."
 
 
@@ -48,20 +47,17 @@ class Abi(Enum):
     HANDLER_GROUP = "up to 0.12"
     """One structure contains all handles, and the library allocates ids."""
     DEVICE_HANDLE = "from 0.13"
-    """There is a handle of the device only, and the caller allocates ids."""
+    """There is only a device handle, and the caller allocates ids."""
 
 
 class UniqueId(ctypes.Structure):
-    """The identity of a communicator, by which its ranks find each other."""
+    """The id by which the ranks of a communicator find each other."""
 
     _fields_ = (("internal", c_ubyte * ID_BYTES),)
 
 
 class DeviceHandle(ctypes.Structure):
-    """The beginning of the table of device functions, the same in both interfaces.
-
-    Functions that are not called have no type.
-    """
+    """The first entries of the table of device functions, the same in both interfaces."""
 
     _fields_ = (
         ("deviceSynchronize", c_void_p),
@@ -111,9 +107,9 @@ FUNCTIONS: Mapping[Abi, Mapping[str, tuple[Any, ...]]] = {
         "flagcxGetUniqueId": (POINTER(UniqueId),),
     },
 }
-"""The types of the arguments of each called function."""
+"""The argument types of each called function."""
 RETURNS: Mapping[str, Any] = {"flagcxGetLastError": c_char_p}
-"""The return types of functions that do not return a number of ``_RESULTS``."""
+"""The return types of the functions that do not return a result code."""
 
 
 class FlagcxLibrary:
@@ -121,10 +117,6 @@ class FlagcxLibrary:
 
     Every method raises ``GroupError`` with the library's reason if it fails, and ``UserError`` if
     the library does not export a function.
-
-    Attributes:
-        path: the file of the library.
-        abi: the interface of the library.
     """
 
     def __init__(self, path: Path) -> None:
@@ -138,19 +130,19 @@ class FlagcxLibrary:
                 str(path),
                 rule=f"cannot be loaded ({error})",
                 remedy="Install the libraries that it was built with, or set FLAGCX_PATH to "
-                "another build.",
+                "a different build.",
             ) from error
         self.abi = self._find_abi()
         self._device: Any = self._open_device()
 
     def vendor(self) -> str:
-        """Return the vendor of the devices that this build is for, such as ``NVIDIA``."""
+        """Return the device vendor of this build, such as ``NVIDIA``."""
         name = ctypes.create_string_buffer(ID_BYTES)
         self._check("getVendor", self._device.getVendor(name))
         return name.value.decode()
 
     def use_device(self, index: int) -> None:
-        """Select the device of the calling thread, which must precede ``connect``."""
+        """Select the device of the calling thread; call it before ``connect``."""
         self._check("setDevice", self._device.setDevice(index))
 
     def make_id(self) -> bytes:
@@ -164,7 +156,7 @@ class FlagcxLibrary:
         return bytes(pointer.contents)  # never freed: the library has no function for it
 
     def connect(self, unique_id: bytes, *, rank: int, size: int) -> int:
-        """Return a communicator of ``size`` ranks. Blocks without limit until all have called."""
+        """Return a communicator of ``size`` ranks. Block without limit until all ranks call it."""
         communicator = c_void_p()
         own_id = UniqueId.from_buffer_copy(unique_id)
         self._call(
@@ -181,7 +173,7 @@ class FlagcxLibrary:
     def broadcast(
         self, communicator: int, address: int, *, num_bytes: int, root: int, stream: int
     ) -> None:
-        """Broadcast in place, on a stream of ``copy_stream``. May block until all ranks call it."""
+        """Broadcast in place on a stream of ``copy_stream``; may block until all ranks call it."""
         arguments = (address, address, num_bytes, UINT8, root, communicator, stream)
         self._call("flagcxBroadcast", *arguments, communicator=communicator)
 
@@ -190,7 +182,7 @@ class FlagcxLibrary:
         self._call("flagcxCommAbort", communicator)
 
     def destroy(self, communicator: int) -> None:
-        """Free a communicator. May block without limit until all ranks call it."""
+        """Free a communicator; may block without limit until all ranks call it."""
         self._call("flagcxCommDestroy", communicator)
 
     def copy_stream(self, handle: int) -> int:
@@ -200,25 +192,24 @@ class FlagcxLibrary:
         return stream.value or 0
 
     def free_stream(self, stream: int) -> None:
-        """Free a stream of the library. The device's own stream remains."""
+        """Free a stream of the library, not the device's own stream."""
         self._check("streamFree", self._device.streamFree(stream))
 
     def _find_abi(self) -> Abi:
         if hasattr(self._library, "flagcxDeviceHandleInit"):
             return Abi.DEVICE_HANDLE
         if not hasattr(self._library, "flagcxHandleInit"):
-            raise self._unknown("exports no function that makes a handle")
-        if not hasattr(
-            self._library, "flagcxCommRegister"
-        ):  # came with the present order of the table
-            raise self._unknown("is older than 0.5, whose device functions stand in another order")
+            raise self._unsupported("exports no function that makes a handle")
+        # FlagCX 0.5 added this function and the current order of the table of device functions.
+        if not hasattr(self._library, "flagcxCommRegister"):
+            raise self._unsupported("is older than 0.5")
         return Abi.HANDLER_GROUP
 
-    def _unknown(self, reason: str) -> UserError:
+    def _unsupported(self, reason: str) -> UserError:
         return UserError(
             "flagcx",
             str(self.path),
-            rule=f"{reason}: a version that is not known here",
+            rule=f"{reason} and is not supported",
             remedy="Install FlagCX 0.5 or later.",
         )
 
@@ -256,7 +247,7 @@ class FlagcxLibrary:
         raise GroupError(f"{name}: {known} (FlagCX result {result}){self._details(communicator)}")
 
     def _details(self, communicator: int) -> str:
-        """Return the text of the vendor's library on the last error, "" without one."""
+        """Return the vendor library's text of the last error, or ""."""
         if not communicator or not hasattr(self._library, "flagcxGetLastError"):
             return ""
         text = (self._function("flagcxGetLastError")(communicator) or b"").decode(errors="replace")
@@ -265,10 +256,10 @@ class FlagcxLibrary:
 
 @cache
 def load_library(path: Path) -> FlagcxLibrary:
-    """Return the library of this process, the same object for each call.
+    """Load the library once per process.
 
     Raises:
-        UserError: the library cannot be loaded, or its interface is not known.
+        UserError: the library cannot be loaded, or its interface is not supported.
     """
     return FlagcxLibrary(path)
 
@@ -276,8 +267,8 @@ def load_library(path: Path) -> FlagcxLibrary:
 def find_library(environment: Mapping[str, str]) -> Path:
     """Return the path of the library.
 
-    It is below ``FLAGCX_PATH`` (an installation, or the source after a build) if that is set, else
-    beside FlagCX's Python package, else in the build folder of the package's source.
+    It is searched under ``FLAGCX_PATH`` (an installation or a source tree with a build) if that is
+    set, else in FlagCX's Python package, else in the build folder of the package's source.
 
     Raises:
         UserError: there is no library.
@@ -295,7 +286,7 @@ def find_library(environment: Mapping[str, str]) -> Path:
         "FLAGCX_PATH",
         root or "",
         rule=f"FlagCX is not installed there ({looked})",
-        remedy=f"Install FlagCX and set FLAGCX_PATH to the folder that holds lib/{LIBRARY}.",
+        remedy=f"Install FlagCX and set FLAGCX_PATH to the folder that contains lib/{LIBRARY}.",
     )
 
 

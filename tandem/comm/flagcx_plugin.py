@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlagCX's plug-in for torch.distributed, which makes it a backend of process groups.
 
-If the plug-in is installed, ``import torch`` loads it, and it changes torch.distributed. This file
-does not import it.
+If the plug-in is installed, ``import torch`` loads it, and it changes torch.distributed.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ BACKEND = "flagcx"
 
 
 def plugin_devices() -> tuple[str, ...]:
-    """Return the types of device that the plug-in serves, none if it is not loaded."""
+    """Return the device types that the plug-in supports; none if it is not loaded."""
     return tuple(distributed.Backend.backend_capability.get(BACKEND, ()))
 
 
 def pool_library(platform: Platform, *, wants_flagcx: bool) -> str:
-    """Return the library of the collectives inside a pool, by its name in torch.distributed.
+    """Return the backend of the collectives inside a pool, by its name in torch.distributed.
 
-    It is the platform's own library, or FlagCX if that is requested and the pool has devices.
+    It is the platform's own backend, or FlagCX if requested and the pool has devices.
 
     Raises:
-        UserError: FlagCX is requested, but the plug-in is missing or does not serve the device.
+        UserError: FlagCX is requested, but the plug-in is missing or does not support the device.
     """
     if not wants_flagcx or not platform.has_own_memory:
         return platform.collectives
@@ -36,7 +35,7 @@ def pool_library(platform: Platform, *, wants_flagcx: bool) -> str:
     if platform.device_type in devices:
         return BACKEND
     if devices:
-        state = f"serves {', '.join(devices)}, as it was built"
+        state = f"was built for {', '.join(devices)}"
         remedy = f"Build it for {platform.name}"
     elif find_spec(BACKEND) is None:
         state, remedy = "is not installed", "Install FlagCX's Python package"

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups made directly from a store, independent of the default world.
+"""Process groups across pools, made directly from a store, independent of the default world.
 
-They connect processes of several pools. Every wait ends. Waits on the host end with their
-``Deadline``. Work queued on a device is ordered by the device itself, and ``wait_for_device``
-limits the wait for it. Leaving a group never waits for a peer.
+Every wait ends: waits on the host by their ``Deadline``, waits for a device in ``wait_for_device``.
+Leaving a group never waits for a peer.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from tandem.comm.thread import CallingThread
 
 _DEVICE_POLL_S = 1e-4
 _FORMING_MARGIN_S = 1.0
-"""The time by which our own limit exceeds the library's, whose error says more. At most half of the
-limit."""
+"""The margin of our own limit over the library's, whose error says more."""
 _BLOCK = 1024
-"""The bytes of each member in the first round of ``gather``. Longer values take a second round."""
+"""The bytes per member in the first round of ``gather``. Longer values need a second round."""
 _SIZE = 8
 _Backend = Any
 """A backend of torch.distributed, whose type stubs lack the collectives."""
@@ -41,10 +39,10 @@ class Pending(Protocol):
     """A collective that has been started."""
 
     def wait(self, deadline: Deadline) -> None:
-        """Wait until the tensor may be used. On a device, only later work of this thread waits.
+        """Wait until the tensor may be used. On a device, only the current stream waits.
 
         Raises:
-            GroupError: it failed.
+            GroupError: the collective failed.
         """
         ...
 
@@ -59,15 +57,15 @@ class Group(Protocol):
         ...
 
     def gather(self, value: Any, deadline: Deadline) -> list[Any]:
-        """Return the values of all members in their order: small picklable values, on the host."""
+        """Return the values of all members, in order. Values are small and picklable."""
         ...
 
     def close(self) -> None:
-        """Leave the group after the last collective. Idempotent."""
+        """Leave the group after the last collective; idempotent."""
         ...
 
     def abandon(self) -> None:
-        """Leave the group at once, without regard to pending collectives and peers. Idempotent."""
+        """Leave the group at once, even with pending collectives; idempotent."""
         ...
 
 
@@ -76,12 +74,12 @@ class GroupPlace:
     """The place of this process in a group.
 
     Attributes:
-        name: the name of the group, the same in all members and never used before in the store.
-        members: the numbers of all member processes, ascending.
-        rank: the number of this process.
+        name: the name of the group, the same in all members and new in the store.
+        members: the ranks of all member processes, ascending.
+        rank: the rank of this process.
         device: the device of the tensors.
         timeout_s: the time limit of forming the group and, within the backend, of each collective.
-        library: the library of the collectives, by its name in torch.distributed.
+        library: the backend of the collectives, by its name in torch.distributed.
     """
 
     name: str
@@ -93,11 +91,10 @@ class GroupPlace:
 
 
 def form_group(store: Store, place: GroupPlace) -> Group:
-    """Form a group. Blocks until all members are connected.
+    """Form a group. Block until all members are connected.
 
     Raises:
-        GroupError: not all members connected in time, or torch.distributed does not know the
-            library.
+        GroupError: not all members connected in time, or torch.distributed lacks the backend.
     """
     store = PrefixStore(place.name, store)
     make = {"gloo": _make_gloo, "nccl": _make_nccl}.get(place.library, _make_registered)
@@ -106,7 +103,7 @@ def form_group(store: Store, place: GroupPlace) -> Group:
         backend = _within(place.timeout_s + margin_s, lambda: make(store, place))
     except TimeoutError as error:
         raise GroupError(
-            f"group {place.name}: not all were connected within {place.timeout_s:g} s"
+            f"group {place.name}: not all members connected within {place.timeout_s:g} s"
         ) from error
     except RuntimeError as error:
         raise GroupError(f"group {place.name}: {_first_sentence(error)}") from error
@@ -114,10 +111,10 @@ def form_group(store: Store, place: GroupPlace) -> Group:
 
 
 def wait_for_device(stream: torch.Stream, deadline: Deadline) -> None:
-    """Wait until all work queued on ``stream`` is done. Polls, as devices offer no timed wait.
+    """Wait until all work queued on ``stream`` is done. Poll, because devices have no timed wait.
 
     Raises:
-        GroupError: a collective on the stream does not end.
+        GroupError: a collective on the stream does not end in time.
     """
     event = stream.record_event()
     while not event.query():
@@ -152,7 +149,7 @@ class _BackendGroup:
         longest = _SIZE + max(int.from_bytes(block[:_SIZE], "little") for block in blocks)
         if longest > _BLOCK:
             blocks = self._all_gather(bytes(_SIZE) + data, longest, deadline=deadline)
-        return [pickle.loads(block[_SIZE:]) for block in blocks]  # which ignores the padding
+        return [pickle.loads(block[_SIZE:]) for block in blocks]  # pickle ignores the padding
 
     def close(self) -> None:
         backend, self._backend = self._backend, None
@@ -162,7 +159,7 @@ class _BackendGroup:
 
     def abandon(self) -> None:
         if self._is_host and self._backend is not None:
-            # Its destructor would wait for pending collectives, which dead peers let time out.
+            # Never run its destructor, which waits for pending collectives with dead peers.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
         self.close()
 
@@ -213,7 +210,6 @@ class _DeviceWork:
 
 
 def _within(timeout_s: float, make: Callable[[], _Backend]) -> _Backend:
-    """Return ``make()``, or raise TimeoutError."""
     # NCCL connects without a time limit and cannot be cancelled: the thread is left behind.
     thread = CallingThread("forming")
     made = thread.submit(make)
@@ -229,7 +225,7 @@ def _make_gloo(store: Store, place: GroupPlace) -> _Backend:
 
 def _make_nccl(store: Store, place: GroupPlace) -> _Backend:
     options = c10d.ProcessGroupNCCL.Options()
-    # NCCL's watchdog ends the whole process. Our own deadline comes first and does not.
+    # NCCL's watchdog would end the whole process, so our own deadline must come first.
     options._timeout = timedelta(seconds=4 * place.timeout_s + 60)
     rank = place.members.index(place.rank)
     backend = c10d.ProcessGroupNCCL(store, rank, len(place.members), options)
@@ -246,7 +242,7 @@ def _make_registered(store: Store, place: GroupPlace) -> _Backend:
     rank, timeout = place.members.index(place.rank), timedelta(seconds=place.timeout_s)
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, len(place.members), timeout)
-    # No key of the store contains the type of a device, because the members' types may differ.
+    # Store keys contain no device type, because the members' types may differ.
     options = c10d._DistributedBackendOptions()
     options.store = store
     options.group_rank = rank
@@ -258,6 +254,6 @@ def _make_registered(store: Store, place: GroupPlace) -> _Backend:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return the message without the source position and the advice around it."""
+    """Return the message without its source position and advice."""
     text = str(error).splitlines()[0]
     return text.rpartition(".cc:")[2].partition("] ")[2].partition(". ")[0] or text

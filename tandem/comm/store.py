@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store through which processes find each other: a TCP server in the driver, and a client in
-each worker. Every wait on it has a time limit. Tensors do not pass through it.
+"""The store for the rendezvous of processes: a TCP server in the driver, a client in each worker.
+
+Every wait on it has a time limit. Tensors do not pass through it.
 """
 
 from __future__ import annotations
@@ -14,17 +15,14 @@ from tandem.errors import UserError
 
 
 def host_store(*, timeout_s: float) -> TCPStore:
-    """Start the server on a free port of this host. It runs as long as the returned object lives.
-
-    Workers connect to ``store.port``. They also need a name of this host that they can reach.
-    """
+    """Start the server on a free port, ``store.port``. It runs while the returned object lives."""
     return TCPStore(
         "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
 
 
 def connect_store(host: str, port: int, *, timeout_s: float) -> Store:
-    """Return a client of the driver's store. ``timeout_s`` limits this call and every later wait.
+    """Connect to the driver's store. ``timeout_s`` limits this call and every later wait.
 
     Raises:
         UserError: the server does not answer in time.

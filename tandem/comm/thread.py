@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread for calls into libraries that may never return, so that the caller can stop waiting.
-
-The thread is not a pool: it makes the calls in order. It never keeps the process from ending.
-"""
+"""A thread for calls that may never return, so that the caller can stop waiting."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ class CallingThread:
     """A daemon thread that makes calls one after the other."""
 
     def __init__(self, name: str) -> None:
-        """Start the thread under this name."""
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        # A daemon, because the process must be able to end while a call does not return.
+        # A daemon: the process can end while a call does not return.
         Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
@@ -30,11 +26,11 @@ class CallingThread:
         return future
 
     def finish(self) -> None:
-        """End the thread after the calls that are queued now."""
+        """End the thread after the queued calls."""
         self._calls.put(None)
 
     def drop(self) -> None:
-        """Discard the queued calls that have not begun."""
+        """Discard the queued calls that have not started."""
         with suppress(Empty):
             while True:
                 self._calls.get_nowait()
@@ -46,4 +42,4 @@ class CallingThread:
                 future.set_result(call())
             except Exception as error:  # raised again in the thread that waits for the future
                 future.set_exception(error)
-            del item, call, future  # or their tensors would live until the next call
+            del item, call, future  # otherwise their tensors live until the next call

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default world of torch.distributed, which all processes of a pool join.
 
-The devices of a world have one type. Groups across pools do not depend on it: see ``group``.
+The devices of a world have one type. Groups across pools are independent of it: see ``group``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class WorldPlace:
 
     Attributes:
         name: the name of the world, unique in the store.
-        device: the device that this process computes on.
-        library: the library of the device's collectives, by its name in torch.distributed.
+        device: the device of this process.
+        library: the backend of the device's collectives, by its name in torch.distributed.
         timeout_s: the time limit of joining and of every collective.
     """
 
@@ -44,10 +44,10 @@ def world_backend(device_type: str, library: str) -> str:
 
 
 def join_world(store: Store, place: WorldPlace) -> None:
-    """Join the default world. Blocks until all its processes have joined.
+    """Join the default world. Block until all its processes have joined.
 
     Args:
-        store: the store of the driver. Worlds of different names do not share keys in it.
+        store: the driver's store. Worlds of different names share no keys.
     """
     device = place.device
     distributed.init_process_group(

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distribution of work over ranks that compute in lockstep.
+"""The distribution of work over ranks that compute in lockstep, by lengths and costs only.
 
-This file knows lengths and costs only; ``packing`` knows the sequences. Everything is
-deterministic, and no result may depend on it.
+Everything is deterministic. No result may depend on the distribution.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ LINEAR_COST = 24576
 """The cost of a token relative to attending to one position, which costs 2: six widths of a 7B
 model, as in verl's ``calculate_workload``."""
 SLACK = 0.02
-"""The excess over the even share that a plan may have before groups are split further."""
+"""The relative excess over an even distribution above which groups are split further."""
 _GRAINS = (0.0, 1.0, 2.0, 4.0, 8.0, math.inf)
-"""The numbers of parts per even share to split groups into, tried in order; 0 splits none."""
+"""The numbers of parts per even share into which groups are split, in order; 0 splits none."""
 
 
 def token_cost(num_tokens: int, prefix: int = 0) -> int:
@@ -41,9 +40,9 @@ def batch_cost(batch: PackedBatch) -> int:
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Deal micro-batches to ranks, one per round; those of a round cost about the same.
+    """Deal micro-batches to ranks, one each per round; costs within a round are similar.
 
-    If there are too few for the last round, the ranks with the least work so far get them.
+    If the last round is incomplete, it goes to the ranks with the least work so far.
 
     Example:
         >>> deal([10, 50, 40, 20], 2)
@@ -63,8 +62,8 @@ def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def seqlen_metrics(lengths: Sequence[int], shares: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Compute verl's metrics ``global_seqlen/*``: the tokens of a rank as sequences were dealt
-    (``balanced_*``), and as they would have been cut in order.
+    """Compute verl's metrics ``global_seqlen/*``: the tokens per rank with balancing
+    (``balanced_*``), and without it, if the sequences were split in order.
 
     Args:
         lengths: the number of tokens of each sequence.
@@ -87,13 +86,7 @@ def seqlen_metrics(lengths: Sequence[int], shares: Sequence[Sequence[int]]) -> d
 
 @dataclass(frozen=True, slots=True)
 class GroupLengths:
-    """The lengths of sequences that share a prompt.
-
-    Attributes:
-        members: the indices of the sequences.
-        prompt_tokens: the length of the prompt.
-        response_tokens: the length of each response.
-    """
+    """The lengths of sequences that share a prompt; ``members`` are their indices."""
 
     members: tuple[int, ...]
     prompt_tokens: int
@@ -102,13 +95,13 @@ class GroupLengths:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """The measures of micro-batches: their size is bounded, their cost is evened out.
+    """The measures of micro-batches: their size is bounded, their cost is balanced.
 
     Attributes:
         max_size: the largest size of a micro-batch; None without a bound.
-        by_tokens: whether the size is the number of tokens, with a shared prompt counted once; else
-            it is the number of sequences.
-        by_cost: whether the cost is that of ``token_cost``; else it is the number of sequences.
+        by_tokens: whether the size is the number of tokens, counting a shared prompt once; else it
+            is the number of sequences.
+        by_cost: whether the cost is ``token_cost``; else it is the number of sequences.
     """
 
     max_size: int | None
@@ -116,17 +109,16 @@ class Measure:
     by_cost: bool
 
     def fits(self, size: int) -> bool:
-        """Return whether a micro-batch of this size is allowed."""
         return self.max_size is None or size <= self.max_size
 
     def size_of(self, group: GroupLengths, chosen: Sequence[int]) -> int:
-        """Return the size of the chosen members of a group together."""
+        """Return the total size of the chosen members of a group."""
         if not self.by_tokens:
             return len(chosen)
         return group.prompt_tokens + sum(group.response_tokens[i] for i in chosen)
 
     def cost_of(self, group: GroupLengths, chosen: Sequence[int]) -> int:
-        """Return the cost of the chosen members of a group together."""
+        """Return the total cost of the chosen members of a group."""
         if not self.by_cost:
             return len(chosen)
         prompt = group.prompt_tokens
@@ -136,7 +128,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Members of one group that stay together. ``chosen`` are their places in the group."""
+    """Members of one group that stay together; ``chosen`` are their indices in the group."""
 
     group: int
     chosen: tuple[int, ...]
@@ -147,11 +139,11 @@ class _Part:
 def plan_evenly(
     groups: Sequence[GroupLengths], measure: Measure, *, multiple_of: int
 ) -> list[list[int]]:
-    """Plan few and even micro-batches for ranks in lockstep.
+    """Plan few micro-batches of similar cost for ranks in lockstep.
 
     Their number is a multiple of ``multiple_of`` if there are enough sequences. Groups stay whole
-    if that is even enough. Else they are split ever finer, which computes their prompts repeatedly,
-    and the plan with the shortest rounds is chosen.
+    if the costs are within ``SLACK``. Otherwise they are split further and further, which computes
+    their prompts repeatedly, and the plan with the shortest rounds is chosen.
     """
     work = _Work(groups, measure)
     wholes = [work.part(number, range(len(group.members))) for number, group in enumerate(groups)]
@@ -189,7 +181,7 @@ class _Work:
         return _Part(number, places, size, cost)
 
     def split(self, number: int, num_parts: int) -> list[_Part]:
-        """Split group ``number`` into even parts that fit, at least ``num_parts``."""
+        """Split group ``number`` into at least ``num_parts`` parts of similar cost that fit."""
         group = self.groups[number]
         places = range(len(group.members))
         longest_first = sorted(places, key=lambda i: (-group.response_tokens[i], i))
@@ -211,7 +203,7 @@ class _Work:
         return sum(self.measure.cost_of(self.groups[n], places) for n, places in joined)
 
     def sequences(self, parts: Sequence[_Part]) -> list[int]:
-        """Return the members of a micro-batch, those of a group next to each other."""
+        """Return the members of a micro-batch, grouped by prompt."""
         joined = _by_group(parts).items()
         return [self.groups[n].members[i] for n, places in joined for i in places]
 
@@ -224,7 +216,7 @@ def _by_group(parts: Sequence[_Part]) -> dict[int, list[int]]:
 
 
 def _fewest(size: int, measure: Measure, *, multiple_of: int) -> int:
-    """Return the least multiple of ``multiple_of`` that can be enough."""
+    """Return the lower bound of the number of micro-batches, a multiple of ``multiple_of``."""
     least = 1 if measure.max_size is None else math.ceil(size / measure.max_size)
     return math.ceil(least / multiple_of) * multiple_of
 
@@ -232,9 +224,9 @@ def _fewest(size: int, measure: Measure, *, multiple_of: int) -> int:
 def _fill(
     parts: Sequence[_Part], measure: Measure, *, fewest: int, step: int
 ) -> list[list[_Part]] | None:
-    """Put the parts into as few bins as hold them, dearest first into the cheapest with room.
+    """Put the parts into as few bins as possible, the dearest first into the cheapest with room.
 
-    Return None if bins would stay empty that split parts could fill.
+    Return None if bins stay empty that smaller parts could fill.
     """
     dearest_first = sorted(parts, key=lambda part: (-part.cost, part.group, part.chosen))
     for num_bins in range(fewest, len(parts) + 1, step):
@@ -247,7 +239,7 @@ def _fill(
 def _filled(
     dearest_first: Sequence[_Part], measure: Measure, *, num_bins: int
 ) -> list[list[_Part]] | None:
-    """Fill ``num_bins`` bins; return None if a part finds none with room."""
+    """Fill ``num_bins`` bins; return None if no bin has room for a part."""
     bins: list[list[_Part]] = [[] for _ in range(num_bins)]
     sizes = [0] * num_bins
     loads = [(0, number) for number in range(num_bins)]
@@ -266,5 +258,5 @@ def _filled(
 
 
 def _lock_step_cost(costs: Sequence[int], *, num_ranks: int) -> int:
-    """Return the cost of the rounds that ``deal`` makes; in each, all wait for the dearest."""
+    """Return the cost of the rounds of ``deal``: in each, all wait for the dearest micro-batch."""
     return sum(sorted(costs, reverse=True)[::num_ranks])

@@ -26,8 +26,8 @@ class RowFault(Exception):
     """The error of a row. ``RowSource.fault`` adds the file and the number of the row.
 
     Args:
-        rule: the end of a sentence that begins with the row, such as "has no prompt".
-        remedy: one or more full sentences that say what to change.
+        rule: the predicate of a sentence whose subject is the row, such as "has no prompt".
+        remedy: one or more sentences that say what to change.
     """
 
     def __init__(self, rule: str, remedy: str = "Correct or remove the row.") -> None:
@@ -38,10 +38,10 @@ class RowFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """Files with the configuration key that named them.
+    """Data files and the configuration key that names them.
 
-    With ``loader``, a class or function of the user makes the rows (docs/extend/dataset.md), and
-    the entries of ``files`` mean what it makes of them.
+    With ``loader``, a user's class or function makes the rows from the entries of ``files``, which
+    need not be paths then (docs/extend/dataset.md).
     """
 
     files: Sequence[str]
@@ -61,7 +61,7 @@ class RowSource:
         return len(self.loader(self.files))
 
     def fault(self, row: int, fault: RowFault) -> UserError:
-        """Return the error of row ``row`` of ``read()``, which counts from 0 in its own file.
+        """Return the error of row ``row`` of ``read()``, with its file and its number in that file.
 
         Example:
             >>> source = RowSource(["a.parquet", "b.parquet"], "data.train_files")
@@ -77,7 +77,7 @@ class RowSource:
                 rule = f"row {row} {fault.rule}"
                 return UserError(self.key, str(path), rule=rule, remedy=fault.remedy)
             row -= count
-        raise IndexError(f"{self.key} has no such row; it is {row} beyond the end")
+        raise IndexError(f"{self.key}: the row is {row} rows after the last one")
 
 
 def count_rows(files: Sequence[str], *, key: str = "data.train_files") -> int:
@@ -88,13 +88,13 @@ def count_rows(files: Sequence[str], *, key: str = "data.train_files") -> int:
         key: the configuration key that names them, for messages.
 
     Raises:
-        UserError: a file is missing, empty or unreadable, or there is none.
+        UserError: there are no files, or one is missing, empty or unreadable.
     """
     return sum(_count_file(path, key) for path in _existing(files, key))
 
 
 def read_rows(files: Sequence[str], *, key: str = "data.train_files") -> list[Row]:
-    """Read all rows of all files, in order. Arguments and errors are those of ``count_rows``."""
+    """Read all rows of all files, in order. Arguments and errors as in ``count_rows``."""
     return [row for path in _existing(files, key) for row in _read_file(path, key)]
 
 
@@ -115,8 +115,8 @@ def _existing(files: Sequence[str], key: str) -> Iterator[Path]:
 def _remedy(path: Path) -> str:
     if "gsm8k" in str(path).lower():
         folder = path.parent
-        return f"Make it with: python3 examples/data_preprocess/gsm8k.py --local_dir {folder}"
-    return "Check the path; parquet, .jsonl and .json are read."
+        return f"Create it with: python3 examples/data_preprocess/gsm8k.py --local_dir {folder}"
+    return "Check the path. The formats are parquet, .jsonl and .json."
 
 
 def _is_json(path: Path) -> bool:
@@ -149,7 +149,7 @@ def _read_file(path: Path, key: str) -> list[Row]:
 
 def _checked_count(count: int, path: Path, *, key: str) -> int:
     if count == 0:
-        raise UserError(key, str(path), rule="the file holds no rows", remedy=_remedy(path))
+        raise UserError(key, str(path), rule="the file has no rows", remedy=_remedy(path))
     return count
 
 
@@ -183,7 +183,7 @@ def _unreadable(path: Path, error: Exception, *, key: str) -> UserError:
 
 
 def _holds_array(path: Path) -> bool:
-    """Return whether a .json file is one array; else it is read like .jsonl, an object a line."""
+    """Return whether a file is one JSON array; otherwise it has one object per line."""
     with path.open("rb") as content:
         return content.read(64).lstrip().startswith(b"[")
 
@@ -197,7 +197,7 @@ def _read_array(path: Path, key: str) -> list[Row]:
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             rule = f"row {number} is not a JSON object"
-            raise UserError(key, str(path), rule=rule, remedy="Correct or remove it.")
+            raise UserError(key, str(path), rule=rule, remedy="Correct or remove the row.")
     return rows
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exactly-once ledger of the training data, and the source that draws entries by it.
+"""The exactly-once ledger of the training data, and the source that draws entries from it.
 
-Draws are numbered by uid from 0. The row of a uid is a pure function of (uid, seed, epoch size), so
-that the state is a cursor and the set of open uids, however large the data set is. Guarantees: a
-uid that was trained or dropped is never drawn again; a uid that was open when the state was saved
-is drawn again, first, in order and with the same row.
+Draws are numbered by uid from 0. The row of a uid is a pure function of (uid, seed, epoch size).
+The state is therefore a cursor and the set of open uids, for a data set of any size. A uid that was
+trained or dropped is never drawn again. After a restore, the open uids are drawn again first, in
+order and with the same rows.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerOrder:
-    """The settings that decide which row a uid stands for. A resumed run must have the same.
+    """The settings that decide the row of each uid. A resumed run must have the same.
 
     Attributes:
         num_rows: the number of rows that can be drawn, after filtering.
         batch_size: the number of rows per training step; an epoch is a whole number of batches.
-        shuffle: whether each epoch has its own permutation; else it has the order of the files.
+        shuffle: whether each epoch has its own permutation; else rows keep the order of the files.
         seed: the seed of the permutations.
         fingerprint: the hash of the rows' contents, see ``fingerprint``.
     """
@@ -59,8 +59,8 @@ class LedgerOrder:
 def permutation(num_rows: int, *, seed: int, epoch: int) -> np.ndarray:
     """Return the order of the rows in one epoch, int64 (num_rows,).
 
-    It is the same on every machine and with every numpy, which keeps the streams of RandomState
-    frozen.
+    It is the same on every machine and with every version of numpy, which freezes the streams of
+    RandomState.
     """
     bits = np.random.MT19937(np.random.SeedSequence((seed, epoch)))
     return np.random.RandomState(bits).permutation(num_rows)
@@ -75,13 +75,11 @@ def fingerprint(contents: Iterable[bytes]) -> str:
 
 
 class Ledger:
-    """The record of which row is drawn when, and whether it was trained on.
+    """The order of the draws, and the state of each.
 
     A draw is *open* (in flight) from ``draw`` until ``mark_trained`` or ``mark_dropped``. An epoch
-    serves the first ``num_rows // batch_size * batch_size`` rows of its permutation and leaves the
-    rest out (verl's ``drop_last``). With ``shuffle`` these are other rows in each epoch. A call of
-    ``draw`` may ask for any number of rows and may reach into the next epoch. After
-    ``total_epochs`` it returns fewer rows than asked for, at last none.
+    draws the first ``num_rows // batch_size * batch_size`` rows of its permutation and omits the
+    rest (verl's ``drop_last``). One call of ``draw`` may cross the end of an epoch.
 
     Example:
         >>> order = LedgerOrder(num_rows=7, batch_size=3, shuffle=False, seed=0, fingerprint="")
@@ -91,7 +89,7 @@ class Ledger:
     """
 
     def __init__(self, order: LedgerOrder, *, total_epochs: int) -> None:
-        """Raises UserError if the rows do not fill one batch."""
+        """Create a ledger at its first draw. Raises UserError if the rows do not fill a batch."""
         if order.epoch_size == 0:
             raise UserError(
                 "data.train_batch_size",
@@ -120,11 +118,11 @@ class Ledger:
 
     @property
     def num_remaining(self) -> int:
-        """The number of draws that are still to come."""
+        """The number of draws left, with repeated ones."""
         return len(self._again) + max(0, self._limit - self._next_uid)
 
     def draw(self, count: int) -> list[Draw]:
-        """Open the next ``count`` draws; fewer when the epochs are used up."""
+        """Open the next ``count`` draws, or fewer at the end of ``total_epochs``."""
         uids: list[int] = []
         while len(uids) < count and self.num_remaining > 0:
             uids.append(self._take_uid())
@@ -140,7 +138,7 @@ class Ledger:
         self._num_dropped += self._close(uids)
 
     def state(self) -> dict[str, Any]:
-        """Return the ledger as a dict for JSON: the open uids and a few numbers."""
+        """Return the state as a dict for JSON."""
         return {
             "format": STATE_FORMAT,
             "order": asdict(self._order),
@@ -151,7 +149,7 @@ class Ledger:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state()`` of an earlier process and forget the draws so far.
+        """Replace the state by ``state()`` of an earlier process.
 
         Raises:
             UserError: the state belongs to other data or another order. The number of epochs may
@@ -160,9 +158,9 @@ class Ledger:
         if state["format"] != STATE_FORMAT:
             raise UserError(
                 "trainer.resume_mode",
-                rule=f"the checkpoint's data state has format {state['format']}, this version "
+                rule=f"the checkpoint's data state has format {state['format']}, but this version "
                 f"reads {STATE_FORMAT}",
-                remedy="Set trainer.resume_mode=disable to start anew.",
+                remedy="Set trainer.resume_mode=disable to start from scratch.",
             )
         _check_order(self._order, state["order"])
         self._next_uid = state["next_uid"]
@@ -183,7 +181,7 @@ class Ledger:
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if epoch not in self._epoch_orders:
-            if len(self._epoch_orders) > 1:  # a draw spans at most two epochs, unless they are tiny
+            if len(self._epoch_orders) > 1:  # one call of draw rarely spans more than two epochs
                 del self._epoch_orders[min(self._epoch_orders)]
             order = permutation(self._order.num_rows, seed=self._order.seed, epoch=epoch)
             self._epoch_orders[epoch] = order
@@ -199,7 +197,7 @@ class Ledger:
 
 
 def _check_order(ours: LedgerOrder, saved: Mapping[str, Any]) -> None:
-    """Raise UserError unless a uid stands for the same row as in the checkpoint."""
+    """Raise UserError unless every uid has the same row as in the checkpoint."""
     rules = {
         "num_rows": "data.train_files",
         "fingerprint": "data.train_files",
@@ -214,7 +212,7 @@ def _check_order(ours: LedgerOrder, saved: Mapping[str, Any]) -> None:
                 key,
                 rule=f"{name.replace('_', ' ')} is {value!r} but the checkpoint was made with "
                 f"{saved[name]!r}",
-                remedy="Restore it, or set trainer.resume_mode=disable to start anew.",
+                remedy="Restore it, or set trainer.resume_mode=disable to start from scratch.",
             )
 
 
@@ -223,24 +221,24 @@ class Entry(Protocol[Drawn_co]):
 
     @property
     def row(self) -> int:
-        """The number of its row within all files together."""
+        """The number of its row, counted over all files."""
         ...
 
     @property
     def content(self) -> bytes:
-        """The content that tells this entry from those of other data."""
+        """The bytes to hash for the fingerprint of the data."""
         ...
 
     def as_draw(self, uid: int) -> Drawn_co:
-        """Return the value that travels through the run as draw ``uid``."""
+        """Return the value that the run processes as draw ``uid``."""
         ...
 
 
 class Source(Generic[Drawn_co]):
     """The entries of a data set in the order of its ledger.
 
-    ``Ledger`` documents the methods that both have. The state of a source is that of its ledger;
-    the entries are read anew at each start.
+    ``Ledger`` documents the methods that both have. The state of a source is the state of its
+    ledger; the entries are read again at each start.
 
     Example:
         >>> prompts = source.draw(128)
@@ -260,7 +258,7 @@ class Source(Generic[Drawn_co]):
         return self._ledger.epoch
 
     def draw(self, count: int) -> list[Drawn_co]:
-        """Draw the next ``count`` entries; fewer when the epochs are used up, at last none."""
+        """Draw the next ``count`` entries, or fewer at the end of the last epoch."""
         return [self._entries[draw.row].as_draw(draw.uid) for draw in self._ledger.draw(count)]
 
     def mark_trained(self, uids: Iterable[int]) -> None:
@@ -295,5 +293,5 @@ def open_source(
 
 
 def draw_by_row(entries: Iterable[Entry[Drawn_co]]) -> list[Drawn_co]:
-    """Draw every entry once for a validation, in row order and with the row as uid."""
+    """Draw every entry once for a validation, with its row as uid."""
     return [entry.as_draw(entry.row) for entry in entries]

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing of sequences into micro-batches without padding, with the flat columns of their tokens.
 
-Adjacent sequences of one prompt share its tokens. Results of a plan's micro-batches come back in
-the order of the sequences, so that no result depends on the plan. ``balance`` spreads the work over
-ranks.
+Adjacent sequences of one prompt share its tokens. ``in_sequence_order`` restores the order of the
+sequences, so that no result depends on the plan.
 
-Shape letters as in ``types``: N sequences, T packed tokens, R loss tokens.
+Shapes: N sequences, T packed tokens, R loss tokens.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ Plan = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class TrainSequence:
-    """A sequence to learn from: a prompt, then a response of which all or some tokens carry loss.
+    """A sequence to train on: a prompt and a response.
 
-    Ids are read fastest from ``array``s.
+    Token ids are read fastest from ``array``s.
 
     Attributes:
-        prompt_key: the key of the prompt; sequences with the same key have the same prompt.
+        prompt_key: sequences with the same key have the same prompt.
         prompt_ids: the tokens of the prompt, at least one.
-        response_ids: the tokens behind the prompt; there may be none.
-        loss_mask: whether each token of the response carries loss; None if all of them do.
+        response_ids: the tokens after the prompt, possibly none.
+        loss_mask: whether each token of the response carries loss; None if all do.
     """
 
     prompt_key: int
@@ -53,20 +52,19 @@ class TrainSequence:
 
     @property
     def num_loss_tokens(self) -> int:
-        """The number of entries of flat R columns that belong to this sequence."""
+        """The number of tokens that carry loss."""
         return len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)
 
 
 def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None) -> PackedBatch:
     """Pack all ``sequences``, in their order, into one micro-batch.
 
-    A prompt with several responses becomes one segment. The segments of its responses follow it and
-    have it as prefix. A prompt with a single response is one segment together with it. The last
-    token of a response predicts nothing and is left out.
+    A prompt with several responses is one segment, followed by a segment for each response with the
+    prompt as prefix. A prompt with a single response shares its segment. The last token of a
+    response predicts nothing and is left out.
 
     Args:
-        sequences: the sequences, at least one.
-        columns: flat columns (R,) of exactly these sequences in this order.
+        columns: the columns (R,) of exactly these sequences in this order.
 
     Raises:
         ValueError: there is no sequence, a prompt is empty, two prompts have one key, or a mask or
@@ -76,7 +74,7 @@ def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None)
     responses = [_ids(sequence.response_ids) for sequence in sequences]
     prompt_N = np.array([len(sequence.prompt_ids) for sequence in sequences])
     response_N = np.array([len(response) for response in responses])
-    # Two chunks per sequence, its prompt (only where a group starts) and its response.
+    # Two chunks per sequence: its prompt (only where a group starts) and its response.
     fed_N = np.maximum(response_N - 1, 0)
     chunk_lengths = np.stack([prompt_N * first_N, fed_N], axis=1).ravel()
     chunk_starts = _exclusive_sum(chunk_lengths)
@@ -125,29 +123,28 @@ def plan_microbatches(
     multiple_of: int = 1,
     by_cost: bool = True,
 ) -> Plan:
-    """Cut sequences into micro-batches, deterministically. Results must not depend on the cut.
+    """Divide sequences into micro-batches, deterministically.
 
-    With ``max_sequences``, micro-batches are slices of so many sequences with groups adjacent. With
-    ``max_tokens``, they are few: the longest group goes first into the emptiest one. A shared
-    prompt then counts once, and a group stays whole unless it is larger than the limit. With
-    neither there is one micro-batch. For several ranks ``balance.plan_evenly`` makes micro-batches
-    of the same cost within the same limits.
+    With ``max_sequences``, micro-batches are consecutive slices of the sequences, ordered by group.
+    With ``max_tokens``, the longest group goes first into the emptiest of few micro-batches: a
+    shared prompt counts once, and a group stays whole unless it exceeds the limit. With neither
+    there is one micro-batch. For several ranks, ``balance.plan_evenly`` makes micro-batches of
+    similar cost within the same limits.
 
     Args:
-        sequences: the sequences.
         max_sequences: the largest number of sequences of a micro-batch.
         max_tokens: the largest number of packed tokens of a micro-batch.
         key: the configuration key of ``max_tokens``, for the message.
-        multiple_of: the number of ranks that compute at the same time. The number of micro-batches
-            is a multiple of it if there are enough sequences.
-        by_cost: whether ranks get equal costs; else they get equal numbers of sequences.
+        multiple_of: the number of ranks. The number of micro-batches is a multiple of it if there
+            are enough sequences.
+        by_cost: whether to balance costs; else numbers of sequences.
 
     Raises:
         UserError: a single sequence is longer than ``max_tokens``.
         ValueError: both limits are given.
     """
     if max_sequences is not None and max_tokens is not None:
-        raise ValueError("micro-batches are cut by max_sequences or by max_tokens, not by both")
+        raise ValueError("micro-batches are limited by max_sequences or by max_tokens, not by both")
     if not sequences:
         return []
     groups = _groups(sequences)
@@ -195,7 +192,7 @@ def in_sequence_order(
 
 
 def _starts_group(sequences: Sequence[TrainSequence]) -> np.ndarray:
-    """Return whether each sequence has another prompt than the one before it, bool (N,)."""
+    """Return whether each sequence has a different prompt from the one before it, bool (N,)."""
     if not sequences:
         raise ValueError("a packed batch needs at least one sequence")
     first_N = np.ones(len(sequences), dtype=bool)
@@ -264,7 +261,7 @@ def _segments(
 
 
 def _loss_mask(sequences: Sequence[TrainSequence]) -> np.ndarray | None:
-    """Return which response tokens carry loss, bool (response tokens,); None if all of them do."""
+    """Return whether each response token carries loss; None if all do."""
     if all(sequence.loss_mask is None for sequence in sequences):
         return None
     masks: list[np.ndarray] = []
@@ -289,10 +286,7 @@ def _loss_token_counts(sequences: Sequence[TrainSequence]) -> np.ndarray:
 
 
 def _spans(counts_N: np.ndarray, members: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranges of the loss tokens of ``members`` in the flat columns of all N sequences.
-
-    The ranges of neighbours are joined.
-    """
+    """Return the ranges of the members' loss tokens in the flat columns, adjacent ones joined."""
     ends_N = np.cumsum(counts_N)
     ends = ends_N[list(members)]
     starts = ends - counts_N[list(members)]
@@ -331,7 +325,7 @@ def _group_lengths(
 
 
 def _num_tokens(sequences: Sequence[TrainSequence], members: Sequence[int]) -> int:
-    """Return the number of packed tokens of members of one group."""
+    """Return the number of packed tokens of ``members``, which share a prompt."""
     responses = sum(len(sequences[i].response_ids) for i in members)
     return len(sequences[members[0]].prompt_ids) + responses
 
@@ -350,7 +344,7 @@ def _check_budget(sequences: Sequence[TrainSequence], max_tokens: int, *, key: s
 def _split(
     sequences: Sequence[TrainSequence], group: list[int], *, max_tokens: int
 ) -> list[list[int]]:
-    """Return the group whole if it fits, else split in order into as few parts as that allows."""
+    """Split a group in order into parts of at most ``max_tokens``, or return it whole."""
     parts: list[list[int]] = []
     room = 0
     for i in group:
@@ -364,13 +358,13 @@ def _split(
 
 
 def _balance(items: list[list[int]], costs: list[int], *, max_tokens: int) -> Plan:
-    """Put the longest item first into the emptiest bin, with the fewest bins that suffice."""
+    """Put the longest item first into the emptiest bin, with as few bins as possible."""
     longest_first = sorted(range(len(items)), key=lambda item: (-costs[item], item))
     for num_bins in range(math.ceil(sum(costs) / max_tokens), len(items) + 1):
         bins = _fill(longest_first, costs, num_bins=num_bins)
         if all(sum(costs[item] for item in members) <= max_tokens for members in bins):
             return sorted(_members(items, bin_) for bin_ in bins)
-    raise AssertionError("one item a bin always fits")
+    raise AssertionError("one item per bin always fits")
 
 
 def _members(items: list[list[int]], chosen: list[int]) -> list[int]:

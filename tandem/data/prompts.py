@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts: rows of verl's schema, rendered and tokenised.
 
-Every row is checked, rendered and measured before training starts, so that a bad row is a one-line
-error that names its file and number. ``ledger`` decides which row is drawn when.
+Every row is checked, rendered and measured before training starts. An error names the file and the
+number of the row.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class PromptEntry:
     """A usable prompt of a data set; implements ``ledger.Entry``.
 
     Attributes:
-        row: the number of its row within all files together.
+        row: the number of its row, counted over all files.
         data_source, ground_truth, extra_info, messages, text: as in ``Prompt``.
-        token_ids: int32 (prompt length,); a tuple would take ten times the memory.
+        token_ids: int32 (prompt length,); a tuple would need ten times the memory.
     """
 
     row: int
@@ -46,11 +46,9 @@ class PromptEntry:
 
     @property
     def content(self) -> bytes:
-        """The content that tells this prompt from those of other data."""
         return json.dumps([self.messages, self.ground_truth], default=str).encode()
 
     def as_draw(self, uid: int) -> Prompt:
-        """Return this prompt as draw ``uid``."""
         return Prompt(
             uid=uid,
             row=self.row,
@@ -72,17 +70,17 @@ def load_prompts(
 ) -> list[PromptEntry]:
     """Read, check, render, tokenise, filter and truncate the training or the validation prompts.
 
-    The chat template is applied to a prompt that is a list of messages. A prompt that is a plain
-    string is used unchanged. Without validation files the result is empty.
+    The chat template is applied to prompts that are lists of messages; plain strings are used
+    unchanged. Without validation files the result is empty.
 
     Args:
         by_model: whether a reward model scores training. Training rows then need no ground truth,
-            and validation leaves out the rows that only a model can score.
+            and validation skips the rows that only a model can score.
 
     Raises:
         UserError: a file cannot be read, a row lacks its prompt, ground truth or data source, the
-            chat template refuses a row, a prompt is too long with ``truncation=error``, or
-            filtering leaves nothing.
+            chat template refuses a row, a prompt is too long with ``truncation=error``, or no
+            prompt is short enough.
     """
     used = read_used_rows(config, validation=validation)
     if by_model and validation:
@@ -115,12 +113,12 @@ def load_prompts(
 
 
 def _with_rules(used: UsedRows) -> UsedRows:
-    """Leave out the rows that only a reward model can score."""
+    """Return ``used`` without the rows that only a reward model can score."""
     rows = {n: row for n, row in used.rows.items() if _reward_of(row).get("style") != "model"}
     num_left_out = len(used.rows) - len(rows)
     if num_left_out:
         logger.warning(
-            "%s: %d of %d rows have reward_model.style=model and are left out, because rules and "
+            "%s: skipped %d of %d rows, which have reward_model.style=model, because rules and "
             "functions score validations",
             used.source.key,
             num_left_out,
@@ -178,7 +176,7 @@ def _short_enough(
         raise UserError(
             "data.max_prompt_length",
             limit,
-            rule=f"every prompt of {source.key} is longer, the shortest has {shortest} tokens",
+            rule=f"every prompt of {source.key} is longer; the shortest has {shortest} tokens",
             remedy="Raise data.max_prompt_length.",
         )
     return kept

@@ -23,16 +23,14 @@ _CUSTOM = "data.custom_cls"
 
 @dataclass(frozen=True, slots=True)
 class UsedRows:
-    """The rows to use by their number within all files together, and their source."""
+    """The rows to use by their number, counted over all files, and their source."""
 
     source: RowSource
     rows: dict[int, Row]
 
 
 def read_used_rows(config: DataConfig | SftDataConfig, *, validation: bool) -> UsedRows:
-    """Read the training or the validation rows, at most ``*_max_samples`` of them.
-
-    Without validation files there are no validation rows.
+    """Read at most ``*_max_samples`` training or validation rows; none without validation files.
 
     Raises:
         UserError: a file cannot be read, or there is no training file.
@@ -92,9 +90,9 @@ def _custom_rows(
 
 
 def choose_rows(num_rows: int, max_samples: int, *, shuffle: bool, seed: int) -> list[int]:
-    """Choose ``max_samples`` rows, at random with ``shuffle`` and else the first; ascending.
+    """Choose ``max_samples`` rows, at random with ``shuffle``, else the first ones; ascending.
 
-    All rows are chosen if ``max_samples`` is not positive, or not below their number.
+    Choose all rows if ``max_samples`` is not positive, or not less than ``num_rows``.
     """
     if max_samples <= 0 or max_samples >= num_rows:
         return list(range(num_rows))

@@ -28,12 +28,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """A piece of text that is tokenised on its own, because the model generates what follows it.
+    """A piece of text that is tokenised on its own: at generation, the model continues there.
 
-    Attributes:
-        text: the text.
-        carries_loss: whether its tokens carry loss.
-        plain: whether the tokenizer adds its special tokens; rendered templates have theirs.
+    ``plain`` says whether the tokenizer adds special tokens; rendered templates have them.
     """
 
     text: str
@@ -46,7 +43,7 @@ class SftExample:
     """A supervised example; implements ``ledger.Entry``.
 
     Attributes:
-        row: the number of its row within all files together.
+        row: the number of its row, counted over all files.
         token_ids: int32 (length,).
         loss_mask: whether a token carries loss, bool (length,); False for the first token.
     """
@@ -57,7 +54,6 @@ class SftExample:
 
     @property
     def content(self) -> bytes:
-        """The content that tells this example from those of other data."""
         return self.token_ids.tobytes() + self.loss_mask.tobytes()
 
     def as_draw(self, uid: int) -> TrainSequence:
@@ -84,11 +80,11 @@ def load_sft_examples(
 
     A single-turn example is the rendered prompt with its generation prompt, then the response and
     the end-of-sequence token; without a chat template the prompt is used unchanged. A multi-turn
-    example is the whole conversation, of which every assistant turn carries loss.
+    example is the whole conversation, in which every assistant turn carries loss.
 
     Raises:
         UserError: a file cannot be read, a row lacks a field, the template refuses a row or renders
-            its turns differently once others follow, or a row is longer than ``max_length`` with
+            a turn differently when others follow, or a row is longer than ``max_length`` with
             ``truncation=error``.
     """
     used = read_used_rows(config, validation=validation)
@@ -109,7 +105,7 @@ def _prompt_and_response(row: Row, config: SftDataConfig, *, codec: TextCodec) -
     prompt = _field(row, config.prompt_key, dict_keys=config.prompt_dict_keys)
     response = _field(row, config.response_key, dict_keys=config.response_dict_keys)
     if not isinstance(response, str):
-        rule = f"has a response that is not text under {config.response_key!r}"
+        rule = f"has under {config.response_key!r} a response that is not text"
         raise RowFault(rule)
     answer = TextPiece(response + codec.eos_text, carries_loss=True)
     if isinstance(prompt, str) and not codec.has_chat_template:
@@ -122,7 +118,7 @@ def _prompt_and_response(row: Row, config: SftDataConfig, *, codec: TextCodec) -
 
 
 def _conversation(row: Row, config: SftDataConfig, *, codec: TextCodec) -> list[TextPiece]:
-    """Return each assistant turn after the text before it; the text after the last is left out."""
+    """Return the pieces up to the last assistant turn: each turn, and the text before it."""
     messages = row.get(config.multiturn.messages_key)
     if not is_chat(messages):
         key = config.multiturn.messages_key
@@ -136,7 +132,7 @@ def _conversation(row: Row, config: SftDataConfig, *, codec: TextCodec) -> list[
         if not (before.startswith(done) and after.startswith(before)):
             raise RowFault(
                 "cannot be cut into turns: the chat template renders the messages before message "
-                f"{i} differently once it follows",
+                f"{i} differently when it follows",
                 "Use a template that keeps earlier turns unchanged.",
             )
         pieces.append(TextPiece(before[len(done) :], carries_loss=False))
@@ -148,7 +144,7 @@ def _conversation(row: Row, config: SftDataConfig, *, codec: TextCodec) -> list[
 def _assistant_turns(messages: Sequence[Message]) -> list[int]:
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[0] == 0:
-        rule = "must have an assistant message, and another one before it"
+        rule = "must have an assistant message, and another message before the first one"
         raise RowFault(rule)
     return turns
 
@@ -159,7 +155,7 @@ def _field(row: Row, key: str, *, dict_keys: Sequence[str]) -> Any:
     for inner in dict_keys:
         value = value.get(inner) if isinstance(value, dict) else None
     if not value:
-        rule = f"has nothing under {'.'.join([key, *dict_keys])!r}"
+        rule = f"has no value under {'.'.join([key, *dict_keys])!r}"
         raise RowFault(rule)
     return value
 
@@ -201,7 +197,7 @@ def _with_loss(examples: list[SftExample], source: RowSource) -> list[SftExample
     kept = [example for example in examples if example.loss_mask.any()]
     if len(kept) < len(examples):
         logger.warning(
-            "%s: dropped %d of %d examples, because truncation left them no token with loss",
+            "%s: dropped %d of %d examples, in which truncation left no token with loss",
             source.key,
             len(examples) - len(kept),
             len(examples),
@@ -210,7 +206,7 @@ def _with_loss(examples: list[SftExample], source: RowSource) -> list[SftExample
         raise UserError(
             source.key,
             list(source.files),
-            rule="truncation leaves nothing to learn of any row",
+            rule="truncation leaves no token with loss in any row",
             remedy="Raise data.max_length.",
         )
     return kept

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Hugging Face tokenizer with its chat template and its end-of-response tokens.
 
-A tokenizer that cannot be loaded is a one-line UserError, without delay if there is no network.
 Multimodal processors are not supported.
 """
 
@@ -43,7 +42,7 @@ Chat = Sequence[Message]
 class ChatRefused(ValueError):
     """The error of a chat template that fails on a chat. ``position`` is the index of the chat.
 
-    Its text is the end of a sentence that begins with the chat.
+    Its text completes a sentence whose subject is the row of the chat.
     """
 
     def __init__(self, position: int, cause: str) -> None:
@@ -56,8 +55,7 @@ class TextCodec:
 
     Attributes:
         tokenizer: the Hugging Face tokenizer, for saving beside an exported model.
-        eos_ids: the ids that end a response, ascending: those of the tokenizer and of the
-            generation config.
+        eos_ids: the ids that end a response, ascending, from tokenizer and generation config.
     """
 
     def __init__(
@@ -72,12 +70,10 @@ class TextCodec:
         """Create a codec.
 
         Args:
-            tokenizer: the tokenizer.
-            eos_ids: see the class.
             template_settings: the arguments of the chat template
                 (``data.apply_chat_template_kwargs``).
-            own_template: the chat template, if it is not the one that came with the tokenizer.
-            key: the configuration key that named the model, for messages.
+            own_template: the chat template, if it replaces the tokenizer's.
+            key: the configuration key of the model, for messages.
         """
         self._key = key
         self.tokenizer = tokenizer
@@ -88,7 +84,6 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether there is a chat template."""
         return bool(self.tokenizer.chat_template)
 
     @property
@@ -114,7 +109,7 @@ class TextCodec:
             raise UserError(
                 self._key,
                 self.tokenizer.name_or_path,
-                rule="the tokenizer has no chat template but the data holds messages",
+                rule="the tokenizer has no chat template, but the data has messages",
                 remedy="Use an instruct model, add chat_template.jinja to the model folder, or "
                 "give prompts as plain strings.",
             )
@@ -151,12 +146,11 @@ class TextCodec:
     def encode(
         self, texts: Sequence[str], *, plain: Sequence[bool] | None = None
     ) -> list[list[int]]:
-        """Return the token ids of each text; one batch is spread over threads.
+        """Return the token ids of each text, computed by several threads.
 
         Args:
-            texts: the texts.
-            plain: whether the tokenizer adds its special tokens to a text; rendered templates have
-                theirs already. None means to none of them.
+            plain: whether the tokenizer adds its special tokens to each text; a rendered template
+                has them already. None if it adds them to no text.
         """
         plain = [False] * len(texts) if plain is None else plain
         pairs = list(zip(texts, plain, strict=True))
@@ -173,7 +167,7 @@ class TextCodec:
         return encoded["input_ids"]
 
     def encode_answered(self, chats: Sequence[Chat], answers: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each chat with its answer. Errors are those of ``render``."""
+        """Return the token ids of each chat with its answer; raise the errors of ``render``."""
         answered = [
             [*chat, {"role": "assistant", "content": answer}]
             for chat, answer in zip(chats, answers, strict=True)
@@ -187,7 +181,7 @@ class TextCodec:
             path.write_text(self._own_template, encoding="utf-8")
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
-        """Return the text of each sequence; rewards see it without special tokens, as in verl."""
+        """Return the text of each sequence, by default without special tokens, as in verl."""
         if self._decoder is None:
             sequences = [list(sequence) for sequence in ids]
             return self.tokenizer.batch_decode(sequences, skip_special_tokens=skip_special)
@@ -209,8 +203,8 @@ def load_codec(
     Args:
         path: a local folder (``~`` is expanded), or the id of a model in the hub or its cache.
         template_settings: the arguments of the chat template.
-        chat_template: the template that replaces the tokenizer's, or a file ``*.jinja`` with it.
-        trust_remote_code: whether code that comes with the tokenizer may run.
+        chat_template: a template, or a file ``*.jinja``, that replaces the tokenizer's.
+        trust_remote_code: whether code from the model's repository may run.
         key: the configuration key of ``path``, for messages.
 
     Raises:
@@ -248,10 +242,7 @@ def load_codec(
 
 
 def _plain_decoder(tokenizer: Any) -> tokenizers.Tokenizer | None:
-    """Return the fast tokenizer below a tokenizer of transformers; None if their texts may differ.
-
-    The fast tokenizer decodes a batch on all cores, transformers one sequence after the other.
-    """
+    """Return the Rust tokenizer, which decodes on all cores; None if its texts may differ."""
     plain, own = transformers.PreTrainedTokenizerFast, type(tokenizer)
     is_plain = all(getattr(own, name) is getattr(plain, name) for name in _DECODING)
     if not is_plain or tokenizer.clean_up_tokenization_spaces:
@@ -260,7 +251,6 @@ def _plain_decoder(tokenizer: Any) -> tokenizers.Tokenizer | None:
 
 
 def _read_template(value: str) -> str:
-    """Return the text of a template, read from a file if ``value`` names one."""
     if not value.endswith(_TEMPLATE_SUFFIX):
         return value
     try:
@@ -270,16 +260,12 @@ def _read_template(value: str) -> str:
             "custom_chat_template",
             value,
             rule=f"the file cannot be read ({_first_words(error)})",
-            remedy="Name a file that holds a chat template, or write the template itself.",
+            remedy="Give the path of a chat template, or the template itself.",
         ) from error
 
 
 def _loader(source: str, *, local: bool) -> Any:
-    """Return the class that loads the tokenizer of ``source``.
-
-    A tokenizer that is generic by its settings is loaded by the generic class. ``AutoTokenizer``
-    takes a second to look through all families.
-    """
+    # ``AutoTokenizer`` takes a second to search all families, so generic tokenizers avoid it.
     settings = _find_file(source, "tokenizer_config.json", local=local)
     named = "" if settings is None else json.loads(settings.read_text()).get("tokenizer_class")
     has_tokens = _find_file(source, "tokenizer.json", local=local) is not None
@@ -288,7 +274,7 @@ def _loader(source: str, *, local: bool) -> Any:
 
 
 def _find_file(source: str, name: str, *, local: bool) -> Path | None:
-    """Find a file in a model folder, in the hub's cache or, unless ``local``, in the hub."""
+    """Find a file in a model folder, in the hub's cache or, unless ``local``, on the hub."""
     file = cached_file(
         source,
         name,
@@ -309,11 +295,8 @@ def _is_cached(path: str, key: str) -> bool:
 
 
 def _require_on_hub(path: str, key: str) -> None:
-    """Raise UserError unless the hub has the model.
-
-    The hub is asked once with a short deadline. Loading from an unreachable hub would retry for
-    half a minute.
-    """
+    """Raise UserError unless the hub has the model."""
+    # One request with a short deadline: loading from an unreachable hub retries for 30 s.
     try:
         model_info(path, timeout=10)
     except (OSError, ValueError, HTTPError) as error:
@@ -322,7 +305,7 @@ def _require_on_hub(path: str, key: str) -> None:
             path,
             rule="neither a local folder, nor in the Hugging Face cache, nor available from the "
             f"hub ({_first_words(error)})",
-            remedy="Name a folder, or download the model on a machine with a network: "
+            remedy="Give a folder, or download the model on a machine with network access: "
             f"hf download {path}",
         ) from error
 
@@ -334,7 +317,7 @@ def _first_words(error: Exception) -> str:
 def _eos_ids(
     tokenizer: transformers.PreTrainedTokenizerBase, config: Path | None, *, key: str
 ) -> TokenIds:
-    # Chat models often list more than one: the end of a turn and the end of text.
+    # Chat models often have two: the end of a turn and the end of text.
     ids = [] if config is None else _listed_eos_ids(config, key)
     if isinstance(tokenizer.eos_token_id, int):
         ids.append(tokenizer.eos_token_id)
@@ -367,5 +350,5 @@ def _is_message(message: Message) -> bool:
 
 
 def _present(message: Message) -> dict[str, Any]:
-    # Parquet gives None to fields that only other rows have; a template must not see these.
+    # Parquet fills fields that a row lacks with None; a template must not see these.
     return {name: value for name, value in message.items() if value is not None}

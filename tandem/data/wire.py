@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form in which micro-batches are pickled for another process."""
+"""Fast pickling of micro-batches for another process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tandem.types import PackedBatch
 
 @dataclass(frozen=True, slots=True)
 class SentBatches:
-    """Micro-batches to be sent to another process, where they are unpickled as a list.
+    """Micro-batches for another process, which unpickles them as a list.
 
-    They are pickled as arrays. Tensors are pickled through files in memory, which takes many times
-    as long.
+    They are pickled as arrays: pickling tensors goes through shared memory and is many times
+    slower.
     """
 
     batches: Sequence[PackedBatch]
@@ -29,7 +29,7 @@ class SentBatches:
 
 
 def _arrived(batches: list[PackedBatch]) -> list[PackedBatch]:
-    # A copy, because the memory of the sender's arrays may be shared and then is read-only.
+    # A copy, because the arrays may be read-only views of shared memory.
     return _mapped(batches, np.ndarray, function=lambda array: torch.from_numpy(array.copy()))
 
 

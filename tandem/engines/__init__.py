@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training engines. They hold a policy or a critic and its optimizer, and know no algorithm."""
+"""Training engines: a policy or a critic with its optimizer, independent of the algorithm."""

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW (Loshchilov and Hutter, 2019) through torch's fused kernel.
 
-It is not a ``torch.optim.Optimizer``: constructing one imports torch's compiler, which takes a
-process 1.5 s, and nothing else of that class is needed. There is one parameter group. Weights,
-gradients and the learning rate are arguments of each step, and only the moments are kept. They have
-the precision of the weights, or are bf16: each step then converts them to fp32 one chunk at a time
-and rounds them back stochastically.
+It is not a ``torch.optim.Optimizer``, because constructing one imports torch's compiler, which
+takes 1.5 s. Weights, gradients and the learning rate are arguments of each step; only the moments
+are state. They have the precision of the weights, or are bf16: each step then converts them to fp32
+one chunk at a time and rounds them back stochastically.
 
-Shapes: N numbers of a chunk.
+Shapes: N elements of a chunk.
 """
 
 from __future__ import annotations
@@ -20,24 +19,23 @@ from torch.optim.adamw import adamw
 
 _EPSILON = 1e-8
 CHUNK_NUMBERS = 1 << 24
-"""The size of a chunk whose moments are in fp32 at the same time. It fills an accelerator and takes
-128 MiB for moments."""
+"""The number of elements whose moments are in fp32 at the same time (128 MiB)."""
 _DROPPED_BITS = 16
 """The bits of the mantissa of fp32 that bf16 lacks."""
 
 Moments = dict[str, list[Tensor]]
-"""The moments by name, one tensor for each weight in order. Empty before the first step."""
+"""The moments by name, one tensor per weight, in order; empty before the first step."""
 
 Run = tuple[Tensor, ...]
-"""Consecutive numbers of a weight, of its gradient and of its two moments, flat."""
+"""Consecutive elements of a weight, its gradient and its two moments, flat."""
 
 
 class AdamW:
-    """An optimizer that decays all weights alike. All steps take the same weights in one order.
+    """An optimizer with decoupled decay of all weights, which are the same in every step.
 
     Args:
-        stored: the precision of the weights, their gradients and the moments.
-        half_moments: whether the moments are bf16 instead, rounded stochastically.
+        stored: the precision of weights, gradients and moments.
+        half_moments: whether the moments are bf16, rounded stochastically.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class AdamW:
         self.moments: Moments = {}
 
     def adopt(self, moments: Moments) -> None:
-        """Take over moments of the same weights in any precision."""
+        """Restore moments of the same weights, in any precision."""
         self.moments = {
             name: parts if name == "step" else [part.to(self._moments_dtype) for part in parts]
             for name, parts in moments.items()
@@ -73,8 +71,8 @@ class AdamW:
         if not self._half_moments:
             self._update(columns, steps, rate=rate)
             return
-        # The step number seeds the rounding. A resumed run therefore draws the same numbers, and so
-        # do ranks that hold the same weights: their parts have the same sizes in the same order.
+        # The step number seeds the rounding: a resumed run draws the same random numbers, and so do
+        # ranks with the same weights, whose parts have the same sizes in the same order.
         generator = torch.Generator(parts[0].device).manual_seed(int(steps[0]))
         for chunk in _chunks(columns, limit=CHUNK_NUMBERS):
             self._update_rounded(chunk, steps[0], rate=rate, generator=generator)
@@ -92,7 +90,6 @@ class AdamW:
     def _update_rounded(
         self, chunk: Sequence[Run], step: Tensor, *, rate: float, generator: torch.Generator
     ) -> None:
-        """Update a chunk of weights whose moments are bf16."""
         weights, gradients, *moments = (list(column) for column in zip(*chunk, strict=True))
         sizes = [len(weight) for weight in weights]
         whole = [torch.cat(moment).float() for moment in moments]
@@ -108,7 +105,7 @@ class AdamW:
             _copy(weights, columns[0])
 
     def _update(self, columns: Sequence[list[Tensor]], steps: list[Tensor], *, rate: float) -> None:
-        """Take one step in place. Weights, gradients and both moments have one precision."""
+        """Take one step in place; all ``columns`` have the same precision."""
         weights, gradients, first, second = columns
         adamw(
             weights,
@@ -129,14 +126,14 @@ class AdamW:
 
 
 def round_stochastically(x_N: Tensor, generator: torch.Generator) -> Tensor:
-    """Round finite fp32 numbers to one of their two bf16 neighbours, so that the mean is unbiased.
+    """Round finite fp32 numbers to one of their two bf16 neighbours, without bias.
 
-    A neighbour is the likelier the nearer it is. Zeros and numbers that bf16 holds are kept.
-    Rounding to the nearest would not do for moments: a change by less than half of the last digit
-    would always be lost, and a moment that decays by a thousandth a step would never decay.
+    Numbers that bf16 represents are kept. Rounding to nearest is wrong for moments: it loses every
+    change below half a unit in the last place, so a moment that decays by a thousandth per step
+    would never decay.
 
     Args:
-        generator: a generator of the device of ``x_N``. It alone decides the result.
+        generator: the source of randomness, on the device of ``x_N``.
     """
     noise_N = torch.empty_like(x_N, dtype=torch.int32)
     noise_N.random_(0, 1 << _DROPPED_BITS, generator=generator)
@@ -146,7 +143,7 @@ def round_stochastically(x_N: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _chunks(columns: Sequence[Sequence[Tensor]], *, limit: int) -> Iterator[list[Run]]:
-    """Yield all of the tensors as lists of runs, of at most ``limit`` numbers together."""
+    """Yield all tensors as lists of runs with at most ``limit`` elements in total."""
     chunk: list[Run] = []
     room = limit
     for tensors in zip(*columns, strict=True):

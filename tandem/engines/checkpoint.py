@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common parts of the checkpoints of training engines.
-
-One process writes ``OPTIMIZER_FILE`` into its Hugging Face folder. Several processes write the
-files of ``sharded_checkpoint``.
-"""
+"""The common parts of the engines' checkpoints: fingerprint, optimizer file and errors."""
 
 from __future__ import annotations
 
@@ -21,20 +17,20 @@ from tandem.models.decoder import DecoderConfig
 from tandem.types import SliceSpec
 
 OPTIMIZER_FILE = "optimizer.pt"
-"""The file with optimizer and schedule of a process that holds all parameters."""
+"""The file with optimizer and schedule in a checkpoint of a single process."""
 
 SHARDED_FILE = "sharded.json"
-"""The file that tells a checkpoint of several processes from one of a single process."""
+"""The file that marks a checkpoint of several processes."""
 
 
 def fingerprint(
     family: str, architecture: DecoderConfig | None, *, parameters: Iterable[SliceSpec]
 ) -> str:
-    """Return a hash that differs between models but not between shardings of one model.
+    """Return a hash that identifies a model, independent of its sharding.
 
     Args:
-        architecture: the configuration of the whole decoder, None for transformers' models.
-        parameters: one region of each parameter, in order.
+        architecture: the configuration of the whole decoder; None for transformers' models.
+        parameters: any region of each parameter, in order.
     """
     listed = [(region.name, region.shape, str(region.dtype)) for region in parameters]
     return hashlib.sha256(repr((family, architecture, listed)).encode()).hexdigest()
@@ -46,14 +42,14 @@ def read_state(
     """Return the content of ``OPTIMIZER_FILE``.
 
     Args:
-        model: the fingerprint of the model that the state is for.
-        mapped: whether to read lazily through a memory map. Requires the CPU as ``device``.
+        model: the fingerprint of the model to restore.
+        mapped: whether to read lazily through a memory map; requires the CPU as ``device``.
 
     Raises:
-        UserError: the file is missing, is cut short, or belongs to another model.
+        UserError: the file is missing or incomplete, or belongs to another model.
     """
     path = folder / OPTIMIZER_FILE
-    if not is_zipfile(path):  # torch writes a zip file, and one that is cut short is none
+    if not is_zipfile(path):  # torch writes a zip file, which is invalid if it is truncated
         raise incomplete(folder, f"it has no complete {OPTIMIZER_FILE}")
     try:
         state = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
@@ -71,8 +67,8 @@ def require_model(folder: Path, model: str, *, saved: str) -> None:
             "checkpoint",
             str(folder),
             rule="it belongs to another model",
-            remedy="Set actor_rollout_ref.model.path (of a critic: critic.model.path, of tandem "
-            "sft: model.path) to the one it was trained from, or trainer.resume_mode=disable.",
+            remedy="Set actor_rollout_ref.model.path (critic.model.path for a critic, model.path "
+            "in tandem sft) to the model it was trained from, or trainer.resume_mode=disable.",
         )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training engine of a model that is sharded over the ranks of a pool, as one rank sees it.
+"""A rank of the training engine of a sharded model.
 
 All ranks make the same calls in the same order, each with its own micro-batches. Loss, gradients
-and metrics are sums over all ranks, so that an update equals that of ``SingleDeviceEngine`` for any
+and metrics are sums over all ranks: an update equals the one of ``SingleDeviceEngine`` for any
 number of ranks. A step that is not finite on one rank is skipped on all. If one rank runs out of
 memory, the run ends, because the other ranks wait for it.
 
@@ -40,13 +40,11 @@ from tandem.types import HeldSlice, LossScale, PackedBatch, UpdateReport
 class FsdpEngine:
     """A rank of an ``api.TrainEngine``.
 
-    The argument ``num_rounds`` is the same on all ranks and at least the number of batches of each.
-    A rank with fewer batches computes without effect in the remaining rounds. None means that all
-    ranks have as many batches as this one.
+    The argument ``num_rounds`` is the maximum of the ranks' numbers of batches; None if they are
+    equal. A rank with fewer batches computes dummy batches in the remaining rounds.
     """
 
     def __init__(self, model: FsdpModel, config: OptimConfig, *, total_training_steps: int) -> None:
-        """Take over ``model``."""
         self._model = model
         self._optimizer = PolicyOptimizer(model.language_model, config, shard_map=model.shard_map)
         self._schedule = make_schedule(config, total_training_steps)
@@ -56,7 +54,7 @@ class FsdpEngine:
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of micro-batches that all ranks together compute at the same time."""
+        """The number of micro-batches that the ranks compute in parallel."""
         return self._model.spec.layout.data_parallel
 
     @property
@@ -67,7 +65,7 @@ class FsdpEngine:
     def score(
         self, batches: Sequence[PackedBatch], temperature: float, *, num_rounds: int | None = None
     ) -> list[Tensor]:
-        """Return log-probs, or values, of the response tokens, fp32 (R,) a batch, on the CPU."""
+        """Return log-probs, or values, of the response tokens: fp32 (R,) per batch, on the CPU."""
         return self._model.score(batches, temperature=temperature, num_rounds=num_rounds)
 
     def update(
@@ -100,23 +98,23 @@ class FsdpEngine:
         return report
 
     def advance_schedule(self) -> None:
-        """Step the learning-rate schedule; called once a training step."""
+        """Advance the learning-rate schedule; called once per training step."""
         self._schedule_step += 1
 
     def offload(self) -> None:
-        """Move the weights to the host's memory if the config asks for it."""
+        """Move the weights to host memory if ``param_offload`` is set."""
         self._model.offload()
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights are on the device, and offloaded afterwards."""
+        """Return a context in which the weights are on the device."""
         return self._model.on_device()
 
     def held_slices(self) -> list[HeldSlice]:
-        """Return this rank's weights, in use, and valid until they are offloaded or onloaded."""
+        """Return this rank's weights: views, valid until weights are moved."""
         return self._model.held_slices()
 
     def save(self, folder: Path) -> None:
-        """Write this rank's part of weights and optimizer into a folder that all ranks share."""
+        """Write this rank's part of weights and optimizer into a folder on a shared file system."""
         save_sharded(
             folder,
             self._model.weights(),
@@ -131,7 +129,7 @@ class FsdpEngine:
             copy_companions(source.path, folder)
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint of any number of ranks, or of ``SingleDeviceEngine``, bit by bit.
+        """Restore a checkpoint of any number of ranks, or of ``SingleDeviceEngine``, exactly.
 
         Raises:
             UserError: the checkpoint belongs to another model or optimizer, or is incomplete.
@@ -162,7 +160,7 @@ class FsdpEngine:
         temperature: float,
         num_rounds: int | None,
     ) -> Totals:
-        """Sum loss and metrics over this rank's micro-batches, and gradients over all ranks'."""
+        """Sum loss and metrics over this rank's micro-batches, and gradients over all ranks."""
         model = self._model.language_model
         totals = Totals(torch.zeros((), device=self._model.spec.device))
         rounds = len(batches) if num_rounds is None else num_rounds
@@ -177,10 +175,9 @@ class FsdpEngine:
         return totals
 
     def _broadcast_unsplit(self, gradients: Mapping[str, Tensor]) -> None:
-        """Replace gradients of parameters that every tensor-parallel rank holds whole by rank 0's.
+        """Replace the gradients of parameters that tensor parallelism does not split by rank 0's.
 
-        Such parameters must stay equal bit by bit, but kernels need not add in the same order on
-        all ranks.
+        Such parameters must stay bitwise equal, but kernels may add in different orders.
         """
         peers = self._model.language_model.layout.tensor
         if peers.size == 1:
@@ -194,16 +191,13 @@ class FsdpEngine:
             whole.copy_(part.view_as(whole))
 
     def _sum_over_ranks(self, totals: Totals, gradients: Mapping[str, Tensor]) -> _Sums:
-        """Sum loss, squared norm and metrics over all ranks, in the same order on each.
-
-        The results are equal bit by bit, so that all ranks decide alike.
-        """
+        """Sum loss, squared norm and metrics over all ranks, with bitwise equal results on each."""
         shard_map = self._model.shard_map
         norm = get_total_norm([x for name, x in gradients.items() if shard_map.is_owner(name)])
         values = [norm.to(totals.loss.device), totals.loss, *totals.metrics.values()]
         norm, loss, *metrics = torch.stack(values).tolist()
         place = shard_map.place
-        reports = place.tensor == place.sequence == 0  # one of those with the same micro-batch
+        reports = place.tensor == place.sequence == 0  # one of the ranks with this micro-batch
         mine = _Sums(
             loss=loss if reports else 0.0,
             grad_norm=norm,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder of ours sharded over the ranks of a pool by torch's FSDP2, as one rank sees it.
+"""A rank's part of our decoder, sharded over a pool by torch's FSDP2.
 
-Each layer is a unit of sharding, and the remaining parameters are one more. Every rank reads only
-its own slices of the weights. Gradients are sums over ranks, never means, because the denominators
-of losses are global. The model implements tensor and sequence parallelism; this file only forms
+Each layer is an FSDP unit, and the remaining parameters are one more. Every rank reads only its own
+slices of the weights. Gradients are sums over ranks, never means, because the denominators of
+losses are global. The model implements tensor and sequence parallelism; this file only creates
 their process groups.
 """
 
@@ -43,7 +43,7 @@ from tandem.types import HeldSlice, PackedBatch, Segments
 
 @dataclass(frozen=True, slots=True)
 class FsdpSpec:
-    """The way in which one rank stores and computes its part of a model.
+    """The settings of one rank's part of a model.
 
     Attributes:
         layout: the layout of the pool, whose default world this process has joined as ``rank``.
@@ -60,12 +60,10 @@ class FsdpSpec:
 
 
 class FsdpModel:
-    """A model of which this rank holds a part. ``open_fsdp_model`` makes it.
-
-    A frozen one is a reference policy.
+    """A rank's part of a sharded model, made by ``open_fsdp_model``.
 
     Attributes:
-        language_model: the model to compute with, which all ranks of a shard group call together.
+        language_model: the model, which all ranks of a shard group call together.
         shard_map: the regions of the parameters that this rank holds.
     """
 
@@ -80,15 +78,12 @@ class FsdpModel:
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """Return this rank's parts by parameter.
-
-        They are in use, and valid until the weights are offloaded or onloaded.
-        """
+        """Return this rank's part of each parameter: views, valid until weights are moved."""
         return {name: _local(parameter) for name, parameter in self._decoder.named_parameters()}
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of ``weights()``, zeros where there is none."""
+        """Return the gradients of ``weights()``; zeros for missing ones."""
         gradients = {name: p.grad for name, p in self._decoder.named_parameters()}
         return {
             name: torch.zeros_like(part) if gradients[name] is None else _local(gradients[name])
@@ -96,23 +91,22 @@ class FsdpModel:
         }
 
     def drop_gradients(self) -> None:
-        """Free the gradients."""
         for parameter in self._decoder.parameters():
             parameter.grad = None
 
     def held_slices(self) -> list[HeldSlice]:
-        """Return ``weights()`` as slices of the whole tensors, valid as long as those."""
+        """Return ``weights()`` as slices of the whole tensors."""
         regions = self.shard_map.regions
         return [
             x for name, part in self.weights().items() for x in slices_of_rows(regions[name], part)
         ]
 
     def announce_backward(self, *, is_last: bool) -> None:
-        """Prepare a forward pass that a backward pass follows.
+        """Prepare the forward and backward pass of a micro-batch.
 
         With ``reshard_after_forward``, gradients are summed over the ranks and sharded after every
-        backward pass. Without it, memory is spent on less traffic: gradients are summed only after
-        the last backward pass of a step, and weights are gathered once a step.
+        backward pass. Without it, more memory is used for less traffic: gradients are summed only
+        after the last backward pass of a step, and weights are gathered once per step.
         """
         root = cast(FSDPModule, self._decoder)
         is_frugal = self.spec.config.reshard_after_forward
@@ -122,13 +116,12 @@ class FsdpModel:
     def score(
         self, batches: Sequence[PackedBatch], *, temperature: float, num_rounds: int | None
     ) -> list[Tensor]:
-        """Return log-probs, or values, of the response tokens, fp32 (R,) a batch, on the CPU.
+        """Return log-probs, or values, of the response tokens: fp32 (R,) per batch, on the CPU.
 
         Collective. Offloaded weights are onloaded and stay on the device.
 
         Args:
-            num_rounds: at least the number of batches of every rank, and the same on all; None if
-                all ranks have as many batches as this one.
+            num_rounds: the maximum of the ranks' numbers of batches; None if they are equal.
         """
         self.onload()
         idle = [idle_batch()] * ((num_rounds or len(batches)) - len(batches))
@@ -140,18 +133,18 @@ class FsdpModel:
         return scores[: len(batches)]
 
     def offload(self) -> None:
-        """Move the weights to the host's memory if the config asks for it."""
+        """Move the weights to host memory if ``param_offload`` is set."""
         if self.spec.config.param_offload:
             self._decoder.to("cpu")
 
     def onload(self) -> None:
-        """Move offloaded weights back to where they are computed with."""
+        """Move offloaded weights back."""
         if self.spec.config.param_offload:
             self._decoder.to(_home(self.spec))
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Onload the weights while the context is open, and offload them afterwards."""
+        """Onload the weights for the duration of the context."""
         self.onload()
         yield
         self.offload()  # not after an error, which ends the run
@@ -179,11 +172,11 @@ def open_fsdp_model(
     """Load this rank's slices of a model. Collective over the pool.
 
     Args:
-        random_seed: a seed to draw the random weights of ``open_model`` from instead of loading.
+        random_seed: if given, draw the random weights of ``open_model`` instead of loading.
         frozen: whether the weights have no gradients.
 
     Raises:
-        UserError: see ``open_part``; or the model is not a decoder of ours.
+        UserError: see ``open_part``; or our decoder does not support the model.
     """
     require_decoder(folder)
     model = open_part(
@@ -231,7 +224,7 @@ def _shard(decoder: Decoder, spec: FsdpSpec) -> None:
 
 
 def _home(spec: FsdpSpec) -> torch.device:
-    """Return the device of the weights while they are computed with."""
+    """Return the device of the onloaded weights."""
     return torch.device("cpu") if spec.config.offload_policy else spec.device
 
 
@@ -282,8 +275,8 @@ def _mesh(spec: FsdpSpec, sizes: Mapping[str, int]) -> DeviceMesh:
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
     names, device = tuple(kept), spec.device
     mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=names)
-    # Groups of a mesh begin with torch's default timeout instead of their world's. The backend of
-    # the host knows the world's timeout on every platform.
+    # Groups of a mesh have torch's default timeout instead of their world's, which the backend of
+    # the host knows on every platform.
     timeout = _default_world()._get_backend(torch.device("cpu")).options._timeout
     for group in mesh.get_all_groups():
         _set_pg_timeout(timeout, group)
@@ -292,7 +285,7 @@ def _mesh(spec: FsdpSpec, sizes: Mapping[str, int]) -> DeviceMesh:
 
 @cache
 def idle_batch() -> PackedBatch:
-    """Return the batch of a rank that has no micro-batch in a round, so that collectives match."""
+    """Return the dummy batch of a rank without a micro-batch in a round."""
     zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
     return PackedBatch(
         token_ids_T=zero,

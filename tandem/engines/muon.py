@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon (Jordan et al., 2024): momentum, orthogonalised by Newton-Schulz iterations; matrices only.
 
-The update is that of ``torch.optim.Muon`` with ``adjust_lr_fn="original"``, with two differences. A
-parameter may be several matrices stacked along the rows, and each of them is orthogonalised
-separately. Matrices of equal shape are iterated as one batch, which is several times as fast for
-small models. If a matrix is sharded, every process gathers and orthogonalises all of it.
+The update equals ``torch.optim.Muon`` with ``adjust_lr_fn="original"``, with two differences. A
+parameter may stack several matrices along the rows, each of which is orthogonalised separately.
+Matrices of equal shape are iterated as one batch, which is several times faster for small models.
+If a matrix is sharded, every process gathers and orthogonalises it whole.
 
 Shapes: N matrices of one shape, A rows, B columns.
 """
@@ -46,7 +46,7 @@ class Muon:
     """An optimizer with Nesterov momentum and decoupled weight decay.
 
     Args:
-        matrices: the matrices of all parameters. Those of one owner must cover it.
+        matrices: the matrices of all parameters; they must cover each owner.
         shard_map: the regions of each owner that this process holds.
     """
 
@@ -61,14 +61,14 @@ class Muon:
         self.moments: Moments = {}
 
     def adopt(self, moments: Moments) -> None:
-        """Take over moments of the same weights."""
+        """Restore moments of the same weights."""
         self.moments = moments
 
     @torch.no_grad()
     def step(
         self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, rate: float
     ) -> None:
-        """Update the owners in place. Collective if they are sharded."""
+        """Update the owners in place; collective if they are sharded."""
         self.moments = self.moments or self.zero_moments(weights)
         updates: dict[str, Tensor] = {}
         for name, momentum in zip(weights, self.moments["momentum"], strict=True):
@@ -101,10 +101,7 @@ class Muon:
 
 
 def orthogonalise(matrices_NAB: Tensor) -> Tensor:
-    """Return approximately U V^T of each matrix U S V^T, in bf16.
-
-    The approximation takes five quintic Newton-Schulz steps.
-    """
+    """Approximate U V^T of each matrix U S V^T by five quintic Newton-Schulz steps, in bf16."""
     first, third, fifth = _COEFFICIENTS
     x_NAB = matrices_NAB.bfloat16()
     is_tall = x_NAB.shape[1] > x_NAB.shape[2]

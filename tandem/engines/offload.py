@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that stay in the host's memory while nothing computes with them, on one device.
+"""Parameters of one device that stay in host memory while they are not used.
 
 They remain the same ``nn.Parameter`` objects; only their storage moves. No other tensor may share
 that storage, because each offload replaces it.
@@ -15,14 +15,10 @@ from torch import Tensor, nn
 
 
 class OffloadedParameters:
-    """Parameters of one device that are in the host's memory unless ``on_device`` is open."""
+    """Parameters that are in host memory, except inside ``on_device``."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, frozen: bool = False) -> None:
-        """Offload the parameters.
-
-        Args:
-            frozen: the parameters never change, so that only the first offload copies them.
-        """
+        """Offload the parameters. Only the first offload copies them if they are ``frozen``."""
         self._parameters = list(parameters)
         self._device = self._parameters[0].device
         self._frozen = frozen
@@ -32,7 +28,7 @@ class OffloadedParameters:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Hold the parameters on their device while the context is open."""
+        """Onload the parameters for the duration of the context."""
         self._onload()
         try:
             yield
@@ -59,8 +55,8 @@ def on_device(parameters: OffloadedParameters | None) -> AbstractContextManager[
 
 
 def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
-    # Torch accepts new data only of the same kind of tensor. Between the host and a device of an
-    # out-of-tree backend the kinds differ, so that the whole tensor is exchanged.
+    # ``data`` accepts only tensors of the same kind. The kinds of the host and of an out-of-tree
+    # backend differ, so that the whole tensor is swapped.
     is_same_kind = torch._has_compatible_shallow_copy_type  # pyright: ignore[reportPrivateImportUsage]
     if is_same_kind(parameter, values):
         parameter.data = values
@@ -71,6 +67,6 @@ def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def _host_memory(parameter: Tensor) -> Tensor:
-    # Accelerators copy several times as fast from and to pinned memory.
+    # Copies from and to pinned memory are several times faster.
     pinned = parameter.device.type != "cpu"
     return torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=pinned)

@@ -2,9 +2,8 @@
 """The optimizer of a policy and its learning-rate schedule.
 
 The optimizer is AdamW, or Muon for the matrices of the layers and AdamW for all other parameters.
-As in verl, AdamW decays every parameter, one-dimensional ones too. Muon orthogonalises the matrices
-that Hugging Face names, not the fused matrices of the decoder: query, key, value, gate and up are
-separate linear maps, which a common orthogonalisation would couple.
+As in verl, AdamW decays every parameter, including one-dimensional ones. Muon orthogonalises query,
+key, value, gate and up separately, not the decoder's fused matrices, which would couple them.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from tandem.models.weights import file_tensors
 class LearningRateSchedule:
     """A linear warm-up over ``warmup_steps``, then a constant or a cosine.
 
-    The formulas are those of verl and transformers. As there, the first training step is step 0, so
-    that with a warm-up it has learning rate 0.
+    The formulas are those of verl and transformers: the first training step is step 0, which has
+    learning rate 0 with a warm-up.
 
     Attributes:
         min_ratio: the lower bound of the cosine's factor.
@@ -59,7 +58,7 @@ class LearningRateSchedule:
 
 
 def make_schedule(config: OptimConfig, total_training_steps: int) -> LearningRateSchedule:
-    """Return the configured schedule. A positive ``config.total_training_steps`` wins."""
+    """Return the configured schedule; ``config.total_training_steps`` takes precedence if set."""
     if config.total_training_steps > 0:
         total_training_steps = config.total_training_steps
     return LearningRateSchedule(
@@ -76,14 +75,14 @@ def make_schedule(config: OptimConfig, total_training_steps: int) -> LearningRat
 
 
 def warmup_steps(steps: int, ratio: float, *, total_steps: int) -> int:
-    """Return ``steps`` if positive, else ``ratio`` of all steps, rounded down. verl's rule."""
+    """Return ``steps`` if positive, else ``ratio`` of all steps, rounded down, as in verl."""
     return steps if steps > 0 else int(ratio * total_steps)
 
 
 class PolicyOptimizer:
-    """A pair of optimizers, or a single one, that step together at their own learning rates.
+    """A pair of optimizers, or one, that step together, each at its own learning rate.
 
-    Weights, gradients and moments are the parts of the parameters that this process holds.
+    Weights, gradients and moments are this process's parts.
 
     Attributes:
         members: the parameters of each optimizer, in the order of its moments.
@@ -111,9 +110,9 @@ class PolicyOptimizer:
     def step(
         self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, rate_factor: float
     ) -> None:
-        """Take one step at ``rate_factor`` times the configured rates, on the weights' device.
+        """Take one step at ``rate_factor`` times the configured rates.
 
-        Moments that were offloaded move to that device.
+        Offloaded moments move to the weights' device.
         """
         for name, optimizer in self._optimizers.items():
             own = {member: weights[member] for member in self.members[name]}
@@ -126,7 +125,7 @@ class PolicyOptimizer:
             optimizer.moments = _moved(optimizer.moments, torch.device("cpu"))
 
     def allocate(self, weights: Mapping[str, Tensor]) -> None:
-        """Set all moments to zeros, which the caller may write into."""
+        """Allocate all moments, set to zero."""
         for name, optimizer in self._optimizers.items():
             optimizer.moments = optimizer.zero_moments({x: weights[x] for x in self.members[name]})
 
@@ -135,15 +134,12 @@ class PolicyOptimizer:
         return {name: optimizer.moments for name, optimizer in self._optimizers.items()}
 
     def load_state_dict(self, state: Mapping[str, Moments]) -> None:
-        """Take over moments that ``state_dict`` returned for the same parameters."""
+        """Restore the moments that ``state_dict`` returned for the same parameters."""
         for name, optimizer in self._optimizers.items():
             optimizer.adopt(state[name])
 
     def spread_scalars(self) -> None:
-        """Copy each scalar moment of the first parameter to all others.
-
-        Checkpoints store one scalar for all parameters.
-        """
+        """Copy each scalar moment of the first parameter, the only one in checkpoints, to all."""
         for moments in self.state_dict().values():
             for first, *others in moments.values():
                 for other in others if not first.dim() else ():
@@ -155,8 +151,8 @@ class PolicyOptimizer:
             raise UserError(
                 "actor_rollout_ref.actor.optim.optimizer",
                 "Muon" if "Muon" in self._optimizers else "AdamW",
-                rule=f"the checkpoint holds the state of {', '.join(saved)}",
-                remedy="Resume with the optimizer it was saved with.",
+                rule=f"the checkpoint has the state of {', '.join(saved)}",
+                remedy="Resume with the optimizer of the checkpoint.",
             )
 
 
@@ -165,7 +161,7 @@ def _moved(moments: Moments, device: torch.device) -> Moments:
 
 
 def _matrices(model: LanguageModel) -> list[Matrix]:
-    """Return the linear maps within the layers, without embedding and language-model head."""
+    """Return the linear maps of the layers, without embedding and language-model head."""
     if model.decoder is None:
         head = model.lm_head_weight
         linears = [part.weight for part in model.module.modules() if isinstance(part, nn.Linear)]

@@ -2,9 +2,8 @@
 """Checkpoints that several ranks write into one folder, through torch.distributed.checkpoint.
 
 Weights and moments are stored as regions of whole tensors under the names of the unsharded decoder.
-Any number of ranks, or one process without a process group, can therefore read them. The folder
-also contains a record of the model and its optimizer, and the model's config and tokenizer. The
-caller makes the checkpoint atomic.
+Any number of ranks, or one process without a process group, can therefore read them. The caller
+makes the checkpoint atomic.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from tandem.models.weights import read_config
 from tandem.types import HeldSlice, SliceSpec
 
 _CAUSE_LENGTH = 400
-"""The length to which messages of torch and of the system are cut; it leaves room for a path."""
+"""The maximum length of a quoted message of torch or the system, enough for a path."""
 
 Stored = dict[str, list[HeldSlice]]
 """This rank's slices by key of the checkpoint."""
@@ -63,7 +62,7 @@ class Record:
     Attributes:
         model: the fingerprint of the model.
         dtype: torch's name of the precision of the weights.
-        moments: the names of each optimizer's moments; none before its first step.
+        moments: the names of each optimizer's moments; empty before its first step.
     """
 
     model: str
@@ -90,8 +89,8 @@ def save_sharded(
         model: the fingerprint of the model.
 
     Raises:
-        OSError: a rank could not write, for example because its disk is full or because it does not
-            see the folder. Raised on all ranks.
+        OSError: a rank could not write, for example because its disk is full or the folder is
+            missing there; raised on all ranks.
     """
     stored = _stored(weights, optimizer, regions=regions)
     try:
@@ -135,7 +134,7 @@ def load_sharded(
 
 
 def read_record(folder: Path) -> Record:
-    """Read the record of a checkpoint. Raises UserError if it is missing or damaged."""
+    """Read the record of a checkpoint. Raise UserError if it is missing or damaged."""
     try:
         return Record(**json.loads((folder / SHARDED_FILE).read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -157,7 +156,7 @@ def export_sharded(source: Path, folder: Path, *, dtype: str | None = None) -> N
     hf_config = read_config(source, key="checkpoint")
     config = decoder_config(hf_config)
     if config is None:
-        raise incomplete(source, f"model_type {hf_config['model_type']!r} is not known")
+        raise incomplete(source, f"model_type {hf_config['model_type']!r} is not supported")
     weights = {
         name: torch.empty(shape, dtype=stored) for name, shape in parameter_shapes(config).items()
     }
@@ -203,12 +202,12 @@ def _read(folder: Path, stored: Stored) -> None:
 
 
 def _without_warnings() -> AbstractContextManager[None]:
-    # Torch warns if a process reads or writes without a process group, which is intended here.
+    # Torch warns about reading or writing without a process group, which is intended here.
     return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 
 class _Save(DefaultSavePlanner):
-    """A plan to write ``Stored`` instead of a state dict. One rank writes what several hold."""
+    """A plan to write ``Stored`` instead of a state dict, and each region once."""
 
     def __init__(self, stored: Stored, folder: Path) -> None:
         super().__init__(flatten_state_dict=False)
@@ -217,11 +216,11 @@ class _Save(DefaultSavePlanner):
         self._tensors = _by_index(stored)
 
     def create_local_plan(self) -> SavePlan:
-        # Torch's writer would create the folder, on a disk that no other node sees.
+        # Torch's writer would create the folder, on a disk that other nodes do not see.
         if not self._folder.is_dir():
             raise FileNotFoundError(
-                f"{self._folder} is not there: the folder must be on a file system that all nodes "
-                "share"
+                f"{self._folder} does not exist on this node: the folder must be on a file system "
+                "that all nodes share"
             )
         items = [_write_item(key, held) for key, slices in self._stored.items() for held in slices]
         self.plan = SavePlan(items)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The regions of a decoder's parameters that each rank holds, and whole tensors from all parts.
+"""The regions of a decoder's parameters that each rank holds, and the gather of whole tensors.
 
-A process's part of a parameter is one or more regions of the whole, stacked along the rows: one
-region of all rows if it is not sharded, of some rows if it is, and one region each for query, key
-and value if a fused matrix is split between heads.
+A process's part of a parameter is one or more regions of the whole, stacked along the rows: all
+rows of an unsharded parameter, some rows of a sharded one, and a region each of query, key and
+value if a fused matrix is split by heads.
 
-Ranks are numbered by tensor-parallel rank first, then by shard, then by replica. The same ranks
-divide, again after the tensor-parallel rank, into sequence-parallel neighbours and then into
-data-parallel groups. A shard is a run of rows of a tensor-parallel share, cut as ``torch.chunk``
-cuts: the last shards may be smaller, or empty.
+The tensor-parallel rank varies fastest, then the shard, then the replica. The same ranks also
+divide, after the tensor-parallel rank, into sequence-parallel and then data-parallel ranks. A shard
+is a range of rows of a tensor-parallel share, as in ``torch.chunk``: the last shards may be
+smaller, or empty.
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ class ShardMap(Protocol):
 
     @property
     def regions(self) -> Mapping[str, Regions]:
-        """The regions of all parameters in order, without any if this process has no part."""
+        """The regions of all parameters, in order; () if this process has no part of one."""
         ...
 
     def gather(self, name: str, part: Tensor) -> Tensor:
         """Return the whole of a tensor shaped like parameter ``name``.
 
-        Collective: all processes that share the parameter call it for the same names in order.
-
-        Args:
-            part: the part of the tensor that this process holds.
+        Collective: all processes that share the parameter call it for the same names in order, each
+        with its own ``part``.
         """
         ...
 
@@ -54,12 +52,11 @@ class UnshardedMap:
     regions: Mapping[str, Regions]
 
     def gather(self, name: str, part: Tensor) -> Tensor:
-        """Return the part itself."""
         return part
 
 
 def unsharded_map(parameters: Mapping[str, Tensor]) -> UnshardedMap:
-    """Return a map with one region for each parameter, which covers it."""
+    """Return a map with one region per parameter, which covers it."""
     regions = {}
     for name, tensor in parameters.items():
         shape = tuple(tensor.shape)
@@ -69,11 +66,11 @@ def unsharded_map(parameters: Mapping[str, Tensor]) -> UnshardedMap:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The coordinates of a rank in each division of a pool.
+    """The coordinates of a rank in a pool.
 
     Attributes:
         tensor: the coordinate among the ranks that split each matrix.
-        shard: the coordinate among the ranks that the rows of a share are spread over.
+        shard: the coordinate among the ranks that divide the rows of a tensor-parallel share.
         copy: the coordinate among the replicas.
         sequence: the coordinate among the ranks that share the tokens of a micro-batch.
         data: the number of this rank's micro-batch within a round.
@@ -87,7 +84,7 @@ class RankPlace:
 
 
 def place_of(layout: RankLayout, rank: int) -> RankPlace:
-    """Return the place of ``rank``.
+    """Return the coordinates of ``rank``.
 
     Example:
         >>> place_of(RankLayout(8, tensor_parallel=2, sequence_parallel=2, num_shards=2), 5)
@@ -116,7 +113,7 @@ class RankShardMap:
 
     Attributes:
         regions: the regions of this rank.
-        shares: the regions of this rank together with the ranks that it is sharded with.
+        shares: the regions of this rank's tensor-parallel share, before sharding.
 
     Args:
         config: the configuration of the unsharded decoder.
@@ -143,15 +140,12 @@ class RankShardMap:
         self._members = [regions_of_rank(config, layout, rank=r, dtype=dtype) for r in members]
 
     def is_owner(self, name: str) -> bool:
-        """Return whether sums over all ranks include this rank's part.
-
-        Of several ranks that hold the same part, one is its owner.
-        """
+        """Return whether sums over all ranks include this rank's part: once for all its holders."""
         is_cut = not is_whole(self.shares[name])
         return self.place.copy == 0 and (self.place.tensor == 0 or is_cut)
 
     def gather(self, name: str, part: Tensor) -> Tensor:
-        """See ``ShardMap.gather``. All ranks of a replica take part."""
+        """See ``ShardMap.gather``; collective over all ranks of a replica."""
         sizes = [sum(prod(region.size) for region in regions[name]) for regions in self._members]
         sent = part.new_zeros(max(sizes))
         sent[: part.numel()] = part.flatten()
@@ -166,7 +160,7 @@ class RankShardMap:
 
 
 def with_first_rows(regions: Regions) -> Iterator[tuple[int, SliceSpec]]:
-    """Yield each region of a part with the row of the part at which it begins."""
+    """Yield each region of a part after the part's row at which it starts."""
     at = 0
     for region in regions:
         yield at, region
@@ -174,14 +168,13 @@ def with_first_rows(regions: Regions) -> Iterator[tuple[int, SliceSpec]]:
 
 
 def view_of(whole: Tensor, region: SliceSpec) -> Tensor:
-    """Return the view of a whole tensor that a region describes."""
+    """Return the view of ``region`` in a whole tensor."""
     for dimension, (offset, size) in enumerate(zip(region.offset, region.size, strict=True)):
         whole = whole.narrow(dimension, offset, size)
     return whole
 
 
 def _shard_of(regions: Regions, shard: int, *, num_shards: int) -> Regions:
-    """Return the rows of a share that form one shard of it."""
     num_rows = sum(region.size[0] for region in regions)
     length = -(-num_rows // num_shards)
     first, last = (min(length * edge, num_rows) for edge in (shard, shard + 1))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on one device in this process, and the frozen reference policy.
 
-An update is a sum over micro-batches with global denominators, so that loss, gradients and metrics
-do not depend on how the mini-batch was cut. A step whose loss or gradient is not finite is skipped.
-The stored weights have one precision, and a copy of them may compute in a lower one. Gradients are
-then summed, and the optimizer steps, in the precision of the stored weights, which need the device
-only during that step. There is no autocast, no loss scaling and no sharding.
+An update is a sum over micro-batches with global denominators: loss, gradients and metrics do not
+depend on the split into micro-batches. A step whose loss or gradient is not finite is skipped. A
+copy of the stored weights may compute in a lower precision. Gradients are then summed, and the
+optimizer steps, in the precision of the stored weights, which are on the device only during that
+step. There is no autocast, no loss scaling and no sharding.
 
 Shapes: R response tokens.
 """
@@ -54,12 +54,12 @@ class SingleDeviceEngine:
         offload_optimizer: bool = False,
         offload_weights: bool = False,
     ) -> None:
-        """Take over ``model``.
+        """Create an engine that owns ``model``.
 
         Args:
-            compute: a copy of the model in the precision to compute in, if that differs.
-            offload_optimizer: whether the moments are in the host's memory between steps.
-            offload_weights: whether the weights of ``model`` are, too. Requires ``compute``.
+            compute: a copy of the model in the precision of computation, if that differs.
+            offload_optimizer: whether the moments are in host memory between steps.
+            offload_weights: whether the weights of ``model`` are, too; requires ``compute``.
         """
         self._model = model
         self._compute = model if compute is None else compute
@@ -68,7 +68,7 @@ class SingleDeviceEngine:
         self._sums: dict[str, Tensor] = {}
         self._offloaded: OffloadedParameters | None = None
         if offload_weights:
-            assert self._compute is not model, "weights that compute cannot be offloaded"
+            assert self._compute is not model, "the weights of the forward pass cannot be offloaded"
             self._offloaded = OffloadedParameters(self._weights.values())
         self._device = self._compute.lm_head_weight.device
         self._shard_map = unsharded_map(self._weights)
@@ -86,11 +86,11 @@ class SingleDeviceEngine:
     def update(
         self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
     ) -> UpdateReport:
-        """Take one optimizer step over all micro-batches. Without any, gradients are zero.
+        """Take one optimizer step over all micro-batches, possibly none.
 
         Raises:
-            torch.OutOfMemoryError: a micro-batch did not fit. Weights and optimizer are unchanged.
-            UserError: the step of the optimizer did not fit.
+            torch.OutOfMemoryError: a micro-batch did not fit; weights and optimizer are unchanged.
+            UserError: the optimizer's step did not fit.
         """
         try:
             totals = self._accumulate(batches, loss, scale=scale, temperature=temperature)
@@ -117,7 +117,7 @@ class SingleDeviceEngine:
         return report
 
     def _gradients(self) -> dict[str, Tensor]:
-        # Zeros stand for missing gradients: an optimizer would skip a weight without one.
+        # Missing gradients become zeros: an optimizer would skip a weight without one.
         if self._compute is self._model:
             found = {name: weight.grad for name, weight in self._weights.items()}
         else:
@@ -133,11 +133,11 @@ class SingleDeviceEngine:
             parameter.grad = None
 
     def advance_schedule(self) -> None:
-        """Step the learning-rate schedule; called once a training step."""
+        """Advance the learning-rate schedule; called once per training step."""
         self._schedule_step += 1
 
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face folder with the stored weights, and the optimizer beside it."""
+        """Write a Hugging Face folder with the stored weights and the optimizer's state."""
         self._model.save(folder)
         state = {
             "model": self._fingerprint(),
@@ -150,14 +150,13 @@ class SingleDeviceEngine:
             raise OSError(f"{OPTIMIZER_FILE}: {error}") from error
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint of this engine, or of any number of ranks, bit by bit.
+        """Restore a checkpoint of this engine, or of any number of ranks, exactly.
 
         Raises:
             UserError: the checkpoint belongs to another model or optimizer, or is incomplete.
         """
         if (folder / SHARDED_FILE).is_file():
-            # Imported here because torch's distributed checkpoints take 1 s to import, and few runs
-            # of one process read any.
+            # Importing torch's distributed checkpoints takes 1 s, and few runs need them here.
             from tandem.engines.sharded_checkpoint import load_sharded
 
             self._schedule_step = load_sharded(
@@ -178,7 +177,6 @@ class SingleDeviceEngine:
     def _accumulate(
         self, batches: Sequence[PackedBatch], loss: Loss, *, scale: LossScale, temperature: float
     ) -> Totals:
-        """Sum gradients, loss and metrics over all micro-batches."""
         totals = Totals(torch.zeros((), device=self._device))
         for batch in batches:
             totals.add(
@@ -196,7 +194,7 @@ class SingleDeviceEngine:
 
     @torch.no_grad()
     def _collect_gradients(self) -> None:
-        """Add the gradients of a micro-batch to the sums in the stored precision."""
+        """Move the gradients of a micro-batch into the sums in the stored precision."""
         if self._compute is self._model:
             return
         for (name, kept), computed in zip(self._weights.items(), self._computed, strict=True):
@@ -210,7 +208,7 @@ class SingleDeviceEngine:
 
     @torch.no_grad()
     def _update_compute_weights(self) -> None:
-        """Round the stored weights into the weights that compute, in place."""
+        """Copy the stored weights into the weights of the forward pass, in place."""
         if self._compute is not self._model:
             for kept, computed in zip(self._weights.values(), self._computed, strict=True):
                 computed.copy_(kept)
@@ -231,7 +229,7 @@ class ReferenceModel:
         """Freeze ``model``, which must not share parameters with the trained one.
 
         Args:
-            offload_weights: whether the weights are in the host's memory between scores.
+            offload_weights: whether the weights are in host memory between calls of ``score``.
         """
         model.module.requires_grad_(False)
         self._model = model
@@ -248,7 +246,7 @@ class ReferenceModel:
 def _out_of_memory() -> UserError:
     return UserError(
         "out of memory",
-        rule="the optimizer's step does not fit the device, whatever the micro-batches",
+        rule="the optimizer's step does not fit the device, for any size of micro-batches",
         remedy="Set optimizer_offload=True or optim.moments_dtype=bfloat16, or lower "
         "actor_rollout_ref.rollout.gpu_memory_utilization.",
     )
@@ -256,7 +254,7 @@ def _out_of_memory() -> UserError:
 
 @torch.no_grad()
 def _load_weights(model: LanguageModel, folder: Path) -> None:
-    # In place, so that a model that shares the storage sees the loaded weights.
+    # In place, because other models may share the storage.
     if model.decoder is not None:
         load_weights(model.decoder, folder, key="checkpoint")
         return

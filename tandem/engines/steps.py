@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that all training engines share, as functions: scoring, the forward and backward pass
-of a micro-batch, sums over micro-batches, gradient clipping, and the report. They keep no state and
-communicate with no other process.
+"""The functions that all training engines share; they communicate with no other process.
 
 Shapes: R response tokens.
 """
@@ -49,13 +47,12 @@ def backward(
 
 @dataclass
 class Totals:
-    """The sums of loss and metrics over micro-batches, scalars on their device."""
+    """The sums of loss and metrics over micro-batches, as scalar tensors."""
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def add(self, outputs: LossOutputs) -> None:
-        """Add loss and metrics of one micro-batch."""
         self.loss = self.loss + outputs.loss.detach()
         for name, value in outputs.metrics.items():
             self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
@@ -70,7 +67,7 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, *, limit: float) -> None:
 def report_step(
     loss: float, norm: float, *, metrics: Mapping[str, float], rate: float
 ) -> UpdateReport:
-    """Return the report of a step. It is to be skipped if loss or norm is not finite."""
+    """Return the report of a step, which is to be skipped if loss or norm is not finite."""
     skipped = not (math.isfinite(loss) and math.isfinite(norm))
     if skipped:
         logger.warning("update skipped: loss %s, gradient norm %s", loss, norm)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three differentiable collectives between the processes of a parallel layout.
 
-All peers call them in the same order, in the backward pass too, because they compute the same
-graph. A process without peers gets its argument back. The process groups limit the waits.
+All peers call them in the same order, also in the backward pass, because they compute the same
+graph. Without peers they return their argument. The process groups limit the waits.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tandem.models.parallel import Peers
 
 
 def sum_gradients(x: Tensor, peers: Peers) -> Tensor:
-    """Return ``x``, which all peers hold alike. Its gradient is the sum of the peers' gradients."""
+    """Return ``x``, which is equal on all peers. Its gradient is the sum of their gradients."""
     return x if peers.size == 1 else _SumGradients.apply(x, peers)
 
 
 def sum_values(x: Tensor, peers: Peers) -> Tensor:
-    """Replace ``x`` by the sum of the peers' ``x``. Each peer gets the gradient of the sum."""
+    """Replace ``x`` by its sum over the peers. Each peer gets the gradient of the sum."""
     return x if peers.size == 1 else _SumValues.apply(x, peers)
 
 

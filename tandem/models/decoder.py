@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dense decoder of Qwen2, Qwen2.5, Qwen3 and Llama, shared by trainer and native rollout.
 
-It maps T packed tokens to T hidden states after the final norm. Attention is a callable argument:
-training passes one over a packed batch, rollout one over a key/value cache. Query, key and value
+It maps T packed tokens to T hidden states after the final norm. Attention is an argument: training
+passes a function over a packed batch, rollout a function over a KV cache. Query, key and value
 weights are one matrix, gate and up another; Hugging Face names occur only in ``weights.py``. There
-are no sliding windows, no mixture of experts and no dropout; ``logprob.py`` computes log-probs.
+are no sliding windows, no mixture of experts and no dropout.
 
 Shapes: T tokens, D hidden, H query heads, K key/value heads, M = H + 2 K or H + K heads together,
 E head dimension, F feed-forward, V vocabulary.
@@ -31,14 +31,14 @@ Stream = tuple[Tensor, Tensor | None]
 
 Granularity = Literal["pointwise", "feed_forward", "full"]
 Recompute = Literal["nothing"] | Granularity
-"""The part of a layer that the backward pass computes again, with the same results. ``pointwise``:
+"""The part of a layer that the backward pass recomputes, with the same results. ``pointwise``:
 norms and activation. ``feed_forward``: also the first product of the feed-forward. ``full``: the
-whole layer, of which only the input is kept."""
+whole layer; only its input is kept."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The complete description of the shape and the function of a decoder."""
+    """The architecture of a decoder."""
 
     family: str
     vocab_size: int
@@ -57,15 +57,15 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     initializer_range: float
-    # Hidden from ``repr``, which checkpoints hash: parameters tell a critic from a policy there.
+    # Not in ``repr``, which checkpoints hash with the parameters: these distinguish a critic.
     has_value_head: bool = field(default=False, repr=False)
-    """Whether the head computes one number, as in critics and reward models. It is never tied."""
+    """Whether the head computes one number, as in critics and reward models; it is never tied."""
     has_value_bias: bool = field(default=True, repr=False)
     """Whether a value head has a bias."""
 
 
 class _Linear(nn.Linear):
-    """A linear map without hooks, whose lookup takes as long as a small product."""
+    """A linear map without hooks: looking them up takes as long as a small matrix product."""
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         parameters = self._parameters
@@ -163,8 +163,8 @@ class Decoder(nn.Module):
         self.operators = operators
         self.recompute: Recompute = "nothing"
         self.rotary = Rotary(config.rope, config.head_dim)
-        # Drawing random weights on the meta device imports torch's compiler, which takes 1 s;
-        # weights that are passed are not drawn.
+        # Passed weights are not initialised: on the meta device, that would import torch's
+        # compiler, which takes 1 s.
         self.embedding = nn.Embedding(
             config.vocab_size,
             config.hidden_size,
@@ -182,15 +182,11 @@ class Decoder(nn.Module):
     def forward(self, token_ids_T: Tensor, position_ids_T: Tensor, attention: Attention) -> Tensor:
         """Return the hidden states (T, D) of T packed tokens after the final norm.
 
-        The residual stream is at least fp32, because every layer rounds it: in half precision that
-        was a third of the difference between rollout's and trainer's log-probs (docs/adr/0003).
+        The residual stream is at least fp32, because every layer rounds it: in half precision, this
+        caused a third of the difference between rollout's and trainer's log-probs (docs/adr/0003).
 
         The caller checks lengths (``rotary.require_length``), because reading positions here would
         make the host wait for the device.
-
-        Args:
-            token_ids_T: int64.
-            position_ids_T: int64.
         """
         x_TD = self.embedding(token_ids_T)
         angles = self.rotary.angles(position_ids_T, x_TD.dtype)
@@ -219,15 +215,15 @@ def _head(config: DecoderConfig) -> nn.Linear | None:
 def _recomputed(run: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
     """Return ``run(*inputs, **settings)`` and keep only the inputs for the backward pass.
 
-    The recomputation stops when it has all tensors that the backward pass reads: a product at the
-    end is not repeated.
+    The recomputation stops once it has all tensors that the backward pass reads, so a matrix
+    product at the end is not repeated.
     """
     return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, **settings)
 
 
 @cache
 def parameter_shapes(config: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of the decoder's parameters in their order."""
+    """Return the shapes of the decoder's parameters, in order."""
     with torch.device("meta"):
         decoder = Decoder(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}

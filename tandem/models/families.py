@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversion of a Hugging Face config.json to a ``DecoderConfig``, for families of our decoder.
+"""The conversion of a Hugging Face config.json to a ``DecoderConfig``.
 
 It reads the old keys (``rope_theta``, ``rope_scaling``) and the new one (``rope_parameters``). A
-missing key takes transformers' default for the family. If a model needs a feature that the decoder
-lacks, there is no ``DecoderConfig``, and transformers' code computes the model.
+missing key has transformers' default for the family. If the decoder lacks a feature of a model,
+there is no ``DecoderConfig``, and transformers' code computes the model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HfConfig = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Traits:
-    """The properties that a family fixes in code. If one is None, config.json decides."""
+    """The properties that a family fixes in code; config.json decides those that are None."""
 
     qkv_bias: bool | None
     o_bias: bool | None
@@ -48,7 +48,7 @@ FAMILIES = {
 
 
 def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
-    """Return the decoder's configuration, or None if our decoder does not compute the model.
+    """Return the decoder's configuration, or None if our decoder does not support the model.
 
     Args:
         hf_config: the content of config.json, or ``to_dict()`` of a transformers config.
@@ -117,8 +117,8 @@ def _refuse_sliding_window(hf_config: HfConfig) -> None:
             "config.json: use_sliding_window",
             True,
             rule="sliding-window attention is not supported",
-            remedy="Set use_sliding_window to false and drop layer_types if the context fits the "
-            "window.",
+            remedy="If all sequences fit the window, set use_sliding_window to false and remove "
+            "layer_types.",
         )
 
 

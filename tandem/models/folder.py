@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opening the models that ``actor_rollout_ref.model.path``, ``critic.model.path`` and
-``reward_model.model.path`` name.
+"""Finding, checking and loading the models of policy, critic and reward model.
 
 A path is a local folder, or the id of a model in the hub's cache or on the hub. ``check_folder``
-reports every error of the user and builds no model.
+finds errors without building a model.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model folder that was checked.
+    """A checked model folder.
 
     Attributes:
         decoder_config: None if transformers' modelling code computes the model.
-        value_head_seed: the seed of the value head of a critic that is initialised from a language
-            model; None if the folder has all weights.
+        value_head_seed: the seed of the value head, for a critic that starts from a language model;
+            None if the folder has all weights.
         key: the configuration key of the path, for messages.
     """
 
@@ -67,7 +66,7 @@ def check_folder(
 ) -> ModelFolder:
     """Find the folder of a language model and check it without loading weights.
 
-    The model is downloaded from the hub if it is not on this host.
+    The model is downloaded if it is not on this host.
 
     Args:
         load_weight: whether the folder must have weights.
@@ -83,7 +82,7 @@ def check_folder(
         raise UserError(
             key,
             str(checked.path),
-            rule="it is a critic or a reward model (architectures in config.json), which has no "
+            rule="it is a critic or a reward model (see architectures in config.json) without a "
             "language-model head",
             remedy="Use a causal language model.",
         )
@@ -95,14 +94,14 @@ def check_critic_folder(
 ) -> ModelFolder:
     """Find and check the folder of a critic, as ``check_folder`` does for a language model.
 
-    It may be the folder of a critic, of a reward model, or of a language model whose head is
+    It may be the folder of a critic, a reward model, or a language model, whose head is then
     replaced by a value head.
 
     Args:
         seed: the seed of the value head if the folder has none.
 
     Raises:
-        UserError: see ``check_folder``; or our decoder does not compute the model.
+        UserError: see ``check_folder``; or our decoder does not support the model.
     """
     checked = _checked(path, trust_remote_code, load_weight=load_weight, key=key)
     if _own_config(checked, "a critic").has_value_head:
@@ -120,8 +119,8 @@ def check_reward_folder(path: str, *, trust_remote_code: bool = False, key: str)
     """Find and check the folder of a reward model, as ``check_folder`` does for a language model.
 
     Raises:
-        UserError: see ``check_folder``; or our decoder does not compute the model, or the model has
-            no value head.
+        UserError: see ``check_folder``; or our decoder does not support the model, or it has no
+            value head.
     """
     checked = _checked(path, trust_remote_code, load_weight=True, key=key)
     _own_config(checked, "a reward model")
@@ -170,11 +169,11 @@ def open_model(
     """Load a whole model onto ``device`` in ``dtype``.
 
     Args:
-        random_seed: the seed of random weights, the same on every device, instead of loading.
-        operators: the operators of our decoder. Transformers' models do not use them.
+        random_seed: if given, draw random weights, the same on every device, instead of loading.
+        operators: the operators of our decoder; transformers' models ignore them.
 
     Raises:
-        UserError: see ``check_folder``; or the weights do not fit config.json.
+        UserError: see ``check_folder``; or the weights do not match config.json.
     """
     loads = random_seed is None
     folder = check_folder(path, trust_remote_code=trust_remote_code, load_weight=loads)
@@ -192,14 +191,14 @@ def open_part(
     random_seed: int | None = None,
     operators: Operators = TORCH,
 ) -> LanguageModel:
-    """Load the part of a model that one process of ``layout`` holds, and read no other weights.
+    """Load only the part of a model that one process of ``layout`` holds.
 
     Args:
-        device: on "meta" a decoder of ours takes no memory and loads no weights. A caller that
-            shards it further allocates its part and calls ``fill_slices``.
+        device: on "meta", our decoder uses no memory and loads no weights. A caller that shards it
+            further allocates its part and calls ``fill_slices``.
 
     Raises:
-        UserError: the layout does not fit the model, or the weights do not fit config.json.
+        UserError: the layout does not fit the model, or the weights do not match config.json.
     """
     config = folder.decoder_config
     check_layout(config, tensor=layout.tensor.size, sequence=layout.sequence.size)
@@ -221,17 +220,13 @@ def open_part(
 
 
 def require_decoder(folder: ModelFolder, *, key: str = KEY) -> None:
-    """Raise UserError unless our decoder computes the model, as sharding over devices requires.
-
-    Args:
-        key: the configuration key of the folder, for the message.
-    """
+    """Raise UserError unless our decoder computes the model, as sharding requires."""
     if folder.decoder_config is None:
         model_type = folder.hf_config["model_type"]
         raise UserError(
             key,
             str(folder.path),
-            rule=f"a model of type {model_type!r} cannot be spread over several devices",
+            rule=f"a model of type {model_type!r} cannot be sharded over several devices",
             remedy="Set trainer.nnodes=1 and trainer.n_gpus_per_node=1, or use a model of "
             f"{', '.join(FAMILIES)}.",
         )
@@ -240,7 +235,7 @@ def require_decoder(folder: ModelFolder, *, key: str = KEY) -> None:
 def fill_slices(
     folder: ModelFolder, slices: Sequence[HeldSlice], *, random_seed: int | None = None
 ) -> None:
-    """Load or draw slices of a decoder of ours, as ``open_part`` does for a whole one."""
+    """Load or draw slices of our decoder, as ``open_part`` does for a whole part."""
     config = folder.decoder_config
     assert config is not None, "transformers' models are not read in slices"
     if random_seed is not None:
@@ -250,16 +245,17 @@ def fill_slices(
         head = [held for held in slices if held.spec.name in _HEAD]
         draw_slices(config, head, seed=folder.value_head_seed, names=_HEAD)
         slices = [held for held in slices if held.spec.name not in _HEAD]
-        # A language model whose head is tied has all other weights of the critic and no head.
+        # Expect the critic's weights without a head, as in a language model with a tied head.
         config = replace(config, has_value_head=False, tie_embeddings=True)
     load_slices(config, folder.path, slices=slices, key=folder.key)
 
 
 def resolve_folder(path: str, *, key: str = KEY) -> Path:
-    """Return the local folder of a model, which is downloaded from the hub if it is missing.
+    """Return the local folder of a model; download it if it is not on this host.
 
     Raises:
-        UserError: there is no such folder, and no such model on the hub, or the hub is not reached.
+        UserError: there is neither such a folder nor such a model on the hub, or the hub cannot be
+            reached.
     """
     folder = Path(path).expanduser()
     if path and folder.is_dir():
@@ -293,7 +289,8 @@ def _fetch(path: str, key: str) -> Path:
             path,
             rule="neither a local folder, nor in the Hugging Face cache, nor available from the "
             f"hub ({reason})",
-            remedy=f"Give a folder, or fetch it where there is a network: hf download {path}",
+            remedy="Give a folder, or download the model on a machine with network access: "
+            f"hf download {path}",
         ) from error
 
 

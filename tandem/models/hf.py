@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of families that our decoder does not compute, with transformers' modelling code.
+"""Training of families that our decoder does not support, with transformers' modelling code.
 
-A packed batch is unpacked into right-padded rows, one for each sequence (a shared prompt is
-computed again for every response), and hidden states are gathered back into packed order. Dropout
-is off. A model whose logits are not linear in its last hidden states is refused, not approximated.
+A packed batch is unpacked into right-padded rows, one per sequence (a shared prompt is recomputed
+for every response), and hidden states are gathered back into packed order. Dropout is off. A model
+whose logits are not linear in its last hidden states is refused.
 
 Shapes: T packed tokens, B rows, M padded tokens, D hidden, V vocabulary.
 """
@@ -44,7 +44,7 @@ class TransformersModel:
     value_head = None
 
     def __init__(self, model: transformers.PreTrainedModel, source: Path) -> None:
-        """Take over a model. Raises UserError unless logits are linear in the hidden states."""
+        """Wrap ``model``. Raise UserError unless its logits are linear in its hidden states."""
         self._model: Any = model  # its attributes depend on the family
         self._source = source
         self._scale = _logit_scale(model.config)
@@ -79,19 +79,19 @@ class TransformersModel:
         return self._finish(h_BMD.flatten(0, 1).index_select(0, rows.place_T.to(device)))
 
     def set_gradient_checkpointing(self, enabled: bool, granularity: Granularity = "full") -> None:
-        """Recompute whole layers in the backward pass. Raises UserError for parts of layers."""
+        """Recompute whole layers in the backward pass. Raise UserError for parts of layers."""
         if enabled and granularity != "full":
             raise UserError(
                 "model.recompute_granularity",
                 granularity,
-                rule=f"a model of type {self.family!r} recomputes whole layers",
+                rule=f"a model of type {self.family!r} can only recompute whole layers",
                 remedy="Use full.",
             )
         if not enabled:
             self._model.gradient_checkpointing_disable()
             return
         self._model.gradient_checkpointing_enable({"use_reentrant": False})
-        # transformers recomputes only in training mode. Without dropout the modes do not differ.
+        # transformers recomputes only in training mode, which does not differ without dropout.
         self._model.train()
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
@@ -114,7 +114,6 @@ class TransformersModel:
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Compare our logits with the model's own on a few tokens."""
         ids_1M = torch.tensor([_PROBE_IDS], device=self._head.weight.device)
         valid_1M = torch.ones_like(ids_1M, dtype=torch.bool)
         output = self._model(input_ids=ids_1M, attention_mask=valid_1M.long(), use_cache=False)
@@ -169,7 +168,7 @@ def _load(folder: Path, hf_config: Any, *, dtype: torch.dtype, trust_remote_code
         output_loading_info=True,
     )
     model, report = loaded
-    # transformers would keep random values for missing tensors and only warn.
+    # transformers only warns, and keeps random values for missing tensors.
     if report["missing_keys"]:
         raise UserError(
             KEY,
@@ -216,7 +215,7 @@ def _logit_scale(hf_config: transformers.PretrainedConfig) -> float:
 
 @dataclass(frozen=True)
 class _Rows:
-    """B right-padded rows of up to M tokens: the packed token at each place, and the inverse."""
+    """B right-padded rows of M tokens: the packed token of each place, and the inverse."""
 
     token_BM: Tensor
     valid_BM: Tensor
@@ -224,7 +223,7 @@ class _Rows:
 
 
 def _unpack(segments: Segments) -> _Rows:
-    """Make one row for each segment that is not a prefix, with its own prefix before it."""
+    """Make a row of each segment that is not a prefix, after its own prefix."""
     has_prefix_S = segments.prefix_length_S > 0
     is_prefix_S = torch.isin(segments.start_S, segments.prefix_start_S[has_prefix_S])
     leaves = (~is_prefix_S).nonzero()[:, 0]
@@ -239,6 +238,6 @@ def _unpack(segments: Segments) -> _Rows:
     token_BM = token_BM.where(valid_BM, start)
     place = valid_BM.flatten().nonzero()[:, 0]
     place_T = torch.empty(int(segments.length_S.sum()), dtype=torch.int64)
-    # A shared prompt is in several rows with equal hidden states: any of them may be used.
+    # A shared prompt is in several rows with equal hidden states: any row will do.
     place_T[token_BM.flatten()[place]] = place
     return _Rows(token_BM, valid_BM, place_T)

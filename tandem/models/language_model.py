@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of models to engines, and its implementation by our own decoder.
 
-The interface hides whose modelling code runs and over how many processes the model is spread.
-``score_batch`` returns log-probs of a policy, or values of a critic or a reward model. All
-processes of the model's layout call it with the same batch. Only a model with a ``decoder`` can
+The interface hides which modelling code runs, and on how many processes. All processes of the
+model's layout call ``score_batch`` with the same batch. Only a model with a ``decoder`` can
 generate with the native rollout engine.
 """
 
@@ -40,7 +39,7 @@ from tandem.types import HeldSlice, PackedBatch
 
 
 class LanguageModel(Protocol):
-    """A causal language model, a critic or a reward model on one device, or one process's part.
+    """A causal language model, a critic or a reward model, or this process's part of it.
 
     Shapes: T packed tokens, L tokens that this process computes, D hidden, V vocabulary.
     """
@@ -118,7 +117,7 @@ class NativeModel:
     """A ``LanguageModel`` that our own decoder computes.
 
     Attributes:
-        device: the device of the computation. An engine that keeps the weights elsewhere sets it.
+        device: the device of the computation. An engine that stores the weights elsewhere sets it.
     """
 
     def __init__(
@@ -129,13 +128,7 @@ class NativeModel:
         source: Path,
         layout: ParallelLayout = WHOLE,
     ) -> None:
-        """Take over a decoder.
-
-        Args:
-            decoder: this process's part in ``layout``.
-            hf_config: the content of config.json.
-            source: the folder of the model.
-        """
+        """Wrap ``decoder``, this process's part of the model in the folder ``source``."""
         self.decoder = decoder
         self.layout = layout
         self.device = decoder.lm_head_weight.device
@@ -193,11 +186,7 @@ class NativeModel:
         ]
 
     def unsharded(self, weights: Mapping[str, Tensor]) -> NativeModel:
-        """Return the whole model with weights of its own, for example to save it.
-
-        Args:
-            weights: the weights of the unsharded decoder by parameter.
-        """
+        """Return the whole model with the given weights of the unsharded decoder."""
         with torch.device("meta"):
             decoder = Decoder(self.config, self.operators)
         decoder.load_state_dict(weights, assign=True)
@@ -220,7 +209,7 @@ class NativeModel:
         self.decoder.recompute = granularity if enabled else "nothing"
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        assert self.layout.tensor.size == 1, "one part of a model cannot be saved: unshard it first"
+        assert self.layout.tensor.size == 1, "a part of a model cannot be saved: unshard it first"
         save_hf_folder(self.decoder, folder, dtype=dtype)
         write_config(self._hf_config, folder, dtype=dtype or self.decoder.embedding.weight.dtype)
         copy_companions(self._source, folder)
@@ -232,7 +221,7 @@ class TokenScores:
 
     Attributes:
         score_R: the log-probs of a policy, or the values of the states before the tokens.
-        entropy_R: the entropies; None for values and unless requested.
+        entropy_R: the entropies of a policy, if requested.
     """
 
     score_R: Tensor
@@ -242,18 +231,17 @@ class TokenScores:
 def score_batch(
     model: LanguageModel, batch: PackedBatch, *, temperature: float, with_entropy: bool
 ) -> TokenScores:
-    """Return log-probs of the response tokens, and their entropies if requested.
+    """Return log-probs of the response tokens, and the entropies if requested.
 
-    A model with a value head returns values, which do not depend on ``temperature``.
-
-    Each process of the model's layout gets the scores of all tokens, differentiable with respect to
-    its own computation. In a sequence-parallel layout the caller sums the gradients of parameters
-    over the processes.
+    A model with a value head returns values and ignores ``temperature``. Each process of the
+    model's layout gets the scores of all tokens, differentiable with respect to its own
+    computation. In a sequence-parallel layout, the caller sums the gradients of parameters over the
+    processes.
     """
     h_LD = model.hidden(batch)
     own = own_responses(batch, model.layout.sequence)
-    # Responses to one prompt begin at the same row. F.embedding accumulates their gradients in a
-    # fixed order; index_select does not on accelerators.
+    # Responses to one prompt start at the same row. F.embedding accumulates their gradients
+    # deterministically; index_select does not on accelerators.
     h_ND = F.embedding(upload(own.source_N, h_LD.device), h_LD)
     head = model.value_head
     if head is not None:

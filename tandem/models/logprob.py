@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs of given tokens, and entropies, computed from hidden states.
 
-The (R, V) logits exist only one chunk of rows at a time. The backward pass recomputes each chunk,
-unless all rows fit one chunk, whose softmax is then kept. Both results are differentiable once.
-Reductions are fp32 for every dtype of the hidden states (fp64 for fp64).
+The (R, V) logits exist only one chunk of rows at a time. The backward pass recomputes each chunk;
+if there is only one, its softmax is kept instead. Both results are differentiable once. Reductions
+are fp32 for every dtype of the hidden states (fp64 for fp64).
 
 Shapes: R response tokens, C rows of a chunk, D hidden, V vocabulary.
 """
@@ -42,7 +42,7 @@ def token_log_probs(
 ) -> TokenLogProbs:
     """Return log-probs of ``target_R`` under softmax(h W^T / temperature), and its entropies.
 
-    ``temperature`` is bounded from below by 1e-8 as in verl. Greedy callers pass 1.
+    ``temperature`` is at least 1e-8, as in verl. Pass 1 for greedy decoding.
     """
     settings = _Settings(
         temperature=max(temperature, 1e-8),
@@ -71,8 +71,8 @@ class _TokenLogProbs(torch.autograd.Function):
 
     With l the log-softmax, p = exp(l), H = -sum p l: dlogp = onehot - p and dH = -p (l + H).
 
-    A single chunk keeps p - onehot. A gradient through logp alone scales its rows, and the scale is
-    applied to the smaller matrices of the products instead.
+    A single chunk keeps p - onehot. A gradient through logp alone only scales its rows, so the
+    scale is applied to the smaller factors of the matrix products instead.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of a decoder that accelerators implement themselves, as one replaceable set.
+"""The operators of a decoder that may have fused kernels, as one replaceable set.
 
-Trainer and rollout call the same set. ``TORCH`` runs on every device and defines the results. An
-accelerator has fused kernels with the same signatures, forward and backward. The matrix products of
-the layers are not part of the set, because the vendors' libraries are the fastest.
+Trainer and rollout call the same set. ``TORCH`` runs on every device and defines the results. Fused
+kernels have the same signatures, forward and backward. The layers' matrix products are not in the
+set, because the vendors' libraries are the fastest.
 
 Shapes: T tokens, D hidden, M heads, H query heads, K key/value heads, E head dimension, F
 feed-forward, R rows, V vocabulary.
@@ -63,8 +63,8 @@ class Operators:
 
     Attributes:
         add_norm: ``(x_TD, delta_TD or None, weight_D=, eps=) -> (h_TD, sum_TD)``: the residual sum
-            x + delta in the dtype of x, and its root mean square norm times the weight in the
-            dtype of the weight, which may be lower.
+            x + delta in the dtype of x, and its root mean square norm times the weight, in the
+            dtype of the weight, which may have a lower precision.
         rotate: ``(x_TME, angles) -> y_TME``: the rotary embedding of M heads at once. The sines
             have the sign of the first half. ``x_TME`` may be a slice of a larger tensor.
         gate: ``gate_up_T2F -> y_TF``: silu of the first half times the second.
@@ -137,7 +137,7 @@ def _inverse_rms(x_TD: Tensor, eps: float) -> Tensor:
 
 @cache
 def _constant(value: float, dtype: torch.dtype, *, device: torch.device) -> Tensor:
-    # Operations take a tensor in a third of the time that they take a number in.
+    # Operations with a tensor are three times as fast as with a Python number.
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype, device=device)
 
@@ -162,10 +162,7 @@ def gate(gate_up_T2F: Tensor) -> Tensor:
 
 
 class _Gate(torch.autograd.Function):
-    """The gated activation. The derivative of silu is sigmoid + silu (1 - sigmoid).
-
-    Both halves of the gradient are written directly into one tensor.
-    """
+    """The gated activation. The derivative of silu is sigmoid + silu (1 - sigmoid)."""
 
     @staticmethod
     def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:
@@ -198,10 +195,10 @@ TORCH = Operators(add_norm, rotate, gate, PackedAttention, token_log_probs, logi
 
 
 def operators_for(platform: Platform) -> Operators:
-    """Return the fused operators if Triton compiles for the platform, else torch's.
+    """Return the fused operators if the platform has Triton kernels, else ``TORCH``.
 
     Raises:
-        UserError: triton is not installed.
+        UserError: triton is needed but not installed.
     """
     if platform.kernels == "torch":
         return TORCH
@@ -218,10 +215,10 @@ def operators_for(platform: Platform) -> Operators:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a small tensor of the host on ``device`` without making the host wait for the device.
+    """Copy a small tensor from the host to ``device`` without waiting for the device.
 
     A copy from ordinary memory waits for all work queued on the device. A copy from pinned memory
-    is queued, too, so that the host goes on to prepare the next micro-batch.
+    is only queued, and the host prepares the next micro-batch meanwhile.
     """
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)

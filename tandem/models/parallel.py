@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of one model over several processes, as plain values without communication.
 
-Two layouts combine. With tensor parallelism each process holds some of the heads and some of the
-feed-forward width of every layer, as a smaller decoder. With sequence parallelism (Ulysses) each
-process computes some of a batch's tokens with all the weights that it has. ``tensor_regions``
-returns the regions of the unsharded decoder's tensors that a process holds; loading, weight
-transport and checkpoints need nothing else. An engine may shard the rows of these local tensors
-further: ``slices_of_rows`` finds the regions of such rows.
+Tensor and sequence parallelism combine. With tensor parallelism, each process holds some of the
+heads and some of the feed-forward width of every layer, as a smaller decoder. With sequence
+parallelism (Ulysses), each process computes some of a batch's tokens. ``tensor_regions`` returns
+the regions of the unsharded tensors that a process holds, for loading, weight transport and
+checkpoints. An engine may shard the rows of these local tensors further; ``slices_of_rows`` returns
+the regions of such rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tandem.models.weights import file_tensors
 from tandem.types import HeldSlice, SliceSpec
 
 SECTION = "actor_rollout_ref.actor.fsdp_config"
-"""The usual section of the keys of the sizes, for messages."""
+"""The usual section of the keys of parallel sizes, for messages."""
 
 _CUT_DIMENSION = {
     ("qkv", "weight"): 0,
@@ -40,8 +40,8 @@ _CUT_DIMENSION = {
 """The dimensions along which tensor parallelism cuts. Every process holds all other parameters."""
 
 Regions = tuple[SliceSpec, ...]
-"""The regions of an unsharded tensor that a local tensor consists of, stacked along the rows. The
-regions of a fused matrix are apart from each other in the whole."""
+"""The regions of an unsharded tensor that form a local tensor, stacked along the rows. A part of a
+fused matrix has several, which are not adjacent in the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def check_layout(
 
     Args:
         config: None if transformers' code computes the model.
-        section: the section of the keys of the sizes, for messages.
+        section: the section of the keys of parallel sizes, for messages.
     """
     if config is not None:
         for error in division_errors(
@@ -102,7 +102,7 @@ def check_layout(
             raise UserError(
                 f"{section}.{name}",
                 size,
-                rule="only models of our own decoder can be split",
+                rule="this model cannot be split, because transformers' code computes it",
                 remedy=f"Use 1 or a model of {', '.join(FAMILIES)}.",
             )
 
@@ -132,8 +132,7 @@ def tensor_regions(
 ) -> dict[str, Regions]:
     """Return the regions of tensor-parallel process ``rank`` of ``size``, by parameter in order.
 
-    Args:
-        config: the configuration of the unsharded decoder.
+    ``config`` is the configuration of the unsharded decoder.
     """
     spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for part in file_tensors(config):
@@ -154,12 +153,12 @@ def tensor_regions(
 
 
 def is_whole(regions: Regions) -> bool:
-    """Return whether every tensor-parallel process holds all of the tensor, not a part."""
+    """Return whether every tensor-parallel process holds the whole tensor."""
     return regions[0].size == regions[0].shape
 
 
 def slices_of_rows(regions: Regions, rows: Tensor, *, first_row: int = 0) -> list[HeldSlice]:
-    """Return the regions that some rows of a local tensor consist of, with views of those rows.
+    """Return the regions that form some rows of a local tensor, with views of those rows.
 
     Args:
         regions: the regions of the local tensor.

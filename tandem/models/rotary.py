@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding and its scaling variants, equal to transformers'.
 
-Angles are computed from the positions once a forward pass. There is no table and therefore no
-maximum position. Two variants (dynamic, longrope) change their frequencies with the longest
-sequence of a batch. Here they are defined up to the length at which that begins, and longer
-sequences are refused, because a result must not depend on the other sequences of the batch.
+Angles are computed from the positions in each forward pass, without a table and therefore without a
+maximum position. In transformers, two variants (dynamic, longrope) change their frequencies if the
+longest sequence of a batch exceeds a limit. Here sequences beyond that limit are refused, because a
+result must not depend on the other sequences of the batch.
 
 Shapes: T tokens, M heads, E head dimension.
 """
@@ -29,7 +29,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """An NTK-aware change of base beyond ``max_position_embeddings``; plain rotary up to there."""
+    """Dynamic NTK scaling: plain rotary up to ``max_position_embeddings``."""
 
     max_position_embeddings: int
 
@@ -38,7 +38,7 @@ class DynamicScaling:
 class Llama3Scaling:
     """The scaling of Llama 3.1.
 
-    Low frequencies are divided by ``factor``, high ones are kept, and a ramp lies between.
+    Low frequencies are divided by ``factor``, high ones are kept, with a ramp in between.
     """
 
     factor: float
@@ -80,7 +80,7 @@ class RopeConfig:
 
 
 class Rotary:
-    """A function from positions to the cosines and sines that ``operators.rotate`` takes."""
+    """A function from positions to the cosines and sines for ``operators.rotate``."""
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
         frequencies = _inverse_frequencies(config, head_dim)
@@ -111,7 +111,7 @@ class Rotary:
 
 
 def _inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Return fp32 (E / 2,) on the CPU, also in a context of the meta device."""
+    """Return fp32 (E / 2,) on the CPU, even in a meta-device context."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / (config.theta**exponents)
     match config.scaling:

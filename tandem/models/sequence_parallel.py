@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ulysses sequence parallelism (Jacobs et al., 2023): the tokens of a batch, divided over peers.
 
-Each peer computes L consecutive tokens, of which the last are padding. For attention, tokens are
-exchanged for heads and back, so that a peer attends over the whole batch with some of the heads; if
-there are fewer key/value heads than peers, they are repeated. A peer computes the scores of the
-response tokens that follow its own tokens, and all peers get all scores. The gradients summed over
-peers are those of the batch.
+Each peer computes L consecutive tokens; the last peers may have padding. For attention, tokens are
+exchanged for heads and back, so that a peer attends over the whole batch with some of the heads. If
+there are fewer key/value heads than peers, they are repeated. A peer scores the response tokens
+that its own tokens predict, and all peers receive all scores. The sum of the peers' gradients is
+the gradient of the batch.
 
 Shapes: T tokens, L = ceil(T / P) tokens of a peer, P peers, R response tokens, N of them
 at a peer, H query heads, K key/value heads, M heads of both kinds at a peer, E head dimension.
@@ -50,10 +50,9 @@ class UlyssesAttention:
 
 @dataclass(frozen=True, slots=True)
 class OwnResponses:
-    """The response tokens whose scores a peer computes, at least one.
+    """The response tokens whose scores a peer computes.
 
-    Kernels require rows. A peer without response tokens computes one without effect, whose place is
-    behind the last.
+    Kernels need at least one row: a peer without response tokens computes a dummy at place R.
 
     Attributes:
         source_N: the indices into the peer's own L tokens.
@@ -71,14 +70,14 @@ class OwnResponses:
 
 
 def own_tokens(x_T: Tensor, peers: Peers) -> Tensor:
-    """Return the peer's (L,) of the entries of a batch's tokens, padded with zeros."""
+    """Return the peer's part (L,) of ``x_T``, padded with zeros."""
     length = _own_length(len(x_T), peers)
     padded = F.pad(x_T, (0, length * peers.size - len(x_T)))
     return padded[length * peers.rank : length * (peers.rank + 1)]
 
 
 def own_responses(batch: PackedBatch, peers: Peers) -> OwnResponses:
-    """Return the response tokens whose source token is the peer's, or all without peers."""
+    """Return the response tokens whose source token belongs to this peer."""
     num_responses = len(batch.source_R)
     if peers.size == 1:
         return OwnResponses(batch.source_R, batch.target_R, None, num_responses, peers)
@@ -93,10 +92,7 @@ def own_responses(batch: PackedBatch, peers: Peers) -> OwnResponses:
 
 
 def gather_responses(x_N: Tensor, own: OwnResponses) -> Tensor:
-    """Return the numbers of all peers' response tokens, (R,).
-
-    Gradients reach the peer that computed a number.
-    """
+    """Return the scores of all peers, (R,). Gradients reach the peer that computed a score."""
     if own.place_N is None:
         return x_N
     place_N = upload(own.place_N, x_N.device)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoder of one tensor-parallel process, with fewer heads and a narrower feed-forward.
 
-It is the decoder of a smaller config in which four linear maps of every layer, and the norms within
-attention, communicate with their peers. The maps into heads and width sum the gradients of their
-inputs, and the maps out of them sum their outputs. Every process holds embedding, other norms and
-language-model head whole, with whole gradients. Parameters have the names of the unsharded decoder.
+It is the decoder of a smaller config in which four linear maps of every layer, and the norms of
+queries and keys, communicate with the peers. Column-parallel maps sum the gradients of their
+inputs, and row-parallel maps sum their outputs. Every process holds embedding, other norms and head
+whole, with whole gradients. Parameters have the names of the unsharded decoder.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ from tandem.models.parallel import Peers, local_config
 
 
 def local_decoder(config: DecoderConfig, peers: Peers, *, operators: Operators) -> Decoder:
-    """Return the decoder of one process on the meta device, the whole decoder without peers.
-
-    Args:
-        config: the configuration of the unsharded decoder.
-    """
+    """Return the decoder of one process, on the meta device; ``config`` is the unsharded one's."""
     with torch.device("meta"):
         decoder = Decoder(local_config(config, peers.size), operators)
     if peers.size > 1:
@@ -36,17 +32,17 @@ def local_decoder(config: DecoderConfig, peers: Peers, *, operators: Operators) 
 
 
 def _connect(layer: DecoderLayer, peers: Peers) -> None:
-    layer.register_module("qkv", _IntoParts(layer.qkv, peers))
-    layer.register_module("gate_up", _IntoParts(layer.gate_up, peers))
-    layer.register_module("o", _OutOfParts(layer.o, peers))
-    layer.register_module("down", _OutOfParts(layer.down, peers))
+    layer.register_module("qkv", _ColumnParallel(layer.qkv, peers))
+    layer.register_module("gate_up", _ColumnParallel(layer.gate_up, peers))
+    layer.register_module("o", _RowParallel(layer.o, peers))
+    layer.register_module("down", _RowParallel(layer.down, peers))
     if layer.q_norm is not None and layer.k_norm is not None:
         layer.register_module("q_norm", _NormOfHeads(layer.q_norm, peers))
         layer.register_module("k_norm", _NormOfHeads(layer.k_norm, peers))
 
 
-class _IntoParts(nn.Module):
-    """A linear map of some of the rows, applied to inputs that every process holds."""
+class _ColumnParallel(nn.Module):
+    """A linear map with some of the outputs, applied to inputs that every process holds."""
 
     def __init__(self, linear: nn.Linear, peers: Peers) -> None:
         super().__init__()
@@ -57,8 +53,8 @@ class _IntoParts(nn.Module):
         return F.linear(sum_gradients(x_TD, self._peers), self.weight, self.bias)
 
 
-class _OutOfParts(nn.Module):
-    """A linear map of some of the columns. The bias is added to the sum of the peers' outputs."""
+class _RowParallel(nn.Module):
+    """A linear map with some of the inputs. The bias is added to the sum of the peers' outputs."""
 
     def __init__(self, linear: nn.Linear, peers: Peers) -> None:
         super().__init__()

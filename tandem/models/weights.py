@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and writing a decoder's weights as Hugging Face safetensors folders, tensor by tensor.
 
-A fused tensor of the decoder is the concatenation of one or more file tensors along the rows.
-``file_tensors`` lists them, and both directions follow that list, so that a round trip is bitwise.
-Reading fills slices of tensors, which need not form a whole decoder. Names and shapes are checked
-before any slice is written. The caller makes a written folder atomic.
+A fused tensor of the decoder concatenates one or more file tensors along the rows. Reading and
+writing both follow the list ``file_tensors``: a round trip is exact. Reading can fill any slices of
+the decoder's tensors; names and shapes are checked first. The caller makes a written folder atomic.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ COMPANION_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""The files of a model folder that training does not change, copied if they exist."""
+"""The files of a model folder that training does not change."""
 
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
-"""The suffix of tensors in old files that follow from config.json."""
+"""The suffix of tensors in old files that config.json determines."""
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a Hugging Face file, which is rows ``start .. start + rows`` of ``parameter``."""
+    """A tensor of a Hugging Face file: rows ``start .. start + rows`` of ``parameter``."""
 
     name: str
     parameter: str
@@ -62,7 +61,7 @@ class FileTensor:
 
 
 def weight_files(folder: Path, *, key: str = KEY) -> list[Path]:
-    """Return the safetensors files of a folder, by its index if it has one.
+    """Return the safetensors files of a folder, from its index if it has one.
 
     Raises:
         UserError: there are no safetensors weights, the index cannot be read, or a shard is
@@ -83,7 +82,7 @@ def weight_files(folder: Path, *, key: str = KEY) -> list[Path]:
 
 
 def file_tensors(config: DecoderConfig) -> Iterator[FileTensor]:
-    """Yield each tensor of the file in the decoder's order, without a tied language-model head."""
+    """Yield the tensors of a model's files in the decoder's order, without a tied head."""
     yield FileTensor("model.embed_tokens.weight", "embedding.weight", 0, config.vocab_size)
     for index in range(config.num_layers):
         yield from _layer_tensors(config, index)
@@ -98,7 +97,7 @@ def file_tensors(config: DecoderConfig) -> Iterator[FileTensor]:
 
 def allocate(decoder: Decoder, *, dtype: torch.dtype, device: torch.device | str) -> None:
     """Allocate uninitialised weights for a decoder on the meta device."""
-    # torch's ``to_empty`` would import sympy, which takes half a second.
+    # Not ``to_empty``, which imports sympy and takes half a second.
     for module in decoder.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             empty = torch.empty(weight.shape, dtype=dtype, device=device)
@@ -106,7 +105,7 @@ def allocate(decoder: Decoder, *, dtype: torch.dtype, device: torch.device | str
 
 
 def file_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, view of our tensor's rows) of every tensor of the file."""
+    """Yield the name of each file tensor and the view of its rows in our parameter."""
     parameters = dict(decoder.named_parameters())
     for source in file_tensors(decoder.config):
         yield source.name, _slice(parameters, source)
@@ -116,7 +115,7 @@ def load_weights(decoder: Decoder, folder: Path, *, key: str = KEY) -> None:
     """Copy a folder's weights into ``decoder``, cast to its dtype and moved to its device.
 
     Raises:
-        UserError: a tensor is missing, unexpected or has another shape. The message names it.
+        UserError: a tensor is missing or unexpected, or has a different shape.
     """
     slices = [_whole(name, parameter) for name, parameter in decoder.named_parameters()]
     load_slices(decoder.config, folder, slices=slices, key=key)
@@ -125,7 +124,7 @@ def load_weights(decoder: Decoder, folder: Path, *, key: str = KEY) -> None:
 def load_slices(
     config: DecoderConfig, folder: Path, *, slices: Iterable[HeldSlice], key: str = KEY
 ) -> None:
-    """Read slices of the decoder of ``config`` from a folder, and no other weights.
+    """Read only ``slices`` of the decoder of ``config`` from a folder.
 
     Raises:
         UserError: see ``load_weights``.
@@ -149,10 +148,10 @@ def draw_slices(
 ) -> None:
     """Fill slices with the random weights of the decoder of ``config``, one tensor at a time.
 
-    The values are drawn in fp32 on the CPU, and do not depend on the slices.
+    The values are drawn in fp32 on the CPU and do not depend on the slices.
 
     Args:
-        names: the parameters to draw, as if there were no others; None for all.
+        names: the only parameters that consume random numbers; None for all.
     """
     wanted = _by_name(slices)
     generator = torch.Generator().manual_seed(seed)
@@ -172,7 +171,7 @@ def save_hf_folder(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the weights as one safetensors file, above ``max_shard_bytes`` as shards with an index.
+    """Write the weights as a safetensors file, or as shards of ``max_shard_bytes`` with an index.
 
     Args:
         folder: an existing folder. The caller writes config.json and tokenizer files.
@@ -226,7 +225,7 @@ def convert_folder(source: Path, folder: Path, *, dtype: str | None = None) -> N
 
 
 def read_config(folder: Path, *, key: str = KEY) -> dict[str, Any]:
-    """Read config.json. Raises UserError if it is missing or names no model_type."""
+    """Read config.json. Raise UserError if it is missing or has no model_type."""
     file = folder / "config.json"
     if not file.is_file():
         raise _error(folder, "the folder has no config.json", key=key)
@@ -235,12 +234,12 @@ def read_config(folder: Path, *, key: str = KEY) -> dict[str, Any]:
     except ValueError as error:
         raise _error(folder, f"config.json is not valid JSON ({error})", key=key) from error
     if not isinstance(hf_config, dict) or not isinstance(hf_config.get("model_type"), str):
-        raise _error(folder, "config.json must name a model_type", key=key)
+        raise _error(folder, "config.json must have a model_type", key=key)
     return hf_config
 
 
 def write_config(hf_config: Mapping[str, Any], folder: Path, *, dtype: torch.dtype | None) -> None:
-    """Write config.json with the dtype of the written weights under its existing key."""
+    """Write config.json with the dtype of the written weights."""
     content = dict(hf_config)
     if dtype is not None:
         key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
@@ -295,7 +294,7 @@ def _by_name(slices: Iterable[HeldSlice]) -> defaultdict[str, list[HeldSlice]]:
 
 
 def _read(tensor: Any, source: FileTensor, *, slices: list[HeldSlice]) -> None:
-    """Copy a file's tensor into slices, and read only the rows and columns that they need."""
+    """Copy a file tensor into slices; read only the rows and columns that they need."""
     for held in slices:
         (first, *columns), (rows, *widths) = held.spec.offset, held.spec.size
         start = max(first, source.start)
@@ -379,6 +378,6 @@ def _error(folder: Path, rule: str, *, key: str) -> UserError:
         key,
         str(folder),
         rule=rule,
-        remedy="Use a complete Hugging Face folder with safetensors weights that fit its "
+        remedy="Use a complete Hugging Face folder with safetensors weights that match its "
         "config.json.",
     )

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loader of the user's reward function, by file and name (verl's ``custom_reward_function.*``).
 
-It executes foreign code, and is therefore called inside reward processes only. Each error is a
-``UserError`` that names the key: the file is missing or does not import, or the function is missing
-or cannot be called with verl's four arguments.
+It executes foreign code, and is therefore called inside reward processes only.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 @dataclass(frozen=True, slots=True)
 class CustomReward:
-    """The keys ``custom_reward_function.*``; every call is passed ``reward_kwargs``."""
+    """The keys ``custom_reward_function.*``; every call receives ``reward_kwargs``."""
 
     path: str
     name: str
@@ -32,7 +30,8 @@ def load_custom_reward(custom: CustomReward) -> Callable[..., Any]:
     """Import the file and return its function, which may be a coroutine function.
 
     Raises:
-        UserError: the function cannot be loaded or called.
+        UserError: the file is missing or does not import, or the function is missing or cannot be
+            called with verl's four arguments.
     """
     function = import_object("custom_reward_function", custom.path, name=custom.name)
     arguments = dict.fromkeys(_ARGUMENTS) | dict(custom.reward_kwargs)
@@ -46,5 +45,5 @@ def load_custom_reward(custom: CustomReward) -> Callable[..., Any]:
             remedy="Change its parameters or reward_kwargs.",
         ) from error
     except ValueError:
-        pass  # a builtin without a signature: its first call will show
+        pass  # a builtin without a signature
     return function

@@ -2,8 +2,7 @@
 """GSM8K: exact match of the final number, by verl's definitions of strict and flexible.
 
 Only the last 300 characters are searched. Strict takes the last ``#### number``, flexible the last
-number anywhere. Numbers are compared as text (``12.`` is not ``12``). Arithmetic and LaTeX are not
-read.
+number anywhere. Numbers are compared as text: ``12.`` is not ``12``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def extract_answer(solution_str: str, method: str) -> str | None:
     if method == "flexible":
         numbers = _NUMBER.findall(tail)
         meaningful = [number for number in numbers if number != "."]
-        # If all of them are dots, verl returns the first.
+        # Among dots only, verl returns the first.
         return meaningful[-1] if meaningful else next(iter(numbers), None)
     raise ValueError(f"method={method!r}: must be strict or flexible.")
 
@@ -48,7 +47,7 @@ def compute_score(
     method: str = "strict",
     format_score: float = 0.0,
 ) -> Mapping[str, Any]:
-    """Score the right answer 1, a wrong one ``format_score``, and none 0.
+    """Score a right answer 1, a wrong one ``format_score``, and a missing one 0.
 
     As in verl, ``acc`` equals the score. ``pred`` is the answer.
     """

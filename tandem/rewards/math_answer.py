@@ -3,8 +3,8 @@
 
 The answer is the last ``\\boxed{...}`` or the last ``Answer: ...`` line; a response without one
 scores like a wrong answer. verl compares normalised text instead; equal text is equal here too.
-Only this file imports math-verify, and only when two texts differ. The alarms of math-verify are
-switched off, because the pool enforces the deadline.
+math-verify is imported only when two texts differ. Its time limits are switched off, because the
+pool enforces the deadline.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_answer_line(text: str) -> str | None:
-    """Return the text after the last ``Answer:`` of the last 300 characters, unboxed."""
+    """Return the text after the last ``Answer:`` in the last 300 characters, without its box."""
     lines = _ANSWER_LINE.findall(text[-_TAIL_CHARACTERS:])
     if not lines:
         return None
@@ -48,7 +48,7 @@ def is_equivalent(answer: str, ground_truth: str) -> bool:
     """Return whether two LaTeX expressions are mathematically equal.
 
     Raises:
-        ValueError: the ground truth is not mathematics.
+        ValueError: the ground truth is not a mathematical expression.
     """
     if _squeezed(answer) == _squeezed(ground_truth):
         return True
@@ -78,7 +78,7 @@ def compute_answer_line_score(
 
 
 def _prediction(answer: str | None) -> str:
-    """Return the text that a majority vote counts, without spacing and ``$``."""
+    """Return the answer for majority votes, without spacing and ``$``."""
     return NO_ANSWER if answer is None else _squeezed(answer)
 
 
@@ -91,7 +91,7 @@ def _math_verify() -> Callable[[str, str], bool]:
     """Import math-verify, which takes about half a second, on first use."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # Without its alarms it warns that the caller must watch the time. The pool does.
+    # Without time limits it warns that the caller must enforce them, as the pool does.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def read(expression: str) -> list[Any]:

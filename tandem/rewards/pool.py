@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of child processes that computes rewards; a failure is a typed outcome, never a 0.
+"""The pool of child processes that compute rewards. A failure is a typed outcome, never a 0.
 
-A process that hangs or dies is killed and replaced. The sample that it was working on becomes
+A process that hangs or dies is killed and replaced. The sample that it was computing becomes
 TIMEOUT or ERROR; its other samples are run again. No process outlives ``close`` or this process.
-Requests and outcomes are streamed: 256 GSM8K rewards take 6 ms on two cores, 1 ms of it in the
-rewards (pebble, with a deadline for each sample: 20 to 34 ms). The pool is not a sandbox: a reward
-function has the rights of its user.
+Requests and outcomes are streamed: 256 GSM8K rewards take 6 ms on two cores (pebble, with a
+deadline for each sample: 20 to 34 ms). The pool is not a sandbox: a reward function has all rights
+of its user.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class RewardLimits:
     """The limits of a pool.
 
     Attributes:
-        num_processes: the largest number of processes.
-        deadline_s: the seconds that a sample may take.
-        memory_limit_bytes: the memory that a process may allocate; None for any.
+        num_processes: the maximum number of processes.
+        deadline_s: the time limit of a sample.
+        memory_limit_bytes: the memory limit of a process; None without a limit.
 
     Raises:
         UserError: a limit is not positive.
@@ -57,8 +57,8 @@ class RewardLimits:
 class RewardPool:
     """A pool that scores the requests of any number of concurrent callers on one event loop.
 
-    Processes start when there is work for them. A process takes a window of requests at a time, so
-    that small rewards share the cost of a round trip; windows shrink as work runs out.
+    Processes start when there is work for them. Each receives a window of requests at a time, so
+    that cheap rewards share the cost of a round trip; windows shrink as work runs out.
 
     Example:
         >>> async with RewardPool(RewardSpec(), RewardLimits(4, deadline_s=10)) as pool:
@@ -141,11 +141,11 @@ class RewardPool:
         self._dispatch()
 
     def on_start_failed(self, process: RewardProcess, error: Exception) -> None:
-        """See ``ProcessOwner``. No other process could load the function: the pool fails."""
+        """Fail the pool: no other process could load the function either."""
         self._fail(error)
 
     def on_failed(self, process: RewardProcess, outcome: RewardOutcome) -> None:
-        """See ``ProcessOwner``. Blame the first open request, or suspect all if concurrent."""
+        """Give ``outcome`` to the first open request, or suspect all if they ran concurrently."""
         self._processes.remove(process)
         self._dying = [dead for dead in self._dying if not dead.reap(0)] + [process]
         jobs = list(process.in_flight.values())
@@ -156,11 +156,10 @@ class RewardPool:
         self._pending.extendleft(reversed(jobs))
         try:
             self._dispatch()
-        except OSError as error:  # nobody awaits this call, so fail the pending ones
+        except OSError as error:  # no caller awaits this callback
             self._fail(RuntimeError(f"no reward process can be started: {error}"))
 
     def _dispatch(self) -> None:
-        """Give pending work to idle processes, and start further ones up to the limit."""
         while self._pending:
             process = next((p for p in self._processes if not p.in_flight), None)
             if process is None:
@@ -175,7 +174,7 @@ class RewardPool:
         return process
 
     def _take_window(self, *, is_concurrent: bool) -> list[Job]:
-        """Remove and return the next jobs for one process. A suspect goes alone."""
+        """Remove and return the next jobs for one process; a suspect runs alone."""
         share = -(-len(self._pending) // self._limits.num_processes)
         size = share if is_concurrent else min(-(-share // 2), _MAX_WINDOW)
         window = [self._pending.popleft()]
@@ -188,7 +187,7 @@ class RewardPool:
             raise self._error
 
     def _fail(self, error: Exception) -> None:
-        """Close the pool for good: raise ``error`` in every pending call."""
+        """Close the pool and raise ``error`` in every pending call."""
         self._error = self._error or error
         for process in self._processes:
             process.kill()
@@ -206,7 +205,7 @@ def check_reward(spec: RewardSpec, limits: RewardLimits) -> None:
     """Load the reward function in a child process, then end it; blocks for about 0.1 s.
 
     Raises:
-        UserError: it cannot be loaded.
+        UserError: the function cannot be loaded.
     """
 
     async def load() -> None:

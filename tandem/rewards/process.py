@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent's view of a reward process: requests go in, outcomes or a failure come back.
+"""The parent's side of a reward process: requests go in, outcomes or a failure come back.
 
 It is a small state machine on the event loop: starting, serving, dead. ``pool`` decides which
-request is at fault for a failure. Each process is a fresh interpreter, which takes some 60 ms: it
-neither forks a process that holds a device nor imports the main program again.
+request caused a failure. Each process is a fresh interpreter (about 60 ms): it neither forks a
+process that holds a device nor imports the main program again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EXIT_WAIT_S = 1.0
 
 
 class Batch:
-    """The requests of one call. The future ``outcomes`` is done when all outcomes are there."""
+    """The requests of one call. The future ``outcomes`` is done once all outcomes have arrived."""
 
     def __init__(self, size: int) -> None:
         self.outcomes: asyncio.Future[list[RewardOutcome]] = (
@@ -49,13 +49,13 @@ class Batch:
         self._size = size
 
     def put(self, index: int, outcome: RewardOutcome) -> None:
-        """Take the outcome of request ``index``; the caller may have given up waiting."""
+        """Store the outcome of request ``index``, even if the caller no longer waits."""
         self._collected[index] = outcome
         if len(self._collected) == self._size and not self.outcomes.done():
             self.outcomes.set_result([self._collected[i] for i in range(self._size)])
 
     def fail(self, error: Exception) -> None:
-        """Raise ``error`` in the caller, unless it has its outcomes already."""
+        """Raise ``error`` in the caller, unless its outcomes are complete."""
         if not self.outcomes.done():
             self.outcomes.set_exception(error)
 
@@ -64,8 +64,8 @@ class Batch:
 class Job:
     """A pickled request of a batch.
 
-    ``is_suspect``: it was in flight when a process failed, and the request at fault is not known.
-    Such a request is tried again on its own.
+    ``is_suspect``: the request was in flight when a process failed, and any of several may be the
+    cause. It is run again on its own.
     """
 
     batch: Batch
@@ -79,7 +79,7 @@ class Job:
 
 
 def make_jobs(batch: Batch, requests: Sequence[RewardRequest]) -> list[Job]:
-    """Pickle each request; one that cannot be pickled raises here, in the call that it is of."""
+    """Pickle each request here, so that an error of pickling raises in the right call."""
     return [Job(batch, index, pickle.dumps(request)) for index, request in enumerate(requests)]
 
 
@@ -87,24 +87,24 @@ class ProcessOwner(Protocol):
     """The listener to the events of a process."""
 
     def on_ready(self, process: RewardProcess) -> None:
-        """Accept that the function is loaded."""
+        """Handle that the function is loaded."""
         ...
 
     def on_idle(self, process: RewardProcess) -> None:
-        """Accept that every request was answered."""
+        """Handle that every request is answered."""
         ...
 
     def on_start_failed(self, process: RewardProcess, error: Exception) -> None:
-        """Accept that the function could not be loaded; the process is dead."""
+        """Handle that the function could not be loaded; the process is dead."""
         ...
 
     def on_failed(self, process: RewardProcess, outcome: RewardOutcome) -> None:
-        """Accept that the process hung or died, and give the request at fault ``outcome``."""
+        """Handle that the process hung or died; ``outcome`` is for the request that caused it."""
         ...
 
 
 class RewardProcess:
-    """A process that is started on a running event loop. ``submit`` works from the start."""
+    """A child process with its event-loop callbacks. ``submit`` need not wait until it is ready."""
 
     def __init__(self, setup: WorkerSetup, owner: ProcessOwner) -> None:
         self.in_flight: dict[int, Job] = {}
@@ -166,7 +166,7 @@ class RewardProcess:
             self._loop.add_writer(self._socket, self._flush)
             return
         except ConnectionError:
-            self._outgoing.clear()  # it died; the reader will find that out
+            self._outgoing.clear()  # the process died; _receive will handle that
         self._loop.remove_writer(self._socket)
 
     def _receive(self) -> None:
@@ -208,7 +208,6 @@ class RewardProcess:
         return self._deadline_s + (_CONCURRENT_GRACE_S if self.is_concurrent else 0.0)
 
     def _watch(self) -> None:
-        """Schedule a check of the silence for when the present limit ends."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(self._limit_s(), self._check_silence)

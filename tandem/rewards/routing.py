@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The built-in rule of each ``data_source`` (verl's names).
 
-An unknown source is an error before the run starts (``check_sources``), never a reward of 0.
+An unknown source is an error before the run starts, never a reward of 0.
 """
 
 from __future__ import annotations
@@ -60,6 +60,6 @@ def check_sources(data_sources: Iterable[str]) -> None:
             raise UserError(
                 "data_source",
                 data_source,
-                rule="its reward needs math-verify, which is missing",
+                rule="its reward needs math-verify, which is not installed",
                 remedy="Run pip install math-verify.",
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a request to a typed outcome: find the function, call it, judge and shape its result.
+"""The computation of one reward: find the function, call it, check and shape its result.
 
 If a reward function raises or returns no finite number, the outcome is an ERROR with a one-line
 cause. The parent process handles functions that hang or die (``process``).
@@ -29,7 +29,7 @@ class OverlongBuffer:
 
     It is 0 up to ``max_tokens - buffer_tokens`` and falls to ``-penalty_factor`` at ``max_tokens``.
     The two lengths are verl's ``max_resp_len`` and ``overlong_buffer_cfg.len``. With ``log``,
-    outcomes carry the penalty.
+    outcomes include the penalty.
 
     Raises:
         UserError: the buffer is empty, or longer than ``max_tokens``.
@@ -64,7 +64,7 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A loaded reward; ``is_concurrent``: a coroutine function, whose calls overlap."""
+    """A loaded reward; ``is_concurrent`` if the function is a coroutine function."""
 
     function: Callable[..., Any]
     overlong: OverlongBuffer | None
@@ -89,7 +89,7 @@ def score_request(scorer: Scorer, request: RewardRequest) -> RewardOutcome:
     """Call a plain reward function; turn every exception into an outcome."""
     try:
         outcome = judge(scorer.function(**_arguments(scorer, request)))
-    # SystemExit too: a library that calls sys.exit() must not end the process.
+    # A library that calls sys.exit() must not end the process.
     except (Exception, SystemExit) as error:
         return failure(RewardStatus.ERROR, describe(error))
     return _shaped(scorer, request, outcome=outcome)
@@ -113,7 +113,7 @@ def judge(returned: Any) -> RewardOutcome:
     """Turn the result of a reward function into an outcome.
 
     A number is the score and, as in verl, ``acc``. In a mapping, ``score`` is the score and
-    ``pred`` the prediction; other finite numbers and booleans are kept, other values dropped.
+    ``pred`` the prediction; other finite numbers and booleans are kept, all other values dropped.
     """
     if not isinstance(returned, Mapping):
         score = as_number(returned)
@@ -160,7 +160,7 @@ def timeout(deadline_s: float) -> RewardOutcome:
 
 
 def overlong_penalty(num_tokens: int, buffer: OverlongBuffer) -> float:
-    """Compute the addend to the score of a response of ``num_tokens``: 0 or less."""
+    """Compute the penalty of a response of ``num_tokens``: 0 or less, to be added to its score."""
     excess = num_tokens - (buffer.max_tokens - buffer.buffer_tokens)
     return min(-excess / buffer.buffer_tokens * buffer.penalty_factor, 0.0)
 
@@ -170,8 +170,8 @@ def shape_outcome(
 ) -> RewardOutcome:
     """Add the overlong penalty to the score; return a failure unchanged.
 
-    ``extra`` gets the raw ``score`` and, with ``buffer.log``, ``overlong_reward`` and ``overlong``;
-    its ``acc`` stays.
+    ``extra`` gets the raw ``score`` and, with ``buffer.log``, ``overlong_reward`` and ``overlong``.
+    ``acc`` stays unchanged.
     """
     if outcome.status is not RewardStatus.VALUE:
         return outcome
@@ -208,5 +208,5 @@ def _shaped(scorer: Scorer, request: RewardRequest, *, outcome: RewardOutcome) -
 def _not_a_number(value: Any) -> RewardOutcome:
     text = repr(value)[:80]
     return failure(
-        RewardStatus.ERROR, f"returned {text} ({type(value).__name__}), which is no finite number"
+        RewardStatus.ERROR, f"returned {text} ({type(value).__name__}), not a finite number"
     )

@@ -3,8 +3,8 @@
 
 Input is length-prefixed pickles: a ``WorkerSetup``, then ``RewardRequest``s. Output is JSON lines:
 a greeting, then the number of each request with the fields of its outcome. The program never
-imports torch. It ends with its parent in any state: the parent holds the other end of a pipe, and
-the kernel signals this process group when that end closes.
+imports torch. It always ends with its parent: the parent holds the other end of a pipe, and the
+kernel signals this process group when that end closes.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
     for descriptor in (channel_fd, lifeline_fd):
         os.set_inheritable(descriptor, False)
     _end_with_parent(lifeline_fd)
-    os.dup2(2, 1)  # a reward must not print between the results that a command prints
+    os.dup2(2, 1)  # prints of a reward function go to stderr, not into a command's output
     try:
         _work(socket.socket(fileno=channel_fd))
     except ConnectionError:
-        return  # the parent is gone and needs no answer
+        return  # the parent is gone
 
 
 def _work(channel: socket.socket) -> None:
@@ -74,8 +74,8 @@ def _work(channel: socket.socket) -> None:
 
 
 def _end_with_parent(lifeline_fd: int) -> None:
-    """Ask the kernel to send SIGIO to this group when the pipe closes; its default action kills."""
-    # A thread waiting on the pipe would need the interpreter lock, which a hanging C call may hold.
+    """Make the kernel send SIGIO, which kills, to this process group when the pipe closes."""
+    # A thread waiting on the pipe would need the GIL, which a hanging C call may hold.
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
     flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
@@ -111,7 +111,7 @@ async def _serve_concurrently(channel: socket.socket, scorer: Scorer, *, deadlin
 
 
 def _receive_message(channel: socket.socket) -> bytes:
-    """Read one message and not a byte more, because a stream reads the following ones.
+    """Read one message and not a byte more: a buffered stream reads the following ones.
 
     Raises:
         ConnectionError: the parent has closed the channel.

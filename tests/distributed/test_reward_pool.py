@@ -68,7 +68,7 @@ DETAILS = {
     "segfault": (RewardStatus.ERROR, "process killed by SIGSEGV"),
     "quit": (RewardStatus.ERROR, "SystemExit: 1 (unruly.py:14)"),
     "raise": (RewardStatus.ERROR, "KeyError: 'no such thing' (unruly.py:16)"),
-    "nan": (RewardStatus.ERROR, "returned nan (float), which is no finite number"),
+    "nan": (RewardStatus.ERROR, "returned nan (float), not a finite number"),
 }
 
 

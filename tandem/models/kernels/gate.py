@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels: silu of the gate times the up projection in one pass, and its gradient.
 
-Arithmetic is fp32 with one rounding at the end. The backward pass computes the silu again. fp64 is
-not supported.
+Arithmetic is fp32 with one rounding at the end. The backward pass recomputes the silu. fp64 is not
+supported.
 
 Shapes: T tokens, F feed-forward.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _BLOCK = 1024
-"""The columns of a program, which computes a part of one row."""
+"""The number of columns of a program, which computes a part of one row."""
 
 
 def gate(gate_up_T2F: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportCallIssue=false
-"""A gather of rows whose backward pass sums the copies of a row in a fixed order.
+"""A gather of rows whose backward pass sums the copies of a row in a fixed order, in fp32.
 
-The backward pass of torch's index_select adds by atomics, in an undefined order and in the tensor's
-precision. Here the copies of each row are summed in fp32.
+The backward pass of torch's index_select uses atomics: it adds in an undefined order, and in the
+tensor's precision.
 
-Shapes: T rows, Y copies, W numbers of a row.
+Shapes: T rows, Y copies, W elements of a row.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tandem.models.operators import upload
 
 
 class Gather:
-    """The function ``gather(x_T...) -> x_Y...`` for one fixed index."""
+    """The function ``gather(x_T...) -> x_Y...`` for a fixed index."""
 
     def __init__(self, index_Y: np.ndarray, num_rows: int, *, device: torch.device) -> None:
-        """Prepare an index: int64, the row of each copy, in 0..``num_rows`` - 1."""
+        """Prepare ``index_Y``, int64: the row of each copy, in 0..``num_rows`` - 1."""
         counts_T = np.bincount(index_Y, minlength=num_rows)
         starts = np.concatenate(([0], np.cumsum(counts_T)))
         self.index_Y = upload(torch.from_numpy(index_Y), device)

@@ -2,8 +2,8 @@
 # pyright: reportCallIssue=false
 """Log-probs of given tokens and entropies from hidden states, with reductions in Triton.
 
-A chunk of fp32 logits is read once for all of its statistics. The backward pass computes it again
-and reads it once for its gradient. The definitions are those of ``logprob``.
+A chunk of fp32 logits is read once for all its statistics. The backward pass recomputes it and
+reads it once for its gradient. ``logprob`` defines the results.
 
 Shapes: R response tokens, C rows of a chunk, D hidden, V vocabulary.
 """
@@ -125,7 +125,7 @@ def _accumulate(total_VD: Tensor | None, grad_CV: Tensor, *, h_CD: Tensor) -> Te
 def _statistics(
     logits_ptr, target_ptr, results_ptr, vocabulary, results_stride, scale, BLOCK: tl.constexpr
 ):
-    """Compute log-prob of the target, entropy and log of the sum of one row, in one pass."""
+    """Compute the target's log-prob, the entropy and the log-sum-exp of one row, in one pass."""
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * vocabulary
     top = tl.full([BLOCK], -1e30, tl.float32)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels: residual sum and root mean square norm in one pass, and their gradients.
 
-The sum is rounded to the dtype of the stream first. The norm of the rounded sum is computed in fp32
-with one rounding, to the dtype of the weight. The added tensor and the norm may have a lower
-precision than the stream. Gradients are the same in every run: each program sums the weight
-gradient of its own rows, and torch adds the programs' sums. fp64 is not supported.
+The sum is rounded to the dtype of the stream. The norm of the rounded sum is computed in fp32 and
+rounded once, to the dtype of the weight. The added tensor and the norm may have a lower precision
+than the stream. Gradients are deterministic: each program sums the weight gradient of its own rows,
+and torch adds the programs' sums. fp64 is not supported.
 
 Shapes: T tokens, D hidden, P programs of the backward pass.
 """
@@ -28,7 +28,7 @@ _MIN_ROWS_PER_PROGRAM = 4
 def add_norm(
     x_TD: Tensor, delta_TD: Tensor | None, *, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See ``operators.Operators.add_norm``. Without a delta the sum shares the memory of x."""
+    """See ``operators.Operators.add_norm``. Without a delta, the sum is x itself."""
     if torch.is_grad_enabled():
         return _AddNorm.apply(x_TD, delta_TD, weight_D, eps)
     return _forward(x_TD, delta_TD, weight_D=weight_D, eps=eps)
@@ -61,7 +61,7 @@ class _AddNorm(torch.autograd.Function):
 
 @cache
 def _block_and_warps(hidden: int) -> tuple[int, int]:
-    """Return the columns of a program, a power of two, and its number of warps."""
+    """Return the number of columns of a program, a power of two, and its number of warps."""
     block = 1 << (hidden - 1).bit_length()
     return block, min(max(block // 256, 1), 16)
 
@@ -74,7 +74,7 @@ def _forward(
     eps: float,
     inverse_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return norm and sum. The fp32 inverse root mean squares are written to ``inverse_T``."""
+    """Return norm and sum, and write the fp32 inverse root mean squares to ``inverse_T``."""
     num_rows, hidden = x_TD.shape
     block, num_warps = _block_and_warps(hidden)
     input_TD = x_TD.contiguous()
@@ -106,7 +106,7 @@ def _backward(
     saved: tuple[Tensor, ...],
     delta_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the gradients of stream, added tensor (None without a dtype) and weight."""
+    """Return the gradients of stream, added tensor (None without ``delta_dtype``) and weight."""
     sum_TD, inverse_T, weight_D = saved
     num_rows, hidden = sum_TD.shape
     block, num_warps = _block_and_warps(hidden)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The set of operators with the kernels of this folder, for devices that Triton compiles for.
-
-Operators without a kernel are those of ``TORCH``, which defines all results.
-"""
+"""The operators with the Triton kernels of this folder; the others are those of ``TORCH``."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """Triton kernel: the rotary embedding of all heads of all tokens in one pass, forward and backward.
 
 The backward pass is the same rotation with the sines of the two halves exchanged. Arithmetic is
-fp32 with one rounding at the end. Angles get no gradient. fp64 is not supported.
+fp32 with one rounding at the end. Angles have no gradient. fp64 is not supported.
 
 Shapes: T tokens, M heads, E head dimension.
 """
@@ -44,13 +44,13 @@ class _Rotate(torch.autograd.Function):
 
 @cache
 def _tile(head_dim: int) -> tuple[int, int]:
-    """Return the rows of a program, of one token and head each, and the pairs of a row."""
+    """Return the rows of a program, each one head of one token, and the pairs of a row."""
     pairs = 1 << (head_dim // 2 - 1).bit_length()
     return max(_PAIRS_PER_PROGRAM // pairs, 1), pairs
 
 
 def _launch(x_TME: Tensor, angles: Angles, *, transposed: bool) -> Tensor:
-    """Rotate, or apply the transpose. Only the last dimension of x must be contiguous."""
+    """Apply the rotation or its transpose, without a copy if the last dimension is contiguous."""
     if x_TME.stride(2) != 1:
         x_TME = x_TME.contiguous()
     num_tokens, num_heads, head_dim = x_TME.shape

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a packed batch through torch's variable-length flash attention (Dao, 2023).
 
-There is no padding. Keys and values of a shared prefix are repeated before each segment that has
-the prefix, inside attention only, which costs little compared with the layers' matrix products. The
-backward pass sums their gradients in a fixed order. The kernel takes half precision only; other
-precisions use the generic implementation.
+There is no padding. Keys and values of a shared prefix are repeated before each of its segments,
+inside attention only. The backward pass sums their gradients in a fixed order. The kernel supports
+half precision only; other precisions use the generic implementation.
 
 Shapes: T tokens, S segments, Y keys with prefixes repeated, H query heads, K key/value heads, E
 head dimension.
@@ -101,7 +100,7 @@ def _starts(lengths_S: Tensor, device: torch.device) -> Tensor:
 
 
 def _key_index(segments: Segments) -> np.ndarray:
-    """Return the tokens in the order of keys, (Y,): of each segment its prefix, then itself."""
+    """Return the token of each key, (Y,): for each segment its prefix, then its own tokens."""
     starts = torch.stack((segments.prefix_start_S, segments.start_S), 1).flatten().numpy()
     lengths = torch.stack((segments.prefix_length_S, segments.length_S), 1).flatten().numpy()
     before = np.cumsum(lengths) - lengths

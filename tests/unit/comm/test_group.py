@@ -102,7 +102,7 @@ def test_forming_ends_although_the_library_does_not() -> None:
     store = MuteStore()
     with (
         sooner_than(),
-        pytest.raises(GroupError, match="group alone: not all were connected within 0.2 s"),
+        pytest.raises(GroupError, match="group alone: not all members connected within 0.2 s"),
     ):
         form_group(store, GroupPlace("alone", (0, 1), 0, CPU, 0.2))
     store.ending.set()

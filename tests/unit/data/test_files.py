@@ -49,7 +49,7 @@ def test_a_missing_gsm8k_file_names_the_command_that_makes_it() -> None:
     with pytest.raises(UserError) as error:
         count_rows(["/nowhere/gsm8k/train.parquet"])
     assert str(error.value) == (
-        "data.train_files='/nowhere/gsm8k/train.parquet': no such file. Make it with: "
+        "data.train_files='/nowhere/gsm8k/train.parquet': no such file. Create it with: "
         "python3 examples/data_preprocess/gsm8k.py --local_dir /nowhere/gsm8k"
     )
 
@@ -68,7 +68,7 @@ def test_no_file_at_all_is_an_error() -> None:
 def test_an_empty_file_is_an_error(name: str, write: Callable[..., str]) -> None:
     path = write([], name)
     for read in (count_rows, read_rows):
-        with pytest.raises(UserError, match="the file holds no rows"):
+        with pytest.raises(UserError, match="the file has no rows"):
             read([path])
 
 

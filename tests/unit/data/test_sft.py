@@ -114,7 +114,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(
         ({"messages": None}, "has no list of"),
         ({"messages": [{"role": "user"}]}, "has no list of"),
         ({"messages": CONVERSATION[:2]}, "must have an assistant message"),
-        ({"messages": CONVERSATION[2:]}, "another one before it"),
+        ({"messages": CONVERSATION[2:]}, "another message before the first one"),
     ],
 )
 def test_a_bad_conversation_is_named(
@@ -128,8 +128,8 @@ def test_a_bad_conversation_is_named(
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ({"question": None}, r"has nothing under 'extra_info\.question'"),
-        ({"answer": ""}, r"has nothing under 'extra_info\.answer'"),
+        ({"question": None}, r"has no value under 'extra_info\.question'"),
+        ({"answer": ""}, r"has no value under 'extra_info\.answer'"),
         ({"answer": 72}, "a response that is not text"),
         ({"question": 72}, "a prompt that is neither text"),
     ],
@@ -187,7 +187,7 @@ def test_rows_of_which_nothing_is_left_to_learn_are_dropped_and_counted(
         kept = load_sft_examples(config, codec)
     assert [e.row for e in kept] == [i for i, length in enumerate(prompt_lengths) if length < limit]
     assert f"dropped {7 - len(kept)} of 7 examples" in caplog.text
-    with pytest.raises(UserError, match="nothing to learn of any row"):
+    with pytest.raises(UserError, match="no token with loss in any row"):
         load_sft_examples(gsm8k(write(rows), max_length=4, truncation="right"), codec)
 
 

@@ -142,7 +142,7 @@ def foreign(tmp_path: Path) -> ModelFolder:
 
 def test_a_model_that_cannot_be_spread_is_named_by_the_commands_key(foreign: ModelFolder) -> None:
     for site, key in ((run_site(), "actor_rollout_ref.model.path"), (sft_site(), "model.path")):
-        with pytest.raises(UserError, match=f"^{key}='{foreign.path}': .*cannot be spread"):
+        with pytest.raises(UserError, match=f"^{key}='{foreign.path}': .*cannot be sharded"):
             require_fit(site, foreign)
 
 

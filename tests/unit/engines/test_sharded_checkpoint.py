@@ -134,7 +134,7 @@ def test_a_foreign_checkpoint_is_refused(tiny_policy_folder: Path, tmp_path: Pat
     record = json.loads((tmp_path / SHARDED_FILE).read_text())
     record |= {"model": "a model", "moments": {"AdamW": []}}
     (tmp_path / SHARDED_FILE).write_text(json.dumps(record))
-    with pytest.raises(UserError, match="optim.optimizer='Muon': the checkpoint holds the state"):
+    with pytest.raises(UserError, match="optim.optimizer='Muon': the checkpoint has the state"):
         trained.restore(tmp_path)
     engine = SingleDeviceEngine(_open(tiny_policy_folder), MUON, total_training_steps=10)
     with pytest.raises(UserError, match="another model"):

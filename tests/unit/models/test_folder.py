@@ -41,7 +41,7 @@ def test_mistakes_are_named(tmp_path):
     config.write_text("{")
     refused(tmp_path, "config.json is not valid JSON")
     config.write_text("{}")
-    refused(tmp_path, "config.json must name a model_type")
+    refused(tmp_path, "config.json must have a model_type")
     config.write_text('{"model_type": "marvellous"}')
     refused(tmp_path, "model_type 'marvellous' is unknown. Use one of qwen2, qwen3, llama, or")
     config.write_text('{"model_type": "marvellous", "auto_map": {}}')

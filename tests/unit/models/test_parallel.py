@@ -211,7 +211,9 @@ def test_sizes_that_divide() -> None:
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2, "sequence": 1}, {"tensor": 1, "sequence": 2}])
 def test_models_of_transformers_are_not_split(sizes: dict[str, int]) -> None:
-    with pytest.raises(UserError, match=r"^here\.\w+_parallel_size=2: only models of our own") as e:
+    with pytest.raises(
+        UserError, match=r"^here\.\w+_parallel_size=2: this model cannot be split"
+    ) as e:
         check_layout(None, **sizes, section="here")
     assert "Use 1 or a model of qwen2, qwen3, llama." in str(e.value)
     check_layout(None, tensor=1, sequence=1)
