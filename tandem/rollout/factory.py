@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of rollout engines, and the choice among them.
 
-An engine is one function from an ``EngineSpec`` to an ``api.RolloutEngine``. An engine of this
-package has a line in ``ENGINES``. Any other is named by its dotted path.
+An engine is one function from an ``EngineSpec`` to an ``api.RolloutEngine``. The engines of this
+package are in ``ENGINES``. Any other is named by its dotted path.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Everything that a rollout engine is built from.
+    """The arguments of a rollout engine's constructor.
 
     Attributes:
-        model: the policy, whose weights others change in place: the trainer in the same process, or
-            the weight link. An engine that shares weights computes with it. Any other leaves it
-            alone, because it may have no memory between two updates.
-        folder: the model's folder with config.json and tokenizer. Its weights are those before
-            training, and version 0 comes through the sink as well.
+        model: the policy. The trainer in the same process or the weight link changes its weights in
+            place. An engine that shares weights computes with it. Any other must not read it,
+            because its memory may be freed between two updates.
+        folder: the model's folder with config.json and tokenizer. Its weights are the initial ones.
+            The sink also receives them, as version 0.
         config: the keys ``actor_rollout_ref.rollout.*``.
         eos_ids: the tokens that end a response.
         platform: the platform of the device.
@@ -53,10 +53,10 @@ class EngineSpec:
 
 
 def build_engine(spec: EngineSpec) -> RolloutEngine:
-    """Build the engine that ``spec.config.name`` asks for.
+    """Build the engine that ``spec.config.name`` names.
 
     Raises:
-        UserError: a dotted path leads to no function, or the engine cannot serve the model.
+        UserError: a dotted path does not name a function, or the engine cannot serve the model.
     """
     name = spec.config.name
     if is_dotted(name):
@@ -65,10 +65,10 @@ def build_engine(spec: EngineSpec) -> RolloutEngine:
 
 
 def engine_name(spec: EngineSpec) -> str:
-    """Return the line of ``ENGINES`` that serves a model.
+    """Return the key of ``ENGINES`` for the engine that serves the model.
 
-    ``native`` and ``hf`` do not choose: our own engines serve the families of our decoder, and
-    transformers' generate serves all others. Names of engines that are not built yet mean the same.
+    ``dense`` and ``paged`` are taken literally. Under any other name the model decides: our own
+    engines serve the families of our decoder, and transformers' generate serves all others.
     """
     if spec.config.name in ENGINES.keys() - {"hf"}:
         return spec.config.name
@@ -78,10 +78,10 @@ def engine_name(spec: EngineSpec) -> str:
 
 
 def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: str) -> None:
-    """Raise UserError if the paged engine would serve a model that its kernels do not compute.
+    """Raise UserError if the paged engine would serve a model for which it has no kernel.
 
     Args:
-        config: None for a model of transformers', which needs no kernels.
+        config: None for a model that transformers computes, which needs no kernels.
         key: the configuration key and value that the model came from, for the message.
     """
     if config is None or platform.kernels == "torch" or config.head_dim in HEAD_DIMS:
@@ -89,7 +89,7 @@ def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: st
     raise UserError(
         key,
         rule=f"its head dimension {config.head_dim} has no attention kernel for {platform.name} "
-        f"(there are {', '.join(map(str, HEAD_DIMS))})",
+        f"(supported: {', '.join(map(str, HEAD_DIMS))})",
         remedy="Set trainer.device=cpu or use another model.",
     )
 
@@ -103,8 +103,7 @@ def _build_hf(spec: EngineSpec) -> RolloutEngine:
 
 
 def _build_dense(spec: EngineSpec) -> RolloutEngine:
-    # The free memory must not decide the size of batches, because rounding depends on that size,
-    # and a resumed run must repeat it.
+    # Not the free memory: the batch size affects rounding, and a resumed run must repeat both.
     cache_bytes = spec.platform.total_memory_bytes() // 4
     return NativeRolloutEngine(_decoder(spec), _settings(spec, cache_bytes=cache_bytes))
 
@@ -125,7 +124,7 @@ def _build_paged(spec: EngineSpec) -> RolloutEngine:
 
 def _decoder(spec: EngineSpec) -> Decoder:
     decoder = spec.model.decoder
-    assert decoder is not None, "our own engines serve our own decoder"
+    assert decoder is not None, "the dense and the paged engine need tandem's decoder"
     return decoder
 
 

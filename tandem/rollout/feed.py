@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of new weights into an engine that has weights of its own.
+"""Delivery of new weights to an engine that has its own copy.
 
 A version reaches the engine whole or not at all: the engine's manifest and the model must name the
-same tensors with the same shapes, and a failure in between ends the engine's use.
+same tensors with the same shapes, and an engine is unusable after a failed delivery.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tandem.types import Completion, GenerationRequest
 
 
 class WeightFeed:
-    """Hands the weights of a model to the sink of an engine, a tensor at a time."""
+    """The delivery of a model's weights to an engine's sink, one tensor at a time."""
 
     def __init__(self, model: LanguageModel, sink: WeightSink) -> None:
         """Check that the model has the tensors of the sink's manifest, and no others.
 
         Raises:
-            EngineFailure: a tensor is missing, not wanted, or of another shape.
+            EngineFailure: a tensor is missing, is unexpected, or has another shape.
         """
         self._model = model
         self._sink = sink
@@ -34,12 +34,12 @@ class WeightFeed:
         for name in wanted.keys() | offered.keys():
             if wanted.get(name) != offered.get(name):
                 raise EngineFailure(
-                    f"weight {name}: the rollout engine wants {wanted.get(name, 'none')}, "
+                    f"weight {name}: the rollout engine expects {wanted.get(name, 'none')}, "
                     f"the trainer has {offered.get(name, 'none')}"
                 )
 
     def deliver(self, version: int) -> None:
-        """Load the model's present weights into the engine as ``version``."""
+        """Load the model's current weights into the engine as ``version``."""
         offered = dict(checkpoint_views(self._model))
         self._sink.begin(version)
         for name in self._names:

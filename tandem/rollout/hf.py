@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout by transformers' ``generate``, for families that our decoder does not compute.
 
-Requests are generated in left-padded batches, without continuous batching and without a shared
-prefill. A logits processor draws the tokens with the keyed sampler of the native engines. No other
-processor runs, so that log-probs are those of the model.
+Requests are generated in left-padded batches, without continuous batching or a shared prefill. A
+logits processor draws the tokens with the keyed sampler of the native engines. No other processor
+runs: log-probs are the model's.
 
 Shapes: B rows, J new tokens, V vocabulary.
 """
@@ -43,13 +43,12 @@ class _Sample:
 
 
 class HfRolloutEngine:
-    """An ``api.RolloutEngine`` over a transformers model, which it reads and never copies."""
+    """An ``api.RolloutEngine`` over a ``PreTrainedModel``, which it never copies."""
 
     facts = EngineFacts(shares_weights=True, draws_by_key=True, stops_within_sequences=False)
     capacity = Capacity(num_rows=None, cache_tokens=None)
 
     def __init__(self, module: nn.Module, config: HfRolloutConfig) -> None:
-        """Take over ``module``, a ``PreTrainedModel`` with a language-model head."""
         self._module: Any = module
         self._config = config
         self._waiting: deque[GenerationRequest] = deque()
@@ -64,7 +63,7 @@ class HfRolloutEngine:
         """Return at once: between two advances nothing is being computed."""
 
     def sleep(self) -> bool:
-        """Return whether there is nothing to generate. No memory is held between two batches."""
+        """Return whether nothing waits. No memory is held between two batches."""
         return not self._waiting
 
     def wake(self) -> None:
@@ -108,7 +107,7 @@ class HfRolloutEngine:
         return completions
 
     def _next_samples(self, sampling: SamplingParams) -> list[_Sample]:
-        """Take whole requests of one sampling rule, as many as fit, and at least one."""
+        """Take at least one whole request, and as many more with the same sampling as fit."""
         samples: list[_Sample] = []
         while self._waiting and self._waiting[0].sampling == sampling:
             request = self._waiting[0]
@@ -119,7 +118,7 @@ class HfRolloutEngine:
         return samples
 
     def _generate(self, samples: list[_Sample], sampling: SamplingParams) -> list[Draw]:
-        """Return one draw a step, until every row has ended."""
+        """Return one draw per step until every row has ended."""
         device = self._module.device
         width = max(len(sample.prompt_ids) for sample in samples)
         padding = [width - len(sample.prompt_ids) for sample in samples]
@@ -148,7 +147,7 @@ class HfRolloutEngine:
         log_probs: list[float],
         eos_ids: tuple[int, ...],
     ) -> Completion:
-        # A row goes on until its whole batch has ended.
+        # Every row is generated until the whole batch has ended.
         ends = (i + 1 for i, token in enumerate(token_ids) if token in eos_ids)
         length = next(ends, len(token_ids))
         return complete(
@@ -161,7 +160,7 @@ class HfRolloutEngine:
 
 
 class _KeyedDraws:
-    """A logits processor that draws one token a row, keeps it, and lets greedy search take it."""
+    """A logits processor that draws one token per row, and makes greedy search select it."""
 
     def __init__(
         self,

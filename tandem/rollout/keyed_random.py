@@ -2,8 +2,8 @@
 """Uniform numbers that are a pure function of (seed, sample id, position).
 
 There is no generator state: a sample draws the same numbers in any batch, in any order and on any
-device. The hash is the finaliser of splitmix64 (Steele, Lea and
-Flood, OOPSLA 2014) in wrapping int64 arithmetic. Not for cryptography.
+device. The hash is the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014) in wrapping
+int64 arithmetic. It is not cryptographic.
 
 Shapes: B samples, J positions.
 """
@@ -23,16 +23,14 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 def stream_keys(
     seed: int, sample_ids: Sequence[int], *, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return one key a sample, int64 (B,), for ``uniforms``."""
+    """Return one key per sample, int64 (B,), for ``uniforms``."""
     seed_tensor = torch.tensor(_signed(seed), dtype=torch.int64, device=device)
     ids_B = torch.tensor([_signed(sample_id) for sample_id in sample_ids], device=device)
     return splitmix64(splitmix64(seed_tensor) + ids_B * _signed(_INCREMENT))
 
 
 def uniforms(keys_B: Tensor, positions_BJ: Tensor) -> Tensor:
-    """Return numbers in [0, 1) with 24 bits, fp32 (B, J), at int64 positions of the streams of
-    ``keys_B``.
-    """
+    """Return 24-bit numbers in [0, 1), fp32 (B, J), at int64 positions of each key's stream."""
     bits_BJ = splitmix64(keys_B[:, None] + positions_BJ * _signed(_INCREMENT))
     return _shift_right(bits_BJ, 64 - _MANTISSA_BITS).float() * 2.0**-_MANTISSA_BITS
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of tokens that one prefill pass computes, packed without padding.
+"""Runs of tokens, packed without padding into one prefill pass.
 
-A run begins at some position of its sequence. The keys of its prefix, for example of a prompt,
-exist already: they follow the keys of the pass itself, once for all runs with that prefix.
+A run begins at some position of its sequence. The keys of its prefix, for example a prompt, already
+exist. They follow the keys of the pass, once for all runs with that prefix.
 
 Shapes: S runs, T tokens.
 """
@@ -40,8 +40,8 @@ def pack(
     """Pack ``runs``, which begin at positions ``starts``.
 
     Args:
-        prefix_starts: the index of each run's prefix (positions 0..start-1) among the keys that
-            exist already. It has no meaning for a run that begins at 0.
+        prefix_starts: the index of each run's prefix (positions 0..start-1) among the existing
+            keys; ignored for a run that begins at 0.
     """
     length_S, start_S = torch.tensor([len(run) for run in runs]), torch.tensor(starts)
     stop_S = length_S.cumsum(0)
@@ -63,7 +63,7 @@ def cost_of(num_tokens: int, start: int) -> int:
 
 
 def in_passes(costs: Sequence[int], max_cost: int) -> list[slice]:
-    """Cut items into slices that cost at most ``max_cost``. A dearer item stands alone."""
+    """Cut items into slices of at most ``max_cost``. A costlier item gets its own slice."""
     starts, total = [0], 0
     for index, cost in enumerate(costs):
         if index > starts[-1] and total + cost > max_cost:

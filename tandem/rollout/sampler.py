@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draw of one token a row from logits and a uniform number, by inversion of the distribution.
+"""Sampling of one token per row from logits and a uniform number, by inverse transform.
 
-The log-prob is that of the temperature-scaled distribution before top-k and top-p (greedy: of the
-unscaled one), because training differentiates that one. A row's token depends on its own logits and
-its own uniform number alone. There is no generator and no state.
+The log-prob is that of the temperature-scaled distribution before top-k and top-p (greedy: the
+unscaled one), which training differentiates. A row's token depends only on its own logits and
+uniform number. There is no generator and no state.
 
 Shapes: B rows, V vocabulary, C candidates.
 """
@@ -22,7 +22,7 @@ _FIRST_CANDIDATES = 1024
 
 @dataclass(frozen=True, slots=True)
 class DrawRule:
-    """The part of SamplingParams that a draw depends on. ``temperature == 0`` is greedy."""
+    """The sampling parameters of a draw. ``temperature == 0`` is greedy."""
 
     temperature: float
     top_k: int
@@ -36,14 +36,14 @@ class DrawRule:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """int64 (B,) token ids and their fp32 (B,) log-probs."""
+    """The drawn token ids, int64 (B,), and their log-probs, fp32 (B,)."""
 
     token_B: Tensor
     logp_B: Tensor
 
 
 def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, *, rule: DrawRule) -> Draw:
-    """Draw one token a row. ``uniform_B`` is fp32 in [0, 1); a greedy draw ignores it."""
+    """Draw one token per row. ``uniform_B`` is fp32 in [0, 1); a greedy draw ignores it."""
     logits_BV = logits_BV.float()
     if rule.temperature == 0:
         token_B1 = logits_BV.max(-1, keepdim=True).indices  # on CPUs faster than argmax
@@ -93,8 +93,8 @@ def _filter(prob_BV: Tensor, rule: DrawRule) -> Tensor:
 def _nucleus_candidates(prob_BV: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """Return the likeliest tokens in descending order, with at least ``top_p`` of a row's mass.
 
-    To sort a whole vocabulary costs more than a decode step of a small model, and its head nearly
-    always suffices.
+    Sorting the whole vocabulary costs more than a decode step of a small model. Its likeliest
+    tokens nearly always suffice.
     """
     vocabulary = prob_BV.shape[1]
     kept_BC, index_BC = prob_BV.topk(min(_FIRST_CANDIDATES, vocabulary), dim=-1)

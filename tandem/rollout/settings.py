@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings and limits that the dense engine of CPUs and the paged one of accelerators share."""
+"""Settings and limits that the dense and the paged engine share."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class NativeRolloutConfig:
     """The settings of a native engine.
 
     Attributes:
-        seed: determines, together with a sample id, every random number.
+        seed: the seed of the random numbers, together with a sample id.
         eos_ids: tokens that end a response.
-        max_num_seqs: the most sequences that run together.
-        max_num_batched_tokens: the most prompt tokens of one prefill pass.
+        max_num_seqs: the maximum number of running sequences.
+        max_num_batched_tokens: the maximum number of prompt tokens of one prefill pass.
         max_cache_bytes: a bound on keys and values. The dense engine counts every row at the
             greatest length that one of them may reach.
-        keeps_cache: whether cached keys and values of unfinished sequences stay when other weights
-            come into use. Otherwise they are computed again.
+        keeps_cache: whether unfinished sequences keep their cached keys and values after a weight
+            update. Otherwise they are recomputed.
     """
 
     seed: int
@@ -43,9 +43,9 @@ class Limits:
     """The bounds of a scheduler.
 
     Attributes:
-        max_rows: the most sequences that run together.
-        max_prefill_tokens: the most prompt tokens of one prefill pass. A longer prompt passes
-            alone.
+        max_rows: the maximum number of running sequences.
+        max_prefill_tokens: the maximum number of prompt tokens of one prefill pass. A longer prompt
+            gets its own pass.
     """
 
     max_rows: int
@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """The numbers that a cache holds of one token, and where they lie."""
+    """The shape, dtype and device of one token's keys and values."""
 
     num_layers: int
     num_kv_heads: int
@@ -64,7 +64,7 @@ class CacheShape:
 
     @classmethod
     def of(cls, decoder: Decoder) -> CacheShape:
-        """Return the shape for the tokens that ``decoder`` computes."""
+        """Return the shape of ``decoder``'s keys and values."""
         config, weight = decoder.config, decoder.lm_head_weight
         return cls(
             config.num_layers, config.num_kv_heads, config.head_dim, weight.dtype, weight.device

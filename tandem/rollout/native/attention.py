@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention functions of the dense engine: prefill, which keeps keys and values, and decode.
 
-Decode writes one key and value a row into the cache and attends to all columns of that row. The
-query heads that share a key/value head are the rows of one matrix product, so that keys and values
-are never repeated. Plain torch on any device. The paged engine has kernels instead.
+Decode writes one key and value per row into the cache and attends to all columns of that row. The
+query heads that share a key/value head are the rows of one matrix product, which avoids repeating
+keys and values. It is plain torch for any device; the paged engine has kernels instead.
 
 Shapes: B rows, W visible columns, T packed tokens, H query heads, K key/value heads, G = H / K, E
 head dimension.
@@ -53,7 +53,7 @@ class PrefillAttention:
 
 
 class DecodeAttention:
-    """The attention of one new token a row, over columns ``first_column .. column`` of a cache.
+    """The attention of one new token per row, over columns ``first_column .. column`` of a cache.
 
     It is valid until rows enter, leave or move, or the cache is resized. The caller sets ``column``
     before each step.
@@ -65,7 +65,7 @@ class DecodeAttention:
         self._start = first_column - cache.first_column
         self._keys = [key[:num_rows] for key in cache.keys]
         self._values = [value[:num_rows] for value in cache.values]
-        # A product takes the heads of all rows as one batch.
+        # One batched product covers the heads of all rows.
         self._key_heads = [key.flatten(0, 1) for key in self._keys]
         self._value_heads = [value.flatten(0, 1) for value in self._values]
         self._scale = cache.keys[0].shape[2] ** -0.5

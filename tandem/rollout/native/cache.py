@@ -2,9 +2,9 @@
 """The storage of running sequences by (row, column): keys, values, tokens, log-probs, uniforms.
 
 Columns are absolute and grow without bound. The cache holds a window of them, which it shifts or
-enlarges on demand, so that memory follows the longest running sequence and not the longest
-permitted one. Closing a gap copies only the rows that fill it. The cache is dense and not paged,
-because a gather on a CPU costs as much as it would save.
+enlarges on demand, so memory follows the longest running sequence and not the longest permitted
+one. Closing a gap copies only the rows that fill it. The cache is dense and not paged, because a
+gather on a CPU costs as much as it would save.
 
 Shapes: R rows allocated, C columns allocated, T packed prompt tokens, K key/value heads, E head
 dimension, J random numbers.
@@ -22,18 +22,18 @@ from torch.nn import functional as F  # noqa: N812
 from tandem.rollout.settings import CacheShape
 
 NUM_UNIFORMS = 32
-"""Random numbers that are computed ahead for each row."""
+"""Random numbers computed ahead for each row."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStates:
-    """Keys (K, E, T) and values (K, T, E) of packed tokens, one of each a layer."""
+    """Keys (K, E, T) and values (K, T, E) of packed tokens, per layer."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
     def part(self, tokens: slice) -> TokenStates:
-        """Copy some of them, so that the memory of the others can be freed."""
+        """Copy the states of ``tokens``; the memory of the others can then be freed."""
         keys = tuple(key[..., tokens].clone() for key in self.keys)
         return TokenStates(keys, tuple(value[:, tokens].clone() for value in self.values))
 
@@ -42,7 +42,7 @@ class RowCache:
     """Buffers that grow, shift and compact together.
 
     Attributes:
-        shape: the numbers of one token.
+        shape: the shape of one token's keys and values.
         first_column: the column at index 0.
         keys: (R, K, E, C) for each layer, transposed, because the product with a query is faster.
         values: (R, K, C, E) for each layer.
@@ -94,7 +94,8 @@ class RowCache:
     def reserve(self, num_rows: int, columns: range, *, live_rows: int) -> None:
         """Make room for rows 0..``num_rows``-1 and for ``columns``.
 
-        The contents of rows 0..``live_rows``-1 in ``columns`` are kept. All else may be lost.
+        The contents of rows 0..``live_rows``-1 in ``columns`` are kept. Everything else may be
+        lost.
         """
         start = max(columns.start, self.first_column)
         kept = range(start, min(columns.stop, self.stop_column))
@@ -114,7 +115,7 @@ class RowCache:
         self.uniform_RJ = F.pad(self.uniform_RJ, (0, 0, 0, new_rows))
 
     def write(self, rows: slice, states: TokenStates, *, tokens: slice, column: int) -> None:
-        """Give each of ``rows`` the states of ``tokens``, ending before ``column``."""
+        """Write the states of ``tokens`` into each of ``rows``, ending before ``column``."""
         stop = column - self.first_column
         columns = slice(stop - (tokens.stop - tokens.start), stop)
         for layer in range(self.shape.num_layers):

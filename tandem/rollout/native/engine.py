@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dense rollout engine: continuous batching over the trainer's decoder, in its storage.
 
-Each prompt is prefilled once for all its samples, and again when other weights come into use.
-Finished sequences leave the batch and waiting ones enter. Tokens depend on weights, prompt,
-sampling parameters and (seed, sample id), up to rounding of logits, and not on the batch. One
-process, one device, plain torch operations: no graphs, no paging, no preemption.
+Each prompt is prefilled once for all its samples, and again after a weight update. Finished
+sequences leave the batch and waiting ones enter. Tokens depend on weights, prompt, sampling
+parameters and (seed, sample id), up to rounding of logits, and not on the batch. One process, one
+device, plain torch operations: no graphs, no paging, no preemption.
 
 Shapes: B running rows, n rows entering, P prompts, T packed tokens, D hidden, V vocabulary, J
 columns.
@@ -38,14 +38,14 @@ _SMALL_CACHE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """States of P packed prompts, the place of each, and the logits that follow them."""
+    """The states of P packed prompts, the slice of each, and their next-token logits."""
 
     states: TokenStates
     tokens: tuple[slice, ...]
     logits_PV: Tensor
 
     def part(self, index: int) -> _Prefill:
-        """Copy one prompt, so that the memory of the others can be freed."""
+        """Copy one prompt; the memory of the others can then be freed."""
         tokens = self.tokens[index]
         alone = slice(0, tokens.stop - tokens.start)
         return _Prefill(self.states.part(tokens), (alone,), self.logits_PV[index, None].clone())
@@ -104,9 +104,7 @@ class NativeRolloutEngine:
         """Do nothing."""
 
     def set_weights_version(self, version: int) -> bool:
-        """Tag later tokens with ``version``. Cached keys and values are computed again before the
-        next step, unless the cache is kept.
-        """
+        """Tag later tokens with ``version``. The next step recomputes the cache, unless kept."""
         self._is_outdated |= self._scheduler.set_weights_version(version)
         return True
 
@@ -158,8 +156,8 @@ class NativeRolloutEngine:
         return self._sample(prefill.logits_PV.repeat_interleave(num_rows_P, 0), first_row)
 
     def _prefill(self, prompts: Sequence[TokenIds]) -> _Prefill:
-        nowhere = [0] * len(prompts)
-        packed = pack(prompts, nowhere, prefix_starts=nowhere, device=self._device)
+        zeros = [0] * len(prompts)
+        packed = pack(prompts, zeros, prefix_starts=zeros, device=self._device)
         attention = PrefillAttention(packed)
         h_PD = self._compute(attention).index_select(0, packed.last_S)
         logits_PV = F.linear(h_PD, self._decoder.lm_head_weight)
@@ -172,7 +170,7 @@ class NativeRolloutEngine:
         return self._decoder(packed.token_T, packed.position_T, attention)
 
     def _renew(self) -> None:
-        """Compute cached keys and values again after new weights, unless the cache is kept."""
+        """Recompute cached keys and values after a weight update, unless the cache is kept."""
         self._is_outdated = False
         if not self._config.keeps_cache:
             self._recompute()
@@ -180,9 +178,9 @@ class NativeRolloutEngine:
             self._carried = self._prefill([head])
 
     def _recompute(self) -> None:
-        """Compute the keys and values of all rows again: each prompt once, then the responses.
+        """Recompute the keys and values of all rows: each prompt once, then the responses.
 
-        Those of each row's newest token follow when that token is fed to the decoder.
+        The newest token of each row is left out, because the next decode step computes it.
         """
         scheduler, max_tokens = self._scheduler, self._config.max_num_batched_tokens
         rows_of, responses = scheduler.rows_by_prompt(), self._responses()
@@ -198,17 +196,17 @@ class NativeRolloutEngine:
                     )
                 if prompt == scheduler.prefilled_head:
                     self._carried = prefill.part(index)
-        behind = [row for rows in rows_of.values() for row in rows if responses[row]]
+        answered = [row for rows in rows_of.values() for row in rows if responses[row]]
         costs = [
-            cost_of(len(responses[row]), len(scheduler.rows[row].prompt_ids)) for row in behind
+            cost_of(len(responses[row]), len(scheduler.rows[row].prompt_ids)) for row in answered
         ]
         for chosen in in_passes(costs, max_tokens):
-            self._extend({row: responses[row] for row in behind[chosen]})
+            self._extend({row: responses[row] for row in answered[chosen]})
 
     def _extend(self, responses: dict[int, list[int]]) -> None:
         """Compute the responses of some rows, whose prompts are in the cache."""
         rows, cache = self._scheduler.rows, self._cache
-        source = {rows[row].prompt_ids: row for row in responses}  # one reads it for all
+        source = {rows[row].prompt_ids: row for row in responses}  # one row per prompt
         prompts = dict(zip(source, _places(list(source)), strict=True))
         prefix = cache.read(
             [(row, range(rows[row].start, rows[row].first)) for row in source.values()]
@@ -312,7 +310,7 @@ class NativeRolloutEngine:
         return self._collect(ended) if ended else []
 
     def _draw(self, logits_BV: Tensor, uniform_B: Tensor, *, first_row: int) -> Draw:
-        """Draw under each row's rule. Nearly always all rows have the same."""
+        """Draw under each row's rule. Rows nearly always share one."""
         rules = self._scheduler.rules
         if len(rules) == 1:
             return draw_tokens(logits_BV, uniform_B, rule=rules[0])
@@ -328,10 +326,8 @@ class NativeRolloutEngine:
 
     def _collect(self, ended: list[int]) -> list[Completion]:
         """Remove the rows ``ended`` from the batch, and return their completions."""
-        cache, columns = (
-            self._cache,
-            range(self._scheduler.oldest_column, self._scheduler.column + 1),
-        )
+        cache = self._cache
+        columns = range(self._scheduler.oldest_column, self._scheduler.column + 1)
         removal = self._scheduler.remove(ended)
         first = min([row.first for row in removal.rows])
         index = torch.tensor(ended, device=self._device)
@@ -357,6 +353,6 @@ class NativeRolloutEngine:
 
 
 def _places(runs: Sequence[Sequence[int]]) -> tuple[slice, ...]:
-    """Return the place of each of several packed runs."""
+    """Return the slice of each run when all are packed."""
     stops = list(accumulate(len(run) for run in runs))
     return tuple(slice(stop - len(run), stop) for run, stop in zip(runs, stops, strict=True))

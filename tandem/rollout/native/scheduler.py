@@ -2,11 +2,11 @@
 """The bookkeeping of continuous batching in plain integers: the queue, and the rows in use.
 
 Running sequences occupy rows 0..B-1 without gaps. All rows share one clock, the *column*, which
-counts decode steps. A row's prompt ends in the column before its first token, and the newest token
-of every row stands in the current column, so that one slice serves rows of all lengths. A prompt is
-prefilled once. Samples of it that find no row follow later from the same prefill. Sequences enter
-in the order in which they came, and none is preempted. There are no tensors and no model here: the
-caller carries out an ``Admission`` or a ``Removal``.
+counts decode steps. A row's prompt ends in the column before its first token. The newest token of
+every row is in the current column: one slice serves rows of all lengths. A prompt is prefilled
+once, and its samples without a free row enter later from the same prefill. Sequences enter in order
+of arrival, and none is preempted. There are no tensors and no model here: the caller carries out an
+``Admission`` or a ``Removal``.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Admission:
     """New rows, appended after the running ones.
 
     Attributes:
-        prompts: the prompts to prefill now. When empty, all rows belong to the last prompt of the
-            admission before.
-        num_rows: how many of the rows belong to each prompt, in order.
+        prompts: the prompts to prefill now. If empty, all rows belong to the last prompt of the
+            previous admission.
+        num_rows: the number of rows of each prompt, in order.
         rows: the new rows.
     """
 
@@ -72,8 +72,8 @@ class Scheduler:
     """The queue and the rows in use. Callers only read ``rows`` and ``column``.
 
     Args:
-        max_cache_tokens: a bound on the number of rows x the greatest length that one of them may
-            reach. One sequence alone always runs.
+        max_cache_tokens: a bound on (number of rows) x (greatest length that a row may reach). A
+            single sequence always runs.
     """
 
     def __init__(self, limits: Limits, *, max_cache_tokens: int) -> None:
@@ -101,9 +101,7 @@ class Scheduler:
         return self._waiting[0].prompt_ids if self._head_is_prefilled else None
 
     def rows_by_prompt(self) -> dict[TokenIds, list[int]]:
-        """Return the rows of each prompt whose states are in use. The rows of the head of the queue
-        may all have ended.
-        """
+        """Return each prompt's rows; none for a prefilled head whose rows have ended."""
         rows: dict[TokenIds, list[int]] = {}
         for index, row in enumerate(self.rows):
             rows.setdefault(row.prompt_ids, []).append(index)
@@ -133,7 +131,7 @@ class Scheduler:
 
     @property
     def wanted_rows(self) -> int:
-        """The number of rows in use once the whole queue has entered, within the limits."""
+        """The number of rows, within the limits, once the whole queue has entered."""
         wanted = len(self.rows) + self._num_waiting
         limit = self._max_cache_tokens // max(1, self._longest)
         return max(len(self.rows), min(wanted, self._limits.max_rows, limit))
@@ -174,7 +172,7 @@ class Scheduler:
         return Admission(prompts, num_rows, rows) if rows else None
 
     def tick(self) -> None:
-        """Move to the next column, after a decode step whose tokens stand there."""
+        """Move to the next column, which takes the tokens of the decode step just computed."""
         self.column += 1
 
     def ended(self, stopped: Sequence[int]) -> list[int]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device memory of the paged engine: pages of keys and values, and the state of running rows.
 
-Everything is allocated once and changed in place, so that captured graphs stay valid. ``pages.py``
+Everything is allocated once and changed in place, because captured graphs refer to it. ``pages.py``
 decides who owns which page.
 
 Shapes: R rows, L layers, P tokens of a page, N pages of a block table, K key/value heads, H query
-heads, E head dimension, S programs of attention a key/value head, W tokens of a window.
+heads, E head dimension, S programs of attention per key/value head, W tokens of a window.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PageStore:
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         size = (num_pages, shape.num_kv_heads, page_tokens, shape.head_dim)
-        # Zeros, because a masked product of a NaN is a NaN.
+        # Zeros, because a mask does not remove a NaN from a product.
         self.layers = [
             LayerCache(
                 torch.zeros(size, dtype=shape.dtype, device=shape.device),
@@ -147,16 +147,16 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class PageDivision:
-    """A division of the pages of all rows, in one line, among the programs of a key/value head.
+    """The pages of all rows, in one list, divided among the programs of a key/value head.
 
     Attributes:
         page_tokens: tokens of a page.
-        end_B: int32, the end of each row's pages in the line.
-        begin_S: int32, the begin of each program, and the end of the last one. Programs that are
-            not needed begin at the end of the line.
-        row_S: int32, the row in which each program begins.
-        part_S2HE, stats_S2H2: fp32 buffers for partial results of rows that several programs
-            share: the row inside which a program begins, and the one inside which it ends.
+        end_B: int32, the end of each row's pages in the list.
+        begin_S: int32, the start of each program in the list, and the end of the last one. Unused
+            programs start at the end of the list.
+        row_S: int32, the row in which each program starts.
+        part_S2HE, stats_S2H2: fp32 partial results of the row inside which a program starts and of
+            the row inside which it ends, where several programs share a row.
     """
 
     page_tokens: int
@@ -188,7 +188,7 @@ class PageDivision:
         )
 
     def rows(self, rows: slice) -> PageDivision:
-        """Return the same buffers for some rows alone."""
+        """Return the same buffers for some of the rows."""
         return replace(self, end_B=self.end_B[rows])
 
 

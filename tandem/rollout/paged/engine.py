@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paged rollout engine for accelerators, over the trainer's decoder, in its storage.
 
-Prompts are prefilled once for all their samples, and again when other weights come into use. Steps
-are captured; they sample and detect ends on the device. The host launches a window of steps before
-it reads the previous one, so that the device never waits. A sequence that has ended therefore stays
-in the batch for up to a window more. Tokens depend on weights, prompt, sampling parameters and
+Prompts are prefilled once for all their samples, and again after a weight update. Steps are
+captured; they sample and detect ends on the device. The host launches a window of steps before it
+reads the previous one, so that the device never waits. A sequence that has ended therefore stays in
+the batch for up to one more window. Tokens depend on weights, prompt, sampling parameters and
 (seed, sample id), up to rounding of logits, and not on the batch.
 
 Shapes: B running rows, n rows entering, P prompts, T packed tokens, W tokens of a window, N pages
@@ -41,7 +41,7 @@ WINDOW_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A launched window.
+    """A launched window of steps.
 
     Attributes:
         rows: its rows, in the order of the device.
@@ -69,11 +69,11 @@ class PagedRolloutEngine:
         num_multiprocessors: int,
         page_tokens: int = PAGE_TOKENS,
     ) -> None:
-        """Build an engine without memory of its own, which the first ``advance`` allocates.
+        """Build the engine. The first ``advance`` allocates its memory.
 
         Args:
             make_capturer: makes a capturer for each set of buffers.
-            num_multiprocessors: the device's, by which the work of attention is divided.
+            num_multiprocessors: the device's; attention is divided among them.
             page_tokens: tokens of a page of the cache.
         """
         self._decoder = decoder
@@ -150,8 +150,8 @@ class PagedRolloutEngine:
         }
 
     def set_weights_version(self, version: int) -> bool:
-        """Tag later tokens with ``version``. Before the next step the pages are computed again,
-        once for all versions since the last one, unless the cache is kept.
+        """Tag later tokens with ``version``. The next step recomputes the pages, unless they are
+        kept.
         """
         if version == self._weights_version:
             return True
@@ -179,14 +179,14 @@ class PagedRolloutEngine:
 
     def _launch(self) -> _Flight | None:
         """Launch the next window. Return None if nothing is left to run, or if the last window must
-        be read first, because a row is preempted or the buffers grow.
+        be read first, because a row must be preempted or a buffer must grow.
         """
         scheduler, last = self._scheduler, self._flight
         if last is not None and not (scheduler.has_window() and self._fits()):
             return None
         scheduler.reserve_window()
         if self._store is not None and self._store.num_pages < scheduler.wanted_pages:
-            # The device may lack room for both. The contents of these pages are computed again.
+            # The device may lack room for both stores. The pages are recomputed.
             self._store = self._step = None
             self._is_outdated = True
         kept = list(scheduler.rows)
@@ -251,8 +251,8 @@ class PagedRolloutEngine:
         return self._store, self._step
 
     def _arrange(self, step: DecodeStep, rows: Sequence[Running], *, num_kept: int) -> None:
-        """Write the state and the page tables of all rows, in their order. The first ``num_kept``
-        were in the last window, and only the device knows their position.
+        """Write the state and the page tables of all rows, in order. The first ``num_kept`` were in
+        the last window, and only the device knows their positions.
         """
         state, kept = step.state, rows[:num_kept]
         if kept:
@@ -303,7 +303,7 @@ class PagedRolloutEngine:
         )
 
     def _fill(self, entries: Sequence[Entry], store: PageStore) -> Tensor:
-        """Compute the runs of one pass, fill pages, return hidden states (P, D) at their ends."""
+        """Compute the runs of one pass, fill their pages, return the last hidden states (P, D)."""
         attention = PrefillAttention(
             [entry.run for entry in entries],
             store,
@@ -316,7 +316,7 @@ class PagedRolloutEngine:
         return h_TD.index_select(0, packed.last_S)
 
     def _read(self, step: DecodeStep, rows: Sequence[Running], *, launched: list[int]) -> _Flight:
-        """Queue the copies to the host behind the window."""
+        """Queue the copies of the window's results to the host."""
         num_rows = len(rows)
         for row, count in zip(rows, launched, strict=True):
             row.num_launched += count
@@ -368,7 +368,7 @@ class PagedRolloutEngine:
 def _numbers(row: Running) -> tuple[int, ...]:
     """Return the fields of ``RowState.numbers``, with 0 for the stream's key.
 
-    An entering row stands before its last context token. The draw moves it on.
+    An entering row's position is that of its last context token. The first draw advances it.
     """
     newest = row.token_ids[-1] if row.token_ids else 0
     ignore_eos, top_k = int(row.sampling.ignore_eos), max(0, row.sampling.top_k)

@@ -19,7 +19,7 @@ class PagePool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Take ``count`` free pages, with one owner each. There must be as many."""
+        """Take ``count`` free pages, with one owner each. At least ``count`` must be free."""
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:

@@ -2,7 +2,7 @@
 """Attention of packed runs of tokens, which also writes their keys and values into pages.
 
 The keys that precede a run are read from pages, once for all runs with the same prefix. Another run
-of the same pass may just have written them.
+of the same pass may have written them.
 
 Shapes: S runs, T packed tokens, C tokens before them, H query heads, K key/value heads, E head
 dimension.

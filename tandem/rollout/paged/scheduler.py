@@ -2,10 +2,10 @@
 """The queue, the running sequences, and the pages that they own. Integers only; no device.
 
 A sequence waits, runs and finishes. Waiting ones enter in order as soon as there are rows and pages
-for them. When pages run out, the newest running one goes back to the head of the queue with the
-tokens it has, to be computed again. The running samples of a prompt share its full pages, whenever
-they entered. Each owns a copy of the page that the prompt fills in part. The prompt itself is
-computed for the first of them alone.
+for them. When pages run out, the newest running one is preempted: it returns to the head of the
+queue with its tokens, and its pages are recomputed later. The running samples of a prompt share its
+full pages, whenever they entered. Each owns a copy of the page that the prompt fills in part. The
+prompt is computed only for the first of them.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Run:
 
     Attributes:
         pages: the pages of the whole sequence, which take their keys.
-        prefix_pages: the pages of positions 0..start-1, which are filled already or by the runs of
-            the same pass that begin at 0.
+        prefix_pages: the pages of positions 0..start-1. They are already filled, or a run of the
+            same pass that begins at 0 fills them.
     """
 
     token_ids: TokenIds
@@ -97,7 +97,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A run, the sequences at its end, and the copies to make once it is stored."""
+    """A run, the sequences that it ends in, and the copies to make once it is stored."""
 
     run: Run
     sequences: tuple[Running, ...]
@@ -114,10 +114,10 @@ class PagedScheduler:
 
     Attributes:
         rows: the running sequences, in the order of the device's rows.
-        num_preempted: how often a sequence was put back.
-        wanted_pages: at least as many pages as all sequences so far can own at once, within the
-            limits. It exceeds that number, because to grow is to compute all pages again. No page
-            of a higher number is used.
+        num_preempted: the number of preemptions.
+        wanted_pages: the number of pages to allocate: at least as many as all sequences so far can
+            own at once, within the limits. It grows in large steps, because growing recomputes all
+            pages. No page of a higher number is used.
         longest_pages: pages of the longest sequence so far.
     """
 
@@ -203,10 +203,10 @@ class PagedScheduler:
         return entries
 
     def recompute(self) -> list[list[Entry]]:
-        """Return passes that compute the pages of all rows again.
+        """Return passes that recompute the pages of all rows.
 
         First comes each prompt, once for all its samples, then each response without its newest
-        token, which is fed to the next step. No launched step may be unread.
+        token, which the next step computes. The results of all launched steps must have been read.
         """
         groups: dict[int, list[Running]] = {}
         for row in self.rows:
@@ -228,7 +228,8 @@ class PagedScheduler:
     def reserve_window(self) -> None:
         """Give each row the pages that its next window may fill.
 
-        While there are too few, the newest row is preempted. Then no launched step may be unread.
+        While there are too few, the newest row is preempted. The results of all launched steps must
+        then have been read.
         """
         while sum(missing := list(map(self._missing, self.rows))) > self._pool.num_free:
             self._preempt_newest()
@@ -236,9 +237,7 @@ class PagedScheduler:
             sequence.pages += self._pool.take(count)
 
     def remove(self, finished: Sequence[Running]) -> None:
-        """Remove finished rows and free the pages that they alone own. The others keep their
-        order.
-        """
+        """Remove finished rows and free the pages that they alone own. The order is kept."""
         leaving = set(map(id, finished))
         self.rows = [sequence for sequence in self.rows if id(sequence) not in leaving]
         for sequence in finished:
@@ -253,7 +252,7 @@ class PagedScheduler:
         return min(most, self._limits.max_rows * self.longest_pages, self._num_pages)
 
     def _enter_head(self, run: Run) -> Entry | None:
-        """Let the head of the queue enter, or as many of its samples as there is room for."""
+        """Admit as many samples of the head of the queue as there is room for."""
         head = self._waiting[0]
         first = head[0]
         num_shared = first.num_shared_pages
@@ -288,10 +287,8 @@ class PagedScheduler:
         return sequence.num_tokens + steps
 
     def _missing(self, sequence: Running) -> int:
-        """Return how many pages it lacks for its next window, which first stores the key of the
-        newest token.
-        """
-        # This runs for every row in every window, and is plain arithmetic for that reason.
+        """Return how many pages the sequence lacks for its next window."""
+        # Plain arithmetic, because this runs for every row in every window.
         drawn = len(sequence.token_ids) + sequence.num_launched
         drawn = min(drawn + self._window_tokens, sequence.sampling.max_new_tokens)
         num_tokens = len(sequence.prompt_ids) - 1 + drawn
@@ -318,8 +315,8 @@ def _next_run(sequence: Running) -> Run:
     prompt, response = sequence.prompt_ids, tuple(sequence.token_ids)
     if not sequence.holders:
         return Run((*prompt, *response), 0, ())
-    # The last token of a prompt whose keys are there is computed for its logits. Where it ends a
-    # page its key is stored there once more, the same up to rounding and newer weights.
+    # The last token of a cached prompt is recomputed for its logits. If it fills a page, its key
+    # there is overwritten with one that differs only by rounding or by newer weights.
     run, start = (response, len(prompt)) if response else (prompt[-1:], len(prompt) - 1)
     return Run(run, start, (), _prompt_pages(sequence.holders[0]))
 
@@ -341,7 +338,7 @@ def _prompt_pages(sequence: Running) -> tuple[int, ...]:
 
 
 def _tail_copies(source: Running, sequences: Sequence[Running]) -> tuple[TailCopy, ...]:
-    """Copy the page that the prompt fills in part from ``source`` to the other sequences."""
+    """Return copies of the page that the prompt fills in part from ``source`` to the others."""
     num_full, num_tokens = divmod(len(source.prompt_ids), source.page_tokens)
     if num_tokens == 0:
         return ()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportCallIssue=false
-"""Triton kernels: one new token a row attends to its pages, and its key and value enter the cache.
+"""Triton kernels: one new token per row attends to its pages and is stored in the cache.
 
-The pages of all rows stand in a line that is divided evenly among as many programs as run at a time
+The pages of all rows form one list, divided evenly among as many programs as run concurrently
 (stream-K, arXiv:2301.03598; LeanAttention, arXiv:2405.10480): rows of all lengths keep the device
-busy to the end. Rows that several programs read are merged from parts. The line is divided once a
+busy to the end. Rows that several programs read are merged from parts. The list is divided once per
 step. Rows that are not active store nothing and read no page. Softmax and sums are fp32.
 
 Shapes: B rows, H query heads, K key/value heads, G = H / K, E head dimension, P tokens of a page, N
@@ -22,17 +22,17 @@ from tandem.rollout.paged.cache import LayerCache, RowTables
 
 _MIN_DOT_ROWS = 16
 _MERGED_PARTS = 8
-"""At a time."""
+"""The number of parts that ``_merge`` loads at a time."""
 
 
 def num_programs(head_dim: int, *, kv_heads: int, num_multiprocessors: int) -> int:
-    """Return the programs of a key/value head, so that the programs of all heads run at a time."""
+    """Return how many programs per key/value head keep the device busy in one wave."""
     at_a_time = 6 if head_dim <= 64 else 4 if head_dim <= 128 else 2  # by their registers
     return max(1, at_a_time * num_multiprocessors // kv_heads)
 
 
 def divide_pages(rows: RowTables) -> None:
-    """Fill ``rows.division`` for the present positions of the rows."""
+    """Fill ``rows.division`` for the current positions of the rows."""
     division, num_rows = rows.division, len(rows.position_B)
     programs = len(division.row_S)
     _divide[(1,)](
@@ -54,7 +54,7 @@ def divide_pages(rows: RowTables) -> None:
 def decode_attention(
     q_BHE: Tensor, k_BKE: Tensor, *, v_BKE: Tensor, cache: LayerCache, rows: RowTables
 ) -> Tensor:
-    """Store k and v at each row's position, and attend to all positions up to it: o (B, H, E).
+    """Store k and v at each row's position. Return attention to all positions up to it (B, H, E).
 
     Call ``divide_pages`` for these positions first.
     """
@@ -143,7 +143,7 @@ def _divide(
     tl.store(end_ptr + row, end.to(tl.int32), mask=valid)
     used = tl.minimum(total, num_programs)
     program = tl.arange(0, PROGRAMS)
-    begin = tl.minimum(program, used) * total // used  # programs not needed begin at the end
+    begin = tl.minimum(program, used) * total // used  # unused programs start at the end
     tl.store(begin_ptr + program, begin.to(tl.int32), mask=program <= num_programs)
     first = tl.cdiv((end - pages) * used, total)  # the first program that begins in this row
     last = tl.cdiv(end * used, total)  # and the first of a later one
@@ -208,7 +208,7 @@ def _attend(
         pages_ptr = table_ptr + row.to(tl.int64) * table_stride
         q_offset = row.to(tl.int64) * q_stride + head_g[:, None] * HEAD_DIM + e[None, :]
         q = tl.load(q_ptr + q_offset, mask=valid_g[:, None], other=0.0)
-        # The new token stands in registers. The first part starts from it, other parts from zero.
+        # The new token is in registers. The first part starts from it, other parts from zero.
         k_new = tl.load(k_ptr + row.to(tl.int64) * k_stride + head * HEAD_DIM + e)
         v_new = tl.load(v_ptr + row.to(tl.int64) * v_stride + head * HEAD_DIM + e)
         is_first = here == row_begin

@@ -2,11 +2,11 @@
 # pyright: reportCallIssue=false
 """Triton kernels: from logits to the next token of every row, its log-prob and its new state.
 
-Inversion of the distribution function in two passes. The first reduces the vocabulary a chunk at a
-time to the chunk's maximum and sums; the second picks a chunk with the row's uniform number, then
-the token within it. The log-prob is that of the temperature-scaled distribution before top-k and
-top-p (greedy: of the unscaled one). A row's token depends on its own logits and number alone. In
-top-k and top-p tokens that tie with the last one kept are kept too.
+The distribution function is inverted in two passes. The first reduces each chunk of the vocabulary
+to its maximum and sums; the second picks a chunk with the row's uniform number, then the token
+within it. The log-prob is that of the temperature-scaled distribution before top-k and top-p
+(greedy: the unscaled one). A row's token depends only on its own logits and number. Top-k and top-p
+also keep tokens that tie with the last one kept.
 
 Shapes: B rows, L rows of logits, V vocabulary, C chunks, W tokens of a window.
 """
@@ -99,7 +99,7 @@ def draw_next(
 
 @triton.jit
 def _scale_of(settings_ptr, row, SETTINGS: tl.constexpr):
-    """Return 1 / temperature, and 1 for greedy rows (0)."""
+    """Return 1 / temperature, or 1 for a greedy row (temperature 0)."""
     temperature = tl.load(settings_ptr + row * SETTINGS)
     return tl.where(temperature > 0, 1.0 / tl.where(temperature > 0, temperature, 1.0), 1.0)
 
@@ -183,8 +183,8 @@ def _draw(
     weight_c = kept_c * decay_c
     reached_c = tl.cumsum(weight_c, 0)
     target = tl.load(uniform_ptr + row * window_stride + count) * tl.sum(weight_c, 0)
-    # Rounding must not select a chunk or a token of weight 0: the first beyond the target that has
-    # weight, or, if there is none, the last that has.
+    # Rounding must not select a chunk or a token of weight 0. The first with weight beyond the
+    # target is selected, or, if there is none, the last with weight.
     last_c = tl.max(tl.where(weight_c > 0, c, -1), 0)
     beyond_c = tl.where((reached_c > target) & (weight_c > 0), c, CHUNKS)
     chunk = tl.maximum(tl.minimum(tl.min(beyond_c, 0), last_c), 0)
