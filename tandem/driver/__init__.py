@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver process of a run: it checks the input, starts the processes, and ends them."""
+"""The driver process of a run, which checks the input, starts the workers and ends them."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a command that takes keys, with platforms under the names of their records.
+"""The arguments of a command that takes keys, with platform aliases resolved.
 
-Aliases of platforms are resolved here: all later code compares names. Nothing here imports torch.
+Later code compares the names of platforms' records. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def check_platforms(config: RunConfig) -> None:
 
 
 def with_found(config: RunConfig, placement: Placement, *, found: Mapping[str, str]) -> Placement:
-    """Return the placement with the platforms that ``auto`` has found.
+    """Return the placement with the platforms that ``auto`` resolved to.
 
     Args:
-        found: the platform of each pool with something to do, by the pool's name.
+        found: the platform of each used pool, by the pool's name.
 
     Raises:
-        UserError: ``check_run`` or ``check_platforms`` would refuse these names.
+        UserError: ``check_run`` or ``check_platforms`` rejects these platforms.
     """
     pools = tuple(
         replace(pool, platform=found.get(pool.name, pool.platform)) for pool in placement.pools

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of a run as their folders describe them: the trained one, a critic, a reward model.
+"""Checks of a run's model folders (trained model, critic, reward model) before anything is loaded.
 
-They are checked here against each other and against the data, before anything is loaded.
+Each is checked against the others and against the data.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def open_trained_model(
 def check_tokens(
     model: TrainedModel, folder: ModelFolder, *, token_ids: Sequence[np.ndarray]
 ) -> None:
-    """Check that the model can read the data: raise UserError, or log a warning.
+    """Raise UserError if the data has unknown tokens; warn if it is too long for the model.
 
     Args:
         token_ids: one array per sequence of the data.
@@ -75,11 +75,12 @@ def check_tokens(
 
 @dataclass(frozen=True, slots=True)
 class AuxiliaryModels:
-    """The models of a run besides the trained one.
+    """The critic and the reward model of a run.
 
     Attributes:
-        folders: their checked folders, by their names in a placement's layouts.
-        conversations: renders the input of the reward model; None if it reads the policy's tokens.
+        folders: their checked folders, by task.
+        conversations: the tokenizer that renders the reward model's input; None if it reads the
+            policy's tokens.
     """
 
     folders: Mapping[str, ModelFolder]
@@ -92,7 +93,7 @@ def check_auxiliary_models(
     """Return the critic and the reward model, if the run needs them.
 
     Args:
-        entries: the prompts that are trained on.
+        entries: the training prompts.
 
     Raises:
         UserError: a folder holds no such model, or the model cannot read its input.
@@ -126,7 +127,7 @@ def check_auxiliary_models(
 def _open_conversations(
     config: RunConfig, judge: ModelFolder, *, entries: Sequence[PromptEntry]
 ) -> TextCodec:
-    """Return the reward model's tokenizer, which has been tried on all prompts."""
+    """Return the reward model's tokenizer, after rendering every prompt with it once."""
     model = config.reward_model.model
     codec = load_codec(
         model.path,
@@ -139,10 +140,10 @@ def _open_conversations(
         raise UserError(
             "reward_model.model.input_tokenizer",
             model.input_tokenizer,
-            rule="must be null with prompts that are plain text, as conversations are rendered "
+            rule="must be null if prompts are plain text, because conversations are rendered "
             "from messages",
-            remedy="Set reward_model.model.input_tokenizer=null, for a model with the policy's "
-            "tokens.",
+            remedy="Set reward_model.model.input_tokenizer=null and use a reward model with the "
+            "policy's tokenizer.",
         )
     try:
         rows = codec.encode_answered(chats, [_SOME_ANSWER] * len(chats))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The execution of an asynchronous program, with signals as an orderly stop.
 
-The first SIGINT or SIGTERM asks the program to save and leave at the next step boundary; a second
-one ends it at once. Of several failures, only the first cause is raised.
+The first SIGINT or SIGTERM makes the program save and stop at the next step boundary; a second one
+ends it at once. Of several failures, only the first cause is raised.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSwitch:
-    """A switch that signals press. A program registers with ``on_stop`` how it is stopped."""
+    """A switch that signals press. A program registers its stop function with ``on_stop``."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -29,18 +29,18 @@ class StopSwitch:
         self._tasks: set[asyncio.Future[None]] = set()
 
     def on_stop(self, stop: Callable[[], Awaitable[None]]) -> None:
-        """Call ``stop`` when a signal comes; immediately if one has come already."""
+        """Call ``stop`` when a signal arrives; at once if one has already arrived."""
         self._stop = stop
         if self.signal_number is not None:
             self._start_stopping()
 
     def press(self, number: int) -> None:
-        """Stop the program, because the signal with this number has come."""
+        """Stop the program because of signal ``number``."""
         for other in _SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(other)
         self.signal_number = number
         name = signal.Signals(number).name
-        logger.warning("%s: saving at the next step boundary; once more to leave at once", name)
+        logger.warning("%s: saving at the next step boundary; send it again to stop at once", name)
         if self._stop is not None:
             self._start_stopping()
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of a run: in this process if one device does everything, else one process per device
-on Ray. The pipeline sees no difference.
+"""Start of a run's engines: in this process on one device, else one Ray process per device.
+
+The pipeline sees no difference.
 """
 
 from __future__ import annotations
@@ -55,20 +56,17 @@ PLACEMENT_FILE = "placement.json"
 
 
 class MakeJobs(Protocol):
-    """A function that returns the job of each pool, by the pool's name.
-
-    Its argument is the host and the port of the driver's store.
-    """
+    """A function from the (host, port) of the driver's store to the job of each pool, by name."""
 
     def __call__(self, *, store: tuple[str, int]) -> Mapping[str, WorkerJob]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunSite:
-    """The place of a run: its pools, their platforms and the cluster, before anything is started.
+    """The pools of a run, their platforms and the cluster, before anything is started.
 
     Attributes:
-        platforms: the platform of each pool that has something to do.
+        platforms: the platform of each used pool.
         cluster: None if one process does everything.
         head: the server to which the other nodes connect, if the run forms its own cluster.
     """
@@ -91,12 +89,12 @@ class RunSite:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether pools have devices of several platforms, which may be on other machines."""
+        """Whether the pools have several platforms, whose devices may be on other machines."""
         return len({platform.name for platform in self.platforms.values()}) > 1
 
     @property
     def nodes(self) -> Mapping[str, list[int]]:
-        """The number of the planned node of each rank, by pool."""
+        """The planned node number of each rank, by pool."""
         place = self.placement
         return {
             pool.name: [device.node for device in place.devices_of(pool)]
@@ -105,7 +103,7 @@ class RunSite:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices that have something to do."""
+        """The number of devices in used pools."""
         return sum(pool.num_devices for pool in self.placement.used_pools)
 
 
@@ -114,7 +112,7 @@ class RunningEngines:
     """The engines of ``tandem train`` while they run.
 
     Attributes:
-        sizes: the sizes of the policy, None if the number of its operations is not known.
+        sizes: the sizes of the policy, None if its operation count is unknown.
         chip: the name of the device that trains.
         peak_memory: returns the peak memory of the devices that train.
     """
@@ -141,7 +139,7 @@ def run_on_site(config: RunConfig | SftConfig, body: Callable[[RunSite], int]) -
         the exit code, the same on all nodes.
 
     Raises:
-        UserError: the nodes do not find each other, or do not have what the run needs.
+        UserError: the nodes do not find each other, or lack devices that the run needs.
         RunFailure: a process or a node of the run failed.
     """
     site = local_site(config)
@@ -166,7 +164,7 @@ def run_on_site(config: RunConfig | SftConfig, body: Callable[[RunSite], int]) -
 
 
 def _plan_cluster(site: RunSite) -> ClusterPlan:
-    """Return the plan of the run's cluster. Raises UserError if this machine cannot hold it."""
+    """Return the plan of the run's cluster. Raise UserError if this machine cannot hold it."""
     trainer = site.config.trainer
     settings = ClusterSettings(
         num_nodes=trainer.nnodes,
@@ -188,13 +186,13 @@ def _plan_cluster(site: RunSite) -> ClusterPlan:
 
 
 def _warn_of_few_cores(site: RunSite, node: int) -> None:
-    # Ray is told that there is a core for each process.
+    # The run declares one core per process to Ray, however few there are.
     hosts = [name for name, own in site.platforms.items() if own.visibility.mode == "none"]
     num_processes = sum(site.nodes[pool].count(node) for pool in hosts)
     num_cores = os.cpu_count() or 1
     if num_processes > num_cores:
         wanted = f"trainer.n_gpus_per_node={site.config.trainer.n_gpus_per_node}"
-        text = "%s: %d processes of the host share its %d cores. Lower it unless this is a trial."
+        text = "%s: %d processes share the %d cores of the host. Lower it, except in a test."
         logger.warning(text, wanted, num_processes, num_cores)
 
 
@@ -211,7 +209,8 @@ def local_site(config: RunConfig | SftConfig) -> RunSite:
 def _platforms(config: RunConfig | SftConfig, placement: Placement) -> dict[str, Platform]:
     """Return the platform of each pool.
 
-    A platform that all pools share must be usable here. Of several, each worker confirms its own.
+    A platform that all pools share must be usable here. If there are several, each worker checks
+    its own.
     """
     found = {
         pool.name: select_platform(AUTO)
@@ -240,13 +239,12 @@ def name_step(step: Callable[[], int]) -> Iterator[None]:
 def require_fit(
     site: RunSite, model: ModelFolder, *, auxiliary: Mapping[str, ModelFolder] | None = None
 ) -> None:
-    """Raise UserError if the devices cannot hold or compute the models as they are laid out.
+    """Raise UserError if the devices cannot hold or compute the models in their layouts.
 
-    Memory and precision are not checked for devices that may be on other machines: their workers
-    check them.
+    The workers, not this function, check memory and precision if pools have several platforms.
 
     Args:
-        auxiliary: the other models, by their names in ``site.placement.layouts``.
+        auxiliary: the other models, by task.
     """
     others = auxiliary or {}
     if site.cluster is not None:
@@ -287,7 +285,7 @@ async def start_engines(
 
     Raises:
         UserError: the model cannot be loaded, or there are too few devices.
-        WorkerFailure: a process could not do its part.
+        WorkerFailure: a worker process failed.
     """
     platform = site.platform
     sizes = None if model.decoder_config is None else _sizes_of(model.decoder_config)
@@ -392,11 +390,11 @@ async def _in_pools(
 
 
 def _write_placement(site: RunSite, groups: Mapping[str, WorkerGroup]) -> None:
-    """Write where each task's processes run, as they report it themselves."""
+    """Write where each task's processes run, as they report it."""
     records = [
-        {"tasks": list(pool.tasks), **told}
+        {"tasks": list(pool.tasks), **record}
         for pool in site.placement.used_pools
-        for told in call_each([groups[pool.name]], "describe")
+        for record in call_each([groups[pool.name]], "describe")
     ]
     folder: Path = site.config.trainer.run_folder
     (folder / PLACEMENT_FILE).write_text(json.dumps(records, indent=2) + "\n")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of data against a model's config.json: token ids and positions.
 
-They read JSON only, so that the plan can make them without torch.
+They read only JSON, and ``tandem plan`` runs them without torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCALING_KEYS = ("rope_scaling", "rope_parameters")
 
 
 def read_local_config(path: str) -> Mapping[str, Any]:
-    """Return the config.json of a model folder; {} if it cannot be read, as of one on the hub."""
+    """Return the config.json of a model folder; {} if it cannot be read (a model on the hub)."""
     try:
         content = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -37,7 +37,7 @@ def require_local_family(
 ) -> None:
     """Raise UserError as ``require_family`` does, unless ``hf_config`` is empty.
 
-    Transformers' tables of families are read as text: importing them takes torch, and seconds.
+    Transformers' tables of families are read as text: importing them loads torch, which is slow.
     """
     family = hf_config.get("model_type")
     spec = find_spec("transformers")
@@ -51,7 +51,7 @@ def require_local_family(
 
 
 def rollout_warnings(config: RunConfig, hf_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a warning if our engine does not generate with the model, unless that is intended."""
+    """Return a warning if transformers' generate serves the model and ``hf`` was not requested."""
     family, roles = hf_config.get("model_type"), config.actor_rollout_ref
     if family is None or family in NATIVE_FAMILIES or roles.rollout.name == "hf":
         return ()
@@ -60,10 +60,7 @@ def rollout_warnings(config: RunConfig, hf_config: Mapping[str, Any]) -> tuple[s
 
 
 def max_positions(hf_config: Mapping[str, Any]) -> int | None:
-    """Return the longest sequence that a model is made for, in tokens, with its rotary scaling.
-
-    None if config.json does not say.
-    """
+    """Return the model's maximum length in tokens, with rotary scaling; None if it is not given."""
     limit = next((hf_config[key] for key in _POSITION_KEYS if hf_config.get(key)), None)
     scaling = next((hf_config[key] for key in _SCALING_KEYS if hf_config.get(key)), {})
     if limit is None or not scaling.get("factor"):
@@ -75,7 +72,7 @@ def max_positions(hf_config: Mapping[str, Any]) -> int | None:
 def position_warnings(
     hf_config: Mapping[str, Any], longest: int, *, keys: str, model: str
 ) -> tuple[str, ...]:
-    """Return a warning if sequences may become longer than the model is made for.
+    """Return a warning if sequences may become longer than the model supports.
 
     Args:
         longest: the number of tokens of the longest possible sequence.
@@ -108,8 +105,8 @@ def require_known_tokens(
         raise UserError(
             key,
             path,
-            rule=f"its tokenizer gives token id {largest}, its model has only {num_known} tokens "
-            "(vocab_size in config.json)",
+            rule=f"its tokenizer gives token id {largest}, but its model has only {num_known} "
+            "tokens (vocab_size in config.json)",
             remedy="Use the tokenizer of this model.",
         )
 
@@ -117,7 +114,7 @@ def require_known_tokens(
 def require_vocabulary(
     model: Mapping[str, Any], policy: Mapping[str, Any], *, path: str, key: str
 ) -> None:
-    """Raise UserError if a token of the policy has no embedding in the other model.
+    """Raise UserError if a token of the policy has no embedding in ``model``.
 
     Args:
         model, policy: the contents of their config.json.
@@ -128,7 +125,7 @@ def require_vocabulary(
         raise UserError(
             key,
             path,
-            rule=f"it has only {num_known} tokens (vocab_size in config.json), the policy "
+            rule=f"it has only {num_known} tokens (vocab_size in config.json), but the policy has "
             f"{num_said}",
             remedy="Use a model with the policy's tokenizer.",
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a command before it starts: warnings, and keys without effect."""
+"""The messages that a command prints before it starts: warnings and keys without effect."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: its lock, its checkpoint, and how far its records go.
+"""The folder of a run: its lock, its checkpoint, and the records to keep.
 
 Errors are raised before a model is loaded. Nothing of an existing run is changed until its
 checkpoint is known to be complete.
@@ -33,7 +33,7 @@ from tandem.report.run_folder import CONFIG_FILE
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The store of a run's checkpoints, and the one that the run resumes, None for a new run."""
+    """The store of a run's checkpoints, and the checkpoint to resume; None for a new run."""
 
     store: CheckpointStore
     checkpoint: Checkpoint | None
@@ -43,7 +43,7 @@ class Start:
 def open_run_folder(
     trainer: TrainerConfig, source: Source[Any], *, model: ModelFolder, key: str
 ) -> Iterator[Start]:
-    """Lock the folder of a run, and let ``source`` continue where its checkpoint ends.
+    """Lock the folder of a run, and restore ``source`` from its checkpoint.
 
     Args:
         model: the model to be trained.
@@ -63,7 +63,7 @@ def open_run_folder(
 
 
 def require_writable(folder: Path) -> None:
-    """Make the folder of a run. Raises UserError if it cannot be written."""
+    """Make the folder of a run. Raise UserError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -93,7 +93,7 @@ def open_run_sinks(
 
 
 def _write_config(folder: Path, config: RunConfig | SftConfig) -> None:
-    # Renamed when it is complete: a reader never finds half of it.
+    # Renamed when complete, so a reader never finds half of it.
     partial = folder / f".{CONFIG_FILE}.partial"
     try:
         partial.write_text(config.model_dump_json(indent=2))
@@ -105,7 +105,7 @@ def _write_config(folder: Path, config: RunConfig | SftConfig) -> None:
 def require_fitting(
     checkpoint: Checkpoint, source: Source[Any], *, model: ModelFolder, key: str
 ) -> None:
-    """Let ``source`` continue after ``checkpoint``.
+    """Restore ``source`` from a checkpoint, after checking that the checkpoint is of ``model``.
 
     Args:
         model: the model to be trained.
@@ -124,15 +124,15 @@ def require_fitting(
             key,
             str(model.path),
             rule=f"the checkpoint {checkpoint.folder} belongs to another model",
-            remedy=f"Set {key} to the one it was trained from, or trainer.resume_mode=disable.",
+            remedy=f"Set {key} to the model it was trained from, or trainer.resume_mode=disable.",
         )
 
 
 def last_step_to_keep(trainer: TrainerConfig, checkpoint: Checkpoint | None) -> int:
     """Return the last step whose records in the run folder are kept.
 
-    A run that only validates keeps all, a new run none, and a resumed one those up to its
-    checkpoint.
+    A run that only validates keeps all records, a new run keeps none, and a resumed run keeps those
+    up to its checkpoint.
     """
     if trainer.val_only:
         return last_step(trainer.run_folder / METRICS_FILE)
@@ -142,7 +142,7 @@ def last_step_to_keep(trainer: TrainerConfig, checkpoint: Checkpoint | None) -> 
 def is_logged(checkpoint: Checkpoint, folder: Path) -> bool:
     """Return whether the metrics of the checkpoint's step were logged, here or in another folder.
 
-    They were not if a run was killed between saving the checkpoint and logging its step.
+    A run that is killed between saving and logging leaves a checkpoint without metrics.
     """
     is_own = checkpoint.folder.resolve().parent == folder.resolve()
     return not is_own or last_step(folder / METRICS_FILE) >= checkpoint.step
@@ -151,7 +151,7 @@ def is_logged(checkpoint: Checkpoint, folder: Path) -> bool:
 def is_validated(checkpoint: Checkpoint, folder: Path) -> bool:
     """Return whether the checkpoint's step was validated, here or in another folder.
 
-    Where training goes on during a validation, a run that failed may have logged only the step.
+    If training overlaps validation, a failed run may have logged the step alone.
     """
     is_own = checkpoint.folder.resolve().parent == folder.resolve()
     records = read_records(folder / METRICS_FILE) if is_own else []

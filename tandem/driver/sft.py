@@ -52,7 +52,7 @@ def run(config: SftConfig) -> int:
 
 
 def run_supervised(config: SftConfig, site: RunSite) -> Ended[RunSummary]:
-    """Train the model as ``config`` says.
+    """Train the model with ``config``.
 
     Raises:
         UserError: the configuration, the data or the model cannot be used.

@@ -81,11 +81,11 @@ def run(config: RunConfig) -> int:
 
 
 def run_training(config: RunConfig, site: RunSite) -> Ended[RunSummary]:
-    """Train as ``config`` says.
+    """Train with ``config``.
 
     Raises:
         UserError: the configuration, the data or a model cannot be used.
-        RunFailure, WorkerFailure: a process of the run failed, in a step or at its start.
+        RunFailure, WorkerFailure: a process of the run failed, in a step or at startup.
     """
     prepared = prepare(config)
     require_fit(site, prepared.model, auxiliary=prepared.auxiliary.folders)
@@ -120,7 +120,7 @@ def prepare(config: RunConfig) -> PreparedRun:
 
 
 def _check_reward(config: RunConfig, entries: list[PromptEntry]) -> None:
-    """Raise UserError unless the rules or the function can score ``entries``."""
+    """Raise UserError unless the built-in rules or the user's function can score ``entries``."""
     if not entries:
         return
     spec = reward_spec(config)
@@ -131,7 +131,7 @@ def _check_reward(config: RunConfig, entries: list[PromptEntry]) -> None:
 
 
 def reward_spec(config: RunConfig) -> RewardSpec:
-    """Return the reward function and how the reward is shaped."""
+    """Return the reward function and the shaping of the reward."""
     function = config.custom_reward_function
     custom = None
     if function.path is not None:
@@ -239,7 +239,7 @@ def _assemble(
 
 
 def _trace(config: RunConfig, *, resumes: bool) -> TraceRecorder:
-    """Return a recorder that writes to the run folder if roles work at the same time."""
+    """Return a recorder, which writes to the run folder if the run is asynchronous."""
     sink = None
     if config.trainer.max_lag > 0:
         path = config.trainer.run_folder / TRACE_FILE

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts processes and turns calls on engines into awaitables."""
+"""The processes of a run, and awaitable calls on the engines in them."""

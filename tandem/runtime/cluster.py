@@ -14,11 +14,11 @@ from tandem.errors import UserError
 from tandem.platforms.isolation import Visibility
 
 DEFAULT_PORT = 29500
-"""The port at which the nodes of a run meet without MASTER_PORT; torch's launcher has the same."""
+"""The default of MASTER_PORT, as in torch's launcher."""
 _MAX_PORT = 65535
 _RANK_VARIABLES = ("NODE_RANK", "RANK")
 _QUANTITIES = ("num_cpus", "num_gpus", "object_store_memory")
-"""Ray's own resources of a node, in ray.init's words."""
+"""Ray's built-in resources of a node, as arguments of ray.init."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class ClusterSettings:
 
     @property
     def sizes_key(self) -> str:
-        """The keys that size the run, as a UserError about ``trainer.nnodes`` names them."""
+        """The key of a UserError about the number of devices and nodes."""
         return f"trainer.n_gpus_per_node={self.devices_per_node}, trainer.nnodes"
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """The part that this process takes in the cluster of a run.
+    """The role of this process in the cluster of a run.
 
     Attributes:
         role: ``local`` for a cluster of this machine alone; ``existing`` for one at ``address``;
@@ -56,7 +56,7 @@ class ClusterPlan:
         address: host:port; "" for ``local``.
         source: the variable or key that gave the address, for messages.
         node_rank: the rank of a head (0) or member.
-        devices: the devices of this node, if they have been looked for already.
+        devices: the devices of this node; None if they have not been probed.
     """
 
     role: Literal["local", "existing", "head", "member"]
@@ -74,11 +74,11 @@ class ClusterPlan:
 
 
 def plan_cluster(settings: ClusterSettings, environment: Mapping[str, str]) -> ClusterPlan:
-    """Decide the part of this process from the settings and the launcher's variables.
+    """Return the role of this process, from the settings and the launcher's variables.
 
     Raises:
-        UserError: nothing says how several nodes find each other, the variables contradict the
-            settings, or a quantity of ``ray_kwargs.ray_init`` is not one.
+        UserError: several nodes have no address at which to meet, the variables contradict the
+            settings, or a quantity of ``ray_kwargs.ray_init`` is invalid.
     """
     _check_quantities(settings.ray_init)
     configured = settings.ray_init.get("address")
@@ -94,8 +94,8 @@ def plan_cluster(settings: ClusterSettings, environment: Mapping[str, str]) -> C
         raise UserError(
             "trainer.nnodes",
             settings.num_nodes,
-            rule="no variable says where the other nodes are",
-            remedy="Type `ray start --head --port=6379` on one node and "
+            rule="no environment variable tells the nodes how to find each other",
+            remedy="Run `ray start --head --port=6379` on one node and "
             "`ray start --address=THAT_NODE:6379` on each other, then this command on the first "
             "with RAY_ADDRESS=auto; or this command on every node with MASTER_ADDR=FIRST_NODE and "
             "NODE_RANK=0, 1, ...",
@@ -141,8 +141,7 @@ def node_resources(
 ) -> dict[str, Any]:
     """Return the resources that a node of the run declares to Ray, in ray.init's words.
 
-    They are those that Ray does not find by itself. Every worker takes a CPU, whatever else it
-    takes.
+    They are those that Ray does not detect itself. Every worker uses a CPU besides its device.
     """
     resources: dict[str, Any] = {"num_cpus": max(num_cores, settings.devices_per_node)}
     others: dict[str, float] = {}
@@ -175,7 +174,7 @@ def _check_address(address: str, source: str) -> None:
 
 
 def _check_quantities(ray_init: Mapping[str, Any]) -> None:
-    # Ray only asserts that some of them are whole numbers, and others would fail here before.
+    # Ray merely asserts some of these, and ``node_resources`` fails on others.
     resources = ray_init.get("resources") or {}
     if not isinstance(resources, Mapping):
         raise UserError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of workers, and which of several was the first cause.
+"""Failures of workers, and the choice of the first cause among several.
 
-When one process ends, its peers lose their connections to it and raise too, sometimes before its
-end is noticed. Hence failures are ranked by kind first, and by time only within a kind.
+When one process ends, its peers lose their connections to it and also raise, sometimes before its
+end is noticed. Failures are therefore ranked by kind first, and by time only within a kind.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Symptom:
 
 
 class ReportedError(Exception):
-    """The exception that leaves a worker, in place of one that perhaps cannot be pickled."""
+    """The exception that leaves a worker. The original one might not be picklable."""
 
     def __init__(self, symptom: Symptom) -> None:
         super().__init__(symptom)
@@ -83,9 +83,9 @@ class WorkerFailure(Exception):
         self.method = method
         self.cause = symptom.cause
         self.traceback_text = symptom.traceback_text
-        what = {Kind.DIED: "died", Kind.HANGS: "hangs"}.get(symptom.kind, "failed")
+        verb = {Kind.DIED: "died", Kind.HANGS: "hangs"}.get(symptom.kind, "failed")
         during = f" in {method}" if method else ""
-        line = f"{worker} {what}{during}: {symptom.cause}"
+        line = f"{worker} {verb}{during}: {symptom.cause}"
         super().__init__("\n".join([line, self.traceback_text]).rstrip())
 
 
@@ -125,15 +125,16 @@ _LOST_PEER_TEXT = re.compile(
 
 _MEMORY_REMEDY = (
     " Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu (of tandem sft: "
-    "data.max_token_len_per_gpu) or actor_rollout_ref.rollout.gpu_memory_utilization, and type the "
-    "same command again: it goes on from the last checkpoint."
+    "data.max_token_len_per_gpu) or actor_rollout_ref.rollout.gpu_memory_utilization, and run the "
+    "same command again: it resumes from the last checkpoint."
 )
-"""Peers wait for this process within a collective. The step cannot go on with smaller
-micro-batches, as it does on one device."""
+"""Peers wait for this process in a collective: unlike on one device, the step cannot be repeated
+with smaller micro-batches.
+"""
 
 
 def symptom_of(error: Exception, *, time_s: float) -> Symptom:
-    """Return an exception as a symptom: by name and text, since not all can be pickled."""
+    """Return the symptom of an exception: its name and text, since not all are picklable."""
     names = {base.__name__ for base in type(error).__mro__}
     text = " ".join(str(error).split()) or type(error).__name__
     is_user_error = isinstance(error, UserError)
@@ -145,7 +146,7 @@ def symptom_of(error: Exception, *, time_s: float) -> Symptom:
     return Symptom(
         kind=Kind.LOST_PEER if is_lost_peer else Kind.RAISED,
         cause=text if is_user_error else f"{type(error).__name__}: {text}{remedy}",
-        # The one line of an EngineFailure says everything.
+        # The one line of an EngineFailure is complete.
         traceback_text=""
         if isinstance(error, EngineFailure)
         else "".join(traceback.format_exception(error)).rstrip(),

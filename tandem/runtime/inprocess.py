@@ -35,9 +35,9 @@ class InProcessRuntime:
         return await asyncio.get_running_loop().run_in_executor(self._executor, bound)
 
     async def watch(self) -> None:
-        """Wait for ever: there is no other process that could end."""
+        """Wait forever: there is no other process that could end."""
         await asyncio.Event().wait()
 
     async def close(self) -> None:
-        """Wait for the call in progress, drop those that have not begun, end the thread."""
+        """Wait for the call in progress, cancel queued calls, and end the thread."""
         await asyncio.to_thread(self._executor.shutdown, wait=True, cancel_futures=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detection of workers that exist and do nothing: they are stopped, or stuck in a call.
+"""Detection of workers that hang: their process is stopped, or stuck in a call.
 
 The driver requests a heartbeat from each worker every few seconds, and the worker answers on a
-thread of its own while its call goes on. Time is counted in rounds of the driver, so that a driver
-that was stopped for a while does not blame its workers. ``waiting`` detects the end of a process.
+separate thread, even during a call. Time is counted in rounds of the driver: a driver that was
+suspended does not blame its workers. ``waiting`` detects the end of a process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.runtime.waiting import Reference, Waits, Worker
 
 _LONGEST_PERIOD_S = 5.0
 _ROUNDS = 8
-"""The least number of requests before a worker counts as stopped."""
+"""The minimum number of unanswered requests before a worker counts as stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Limits:
     def silence_s(self) -> float:
         """The limit without a heartbeat: half of the timeout.
 
-        It ends before the workers that wait in a collective give up and are blamed instead.
+        It expires before workers that wait in a collective time out and are blamed instead.
         """
         return self.timeout_s / 2
 
@@ -128,7 +128,7 @@ class Liveness:
         self._thread: threading.Thread | None = None
 
     def start(self, requests: Mapping[Worker, Callable[[], Reference]]) -> None:
-        """Let a worker that hangs end every wait from now on.
+        """Watch the workers. From now on, one that hangs ends every wait.
 
         Args:
             requests: for each worker, the function that requests its ``Heartbeat``.
@@ -153,7 +153,7 @@ class Liveness:
                     return
 
     def _look(self, one: _Watched, *, has_answered: bool) -> Symptom | None:
-        """Count this round for a worker; return a symptom if it was one too many."""
+        """Count this round for a worker. Return a symptom if it exceeds a limit."""
         limits = self._limits
         if not has_answered:
             one.silent_rounds += 1

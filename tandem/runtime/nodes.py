@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on several nodes that were all given the same command.
+"""A run on several nodes, all started with the same command.
 
 The first node, the head, drives the run. The others, its members, add their devices to the head's
-Ray cluster, wait for the end of the run, and exit with its exit code. A node's Ray processes end
-with the command on it, however that ends.
+Ray cluster, wait for the end of the run, and exit with its exit code. The Ray processes of a node
+end with the command on that node, however it ends.
 
-The head listens at MASTER_ADDR. Each member keeps one connection for the whole run, whose end tells
-either side that the other is gone. Messages are lines of JSON: the member sends ``{"rank": r}``,
-the head ``{"ray": address}`` once its Ray runs and ``{"exit": code}`` at the end. ADR 0005 says why
-``ray symmetric-run`` does not replace this.
+The head listens at MASTER_ADDR. Each member keeps one connection for the whole run. If it closes,
+the other side is gone. Messages are lines of JSON: the member sends ``{"rank": r}``, the head
+``{"ray": address}`` once its Ray runs and ``{"exit": code}`` at the end. ADR 0005 says why ``ray
+symmetric-run`` does not replace this.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run_on_nodes(
     """Run ``body`` on the node that drives; return its exit code, on every node.
 
     Args:
-        body: gets the server that the members connect to, None if the run has no members.
+        body: its argument is the server for the members, None if the run has no members.
         platforms: the platforms of the run's pools.
 
     Raises:
@@ -84,12 +84,12 @@ def _join(plan: ClusterPlan, platforms: Collection[Platform]) -> int:
 
 
 def _wait_for_end(client: MemberClient, node: RayNode) -> int:
-    """Wait until the run ends and return its exit code. Raises NodeFailure if Ray ends before."""
+    """Wait until the run ends; return its exit code. Raise NodeFailure if Ray ends first."""
     ray_ended = os.pidfd_open(node.process.pid)
     try:
         ready, _, _ = select.select([client.connection, ray_ended], [], [])
         if client.connection not in ready:
-            # A run that ends takes Ray's head with it just before it says so.
+            # At the end of a run, Ray's head ends just before the exit code is sent.
             ready, _, _ = select.select([client.connection], [], [], _SHUTDOWN_S)
     finally:
         os.close(ray_ended)
@@ -99,7 +99,7 @@ def _wait_for_end(client: MemberClient, node: RayNode) -> int:
 
 
 class HeadServer:
-    """The head's side. Its threads wait on a condition only, and end with ``close``."""
+    """The head's side of the connections. Its threads end with ``close``."""
 
     def __init__(self, plan: ClusterPlan) -> None:
         """Listen.
@@ -119,15 +119,15 @@ class HeadServer:
             raise UserError(
                 "MASTER_PORT",
                 port,
-                rule=f"this node, the first, cannot listen there ({error.strerror})",
-                remedy="Set another one on every node.",
+                rule=f"the first node cannot listen on it ({error.strerror})",
+                remedy="Set another port on every node.",
             ) from error
         self._closing, self._closed = socket.socketpair()
         self._threads = [threading.Thread(target=self._accept, name="nodes", daemon=True)]
         self._threads[0].start()
 
     def announce(self, ray_address: str) -> None:
-        """Let all members, also later ones, join the Ray cluster at this address."""
+        """Let all members, present and future, join the Ray cluster at this address."""
         with self._changed:
             self._ray_address = ray_address
             self._changed.notify_all()
@@ -138,7 +138,7 @@ class HeadServer:
             return sorted(set(range(1, self._num_nodes)) - self._present)
 
     def close(self, exit_code: int) -> None:
-        """Tell the members how the run ended."""
+        """Send the exit code to the members, and end the threads."""
         with self._changed:
             self._exit_code = exit_code
             self._changed.notify_all()
@@ -179,10 +179,10 @@ class MemberClient:
     """A member's side: one connection to the head."""
 
     def __init__(self, plan: ClusterPlan) -> None:
-        """Connect. Waits as long as the plan lets nodes wait for each other.
+        """Connect, waiting for the head as long as the plan allows.
 
         Raises:
-            UserError: there is no head.
+            UserError: the head does not answer in time.
         """
         self.plan = plan
         self.connection = self._connect(time.monotonic() + plan.settings.wait_s)
@@ -194,7 +194,7 @@ class MemberClient:
         """Return the head's next message.
 
         Raises:
-            NodeFailure: there will be none.
+            NodeFailure: the connection is lost.
         """
         try:
             return _receive(self.connection)
@@ -227,11 +227,11 @@ class MemberClient:
 
 
 def _watch_peer(connection: socket.socket) -> None:
-    """Let a connection fail within seconds of its peer being out of reach."""
+    """Make the connection fail within seconds after its peer becomes unreachable."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
-        option = getattr(socket, name, None)  # not every system has all
+        option = getattr(socket, name, None)  # not every system has all of them
         if option is not None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
@@ -241,7 +241,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    """Return one message, and read no more, so that ``select`` misses nothing.
+    """Return one message. Read no byte beyond it, because ``select`` would miss that byte.
 
     Raises:
         ValueError: the connection has ended.

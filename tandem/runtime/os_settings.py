@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that the operating system keeps for this process: how memory is allocated, and when the
-process is killed. Both are calls of glibc and Linux, without torch.
-"""
+"""Settings of this process in glibc and Linux: memory allocation, and death with the parent."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ _MAX_TRIM_THRESHOLD_BYTES = 2**31 - 1
 
 
 def die_with_parent() -> None:
-    """Let this process be killed when the thread that started it ends, even if it is stopped."""
+    """Have this process killed, even if it is stopped, when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -25,7 +23,7 @@ def keep_freed_memory() -> None:
     The setting holds for the whole process and must be made before there are threads. Activations
     are freed and allocated again in every micro-batch; fetching their pages from the system each
     time takes a tenth of the update of a small model. Threads share one heap, because the heaps of
-    all threads but the first are returned in pieces of 64 MiB. Does nothing without glibc.
+    all threads but the first are returned in pieces of 64 MiB. It does nothing without glibc.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of devices that this node has of a run's platforms.
+"""The number of this node's devices of each platform of a run.
 
-Several platforms are probed in processes that end: a vendor's extension changes the process that
-loads it, and the process that drives a run may have to ask for two.
+Several platforms are probed in short-lived processes, because a vendor's extension changes the
+process that loads it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PROGRAM = (
     "print('\\ntandem', json.dumps([0 if problem else platform.num_devices(), problem]))"
 )
 _PREFIX = "tandem "
-"""The beginning of the line with the answer: vendors' packages print, too."""
+"""The start of the line with the answer. Vendors' packages print, too."""
 _TIMEOUT_S = 60.0
 """Loading a vendor's extension from a cold disk takes ten seconds."""
 
@@ -36,7 +36,7 @@ _TIMEOUT_S = 60.0
 def find_devices(platforms: Collection[Platform]) -> list[NodeDevices]:
     """Return the devices of each platform on this node.
 
-    Several platforms are marked, and the host's own is left out then.
+    If there are several, each has a marker, and the host's platform is left out.
 
     Raises:
         UserError: a vendor's driver does not answer.
@@ -55,7 +55,7 @@ def find_devices(platforms: Collection[Platform]) -> list[NodeDevices]:
 
 
 def _is_missing(platform: Platform) -> bool:
-    """Return whether the extension is not installed: then ``probe`` loads nothing."""
+    """Return whether the extension is missing, in which case ``probe`` loads nothing."""
     return bool(platform.extension) and find_spec(platform.extension) is None
 
 
@@ -74,17 +74,17 @@ def _probe(platforms: Collection[Platform]) -> Mapping[str, tuple[int, str]]:
     for platform in platforms:
         name = platform.name
         try:
-            told, _ = probes[name].communicate(pickle.dumps(platform), timeout=_TIMEOUT_S)
+            output, _ = probes[name].communicate(pickle.dumps(platform), timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             for process in probes.values():
                 process.kill()
             raise UserError(
                 f"platform {name}",
-                rule=f"its driver does not say within {_TIMEOUT_S:.0f} s which devices this node "
-                "has",
-                remedy="Look at them with the vendor's tool, or leave them out of pools.*.",
+                rule=f"its driver did not list this node's devices within {_TIMEOUT_S:.0f} s",
+                remedy="Check the devices with the vendor's tool, or remove the platform from "
+                "pools.*.",
             ) from error
-        lines = [line for line in told.decode().splitlines() if line.startswith(_PREFIX)]
+        lines = [line for line in output.decode().splitlines() if line.startswith(_PREFIX)]
         problem = "the process that looked for its devices ended without an answer"
         answers[name] = tuple(json.loads(lines[-1][len(_PREFIX) :])) if lines else (0, problem)
     return answers

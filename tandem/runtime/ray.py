@@ -2,8 +2,8 @@
 """The runtime for many processes, on Ray: one actor per device, on the nodes that were planned.
 
 This is the only file that imports ray, and it does so only when a run needs it. ``cluster`` decides
-which cluster is used, ``worker_process`` has what an actor does, and ``waiting`` how calls are
-waited for. No call is retried and no actor restarted: the first failure ends the run.
+which cluster is used, ``worker_process`` has the code of an actor, and ``waiting`` the waits for
+calls. No call is retried and no actor restarted: the first failure ends the run.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ class _Actor(WorkerProcess):
         """Isolate this process to the devices that Ray assigned to it."""
         import ray
 
-        die_with_parent()  # Ray asks processes to end; one that is stopped cannot listen
+        die_with_parent()  # a suspended process would not react to Ray's request to end
         context = ray.get_runtime_context()
         assigned = context.get_accelerator_ids().get(assignment.visibility.resource, [])
         return replace(self.isolate(assignment, assigned), actor=context.get_actor_id())
 
     def watch(self) -> None:
-        """Wait for ever. The failure of this call tells that the process has ended."""
+        """Wait forever. The call fails when the process ends."""
         threading.Event().wait()
 
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """A worker and the actor by which it is called."""
+    """A worker and its actor."""
 
     worker: Worker
     actor: Any
@@ -101,11 +101,11 @@ class _Handle:
 class RayRuntime:
     """An implementation of ``tandem.api.Runtime`` that also starts pools of workers.
 
-    It is a context manager, so that the processes end with it whatever happens. It must be opened
-    on the main thread: Ray's processes end with the thread that started them.
+    It is a context manager, which ends the processes in any case. It must be opened on the main
+    thread, because Ray's processes end with the thread that started them.
 
     Attributes:
-        address: the IP address of the driver's node, by which workers reach it.
+        address: the IP address at which workers reach the driver's node.
         workers: the processes of each pool, by rank.
     """
 
@@ -120,11 +120,11 @@ class RayRuntime:
     ) -> None:
         """Find or start the cluster, and start the workers, each isolated to its device.
 
-        SIGINT and SIGTERM end the wait, also where an event loop runs.
+        SIGINT and SIGTERM end the wait, even if an event loop is running.
 
         Args:
             platform: the platform of pools that ``platforms`` does not name.
-            pools: the number of the planned node of each rank, by pool.
+            pools: the planned node number of each rank, by pool.
             head: the server to which the members of this run connect.
 
         Raises:
@@ -148,7 +148,9 @@ class RayRuntime:
         self._node: RayNode | None = None
         ray = _load_ray(plan)
         assert not ray.is_initialized(), "a process has one runtime on Ray at a time"
-        assert threading.current_thread() is threading.main_thread(), "see the class"
+        assert threading.current_thread() is threading.main_thread(), (
+            "a RayRuntime is opened on the main thread"
+        )
         try:
             with interruptible():
                 devices = functools.partial(_find_devices, plan, self._platforms.values())
@@ -172,9 +174,9 @@ class RayRuntime:
             raise
 
     def start_pools(self, builds: Mapping[str, Build]) -> dict[str, RayWorkerGroup]:
-        """Build the object of every worker of these pools, all at the same time. Blocks.
+        """Build the object of every worker of these pools concurrently, and wait for all.
 
-        Before that, each worker confirms that it has a device of its own.
+        Before that, each worker confirms that no other worker uses its device.
 
         Args:
             builds: by pool, a picklable callable from ``WorkerPlace`` to the object.
@@ -189,7 +191,9 @@ class RayRuntime:
         return {pool: RayWorkerGroup(self._waits, self._handles[pool]) for pool in builds}
 
     def _call_all(self, method: str, arguments: Mapping[str, object]) -> list[Any]:
-        """Call all workers of these pools with the pickled argument of their pool. Blocks."""
+        """Call all workers of these pools with the pickled argument of their pool; return the
+        results.
+        """
         from ray.cloudpickle import cloudpickle
 
         calls = []
@@ -223,7 +227,7 @@ class RayRuntime:
         await asyncio.to_thread(self.shutdown)
 
     def shutdown(self) -> None:
-        """End all processes, for callers that are not asynchronous; see ``close``."""
+        """End all processes. The synchronous form of ``close``."""
         import ray
         from ray.exceptions import RayError
 
@@ -238,7 +242,7 @@ class RayRuntime:
                     ray.kill(actor)
             for _, executor in self._threads.values():
                 executor.shutdown(wait=True, cancel_futures=True)
-            self._waits.until_left()  # a thread that asks Ray after its end starts it again
+            self._waits.until_left()  # a call of Ray after its shutdown would start it again
             ray.shutdown()
             if self._node is not None:
                 self._node.close()
@@ -261,7 +265,7 @@ class RayRuntime:
         *,
         timeout_s: float,
     ) -> dict[str, list[WorkerInfo]]:
-        """Start an actor per assignment, isolated to its device. Fills in the handles."""
+        """Start an actor per assignment, isolated to its device, and fill in the handles."""
         waits = Waits(_finished, self._result)
         calls = []
         for assignment in assignments:
@@ -296,7 +300,7 @@ class RayRuntime:
     def _result(self, reference: Any) -> Any:
         """Return the result of a finished call; see ``Waits``.
 
-        Warnings of workers are logged here, once if many workers log the same.
+        Warnings of workers are logged here; equal ones are logged once.
         """
         result = _fetch(reference, self._logs)
         if not isinstance(result, Reply):
@@ -337,7 +341,7 @@ def _find_devices(plan: ClusterPlan, platforms: Collection[Platform]) -> Sequenc
 
 
 def _load_ray(plan: ClusterPlan) -> ModuleType:
-    """Import Ray, made silent. Raises UserError if it is not installed."""
+    """Import Ray with its messages silenced. Raise UserError if it is not installed."""
     for name, value in ray_environment(plan.role).items():
         os.environ.setdefault(name, value)
     try:
@@ -347,7 +351,7 @@ def _load_ray(plan: ClusterPlan) -> ModuleType:
             plan.settings.sizes_key,
             plan.settings.num_nodes,
             rule=f"a run of several processes needs Ray ({error})",
-            remedy="Install it by `pip install 'tandem[cluster]'`, or set both to 1.",
+            remedy="Install it with `pip install 'tandem[cluster]'`, or set both to 1.",
         ) from error
     return ray
 
@@ -382,7 +386,7 @@ def _finished(references: Sequence[Any], timeout_s: float) -> list[Any]:
 
 
 def _fetch(reference: Any, logs: Mapping[str, str]) -> Any:
-    """Return the result of a finished call. Raises ReportedError, whatever went wrong."""
+    """Return the result of a finished call. Raise ReportedError for every failure."""
     import ray
     from ray import exceptions
 
@@ -397,8 +401,8 @@ def _fetch(reference: Any, logs: Mapping[str, str]) -> Any:
     except exceptions.ActorUnavailableError as error:
         symptom = Symptom(Kind.LOST_PEER, "it cannot be reached", str(error), now)
     except exceptions.RayActorError as error:
-        last_words = _last_lines(logs.get(error.actor_id, ""))
-        symptom = Symptom(Kind.DIED, cause_of_death(str(error)), last_words, now)
+        end_of_log = _last_lines(logs.get(error.actor_id, ""))
+        symptom = Symptom(Kind.DIED, cause_of_death(str(error)), end_of_log, now)
     except (exceptions.OutOfMemoryError, exceptions.NodeDiedError) as error:
         symptom = Symptom(Kind.DIED, cause_of_death(str(error)), "", now)
     except exceptions.RayError as error:
@@ -407,7 +411,7 @@ def _fetch(reference: Any, logs: Mapping[str, str]) -> Any:
 
 
 def _last_lines(path: str) -> str:
-    """Return the end of a log if it is on this node, without Ray's marks, which begin with ":"."""
+    """Return the end of a log if it is on this node, without Ray's markers (lines with ":")."""
     if not path or not Path(path).is_file():
         return ""
     lines = Path(path).read_text("utf-8", errors="replace").splitlines()

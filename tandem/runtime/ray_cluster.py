@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connects to the Ray cluster of a run, reserves its devices, and assigns them to workers.
 
-The module ray comes in as an argument, because only one file imports it. Workers load this file
-before they are isolated, so that it must not import torch.
+The module ray is an argument, because only one file imports it. This file must not import torch,
+because workers load it before they are isolated.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
     from tandem.platforms.record import Platform
 
 FLAGCX_VARIABLE = "USE_FLAGCX"
-"""verl-FL's variable. The driver's value holds for all workers: those of a group must agree."""
+"""verl-FL's variable. The driver's value holds for all workers, because groups must agree on it."""
 
 _PROBE_S = 8.0
 _POLL_S = 0.2
 _RESERVE_S = 30.0
 _MAX_HOST_THREADS = 16
 _MIG_PREFIX = "MIG-"
-"""The prefix of the names of parts of devices."""
+"""The prefix of the names of NVIDIA's MIG instances."""
 _HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 5000,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 3000,
     "health_check_failure_threshold": 3,
 }
-"""A node that the network has lost is given up after 12 s instead of about a minute."""
+"""An unreachable node is given up after 12 s instead of about a minute."""
 _NODE_OPTIONS = {
     name: name.removeprefix("_")
     for name in (
@@ -66,15 +66,16 @@ _NODE_OPTIONS = {
         *("system_reserved_cpu", "system_reserved_memory"),
     )
 }
-"""Arguments of ray.init that are for the node which it starts, and the names that they have as
-options of ``ray start``. A ray.init that connects refuses them."""
+"""Arguments of ray.init for the node that it starts, and their names as options of ``ray start``.
+When ray.init connects to a running cluster, it rejects them.
+"""
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end what blocks the main thread, by KeyboardInterrupt and SystemExit.
+    """Raise KeyboardInterrupt on SIGINT and SystemExit on SIGTERM, even in a blocking call.
 
-    An event loop only takes note of a signal, and a coroutine that blocks keeps it from looking.
+    An event loop only records a signal, and does not handle it while a coroutine blocks.
     """
     wakeup = signal.set_wakeup_fd(-1)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -91,7 +92,7 @@ def interruptible() -> Iterator[None]:
 def start_ray(
     ray: ModuleType, plan: ClusterPlan, *, devices: Callable[[], Sequence[NodeDevices]]
 ) -> RayNode | None:
-    """Connect to the cluster of the plan, whose head is started here for ``local`` and ``head``.
+    """Connect to the cluster of the plan, after starting its head for ``local`` and ``head``.
 
     Args:
         devices: finds the devices of this node.
@@ -107,7 +108,7 @@ def start_ray(
         _probe(plan)
         _connect(ray, plan, address=plan.address, given=given)
         return None
-    # The address by which ray.init, below, looks for this node.
+    # ray.init, below, looks for this node by this address.
     options = {"node_ip_address": ray.util.get_node_ip_address()}
     options |= _head_options(plan, given=given, devices=devices())
     try:
@@ -190,15 +191,15 @@ def reserve(
     platforms: Mapping[str, Platform],
     absent_ranks: Callable[[], Sequence[int]],
 ) -> dict[int, Reservation]:
-    """Reserve the devices of each planned node on a node of the cluster of its own.
+    """Reserve the devices of each planned node, each on a separate node of the cluster.
 
     Args:
-        pools: the number of the planned node of each rank, by pool.
+        pools: the planned node number of each rank, by pool.
         platforms: the platform of each pool.
-        absent_ranks: returns the nodes that have not joined the cluster which this run forms.
+        absent_ranks: returns the ranks of the members that have not connected.
 
     Raises:
-        UserError: the nodes do not come in time, do not have so many devices, or others use them.
+        UserError: the nodes do not join in time, have too few devices, or their devices are in use.
     """
     needs = _wait_for_nodes(ray, plan, pools=pools, platforms=platforms, absent_ranks=absent_ranks)
     numbers = sorted(needs)
@@ -228,9 +229,9 @@ def _wait_for_nodes(
     platforms: Mapping[str, Platform],
     absent_ranks: Callable[[], Sequence[int]],
 ) -> dict[int, dict[str, float]]:
-    """Wait until the cluster can hold the run, and return what each planned node takes.
+    """Wait until the cluster can hold the run. Return the resources that each planned node needs.
 
-    Does not wait if all nodes are there.
+    Raise at once if all nodes are there and do not suffice.
     """
     settings = plan.settings
     deadline = time.monotonic() + (settings.wait_s if settings.num_nodes > 1 else 0)
@@ -243,7 +244,7 @@ def _wait_for_nodes(
         is_late = time.monotonic() >= deadline
         if is_late and len(nodes) < settings.num_nodes:
             raise _missing_nodes(settings, len(nodes), absent=absent_ranks())
-        # A cluster that the run has formed is complete; of another, more nodes may be on their way.
+        # A cluster formed by the run is complete. Further nodes may still join an existing one.
         is_own = plan.role == "head"
         present = len(nodes) if is_own else num_equipped(totals, list(needs.values()))
         if is_late or present >= settings.num_nodes:
@@ -277,7 +278,7 @@ def assign_workers(
     """Return the assignments of all ranks of all pools.
 
     Args:
-        pools: the number of the planned node of each rank, by pool.
+        pools: the planned node number of each rank, by pool.
     """
     on_node = Counter(node for nodes in pools.values() for node in nodes)
     assignments = []
@@ -307,7 +308,7 @@ def assign_workers(
 def require_distinct(
     infos: Sequence[WorkerInfo], uuids: Sequence[str], *, platforms: Mapping[str, Platform]
 ) -> None:
-    """Raise UserError if two processes have taken one device of a node, by whatever names.
+    """Raise UserError if two processes use one device of a node, even under different names.
 
     Args:
         uuids: the ``Platform.device_uuid`` of each process.
@@ -335,10 +336,7 @@ def _described(info: WorkerInfo) -> str:
 
 
 def _probe(plan: ClusterPlan) -> None:
-    """Raise UserError unless the cluster answers a process that can be stopped.
-
-    ray.init may wait for minutes.
-    """
+    """Raise UserError unless the cluster answers in time; ray.init may wait for minutes."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "status"]
     command += [] if plan.address == "auto" else [f"--address={plan.address}"]
     try:
@@ -353,9 +351,9 @@ def _probe(plan: ClusterPlan) -> None:
 
 
 def _named_address(plan: ClusterPlan) -> dict[str, str]:
-    """Return the address by which members know this node, if it is one of the node's own.
+    """Return MASTER_ADDR as this node's address, unless it is another's, such as a proxy's.
 
-    It may be the address of a proxy. Then Ray finds one by itself.
+    Ray then determines the address itself.
     """
     host, _ = plan.host_and_port
     try:

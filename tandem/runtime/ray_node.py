@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ray's processes on this node, started by ``ray start`` in a session of their own.
 
-They end with the process that started them, whatever ends it. A signal to the process group of the
-driver, as ``timeout`` and terminals send it, does not reach them: the driver needs them to save.
+They end with the process that started them, whatever ends it. A signal to the driver's process
+group, as ``timeout`` and terminals send it, does not reach them: the driver needs them to save.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _SWITCHES = ("head", "no_monitor", "enable_resource_isolation")
 """Options of ``ray start`` that take no value."""
 
 _ANY_WORKER_PORTS = {"min_worker_port": 0, "max_worker_port": 0}
-"""Ports that nobody uses, as ray.init has it. By default all clusters of a machine use the same."""
+"""Any free ports, as with ray.init. By default all clusters of a machine use the same ports."""
 
 _ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Otherwise each actor without a device warns that a later Ray treats its variables differently.
+    # Otherwise each actor without a device warns that a later Ray changes its variables.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Otherwise ray.wait after ray.shutdown starts a cluster of its own.
     "RAY_ENABLE_AUTO_CONNECT": "0",
@@ -54,8 +54,8 @@ _ONE_NODE = {
 def ray_environment(role: Literal["local", "existing", "head", "member"]) -> dict[str, str]:
     """Return the environment variables that Ray reads when it is imported or started.
 
-    They say what Ray prints, how soon its processes notice that others are gone, and that no call
-    starts a cluster.
+    They silence Ray, let its processes notice lost ones sooner, and keep calls from starting a
+    cluster.
     """
     if role == "existing":
         return dict(_ALWAYS)
@@ -63,7 +63,7 @@ def ray_environment(role: Literal["local", "existing", "head", "member"]) -> dic
 
 
 class RayNodeError(Exception):
-    """``ray start`` ended before the node was there. The text is the last line that it printed."""
+    """``ray start`` ended before the node was up. The text is the last line that it printed."""
 
 
 class RayNode:
@@ -72,7 +72,7 @@ class RayNode:
     def __init__(
         self, options: Mapping[str, Any], *, role: Literal["local", "head", "member"]
     ) -> None:
-        """Start them.
+        """Start the processes.
 
         Args:
             options: options of ``ray start``, with underscores for hyphens.
@@ -91,7 +91,7 @@ class RayNode:
         )
 
     def last_lines(self) -> list[str]:
-        """Return the last lines that ``ray start`` printed, without those that are empty."""
+        """Return the last non-empty lines that ``ray start`` printed."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()][-_LAST_LINES:]
@@ -109,8 +109,8 @@ def start_head(
 ) -> tuple[RayNode, str]:
     """Start the head of a cluster, and only the processes that it needs.
 
-    Its folder is a new one, so that the folder of another cluster of this machine, where
-    ``address="auto"`` finds that one, stays as it is.
+    It gets a new folder, because ``address="auto"`` finds another cluster of this machine by its
+    folder.
 
     Args:
         options: see ``RayNode``; ``temp_dir`` is the folder in which the new one is made.
@@ -131,7 +131,7 @@ def start_head(
         "no_monitor": True,  # the autoscaler
     }
     if not options.get("include_dashboard"):
-        defaults["dashboard_port"] = 0  # one that nobody uses: its process is started all the same
+        defaults["dashboard_port"] = 0  # any free one: its process is started in any case
     own = {"head": True, "temp_dir": folder}
     node = RayNode(defaults | dict(options) | own, role=role)
     file = folder / _ADDRESS_FILE
@@ -157,6 +157,6 @@ def _flag(name: str, value: Any) -> str:
 
 
 def _free_ports() -> tuple[int, int]:
-    """Return two ports that nobody uses at this moment."""
+    """Return two ports that are free at this moment."""
     with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as other:
         return one.getsockname()[1], other.getsockname()[1]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The resources that a run needs of each node, in Ray's words, and whether a cluster has them.
+"""The resources that a run needs on each node, as Ray names them, and whether a cluster has them.
 
-Ray calls the devices of several vendors GPU. Where nodes differ, each declares the platform of its
-devices by a marker resource, and a run takes a little of the marker of every platform that it needs
-on a node. All functions are pure.
+Ray calls the devices of several vendors GPU. If nodes differ, each declares the platform of its
+devices by a marker resource, and a run takes a tiny amount of the marker of each platform that it
+needs on a node. All functions are pure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NodeState:
     """A node of the cluster.
 
     Attributes:
-        resources: all that it has, also those in use.
+        resources: all its resources, including those in use.
         problems: why devices of a platform cannot be used here, by the platform's name.
     """
 
@@ -57,7 +57,7 @@ def this_machine(devices: Sequence[NodeDevices], *, num_cores: int) -> NodeState
 
 
 def marker_of(platform: Platform) -> str:
-    """Return the resource by which a node declares such devices; "" for the host's own.
+    """Return the marker resource of a platform; "" for the host.
 
     Example:
         >>> marker_of(MUSA)
@@ -72,7 +72,7 @@ def node_needs(
     """Return the resources that each planned node must have: the devices, and a CPU per worker.
 
     Args:
-        pools: the number of the planned node of each rank, by pool.
+        pools: the planned node number of each rank, by pool.
         platforms: the platform of each pool.
         marked: whether nodes declare their platforms.
 
@@ -123,16 +123,16 @@ def require_told_apart(devices: Iterable[tuple[int, str, str]]) -> None:
 
 
 def is_marked(nodes: Sequence[NodeState], platforms: Mapping[str, Platform]) -> bool:
-    """Return whether nodes declare platforms: they must where a run has several."""
+    """Return whether nodes declare platforms, as they must if a run has several."""
     says = any(name.startswith(MARKER) for node in nodes for name in node.resources)
     return says or len({platform.name for platform in platforms.values()}) > 1
 
 
 def num_equipped(nodes: Sequence[Resources], needs: Sequence[Resources]) -> int:
-    """Return the number of nodes that a run may be meant for.
+    """Return the number of nodes that the run might use.
 
-    If all planned nodes need devices, these are the nodes with devices of any sort: the first node
-    of a cluster often has none.
+    If all planned nodes need devices, only nodes with some device count: the first node of a
+    cluster often has none.
 
     Example:
         >>> num_equipped([{"CPU": 4}, {"CPU": 4, "GPU": 1}], [{"CPU": 1, "GPU": 1}])
@@ -148,7 +148,7 @@ def _is_device(resource: str) -> bool:
 
 
 def fits(needs: Sequence[Resources], nodes: Sequence[Resources]) -> bool:
-    """Return whether each planned node finds a node of its own: a bipartite matching.
+    """Return whether each planned node fits on a separate node (bipartite matching).
 
     Example:
         >>> fits([{"GPU": 1}, {"NPU": 1}], [{"NPU": 2, "GPU": 1}, {"NPU": 1}])
@@ -191,12 +191,12 @@ def refusal(
     settings: ClusterSettings,
     free: Resources | None = None,
 ) -> UserError:
-    """Return the error of a run that the nodes cannot hold: a table of what each needs and has.
+    """Return the error for a run that does not fit: a table of the needed and present resources.
 
     Args:
         needs: the resources that each planned node must have.
         platforms: the platform of each pool.
-        free: what the cluster has free, if it could hold the run but others use it.
+        free: the free resources of the cluster, if the run would fit without other users.
     """
     devices = {p.name: p for p in platforms.values() if marker_of(p)}.values()
     columns = [_Column(p.name, p.visibility.resource, marker_of(p)) for p in devices]

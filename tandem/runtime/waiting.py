@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waits for calls on workers. They end with the results, or with the first cause of a failure.
 
-Every wait is also a wait for the end of any worker, so that the end of an idle worker is noticed
-too. The caller supplies how references are waited for and read. Several threads may wait at once.
+Every wait also watches for the end of any worker, even an idle one. The caller supplies the
+functions that wait for references and read them. Several threads may wait at once.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Waits:
     """The calls of a runtime, and the waits for them.
 
     Args:
-        finished: returns those of some references whose results are there. It waits until there is
-            one, at most the given seconds.
+        finished: returns the finished ones of some references. It waits until there is one, at most
+            the given seconds.
         result: returns the result of a finished reference, or raises ReportedError.
         grace_s: the time after a failure in which other failures may turn out to be its cause.
         look_s: the period in which a waiting thread checks for ``close`` and for hanging workers.
@@ -93,7 +93,7 @@ class Waits:
         self._num_looking = 0
 
     def watch(self, worker: Worker) -> None:
-        """Let the end of ``worker`` end every wait from now on."""
+        """From now on, end every wait if ``worker`` ends."""
         self._workers.append(worker)
 
     def started(self, worker: Worker, method: str, *, reference: Reference) -> Call:
@@ -124,12 +124,12 @@ class Waits:
         return [results[call.reference] for call in calls]
 
     def first(self, calls: Sequence[Call]) -> int:
-        """Return the lowest index of a finished call. Raises WorkerFailure."""
+        """Return the lowest index of a finished call. Raise WorkerFailure if a worker ends."""
         finished = set(self._wait([call.reference for call in calls], math.inf))
         return next(i for i, call in enumerate(calls) if call.reference in finished)
 
     def hangs(self, worker: Worker, symptom: Symptom) -> None:
-        """End all waits: ``worker`` hangs, though its process is there."""
+        """End all waits, because ``worker`` hangs."""
         own = {c.reference: c for c in self._started_calls() if c.worker is worker}
         finished = self._finished(list(own), 0) if own else ()
         unfinished = [call for reference, call in own.items() if reference not in finished]
@@ -139,7 +139,7 @@ class Waits:
             self._first_end = self._first_end or failed
 
     def until_death(self) -> None:
-        """Wait until any worker has ended or hangs. Raises WorkerFailure."""
+        """Wait until any worker has ended or hangs, then raise WorkerFailure."""
         self._wait([], math.inf)
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class Waits:
             self._is_closed = True
 
     def until_left(self) -> None:
-        """Wait, after ``close``, until no thread looks at a reference any more."""
+        """Wait, after ``close``, until no thread uses a reference any more."""
         with self._left:
             self._left.wait_for(lambda: self._num_looking == 0)
 
@@ -174,7 +174,7 @@ class Waits:
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        """Count this thread as looking at references. Raises ClosedError."""
+        """Count this thread as a user of references. Raise ClosedError after ``close``."""
         with self._left:
             if self._is_closed:
                 raise ClosedError("the runtime was closed")
@@ -187,7 +187,7 @@ class Waits:
                 self._left.notify_all()
 
     def _raise_first_cause(self, failures: list[Failed]) -> NoReturn:
-        with self._judging:  # several threads may fail of the same cause: one looks at a time
+        with self._judging:  # several threads may fail for one cause
             failed = self._first_end or first_failed(self._collect(failures))
             if failed.symptom.kind is Kind.LOST_PEER:
                 failed = self._just_before() or failed
@@ -199,7 +199,7 @@ class Waits:
         raise as_exception(failed) from None
 
     def _just_before(self) -> Failed | None:
-        """Return the failure that another thread has just raised: it may be why a peer was lost."""
+        """Return the failure that another thread has just raised, which may have lost the peer."""
         raised_s, failed = self._last
         return failed if time.monotonic() - raised_s < 2 * self._grace_s else None
 
@@ -228,7 +228,7 @@ class Waits:
         return Failed(call.worker.name, call.method, symptom)
 
     def _died(self, worker: Worker, symptom: Symptom) -> Failed:
-        """Return the end of a worker as a failure of the call that it was busy with."""
+        """Return the end of a worker as a failure of the call that it was running."""
         own = {c.reference: c for c in self._started_calls() if c.worker is worker}
         finished = self._finished(list(own), _SETTLE_S) if own else ()
         symptoms = {reference: self._symptom(reference) for reference in finished}

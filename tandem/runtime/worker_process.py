@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code that runs inside a worker process: isolation first, then one object whose methods are
-called.
+"""The code inside a worker process: isolation first, then calls of one object's methods.
 
 This file must not import torch, nor anything that does: the process is isolated before vendor
-libraries are loaded. The builder of the object arrives as bytes that are unpickled only after that.
+libraries are loaded. The builder of the object arrives as bytes, which are unpickled only after
+that.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WorkerAssignment:
     Attributes:
         place: the worker's place without its device, which only the process knows.
         node_capacity: the number of devices that the scheduler hands out on this node.
-        folder: the folder in which the command was given; relative paths begin there.
+        folder: the working directory of the driver, where relative paths start.
         num_threads: the number of threads with which the process computes on the host.
     """
 
@@ -99,10 +99,7 @@ class Reply:
 
 
 class WorkerProcess:
-    """A process of a pool, with the one object whose methods the driver calls.
-
-    One thread at a time calls them.
-    """
+    """A process of a pool, with the one object whose methods the driver calls one at a time."""
 
     def __init__(self) -> None:
         self._plan = IsolationPlan()
@@ -172,23 +169,18 @@ class WorkerProcess:
             return Reply(value, self._notices.take())
 
     def heartbeat(self) -> Heartbeat:
-        """Answer, also during a call, on a thread of its own, that this process lives."""
+        """Return a heartbeat. It is called on a separate thread, also during a call."""
         return self._monitor.heartbeat()
 
     def _confirm(self, platform: Platform) -> None:
-        """Check that isolation had the planned effect, and take the device.
-
-        Raises:
-            UserError: the platform cannot be used here.
-            RuntimeError: the process does not see the devices that it should.
-        """
+        """Raise UserError or RuntimeError unless this process sees the planned devices."""
         problem = platform.probe()
         if problem:
             raise UserError(
                 f"platform={platform.name}",
                 rule=f"{self._notices.source} cannot use it on {socket.gethostname()}: {problem} "
                 f"({self._plan})",
-                remedy="Keep its pool to nodes that can, or name another platform.",
+                remedy="Place its pool on nodes that can use it, or choose another platform.",
             )
         seen, index = platform.num_devices(), self._plan.local_index
         assert self._visibility is not None, "isolate() comes first"
@@ -207,10 +199,10 @@ def reported() -> Iterator[None]:
 
 
 def interface_variables(address: str) -> dict[str, str]:
-    """Return the variables that name, for gloo and NCCL, the network interface with ``address``.
+    """Return the variables that set the network interface of gloo and NCCL to that of ``address``.
 
-    Without them, the libraries use the interface that the host's name resolves to. Empty where
-    there is only one node.
+    Without them, the libraries use the interface that the host's name resolves to. On a single node
+    there are none.
     """
     if ip_address(address).is_loopback:
         return {}
@@ -221,7 +213,7 @@ def interface_variables(address: str) -> dict[str, str]:
 
 
 class _NoticeHandler(logging.Handler):
-    """A handler that keeps warnings for the next reply: nobody reads a worker's terminal."""
+    """A handler that keeps warnings for the next reply, because a worker's stderr is not shown."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

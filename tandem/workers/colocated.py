@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """All engines of a run in one process on one device.
 
-The rollout generates with the very module that the trainer computes with, so that an update is in
-use as soon as it is made, and nothing is copied. If that module has a lower precision than the kept
-weights, the update ends by rounding into it. A rollout engine with weights of its own gets them
-after each update instead. Reference, critic and reward model are models of their own.
+The rollout generates with the trainer's module: an update takes effect at once, without a copy. If
+that module has a lower precision than the stored weights, the update ends by rounding into it. A
+rollout engine with its own weights receives them after each update instead. Reference, critic and
+reward model are separate models.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def build_colocated(
     """Load the models and build the engines.
 
     Raises:
-        UserError: a model cannot be loaded or not be used on this platform.
+        UserError: a model cannot be loaded, or not used on this platform.
     """
     policy = trainer_spec(config, placement, task="actor-train", total_steps=total_steps)
     train, model = _open_trainer(policy, platform)
@@ -56,7 +56,7 @@ def build_colocated(
     reference = critic = reward_model = None
     if config.needs_reference:
         frozen = policy_spec(config, placement, task="ref_logp")
-        # The initial weights are read anew, so that a resumed run has the same reference.
+        # The initial weights are read again: a resumed run must have the same reference.
         stored = stored_dtype(policy.policy.layout, platform, section=policy.policy.section)
         initial = open_policy(frozen, platform, dtype=stored)
         dtype = compute_dtype(frozen.layout, platform, section=frozen.section)
@@ -91,7 +91,7 @@ def build_trainer(
 def _open_trainer(
     spec: TrainerSpec, platform: Platform
 ) -> tuple[SingleDeviceEngine, LanguageModel]:
-    """Return a trainer, and the model that it computes with."""
+    """Return a trainer and the model that it computes with."""
     policy, layout, settings = spec.policy, spec.policy.layout, spec.policy.model
     dtype = stored_dtype(layout, platform, section=policy.section)
     stored = open_policy(policy, platform, dtype=dtype)
@@ -116,8 +116,8 @@ def _can_offload(stored: LanguageModel, model: LanguageModel) -> bool:
         return False
     if stored is model:
         logger.warning(
-            "param_offload=True: the weights stay on the device, as they are computed with in the "
-            "precision they are kept in. Set model_dtype=float32 and dtype=bfloat16 to change that."
+            "param_offload=True: the weights stay on the device, because they are stored in the "
+            "compute precision. Set model_dtype=float32 and dtype=bfloat16 to offload them."
         )
         return False
     return True
@@ -126,7 +126,7 @@ def _can_offload(stored: LanguageModel, model: LanguageModel) -> bool:
 def _is_on_accelerator(model: LanguageModel, key: str) -> bool:
     is_on_host = model.lm_head_weight.device.type == "cpu"
     if is_on_host:
-        logger.warning("%s=True: the weights are in the host's memory anyway", key)
+        logger.warning("%s=True has no effect: the weights are already in host memory", key)
     return not is_on_host
 
 

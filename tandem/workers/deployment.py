@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The jobs of pools from a configuration and its placement, and the engines over running pools.
 
-All functions are pure functions of plain values, except those that return engines. Starting
-processes is not here.
+Only the functions that return engines are not pure. No process is started here.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _MEBIBYTE = 1 << 20
 
 
 def policy_spec(config: RunConfig, placement: Placement, *, task: str) -> PolicySpec:
-    """Return the model that does ``task``, or the critic or the reward model by their names."""
+    """Return the model that does ``task``, which may also be the critic or the reward model."""
     roles, seed = config.actor_rollout_ref, config.trainer.seed
     model: ModelConfig = roles.model
     layout = roles.ref.fsdp_config if task == "ref_logp" else roles.actor.fsdp_config
@@ -61,14 +60,14 @@ def policy_spec(config: RunConfig, placement: Placement, *, task: str) -> Policy
 def trainer_spec(
     config: RunConfig, placement: Placement, *, task: str, total_steps: int
 ) -> TrainerSpec:
-    """Return the policy in training, or the critic."""
+    """Return the spec of the trained policy, or of the critic."""
     is_critic = task == CRITIC
     optim = config.critic.optim if is_critic else config.actor_rollout_ref.actor.optim
     return TrainerSpec(policy_spec(config, placement, task=task), optim, total_steps)
 
 
 def sft_spec(config: SftConfig, placement: Placement, *, total_steps: int) -> TrainerSpec:
-    """Return the policy in supervised fine-tuning."""
+    """Return the spec of the policy in supervised fine-tuning."""
     ranks = placement.layouts["actor-train"]
     policy = PolicySpec(config.model, config.engine, ranks, random_seed=None, section="engine")
     return TrainerSpec(policy, config.optim, total_steps)
@@ -83,7 +82,7 @@ def run_jobs(
     eos_ids: TokenIds,
     total_steps: int,
 ) -> dict[str, WorkerJob]:
-    """Return the job of each pool that has something to do, by the pool's name.
+    """Return the job of each used pool, by the pool's name.
 
     Args:
         platforms: the platform of each of these pools.
@@ -143,7 +142,7 @@ def sft_jobs(
     store: tuple[str, int],
     total_steps: int,
 ) -> dict[str, WorkerJob]:
-    """Return the job of the one pool of supervised fine-tuning; see ``run_jobs``."""
+    """Return the job of the only pool of supervised fine-tuning; see ``run_jobs``."""
     (pool,) = placement.used_pools
     job = WorkerJob(
         platform=platforms[pool.name],
@@ -205,9 +204,7 @@ def remote_trainer(
 def _frozen(
     groups: Mapping[str, WorkerGroup], placement: Placement, *, task: str, pool_of: str
 ) -> RemotePolicy | None:
-    """Return the engine of a model that only scores, in the pool of a task. Return None if the run
-    has no such model.
-    """
+    """Return the engine of a model that only scores, None if the run has no such model."""
     if task not in placement.layouts:
         return None
     group = groups[placement.pool_of(pool_of).name]
@@ -217,7 +214,7 @@ def _frozen(
 def _scorer(
     groups: Mapping[str, WorkerGroup], placement: Placement, *, train: RemoteTrainer
 ) -> RemotePolicy:
-    """Return the engine that computes old log-probs: the trainer, or one of another pool."""
+    """Return the engine that computes old log-probs: the trainer, or a model of another pool."""
     if "logp" not in placement.layouts:
         return train
     pool = placement.pool_of("logp")

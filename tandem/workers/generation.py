@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout engine of a worker, whose weights come through the weight link.
+"""A worker's rollout engine, which gets its weights through the weight link.
 
 The link fills a model, the received policy. An engine that shares weights computes with it in
-place. Any other takes its tensors through a sink, and then the received policy needs no memory
-until the next version, unless it scores as well.
+place. Any other copies its tensors through a sink. The received policy then needs no memory until
+the next version, unless it also scores.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class LinkedRollout:
     """An engine and the policy that the link fills for it.
 
     Attributes:
-        engine: the engine. Callers other than this class do not change its weights.
+        engine: the engine. Only this class changes its weights.
         policy: the received policy, which may lack memory between two versions.
     """
 
     def __init__(self, engine: RolloutEngine, policy: NativeModel, *, scores: bool) -> None:
-        """Take over both.
+        """Wrap the engine and the policy.
 
         Args:
             scores: whether ``policy`` computes log-probs between two versions.
@@ -38,15 +38,15 @@ class LinkedRollout:
         self._keeps_policy = sink is None or scores
 
     def prepare(self) -> None:
-        """Take memory for a version that arrives."""
+        """Allocate memory for a version that is about to arrive."""
         self._memory.allocate()
         self.engine.wake()
 
     def use(self, gate: WeightGate, version: int) -> None:
-        """Bring the received policy into use as ``version``.
+        """Put the received policy into use as ``version``.
 
         Raises:
-            EngineFailure: the engine did not take it. No version can be used then.
+            EngineFailure: the engine did not take it, and no version is usable any more.
         """
         if self._feed is not None:
             try:
@@ -57,17 +57,16 @@ class LinkedRollout:
         self.engine.set_weights_version(version)
 
     def release(self) -> None:
-        """Free the memory of a received policy that nobody computes with."""
+        """Free the memory of a received policy that is not computed with."""
         if not self._keeps_policy:
             self._memory.free()
 
     def sleep(self, gate: WeightGate, *, timeout_s: float) -> None:
-        """Free all memory on the device, unless there is something to generate. ``prepare`` ends
-        this.
+        """Free all memory on the device until ``prepare``, unless there is something to generate.
 
         Args:
             gate: guards the received policy.
-            timeout_s: bounds the wait for those who use it.
+            timeout_s: a bound on the wait for its current users.
         """
         if gate.version is None or not self.engine.sleep():
             return
@@ -77,7 +76,7 @@ class LinkedRollout:
 
 
 class ParameterMemory:
-    """The memory of a module's parameters, which remain the same tensors without it."""
+    """The memory of a module's parameters. Freeing it keeps the tensor objects."""
 
     def __init__(self, module: nn.Module) -> None:
         storages = [weight.untyped_storage() for weight in module.parameters()]
@@ -90,7 +89,7 @@ class ParameterMemory:
             storage.resize_(0)
 
     def allocate(self) -> None:
-        """Allocate the memory again, with any content; nothing happens if it was not freed."""
+        """Allocate the memory again, uninitialized. Do nothing if it was not freed."""
         for storage, num_bytes in zip(self._storages, self._sizes, strict=True):
             if storage.nbytes() != num_bytes:
                 storage.resize_(num_bytes)

@@ -18,12 +18,13 @@ from tandem.weight_sync.handshake import LinkSettings
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """A model of a run, which one device holds or the ranks of a pool hold together.
+    """A model of a run, held by one device or sharded over the ranks of a pool.
 
     Attributes:
-        random_seed: draws its weights; None loads them.
+        random_seed: the seed of random weights; None loads the weights.
         section: the section of the keys that ``layout`` came from, for messages.
-        value_head_seed: makes it a critic; see ``models.folder.check_critic_folder``.
+        value_head_seed: the seed of a critic's value head; see
+            ``models.folder.check_critic_folder``.
     """
 
     model: ModelConfig
@@ -46,10 +47,10 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """A policy that generates, whole in each process. Its weights come through the link.
+    """A policy that generates, unsharded in each process. Its weights come through the link.
 
     Attributes:
-        layout: the trainer's, whose precision the rollout computes in.
+        layout: the trainer's layout, whose precision the rollout uses.
         scores: whether the same weights compute old log-probs between two updates.
     """
 
@@ -65,9 +66,9 @@ class LinkSpec:
     """A pool's part of the weight link of a run.
 
     Attributes:
-        first_rank: the link's rank of the pool's first process.
+        first_rank: the rank in the link of the pool's first process.
         size: the number of processes of the link.
-        crosses: whether they have devices of different platforms.
+        crosses: whether the link joins devices of different platforms.
     """
 
     first_rank: int
@@ -84,7 +85,7 @@ class WorkerJob:
         platform: the platform of the pool's devices.
         store: host and port of the driver's store.
         timeout_s: the time limit of every collective.
-        critic, reward_model: the models beside the policy, in the pool that trains.
+        critic, reward_model: the models besides the policy, in the pool that trains.
         scorer: the policy in training, in a pool that neither trains nor generates.
         reference: the initial policy.
     """
@@ -102,8 +103,8 @@ class WorkerJob:
 
 
 def build_worker(job: WorkerJob, place: WorkerPlace) -> object:
-    """Build the ``Worker`` of a process, in that process."""
-    # Its imports take seconds, and the driver does not need them.
+    """Build this process's ``Worker``."""
+    # A slow import, which the driver does not need.
     from tandem.workers.worker import Worker
 
     return Worker(job, place)

@@ -20,10 +20,10 @@ from tandem.workers.job import LinkSpec
 def link_place(
     spec: LinkSpec, place: WorkerPlace, *, platform: Platform, device: torch.device
 ) -> LinkPlace:
-    """Return the place in the link of the process at ``place``.
+    """Return this worker's place in the link.
 
     Raises:
-        UserError: FlagCX was asked for and is not installed, or is installed and cannot be used.
+        UserError: FlagCX is requested but not installed, or installed but unusable.
     """
     return LinkPlace(
         name="weights",
@@ -40,7 +40,7 @@ def link_place(
 def _flagcx_access(
     spec: LinkSpec, place: WorkerPlace, *, platform: Platform
 ) -> FlagcxAccess | None:
-    """Look for FlagCX if the link crosses to another platform, or if it was asked for."""
+    """Load FlagCX if the link crosses to another platform, or if it is requested."""
     is_wanted = spec.settings.transport is TransportKind.FLAGCX
     may_help = spec.crosses and spec.settings.transport is None
     if not platform.has_own_memory or not (is_wanted or may_help):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of a run, opened from their specs: on one device, or as one rank's part.
+"""The models of a run, opened from their specs: whole on one device, or as one rank's part.
 
-Both forms find the same folder and take the same precisions. Weights in training may be kept in a
-higher precision than they are computed with. Frozen weights have the latter alone.
+Trained weights may be stored in a higher precision than they are computed with. Frozen weights are
+stored in the compute precision.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def policy_folder(spec: PolicySpec) -> ModelFolder:
-    """Find the folder of a model. Raise UserError if it cannot be such a model."""
+    """Return the folder of a model. Raise UserError if it does not hold such a model."""
     model, loads = spec.model, spec.random_seed is None
     trusts = model.trust_remote_code
     if spec.is_reward_model:
@@ -72,7 +72,7 @@ def open_policy_part(
     """Open the part of ``rank``. All ranks of the pool call this together.
 
     Raises:
-        UserError: the model cannot be loaded, or not be laid out over the ranks.
+        UserError: the model cannot be loaded, or not sharded over the ranks.
     """
     compute = compute_dtype(spec.layout, platform, section=spec.section)
     stored = compute if frozen else stored_dtype(spec.layout, platform, section=spec.section)
@@ -96,11 +96,9 @@ def open_policy_part(
 def open_received(
     spec: RolloutSpec, folder: ModelFolder, *, platform: Platform, device: torch.device
 ) -> NativeModel:
-    """Open a whole policy without weights, which come through the weight link. The trainer of a
-    pool has a decoder of ours, and so has everybody who receives its weights.
-    """
+    """Open a whole policy with uninitialized weights, which the weight link fills."""
     config = folder.decoder_config
-    assert config is not None, "a policy that is spread over processes has a decoder of ours"
+    assert config is not None, "a policy spread over processes has tandem's decoder"
     decoder = local_decoder(config, ALONE, operators=operators_for(platform))
     allocate(decoder, dtype=compute_dtype(spec.layout, platform), device=device)
     decoder.requires_grad_(False)
@@ -108,7 +106,7 @@ def open_received(
 
 
 def stored_dtype(layout: FsdpConfig, platform: Platform, *, section: str) -> torch.dtype:
-    """Return the precision of trained weights, gradients and the optimizer. Warn of a low one.
+    """Return the precision of trained weights, gradients and optimizer. Warn if it is low.
 
     Args:
         section: the section of the keys that ``layout`` came from, for messages.
@@ -119,8 +117,8 @@ def stored_dtype(layout: FsdpConfig, platform: Platform, *, section: str) -> tor
     stored = resolve_dtype(layout.model_dtype, platform, key=f"{section}.model_dtype")
     if stored != torch.float32:
         logger.warning(
-            "%s.model_dtype=%s: weights, gradients and optimizer are kept in it alone, so "
-            "that small updates round to nothing. Prefer float32.",
+            "%s.model_dtype=%s: weights, gradients and optimizer have only this precision, and "
+            "small updates round to nothing. Prefer float32.",
             section,
             layout.model_dtype,
         )
@@ -133,13 +131,11 @@ def compute_dtype(
     *,
     section: str = "actor_rollout_ref.actor.fsdp_config",
 ) -> torch.dtype:
-    """Return the precision of forward and backward passes and of frozen weights. Errors as
-    ``stored_dtype``.
-    """
+    """Return the precision of computation and of frozen weights. Errors as ``stored_dtype``."""
     return resolve_dtype(layout.dtype, platform, key=f"{section}.dtype")
 
 
 def require_precision(layout: FsdpConfig, platform: Platform, *, section: str) -> None:
-    """Raise UserError unless the device computes in the precisions of ``layout``."""
+    """Raise UserError unless the device supports the precisions of ``layout``."""
     for name, wanted in (("dtype", layout.dtype), ("model_dtype", layout.model_dtype)):
         resolve_dtype(wanted, platform, key=f"{section}.{name}")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's engines over worker processes.
 
-Each implements a Protocol of ``api`` over a group of workers. Their methods block until the workers
-answer, and the runtime calls them on threads. Micro-batches are dealt to the data-parallel ranks in
-rounds of about the same cost, because ranks compute in lock-step. Every rank knows the number of
-rounds and takes part in all of them, with or without a micro-batch. Several threads may call the
-engines of one pool: all its ranks receive the calls in the same order.
+Each implements a Protocol of ``api`` over a group of workers. Methods block until the workers
+answer; the runtime calls them on threads. Micro-batches are dealt to the data-parallel ranks in
+rounds of similar cost, because ranks compute in lock-step. Every rank takes part in every round,
+with or without a micro-batch. Several threads may call the engines of one pool: all its ranks
+receive the calls in the same order.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from tandem.types import (
 )
 
 _SUBMITTING = threading.Lock()
-"""Held while a call is submitted to all ranks of a pool. Ranks that entered two collectives in
-different orders would wait for each other without end."""
+"""Held while a call is submitted to all ranks of a pool. Ranks that enter two collectives in
+different orders deadlock.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +47,22 @@ class PeakMemory:
 
     @classmethod
     def of(cls, platform: Platform) -> PeakMemory:
-        """Return the peak of this process's device, as its allocator counted it."""
+        """Return the peak of this process's device, from its allocator."""
         return cls(platform.memory_allocated_bytes(), platform.memory_reserved_bytes())
 
     @classmethod
     def most(cls, peaks: Iterable[PeakMemory]) -> PeakMemory:
-        """Return the highest of several peaks, each number by itself."""
+        """Return the maximum of several peaks, field by field."""
         allocated, reserved = zip(*((x.allocated, x.reserved) for x in peaks), strict=True)
         return cls(max(allocated), max(reserved))
 
 
 class RemotePolicy:
-    """``api.ReferencePolicy``: a model that a group of workers scores with.
+    """An ``api.ReferencePolicy`` over a group of workers.
 
     Args:
-        task: the task by whose name the workers know the model.
-        layout: the division of the group's ranks for it.
+        task: the task under which the workers hold the model.
+        layout: the model's layout over the group's ranks.
     """
 
     def __init__(self, group: WorkerGroup, task: str, *, layout: RankLayout) -> None:
@@ -119,7 +120,7 @@ class RemotePolicy:
 
 
 class RemoteTrainer(RemotePolicy):
-    """``api.TrainEngine`` over a group of workers.
+    """An ``api.TrainEngine`` over a group of workers.
 
     Args:
         task: ``actor-train`` or ``critic``.
@@ -151,7 +152,7 @@ class RemoteTrainer(RemotePolicy):
         call_each([self._group], "advance_schedule", self._task)
 
     def save(self, folder: Path) -> None:
-        """Save into ``folder``, which every node must see, because all ranks write into it."""
+        """Save into ``folder``, which must be on a file system that all nodes share."""
         call_each([self._group], "save", self._task, folder)
 
     def load(self, folder: Path) -> None:
@@ -161,13 +162,13 @@ class RemoteTrainer(RemotePolicy):
 
 @dataclass(frozen=True, slots=True)
 class WeightWay:
-    """The way of weights from the trainer to the pools that use them.
+    """The route of weights from the trainer to the pools that use them.
 
     Attributes:
         linked: all pools that send or receive weights.
-        scoring: pools that only score. They bring weights into use without the driver's waiting.
-        is_staged: whether ``RemoteStage`` sends them, and each worker brings them into use by
-            itself. Otherwise all pools bring them into use together.
+        scoring: pools that only score. The driver does not wait for them to use new weights.
+        is_staged: whether ``RemoteStage`` sends weights and each worker puts them into use on its
+            own. Otherwise all pools do so together.
     """
 
     linked: Sequence[WorkerGroup]
@@ -178,9 +179,9 @@ class WeightWay:
 class RemoteRollout:
     """An ``api.Rollout`` over workers that generate independently.
 
-    A request goes to the worker with the fewest unfinished sequences. If the caller waits for each
-    batch of requests, this depends only on their order. Each worker is one call ahead of the
-    results that have been collected, and does not wait for the others.
+    A request goes to the worker with the fewest unfinished sequences. The choice depends only on
+    the order of requests if the caller waits for each batch. Each worker runs one call ahead of the
+    collected results, independently of the others.
     """
 
     def __init__(self, group: WorkerGroup, way: WeightWay) -> None:
@@ -198,7 +199,7 @@ class RemoteRollout:
         self._counters: list[Mapping[str, float]] = [{}] * group.size
 
     def work(self) -> list[EngineWork]:
-        """Return the state of each worker. One whose call was not collected continues by itself."""
+        """Return the state of each worker. A worker with an uncollected call needs no new one."""
         return [self._work_of(rank, number) for rank, number in enumerate(self._unfinished)]
 
     def _work_of(self, rank: int, num_unfinished: int) -> EngineWork:
@@ -249,15 +250,15 @@ class RemoteRollout:
             self._finished += self._collect(rank)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the sums of the engines' counters, each as of its last collected call."""
+        """Return the sums of the engines' counters as of each worker's last collected call."""
         names = dict.fromkeys(name for counters in self._counters for name in counters)
         return {name: sum(c.get(name, 0.0) for c in self._counters) for name in names}
 
     def set_weights_version(self, version: int) -> bool:
-        """Bring ``version`` into use; see ``api.Rollout``.
+        """Put ``version`` into use; see ``api.Rollout``.
 
-        A worker takes part between two of its advances. Without staging all take part together, and
-        no worker begins another advance before.
+        A worker switches between two of its advances. Without staging all workers switch together,
+        and none starts another advance before.
         """
         if not self._way.is_staged:
             self._is_held = bool(self._advancing)
@@ -278,9 +279,9 @@ class RemoteRollout:
 
 
 class RemoteStage:
-    """An ``api.WeightStage`` over the pools that the weight link joins.
+    """An ``api.WeightStage`` over the pools of the weight link.
 
-    Its calls run beside those of the rollout, which continues to generate.
+    Its calls run while the rollout generates.
     """
 
     def __init__(self, groups: Sequence[WorkerGroup]) -> None:

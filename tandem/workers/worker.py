@@ -2,8 +2,8 @@
 """A process of a pool: the engines of the pool's tasks, and its end of the weight link.
 
 It is built in the process itself from a ``WorkerJob``. Trainer and rollout share no storage,
-because the trainer's weights are cut over all ranks. The link brings them to the rollout, and to a
-policy that scores on devices of its own. All ranks of a pool make the same calls, except for
+because the trainer's weights are sharded over all ranks. The link sends them to the rollout, and to
+a policy that scores on separate devices. All ranks of a pool make the same calls, except for
 generation.
 """
 
@@ -54,10 +54,10 @@ class Worker:
     """A process of a pool. ``remote`` calls its methods by name."""
 
     def __init__(self, job: WorkerJob, place: WorkerPlace) -> None:
-        """Join the pool and load what its tasks need. Collective over the pool, then over the link.
+        """Join the pool and load its models. Collective over the pool, then over the link.
 
         Raises:
-            UserError: a model cannot be loaded, or not be laid out over the pool.
+            UserError: a model cannot be loaded, or not sharded over the pool.
         """
         self._place = place
         self._timeout_s = job.timeout_s
@@ -95,10 +95,10 @@ class Worker:
         self._link = self._open_link(job.link, store, trained=trained)
         if self._rollout is not None:
             self._rollout.release()
-        gc.freeze()  # the collector need not look through the objects that stay
+        gc.freeze()  # these objects stay: the collector can skip them
 
     def describe(self) -> dict[str, Any]:
-        """Return where this process runs."""
+        """Return where this process runs, and on which device."""
         return {
             "pool": self._place.pool,
             "rank": self._place.rank,
@@ -140,8 +140,10 @@ class Worker:
         temperature: float,
         num_rounds: int,
     ) -> tuple[UpdateReport, PeakMemory]:
-        """Take one optimizer step of the model that does ``task`` with this rank's micro-batches.
-        Return its report and the peak memory of the device.
+        """Take one optimizer step of the model that does ``task``.
+
+        Returns:
+            its report, and the peak memory of the device.
         """
         self._let_rollout_sleep()
         report = self._training(task).update(
@@ -150,7 +152,7 @@ class Worker:
         return report, PeakMemory.of(self._platform)
 
     def advance_schedule(self, task: str) -> None:
-        """Advance the learning-rate schedule. A critic's offloaded weights leave the device."""
+        """Advance the learning-rate schedule, and offload a critic's weights."""
         engine = self._training(task)
         with on_device([engine if task == "critic" else None]):
             engine.advance_schedule()
@@ -165,7 +167,7 @@ class Worker:
                 str(folder.parents[1]),
                 rule=f"{self._place.pool} rank {self._place.rank} could not write its part of the "
                 f"checkpoint ({error.strerror or error}); earlier ones are kept",
-                remedy="Free some space, or take a folder that all nodes share, and run the same "
+                remedy="Free some space, or choose a folder that all nodes share, and run the same "
                 "command again to resume.",
             ) from error
 
@@ -174,7 +176,7 @@ class Worker:
         self._training(task).load(folder)
 
     def capacity(self) -> Capacity:
-        """Return the amount of work that the rollout engine holds at once."""
+        """Return the capacity of the rollout engine."""
         return self._generating().engine.capacity
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
@@ -182,30 +184,32 @@ class Worker:
         self._generating().engine.add(requests)
 
     def advance(self, max_steps: int | None = None) -> tuple[list[Completion], Mapping[str, float]]:
-        """Generate; return the completions and the engine's counters. Raise SyncError if the
-        weights are not a whole version.
+        """Generate; return the completions and the engine's counters.
+
+        Raises:
+            SyncError: the weights are not a complete version.
         """
         engine = self._generating().engine
         with self._whole_version():
             return engine.advance(max_steps), engine.metrics()
 
     def transfer(self, version: int) -> None:
-        """Take part in sending the trainer's weights to everybody, as ``version``. Return when this
-        process may go on to train or to generate; see ``WeightLink.begin``.
+        """Take part in sending the trainer's weights, as ``version``, to all pools of the link.
 
-        The training of a step ends with it: offloaded weights leave the device.
+        Return when this process may train or generate again; see ``WeightLink.begin``. Offloaded
+        weights then leave the device.
         """
         with on_device([self._trainer, self._frozen.get("logp")]), self._receiving():
             self._linked().begin(version)
 
     def swap(self, version: int | None = None) -> int | None:
-        """Bring the newest version that has arrived into use, between two calls of ``advance``.
+        """Put the newest version that has arrived into use, between two calls of ``advance``.
 
         Args:
-            version: wait until this version is there, or a later one.
+            version: wait until this version or a later one has arrived.
 
         Returns:
-            the version in use, None in a process that receives none.
+            the version in use; None in a process that receives no weights.
         """
         link = self._linked()
         if not link.receives:
@@ -215,7 +219,7 @@ class Worker:
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:
-        """Prepare the rollout for new weights, and bring them into use if they have come."""
+        """Prepare the rollout for new weights, and put them into use if they arrive."""
         gate, rollout = self._linked().gate, self._rollout
         before = gate.version
         if rollout is not None:
@@ -227,25 +231,25 @@ class Worker:
             rollout.release()
 
     def _let_rollout_sleep(self) -> None:
-        """Free the rollout's memory on a device that trains as well, if the job says so."""
+        """Free the rollout's memory on a device that also trains, if the job is so configured."""
         if self._sleeps:
             self._generating().sleep(self._linked().gate, timeout_s=self._timeout_s)
 
     def _whole_version(self) -> AbstractContextManager[object]:
-        """Hold the weights that come through the link. Raise SyncError if they are not a whole
-        version, or if newer ones have failed to come.
+        """Guard the received weights against change. Raise SyncError if they are not a complete
+        version, or if a newer one failed to arrive.
         """
         link = self._linked()
         link.check()
         return link.gate.reading(self._timeout_s)
 
     def _linked(self) -> WeightLink:
-        assert self._link is not None, f"pool {self._place.pool} has no part in the weights"
+        assert self._link is not None, f"pool {self._place.pool} is not part of the weight link"
         return self._link
 
     def _training(self, task: str) -> FsdpEngine:
         engine = self._critic if task == "critic" else self._trainer
-        assert engine is not None, f"pool {self._place.pool} does not train for {task}"
+        assert engine is not None, f"pool {self._place.pool} has no trainer of {task}"
         return engine
 
     def _generating(self) -> LinkedRollout:
@@ -304,7 +308,7 @@ class Worker:
 
 @contextmanager
 def on_device(models: Sequence[FsdpEngine | FsdpModel | None]) -> Iterator[None]:
-    """Hold weights that may be offloaded on the device, and offload them afterwards."""
+    """Hold offloaded weights on the device for the duration of the block."""
     with ExitStack() as stack:
         for model in models:
             if model is not None:

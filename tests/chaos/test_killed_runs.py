@@ -196,7 +196,7 @@ def test_a_second_signal_ends_it_at_once(
     command.wait_for(tmp_path / "run" / "rollouts.jsonl", text="\n")
     children = wait_for_children(command.pid, count=2)
     command.signal(number)
-    command.wait_for(tmp_path / "stderr.txt", text="once more to leave at once")
+    command.wait_for(tmp_path / "stderr.txt", text="send it again to stop at once")
     command.signal(number)
     assert command.wait().code == code
     _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
