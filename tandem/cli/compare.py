@@ -38,7 +38,7 @@ _Row = tuple[str, str, str, str, str]
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the table and the verdict. Raises UserError if the runs cannot be compared."""
+    """Print the table and the verdict. Raise UserError if the runs cannot be compared."""
     options = _parser().parse_args(arguments)
     pair = Pair(
         a=read_metrics(options.a, key="A"),
@@ -72,12 +72,12 @@ def _parser() -> argparse.ArgumentParser:
             f"--repeat-{side}",
             metavar="RUN",
             type=Path,
-            help=f"another run like {side.upper()}: shows how much equal runs differ",
+            help=f"a repetition of {side.upper()}: shows how much equal runs differ",
         )
     published = ", ".join(f"{name} {limit:g}" for name, limit in LIMITS_PERCENT.items())
-    parser.add_argument("--metric", metavar="NAME", help=f"default: the first of both: {published}")
+    parser.add_argument("--metric", metavar="NAME", help=f"default: the first in both: {published}")
     parser.add_argument(
-        "--limit", metavar="PERCENT", type=float, help="of the mean absolute error, times 100"
+        "--limit", metavar="PERCENT", type=float, help="limit of the mean absolute error"
     )
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw a picture (PNG, SVG, PDF)")
     return parser
@@ -93,12 +93,12 @@ def _limit(metric: str, wanted: float | None) -> float:
             "--metric",
             metric,
             rule="has no published limit",
-            remedy="Give one with --limit, in percent.",
+            remedy="Set --limit=PERCENT.",
         )
     limit_percent = LIMITS_PERCENT[metric] if wanted is None else wanted
     if not 0 <= limit_percent < math.inf:
         raise UserError(
-            "--limit", limit_percent, rule="must be a number from 0 on", remedy="Give percent."
+            "--limit", limit_percent, rule="must be a number from 0 on", remedy="Set it in percent."
         )
     return limit_percent
 

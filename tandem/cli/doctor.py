@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tandem doctor``: print the devices and packages of this machine, and what is missing.
 
-It runs where packages are missing, so that it imports only one at its top. It makes no request to
-the network. Exit code 0 if the core can run, else 2.
+It must run where packages are missing, and imports only ``packaging`` at its top. It makes no
+network request. Exit code 0 if the core can run, else 2.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CORE = MappingProxyType(
         "markupsafe": "the report",
     }
 )
-"""The purpose of each package without which nothing runs."""
+"""The purpose of each required package."""
 OPTIONAL = MappingProxyType(
     {
         "pyarrow": "parquet files (JSONL works without)",
@@ -61,7 +61,7 @@ OPTIONAL = MappingProxyType(
         "ray": "runs of several processes",
     }
 )
-"""The purpose of each package that only some runs need."""
+"""The purpose of each optional package."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Dependency:
 
     Attributes:
         version: the installed version, None if it is missing.
-        is_core: whether nothing runs without it.
+        is_core: whether it is required.
     """
 
     name: str
@@ -81,17 +81,17 @@ class Dependency:
 
     @property
     def problem(self) -> str:
-        """The reason why the installed version does not do, "" if it does."""
+        """The reason why the installed version cannot be used, "" if it can."""
         if self.version is None:
             return "missing"
-        # A pre-release, as containers of vendors have it, counts as the release.
+        # A pre-release, common in vendors' containers, counts as the release.
         if Version(Version(self.version).base_version) < Version(self.min_version):
             return f"too old, at least {self.min_version}"
         return ""
 
 
 def declared_dependencies() -> list[Dependency]:
-    """Return the packages that tandem's own metadata declares, those that it needs first."""
+    """Return the packages that tandem's own metadata declares, the required ones first."""
     try:
         lines = metadata.requires("tandem") or []
     except metadata.PackageNotFoundError:
@@ -150,7 +150,7 @@ def diagnose(dependencies: Sequence[Dependency]) -> Diagnosis:
     free = shutil.disk_usage(Path.cwd()).free
     warnings = [f"{free / 1024**3:.1f} GiB of disk left here"] if free < LOW_DISK_BYTES else []
     if not found:
-        warnings.append("tandem is not installed (pip install -e .): its packages are not known")
+        warnings.append("tandem is not installed (pip install -e .): its requirements are unknown")
     return Diagnosis(
         tandem=importlib.import_module("tandem").__version__,
         python=platform.python_version(),
@@ -180,7 +180,7 @@ def _version(name: str) -> str | None:
 
 
 def _describe_torch() -> tuple[dict[str, Any], str]:
-    """Return facts of the torch build, and why it cannot be imported, "" if it can."""
+    """Return facts of the torch build, and why torch cannot be imported, "" if it can."""
     try:
         torch = importlib.import_module("torch")
     except ImportError as error:
@@ -189,7 +189,7 @@ def _describe_torch() -> tuple[dict[str, Any], str]:
 
 
 def _describe_platforms() -> tuple[dict[str, Any], str]:
-    """Return the platform that runs use here with the reason, and why there is none or ""."""
+    """Return facts of the platform that runs use here, and why there is none, "" if there is."""
     select = importlib.import_module("tandem.platforms.select")
     others = {one.name: one.problem or "can be used" for one in select.probe_all()}
     try:
@@ -208,7 +208,6 @@ def _describe_platforms() -> tuple[dict[str, Any], str]:
 
 
 def _lines(diagnosis: Diagnosis) -> list[str]:
-    """Return the diagnosis as lines for people."""
     chosen = diagnosis.platform
     lines = [
         f"tandem        {diagnosis.tandem}",

@@ -20,7 +20,7 @@ _DTYPES = ("keep", "bfloat16", "float16", "float32")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write the folder and print where it is. Raises UserError if the run has no checkpoint."""
+    """Write the folder and print its path. Raise UserError if the run has no checkpoint."""
     options = _parser().parse_args(arguments)
     checkpoint = _find(options.run, options.step)
     output: Path = options.output
@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     if not folder.is_dir():
         raise UserError(
             "--critic",
-            rule=f"{checkpoint.folder} has none",
+            rule=f"{checkpoint.folder} has no critic",
             remedy="Leave --critic out, or train one with algorithm.adv_estimator=gae.",
         )
     if (folder / SHARDED_FILE).is_file():
@@ -53,7 +53,7 @@ def _find(run_folder: Path, step: int | None) -> Checkpoint:
             raise UserError(
                 "--step",
                 step,
-                rule=f"RUN={str(run_folder)!r} is one checkpoint already",
+                rule=f"RUN={str(run_folder)!r} is a single checkpoint",
                 remedy="Leave --step out, or name the folder of the run.",
             )
         return open_checkpoint(run_folder)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``--help`` of a command that takes keys: it lists every key that has an effect.
 
-It reads the schemas only, so that help appears at once and needs no torch.
+It reads only the schemas: help appears at once and needs no torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem``: the table of commands, and how one is run.
+"""The ``tandem`` command: the table of its subcommands, and the run of one.
 
-A command's module is loaded only when the command is chosen, and the code that trains only after
-its arguments have been checked, so that help and wrong arguments need no torch. An error of the
-user ends in one line on stderr and exit code 2; any other keeps its traceback.
+A subcommand's module is loaded only when it is chosen, and training code only after the arguments
+have been checked: help and wrong arguments need no torch. A user error ends in one line on stderr
+and exit code 2; any other error keeps its traceback.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Command:
 
     Attributes:
         module: the module with ``run(arguments) -> exit code``.
-        parser: a module with ``parse(arguments)``, whose result ``run`` takes instead; "" without.
+        parser: a module with ``parse(arguments)``, whose result is passed to ``run``; "" if ``run``
+            takes the arguments themselves.
     """
 
     module: str
@@ -132,9 +133,9 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         raise UserError(
             repr(name), rule="no such command", remedy=f"Choose among {', '.join(COMMANDS)}."
         )
-    # Otherwise torch's C++ warns on stderr of host names without an address.
+    # Otherwise torch's C++ warns on stderr about host names without an address.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    gc.disable()  # imports leave no garbage, but a million objects for the collector to visit
+    gc.disable()  # imports make a million objects to visit and no garbage
     try:
         parsed = import_module(command.parser).parse(arguments) if command.parser else arguments
         run: Callable[[Any], int] = import_module(command.module).run

@@ -3,8 +3,8 @@
 start nothing. ``--keys`` prints the effect of every key that was set; for ``--times`` see
 ``plan_times``.
 
-The arguments are those of ``tandem train``, or after the word ``sft`` those of ``tandem sft``. No
-model and no torch is needed. Data files that cannot be counted give a warning and null fields.
+The arguments are those of ``tandem train``, or after the word ``sft`` those of ``tandem sft``. It
+needs no model and no torch. Data files that cannot be counted give a warning and null fields.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tandem.platforms.names import AUTO, VARIABLE, platform_name
 
 @dataclass(frozen=True, slots=True)
 class RowCount:
-    """The number of rows of some files; None with the reason if they cannot be counted."""
+    """The number of rows of some files, or None and the reason if they cannot be counted."""
 
     rows: int | None
     problem: str
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def plan_arguments(arguments: Sequence[str]) -> Plan:
-    """Return the plan for arguments of ``tandem train``. Raises UserError if one is wrong."""
+    """Return the plan for arguments of ``tandem train``. Raise UserError if one is wrong."""
     loaded = load_arguments(RunConfig, arguments)
     hf_config = _local_config(loaded.config)
     _check_reward_model(loaded.config)
@@ -73,7 +73,7 @@ def plan_arguments(arguments: Sequence[str]) -> Plan:
 
 
 def plan_sft_arguments(arguments: Sequence[str]) -> Plan:
-    """Return the plan for arguments of ``tandem sft``. Raises UserError if one is wrong."""
+    """Return the plan for arguments of ``tandem sft``. Raise UserError if one is wrong."""
     loaded = load_arguments(SftConfig, arguments)
     plan = _plan(loaded, _local_config(loaded.config), warnings=())
     _check_environment(plan)
@@ -81,7 +81,7 @@ def plan_sft_arguments(arguments: Sequence[str]) -> Plan:
 
 
 def _local_config(config: RunConfig | SftConfig) -> Mapping[str, Any]:
-    """Return the checked config.json of the model that is trained; {} if it is not on this disk."""
+    """Return the checked config.json of the trained model; {} if it is not on this machine."""
     model = trained_model(config)
     hf_config = read_local_config(model.config.path)
     require_local_family(
@@ -141,7 +141,7 @@ def _plan(
 
 
 def count(data: DataConfig | SftDataConfig, *, validation: bool) -> RowCount:
-    """Return the number of rows without failing: the data may be made after the plan."""
+    """Return the number of rows. Missing files are no error: they may be made after the plan."""
     try:
         return RowCount(row_source(data, validation=validation).count(), "")
     except (UserError, OSError) as error:
@@ -149,7 +149,7 @@ def count(data: DataConfig | SftDataConfig, *, validation: bool) -> RowCount:
 
 
 def print_plan(plan: Plan, console: Console, *, with_keys: bool) -> None:
-    """Print the plan for people; ``with_keys`` adds the effect of every key."""
+    """Print the plan as tables; ``with_keys`` adds the effect of every key."""
     for title, rows in plan_tables(plan):
         print_rows(title, rows, console=console)
     if with_keys:
@@ -159,7 +159,7 @@ def print_plan(plan: Plan, console: Console, *, with_keys: bool) -> None:
 
 
 def print_rows(title: str, rows: Sequence[tuple[str, str]], *, console: Console) -> None:
-    """Print a table of names and values, or nothing without rows."""
+    """Print a table of names and values, or nothing if there are no rows."""
     table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
     for row in rows:
         table.add_row(*(Text(text) for text in row))
@@ -195,7 +195,7 @@ def plan_tables(plan: Plan) -> tuple[tuple[str, list[tuple[str, str]]], ...]:
         ("Steps", steps),
         ("Pools", pools),
         ("Weights between pools", list(plan.weights.items())),
-        ("Memory of an accelerator of each pool, GiB", memory),
+        ("Memory per accelerator of each pool, GiB", memory),
         ("Keys without effect", [*plan.ignored_keys.items(), *unknown]),
     )
 

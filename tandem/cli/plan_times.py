@@ -19,10 +19,10 @@ from tandem.errors import UserError
 from tandem.planner.advice import SplitAdvice, advise, format_seconds
 from tandem.planner.task_times import TIMES_OPTION, read_times
 
-_LEFT_OUT = "left out: memory, rewards, and caches that are computed again under new weights{}."
+_LEFT_OUT = "left out: memory, rewards, and the recomputation of caches after a weight update{}."
 _NO_PACE = (
-    "; and that decode steps of more sequences take longer, as where fewer devices generate: the "
-    "times of a synchronous run with rows for a whole batch would show it"
+    "; and that decode steps of more sequences take longer, which matters if fewer devices "
+    "generate: the times of a synchronous run with rows for a whole batch would show it"
 )
 
 
@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
     console = Console()
     print_plan(plan, console, with_keys="--keys" in arguments)
     print_rows("Suggested split, simulated", _rows(advice), console=console)
-    line = "no split is faster than what is configured"
+    line = "no split is faster than the configured one"
     if advice.is_better:
         left_out = _LEFT_OUT.format("" if times.decoding else _NO_PACE)
         line = f"{left_out} Try it for a few steps.\narguments: {' '.join(advice.overrides)}"
@@ -81,7 +81,7 @@ def _take_times(words: Sequence[str]) -> tuple[list[Path], list[str]]:
             continue
         if not value:
             raise UserError(
-                TIMES_OPTION, "", rule="must name a run folder or a table", remedy="Give one."
+                TIMES_OPTION, "", rule="must name a run folder or a table", remedy="Name one."
             )
         paths.append(Path(value).expanduser())
     return paths, others

@@ -12,7 +12,7 @@ from tandem.report.report import write_report
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write the report and print its path. Raises UserError if the folder holds no run."""
+    """Write the report and print its path. Raise UserError if the folder holds no run."""
     options = _parser().parse_args(arguments)
     output = options.output or options.run / "report.html"
     print(write_report(options.run, output, forecast=forecast_rows(options.run)))

@@ -16,7 +16,7 @@ from tandem.driver.notices import configure_logging, print_notices
 
 
 def parse(arguments: Sequence[str]) -> SftConfig:
-    """Return the checked configuration of a run. Raises UserError if an argument is wrong."""
+    """Return the checked configuration of a run. Raise UserError if an argument is wrong."""
     configure_logging()
     loaded = load_arguments(SftConfig, arguments)
     check_sft(loaded.config)

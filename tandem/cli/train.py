@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of ``tandem train [RECIPE] key=value ...``, which is verl's ``main_ppo``.
 
-They are read and checked here, without torch, so that an error is reported at once.
-``driver.train`` runs the command.
+They are read and checked here, without torch: an error is reported at once. ``driver.train`` runs
+the command.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tandem.driver.notices import configure_logging, print_notices
 
 
 def parse(arguments: Sequence[str]) -> RunConfig:
-    """Return the checked configuration of a run. Raises UserError if an argument is wrong."""
+    """Return the checked configuration of a run. Raise UserError if an argument is wrong."""
     configure_logging()
     loaded = load_arguments(RunConfig, arguments)
     check_run(loaded.config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records a sequence of device operations once and replays it without their launch cost."""
+"""Recording of device operations, and their replay without launch costs."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restricts a worker process to its own device: a plan of environment variables and one index.
+"""The restriction of a worker process to its own device: environment variables and one index.
 
 The plan is a pure function of the device that the scheduler assigned and of the environment that
 the process inherited; it needs no torch and is applied before a vendor's library is loaded. It
-never shows a process more devices than it inherited, and refuses ambiguous assignments. Schedulers
-assign the devices; this file does not.
+never shows a process more devices than it inherited, and rejects ambiguous assignments.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ _NO_DEVICES = "NoDevFiles"
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """The way in which processes of a platform see their devices alone, and Ray's view of these.
+    """The restriction of a platform's processes to their own devices, and Ray's view of devices.
 
     Attributes:
-        mode: ``none``: there is nothing to isolate. ``mask``: a process sees its own device alone,
+        mode: ``none``: there is nothing to isolate. ``mask``: a process sees only its own device,
             with index 0. ``select``: it sees the devices that it inherited and uses its own by
             index.
         resource: Ray's name of such a device.
@@ -35,7 +34,7 @@ class Visibility:
         variables: environment variables that list visible devices. The plan sets the first; the
             others are synonyms and are removed.
         renumbering: a variable that hides devices, which shifts the indices in ``variables``.
-        prefix: precedes the list in the values of the variables.
+        prefix: the text before the list in the values of the variables.
         ray_switch: a variable that makes Ray leave ``variables`` alone; "" if there is none.
     """
 
@@ -90,7 +89,7 @@ def plan_isolation(
     inherited: Mapping[str, str],
     node_visible: Sequence[str] = (),
 ) -> IsolationPlan:
-    """Plan how a process uses the device that it was assigned, and no other.
+    """Plan how a process uses its assigned device and no other.
 
     Args:
         assigned: the ids that the scheduler assigned to this process: exactly one.
@@ -179,7 +178,7 @@ def _parse(value: str, *, source: str, prefix: str) -> tuple[str, ...]:
     has_prefix = value.startswith(prefix)
     if not has_prefix or not all(_NAME.fullmatch(part) for part in parts):
         example = f"{prefix}0,1"
-        raise UserError(source, rule="is no list of devices", remedy=f"Write it as {example}.")
+        raise UserError(source, rule="is not a list of devices", remedy=f"Write it as {example}.")
     end = next((i for i, part in enumerate(parts) if part.startswith("-")), len(parts))
     if len(set(parts[:end])) < end:
         raise UserError(source, rule="names a device twice", remedy="Name each once.")

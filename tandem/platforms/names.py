@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names and aliases of platforms.
 
-This file needs neither torch nor the records, so that a wrong name is reported at once, and by
-``tandem plan`` too.
+This file needs neither torch nor the records: even ``tandem plan`` reports a wrong name.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 """The aliases of the built-in platforms."""
 ALONE_IN_FLAGCX = frozenset({"npu"})
-"""The built-in platforms that FlagCX connects to no other one."""
+"""The built-in platforms that FlagCX connects to no other platform."""
 
 GPUS_OF_RAY = frozenset({"cuda", "rocm", "metax", "musa", "mlu", "xpu"})
 """The built-in platforms whose devices Ray calls GPU."""

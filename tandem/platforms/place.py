@@ -8,19 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """The place of a worker process, which the builder of its engines is given.
+    """The place of a worker process.
 
     Attributes:
         pool: the pool's name.
-        rank, size: in the pool; ranks on one node are contiguous.
+        rank, size: the rank in the pool and the number of ranks; ranks on one node are contiguous.
         node: the node's number in the run's plan.
         node_address: the IP address by which other nodes reach it.
-        local_rank, local_size: the number of this worker among those of the pool on this node, and
-            how many there are.
+        local_rank, local_size: the rank among the pool's workers on this node, and their number.
         device_index: the index of the worker's device in this process.
         physical_id: the device's name on its node; "" if devices are not isolated.
         flagcx_path: the value of FLAGCX_PATH in this process.
-        wants_flagcx: whether FlagCX is to compute the collectives inside a pool of devices.
+        wants_flagcx: whether FlagCX computes the collectives inside a pool.
     """
 
     pool: str

@@ -49,7 +49,7 @@ class Platform:
         microbatch_tokens: the fastest size of a micro-batch; None for the largest that fits into
             memory. On a CPU a smaller one gains nothing and calls more operators.
         prepare_thread: must be called first in each thread that computes.
-        kernels: the implementation of operators other than matrix products: torch's, or our Triton
+        kernels: the implementation of operators other than matrix products: torch or our Triton
             kernels.
         make_capturer: returns a function that records a sequence of operations for replay.
         has_own_memory: whether its memory is separate from the host's, and bounded.
@@ -95,7 +95,7 @@ class Platform:
 
 
 def device_uuid(device_type: str, index: int | None) -> str:
-    """Return a device's uuid as torch tells it. See ``Platform.device_uuid``."""
+    """Return a device's uuid as torch reports it. See ``Platform.device_uuid``."""
     properties = torch.get_device_module(device_type).get_device_properties(index)
     uuid = str(getattr(properties, "uuid", ""))
     return uuid if uuid.strip("0-") else ""

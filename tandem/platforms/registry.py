@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds platforms by name: the built-in records and those of installed packages.
+"""Look-up of platforms by name: the built-in records and those of installed packages.
 
 Packages declare them under the entry-point group ``tandem.platforms``. A plug-in is loaded when its
-name is asked for, or when all platforms are searched. If it cannot be loaded, the first is an error
-and the second a line of ``tandem doctor``.
+name is requested or when all platforms are searched. A plug-in that cannot be loaded is an error in
+the first case and a line of ``tandem doctor`` in the second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PlugInError(Exception):
 
 
 def platform_named(name: str, *, key: str = "trainer.device") -> Platform:
-    """Return the record of a name or an alias, whether it can be used here or not.
+    """Return the record of a name or an alias, even if it cannot be used here.
 
     Args:
         key: the key that has this value, for the message.
@@ -48,18 +48,17 @@ def load_plug_in(entry: EntryPoint) -> Platform:
     """Return the record that a package declares.
 
     Raises:
-        PlugInError: it cannot be loaded, or is no record of that name. Importing another author's
-            package may raise anything.
+        PlugInError: it cannot be loaded, or is not a record of that name.
     """
     source = f"its plug-in {entry.value}"
     if any(entry.name in (name, *aliases) for name, aliases in ALIASES.items()):
         raise PlugInError(f"{source} takes the name of a built-in platform")
     try:
         platform = entry.load()
-    except Exception as error:
+    except Exception as error:  # a foreign package may raise anything
         raise PlugInError(f"{source} cannot be loaded ({type(error).__name__}: {error})") from error
     if not isinstance(platform, Platform):
-        raise PlugInError(f"{source} is no tandem.platforms.record.Platform")
+        raise PlugInError(f"{source} is not a tandem.platforms.record.Platform")
     if platform.name != entry.name:
         raise PlugInError(f"{source} has the name {platform.name}")
     return platform

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selects the platform of a run: by a key, else by the environment, else the first that is found.
+"""Selection of a run's platform: by a key, else by the environment, else the first that is found.
 
-A platform that is asked for and cannot be used is an error; no other one replaces it
+A requested platform that cannot be used is an error. No other one replaces it
 (docs/adr/0002-trainer-device.md).
 """
 
@@ -71,7 +71,7 @@ def choose_platform(
     ``auto`` means the platform that ``VERL_PLATFORM`` names, or without it the first that is found.
 
     Raises:
-        UserError: the platform that was asked for does not exist, or cannot be used here.
+        UserError: the requested platform does not exist, or cannot be used here.
     """
     if requested != AUTO:
         return Selection(_usable(requested, key=key), f"{key}={requested}")
@@ -129,7 +129,7 @@ def _passed_over(key: str) -> str:
     listed = "; ".join(f"{one.name}: {one.problem}" for one in unusable)
     return (
         f"{key}={AUTO}: computing on the host, because the packages installed for other devices "
-        f"cannot be used ({listed}). Set {key}={CPU.name} if the host is meant."
+        f"cannot be used ({listed}). Set {key}={CPU.name} if the host is intended."
     )
 
 
@@ -161,5 +161,5 @@ def _in_order() -> list[Platform]:
         try:
             others.append(load_plug_in(entry))
         except PlugInError:
-            continue  # it was not asked for; tandem doctor lists it
+            continue  # not requested; tandem doctor lists it
     return [*others, CPU]

@@ -65,7 +65,7 @@ def extension_platform(
     collectives: str,
     visibility: Visibility,
 ) -> Platform:
-    """Make the record of a family whose extension of torch offers the functions of every device.
+    """Return the record of a platform whose torch extension has the functions of every device.
 
     These are ``device_count``, ``set_device``, ``get_device_properties``, ``max_memory_allocated``
     and so on of ``torch.get_device_module(name)``. docs/extend/platform.md has an example.
@@ -107,7 +107,7 @@ def _ask(device_type: str, function: str, *arguments: object) -> Any:
 
 
 def _has_bfloat16(device_type: str) -> bool:
-    # Some extensions lack the function. All chips of their vendors compute in bfloat16.
+    # Some extensions lack the function. All chips of these vendors compute in bfloat16.
     module = torch.get_device_module(device_type)
     return not hasattr(module, "is_bf16_supported") or module.is_bf16_supported()
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded demonstration: a small word-problem task, a small model, and the run over them."""
+"""The built-in demonstration: a small word-problem task, a small model, and their training."""

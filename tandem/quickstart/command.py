@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem quickstart``: post-training in small, from a random model to a report, in minutes on two
-cores.
+"""``tandem quickstart``: from a random model to a report, in minutes on two cores.
 
 It makes word problems, a tokenizer and a random model of 0.16 M parameters, fine-tunes the model on
-demonstrations of mixed quality, trains it with GRPO, and evaluates it on held-out problems. All
-steps are the public commands on ordinary files, which stay in the folder. The last line of the
-output is one JSON object.
+demonstrations of mixed quality, trains it with GRPO, and evaluates it on held-out problems. Each
+step does what a public command does, on ordinary files, which stay in the folder. The last line of
+the output is one JSON object.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ def run(arguments: Sequence[str]) -> int:
     configure_logging()
     # Two threads on a contended core make a model of this size many times slower than one.
     torch.set_num_threads(1)
-    begin_s = time.perf_counter()
+    start_s = time.perf_counter()
     folder: Path = options.folder
     _check_overrides(options.overrides)
     try:
         summary = _run(folder, seed=options.seed, overrides=options.overrides)
     except _Interrupted as stop:
         return stop.exit_code
-    summary["seconds"] = round(time.perf_counter() - begin_s, 1)
+    summary["seconds"] = round(time.perf_counter() - start_s, 1)
     run_folder = folder / "grpo"
     (run_folder / "summary.json").write_text(json.dumps(summary, indent=2))
     summary["report"] = str(write_report(run_folder, run_folder / "report.html"))
@@ -135,8 +134,8 @@ def _grpo_config(
 
 def _check_overrides(overrides: Sequence[str]) -> None:
     """Raise UserError if the overrides are wrong or need several devices."""
-    stand_ins = ("actor_rollout_ref.model.path=.", "data.train_files=.", "data.val_files=.")
-    config = load_config(RunConfig, [str(_HERE / "grpo.yaml"), *stand_ins, *overrides]).config
+    placeholders = ("actor_rollout_ref.model.path=.", "data.train_files=.", "data.val_files=.")
+    config = load_config(RunConfig, [str(_HERE / "grpo.yaml"), *placeholders, *overrides]).config
     if not place_run(config).is_one_process or config.trainer.nnodes > 1:
         raise UserError(
             f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}, trainer.nnodes",
@@ -184,10 +183,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a small model by supervised fine-tuning and GRPO, and report on it.",
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("outputs/quickstart"), help="folder of all files"
+        "--folder", type=Path, default=Path("outputs/quickstart"), help="folder for all files"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and sampling")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes to the configuration of GRPO"
+        "overrides", nargs="*", metavar="key=value", help="overrides of the GRPO configuration"
     )
     return parser

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that the quickstart trains on, in the formats that any user would bring.
+"""The files that the quickstart trains on, in the formats of users' own files.
 
 They are parquet prompts in verl's schema, parquet demonstrations of mixed quality, and a Hugging
 Face folder with tokenizer and random model. No question of the tests occurs in the training data.
@@ -30,7 +30,7 @@ NUM_TEST = 256
 NUM_UNSEEN = 200
 NUM_TOKENIZER_TEXTS = 4_000
 
-# Tests and tokenizer are the same for every seed of a run, so that accuracies can be compared.
+# Tests and tokenizer do not depend on a run's seed, which makes accuracies comparable.
 TEST_SEED = 7777
 UNSEEN_SEED = 4242
 TOKENIZER_SEED = 1
@@ -55,7 +55,7 @@ def prepare(folder: Path, *, seed: int) -> Materials:
     """Write all files into ``folder``, in about two seconds.
 
     Args:
-        folder: gets ``model/``, ``sft.parquet``, ``train.parquet``, ``test.parquet`` and
+        folder: the folder for ``model/``, ``sft.parquet``, ``train.parquet``, ``test.parquet`` and
             ``test_unseen.parquet``; made if it does not exist.
         seed: the seed of the initial weights, the demonstrations and the training prompts.
     """

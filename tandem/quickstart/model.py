@@ -2,7 +2,7 @@
 """A Qwen2 model with random weights, small enough to learn arithmetic on a CPU within a minute.
 
 It is written as an ordinary Hugging Face folder (``config.json``, ``generation_config.json``,
-``model.safetensors``) without building the model, so that no modelling code is imported.
+``model.safetensors``) without building the model or importing modelling code.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Word problems in GSM8K's form, made from templates: question, chain of thought, ``#### answer``.
 
-Eight templates have two arithmetic steps each, with random names, things and small numbers. One
-combination of template and numbers in twenty, chosen by a checksum, is kept out of all training
-data and of the ordinary test; the split of unseen numbers has only those. No files are written.
+Eight templates have two arithmetic steps each, with random names, things and small numbers. A
+checksum holds out one combination of template and numbers in twenty from the training data and the
+ordinary test; the split of unseen numbers has only held-out ones. No files are written.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_TERM = 12
 """The largest number that is added or subtracted (a starting amount may be larger)."""
 MAX_FACTOR = 6
 HELD_OUT_ONE_IN = 20
-"""One in this many combinations of template and numbers appears in no training data."""
+"""One in this many combinations of template and numbers is held out of the training data."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Problem:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether this combination of template and numbers is kept out of training data."""
+        """Whether this combination of template and numbers is held out of the training data."""
         return zlib.crc32(repr((self.template, self.numbers)).encode()) % HELD_OUT_ONE_IN == 0
 
 
@@ -102,8 +102,8 @@ class Template:
     """A template of questions.
 
     Attributes:
-        text: has places for name, They, friend, thing, container and the numbers 0, 1, ...
-        draw: draws the numbers of a question.
+        text: a format string with name, They, friend, thing, container and the numbers 0, 1, ...
+        draw: the function that draws the numbers of a question.
     """
 
     text: str
@@ -211,7 +211,7 @@ def draw_problem(rng: random.Random) -> Problem:
 
 
 def draw_problems(count: int, *, seed: int, but_not: Collection[str] = ()) -> list[Problem]:
-    """Draw ``count`` problems with different texts, none of a held-out combination of numbers.
+    """Draw ``count`` problems with different texts and no held-out combination of numbers.
 
     Args:
         but_not: the texts of questions to leave out.
@@ -228,7 +228,7 @@ def draw_problems(count: int, *, seed: int, but_not: Collection[str] = ()) -> li
 
 
 def draw_unseen_problems(count: int, *, seed: int) -> list[Problem]:
-    """Draw ``count`` problems of different held-out combinations, of which about 230 exist."""
+    """Draw ``count`` problems of different held-out combinations (about 230 exist)."""
     rng = random.Random(seed)
     problems: dict[tuple[int, tuple[int, ...]], Problem] = {}
     while len(problems) < count:
@@ -269,9 +269,9 @@ WRITERS: tuple[tuple[Callable[[Problem], str], float], ...] = (
 )
 """The writers of the demonstrations, with weights. The arithmetic is right in all of them.
 
-Most writers stop early, so that greedy decoding starts low and training has something to correct.
-Of the others, more take the right sign than the wrong one. With equal weights, training could stay
-for long at the wrong sign for a template that resembles others of the opposite sign.
+Most writers stop early: accuracy starts low, and training has something to correct. More of the
+others take the right sign than the wrong one. With equal weights, training could keep the wrong
+sign for long in a template that resembles those of the opposite sign.
 """
 
 

@@ -13,7 +13,7 @@ _MAX_TRIM_THRESHOLD_BYTES = 2**31 - 1
 
 
 def die_with_parent() -> None:
-    """Have this process killed, even if it is stopped, when the thread that started it ends."""
+    """Let the kernel kill this process, even a stopped one, when its starting thread ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -93,7 +93,7 @@ class Waits:
         self._num_looking = 0
 
     def watch(self, worker: Worker) -> None:
-        """From now on, end every wait if ``worker`` ends."""
+        """End every wait from now on if ``worker`` ends."""
         self._workers.append(worker)
 
     def started(self, worker: Worker, method: str, *, reference: Reference) -> Call:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Certificates, the results of ``tandem certify`` as JSON files, and the table of support.
 
-The table is made from a folder of certificates and claims nothing that none of them shows.
+The table is made from a folder of certificates and claims only what they show.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def read_certificates(folder: Path) -> list[Certificate]:
 def support_table(certificates: Sequence[Certificate]) -> str:
     """Return a Markdown table of the support for each platform, with its evidence."""
     lines = [
-        "| platform | asked for as | torch device | collectives | support | seen on |",
+        "| platform | names | torch device | collectives | support | seen on |",
         "|---|---|---|---|---|---|",
     ]
     for platform in BUILT_IN:

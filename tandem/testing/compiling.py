@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the native parts of the doubles on first use and keeps them in the user's cache.
+"""Compilation of the doubles' native parts on first use, with a cache in the user's home folder.
 
 All processes share a build. Other sources or arguments make another build. A build needs a C++
 compiler and nothing else.
@@ -101,7 +101,7 @@ def _cache_folder() -> Path:
 def _compile(build: Build, path: Path) -> None:
     compiler = os.environ.get("CXX") or "c++"
     missing = [
-        f"{what} are missing ({file})" for what, file in build.needed.items() if not file.is_file()
+        f"{name} are missing ({file})" for name, file in build.needed.items() if not file.is_file()
     ]
     if shutil.which(compiler) is None:
         missing.append(f"there is no C++ compiler ({compiler}; CXX names another)")
@@ -130,14 +130,14 @@ def _compile(build: Build, path: Path) -> None:
 
 
 def open_extension() -> ModuleType:
-    """Load the extension of torch that all doubles of devices share into this process.
+    """Load into this process the torch extension that all device doubles share.
 
     Raises:
-        UserError: it has to be built and cannot be.
+        UserError: it cannot be built here.
     """
     path = built_extension()
     spec = importlib.util.spec_from_file_location(_EXTENSION, path)
-    assert spec is not None, f"{path} is no extension module"
+    assert spec is not None, f"{path} is not an extension module"
     assert spec.loader is not None, f"{path} cannot be loaded"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The module ``torch.<device type>`` of a double.
 
-It has the functions that torch, FSDP2 and tandem call. A call of any other one is an error.
+It has the functions that torch, FSDP2 and tandem call. Any other call is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Device = torch.device | str | int | None
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """The properties of a device; its ``uuid`` is the same in all processes, whatever its index."""
+    """The properties of a device. ``uuid`` does not depend on the process or the index."""
 
     name: str
     uuid: str
@@ -160,6 +160,6 @@ class DeviceModule(ModuleType):
 
 
 def _stream_class(device_type: str) -> type[torch.Stream]:
-    """Make a class of streams that have a raw handle under the vendor's name of it."""
+    """Make a class of streams whose raw handle has the vendor's attribute name."""
     handle = property(lambda stream: stream.stream_id, doc="The stand-in for the raw stream.")
     return type("Stream", (torch.Stream,), {f"{device_type}_stream": handle})

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Doubles of vendors' devices: real torch devices under a vendor's name, which the host computes.
+"""Doubles of vendors' devices: torch devices under a vendor's name that compute on the host.
 
-The vendor's platform record gives a double its name, the variable that restricts it and its
-collective library, so that code under test sees no difference. A double cannot show races between
-streams, because all work runs in order, nor a vendor's kernels with their accuracy and speed. A
-process has at most one double, because torch reserves one device type for extensions.
+A double takes its name, its visibility variable and its collective library from the vendor's
+platform record: code under test sees no difference. A double cannot show races between streams,
+because all work runs in order, nor a vendor's kernels with their accuracy and speed. A process has
+at most one double, because torch reserves one device type for extensions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tandem.testing.device_module import DeviceModule
 
 DEFAULT_DEVICES = 2
 DOUBLES = tuple(platform.name for platform in BUILT_IN if platform.extension)
-"""The vendors whose devices torch knows only through an extension."""
+"""The platforms whose devices torch knows only through an extension."""
 MEMORY_BYTES = 8 * 1024**3
 """The memory of each device; a process cannot allocate more on it."""
 
@@ -54,7 +54,8 @@ def become(name: str, *, num_devices: int = DEFAULT_DEVICES) -> None:
 
     Args:
         name: a platform whose device type torch leaves to extensions.
-        num_devices: of the node; the vendor's variable may restrict the process to some of them.
+        num_devices: the number of devices of the node; the vendor's variable may restrict the
+            process to some of them.
 
     Raises:
         UserError: the process has another double, or the extension cannot be built.
@@ -65,7 +66,7 @@ def become(name: str, *, num_devices: int = DEFAULT_DEVICES) -> None:
             raise UserError(
                 "double",
                 platform.name,
-                rule=f"this process is one of {_here[0].platform.name} already",
+                rule=f"this process is already a double of {_here[0].platform.name}",
                 remedy="Use one process for each vendor.",
             )
         return
@@ -101,8 +102,7 @@ def double_platform(name: str, *, num_devices: int = DEFAULT_DEVICES) -> Platfor
 def write_vendor_package(folder: Path, name: str, *, num_devices: int = DEFAULT_DEVICES) -> None:
     """Write a stand-in for the vendor's extension of torch.
 
-    If ``folder`` is on the path of a process and of its children, the vendor's own record, which is
-    not modified, finds the double.
+    The vendor's unmodified record finds the double in every process with ``folder`` on its path.
     """
     extension = platform_named(name).extension
     package = folder / extension
@@ -120,7 +120,7 @@ def make_backend(
 
     Args:
         timeout: a timedelta.
-        averages: whether ``ReduceOp.AVG`` is supported; if not, it raises as such libraries do.
+        averages: whether ``ReduceOp.AVG`` is supported; otherwise it raises.
     """
     assert _here, "become() comes first"
     inner = ProcessGroupGloo(store, rank, size, timeout)
@@ -144,7 +144,7 @@ def _visible(platform: Platform, num_devices: int) -> tuple[str, ...]:
             platform.visibility.variables[0],
             ",".join(names),
             rule=f"the double has the devices {','.join(present)}",
-            remedy="Name some of them.",
+            remedy="Name only these.",
         )
     return names
 

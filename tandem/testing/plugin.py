@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pytest plug-in with fixtures for doubles of vendors' devices and for a stub of FlagCX.
 
-Tandem and its plug-ins test with it. A test suite loads it in its top conftest by
-``pytest_plugins = ("tandem.testing.plugin",)``. It is no entry point, because pytest would load it
-in every project that has tandem installed.
+A test suite loads it in its top conftest by ``pytest_plugins = ("tandem.testing.plugin",)``. It is
+not an entry point, because pytest would load it in every project that has tandem installed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tandem.testing.flagcx_stub import stub_library
 def doubles() -> Callable[..., Platform]:
     """Build the doubles, which takes a minute the first time, and return ``double_platform``.
 
-    Skip the test, with the reason, without a compiler.
+    The test is skipped if there is no compiler.
     """
     with _skipping():
         built_extension()
@@ -42,7 +41,7 @@ def vendor_double(request: pytest.FixtureRequest, doubles: Callable[..., Platfor
 def flagcx_stub() -> Callable[..., Path]:
     """Build the stub with both interfaces and return ``stub_library``.
 
-    Skip the test, with the reason, without a compiler.
+    The test is skipped if there is no compiler.
     """
     with _skipping():
         for abi in Abi:
@@ -52,7 +51,6 @@ def flagcx_stub() -> Callable[..., Path]:
 
 @contextmanager
 def _skipping() -> Iterator[None]:
-    """Skip the test if nothing can be compiled."""
     try:
         yield
     except MissingToolError as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a function in several processes, each with a device of a platform, before a deadline.
+"""Runs of a function in several processes, each with a device of a platform, before a deadline.
 
-Vendors' packages are loaded in these processes only, never in the caller's.
+Vendors' packages are loaded only in these processes, never in the caller's.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from tandem.platforms.record import Platform
 
 _HOST = "127.0.0.1"
 _LEAVE_S = 5.0
-"""The time that a process whose answer has arrived may take to end before it is killed."""
+"""The time from the answer of a process to its end, after which it is killed."""
 _PRELOADED = ["tandem.testing.contracts.suite"]
-"""Modules that the process from which all others are forked imports once. This takes seconds and
-only defines names."""
+"""Modules that the fork server imports once, because importing them takes seconds."""
 
 
 class ProcessError(Exception):
-    """A process that raised, died or took too long; the message names it, with its traceback."""
+    """A process raised, died or took too long. The message has its rank and its traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Here:
     """A process's place among the processes of a run.
 
     Attributes:
-        device: the process's own; ranks get the platform's devices in turn.
+        device: the device of this process; ranks get the platform's devices in turn.
         store_port: the port of a TCPStore on this machine that all processes reach.
     """
 
@@ -63,7 +62,7 @@ class Launch:
     """The conditions under which processes start.
 
     Attributes:
-        timeout_s: bounds the whole run.
+        timeout_s: the time limit of the whole run.
         environment: variables that are set before a vendor's package is loaded.
         joined: whether the processes join a world of torch.distributed before the function is
             called; their devices must be of one type.
@@ -84,7 +83,7 @@ def run_processes(
     """Call ``function(here, *args)`` in a process for each of ``platforms``. Return the results.
 
     Args:
-        function: defined at the top level of a module, so that it can be pickled.
+        function: a picklable function, defined at the top level of a module.
 
     Raises:
         ProcessError: a process failed. All processes have ended by then.
@@ -135,7 +134,7 @@ def _start(begin: _Start, launch: Launch, *, task: bytes) -> tuple[Connection, B
 def _run(connection: Connection, begin: _Start, *, launch: Launch, task: bytes) -> None:
     """Run the function in this process, and stay until all processes have finished.
 
-    Others may need this process's end of a connection until then.
+    Peers may need this process's connections until then.
     """
     try:
         os.environ.update(launch.environment)
@@ -196,7 +195,7 @@ def _receive(connection: Connection, rank: int) -> Any:
     try:
         succeeded, answer = pickle.loads(connection.recv_bytes())
     except EOFError:
-        raise ProcessError(f"rank {rank} died without a word") from None
+        raise ProcessError(f"rank {rank} died without an answer") from None
     if not succeeded:
         raise ProcessError(f"rank {rank} raised\n{answer}")
     return answer

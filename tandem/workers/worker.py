@@ -236,7 +236,7 @@ class Worker:
             self._generating().sleep(self._linked().gate, timeout_s=self._timeout_s)
 
     def _whole_version(self) -> AbstractContextManager[object]:
-        """Guard the received weights against change. Raise SyncError if they are not a complete
+        """Hold the received weights unchanged. Raise SyncError if they are not a complete
         version, or if a newer one failed to arrive.
         """
         link = self._linked()

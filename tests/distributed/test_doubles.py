@@ -68,7 +68,7 @@ def test_devices_of_a_double(doubles: Callable[..., Platform]) -> None:
         "handle": True,
         "ordinal": "invalid device ordinal 9: there are 4",
         "memory": f"device 0 out of memory: {9 * 1024**3} bytes wanted, {8 * 1024**3} free",
-        "other": "double='mlu': this process is one of musa already. "
+        "other": "double='mlu': this process is already a double of musa. "
         "Use one process for each vendor.",
         "counted": (0, 0),
         "freed": 4000,

@@ -133,7 +133,7 @@ def test_the_table_for_readers_ends_in_arguments_to_copy_if_they_help(
     for text in texts:
         assert text in printed
     assert main(shared) == 0
-    assert "no split is faster than what is configured" in capsys.readouterr().out
+    assert "no split is faster than the configured one" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

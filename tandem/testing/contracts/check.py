@@ -14,8 +14,9 @@ from torch import Tensor
 from tandem.testing.processes import Here
 
 Measured = Mapping[str, float] | None
-"""Names end in ``_error`` (a relative difference from the host's result) or ``_gb_s``. None where
-there is nothing to check, such as collectives of one process."""
+"""Measurements by name. Names end in ``_error`` (a relative difference from the host's result) or
+``_gb_s``. None if there is nothing to check, such as collectives of one process.
+"""
 
 UNIT_ROUNDOFF = 2.0**-24
 """The largest relative error of one rounding to fp32."""
@@ -34,7 +35,7 @@ class Bench:
     """The environment of a check, which runs in every process of a world, each on its own device.
 
     Attributes:
-        folder: an initially empty folder, the same for all processes and all checks.
+        folder: an initially empty folder, shared by all processes and all checks.
     """
 
     here: Here
@@ -47,7 +48,7 @@ class Bench:
 
     @property
     def is_host(self) -> bool:
-        """Whether the device is the host itself, with which others are compared."""
+        """Whether the device is the host, with which other devices are compared."""
         return self.device.type == "cpu"
 
 
@@ -57,7 +58,8 @@ class Check:
 
     Attributes:
         name: ``area/ability``.
-        run: raises ContractError if the platform lacks it; any other error is a failure too.
+        run: raises ContractError if the platform lacks the ability; any other error is a failure
+            too.
     """
 
     name: str
@@ -68,14 +70,14 @@ class ContractError(Exception):
     """A violation of the contract by a platform."""
 
 
-def require(is_so: bool, message: object) -> None:
-    """Raise ContractError with ``message`` unless ``is_so``."""
-    if not is_so:
+def require(condition: bool, message: object) -> None:
+    """Raise ContractError with ``message`` unless ``condition``."""
+    if not condition:
         raise ContractError(str(message))
 
 
 def require_equal(found: Tensor, expected: Tensor, *, what: str) -> None:
-    """Raise ContractError unless both have equal values; ``expected`` lies on the host."""
+    """Raise ContractError unless both have equal values; ``expected`` is on the host."""
     found = found.detach().cpu()
     require(torch.equal(found, expected), f"{what}: {found}, expected {expected}")
 

@@ -24,7 +24,7 @@ _BF16_ERROR = 2e-2
 
 
 def device_is_the_one_taken(bench: Bench) -> Measured:
-    """Check that tensors of a device type without an index lie on the device in use."""
+    """Check that a device type without an index means the device in use."""
     platform = bench.here.platform
     require(platform.is_available(), platform.probe())
     found = torch.empty(1, device=platform.device_type).device
@@ -48,7 +48,7 @@ def tensors_move_and_are_viewed(bench: Bench) -> Measured:
     floats[2:5].mul_(3)
     require_equal(floats, torch.tensor([1.0, 1, 3, 3, 3, 1, 1, 1]), what="copies in place")
     require(floats.sum().item() == 14, "a sum is wrong")
-    require(torch.empty(0, device=bench.device).cpu().numel() == 0, "nothing became something")
+    require(torch.empty(0, device=bench.device).cpu().numel() == 0, "an empty copy has values")
     raw = torch.randn(5, 3).to(bench.device)
     require_equal(raw.view(torch.uint8), raw.cpu().view(torch.uint8), what="bytes of fp32")
     return {}
@@ -91,11 +91,11 @@ def memory_is_counted(bench: Bench) -> Measured:
 
 
 def streams_are_ordered(bench: Bench) -> Measured:
-    """Check that a stream that waits for another sees its work, and that its event ends."""
+    """Check that a stream that waits for another sees its work, and that its event completes."""
     if bench.is_host:
         return None
     first, second = torch.Stream(bench.device), torch.Stream(bench.device)
-    require(first.stream_id != second.stream_id, "two streams are one")
+    require(first.stream_id != second.stream_id, "two streams have one id")
     with first:
         current = torch.accelerator.current_stream(bench.device)
         require(current.stream_id == first.stream_id, "a stream that was entered is not current")
@@ -116,7 +116,7 @@ def copies_are_pinned(bench: Bench) -> Measured:
     if bench.is_host:
         return None
     source = torch.arange(_COPY_BYTES // 8).pin_memory()
-    require(source.is_pinned() and not torch.ones(1).is_pinned(), "pinned memory is not known")
+    require(source.is_pinned() and not torch.ones(1).is_pinned(), "pinned memory is not recognized")
     there, back = torch.empty_like(source, device=bench.device), torch.empty_like(source)
     back = back.pin_memory()
     seconds = []
@@ -144,7 +144,7 @@ def state_is_saved_and_loaded(bench: Bench) -> Measured:
 
 
 def attention_matches(bench: Bench) -> Measured:
-    """Compare causal attention with grouped heads and a mask with the host's, and its gradient."""
+    """Compare masked attention with grouped heads, and its gradient, with the host's."""
     q, k, v = (torch.randn(2, heads, 16, 8, generator=_seeded(heads)) for heads in (4, 2, 2))
     causal = torch.ones(16, 16, dtype=torch.bool).tril()
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of tandem's computations on a platform, in fp32, against the same ones on the host.
+"""Checks of tandem's computations on a platform, in fp32, against the host's.
 
-They cover log-probs, training over several devices, resuming and generation, with a model that is
-drawn from a seed.
+They cover log-probs, training over several devices, resuming and generation, with a random model.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ _NUM_STEPS = 3
 _WEIGHTS_PER_UPDATE = 40
 """The mean magnitude of the weights over that of their updates by all steps: 0.018 over 4.7e-4."""
 _FUSED_ERROR = 2e-3
-"""Of kernels that multiply fp32 in TF32: its unit roundoff of 2**-11, four times."""
+"""The bound for kernels that multiply fp32 in TF32: four times its unit roundoff of 2**-11."""
 
 
 def log_probs_match(bench: Bench) -> Measured:
@@ -117,7 +116,8 @@ def log_probs_match(bench: Bench) -> Measured:
 def training_matches(bench: Bench) -> Measured:
     """Compare steps of policy optimization over all devices of the world with the host's.
 
-    Every rank must report the global metrics and norm of one process, and have its weights.
+    Every rank must report the metrics and the gradient norm of a single-process run, and have its
+    weights.
     """
     return compare_training(bench, lr=_OPTIM.lr, num_steps=_NUM_STEPS, dealt_to=bench.here.rank)
 
@@ -174,8 +174,8 @@ def update_limit(gradient_error: float) -> float:
                                                 + integral_(e s / 2)^s e s / g dg)
                                  = e (1 + ln(2 / e))    in learning rates.
 
-    The mean update is about one learning rate a step. Both sides also round the stored weights
-    once a step.
+    The mean update is about one learning rate per step. Both sides also round the stored weights
+    once per step.
 
     Args:
         gradient_error: e, the error of the gradients relative to their scale.
@@ -197,7 +197,7 @@ def training_resumes(bench: Bench) -> Measured:
     resumed = _engine(bench)
     resumed.load(folder)
     for (_, before), (_, after) in zip(saved, _parts(resumed), strict=True):
-        require(torch.equal(before, after), "a weight changed on the way")
+        require(torch.equal(before, after), "a weight changed by saving and loading")
     for one in (engine, resumed):
         one.update(mine, _LOSS, scale=_scale(), temperature=_TEMPERATURE, num_rounds=rounds)
     found, expected = (
@@ -207,8 +207,7 @@ def training_resumes(bench: Bench) -> Measured:
 
 
 def weights_are_offloaded(bench: Bench) -> Measured:
-    """Move weights to the host's memory and back, twice: they keep their values and stay the same
-    objects."""
+    """Check that offloaded weights keep their values and stay the same objects."""
     net = torch.nn.Linear(64, 64).to(bench.device)
     before = [weight.detach().cpu().clone() for weight in net.parameters()]
     offloaded = OffloadedParameters(net.parameters())
@@ -228,7 +227,7 @@ def weights_are_offloaded(bench: Bench) -> Measured:
 def generation_matches(bench: Bench) -> Measured:
     """Compare greedy continuations with the host's, token by token, and their log-probs.
 
-    Where two tokens are equally probable to the accuracy of the kernels, either may follow.
+    If two tokens are equally probable to the accuracy of the kernels, either may follow.
     """
     found, expected = (
         _generate(bench, device, platform=platform)
@@ -238,7 +237,7 @@ def generation_matches(bench: Bench) -> Measured:
     for ours, theirs in zip(found, expected, strict=True):
         same = [a == b for a, b in zip(ours.token_ids, theirs.token_ids, strict=False)]
         length = same.index(False) + 1 if False in same else len(same)
-        require(False in same or len(ours.token_ids) == len(theirs.token_ids), "other lengths")
+        require(False in same or len(ours.token_ids) == len(theirs.token_ids), "the lengths differ")
         both = (torch.tensor(one.log_probs[:length]) for one in (ours, theirs))
         errors.append(error_of(*both))
     return bounded("generated_log_prob", max(errors), limit=_limit(bench.here.platform))

@@ -6,8 +6,8 @@ check in order. A test of a third party is one line::
 
     assert check_engine(my_package.engine.build, tmp_path) == []
 
-Each token's log-prob is compared with the trainer's model. The random weights are large, so that
-stale ones show.
+Each token's log-prob is compared with the trainer's model. The random weights are large, which
+makes stale ones visible.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ class EngineBench:
 
         Args:
             requests: all requests that were added.
-            early: their completions that were collected already.
+            early: completions that were already collected.
         """
         finished = list(early)
         while completions := self.rollout.advance():
             finished += completions
         found = sorted(completion.sample_id for completion in finished)
         expected = sorted(i for request in requests for i in request.sample_ids)
-        require(found == expected, f"samples {expected} were asked for, {found} finished")
+        require(found == expected, f"samples {expected} were requested, {found} finished")
         return {completion.sample_id: completion for completion in finished}
 
     def use_new_weights(self, seed: int) -> None:
@@ -158,7 +158,7 @@ def check_engine(
     Args:
         build: the function that ``actor_rollout_ref.rollout.name`` would name.
         folder: an empty folder for the model.
-        platform: the platform that the engine is told.
+        platform: the platform in the engine's spec.
         make_model: opens the policy in that folder; None opens it with our decoder.
     """
     (folder / "config.json").write_text(json.dumps(_CONFIG))
@@ -223,7 +223,7 @@ def draws_depend_on_the_sample_alone(bench: EngineBench) -> None:
 
 
 def new_weights_replace_old_ones(bench: EngineBench) -> None:
-    """Check that known prompts have the log-probs of the new model at once, and no older ones."""
+    """Check that repeated prompts get the new model's log-probs at once."""
     for seed in range(2):
         bench.use_new_weights(seed)
         requests = [bench.request(i, n=2) for i in range(3)]
@@ -305,7 +305,7 @@ def a_sleeping_engine_wakes_up(bench: EngineBench) -> None:
 
 
 def weights_come_whole_or_not_at_all(bench: EngineBench) -> None:
-    """Check that a sink names whole tensors, and refuses a version without one of them."""
+    """Check that a sink names whole tensors, and rejects a version that lacks one."""
     sink = bench.engine.sink()
     require((sink is None) == bench.engine.facts.shares_weights, "facts and sink disagree")
     if sink is None:
@@ -336,7 +336,7 @@ def a_dead_process_is_one_error(bench: EngineBench) -> None:
         except EngineFailure as failure:
             require("\n" not in str(failure), "the error has several lines")
         else:
-            raise ContractError("an engine without its process goes on")
+            raise ContractError("an engine continued without its process")
         require(time.monotonic() - start < _FAILURE_S, "the death was noticed late")
     bench.engine.close()
     bench.engine.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs all checks on a platform: the same ones on a vendor's hardware and on its double."""
+"""The run of all checks on a platform: the same ones on a vendor's hardware and on its double."""
 
 from __future__ import annotations
 
@@ -70,20 +70,20 @@ class SuiteReport:
 def run_suite(platform: Platform, *, num_ranks: int, timeout_s: float = 300) -> SuiteReport:
     """Run every check on ``num_ranks`` processes of ``platform``, which get its devices in turn.
 
-    A check that fails on one rank may leave the world out of step, so that later ones fail too.
+    A check that fails on one rank may leave the world out of step; later ones then fail too.
 
     Raises:
         ProcessError: a process died, or the suite did not end in time.
     """
     with tempfile.TemporaryDirectory() as folder:
-        told = run_processes(
+        results = run_processes(
             _run_all,
             [platform] * num_ranks,
             args=(Path(folder),),
             launch=Launch(timeout_s=timeout_s),
         )
-    found, _ = told[0]
-    by_rank: list[Sequence[Outcome]] = [outcomes for _, outcomes in told]
+    found, _ = results[0]
+    by_rank: list[Sequence[Outcome]] = [outcomes for _, outcomes in results]
     return SuiteReport(
         found, num_ranks, tuple(_together(row) for row in zip(*by_rank, strict=True))
     )
