@@ -67,7 +67,6 @@ def _rows(advice: SplitAdvice) -> list[tuple[str, str]]:
 
 
 def _take_times(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Return the values of ``--times``, and the other words."""
     paths: list[Path] = []
     others: list[str] = []
     remaining = iter(words)

@@ -401,5 +401,4 @@ def _write_placement(site: RunSite, groups: Mapping[str, WorkerGroup]) -> None:
 
 
 def _chip(group: WorkerGroup) -> str:
-    """Return the name of the group's devices."""
     return group.gather([group.submit(0, "describe")])[0]["chip"]

@@ -20,7 +20,7 @@ The given function works on fixed tensors in place. The capturer may run it at o
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph and the function that it was captured from, whose tensors must live as long."""
+    """A graph, and the captured function, which keeps its tensors alive."""
 
     graph: torch.cuda.CUDAGraph
     function: Callable[[], None]

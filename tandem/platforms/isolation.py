@@ -66,7 +66,7 @@ class IsolationPlan:
 
     Attributes:
         env_set, env_unset: the changes of its environment.
-        local_index: the index of its device among those that it then sees.
+        local_index: the index of its device among its visible devices.
         physical_id: the device's name on the node; "" if there is nothing to isolate.
     """
 

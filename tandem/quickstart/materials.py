@@ -36,7 +36,7 @@ UNSEEN_SEED = 4242
 TOKENIZER_SEED = 1
 
 DATA_SOURCE = "openai/gsm8k"
-"""The source whose reward compares the number after the last ``####``, as for GSM8K."""
+"""The data source of GSM8K, whose reward compares the number after the last ``####``."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,6 @@ def _write_policy(folder: Path, seed: int) -> int:
 
 
 def _write_demonstrations(path: Path, problems: Sequence[Problem], *, seed: int) -> None:
-    """Write a file with the columns ``question`` and ``answer``."""
     pairs = list(demonstrations(problems, seed=seed))
     columns = {
         "question": [question for question, _ in pairs],
@@ -102,7 +101,7 @@ def _write_demonstrations(path: Path, problems: Sequence[Problem], *, seed: int)
 
 
 def _write_prompts(path: Path, problems: Sequence[Problem], *, split: str) -> None:
-    """Write a file in verl's schema: data_source, prompt, ability, reward_model, extra_info."""
+    """Write a file in verl's schema."""
     rows = [
         {
             "data_source": DATA_SOURCE,

@@ -25,7 +25,7 @@ def complete(
     Args:
         eos_ids: tokens that end it; empty if it ignores them.
         versions: (index, version) of the first token that each weights version drew, ascending.
-            Versions that drew none stand behind the last token and are left out.
+            Versions that drew no token are left out.
     """
     if math.isnan(log_probs[-1]):
         reason = FinishReason.FAILED

@@ -48,7 +48,7 @@ class WeightFeed:
 
 
 class FedRollout:
-    """An ``api.Rollout`` over an engine with weights of its own, in the process that trains."""
+    """An ``api.Rollout`` over an engine with its own weights, in the training process."""
 
     def __init__(self, engine: RolloutEngine, feed: WeightFeed) -> None:
         self._engine = engine

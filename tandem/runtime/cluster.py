@@ -139,9 +139,9 @@ class NodeDevices:
 def node_resources(
     devices: Sequence[NodeDevices], *, num_cores: int, settings: ClusterSettings
 ) -> dict[str, Any]:
-    """Return the resources that a node of the run declares to Ray, in ray.init's words.
+    """Return the resources that a node of the run declares to Ray, as arguments of ray.init.
 
-    They are those that Ray does not detect itself. Every worker uses a CPU besides its device.
+    Ray detects all others itself. Every worker uses a CPU besides its device.
     """
     resources: dict[str, Any] = {"num_cpus": max(num_cores, settings.devices_per_node)}
     others: dict[str, float] = {}

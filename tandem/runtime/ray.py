@@ -88,8 +88,6 @@ class _Actor(WorkerProcess):
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """A worker and its actor."""
-
     worker: Worker
     actor: Any
 
@@ -191,9 +189,7 @@ class RayRuntime:
         return {pool: RayWorkerGroup(self._waits, self._handles[pool]) for pool in builds}
 
     def _call_all(self, method: str, arguments: Mapping[str, object]) -> list[Any]:
-        """Call all workers of these pools with the pickled argument of their pool; return the
-        results.
-        """
+        """Call all workers of these pools with the pickled argument of their pool, and wait."""
         from ray.cloudpickle import cloudpickle
 
         calls = []

@@ -128,7 +128,6 @@ def start_ray(
 def _head_options(
     plan: ClusterPlan, *, given: Mapping[str, Any], devices: Sequence[NodeDevices]
 ) -> dict[str, Any]:
-    """Return the options of ``ray start`` for the head."""
     options: dict[str, Any] = {"include_log_monitor": bool(given.get("log_to_driver"))}
     if plan.role == "head":
         options |= {"system_config": _HEALTH_CHECKS, **_named_address(plan)}

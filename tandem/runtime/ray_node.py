@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's processes on this node, started by ``ray start`` in a session of their own.
+"""Ray's processes on this node, started by ``ray start`` in a separate session.
 
 They end with the process that started them, whatever ends it. A signal to the driver's process
 group, as ``timeout`` and terminals send it, does not reach them: the driver needs them to save.
@@ -36,7 +36,7 @@ _ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Otherwise each actor without a device warns that a later Ray changes its variables.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Otherwise ray.wait after ray.shutdown starts a cluster of its own.
+    # Otherwise ray.wait after ray.shutdown starts another cluster.
     "RAY_ENABLE_AUTO_CONNECT": "0",
     # The driver prints messages of raylets, such as the death of a worker, unless this matches.
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
@@ -147,7 +147,6 @@ def start_head(
 
 
 def _flag(name: str, value: Any) -> str:
-    """Return an option as ``ray start`` takes it."""
     flag = f"--{name.replace('_', '-')}"
     if name in _SWITCHES:
         return flag if value else ""
@@ -157,6 +156,5 @@ def _flag(name: str, value: Any) -> str:
 
 
 def _free_ports() -> tuple[int, int]:
-    """Return two ports that are free at this moment."""
     with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as other:
         return one.getsockname()[1], other.getsockname()[1]

@@ -117,7 +117,7 @@ def require_told_apart(devices: Iterable[tuple[int, str, str]]) -> None:
                 "pools.*.platform",
                 rule=f"node {node} would have devices of {owner} and of {name}, which Ray both "
                 f"calls {resource}",
-                remedy="Give each nodes of its own: trainer.nnodes of at least 2, divided by "
+                remedy="Place them on separate nodes: trainer.nnodes of at least 2, divided by "
                 "trainer.separated_node_ratios.",
             )
 
@@ -242,7 +242,7 @@ def _remedy(columns: Sequence[_Column], nodes: Sequence[NodeState]) -> str:
         )
     if not missing:
         return (
-            "Lower these, or use nodes with more; Ray has as many CPUs as it is told "
+            "Lower these, or use nodes with more; the number of CPUs is the one declared to Ray "
             "(ray_kwargs.ray_init.num_cpus, ray start --num-cpus)"
         )
     if missing[0].marker:

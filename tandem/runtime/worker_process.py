@@ -46,13 +46,13 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 @dataclass(frozen=True, slots=True)
 class WorkerAssignment:
-    """The message by which the driver makes a new process a worker.
+    """The driver's message that turns a new process into a worker.
 
     Attributes:
         place: the worker's place without its device, which only the process knows.
         node_capacity: the number of devices that the scheduler hands out on this node.
         folder: the working directory of the driver, where relative paths start.
-        num_threads: the number of threads with which the process computes on the host.
+        num_threads: the number of threads for computation on the host.
     """
 
     place: WorkerPlace
@@ -67,9 +67,9 @@ class WorkerInfo:
     """The answer of a worker that has been isolated.
 
     Attributes:
-        isolation: how it was isolated, in words.
+        isolation: the description of its isolation.
         log: the path of the file that its stderr goes to.
-        actor: Ray's id of it.
+        actor: Ray's id of the worker.
     """
 
     place: WorkerPlace

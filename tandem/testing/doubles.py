@@ -40,8 +40,6 @@ MEMORY_BYTES = 8 * 1024**3
 
 @dataclass(frozen=True, slots=True)
 class _Double:
-    """The double of this process."""
-
     platform: Platform
     extension: Any
 
@@ -133,7 +131,6 @@ def _probe(name: str, num_devices: int) -> str:
 
 
 def _visible(platform: Platform, num_devices: int) -> tuple[str, ...]:
-    """Return the names of the devices that this process sees."""
     present = tuple(str(index) for index in range(num_devices))
     if not is_restricted(platform.visibility, os.environ):
         return present

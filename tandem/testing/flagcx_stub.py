@@ -18,7 +18,7 @@ _NUMBERS = {Abi.HANDLER_GROUP: 12, Abi.DEVICE_HANDLE: 13}
 def stub_library(abi: Abi, *, without: tuple[str, ...] = ()) -> Path:
     """Return the path of the built library, which does not export the functions ``without``.
 
-    Its folders are those of FlagCX: FLAGCX_PATH may be ``stub_library(abi).parents[1]``.
+    The folder layout is FlagCX's: FLAGCX_PATH may be ``stub_library(abi).parents[1]``.
 
     Raises:
         UserError: it cannot be built here.

@@ -91,7 +91,6 @@ def build_trainer(
 def _open_trainer(
     spec: TrainerSpec, platform: Platform
 ) -> tuple[SingleDeviceEngine, LanguageModel]:
-    """Return a trainer and the model that it computes with."""
     policy, layout, settings = spec.policy, spec.policy.layout, spec.policy.model
     dtype = stored_dtype(layout, platform, section=policy.section)
     stored = open_policy(policy, platform, dtype=dtype)

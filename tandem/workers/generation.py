@@ -71,7 +71,7 @@ class LinkedRollout:
         if gate.version is None or not self.engine.sleep():
             return
         with gate.writing(timeout_s):
-            gate.forbid("the device trains, and new ones have not come")
+            gate.forbid("the device trains, and new weights have not arrived")
             self._memory.free()
 
 

@@ -59,5 +59,5 @@ def _flagcx_access(
 
 
 def stream_handle(device_type: str, stream: object) -> int:
-    """Return the vendor's handle of a stream, whose name is the same in all extensions of torch."""
+    """Return a stream's raw handle, which torch extensions name ``<device type>_stream``."""
     return getattr(stream, f"{device_type}_stream")

@@ -197,7 +197,7 @@ def test_unreachable_address_missing_devices_and_missing_nodes_are_refused() -> 
     assert devices["error"] == (
         "trainer.n_gpus_per_node=2, trainer.nnodes=1: the nodes cannot hold the run. "
         f"Needed: node 0 2 GPU, 2 CPU. There: 127.0.0.1 1 GPU, {max(2, os.cpu_count() or 1)} CPU. "
-        "Lower these, or use nodes with more; Ray has as many CPUs as it is told "
+        "Lower these, or use nodes with more; the number of CPUs is the one declared to Ray "
         "(ray_kwargs.ray_init.num_cpus, ray start --num-cpus)."
     )
     assert nodes["error"] == (

@@ -3,7 +3,7 @@
 
 Prompts are prefilled once for all their samples, and again after a weight update. Steps are
 captured; they sample and detect ends on the device. The host launches a window of steps before it
-reads the previous one, so that the device never waits. A sequence that has ended therefore stays in
+reads the previous one, which keeps the device busy. A sequence that has ended therefore stays in
 the batch for up to one more window. Tokens depend on weights, prompt, sampling parameters and
 (seed, sample id), up to rounding of logits, and not on the batch.
 
@@ -162,8 +162,8 @@ class PagedRolloutEngine:
 
     @torch.inference_mode()
     def advance(self, max_steps: int | None = None) -> list[Completion]:
-        """Generate until a sequence finishes; see ``api.Rollout``. Steps come in whole windows,
-        and the next call reads the last one.
+        """Generate until a sequence finishes; see ``api.Rollout``. The next call reads the last
+        window.
         """
         completions, self._finished = self._finished, []
         windows = repeat(None) if max_steps is None else range(-(-max_steps // WINDOW_TOKENS))
@@ -278,7 +278,6 @@ class PagedRolloutEngine:
         step.table_RN[: len(rows)] = upload(torch.from_numpy(table), self._device)
 
     def _draw_uniforms(self, step: DecodeStep, num_rows: int) -> None:
-        """Draw the random numbers of the next window."""
         numbers = step.state.numbers[:num_rows]
         window_W = torch.arange(WINDOW_TOKENS + 1, device=self._device)
         positions_BW = numbers[:, RowState.NUM_DRAWN, None] + window_W

@@ -41,8 +41,6 @@ def batch_sizes(max_rows: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _PageAttention:
-    """The decoder's attention over the pages of its rows."""
-
     store: PageStore
     rows: RowTables
 

@@ -321,7 +321,6 @@ def _parts(engine: FsdpEngine) -> list[tuple[SliceSpec, Tensor]]:
 
 
 def _whole(engine: FsdpEngine) -> dict[str, Tensor]:
-    """Gather all weights from all ranks."""
     gathered: list[Sequence[tuple[SliceSpec, Tensor]]] = [[]] * distributed.get_world_size()
     distributed.all_gather_object(gathered, _parts(engine))
     wholes: dict[str, Tensor] = {}

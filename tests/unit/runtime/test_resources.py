@@ -118,7 +118,7 @@ def test_a_refusal_of_nodes_that_declare_no_platform_lists_what_each_has() -> No
     assert str(refusal(needs, nodes, platforms=platforms, settings=TWO)) == (
         "trainer.n_gpus_per_node=2, trainer.nnodes=2: the nodes cannot hold the run. "
         "Needed: node 0 2 GPU, 2 CPU. There: 10.0.0.1 8 GPU, 1 CPU; 10.0.0.2 64 CPU. "
-        "Lower these, or use nodes with more; Ray has as many CPUs as it is told "
+        "Lower these, or use nodes with more; the number of CPUs is the one declared to Ray "
         "(ray_kwargs.ray_init.num_cpus, ray start --num-cpus)."
     )
 
