@@ -86,7 +86,7 @@ def test_an_accelerator_that_is_installed_and_broken_is_not_passed_over_in_silen
     assert message == (
         "trainer.device=auto: computing on the host, because the packages installed for other "
         "devices cannot be used (mlu: torch_mlu cannot be loaded: libcndrv.so is missing). "
-        "Set trainer.device=cpu if the host is meant."
+        "Set trainer.device=cpu if the host is intended."
     )
     assert not choose_platform("cpu", {}).caution
     assert not choose_platform("auto", {VARIABLE: "host"}).caution

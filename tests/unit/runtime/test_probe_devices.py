@@ -30,5 +30,5 @@ def test_a_package_that_is_not_installed_is_named_without_a_process(
 
 def test_a_driver_that_does_not_answer_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_devices, "_TIMEOUT_S", 0.2)
-    with pytest.raises(UserError, match=r"^platform musa: its driver does not say"):
+    with pytest.raises(UserError, match=r"^platform musa: its driver did not list"):
         probe_devices.find_devices([CPU, replace(platform_named("musa"), extension="", probe=hang)])
