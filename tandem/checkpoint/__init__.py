@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train state and pipeline state on disk: atomic, with retention."""
+"""Checkpoints of a run, written atomically, and the lock of its folder."""

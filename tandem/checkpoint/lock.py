@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lock of a run folder: two runs in one folder would mix their checkpoints and records.
 
-The kernel holds the lock and releases it however its owner ends. The file of a killed run therefore
-locks nothing. The process id in the file serves the error message only.
+The kernel holds the lock and releases it however its owner ends, so the file that a killed run
+leaves locks nothing. The process id in the file is only for the error message.
 """
 
 from __future__ import annotations

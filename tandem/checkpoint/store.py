@@ -3,7 +3,7 @@
 
 The tracker names the latest checkpoint. A checkpoint is written beside its final name, flushed to
 disk and renamed; the tracker is replaced after that. A crash or a full disk at any moment therefore
-leaves the previous checkpoint and the tracker whole. The engines decide on the contents of a
+leaves the previous checkpoint and the tracker intact. The engines write the contents of a
 checkpoint, except ``pipeline.json``.
 """
 
@@ -55,11 +55,11 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run folder. Old ones are removed first.
+    """The checkpoints of one run folder.
 
     Args:
         folder: ``trainer.default_local_dir``.
-        max_to_keep: the number of checkpoints to keep, None for all.
+        max_to_keep: the number of newest checkpoints to keep, None for all.
     """
 
     def __init__(self, folder: Path, max_to_keep: int | None = None) -> None:
@@ -70,7 +70,7 @@ class CheckpointStore:
         """Return the checkpoint that the tracker names, None if the run has none yet.
 
         Raises:
-            UserError: the tracker is damaged, or there is no such checkpoint.
+            UserError: the tracker is damaged, or names a checkpoint that does not exist.
         """
         tracker = self.folder / TRACKER_NAME
         try:
@@ -89,13 +89,13 @@ class CheckpointStore:
             raise UserError(
                 "trainer.resume_mode",
                 "auto",
-                rule=f"{tracker} names step {step}, of which there is no checkpoint",
-                remedy="Write the step of another one into it, or set trainer.resume_mode=disable.",
+                rule=f"{tracker} names step {step}, which has no checkpoint",
+                remedy="Write another step into it, or set trainer.resume_mode=disable.",
             )
         return checkpoint
 
     def repair(self) -> None:
-        """Remove the remains of a killed save. Call this from the run that owns the folder only.
+        """Remove the remains of a killed save. Only the run that owns the folder may call this.
 
         If the save was replacing an older checkpoint of the same step, the older one is restored.
         """

@@ -2,7 +2,7 @@
 """Admission slots, which bound how far generation runs ahead of training.
 
 A slot is charged when a prompt is admitted to generation. It is released when the weights trained
-on the prompt are in use by the rollout, or when its group was dropped. With ``(ahead + 1) *
+on the prompt are in use by the rollout, or when its group is dropped. With ``(ahead + 1) *
 prompts_per_step`` slots, no sample is more than ``ahead`` versions old when it is trained on.
 """
 
@@ -15,7 +15,7 @@ class AdmissionGate:
     """A counter of slots. ``admit`` waits for a free slot and is unblocked by ``release_*``.
 
     Args:
-        num_slots: the most prompts between admission and release.
+        num_slots: the maximum number of prompts between admission and release.
         num_wanted: the number of prompts to be trained on in the whole run.
 
     Example:
@@ -42,7 +42,7 @@ class AdmissionGate:
     async def admit(self, at_most: int | None = None) -> int:
         """Charge all free slots, but at most ``at_most``, and return their number.
 
-        It is at least 1 while prompts are wanted, and 0 once all of them have been trained on.
+        The number is at least 1 while prompts are wanted, and 0 once all have been trained on.
         """
         async with self._changed:
             await self._changed.wait_for(

@@ -41,8 +41,8 @@ class Batch:
         values_R: the critic's values before its update, fp32.
         taken_s: when the batch was formed, in seconds by the clock of the run.
         num_left: the number of complete groups that were left for later batches.
-        policy_lag: the number of versions that the weights which computed ``old_logp_R`` are behind
-            the weights in training.
+        policy_lag: the number of versions by which the weights that computed ``old_logp_R`` lag
+            behind the weights in training.
         seconds: the duration of each scoring pass by the name of its timer.
     """
 
@@ -108,10 +108,10 @@ def lay_out(groups: Sequence[Group], *, version: int = 0) -> Batch:
 
 
 def sequence_of(prompt: Prompt, trajectory: Trajectory) -> TrainSequence:
-    """Return the sequence of a trajectory, of which the drawn tokens carry loss.
+    """Return the sequence of a trajectory; its drawn tokens carry loss.
 
-    Trajectories that begin with the tokens of ``prompt`` share its key, so that these are computed
-    once. A trajectory that an environment has given more tokens at first has a key of its own.
+    Trajectories that begin with the tokens of ``prompt`` share its key, so that the prompt is
+    computed once. A trajectory whose prompt an environment has changed has a key of its own.
     """
     prompt_ids = trajectory.prompt_ids
     shares = prompt_ids is prompt.token_ids or tuple(prompt_ids) == prompt.token_ids

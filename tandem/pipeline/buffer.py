@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The groups between their admission and the batch they are trained in.
+"""The groups between admission and training.
 
 Batches are formed here and nowhere else. The admission gate bounds the number of groups. A batch
 takes the complete groups that were drawn first. It may pass over a group that is still being
@@ -24,7 +24,8 @@ class BatchRule:
 
     Attributes:
         batch_size: the number of groups in a batch.
-        max_lag: the most versions that a group may be behind the weights that it trains.
+        max_lag: the maximum number of versions by which a group may lag behind the weights that it
+            trains.
         passes_over: whether a batch may leave out a group that is not complete yet.
     """
 
@@ -71,7 +72,7 @@ class GroupBuffer:
             self._changed.notify_all()
 
     async def close(self) -> None:
-        """End all waits. ``take`` returns the groups that are there, perhaps too few."""
+        """End all waits. ``take`` then returns the complete groups, perhaps too few."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -65,13 +65,13 @@ def _no_trace() -> TraceRecorder:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Everything a run is made of.
+    """The collaborators of a run.
 
     Attributes:
-        preferred_tokens: the micro-batch size that the platform computes fastest, if it has one.
-        clock: returns seconds, of which only differences are used.
+        preferred_tokens: the micro-batch size that the platform computes fastest; None if unknown.
+        clock: returns seconds; only differences are used.
         allocated_bytes, reserved_bytes: return the peaks of the device allocator.
-        conversations: encodes what a reward model reads; None if it reads the policy's tokens.
+        conversations: encodes text for a reward model; None if it reads the policy's tokens.
         memory: remembers which micro-batches fit the device.
         trace: records which role worked and which waited.
     """

@@ -2,8 +2,8 @@
 """Off-policy correction of a batch whose old log-probs are known before the update: importance
 weights, rejection, and verl's metrics ``rollout_corr/*``, in total and by lag.
 
-With one optimizer step a batch, or with ``bypass_mode``, they are not known. ``PolicyLoss`` then
-does the same with the log-probs of its own forward pass, which saves a pass over the batch.
+With one optimizer step per batch, or with ``bypass_mode``, the old log-probs are not known before.
+``PolicyLoss`` then corrects with those of its own forward pass, which saves a pass over the batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CorrectedBatch:
 
 
 def correction_of(config: RunConfig) -> Correction | None:
-    """Return the correction that a config describes; None if it asks for none."""
+    """Return the configured correction; None without one."""
     if not config.compares_policies:
         return None
     keys = config.algorithm.rollout_correction
@@ -64,7 +64,7 @@ def correction_of(config: RunConfig) -> Correction | None:
 
 
 def correct_batch(batch: Batch, config: RunConfig) -> CorrectedBatch | None:
-    """Return the correction of a batch; None without one, and if the loss computes it."""
+    """Return the correction of a batch; None if there is none or the loss computes it."""
     correction = correction_of(config)
     keys = config.algorithm.rollout_correction
     if correction is None or keys.bypass_mode or batch.old_logp_R is None:
@@ -134,7 +134,7 @@ def _mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
 
 
 def _rejection_metrics(mismatch: Mismatch, rejections: tuple[Rejection, ...]) -> dict[str, float]:
-    """Return the shares of rejected tokens, and of sequences with one, by option and in total."""
+    """Return the shares of rejected tokens and of sequences with such, by option and in total."""
     masks = {f"{r.option}_": kept_tokens(mismatch, r) for r in rejections}
     masks[""] = all_kept(mismatch, rejections)
     counts_R = mismatch.counts()

@@ -35,7 +35,7 @@ class Experience:
     Attributes:
         batch: the batch, whose statistics cover all R drawn tokens.
         sequences: the N sequences, whose loss masks leave out rejected tokens.
-        columns: what the loss reads of each loss token, (L,).
+        columns: the inputs of the loss for each loss token, (L,).
         counted_N: whether a sequence counts in the denominators of the loss, bool.
         computed_N: whether a sequence goes through the model, bool; implies ``counted_N``.
         kept_R: whether rejection keeps a token, bool; None without rejection.
@@ -63,7 +63,7 @@ def assign_credit(batch: Batch, *, config: RunConfig, controller: KlController) 
     """Compute token rewards, KL penalties, advantages and the off-policy correction of a batch.
 
     Args:
-        batch: a batch with the log-probs and values that ``config`` asks for.
+        batch: a batch with the log-probs and values that ``config`` requires.
         controller: the coefficient of the KL penalty.
     """
     algorithm, num_sequences = config.algorithm, len(batch.sequences)
@@ -118,8 +118,8 @@ def assign_credit(batch: Batch, *, config: RunConfig, controller: KlController) 
 def _computed(batch: Batch, advantages_R: Tensor, *, config: RunConfig) -> Tensor:
     """Return which sequences the policy computes, bool (N,).
 
-    A sequence with advantage 0 moves no loss without entropy or KL term. If there is no other
-    sequence, all are computed, so that the policy is measured and a divergence is found out.
+    Without an entropy or KL term, a sequence with advantage 0 has no gradient and is skipped. If
+    all sequences are such, all are computed, so that there are metrics and divergence is detected.
     """
     actor = config.actor_rollout_ref.actor
     active_N = batch.valid_N & (batch.sum_tokens(advantages_R.abs()) > 0)
@@ -128,7 +128,7 @@ def _computed(batch: Batch, advantages_R: Tensor, *, config: RunConfig) -> Tenso
 
 
 def _without_rejected(experience: Experience, kept_R: Tensor) -> Experience:
-    """Leave out rejected tokens, and sequences of which no token is left."""
+    """Leave out rejected tokens, and sequences that have no token left."""
     batch, flags = experience.batch, iter(as_bools(kept_R))
     masks = [_masked(sequence, flags) for sequence in batch.sequences]
     remains_N = batch.sum_tokens(kept_R.float()) > 0
@@ -145,7 +145,7 @@ def _without_rejected(experience: Experience, kept_R: Tensor) -> Experience:
 
 
 def _masked(sequence: TrainSequence, kept: Iterator[bool]) -> tuple[bool, ...]:
-    """Return the loss mask of a sequence, of whose loss tokens ``kept`` tells which remain."""
+    """Return a sequence's loss mask without rejected tokens; ``kept`` has a flag per loss token."""
     if sequence.loss_mask is None:
         return tuple(islice(kept, len(sequence.response_ids)))
     return tuple(carries_loss and next(kept) for carries_loss in sequence.loss_mask)

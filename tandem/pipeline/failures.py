@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Failures that do not end a run at once: rewards that fail, and updates that are not finite.
 
-Failed rewards are logged here and counted in ``metrics``. A run ends if nothing but failures occurs
-for a while.
+Failed rewards are logged here and counted in ``metrics``. Too many failures in a row end the run.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def warn_of_failed_baseline(outcome: RewardOutcome) -> None:
 
 
 class StaleSampleError(RuntimeError):
-    """A defect of the pipeline: a sample is too old, or newer than the weights it is to train."""
+    """A defect of the pipeline: a sample is too old for, or newer than, the weights it trains."""
 
 
 def require_fresh(groups: Sequence[Group], *, version: int, max_lag: int) -> None:
@@ -72,8 +71,8 @@ def require_fresh(groups: Sequence[Group], *, version: int, max_lag: int) -> Non
             versions = [run[0] for drawn in trajectory.completions for run in drawn.version_runs]
             if min(versions) < version - max_lag or max(versions) > version:
                 raise StaleSampleError(
-                    f"sample {trajectory.sample_id} was drawn by the versions {versions}, and "
-                    f"{version} is to use it; the largest lag allowed is {max_lag}"
+                    f"sample {trajectory.sample_id} was drawn by the versions {versions} and "
+                    f"cannot train version {version}; the largest lag allowed is {max_lag}"
                 )
 
 

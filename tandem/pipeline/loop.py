@@ -4,9 +4,10 @@
 The same program runs synchronously and asynchronously. Its tasks: the rollout loop advances the
 engine, the producer turns admitted prompts into scored groups, one task prepares the next batch,
 the loop below trains on it, the weight flow brings the new weights to the rollout, and validations
-run beside them. The loop owns the training step, which is the weights version, the checkpoints and
-the records of the steps. A stop (SIGTERM, Ctrl-C) takes effect at a step boundary: prompts that
-were drawn but not trained on are drawn again later, and a validation under way is dropped.
+run beside them. The loop owns the number of the training step (which is the version of the
+weights), the checkpoints and the records. A stop (SIGTERM, Ctrl-C) takes effect at a step boundary:
+prompts that were drawn but not trained on are drawn again later, and a running validation is
+dropped.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Pipeline:
 
     Every step leaves one record in the sinks. A validation leaves a second record of its step as
     soon as it has ended, and training goes on meanwhile, except in lockstep. A checkpoint is
-    written once all records of earlier steps are.
+    written after the records of all earlier steps.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -71,7 +72,7 @@ class Pipeline:
 
     @property
     def step(self) -> int:
-        """The training step under way, with its saving and validation; 0 before the first."""
+        """The current training step, up to the end of its validation; 0 before the first."""
         return self._step_under_way
 
     async def restore(
@@ -271,7 +272,7 @@ class Pipeline:
         """Record this step, and start its validation if it is due.
 
         Args:
-            experience: the data of the training step; None to record nothing but a validation.
+            experience: the data of the training step; None to record only a validation.
         """
         validation = None
         if validates and not self._stopping:

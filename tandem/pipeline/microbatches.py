@@ -2,8 +2,7 @@
 """The size of micro-batches, and its reduction when the device runs out of memory.
 
 Micro-batches only bound memory: loss, gradient and metrics do not depend on them. A pass that runs
-out of memory is therefore repeated with micro-batches of half the size, which hold for the rest of
-the run.
+out of memory is therefore repeated with half the size, which is kept for the rest of the run.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchLimits:
-    """The limits of micro-batches: a number of tokens if there is one, else a number of sequences.
+    """The limits of micro-batches: ``max_tokens``, or ``max_sequences`` if that is None.
 
     Attributes:
         key: the configuration key of ``max_tokens``.
-        max_sequences: the largest number of sequences, used without ``max_tokens``.
+        max_sequences: the largest number of sequences.
         max_tokens: the largest number of packed tokens.
         preferred_tokens: the size that the platform computes fastest, used if it is smaller than
             ``max_tokens``; None if the user chose the size. A longer sequence exceeds it.
@@ -53,7 +52,7 @@ class MicrobatchLimits:
     by_cost: bool = True
 
     def plan(self, sequences: Sequence[TrainSequence]) -> Plan:
-        """Plan micro-batches within the limits. Raises UserError if one sequence is too long."""
+        """Plan micro-batches within the limits. Raise UserError if one sequence is too long."""
         if self.max_tokens is None:
             return plan_microbatches(
                 sequences,
@@ -73,7 +72,7 @@ class MicrobatchLimits:
         )
 
     def on(self, engine: ReferencePolicy) -> MicrobatchLimits:
-        """Return these limits, which hold for one device, for all devices of ``engine``."""
+        """Return these limits of one device, scaled to all devices of ``engine``."""
         factor = engine.sequence_parallel_size
         return replace(
             self,
@@ -122,13 +121,13 @@ class MemoryFit:
         *,
         limits: MicrobatchLimits,
     ) -> R:
-        """Compute a plan for ``sequences``, and smaller ones while the device runs out of memory.
+        """Compute a plan for ``sequences``; try smaller ones while the device runs out of memory.
 
         Args:
             compute: a pass over a plan. If it runs out of memory, it must leave nothing behind.
 
         Raises:
-            UserError: there is no memory for a single sequence.
+            UserError: a single sequence does not fit.
         """
         while True:
             plan = self._plan(sequences, limits)
@@ -155,8 +154,8 @@ class MemoryFit:
             raise UserError("out of memory", rule=rule, remedy=self._remedy) from None
         self.max_tokens = size // 2
         logger.warning(
-            "out of memory with micro-batches of %d tokens: repeating with at most %d, from now on "
-            "(results do not depend on it; set %s to start there)",
+            "out of memory with micro-batches of %d tokens: repeating with at most %d from now on "
+            "(results stay the same; set %s to start with this size)",
             size,
             self.max_tokens,
             key,

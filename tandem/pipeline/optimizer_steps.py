@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes of one model over a batch: forward passes that score it, and optimizer steps on it.
 
-Mini-batches are cut from the batch in order, as in verl: ``ppo_mini_batch_size`` prompts each,
-``ppo_epochs`` times over. Micro-batches only bound memory; loss, gradient and metrics do not depend
-on them.
+Mini-batches are cut from the batch in order, as in verl: ``ppo_mini_batch_size`` prompts each, in
+each of ``ppo_epochs`` passes. Micro-batches only bound memory; loss, gradient and metrics do not
+depend on them.
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ MEANS_OVER_COMPUTED_TOKENS = ("actor/entropy", "actor/ppo_kl")
 """The metrics to which skipped sequences would have contributed: means over computed tokens."""
 
 COMPUTED_SHARE = "actor/computed_sequences/share"
-"""The share of the sequences with a reward that went through the model, which those means cover."""
+"""The share of the sequences with a reward that the model computed; those means cover them."""
 
 ZERO_WITHOUT_SEQUENCES: tuple[str, ...] = ("actor/loss", "actor/pg_loss", "actor/pg_clipfrac")
-"""The metrics that are 0 for a mini-batch of which every sequence was skipped."""
+"""The metrics that are 0 if every sequence of a mini-batch was skipped."""
 
 
 async def score_with_policy(context: RunContext, batch: Batch) -> Tensor | None:
@@ -114,7 +114,7 @@ async def update_critic(context: RunContext, experience: Experience) -> list[Upd
 
 
 def policy_loss(config: RunConfig) -> PolicyLoss:
-    """Return the actor's loss as the config describes it."""
+    """Return the configured loss of the policy."""
     actor = config.actor_rollout_ref.actor
     correction = config.algorithm.rollout_correction
     reinforces = correction.bypass_mode and correction.loss_type == "reinforce"
@@ -136,7 +136,7 @@ def policy_loss(config: RunConfig) -> PolicyLoss:
 
 
 def value_loss(config: RunConfig) -> ValueLoss:
-    """Return the critic's loss as the config describes it."""
+    """Return the configured loss of the critic."""
     critic = config.critic
     return ValueLoss(
         cliprange_value=critic.cliprange_value,

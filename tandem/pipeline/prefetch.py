@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparation of a batch: the batch after the one in training is formed and scored meanwhile.
+"""The preparation of the next batch while the current one is trained on.
 
-Frozen models score ahead: the reference and the reward model. If they share devices with the
-trainer, their passes fall between those of the trainer. The old log-probs are computed ahead only
-where other devices than the trainer's compute them. In lockstep (``trainer.lockstep``) they are
-computed in turn, so that the version of their weights is fixed.
+The frozen models (reference and reward model) score the batch ahead of its training step. If they
+share devices with the trainer, their passes fall between its passes. The old log-probs are computed
+ahead only on devices other than the trainer's. In lockstep (``trainer.lockstep``) they are computed
+within the step, so that the version of their weights is fixed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 async def prepare_batch(
     context: RunContext, buffer: GroupBuffer, *, version: int, in_use: Callable[[], int]
 ) -> Batch | None:
-    """Return the batch to be trained by the weights ``version``; None if there is no more.
+    """Return the batch to train the weights ``version`` on; None at the end of the data.
 
     Args:
         in_use: returns the version that every engine but the trainer uses.
@@ -62,7 +62,7 @@ async def prepare_batch(
 async def finish_scoring(context: RunContext, batch: Batch) -> Batch:
     """Return the batch with the old log-probs and values that could not be computed ahead.
 
-    The trainer's updates change the critic, so that its values are always computed in turn.
+    Updates change the critic, so its values are never computed ahead.
     """
     if not _scores_ahead(context):
         old_logp_R, policy_s = await _old_log_probs(context, batch)

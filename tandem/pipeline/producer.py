@@ -44,7 +44,7 @@ from tandem.types import (
 logger = logging.getLogger(__name__)
 
 BASELINE_SAMPLE_ID_BASE = 1 << 59
-"""The first sample id of greedy baselines. Theirs end where those of validation begin."""
+"""The first sample id of greedy baselines. Their range ends where that of validation begins."""
 
 Answers = asyncio.Future[tuple[Completion, ...]]
 
@@ -102,7 +102,7 @@ class GroupProducer:
         await self._buffer.close()
 
     async def _admit(self) -> int:
-        """Return how many prompts may be drawn: those with a slot, and soon with rows."""
+        """Return how many prompts may be drawn: each has a slot, and soon rows in the engine."""
         room = await self._rollout.room()
         return await self._gate.admit(None if room is None else -(-room // self._num_samples))
 
@@ -235,7 +235,7 @@ async def score_texts(
     completions: Sequence[Completion],
     texts: Sequence[str],
 ) -> tuple[Sample, ...]:
-    """Score the completions of one prompt by its rule or function."""
+    """Score the completions of one prompt with its rule or function."""
     requests = [
         RewardRequest(
             data_source=prompt.data_source,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that every run takes, supervised or not: resume, save a model, record metrics."""
+"""The functions that RL and supervised runs share: resume, save a model, record metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The end of a run. ``validation`` holds the last validation's metrics, {} without any."""
+    """The result of a run. ``validation`` holds the last validation's metrics, {} without any."""
 
     last_step: int
     stopped_early: bool

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The phase of a training step that computes the reward model: one score per response.
+"""The phase of a training step in which the reward model scores each response.
 
 The score is the model's value at the last token of the response, which is the end of sequence if
 one was drawn. As in verl, it is the reward of training for every row, while rules and functions
@@ -57,7 +57,7 @@ async def score_with_reward_model(context: RunContext, groups: Sequence[Group]) 
 
 
 def overlong_buffer(config: RunConfig) -> OverlongBuffer | None:
-    """Return the penalty of overlong responses that a config asks for; None without one."""
+    """Return the configured penalty on overlong responses; None without one."""
     manager = config.reward_model.reward_kwargs
     if config.reward_model.reward_manager != "dapo" or not manager.overlong_buffer_cfg.enable:
         return None
@@ -75,7 +75,7 @@ async def _scores(context: RunContext, answers: Sequence[Answer]) -> Tensor:
     assert model is not None, "the run has a reward model"
     if context.conversations is None:
         sequences = [
-            _read_to_the_end(sequence_of(prompt, sample.trajectory)) for prompt, sample in answers
+            _with_scored_token(sequence_of(prompt, sample.trajectory)) for prompt, sample in answers
         ]
     else:
         try:
@@ -96,18 +96,15 @@ async def _scores(context: RunContext, answers: Sequence[Answer]) -> Tensor:
     return await score_sequences(context, model, sequences=sequences, limits=limits)
 
 
-def _read_to_the_end(sequence: TrainSequence) -> TrainSequence:
-    """Return the sequence with one loss token behind its end.
-
-    What a model says of that token, it says at the last token of the response.
-    """
+def _with_scored_token(sequence: TrainSequence) -> TrainSequence:
+    """Append one loss token: its score is computed at the last token of the response."""
     ids = array("i", sequence.response_ids)
     ids.append(_ANY_TOKEN)
     return replace(sequence, response_ids=ids, loss_mask=(False,) * (len(ids) - 1) + (True,))
 
 
 def _rendered(conversations: Conversations, answers: Sequence[Answer]) -> list[TrainSequence]:
-    """Return answers in the reward model's tokens; those of a prompt share their first tokens."""
+    """Return answers in the reward model's tokens; answers to one prompt share their prefix."""
     chats = [prompt.messages for prompt, _ in answers if not isinstance(prompt.messages, str)]
     rows = conversations.encode_answered(chats, [sample.text for _, sample in answers])
     sequences: list[TrainSequence] = []
@@ -118,7 +115,7 @@ def _rendered(conversations: Conversations, answers: Sequence[Answer]) -> list[T
         own = [row for _, row in pairs]
         shared = _common_prefix(own)
         sequences += [
-            _read_to_the_end(TrainSequence(key, shared, row[len(shared) :])) for row in own
+            _with_scored_token(TrainSequence(key, shared, row[len(shared) :])) for row in own
         ]
     return sequences
 

@@ -20,11 +20,11 @@ from tandem.metrics.trace import PAUSE, TraceRecorder
 from tandem.types import Completion, EngineWork, GenerationRequest
 
 STEPS_PER_ADVANCE = 32
-"""The decode steps of a bounded advance: new weights and requests wait no longer than these."""
+"""The decode steps of a bounded advance; new weights and requests wait no longer than it takes."""
 
 _MAX_IDLE_ADVANCES = 64
-"""The bounded advances in a row without a result, beyond those of the tokens still to come, after
-which a sequence must have been lost."""
+"""The number of bounded advances without a completion, beyond those that all remaining tokens need,
+that proves that a sequence was lost."""
 
 
 @dataclass(slots=True)
@@ -121,8 +121,8 @@ class RolloutLoop:
         pace: the recorder of when sequences end.
         is_bounded: whether an advance ends after ``STEPS_PER_ADVANCE`` steps, so that requests and
             weights that arrive meanwhile do not wait for whole sequences.
-        num_rows: the number of sequences that the engine generates at once; None if ``room`` is not
-            to count them.
+        num_rows: the number of sequences that the engine generates at once; None if ``room`` does
+            not limit them.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class RolloutLoop:
         would make later batches wait for their stragglers.
 
         Returns:
-            How many sequences may be added to have ``num_rows / 2`` queued; None without rows.
+            The number of sequences to add until ``num_rows / 2`` are queued; None without a limit.
         """
         if self._num_rows is None:
             return None
@@ -204,7 +204,7 @@ class RolloutLoop:
             await self._changed.wait_for(lambda: self._num_sent == 0)
 
     async def pause(self) -> None:
-        """Begin no advance until ``use_weights``; return once none is under way."""
+        """Start no advance until ``use_weights``; return once none is running."""
         self._leave_generating(LoopState.PAUSED)
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is_calling)
@@ -245,7 +245,7 @@ class RolloutLoop:
 
     def _leave_generating(self, state: LoopState) -> None:
         if self._state is not LoopState.GENERATING:
-            raise RuntimeError(f"the rollout goes from {self._state.name} to {state.name}")
+            raise RuntimeError(f"the rollout cannot go from {self._state.name} to {state.name}")
         self._state = state
         self._look_for_work()
 

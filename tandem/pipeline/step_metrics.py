@@ -36,7 +36,7 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Compute metrics of the batch: scores, advantages, lengths, agreement of rollout and trainer.
 
-    They depend on data and weights only.
+    The metrics depend on data and weights only.
 
     Args:
         kl_coefficient: the coefficient of the KL that was subtracted from the rewards, if any was.
@@ -68,7 +68,7 @@ def batch_metrics(
     return metrics
 
 
-def own_metrics(parts: RunContext, experience: Experience, *, step: int) -> dict[str, float]:
+def own_metrics(context: RunContext, experience: Experience, *, step: int) -> dict[str, float]:
     """Compute the metrics of the functions that ``trainer.metrics`` names."""
     batch = experience.batch
     described = StepBatch(
@@ -81,7 +81,7 @@ def own_metrics(parts: RunContext, experience: Experience, *, step: int) -> dict
         rollout_logp_R=batch.rollout_logp_R,
         lag_R=batch.lag_R,
     )
-    return custom_metrics(parts.config.trainer.metrics, described)
+    return custom_metrics(context.config.trainer.metrics, described)
 
 
 def speed_metrics(
@@ -117,8 +117,9 @@ def speed_metrics(
 
 
 def token_lag_metrics(batch: Batch) -> dict[str, float]:
-    """Compute ``training/lag/*``: the mean over drawn tokens, and the maximum and the share of each
-    lag over samples, of which the oldest token counts.
+    """Compute ``training/lag/*``: the mean over tokens, and the maximum and shares over samples.
+
+    The lag of a sample is that of its oldest token.
     """
     oldest_N = torch.full((len(batch.sequences),), -1)
     oldest_N = oldest_N.scatter_reduce(0, batch.sequence_R, batch.lag_R, "amax")

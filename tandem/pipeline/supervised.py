@@ -32,7 +32,7 @@ _TEMPERATURE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SupervisedContext:
-    """Everything a supervised run is made of. Its fields are those of ``RunContext``."""
+    """The collaborators of a supervised run; see ``RunContext``."""
 
     config: SftConfig
     schedule: Schedule
@@ -71,7 +71,7 @@ class SupervisedLoop:
 
     @property
     def step(self) -> int:
-        """The training step under way, with its saving and validation; 0 before the first."""
+        """The current training step, up to the end of its validation; 0 before the first."""
         return self._step_under_way
 
     async def restore(self, checkpoint: Checkpoint, *, is_logged: bool) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of one run and the objects they share. What a task does is in its own file."""
+"""The tasks of one run and the objects they share. Each task is defined in its own file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RunTasks:
     """The asyncio tasks of a run, all in ``group``.
 
     Args:
-        step: the training step that the run begins or continues after.
+        step: the number of training steps that were completed before.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RunTasks:
         self._endless.append(self.group.create_task(self.producer.run()))
 
     def prepare(self, version: int) -> asyncio.Task[Batch | None]:
-        """Start to prepare the batch that the weights ``version`` are to be trained on."""
+        """Start to prepare the batch to train the weights ``version`` on."""
         preparing = prepare_batch(
             self._context, self._buffer, version=version, in_use=self._version_in_use
         )
@@ -98,7 +98,7 @@ class RunTasks:
 
 
 def batch_rule(config: RunConfig) -> BatchRule:
-    """Return how the batches of a run are formed."""
+    """Return the rule for forming the batches of a run."""
     trainer = config.trainer
     return BatchRule(
         config.data.train_batch_size, trainer.max_lag, passes_over=not trainer.lockstep

@@ -25,11 +25,11 @@ class FlowRule:
     """The rule for when a version comes into use.
 
     Attributes:
-        lockstep: every version comes into use, after all admitted groups are complete, and the
-            trainer waits for it. The training loop frees the slots at the end of its step.
-        finishes_on_old_weights: sequences finish under the version they began with.
-        time_shared: generation uses the trainer's devices, perhaps even its weights. It pauses from
-            the begin of a training step until the new version is in use.
+        lockstep: whether the trainer waits until each version is in use, after all admitted groups
+            are complete. The training loop frees the slots at the end of its step.
+        finishes_on_old_weights: whether sequences finish under the version they began with.
+        time_shared: whether generation uses the trainer's devices, perhaps even its weights. It
+            then pauses from the start of a training step until the new version is in use.
         batch_size: the number of slots that a version frees.
     """
 
@@ -59,7 +59,7 @@ _NEXT_STATES = {
 
 
 class WeightFlow:
-    """The way of the weights: at most one version is on its way at a time.
+    """The flow of weights from the trainer to the rollout, one version at a time.
 
     =========  ========================================  ===========================  =============
     State      Event that ends it                        Next state                   Trainer waits
@@ -79,7 +79,7 @@ class WeightFlow:
 
     ``publish`` and ``begin_training`` wait in the states of the last column until the published
     version is in use or no longer read; ``wait_in_use`` waits for IDLE. ``abandon`` ends all waits
-    but that for READING. A pin keeps the flow in IDLE.
+    except that for READING. A pin keeps the flow in IDLE.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class WeightFlow:
         return not is_required and not self._is_read_next()
 
     def _is_read_next(self) -> bool:
-        """Return whether the flow waits for nothing but the trainer to read its weights."""
+        """Return whether the flow waits only for a chance to read the trainer's weights."""
         if self._state is FlowState.IDLE:
             return self._num_pins == 0 and (self._stage is not None or not self._must_finish())
         return self._state is FlowState.READY
@@ -221,7 +221,7 @@ class WeightFlow:
 
     async def _enter(self, state: FlowState) -> None:
         if state not in _NEXT_STATES[self._state]:
-            raise RuntimeError(f"the weights go from {self._state.name} to {state.name}")
+            raise RuntimeError(f"the weights cannot go from {self._state.name} to {state.name}")
         self._state = state
         await self._notify()
 

@@ -92,7 +92,7 @@ MISTAKES = {
     ),
     "unknown task": (
         (FOUR, ASYNC, f"{TASKS}=[[logp,train],ref_logp,generate]", THIRDS),
-        (f"{TASKS}=", "'train' is no task", "Name each of actor-train"),
+        (f"{TASKS}=", "'train' is not a task", "Name each of actor-train"),
     ),
     "a task twice": (
         (FOUR, ASYNC, f"{TASKS}=[[logp,actor-train],generate,generate]", THIRDS),

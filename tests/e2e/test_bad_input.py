@@ -159,7 +159,7 @@ def test_prompt_longer_than_the_limit(expect_refusal: Callable[..., None]) -> No
         ("trainer.save_freq=True", ("trainer.save_freq=True", "number", "Set")),
         (
             "data.apply_chat_template_kwargs={add_generation_prompt:False}",
-            ("data.apply_chat_template_kwargs.add_generation_prompt=False", "Take it out"),
+            ("data.apply_chat_template_kwargs.add_generation_prompt=False", "Remove it"),
         ),
         ("actor_rollout_ref.model.custom_chat_template=no.jinja", ("'no.jinja'", "cannot be read")),
         (

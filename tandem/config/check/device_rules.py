@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules on how a run is spread over devices. Whether the devices exist is not checked here.
 
-verl demands that batches divide by the number of devices. tandem deals micro-batches of any number
-to ranks, so that every rank only needs one sequence, and every replica of the rollout one prompt.
+verl requires batch sizes to be multiples of the number of devices. tandem deals any number of
+micro-batches to ranks: a rank only needs one sequence, and a replica of the rollout one prompt.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ def _task_errors(groups: Sequence[tuple[str, ...]], needed: Sequence[str]) -> It
             _TASKS_KEY,
             groups,
             rule="a group is empty",
-            remedy="Name its tasks, or take it out with its ratio.",
+            remedy="Name its tasks, or remove it and its ratio.",
         )
     for task in tasks:
         if task not in TASKS or tasks.count(task) > 1:
-            rule = "is named more than once" if task in TASKS else "is no task"
+            rule = "is named more than once" if task in TASKS else "is not a task"
             yield UserError(
                 _TASKS_KEY,
                 groups,
@@ -130,7 +130,7 @@ def _ratio_errors(
             _RATIOS_KEY,
             ratios,
             rule="must be positive",
-            remedy="Raise the ratios that are not, or take out their groups.",
+            remedy="Raise the ratios that are not, or remove their groups.",
         )
     elif sum(ratios) > 1 + ROUNDING:
         yield UserError(
@@ -148,7 +148,7 @@ def _empty_pool_errors(config: RunConfig) -> Iterator[UserError]:
             yield UserError(
                 f"{_ROLES}.hybrid_engine",
                 False,
-                rule="must have a device to train and another to generate, and trainer.nnodes * "
+                rule="needs a device to train and another to generate, but trainer.nnodes * "
                 f"{_DEVICES_KEY} is 1",
                 remedy=f"Set {_DEVICES_KEY}=2 or {_ROLES}.hybrid_engine=True.",
             )
@@ -171,8 +171,7 @@ def _empty_pool_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _enough_devices(trainer: TrainerConfig) -> int | None:
-    """Return the smallest number of devices per node that gives every group one, None if there is
-    none up to ``_MAX_DEVICES``."""
+    """Return the smallest number of devices per node that gives every group one, or None."""
     for number in range(trainer.n_gpus_per_node, _MAX_DEVICES + 1):
         if 0 not in share_devices(trainer.separated_node_ratios, trainer.nnodes * number):
             return number
@@ -288,7 +287,7 @@ def _larger_batch(config: RunConfig, num_prompts: int, *, task: str) -> UserErro
     return UserError(
         _BATCH_KEY,
         config.data.train_batch_size,
-        rule=f"must give each data-parallel rank of {task} work, which takes {num_prompts} prompts",
+        rule=f"must be at least {num_prompts} to give each data-parallel rank of {task} work",
         remedy=f"Set {_BATCH_KEY}={batch} or fewer devices.",
     )
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The effect of each key that was set, and the reasons why some keys have none.
 
-No key is silently without effect. A key is ignored because it stands in ``schema.ignored``, because
-a ``read_if`` of its field or of a section above does not hold, or by ``read_conditions``.
+No key is silently without effect. A key is ignored because it is in ``schema.ignored``, because a
+``read_if`` of its field or of a section above does not hold, or because of ``read_conditions``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ def ignored_keys(loaded: Loaded) -> Mapping[str, str]:
 
 
 def key_effects(loaded: Loaded) -> Mapping[str, str]:
-    """Return every key that was set, as it was spelled, with its description, or with ``no effect:
-    `` and the reason.
-    """
+    """Return the description of every set key, or why it has no effect, by its spelling."""
     effects: dict[str, str] = {}
     for name, spelling in loaded.set_keys.items():
         key = find_key(type(loaded.config), name)
@@ -44,7 +42,7 @@ def _reason(loaded: Loaded, name: str) -> str:
             return condition.reason
     exclusions = SFT_EXCLUSIONS if isinstance(loaded.config, SftConfig) else RUN_EXCLUSIONS
     for exclusion in exclusions:
-        concerned = any(name == known or name.startswith(f"{known}.") for known in exclusion.keys)
-        if concerned and exclusion.holds(loaded.config):
+        is_covered = any(name == known or name.startswith(f"{known}.") for known in exclusion.keys)
+        if is_covered and exclusion.holds(loaded.config):
             return exclusion.reason
     return ""

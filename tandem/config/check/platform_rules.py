@@ -54,9 +54,7 @@ def known_platforms(placement: Placement) -> list[str]:
 
 
 def weight_routes(config: RunConfig, placement: Placement) -> dict[str, str]:
-    """Return how weights travel between each two pools that share them, as far as it is known
-    before the processes start.
-    """
+    """Return the route of weights between each two pools, as far as the plan can know it."""
     pools = [pool for pool in placement.used_pools if {*pool.tasks} - {"ref_logp"}]
     return {
         f"{one.name} -> {other.name}": _route(one, other, requested=config.pools.transport)
@@ -88,7 +86,7 @@ def _group_errors(config: RunConfig, tasks: Sequence[str]) -> Iterator[UserError
         listed = ", ".join(f"pools.{task}.platform={name}" for task, name in named.items())
         yield UserError(
             listed,
-            rule="these tasks share devices, which are of one platform",
+            rule="these tasks share devices, which must be of one platform",
             remedy="Name one platform, or give the tasks pools of their own with "
             "trainer.separated_node_tasks.",
         )
@@ -99,7 +97,7 @@ def _group_errors(config: RunConfig, tasks: Sequence[str]) -> Iterator[UserError
             yield UserError(
                 f"pools.{task}.platform",
                 name,
-                rule=f"{silent[0]} shares these devices",
+                rule=f"{silent[0]} shares these devices, but not their platform",
                 remedy=f"Set trainer.device={name}, or actor_rollout_ref.hybrid_engine=False for "
                 "devices of their own.",
             )
@@ -141,7 +139,7 @@ def _transport_errors(config: RunConfig, placement: Placement) -> Iterator[UserE
         yield UserError(
             _TRANSPORT,
             transport,
-            rule=f"the pools have {' and '.join(platforms)}, which share no library",
+            rule=f"the pools have {' and '.join(platforms)}, which have no library in common",
             remedy=f"Set {_TRANSPORT}=auto.",
         )
     if _HOST in platforms and transport == "flagcx":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conditions under which a key has no effect that are functions of several keys.
+"""The conditions on several keys under which a key has no effect.
 
-A condition on a single key stands at the field that it concerns (``read_if``), and a key that
-nothing reads stands in ``schema.ignored``.
+A condition on a single key is a ``read_if`` of the field. A key that nothing reads is in
+``schema.ignored``.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def _every_seed_is_set(config: Config) -> bool:
 
 
 def _aggregates_by_sequence(config: RunConfig) -> bool:
-    """Return whether the loss chooses its aggregation itself, and no entropy or KL term follows
-    ``loss_agg_mode``."""
+    """Return whether no term of the loss is aggregated by ``loss_agg_mode``."""
     actor = config.actor_rollout_ref.actor
     has_other_terms = actor.entropy_coeff != 0 or actor.use_kl_loss
     return actor.policy_loss.traits.is_sequence_level and not has_other_terms
@@ -196,13 +195,13 @@ def _keeps_cache(config: RunConfig) -> bool:
 def _groups_decide(config: RunConfig) -> bool:
     """Return whether ``separated_node_tasks`` decides instead of ``hybrid_engine``.
 
-    ``hybrid_engine=False`` is read where groups put generation on devices of its own, and where the
-    asynchronous pipeline needs it.
+    ``hybrid_engine=False`` is read if generation has devices of its own, or if the asynchronous
+    pipeline needs it.
     """
     trainer = config.trainer
-    is_undone = _time_shared(config) and not trainer.async_pipeline
+    is_synchronous = _time_shared(config) and not trainer.async_pipeline
     hybrid = config.actor_rollout_ref.hybrid_engine
-    return bool(trainer.separated_node_tasks) and (hybrid or is_undone)
+    return bool(trainer.separated_node_tasks) and (hybrid or is_synchronous)
 
 
 def _has_other_platforms(config: RunConfig) -> bool:
@@ -361,7 +360,7 @@ RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         (f"{_ROLLOUT}.free_cache_engine",),
         _keeps_cache,
-        "for several devices that train and generate one after the other",
+        "only several devices that train and generate one after the other free the cache",
     ),
     Exclusion(
         ("actor_rollout_ref.hybrid_engine",),
@@ -371,7 +370,7 @@ RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         ("trainer.device",),
         _has_other_platforms,
-        "every pool's platform is named by pools.*.platform",
+        "pools.*.platform names the platform of every pool",
     ),
     *_SHARED,
 )

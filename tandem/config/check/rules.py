@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between keys. A rule on one key stands at its field, rules on devices in ``device_rules``.
+"""Rules between keys. A rule on one key is at its field; rules on devices are in ``device_rules``.
 
 ``check_run`` and ``check_sft`` hold for any use of a configuration. ``check_built_run`` and
-``check_built_sft`` refuse features that training does not have yet and that the plan may show.
+``check_built_sft`` refuse features that are not built yet, which a plan may have.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_built_sft(config: SftConfig) -> None:
 
 
 def _run_errors(config: RunConfig) -> Iterator[UserError]:
-    # The order is such that the first error does not follow from a later one.
+    # Ordered so that the first error is no consequence of a later one.
     yield from _template_errors(config.data.apply_chat_template_kwargs)
     yield from _batch_errors(config)
     yield from run_device_errors(config)
@@ -109,15 +109,15 @@ def _async_errors(config: RunConfig) -> Iterator[UserError]:
     if not config.trainer.async_pipeline or place_run(config).generates_apart:
         return
     if not config.trainer.separated_node_tasks:
-        halves = "which gives generation half of the devices, "
+        halves = ", which gives generation half of the devices"
         yield UserError(
             key,
             True,
             rule="generation must have devices of its own, or take turns with training",
-            remedy="Set actor_rollout_ref.hybrid_engine=False, "
-            f"{halves if config.trainer.num_devices > 1 else ''}and to take turns also "
+            remedy="Set actor_rollout_ref.hybrid_engine=False"
+            f"{halves if config.trainer.num_devices > 1 else ''}; to take turns, also set "
             "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]] "
-            "trainer.separated_node_ratios=[1.0]; or set trainer.async_pipeline=False.",
+            "trainer.separated_node_ratios=[1.0]. Or set trainer.async_pipeline=False.",
         )
     elif config.actor_rollout_ref.hybrid_engine:
         yield UserError(
@@ -134,9 +134,9 @@ def _async_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def time_sharing_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield an error for each key that excludes sequences that continue with new weights.
+    """Yield an error for each key that keeps sequences from continuing with new weights.
 
-    Where trainer and rollout share their devices and take turns, sequences must continue.
+    They must continue if trainer and rollout take turns on the same devices.
     """
     rule = "generate is in the group of actor-train, where sequences continue with new weights"
     apart = "take generate out of that group in trainer.separated_node_tasks."
@@ -312,8 +312,8 @@ def _template_errors(arguments: Mapping[str, Any]) -> Iterator[UserError]:
             yield UserError(
                 f"data.apply_chat_template_kwargs.{name}",
                 arguments[name],
-                rule="must not be set, because tandem sets it where it renders a prompt",
-                remedy="Take it out.",
+                rule="must not be set, because tandem sets it for each prompt",
+                remedy="Remove it.",
             )
 
 

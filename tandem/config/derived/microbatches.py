@@ -90,7 +90,7 @@ def microbatch_keys(config: RunConfig | SftConfig, role: str) -> MicrobatchKeys:
 
 
 def limits(config: RunConfig | SftConfig, role: str) -> MicrobatchBounds:
-    """Return the bounds of the micro-batches of ``role``, see ``microbatch_keys``."""
+    """Return the bounds of the micro-batches of ``role``; see ``microbatch_keys``."""
     keys = microbatch_keys(config, role)
     count, is_dynamic, tokens = attrgetter(keys.count, keys.dynamic, keys.tokens)(config)
     by_tokens = is_dynamic or count is None
@@ -106,7 +106,7 @@ def training_tokens(config: RunConfig | SftConfig, role: str, *, ranks: int) -> 
 
 
 def longest_sequence(config: RunConfig | SftConfig) -> int:
-    """Return the number of tokens of the longest sequence that is possible."""
+    """Return the number of tokens of the longest possible sequence."""
     if isinstance(config, SftConfig):
         return config.data.max_length
     return config.data.max_prompt_length + config.data.max_response_length

@@ -2,7 +2,7 @@
 """The placement of tasks on devices: one pool for all tasks, or the groups of dots.rl with shares.
 
 Devices are counted from 0 over all nodes, and a pool is a contiguous range of them. This is only
-arithmetic: no device is looked for, and ``device_rules`` has found all errors before.
+arithmetic: it queries no device, and ``device_rules`` has already found all errors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tandem.config.schema.sft import SftConfig
 
 TASKS = ("actor-train", "logp", "ref_logp", "generate")
 CRITIC, REWARD_MODEL = "critic", "reward_model"
-"""The auxiliary models. They are not tasks of their own but on the devices of actor-train."""
+"""The auxiliary models. They are not tasks: they use the devices of actor-train."""
 HALVES = (("actor-train", "logp", "ref_logp"), ("generate",))
 """The groups of ``hybrid_engine=False`` if no groups are named."""
 
@@ -47,7 +47,7 @@ class Pool:
 
     Attributes:
         tasks: the tasks that the run performs; empty for an unused pool.
-        unused_tasks: the tasks that the configuration names and the run does not need.
+        unused_tasks: the tasks that the configuration names, but the run does not need.
         first_device: the number of the first device of the pool.
         num_devices: the number of devices of the pool.
         platform: the platform of the devices, as the configuration names it: a name, an alias, or
@@ -213,9 +213,7 @@ def needed_tasks(config: RunConfig) -> tuple[str, ...]:
 
 
 def rank_layout(config: FsdpConfig, num_ranks: int) -> RankLayout:
-    """Return the division of ``num_ranks`` by the sizes of ``config``; ``fsdp_size=-1`` shards over
-    all.
-    """
+    """Return the layout of ``num_ranks`` ranks; ``fsdp_size=-1`` shards over all of them."""
     split = config.tensor_model_parallel_size
     return RankLayout(
         num_ranks=num_ranks,
@@ -226,8 +224,10 @@ def rank_layout(config: FsdpConfig, num_ranks: int) -> RankLayout:
 
 
 def scorer_of(pool: Pool) -> str | None:
-    """Return the task of this pool whose weights compute old log-probs: ``actor-train``, else
-    ``generate``, else ``logp``, which holds a copy of its own. None without a ``logp`` task."""
+    """Return the task whose weights compute old log-probs in this pool; None without ``logp``.
+
+    It is ``actor-train``, else ``generate``, else ``logp``, which holds a copy of its own.
+    """
     if "logp" not in pool.tasks:
         return None
     return next(task for task in ("actor-train", "generate", "logp") if task in pool.tasks)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a dense decoder, read from config.json: they determine its memory and its division
-over processes."""
+"""The sizes of a dense decoder (config.json), which determine its memory and its parallel sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from tandem.config.schema.model import RecomputeGranularity
 from tandem.errors import UserError
 
 CACHE_PAGE_TOKENS = 64
-"""Tokens of a page of the paged rollout engine's cache."""
+"""The number of tokens in a page of the rollout engine's paged cache."""
 
 _SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 
@@ -71,9 +70,9 @@ class ModelSizes:
     def layer_numbers_per_token(self, tensor_parallel: int = 1) -> int:
         """Return how many half-precision numbers one layer keeps per token for its backward pass.
 
-        They are both sums in fp32 (4 D) and their norms (2 D); query, key and value before and
-        after rotation; the output of the attention; gate, up and their product. All but sums and
-        norms are split as the matrices are.
+        They are the two residual sums in fp32 (4 D) and their norms (2 D); query, key and value
+        before and after rotation; the attention output; gate, up and their product. Tensor
+        parallelism splits all but sums and norms.
         """
         heads = 3 * self.num_heads + 3 * self.num_kv_heads
         return 6 * self.hidden + (heads * self.head_dim + 3 * self.inner) // tensor_parallel

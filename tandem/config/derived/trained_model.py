@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model that a command trains: one form for ``tandem train`` and ``tandem sft``.
 
-The trees of the two commands keep the same facts under different keys. What launches a run reads
-this form, and names the keys of the command in its messages.
+The two commands have different keys for the same settings. The driver reads this form, and its
+messages name the keys of the command.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class TrainedModel:
 
     Attributes:
         key: the configuration key of its path.
-        chat_template: replaces the tokenizer's own; None keeps that.
-        load_weight: whether its weights are loaded, not drawn at random.
+        chat_template: the template that replaces the tokenizer's; None keeps that.
+        load_weight: whether its weights are loaded; else they are drawn at random.
         max_tokens: the length of the longest sequence, in tokens.
         max_tokens_key: the keys that ``max_tokens`` is computed from.
-        layouts: by task, the section of the keys that lay out its weights over ranks, and these
-            keys; those of the run's other models are among them.
-        timeout_s: the time after which collectives give up.
+        layouts: the section that lays out weights over ranks, as (name, values), by task and by
+            auxiliary model.
+        timeout_s: the timeout of collectives.
     """
 
     config: ModelConfig

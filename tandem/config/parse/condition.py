@@ -19,8 +19,8 @@ class Condition:
     Attributes:
         name: the dotted name from the root.
         operator: ``=``, ``!=``, ``>`` or ``<=``.
-        values: the values as an override would write them; one unless the operator is ``=``.
-        reason: why the key has no effect where the condition does not hold.
+        values: the values in the grammar of overrides; one unless the operator is ``=``.
+        reason: the reason to show if the condition does not hold.
     """
 
     name: str
@@ -51,7 +51,7 @@ def parse_condition(text: str, *, prefix: str, siblings: Container[str]) -> Cond
         siblings: the fields of that section; a name that begins with one of them is relative to it.
     """
     match = _FORM.fullmatch(text)
-    assert match is not None, f"read_if({text!r}) has the form of no condition"
+    assert match is not None, f"read_if({text!r}) is not a condition"
     name, operator, value = match["name"], match["operator"], match["value"]
     full = f"{prefix}{name}" if name.split(".")[0] in siblings else name
     reason = match["why"] or f"it is read only with {full}{operator}{value}"
@@ -59,7 +59,7 @@ def parse_condition(text: str, *, prefix: str, siblings: Container[str]) -> Cond
 
 
 def in_override_grammar(value: Any) -> str:
-    """Return a value as an override would write it."""
+    """Return a value in the grammar of overrides."""
     if value is None:
         return "null"
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The syntax of a command's arguments: Hydra's overrides, Hydra's config options, recipe files.
 
-Keys are not checked here but in ``overrides``. Sweeps are refused.
+``overrides`` checks the keys. Sweeps are refused.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _OPTIONS = {
 }
 _RECIPE_SUFFIXES = (".yaml", ".yml")
 _PLAIN_TEXT = re.compile(r"(?P<key>[+]{0,2}[\w.@-]+)=(?P<text>[^\[\]{}()'\",]+)")
-"""Overrides whose value Hydra's lexer may refuse (``~/data``, ``a=b``, ``#``) but can only be text.
-"""
+"""Overrides with plain text, which Hydra's lexer may refuse (``~/data``, ``a=b``, ``#``)."""
 
 
 class Mode(Enum):
@@ -51,7 +50,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """The sorted arguments. An empty ``config_name`` means that none was given."""
+    """The arguments of a command by kind; ``config_name`` is "" if it was not given."""
 
     config_path: str
     config_name: str

@@ -19,7 +19,7 @@ Tree = dict[str, Any]
 
 
 def put(tree: Tree, name: str, *, value: Any) -> None:
-    """Set the dotted key ``name`` of a tree, with the sections above it."""
+    """Set the dotted key ``name`` of a tree, and create missing sections above it."""
     *sections, last = name.split(".")
     node = tree
     for section in sections:

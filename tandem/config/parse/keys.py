@@ -32,9 +32,9 @@ class Key:
         description: the effect of the key; "" for an ignored key.
         ignored: the reason why the key is accepted without effect; "" for a key that is read.
         read_if: the conditions under which the key is read, those of its sections first.
-        is_open: whether any further key may stand below it (a free-form mapping).
+        is_open: whether it is a free-form mapping, which may have any key below it.
         choices: the values it can take, if they are few.
-        is_number: whether it is a number, which True and False are not.
+        is_number: whether its value is a number; True and False are not numbers.
     """
 
     name: str
@@ -61,7 +61,7 @@ def keys_of(schema: type[BaseModel]) -> Mapping[str, Key]:
 
 
 def _open_conditions(key: Key, ignored: Container[str]) -> tuple[Condition, ...]:
-    """Return the conditions of a key that can fail: an ignored key always has its default."""
+    """Return the conditions that can fail: one on an ignored key never changes."""
     return tuple(condition for condition in key.read_if if condition.name not in ignored)
 
 
@@ -76,7 +76,7 @@ def find_key(schema: type[BaseModel], name: str) -> Key | None:
 
 
 def is_section(schema: type[BaseModel], name: str) -> bool:
-    """Return whether keys stand below ``name``."""
+    """Return whether ``name`` is a section."""
     return name in _sections(schema)
 
 
@@ -96,8 +96,8 @@ def nearest_key(schema: type[BaseModel], name: str) -> str:
 
     def likeness(known: str) -> float:
         whole = SequenceMatcher(None, name, known).ratio()
-        ends_so = known.endswith(f".{name}")
-        return whole + 2 * ends_so + SequenceMatcher(None, last, known.rpartition(".")[2]).ratio()
+        is_suffix = known.endswith(f".{name}")
+        return whole + 2 * is_suffix + SequenceMatcher(None, last, known.rpartition(".")[2]).ratio()
 
     return max(keys_of(schema), key=likeness)
 

@@ -40,7 +40,7 @@ _RULES: dict[str, Callable[[Context], str]] = {
     "too_long": lambda context: f"must have {context['max_length']} elements",
     "tuple_type": lambda _: "must be a list like [a,b]",
 }
-"""pydantic's type of error -> the rule in our words."""
+"""pydantic's type of error -> the rule to show."""
 
 
 def describe(schema: type[BaseModel], error: ValidationError, *, tree: Context) -> UserError:
@@ -115,9 +115,7 @@ def _remedy(key: Key | None, name: str) -> str:
 
 
 def _remedy_of_pair(key: Key, tree: Context) -> str:
-    """Return the remedy for groups and ratios of tasks, whose default would contradict the other
-    key if that is set; "" for any other key.
-    """
+    """Return a remedy for groups or ratios of tasks that fits the other key; else ""."""
     trainer = tree.get("trainer", {})
     groups, ratios = trainer.get("separated_node_tasks"), trainer.get("separated_node_ratios")
     if key.name == _RATIOS_KEY and groups and isinstance(groups, list | tuple):

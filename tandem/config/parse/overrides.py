@@ -41,7 +41,7 @@ class LoadedConfig(Generic[ConfigT]):
     Attributes:
         config: the typed configuration.
         set_keys: each key that a file or the command line set -> its spelling there.
-        unknown_keys: the keys that the schema does not define and that ``+`` let pass.
+        unknown_keys: the keys that the schema does not define; each was passed with ``+``.
         warnings: the warnings, one line each.
     """
 
@@ -117,8 +117,8 @@ class _Written:
     def require_agreement(self) -> None:
         """Raise UserError if two spellings of a key have different values in its latest source.
 
-        The command line overrules files, but neither may contradict itself. An interpolation
-        (``${...}``) in one of verl's files contradicts nothing.
+        The command line overrides files, but neither may contradict itself. Interpolations
+        (``${...}``) are not compared.
         """
         for name, by_spelling in self._latest.items():
             given = [one for one in by_spelling.values() if not has_interpolation(one.value)]

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The division of devices by ratios, and the values of the keys ``trainer.separated_node_*`` as
-text.
-"""
+"""The division of devices by ratios, and the text of values of ``trainer.separated_node_*``."""
 
 from __future__ import annotations
 
@@ -33,8 +31,8 @@ def show_groups(groups: Iterable[Sequence[str]]) -> str:
 
 
 def show_shares(ratios: Sequence[float]) -> str:
-    """Return a value of ``trainer.separated_node_ratios`` that adds up to 1 and has the proportions
-    of ``ratios``, in hundredths. If a share would be 0, all shares are equal.
+    """Return a value of ``trainer.separated_node_ratios``: ``ratios`` scaled to the sum 1, in
+    hundredths. If a share would be 0, all shares are equal.
 
     Example:
         >>> show_shares((0.5, 0.5, 1.0))

@@ -63,8 +63,8 @@ def load_recipe(name: str) -> Loaded:
 def load_named_config(config_path: str, config_name: str) -> Loaded:
     """Load the file of ``--config-path`` and ``--config-name``; a missing file is a warning.
 
-    A name that contains "megatron" implies ``strategy=megatron``. Such files are written for verl,
-    so that unknown keys in them are warnings, not errors.
+    A name that contains "megatron" implies ``strategy=megatron``. The file is written for verl, so
+    unknown keys in it are warnings, not errors.
     """
     name = config_name.removesuffix(".yaml")
     path = Path(config_path).expanduser() / f"{name}.yaml"
@@ -87,8 +87,8 @@ def _load(path: Path, folder: Path, *, mode: Mode, above: tuple[Path, ...] = ())
     if path in above:
         raise UserError(
             repr(str(path)),
-            rule="its defaults: lead back to itself",
-            remedy="Take one of them out.",
+            rule="its defaults: include the file itself",
+            remedy="Remove that entry.",
         )
     content = _read(path)
     listed: object = content.get("defaults") or []

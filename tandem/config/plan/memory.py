@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An estimate of the memory that a run needs on one accelerator of each pool.
 
-It adds up the largest parts, from the configuration and the sizes of the model, and an allowance
-for the work space of libraries and the gaps of the allocator. Memory of CPUs is not estimated,
-because it is virtual and can be swapped.
+It adds up the largest parts, and an allowance for the workspaces of libraries and fragmentation.
+Memory of CPUs is not estimated, because it can be swapped.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ LOGITS_BYTES = 3 * GIB
 """The size of a chunk of fp32 logits and its half-precision gradient (``models.kernels.logprob``).
 """
 ALLOWANCE = 1.1
-"""The factor for work space and gaps; it is chosen, not measured."""
+"""The factor for workspaces and fragmentation; it is chosen, not measured."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 """The size of a number by the name of its precision; ``auto`` as on accelerators."""
 NO_MODELS: Mapping[str, ModelSizes] = {}
@@ -51,7 +50,7 @@ class MemoryPlan:
         gradients: the shard of the gradients; in a run of one process as many bytes as weights.
         optimizer: two moments per weight, in their own precision. With ``optimizer_offload`` they
             count only as far as they exceed the remaining space of activations and logits.
-        gathered: the layers that are complete for a moment, with their gradients.
+        gathered: the layers that are gathered at the same time, with their gradients.
         reference, reward_model: the shards of these frozen models, 0 without them.
         critic: its weights and optimizer state, 0 without a critic. Its gradients and those of the
             policy do not exist at the same time; ``gradients`` is the larger of the two.
@@ -109,14 +108,13 @@ class _Model:
 
     @property
     def held_frozen(self) -> int:
-        """The bytes of weights that only score."""
-        rests = self.config.param_offload or self.config.offload_policy
-        return 0 if rests else self.computed * self.held_parameters
+        """The bytes of frozen weights between passes."""
+        is_offloaded = self.config.param_offload or self.config.offload_policy
+        return 0 if is_offloaded else self.computed * self.held_parameters
 
     @property
     def visiting(self) -> int:
-        """The bytes of layers that are complete at the same time: embedding, head, the layer that
-        is computed, and the next layer, which is being gathered."""
+        """The bytes of gathered layers: embedding, head, the current layer and the next one."""
         parameters = self.sizes.embedding_parameters + 2 * self.sizes.layer_parameters
         return self.computed * parameters // self.ranks.tensor_parallel
 
@@ -128,7 +126,7 @@ class _Model:
 
     @property
     def gathered_in_training(self) -> int:
-        """The bytes of complete layers, and of the largest gradient in both precisions of its sum.
+        """The bytes of gathered layers, and of the largest gradient in both precisions of its sum.
 
         Without ``reshard_after_forward``: all layers, and all gradients in fp32.
         """
@@ -163,8 +161,8 @@ def plan_memory(
         sizes: the sizes of the policy.
         auxiliary: the sizes of ``CRITIC`` and ``REWARD_MODEL``; a missing entry means the sizes of
             the policy.
-        available_bytes: the memory of a device, of which ``rollout.gpu_memory_utilization`` bounds
-            weights and cache; None if no device is known.
+        available_bytes: the memory of a device; ``rollout.gpu_memory_utilization`` is the share for
+            weights and cache. None if no device is known.
     """
     if isinstance(config, SftConfig):
         placement = place_sft(config)

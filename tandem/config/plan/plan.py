@@ -43,7 +43,7 @@ class Plan:
             unknown.
         key_effects: every key that was set, as it was spelled -> its effect.
         ignored_keys: the keys that were set without effect -> the reason.
-        unknown_keys: the unknown keys that ``+`` let pass.
+        unknown_keys: the unknown keys, each passed with ``+``.
         warnings: the warnings, one line each.
         config: the whole resolved configuration.
     """

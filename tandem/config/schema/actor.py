@@ -24,7 +24,7 @@ KlEstimator = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
 ]  # fmt: skip
-"""With a trailing ``+`` the gradient is that of k2 (verl's straight-through variant)."""
+"""The KL estimators. A trailing ``+`` replaces the gradient by that of k2, as in verl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ LOSSES: dict[str, Loss] = {
     "gpg": Loss(reads=()),
     "geo_mean": Loss(is_sequence_level=True, clips_log_ratio=True, reads=_BOTH_SIDES),
 }
-"""The built-in policy losses by their names; ``algorithms.losses`` computes them."""
+"""The built-in policy losses by name; ``algorithms.losses`` computes them."""
 
 LossName = Annotated[str, ByName(LOSSES)]
 
@@ -62,13 +62,13 @@ def loss_traits(loss_mode: str) -> Loss:
     """Return the traits of a value of ``policy_loss.loss_mode``.
 
     Raises:
-        UserError: a function of the user cannot be imported.
+        UserError: the user's function cannot be imported.
     """
     return traits_of("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, known=LOSSES)
 
 
 class PolicyLossConfig(BaseModel):
-    """``policy_loss.*``: which policy loss."""
+    """``policy_loss.*``: the policy loss."""
 
     model_config = SECTION
 
@@ -86,15 +86,15 @@ class PolicyLossConfig(BaseModel):
 
 
 class MegatronConfig(BaseModel):
-    """``megatron.*``: Megatron's layout, accepted for ``strategy=megatron``, which is not built."""
+    """``megatron.*``: the layout of Megatron, which is not built yet."""
 
     model_config = SECTION
 
     expert_model_parallel_size: int = Field(
         default=1,
         ge=1,
-        description="Devices over which the experts of a layer spread. Not built yet: the plan "
-        "only warns of a size that exceeds the pool.",
+        description="Number of devices over which the experts of a layer are split. Not built yet: "
+        "tandem plan only warns if it exceeds the number of devices that train.",
     )
 
 
@@ -118,8 +118,8 @@ class ActorConfig(BaseModel):
         default=None,
         ge=1,
         description="Maximum number of sequences per forward and backward pass. null: "
-        "micro-batches are filled up to ppo_max_token_len_per_gpu tokens. Results do not depend "
-        "on it.",
+        "micro-batches are filled up to ppo_max_token_len_per_gpu tokens. It does not affect "
+        "results.",
     )
     use_dynamic_bsz: bool = Field(
         default=False,

@@ -21,8 +21,8 @@ class Estimator:
     Attributes:
         needs_values: whether it reads the values of a critic.
         needs_groups: whether it compares the samples of a prompt, and needs at least two.
-        prefers_groups: whether it compares the samples of a prompt, and takes the reward itself as
-            the advantage of a single sample.
+        prefers_groups: whether it compares the samples of a prompt, but also accepts a single
+            sample, whose advantage is its reward.
         needs_baseline_rollout: whether it compares each sample with the greedy response to the same
             prompt.
         reads: the keys below ``algorithm`` that it reads.
@@ -49,7 +49,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "remax": Estimator(needs_baseline_rollout=True, reads=()),
     "gpg": Estimator(needs_groups=True, reads=()),
 }
-"""The built-in advantage estimators by their names; ``algorithms.advantages`` computes them."""
+"""The built-in advantage estimators by name; ``algorithms.advantages`` computes them."""
 
 EstimatorName = Annotated[str, ByName(ESTIMATORS)]
 
@@ -64,12 +64,13 @@ class KlCtrlConfig(BaseModel):
         description="fixed: the coefficient is constant. adaptive: it follows target_kl.",
     )
     kl_coef: float = Field(
-        default=0.001, ge=0, description="Coefficient; the initial one with type=adaptive."
+        default=0.001, ge=0, description="Coefficient; with type=adaptive, its initial value."
     )
     horizon: int = Field(
         default=10000,
         ge=1,
-        description="Number of sequences over which the adaptive coefficient changes.",
+        description="Number of sequences over which the coefficient adapts; a larger number makes "
+        "it change more slowly.",
         json_schema_extra=read_if("type=adaptive"),
     )
     target_kl: float = Field(
@@ -98,14 +99,14 @@ class FilterGroupsConfig(BaseModel):
     max_num_gen_batches: int = Field(
         default=0,
         ge=0,
-        description="Maximum number of batches that are drawn to fill one step; more are an error. "
-        "0: no limit.",
+        description="Maximum number of batches drawn to fill one step; the run fails if it needs "
+        "more. 0: no limit.",
         json_schema_extra=read_if("enable=True"),
     )
 
 
 class AlgorithmConfig(BaseModel):
-    """Advantages and what they are computed from."""
+    """Advantage estimation and its inputs."""
 
     model_config = SECTION
 
@@ -119,7 +120,8 @@ class AlgorithmConfig(BaseModel):
     lam: float = Field(default=1.0, ge=0, le=1, description="Lambda of gae.")
     norm_adv_by_std_in_grpo: bool = Field(
         default=True,
-        description="Divide by the standard deviation of the group. False: Dr. GRPO.",
+        description="Divide the advantages of grpo by the standard deviation of the group. False: "
+        "Dr. GRPO.",
     )
     use_kl_in_reward: bool = Field(
         default=False,
@@ -140,7 +142,7 @@ class AlgorithmConfig(BaseModel):
     )
     rollout_correction: RolloutCorrectionConfig = Field(
         default_factory=RolloutCorrectionConfig,
-        description="Correction of rollouts from another policy than the trained one.",
+        description="Correction of rollouts whose policy differs from the trained one.",
     )
 
     @property

@@ -31,14 +31,14 @@ REJECTION_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """An interval up to ``upper``, and from ``lower`` if it is not None."""
+    """An interval; without a lower bound if ``lower`` is None."""
 
     lower: float | None
     upper: float
 
 
 class RolloutCorrectionConfig(BaseModel):
-    """``rollout_correction.*``: importance weights and rejection between rollout and trainer."""
+    """``rollout_correction.*``: importance weights and rejection."""
 
     model_config = SECTION
 
@@ -82,8 +82,9 @@ class RolloutCorrectionConfig(BaseModel):
     )
 
     def level(self, *, may_lag: bool) -> Literal["token", "sequence"] | None:
-        """Return ``rollout_is`` with ``auto`` resolved; None where the ratio in the loss already is
-        the importance weight.
+        """Return ``rollout_is`` with ``auto`` resolved.
+
+        None also in ``bypass_mode`` with ``ppo_clip``, where the ratio in the loss is the weight.
         """
         if self.bypass_mode and self.loss_type == "ppo_clip":
             return None
@@ -112,7 +113,7 @@ class RolloutCorrectionConfig(BaseModel):
 def correction_errors(config: RolloutCorrectionConfig) -> Iterator[UserError]:
     """Yield an error for each key that cannot be parsed or contradicts another.
 
-    The properties of ``config`` raise no error if there is none here.
+    If there is none, the properties of ``config`` can be read.
     """
     try:
         is_readable = config.importance_bounds.upper >= 1
@@ -150,7 +151,7 @@ def _rejection_errors(config: RolloutCorrectionConfig) -> Iterator[UserError]:
         yield UserError(
             key,
             unknown[0] if unknown else config.rollout_rs,
-            rule=f"must name some of {', '.join(REJECTION_OPTIONS)}, each once",
+            rule=f"must list some of {', '.join(REJECTION_OPTIONS)}, each once",
             remedy=f"Set {key}=seq_mean_k1 or null.",
         )
         return

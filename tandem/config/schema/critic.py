@@ -32,7 +32,7 @@ CRITIC_FOLLOWS: Mapping[str, str] = {
     "critic.forward_micro_batch_size_per_gpu": "critic.ppo_micro_batch_size_per_gpu",
     "critic.forward_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu",
 }
-"""Key -> the key whose value it takes if it is not set, as in verl."""
+"""Key -> the key that it follows if it is not set, as in verl."""
 
 
 class CriticOptimConfig(OptimConfig):
@@ -61,7 +61,7 @@ class CriticConfig(BaseModel):
 
     enable: bool | None = Field(
         default=None,
-        description="Train a critic. null: if algorithm.adv_estimator needs one, as gae does.",
+        description="Train a critic. null: only if algorithm.adv_estimator needs one, as gae does.",
     )
     model: CriticModelConfig = Field(
         default_factory=CriticModelConfig, description="The model the critic starts from."
@@ -72,8 +72,9 @@ class CriticConfig(BaseModel):
     ppo_mini_batch_size: int = Field(
         default=256,
         ge=1,
-        description="Number of prompts per optimizer step. If this key or one of the next six is "
-        "not set, it follows the key of the same name of the actor.",
+        description="Number of prompts per optimizer step. Not set: the actor's number. "
+        "ppo_epochs, shuffle, data_loader_seed, loss_agg_mode, loss_scale_factor and "
+        "use_dynamic_bsz follow the actor in the same way.",
     )
     ppo_epochs: int = Field(default=1, ge=1, description="Number of passes over each batch.")
     shuffle: bool = Field(
@@ -126,5 +127,5 @@ class CriticConfig(BaseModel):
     cliprange_value: float = Field(
         default=0.5,
         gt=0,
-        description="Range to which the loss clips the change of a value.",
+        description="Clip range of the change of a value in the loss.",
     )

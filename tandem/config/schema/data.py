@@ -13,14 +13,15 @@ Truncation = Literal["error", "left", "right", "middle"]
 
 
 class DatasetConfig(BaseModel):
-    """``data.custom_cls.*``: a class or function of the user that makes rows."""
+    """``data.custom_cls.*``: a class or function of the user that reads the rows."""
 
     model_config = SECTION
 
     path: str | None = Field(
         default=None,
         description="Python file, pkg://module, or package.module:name of a class or function that "
-        "makes rows of train_files and val_files (docs/extend/dataset.md). null: files are read.",
+        "reads the rows of train_files and val_files (docs/extend/dataset.md). null: tandem reads "
+        "them.",
     )
     name: str | None = Field(
         default=None,
@@ -105,8 +106,7 @@ class DataConfig(BaseModel):
         default=None,
         ge=1,
         description="Number of prompts in a batch that filter_groups.max_num_gen_batches counts. "
-        "null: train_batch_size. It does not change how many prompts are drawn: as many as were "
-        "dropped.",
+        "null: train_batch_size. It does not change the number of prompts drawn.",
         json_schema_extra=read_if(
             "algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches>0"
         ),

@@ -19,8 +19,10 @@ Traits = TypeVar("Traits")
 
 
 def traits_of(key: str, name: str, *, known: Mapping[str, Traits]) -> Traits:
-    """Return the traits of ``name``, the value of ``key``: those of the table ``known``, or the
-    attribute ``traits`` of the user's object, or the defaults of their class if it has none.
+    """Return the traits of ``name``, the value of ``key``.
+
+    They are an entry of ``known``, or the attribute ``traits`` of the user's object. An object
+    without this attribute has the default traits.
 
     Raises:
         UserError: ``name`` is a dotted path that cannot be imported, or has other traits.
@@ -33,14 +35,14 @@ def traits_of(key: str, name: str, *, known: Mapping[str, Traits]) -> Traits:
         raise UserError(
             key,
             name,
-            rule=f"its attribute 'traits' is no {kind.__module__}.{kind.__name__}",
+            rule=f"its attribute 'traits' must be a {kind.__module__}.{kind.__name__}",
             remedy="Make it one, or delete the attribute.",
         )
     return traits
 
 
 class ByName:
-    """An annotation of a text that must be a built-in name or a dotted path.
+    """An annotation for a string that must be a built-in name or a dotted path.
 
     Attributes:
         choices: the names and the form of a dotted path, for messages.

@@ -14,8 +14,7 @@ from tandem.errors import UserError
 NATIVE_FAMILIES = ("qwen2", "qwen3", "llama")
 """The families that the native decoder computes. transformers computes the others."""
 CRITIC_CLASS, REWARD_CLASS = "ForTokenClassification", "ForSequenceClassification"
-"""Suffixes of classes of transformers whose head, for one label, is a single number: with a bias,
-and without one."""
+"""Suffixes of the transformers classes whose head is one number: with a bias, and without one."""
 _HF_ROLLOUT = "actor_rollout_ref.rollout.name=hf"
 
 
@@ -35,18 +34,18 @@ def require_family(
     remedy = (
         "Set actor_rollout_ref.model.trust_remote_code=True if you trust the code of the model."
         if has_own_code
-        else f"Use one of {', '.join(NATIVE_FAMILIES)}, or a family that transformers knows, with "
-        f"which a policy generates by transformers' generate ({_HF_ROLLOUT})."
+        else f"Use one of {', '.join(NATIVE_FAMILIES)}, or a family that transformers knows; "
+        f"transformers then generates the rollouts ({_HF_ROLLOUT})."
     )
     rule = f"model_type {hf_config['model_type']!r} is unknown"
     raise UserError(key, path, rule=rule, remedy=remedy)
 
 
 def hf_rollout_warning(family: str, *, is_intended: bool) -> str:
-    """Return the message that transformers generates; without ``is_intended`` with a remedy."""
+    """Return the warning that transformers generates, with a remedy unless ``is_intended``."""
     message = (
         "rollout by transformers' generate, which is slow on accelerators: the native engine "
-        f"does not compute this model of type {family!r}, but {', '.join(NATIVE_FAMILIES)}"
+        f"does not compute this model of type {family!r}, only {', '.join(NATIVE_FAMILIES)}"
     )
     return message if is_intended else f"{message}. Set {_HF_ROLLOUT} if that is intended"
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The building blocks of fields: types that accept verl's spellings, and conditions of being read.
+"""The building blocks of fields: types that accept verl's spellings, and read conditions.
 
 Every field of the schema says what it does in its ``description``. A field that is read only under
-a condition on other keys says so by ``read_if``. Keys that nothing reads stand in ``ignored``.
+a condition on other keys says so by ``read_if``. Keys that nothing reads are in ``ignored``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_if(condition: str, also: str | None = None) -> JsonDict:
 
     Args:
         condition: ``NAME=VALUE|VALUE``, ``NAME!=VALUE``, ``NAME>0`` or ``NAME<=0``. It may end with
-            ``: `` and the reason to give where it does not hold. NAME is a key of the same section,
+            ``: `` and the reason to show if it does not hold. NAME is a key of the same section,
             else a key or a property from the root.
         also: a second condition, which must hold too.
 
@@ -60,7 +60,7 @@ def _seed(value: Any) -> Any:
 
 
 def follow(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
-    """Return ``values`` with keys that are not set taken from other keys that are.
+    """Return ``values`` with each unset key filled from the key that it follows, if that is set.
 
     Args:
         values: the keys that are set, by section.
@@ -77,7 +77,7 @@ def follow(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, A
 
 
 def _with_default(node: Any, path: Sequence[str], *, value: Any) -> Any:
-    """Return a copy of ``node`` with ``value`` at ``path``, unless a value stands there already."""
+    """Return a copy of ``node`` with ``value`` at ``path``, unless it has a value there."""
     if not isinstance(node, dict):
         return node
     name, *below = path
@@ -88,13 +88,13 @@ def _with_default(node: Any, path: Sequence[str], *, value: Any) -> Any:
 
 
 Strings = Annotated[tuple[str, ...], BeforeValidator(_listed)]
-"""A list of strings; one string stands for a list of itself, null for an empty list."""
+"""A list of strings; a single string is a list of one, null an empty list."""
 
 StringGroups = Annotated[tuple[Strings, ...], BeforeValidator(_listed_groups)]
-"""A list of groups of strings; a bare string is a group of its own."""
+"""A list of groups of strings; a single string is a group of one."""
 
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_dtype_name)]
 """A number format; ``auto`` is bfloat16 on accelerators and float32 on CPUs."""
 
 Seed = Annotated[int, BeforeValidator(_seed)]
-"""A seed; null, for which verl takes a constant of torch, means 1."""
+"""A seed; null means 1 (in verl, a constant of torch)."""

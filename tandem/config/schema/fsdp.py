@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``*.fsdp_config.*`` and ``engine.*``: how weights are laid out over devices."""
+"""``*.fsdp_config.*`` and ``engine.*``: the layout of weights over devices."""
 
 from __future__ import annotations
 

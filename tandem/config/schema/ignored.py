@@ -3,7 +3,7 @@
 
 They are keys of verl and dots.rl, accepted so that published commands run unchanged. A key of this
 table never reaches the typed configuration; ``tandem plan`` lists it with its reason if it is set.
-A key that nothing reads stands here, or is deleted from the schema.
+A key that nothing reads is listed here, or is deleted from the schema.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ _SHARED_TRAINER: Table = {
 }
 
 _DATA: Table = {
-    "val_batch_size": (None, "the whole validation set is generated in one go"),
+    "val_batch_size": (None, "the whole validation set is generated at once"),
     "filter_overlong_prompts_workers": (
         1,
         "the tokenizer filters in one batch with its own threads",
@@ -191,7 +191,7 @@ _ACTOR: Table = {
 _ROLLOUT: Table = {
     "dtype": (
         "auto",
-        "the rollout takes the trainer's weights as they are; actor.fsdp_config.dtype decides",
+        "the rollout uses the trainer's weights; actor.fsdp_config.dtype decides",
     ),
     "mode": ("async", "one pipeline serves both; the lag is trainer.generate_ahead_steps"),
     "calculate_log_probs": (False, "log-probs of sampled tokens are always returned"),
@@ -318,7 +318,7 @@ SFT_IGNORED: Table = {
     **_below(
         "trainer",
         _all(
-            "it belongs to reinforcement learning",
+            "only tandem train reads it",
             {
                 "val_only": False,
                 "critic_warmup": 0,

@@ -2,8 +2,8 @@
 """Imports of the user's classes and functions by the names that a configuration gives them.
 
 A name is a dotted path ``package.module:attribute``, or verl's pair of keys ``path`` and ``name``.
-The working directory is searched after all other folders. This file needs no other package, so that
-small processes may use it.
+The working directory is searched after all other folders. This file imports no third-party package,
+so that small processes can use it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def import_dotted(key: str, name: str) -> Callable[..., Any]:
     """Import the class or function that the dotted path ``name``, the value of ``key``, names.
 
     Raises:
-        UserError: ``name`` has another form, its module cannot be imported, or it lacks the object.
+        UserError: ``name`` has another form, or its module cannot be imported or lacks the object.
     """
     if not is_dotted(name):
         raise UserError(key, name, rule=f"must have the form {DOTTED_FORM}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``actor_rollout_ref.model.*``: the model folder, and what is recomputed in the backward pass."""
+"""``actor_rollout_ref.model.*``: the model folder, and the recomputation of activations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModelConfig(BaseModel):
 
     path: str = Field(
         default="",
-        description="Model folder, or a name on the Hugging Face hub. Training needs it.",
+        description="Model folder, or a name on the Hugging Face hub. Required for training.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Run the model and tokenizer code that comes with the model."

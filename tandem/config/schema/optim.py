@@ -66,7 +66,7 @@ class OptimConfig(BaseModel):
         default=0.0,
         ge=0,
         le=1,
-        description="Share of all training steps that is warm-up.",
+        description="Linear warm-up as a share of all training steps.",
         json_schema_extra=read_if("lr_warmup_steps<=0: lr_warmup_steps is set and replaces it"),
     )
     total_training_steps: int = Field(

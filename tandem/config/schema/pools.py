@@ -20,13 +20,13 @@ class PoolConfig(BaseModel):
 
     platform: str | None = Field(
         default=None,
-        description="Platform of the devices that perform this task, with the names of "
-        "trainer.device. null: the platform of another task of the same pool, or trainer.device.",
+        description="Platform of the devices that perform this task, named as in trainer.device. "
+        "null: the platform of another task of the same pool, or trainer.device.",
     )
 
 
 class PoolsConfig(BaseModel):
-    """The pools by a task that they perform; see ``trainer.separated_node_tasks``."""
+    """The pools, each named by a task that it performs (``trainer.separated_node_tasks``)."""
 
     model_config = SECTION | ConfigDict(populate_by_name=True)
 
@@ -50,7 +50,7 @@ class PoolsConfig(BaseModel):
 
     @property
     def named(self) -> Mapping[str, str]:
-        """The platforms that ``pools.<task>.platform`` names, by task."""
+        """The platform of each task for which ``pools.<task>.platform`` is set."""
         given = {
             "actor-train": self.actor_train.platform,
             "logp": self.logp.platform,

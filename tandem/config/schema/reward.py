@@ -23,7 +23,7 @@ class RewardConfig(BaseModel):
     timeout_s: float = Field(
         default=30.0,
         gt=0,
-        description="Time limit of one reward in seconds; a reward that takes longer has no value.",
+        description="Time limit of one reward in seconds; a reward that takes longer fails.",
     )
     memory_limit_mb: int = Field(
         default=1024, ge=64, description="Memory limit of one reward process in MiB."

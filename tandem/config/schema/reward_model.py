@@ -21,7 +21,7 @@ REWARD_MODEL_FOLLOWS: Mapping[str, str] = {
     "reward_model.forward_max_token_len_per_gpu": "critic.forward_max_token_len_per_gpu",
     "reward_model.model.input_tokenizer": "actor_rollout_ref.model.path",
 }
-"""Key -> the key whose value it takes if it is not set, as in verl."""
+"""Key -> the key that it follows if it is not set, as in verl."""
 
 
 class ScoringModelConfig(ModelConfig):
@@ -34,10 +34,10 @@ class ScoringModelConfig(ModelConfig):
     )
     input_tokenizer: str | None = Field(
         default=None,
-        description="Model whose tokens the responses are, if it is not the reward model itself. "
-        "Not set: actor_rollout_ref.model.path, the policy. Responses are then decoded to text, "
-        "and conversations are rendered and tokenized again by the tokenizer of the reward "
-        "model. null: the reward model scores the tokens of the policy.",
+        description="Model whose tokenizer the responses come from. Not set: "
+        "actor_rollout_ref.model.path; responses are decoded to text, and conversations are "
+        "rendered and tokenized again for the reward model. null: the reward model has the same "
+        "tokenizer and scores the tokens of the policy.",
     )
     custom_chat_template: str | None = Field(
         default=None,
@@ -60,7 +60,7 @@ class RewardModelConfig(BaseModel):
 
     enable: bool = Field(
         default=False,
-        description="Score training by a reward model instead of rules and functions.",
+        description="Score training rollouts with a reward model instead of rules and functions.",
     )
     model: ScoringModelConfig = Field(
         default_factory=ScoringModelConfig,

@@ -15,9 +15,7 @@ _SCORES = (
     "needs_old_log_probs=True: the policy need not score the batch, as the update is strictly "
     "on-policy or in bypass_mode"
 )
-_MAY_LAG = (
-    "trainer.max_lag>0: the largest lag is 0, so that a batch is generated and then trained on"
-)
+_MAY_LAG = "trainer.max_lag>0: the largest lag is 0: each batch is generated and then trained on"
 
 
 class ValKwargs(BaseModel):
@@ -66,8 +64,8 @@ class RolloutConfig(BaseModel):
     name: Annotated[str, ByName(("native", "hf", "vllm", "sglang", "trtllm"))] = Field(
         default="native",
         description="Generation engine: a name, or the dotted path of a function that builds an "
-        "engine. With a name the model family decides so far: native if tandem's decoder computes "
-        "the family, else hf (generate of transformers). The other names are not built yet.",
+        "engine. The model family decides between native (tandem's decoder) and hf (transformers' "
+        "generate), whichever is named. The other names are not built yet.",
     )
     n: int = Field(default=1, ge=1, description="Number of samples per prompt (the group of GRPO).")
     temperature: float = Field(
@@ -159,8 +157,8 @@ class RolloutConfig(BaseModel):
     )
     enable_dual_buffer: bool = Field(
         default=False,
-        description="Receive new weights into a second copy. The copy is on the device, which then "
-        "generates during the transfer; with enable_param_async it is a second copy on the host.",
+        description="Receive new weights into a second copy on the device, which generates "
+        "meanwhile. With enable_param_async, the second copy is on the host.",
     )
     enable_param_async: bool = Field(
         default=False,

@@ -34,7 +34,7 @@ _FOLLOWS: Mapping[str, str] = {
     **CRITIC_FOLLOWS,
     **REWARD_MODEL_FOLLOWS,
 }
-"""Key -> the key whose value it takes if it is not set."""
+"""Key -> the key that it follows if it is not set."""
 
 
 _CALLS_FUNCTIONS = (
@@ -68,15 +68,13 @@ class ActorRolloutRefConfig(BaseModel):
         default=600,
         ge=1,
         description="Timeout of collectives in seconds, for any communication library. A process "
-        "without a heartbeat for half of it has failed.",
+        "that sends no heartbeat for half of that time counts as failed.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _follow_actor(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Copy the actor's micro-batch limits to rollout and ref, and its layout to ref, where they
-        are not set.
-        """
+        """Fill unset micro-batch limits of rollout and ref, and ref's layout, from the actor."""
         actor: Any = values.get("actor", {})
         if not isinstance(actor, dict):
             return values
@@ -94,10 +92,10 @@ class ActorRolloutRefConfig(BaseModel):
 
 
 def _layout_of_ref(actor: dict[str, Any], ref: dict[str, Any]) -> dict[str, Any]:
-    below, above = (role.get("fsdp_config", {}) for role in (actor, ref))
-    if not isinstance(below, dict) or not isinstance(above, dict):
+    followed, own = (role.get("fsdp_config", {}) for role in (actor, ref))
+    if not isinstance(followed, dict) or not isinstance(own, dict):
         return {}
-    return {"fsdp_config": cast(dict[str, Any], below) | above}
+    return {"fsdp_config": cast(dict[str, Any], followed) | own}
 
 
 class RunConfig(BaseModel):
@@ -110,7 +108,7 @@ class RunConfig(BaseModel):
         default_factory=ActorRolloutRefConfig, description="The policy in its three roles."
     )
     algorithm: AlgorithmConfig = Field(
-        default_factory=AlgorithmConfig, description="Advantages and what they are computed from."
+        default_factory=AlgorithmConfig, description="Advantage estimation and its inputs."
     )
     reward: RewardConfig = Field(
         default_factory=RewardConfig,
@@ -158,9 +156,7 @@ class RunConfig(BaseModel):
 
     @property
     def uses_critic(self) -> bool:
-        """Whether a critic is trained: ``critic.enable``, or if it is null, whether the advantage
-        estimator needs values.
-        """
+        """Whether a critic is trained; if ``critic.enable`` is null, the estimator decides."""
         enable = self.critic.enable
         return self.algorithm.estimator.needs_values if enable is None else enable
 
@@ -171,8 +167,8 @@ class RunConfig(BaseModel):
 
     @property
     def frees_cache(self) -> bool:
-        """Whether devices that train and generate free the cache and weights of the rollout while
-        they train. With a lag they do not, because generation never pauses.
+        """Whether devices that train and generate free the rollout's cache and weights while they
+        train; never with a lag, because sequences are kept over training steps.
         """
         return self.actor_rollout_ref.rollout.free_cache_engine and self.trainer.max_lag == 0
 
@@ -185,9 +181,9 @@ class RunConfig(BaseModel):
     def needs_old_log_probs(self) -> bool:
         """Whether the policy must score a batch before its update.
 
-        It must not with ``rollout_correction.bypass_mode``, which uses the log-probs of the
-        rollout. With a single optimizer step, the loss itself computes the old log-probs, unless
-        KL in the reward, rejection or normalized weights need the whole batch before the update.
+        With ``rollout_correction.bypass_mode``, the rollout's log-probs are used instead. With one
+        optimizer step, the loss itself computes the old log-probs, unless KL in the reward,
+        rejection or normalized weights need the whole batch before the update.
         """
         correction = self.algorithm.rollout_correction
         if correction.bypass_mode:
@@ -204,8 +200,8 @@ class RunConfig(BaseModel):
 
     @property
     def compares_policies(self) -> bool:
-        """Whether the log-probs of rollout and trainer are compared for more than a metric: by
-        rejection, by importance weights, or because rollouts may lag behind.
+        """Whether the log-probs of rollout and trainer are compared: for rejection, for importance
+        weights, or because rollouts may lag behind.
         """
         rejects = self.algorithm.rollout_correction.rollout_rs is not None
         return rejects or self.importance_level is not None or self.trainer.max_lag > 0

@@ -139,7 +139,7 @@ class SftOptimConfig(OptimConfig):
         default=0.1,
         ge=0,
         le=1,
-        description="Share of all training steps that is warm-up.",
+        description="Linear warm-up as a share of all training steps.",
         json_schema_extra=read_if("lr_warmup_steps<=0: lr_warmup_steps is set and replaces it"),
     )
     lr_scheduler_type: Literal["constant", "cosine"] = Field(
@@ -186,7 +186,7 @@ class SftConfig(BaseModel):
         default=600,
         ge=1,
         description="Timeout of collectives in seconds, for any communication library. A process "
-        "without a heartbeat for half of it has failed.",
+        "that sends no heartbeat for half of that time counts as failed.",
     )
     ray_kwargs: RayConfig = Field(default_factory=RayConfig, description="Settings of Ray.")
 

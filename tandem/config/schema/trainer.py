@@ -18,9 +18,7 @@ from tandem.config.schema.fields import (
     read_if,
 )
 
-_MAY_LAG = (
-    "trainer.max_lag>0: the largest lag is 0, so that a batch is generated and then trained on"
-)
+_MAY_LAG = "trainer.max_lag>0: the largest lag is 0: each batch is generated and then trained on"
 
 ResumeMode = Literal["auto", "disable", "resume_path"]
 

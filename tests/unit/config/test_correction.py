@@ -88,7 +88,7 @@ def test_thresholds_are_read_as_verl_writes_them() -> None:
         ([f"{KEY}.rollout_is_threshold=0.5_2"], r"rollout_is_threshold=0\.52: must be a number"),
         ([f"{KEY}.rollout_is_threshold=[2,3]"], r"rollout_is_threshold=\[2,3\]: must be a number"),
         ([f"{KEY}.rollout_is_threshold=high"], "rollout_is_threshold='high': must be a number"),
-        ([f"{KEY}.rollout_rs=token_k4"], "rollout_rs='token_k4': must name some of token_k1"),
+        ([f"{KEY}.rollout_rs=token_k4"], "rollout_rs='token_k4': must list some of token_k1"),
         ([f"{KEY}.rollout_rs=token_k1"], "rollout_rs_threshold=None: must be one positive bound"),
         (
             [f"{KEY}.rollout_rs=token_k3", f"{KEY}.rollout_rs_threshold=0.1_0.2"],

@@ -49,7 +49,7 @@ def problem(schema: type[BaseModel], *arguments: str) -> str | None:
 @pytest.mark.parametrize(
     ("tasks", "ratios", "message"),
     [
-        ("[[logp,train],generate]", "[0.5,0.5]", "'train' is no task. Name each of actor-train"),
+        ("[[logp,train],generate]", "[0.5,0.5]", "'train' is not a task. Name each of actor-train"),
         ("[actor-train,generate,generate]", "[0.2,0.2,0.2]", "'generate' is named more than once"),
         ("[[actor-train,logp]]", "[1.0]", "generate is missing, and this run needs it. Add it"),
         (
@@ -83,7 +83,7 @@ def test_02_a_group_without_tasks_is_refused_in_one_line_as_it_was_written() -> 
     )
     assert said == (
         "trainer.separated_node_tasks=[[actor-train,logp,ref_logp],[generate],[]]: a group is "
-        "empty. Name its tasks, or take it out with its ratio."
+        "empty. Name its tasks, or remove it and its ratio."
     )
 
 
@@ -160,7 +160,7 @@ def test_tasks_need_a_group_only_if_the_run_performs_them() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["actor_rollout_ref.hybrid_engine=False"], "hybrid_engine=False: must have a device to"),
+        (["actor_rollout_ref.hybrid_engine=False"], "hybrid_engine=False: needs a device to"),
         (
             [*SPLIT, "trainer.n_gpus_per_node=2"],
             "separated_node_ratios=[0.5,0.25,0.25]: gives ['generate'] none of 2 devices",

@@ -228,7 +228,7 @@ def test_more_keys_that_others_switch_off() -> None:
 def test_sft_names_keys_of_reinforcement_learning() -> None:
     loaded = load_config(SftConfig, ["trainer.critic_warmup=3", "data.max_token_len_per_gpu=4096"])
     found = reasons_of(loaded)
-    assert found["trainer.critic_warmup"] == "it belongs to reinforcement learning"
+    assert found["trainer.critic_warmup"] == "only tandem train reads it"
     assert "bounded by the number of sequences" in found["data.max_token_len_per_gpu"]
 
 
@@ -358,7 +358,7 @@ def test_a_device_that_no_pool_has_is_named() -> None:
     halves = ("actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=2")
     trains, generates = "pools.actor-train.platform=mlu", "pools.generate.platform=mlu"
     found = reasons(*halves, "trainer.device=cpu", trains, generates)
-    assert found == {"trainer.device": "every pool's platform is named by pools.*.platform"}
+    assert found == {"trainer.device": "pools.*.platform names the platform of every pool"}
     assert reasons(*halves, "trainer.device=cpu", generates) == {}
     assert reasons(*halves, "trainer.device=mlu", trains, generates) == {}
     assert reasons("trainer.device=mlu", "pools.generate.platform=mlu") == {}

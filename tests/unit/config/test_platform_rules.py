@@ -58,12 +58,13 @@ def test_the_other_spelling_of_a_pool_is_understood() -> None:
 def test_tasks_that_share_devices_have_one_platform() -> None:
     assert refusal("pools.logp.platform=npu", "pools.actor-train.platform=musa") == (
         "pools.actor-train.platform=musa, pools.logp.platform=npu: these tasks share devices, "
-        "which are of one platform. Name one platform, or give the tasks pools of their own with "
-        "trainer.separated_node_tasks."
+        "which must be of one platform. Name one platform, or give the tasks pools of their own "
+        "with trainer.separated_node_tasks."
     )
     assert refusal("pools.generate.platform=musa") == (
-        "pools.generate.platform='musa': actor-train shares these devices. Set trainer.device="
-        "musa, or actor_rollout_ref.hybrid_engine=False for devices of their own."
+        "pools.generate.platform='musa': actor-train shares these devices, but not their platform. "
+        "Set trainer.device=musa, or actor_rollout_ref.hybrid_engine=False for devices of their "
+        "own."
     )
     checked("pools.generate.platform=cpu", "trainer.device=cpu")
     not_done = ("pools.ref_logp.platform=musa", "pools.actor-train.platform=npu")
@@ -102,8 +103,8 @@ def test_a11_a_pool_whose_platform_is_still_to_be_found_is_not_out_of_order() ->
 def test_a_transport_that_cannot_connect_the_platforms_is_refused() -> None:
     mixed = (*HALVES, "trainer.device=npu", "pools.generate.platform=musa")
     assert refusal(*mixed, "pools.transport=collective") == (
-        "pools.transport='collective': the pools have npu and musa, which share no library. "
-        "Set pools.transport=auto."
+        "pools.transport='collective': the pools have npu and musa, which have no library in "
+        "common. Set pools.transport=auto."
     )
     third = (*APART, "pools.actor-train.platform=npu", "pools.generate.platform=musa")
     assert "the pools have npu and musa" in refusal(*third, "pools.transport=collective")

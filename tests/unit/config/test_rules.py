@@ -162,7 +162,7 @@ def test_sft_has_its_own_rules() -> None:
 @pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt"])
 def test_what_rendering_decides_itself_is_refused_as_a_template_setting(name: str) -> None:
     override = f"data.apply_chat_template_kwargs={{{name}:False,enable_thinking:False}}"
-    with pytest.raises(UserError, match=rf"apply_chat_template_kwargs\.{name}=False.*Take it out"):
+    with pytest.raises(UserError, match=rf"apply_chat_template_kwargs\.{name}=False.*Remove it"):
         check_run(config(override))
     with pytest.raises(UserError, match=name):
         check_sft(load_config(SftConfig, [override]).config)

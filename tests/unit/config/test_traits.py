@@ -72,7 +72,7 @@ def test_a_users_function_has_default_traits_unless_it_says_otherwise(module: st
     assert run(f"{ESTIMATOR}={module}:critic").uses_critic
     policy_loss = run(f"{LOSS}={module}:sequences").actor_rollout_ref.actor.policy_loss
     assert policy_loss.traits.is_sequence_level
-    with pytest.raises(UserError, match="'traits' is no tandem.config.schema.actor.Loss"):
+    with pytest.raises(UserError, match="'traits' must be a tandem.config.schema.actor.Loss"):
         check_run(run(f"{LOSS}={module}:critic"))
 
 
