@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves named tensors from the layout they are trained in to the layout they generate with."""
+"""Transfer of weights from the layout that trains to the layout that generates."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checksum that tells whether a tensor arrived bit by bit, computed on its device."""
+"""A checksum that shows whether a tensor arrived unchanged, computed on its device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 _WORD_BYTES = 4
-# Words that are multiplied at once; each takes 16 bytes of scratch memory. A chunk fits into the
-# cache of a CPU. On other devices it is large enough to pay for the kernel launches.
+# The number of words multiplied at once, each with 16 bytes of scratch memory. On a CPU a chunk fits
+# into the cache. On other devices it is large enough to amortize the kernel launches.
 _CHUNK_WORDS = {"cpu": 1 << 16}
 _MANY_WORDS = 1 << 20
 SAMPLING = 32
@@ -16,7 +16,7 @@ SAMPLING = 32
 
 
 def is_sampled(segment: int, version: int) -> bool:
-    """Return whether ``version``, one of ``SAMPLING``, checks the segment."""
+    """Return whether the segment is checked in ``version``: in one of ``SAMPLING`` versions."""
     return (segment + version) % SAMPLING == 0
 
 
@@ -24,7 +24,7 @@ def checksum(tensor: Tensor) -> Tensor:
     """Return the sum over i of ``(i + 1) * w_i`` modulo 2^64, int64 (), on the tensor's device.
 
     The words ``w_0, w_1, ...`` are the bytes of ``tensor`` in row-major order, four bytes each as
-    signed little-endian integers; each byte that is left over is a word by itself. The checksum
+    signed little-endian integers; each remaining byte is a word of its own. The checksum
     detects every single wrong word and every exchange of two different words.
     """
     flat = tensor.detach().contiguous()

@@ -18,7 +18,7 @@ class FirstFailure:
     """The first failure of this process in a transfer.
 
     A process that failed keeps taking part in collectives, so that no other process hangs, and
-    tells the cause when the processes next compare their results.
+    reports the cause when the processes next compare their results.
     """
 
     def __init__(self) -> None:

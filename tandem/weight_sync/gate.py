@@ -2,7 +2,7 @@
 """A readers-writer lock over the weights of a process, with the version that they hold.
 
 The lock works between threads of one process. Readers share the weights. A writer waits until they
-have left and excludes them; readers that come later wait for the writer. A reader that queues work
+have left and excludes them; later readers wait for the writer. A reader that queues work
 on a device must leave only after the device has finished it.
 """
 
@@ -20,7 +20,7 @@ class WeightGate:
     """The version of some weights, and the lock that guards them."""
 
     def __init__(self, version: int | None = None) -> None:
-        """Guard weights that hold ``version``, or None while they must not be used."""
+        """Guard weights that hold ``version``; None forbids their use."""
         self._condition = threading.Condition()
         self._version = version
         self._reason = "" if version is not None else "no version has arrived yet"

@@ -40,7 +40,7 @@ class LinkTensors:
     Attributes:
         sends: lists the slices to send. They must be the same each time; their storage may move.
         receives: lists the slices to receive into, likewise.
-        settle: returns once no computation uses the received slices. Called before they change.
+        settle: returns once no computation uses the received slices; called before they change.
     """
 
     sends: Callable[[], Sequence[HeldSlice]] = nothing
@@ -61,13 +61,13 @@ class LinkPlace:
     """A process's place in a link.
 
     Attributes:
-        name: of the link, the same in all its processes; unique in the store.
+        name: the name of the link, the same in all its processes; unique in the store.
         rank, size: the process's number, and the number of processes.
         role: the process's name in errors, such as ``trainer 0``.
         device: the device of its tensors.
-        platform: of this device.
-        device_id: unique among all devices of its type, on all nodes; "" for the id that the
-            device's driver gives.
+        platform: the platform of this device.
+        device_id: an id that is unique among the devices of its type, on all nodes; "" for the id
+            of the device's driver.
         flagcx: FlagCX in this process, None without.
     """
 
@@ -88,13 +88,13 @@ class LinkSettings:
     Attributes:
         send_bucket_bytes: the size of each of a sender's two buckets.
         receive_bucket_bytes: the size of each of a receiver's two buckets.
-        timeout_s: bounds forming the link, and each transfer.
-        double_buffered: versions arrive in one more copy than otherwise.
-        staged: weights travel from host to host, from a whole copy into a whole copy; the devices
-            go on meanwhile.
-        transport: of every route; None for the fastest that each route has.
-        roll_call_s: how long the survivors of a broken link wait for each other, to find out which
-            processes are gone.
+        timeout_s: the time limit for forming the link, and for each transfer.
+        double_buffered: whether versions arrive in an additional copy.
+        staged: whether whole copies of the weights are sent from host to host, while the devices
+            go on.
+        transport: the transport of every route; None for the fastest one of each route.
+        roll_call_s: the time for which the survivors of a broken link wait for each other, to find
+            out which processes are gone.
     """
 
     send_bucket_bytes: int
@@ -109,13 +109,13 @@ class LinkSettings:
     def num_copies(self) -> int:
         """The number of copies, besides the weights in use, in which versions arrive.
 
-        Without a copy versions arrive in the weights themselves, which are not in use meanwhile.
+        If it is 0, versions arrive in the weights themselves, which are not in use meanwhile.
         """
         return int(self.staged) + int(self.double_buffered)
 
     @property
     def message_bytes(self) -> int:
-        """The most bytes of a message: it fits into a bucket of either side."""
+        """The maximum size of a message, which fits into a bucket of either side."""
         return min(self.send_bucket_bytes, self.receive_bucket_bytes) // ALIGNMENT * ALIGNMENT
 
 
@@ -139,12 +139,12 @@ class FormedLink:
     Attributes:
         control: a group of all processes, on the host.
         roles: the names of all processes in errors.
-        layout: of this process.
+        layout: the layout of this process.
         sent, received: the messages of this process, in the order of the plan.
-        views: the places of their segments, by number, among the slices that it sends or receives.
-        local: for each region that it both holds and needs, its place among either.
-        message_bytes: the most bytes of a message.
-        transports: for each route of this process.
+        views: the place of each of their segments, by number, in the slices of this process.
+        local: the places in sent and in received slices of each region that it holds and needs.
+        message_bytes: the maximum size of a message.
+        transports: the transport of each route of this process.
     """
 
     control: Group
@@ -231,7 +231,7 @@ def form_link(
     """Form the link together with all its other processes, which call this at the same time.
 
     Raises:
-        GroupError: a process did not come, or went away.
+        GroupError: a process did not join, or is gone.
         SyncError: in all processes, if the layouts do not match or a process has failed.
     """
     control = form("control", tuple(range(place.size)), device=HOST)
@@ -251,7 +251,8 @@ def form_link(
     for hello, local in zip(hellos, plan.local, strict=True):
         if hello.num_copies and local:
             raise SyncError(
-                f"{local[0].name}: {hello.role} holds and needs it, and is to receive it in a copy"
+                f"{local[0].name}: {hello.role} holds and needs it, so it must not receive it in a "
+                "copy"
             )
     roles = tuple(hello.role for hello in hellos)
     layout, local = hellos[place.rank].layout, plan.local[place.rank]

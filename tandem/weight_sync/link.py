@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A link between processes that hold weights and processes that need them; one may do both.
+"""A link between processes that hold weights and processes that need them; some do both.
 
 Every process of a link opens it and calls ``begin`` with the same versions. A transfer ends in the
 same way in all of them: every receiver has a whole version, or all raise ``SyncError`` with the
@@ -59,7 +59,7 @@ def open_link(
         store: a client of the driver's store at which no other thread waits.
 
     Raises:
-        SyncError: in all processes, if one did not come in time or layouts do not match.
+        SyncError: in all processes, if one did not join in time or layouts do not match.
 
     Example:
         a rollout; the trainer does the same as rank 0, with ``sends``::
@@ -86,11 +86,10 @@ def open_link(
 
 
 class WeightLink:
-    """A process's part in a link. Its methods are called by one thread, the gate by any.
+    """The end of a link in one process. One thread calls its methods; any may use the gate.
 
-    If versions arrive in copies, or are sent from one, the process does its part of a transfer on a
-    background thread. It waits only to pack the weights that it sends; if they are not staged, it
-    waits until they have been sent.
+    If versions arrive in copies, or are sent from one, a background thread performs the transfer.
+    The caller then waits only until its weights are packed, or sent if they are not staged.
 
     Attributes:
         gate: the lock and the version of the received weights. A receiver that starts with whole
@@ -125,7 +124,7 @@ class WeightLink:
         self._report: TransferReport | None = None
 
     def begin(self, version: int) -> None:
-        """Send and receive the weights of this moment as ``version``, after any earlier transfer.
+        """Send and receive the current weights as ``version``, after any earlier transfer.
 
         Return as soon as this process may change the weights that it sends and use those that it
         receives.
@@ -179,11 +178,11 @@ class WeightLink:
             version: wait until this version or a later one has arrived.
 
         Returns:
-            the version in use, None if there is none.
+            The version in use, None if there is none.
 
         Raises:
-            SyncError: as ``begin``; or ``version`` is not coming; or new weights cannot replace the
-                old ones, which ends the link and leaves no usable weights.
+            SyncError: as ``begin``; or ``version`` will not arrive; or new weights cannot replace
+                the old ones, which ends the link and leaves no usable weights.
         """
         self.check()
         staged = self._staged
@@ -216,7 +215,6 @@ class WeightLink:
         self._groups.leave()
 
     def _start(self, move: Callable[[], None]) -> None:
-        """Run ``move`` in the background."""
         staged, device = self._staged, self._place.device
 
         def run() -> None:
@@ -231,7 +229,7 @@ class WeightLink:
             self._background.start(run, then=staged.settle)
 
     def _guarded(self, function: Callable[[], T]) -> T:
-        """Call ``function``. An error that this process cannot recover from frees all others."""
+        """Call ``function``. End the link if this process cannot recover from an error."""
         try:
             with torch.no_grad():
                 return function()
@@ -265,7 +263,6 @@ class WeightLink:
         live: Sequence[HeldSlice],
         failure: FirstFailure,
     ) -> TransferReport:
-        """Prepare, agree, move, agree, publish."""
         started = time.perf_counter()
         transfer = self._transfer(formed, version, failure=failure)
         deadline = transfer.deadline
@@ -333,7 +330,7 @@ class WeightLink:
         )
 
     def _enter(self, gate: ExitStack, failure: FirstFailure) -> bool:
-        """Wait until the weights are not in use, for at most half of the transfer's time."""
+        """Wait until the weights are not in use, for at most half of the time limit."""
         with failure.noted("taking the weights out of use"):
             self._tensors.settle()
             gate.enter_context(self.gate.writing(self._settings.timeout_s / 2))
@@ -341,7 +338,6 @@ class WeightLink:
         return False
 
     def _end(self, cause: str) -> None:
-        """Leave the link, and free all others."""
         self._formed = None
         self._groups.end(cause)
 
@@ -356,7 +352,7 @@ def _is_before(in_use: int | None, version: int) -> bool:
 
 
 class LinkGroups:
-    """The groups of one process in a link, and the spreading of the first failure.
+    """The groups of one process in a link, and the propagation of the first failure.
 
     Several threads may call its methods once all groups are formed.
     """
@@ -399,7 +395,7 @@ class LinkGroups:
         return Deadline(self._settings.timeout_s, store=self._store, key=self._key)
 
     def end(self, cause: str) -> str:
-        """Leave, and free all others. Return the first cause of all processes."""
+        """Leave, and end the waits of all others. Return the first cause of any process."""
         for group in self._groups:
             group.abandon()
         with suppress(RuntimeError):  # the store may be gone
@@ -416,7 +412,7 @@ class LinkGroups:
         )
 
     def free_others(self, event: str) -> str:
-        """End all waits for this process because of ``event``. Return the first cause of all."""
+        """End all waits for this process because of ``event``. Return the first cause of any."""
         place = self._place
         cause = f"{place.role} (rank {place.rank}){event}"
         return report_failure(self._store, self._key, cause=cause)
@@ -450,9 +446,9 @@ def failure_key(name: str) -> str:
 
 
 class Background:
-    """A thread that does one job at a time and keeps its error for the owner.
+    """A background worker that runs one job at a time, each in a new thread.
 
-    The owner starts, joins and checks. Each job has a thread of its own.
+    It keeps the error of a job until the owner calls ``check``.
     """
 
     def __init__(self, name: str) -> None:
@@ -495,18 +491,18 @@ class Background:
 
 
 def _agree_to_start(formed: FormedLink, answers: Sequence[tuple[int, str]]) -> None:
-    """Raise SyncError unless no process has failed and all mean the same version."""
+    """Raise SyncError if a process has failed or the versions differ."""
     versions = {version for version, _ in answers}
     for (version, cause), role in zip(answers, formed.roles, strict=True):
         if cause:
             raise SyncError(f"version {version}: {role}: {cause}")
     if len(versions) > 1:
-        told = ", ".join(f"{r}: {v}" for r, (v, _) in zip(formed.roles, answers, strict=True))
-        raise SyncError(f"the processes do not transfer the same version ({told})")
+        listed = ", ".join(f"{r}: {v}" for r, (v, _) in zip(formed.roles, answers, strict=True))
+        raise SyncError(f"the processes do not transfer the same version ({listed})")
 
 
 def _agree_on_end(formed: FormedLink, answers: Sequence[tuple[str, dict[int, int]]]) -> None:
-    """Raise SyncError unless no process has failed and all segments arrived as they were sent."""
+    """Raise SyncError if a process has failed or a segment arrived corrupt."""
     for (cause, _), role in zip(answers, formed.roles, strict=True):
         if cause:
             raise SyncError(f"{role}: {cause}")
@@ -528,7 +524,7 @@ def _agree_on_end(formed: FormedLink, answers: Sequence[tuple[str, dict[int, int
 def _list_planned(
     tensors: LinkTensors, layout: Layout, *, failure: FirstFailure
 ) -> tuple[list[HeldSlice], list[HeldSlice]]:
-    """List the slices to send and to receive into; none of either after a failure."""
+    """List the slices to send and those to receive into; both are empty after a failure."""
     with failure.noted("listing weights"):
         sends = list_slices(tensors.sends)
         live = list_slices(tensors.receives)
@@ -543,4 +539,4 @@ def _check_unchanged(slices: Sequence[HeldSlice], planned: Sequence[SliceSpec]) 
     if listed != list(planned):
         changed = set(listed) ^ set(planned)
         name = min((spec.name for spec in changed), default="their order")
-        raise SyncError(f"{name}: its slices are not those that the link was formed with")
+        raise SyncError(f"{name}: its slices have changed since the link was formed")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which process sends which region of which tensor to whom, from the layouts of all.
+"""The plan of a transfer: which process sends which region of which tensor to which processes.
 
-Every process computes the same plan from the same layouts, so an inconsistent layout is the same
-error in all of them, before a byte moves. Messages have one order. A process that starts its
-messages in this order, with any number of buckets, never waits for one that waits for it.
+Every process computes the same plan from the layouts of all, so an inconsistent layout is the same
+error in all of them, before a byte moves. Messages have one order. If all processes start their
+messages in this order, with any number of buckets, no two of them wait for each other.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tandem.weight_sync.failure import SyncError
 from tandem.weight_sync.regions import Region, contains, fill, intersection, subtract
 
 ALIGNMENT = 16
-"""The first byte of each segment is a multiple of it, so that views in any dtype are possible."""
+"""The alignment of segments in bytes, which allows views in any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The slices that one process can send and those that it needs, in the order of its model."""
+    """The slices that one process holds and those that it needs, in the order of its model."""
 
     sends: tuple[SliceSpec, ...] = ()
     needs: tuple[SliceSpec, ...] = ()
@@ -50,9 +50,9 @@ class Segment:
     """A tensor's region in a message.
 
     Attributes:
-        number: unique in the plan.
+        number: the number of the segment, unique in the plan.
         content: the region.
-        start: its first byte in the message.
+        start: the offset of its first byte in the message.
     """
 
     number: int
@@ -62,7 +62,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A sender and all processes that receive the same from it, ascending."""
+    """A sender and the processes that receive the same messages from it, ascending."""
 
     sender: int
     receivers: tuple[int, ...]
@@ -92,7 +92,7 @@ class Plan:
     """All copies of one transfer.
 
     Attributes:
-        messages: in the order in which every process starts its own.
+        messages: all messages; every process starts its own in this order.
         local: for each process, the regions that it both holds and needs.
     """
 
@@ -142,7 +142,7 @@ class SliceView:
 
 
 def locate(regions: Iterable[TensorRegion], specs: Sequence[SliceSpec]) -> list[SliceView]:
-    """Return the place of each region among slices with these specs, one of which contains it."""
+    """Return the place of each region in the slice that contains it."""
     listed: dict[str, list[tuple[int, Region]]] = {}
     for index, spec in enumerate(specs):
         listed.setdefault(spec.name, []).append((index, Region(spec.offset, spec.size)))
@@ -176,11 +176,11 @@ def make_plan(
 ) -> Plan:
     """Return the plan for processes 0, 1, ... with these layouts.
 
-    One holder sends a region that several hold; bytes are balanced over the senders.
+    One process sends a region that several hold; bytes are balanced over the senders.
 
     Args:
-        islands: the island of each process. Devices of one island have a native library in common.
-            All receivers of a message are in one island, so that the message enters it once. Empty
+        islands: the island of each process: devices with a native library in common. All
+            receivers of a message are in one island, so that the message enters it once. Empty
             for a single island.
 
     Raises:
@@ -206,7 +206,7 @@ def make_plan(
 
 
 def _check_tensors(layouts: Sequence[Layout]) -> None:
-    """Raise SyncError unless the held names are the needed names, with the same shapes."""
+    """Raise SyncError unless every tensor is held and needed, with one shape."""
     first: dict[str, tuple[int, SliceSpec]] = {}
     for rank, layout in enumerate(layouts):
         for spec in (*layout.sends, *layout.needs):
@@ -221,9 +221,9 @@ def _check_tensors(layouts: Sequence[Layout]) -> None:
     needed = {spec.name for layout in layouts for spec in layout.needs}
     for name, (rank, _) in first.items():
         if name not in held:
-            raise SyncError(f"{name}: rank {rank} needs it and nobody holds it")
+            raise SyncError(f"{name}: rank {rank} needs it and no rank holds it")
         if name not in needed:
-            raise SyncError(f"{name}: rank {rank} holds it and nobody needs it")
+            raise SyncError(f"{name}: rank {rank} holds it and no rank needs it")
 
 
 def _check_disjoint(needs: Sequence[SliceSpec], rank: int) -> None:
@@ -249,7 +249,7 @@ def _holders(layouts: Sequence[Layout]) -> dict[str, dict[Region, tuple[int, ...
 def _cover(
     need: SliceSpec, holders: Holders, *, receiver: int
 ) -> list[tuple[TensorRegion, tuple[int, ...]]]:
-    """Cut a needed slice along the held regions. Those that the receiver holds come first."""
+    """Cut a needed slice along the held regions, those of the receiver first."""
     found: list[tuple[TensorRegion, tuple[int, ...]]] = []
     holes = [Region(need.offset, need.size)] if 0 not in need.size else []
     for region, sources in sorted(holders.items(), key=lambda item: receiver not in item[1]):
@@ -260,15 +260,12 @@ def _cover(
                 holes += subtract(hole, common)
                 found.append((TensorRegion(need.name, need.dtype, common), sources))
     if holes:
-        raise SyncError(f"{need.name}: rank {receiver} needs {holes[0]} and nobody holds it")
+        raise SyncError(f"{need.name}: rank {receiver} needs {holes[0]} and no rank holds it")
     return found
 
 
 def _choose_senders(demands: Mapping[_Demand, tuple[int, ...]]) -> dict[Route, list[TensorRegion]]:
-    """Assign the largest regions first, each to the holder with the fewest bytes so far.
-
-    The regions of a route stay in their order.
-    """
+    """Assign the largest regions first, each to the holder with the fewest bytes so far."""
     loads: dict[int, int] = {}
     senders: dict[_Demand, int] = {}
     for demand in sorted(demands, key=lambda demand: -demand.content.num_bytes):
@@ -296,7 +293,7 @@ def _messages_of(
 def _in_turn(
     routes: Sequence[Sequence[tuple[Route, list[tuple[TensorRegion, int]]]]],
 ) -> Iterator[Message]:
-    """Yield one message of each route after the other."""
+    """Yield the messages, one of each route in turn."""
     numbers = itertools.count()
     for messages in itertools.zip_longest(*routes):
         for route, filled in filter(None, messages):

@@ -10,7 +10,7 @@ from math import prod
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of indices: ``size[d]`` of them from ``offset[d]`` on, in each dimension d."""
+    """A box of indices: ``size[d]`` indices from ``offset[d]`` on, in each dimension d."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -21,7 +21,7 @@ class Region:
         return prod(self.size)
 
     def interval(self, dimension: int, start: int, *, stop: int) -> Region:
-        """Return the part of ``start`` to ``stop`` along a dimension, counted in the region."""
+        """Return the part from ``start`` to ``stop`` along a dimension, relative to the region."""
         offset, size = list(self.offset), list(self.size)
         offset[dimension] += start
         size[dimension] = stop - start
@@ -54,7 +54,7 @@ def intersection(left: Region, right: Region) -> Region | None:
 
 
 def subtract(region: Region, part: Region) -> list[Region]:
-    """Return disjoint regions that make up ``region`` without ``part``, which must lie in it."""
+    """Return disjoint regions that cover ``region`` without ``part``, which must lie in it."""
     rest: list[Region] = []
     for dimension in range(len(region.size)):
         start = part.offset[dimension] - region.offset[dimension]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of versions beside the weights in use: the copy that is sent, and those that receive.
+"""Copies of the weights: the copy that is sent, and the copies in which versions arrive.
 
-A version replaces the weights whole or not at all, at a moment that their user chooses. This file
-starts no threads and tells other processes nothing.
+A version replaces the weights whole or not at all, when their user chooses. This file starts no
+threads and does not communicate with other processes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class HostCopy:
         self._num_packs = 0
 
     def pack(self, transfer: Transfer, sends: Sequence[HeldSlice]) -> None:
-        """Copy the weights of this moment. A failure is kept in ``transfer.failure``."""
+        """Copy the current weights. A failure is kept in ``transfer.failure``."""
         stream = transfer.packing(sends, self._crossing(transfer, to_host=True))
         self._checksums = self._pass(stream, transfer.deadline)
         self._num_packs = stream.num_fillings
@@ -130,7 +130,7 @@ class _Crossing:
 
 
 class _HostStream:
-    """A ``MessageStream`` of messages that need no buckets. Received ones get checksums."""
+    """A ``MessageStream`` without buckets. Received messages get checksums."""
 
     def __init__(
         self,
@@ -180,10 +180,10 @@ def make_copies(
 class StagedVersions:
     """The copies in which versions arrive, and the newest whole version that is not in use yet.
 
-    The receiving thread calls ``claim``, ``arrive`` and ``settle``, after ``expect`` was called for
-    it. The thread that uses the weights calls ``wait`` and ``taking``. A copy that is replacing the
-    weights is not claimed. A copy whose version was never put in use is claimed if there is no
-    other, and that version is skipped.
+    ``expect`` is called before the receiving thread starts, which calls ``claim``, ``arrive`` and
+    ``settle``. The thread that uses the weights calls ``wait`` and ``taking``. A copy that is
+    replacing the weights is not claimed. A copy whose version was never put in use is claimed if
+    there is no other, and that version is skipped.
     """
 
     def __init__(self, copies: Sequence[VersionCopy]) -> None:
@@ -198,7 +198,7 @@ class StagedVersions:
         self._is_expecting = True
 
     def settle(self) -> None:
-        """Stop expecting: the version has come, or never will."""
+        """Stop expecting: the version has arrived, or never will."""
         with self._condition:
             self._is_expecting = False
             self._condition.notify_all()
@@ -207,7 +207,7 @@ class StagedVersions:
         """Return a copy for the next version to arrive in.
 
         Raises:
-            SyncError: the only copy is being put in use for longer than ``timeout_s``.
+            SyncError: putting the only copy in use takes longer than ``timeout_s``.
         """
         with self._condition:
             newest = self._newest[1] if self._newest else None

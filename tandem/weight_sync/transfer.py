@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transfer in one process: packing, moving and loading messages, with two buckets a side.
+"""A transfer in one process: packing, moving and loading messages, with two buckets per side.
 
 A process starts its messages in the order of the plan. Before it fills a bucket again, it waits for
-the messages of the bucket's last use, and for no others: one bucket is packed or loaded while the
-other is under way. On a device all of this is queued, on one stream for each side, and the host
-does not wait.
+the messages of the bucket's last use only, so that one bucket is packed or loaded while the other
+is in transit. On a device, all of this is queued on one stream per side; the host does not wait.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tandem.weight_sync.transport import Transport
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """The work of one transfer in this process: bytes with padding, and buckets packed."""
+    """The work of one transfer in this process; bytes include padding."""
 
     version: int
     duration_s: float
@@ -78,7 +77,7 @@ class Transfer:
     """A transfer, as one process performs it.
 
     Attributes:
-        is_checked: tells whether a segment, by its number, gets a checksum; the same in all
+        is_checked: returns whether the segment with a number gets a checksum; the same in all
             processes.
         failure: keeps the first failure of this process alone.
     """
@@ -108,7 +107,7 @@ class Transfer:
         """Copy the regions that this process both holds and needs, unless they share storage."""
         if self.failure.cause:
             return
-        with self.failure.noted("copying what the process holds itself"):
+        with self.failure.noted("copying regions within the process"):
             views = [
                 (targets[needed.index].spec.name, held.tensor(sends), needed.tensor(targets))
                 for held, needed in self.formed.local
@@ -134,9 +133,9 @@ class Transfer:
 
 
 class BucketStream:
-    """A ``MessageStream`` through two buckets, which messages pass one after the other.
+    """A ``MessageStream`` through two buckets.
 
-    After a failure of this process messages still pass, but nothing is packed or loaded.
+    After a failure of this process, messages still pass, but nothing is packed or loaded.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class BucketStream:
         return dict(zip(self._checksums, values.tolist(), strict=True))
 
     def _retire(self, filling: int, deadline: Deadline) -> None:
-        """Wait for an earlier filling, and load it, so that its bucket may be filled again."""
+        """Wait for an earlier filling and load it, so that its bucket is free."""
         for number in self._numbers(filling):
             self._pending[number].wait(deadline)
         if not self._packs:
@@ -220,8 +219,8 @@ class BucketStream:
             copy_all([one.content.name for one in segments], sources, targets=targets)
             for segment, tensor in zip(segments, stored, strict=True):
                 if transfer.is_checked(segment.number):
-                    # A tensor on the host goes to the device first: it is read behind the copy
-                    # that is queued there.
+                    # A tensor on the host goes to the device first, to be read after the copy that
+                    # is queued there.
                     value = tensor.to(transfer.place.device).to(segment.content.dtype)
                     self._checksums[segment.number] = checksum(value)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries a message from the sender's bucket into the receivers' buckets, route by route.
+"""The transports of messages from the sender's bucket into the receivers' buckets.
 
-A route may have a relay: it gets each message from the sender and passes it on with the native
-library of its platform. The transport does both, so packing and loading do not depend on it.
+A route may have a relay, which gets each message from the sender and passes it on with the native
+library of its platform. Packing and loading do not depend on it.
 Tensors that share their storage, or lie in one process, need no transport: see ``transfer``.
 """
 
@@ -123,7 +123,7 @@ class FormGroup(Protocol):
         device: torch.device,
         across: bool = False,
     ) -> Group:
-        """Form a group of ``members``; ``purpose`` is unique in the link; ``across``: by FlagCX."""
+        """Form a group of ``members``, by FlagCX if ``across``; ``purpose`` is unique."""
         ...
 
 
@@ -141,15 +141,15 @@ def make_transports(
 
     Args:
         routes: all routes of the link.
-        endpoints: of all processes, by rank.
-        wanted: by each process, for the routes that it sends along.
-        rank: this process.
-        device: where its messages begin and end.
+        endpoints: the endpoints of all processes, by rank.
+        wanted: the transport that each process wants for the routes on which it sends.
+        rank: the rank of this process.
+        device: the device on which its messages begin and end.
         roles: the names of all processes in logs.
 
     Raises:
         UserError: in all processes, if a wanted transport does not exist.
-        GroupError: other processes do not come.
+        GroupError: other processes do not join.
     """
     choices = {
         route: choose_route(route, endpoints, wanted=wanted[route.sender]) for route in routes
@@ -206,8 +206,8 @@ def _transport(route: Route, choice: RouteChoice, *, groups: _Groups) -> Transpo
     pair = tuple(sorted((route.sender, choice.relay)))
     if rank == route.sender:
         return groups.transport(kind, pair)
-    # Each relay has a group of its own: it passes messages on later than the others begin to wait
-    # for them, and all members must see the messages of a group in one order.
+    # Each relay has a group of its own: it passes messages on after the others begin to wait for
+    # them, and all members must see the messages of a group in one order.
     purpose = f"relay {choice.relay}/"
     inside = groups.transport(choice.inside.kind, route.receivers, purpose=purpose)
     if rank != choice.relay:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the transport of every route, with the reason, from what each process says of itself.
+"""The choice of the transport of every route, with its reason, from the endpoints of all.
 
 Every process computes the same choice for every route, so an error is the same in all of them.
 """
@@ -19,7 +19,7 @@ _REMEDY = f"Set {_KEY}=auto."
 
 
 class TransportKind(Enum):
-    """A means by which bytes travel between processes."""
+    """The kinds of transport between processes."""
 
     COLLECTIVE = "collective"
     """A broadcast by the native library of the devices."""
@@ -28,7 +28,7 @@ class TransportKind(Enum):
     FLAGCX = "flagcx"
     """A broadcast by FlagCX, which connects devices of several vendors."""
     STAGED = "staged"
-    """Through buckets in host memory."""
+    """A broadcast of buckets in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class Endpoint:
     """The place of a process's tensors.
 
     Attributes:
-        device_type: torch's name of it.
-        device_id: unique among all devices of the type, on all nodes.
-        platform: devices of one platform share a native library; "" if unknown.
+        device_type: torch's name of the device type.
+        device_id: an id that is unique among all devices of the type, on all nodes.
+        platform: the platform, whose devices share a native library; "" if unknown.
         maps_peers: whether a process can map the memory of another on the same device.
-        flagcx: FlagCX's name of the vendor, "" where its library is absent.
+        flagcx: FlagCX's name of the vendor, "" without its library.
     """
 
     device_type: str
@@ -52,10 +52,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A transport and the reason for it.
-
-    ``is_surprising``: users would expect another, so they are warned.
-    """
+    """A transport and the reason for it. Users are warned if ``is_surprising``."""
 
     kind: TransportKind
     reason: str
@@ -67,9 +64,9 @@ class RouteChoice:
     """The transports of a route.
 
     Attributes:
-        first: from the sender to all receivers, or to the relay alone.
+        first: the transport from the sender to all receivers, or to the relay alone.
         relay: the receiver that passes messages on to the others, None without a relay.
-        inside: from the relay to the other receivers.
+        inside: the transport from the relay to the other receivers.
     """
 
     first: Choice
@@ -89,9 +86,9 @@ def choose_route(
     """Choose how a route's messages travel. They cross to another platform once and fan out there.
 
     Args:
-        endpoints: of all processes, by rank.
-        wanted: replaces the fastest transport: between the platforms if the route crosses to
-            another one, else among its devices.
+        endpoints: the endpoints of all processes, by rank.
+        wanted: the transport to use instead of the fastest one: between the platforms if the route
+            crosses to another one, else among its devices.
 
     Raises:
         UserError: the wanted transport does not exist on this route.
@@ -126,7 +123,7 @@ def choose_transport(endpoints: Sequence[Endpoint], wanted: TransportKind | None
         fastest = Choice(TransportKind.IPC, f"the processes share a {min(types)} device")
         possible = [fastest, *possible]
     if all(endpoint.flagcx for endpoint in endpoints):
-        possible.append(Choice(TransportKind.FLAGCX, "all have it"))
+        possible.append(Choice(TransportKind.FLAGCX, "all processes have it"))
     return _take(possible, wanted, between=" and ".join(sorted(types)))
 
 
@@ -142,7 +139,7 @@ def _choose_crossing(ends: Sequence[Endpoint], wanted: TransportKind | None) -> 
         return _take([Choice(TransportKind.STAGED, reason)], wanted, between=names)
     flagcx = Choice(TransportKind.FLAGCX, f"it connects {names}")
     single = " and ".join(vendors_with_one_rank([end.flagcx for end in ends]))
-    why = f": with one rank of {single}, FlagCX goes through the hosts too" if single else ""
+    why = f": with one rank of {single}, FlagCX also goes through the hosts" if single else ""
     staged = Choice(TransportKind.STAGED, f"between {names}{why}", is_surprising=bool(single))
     return _take([staged, flagcx] if single else [flagcx, staged], wanted, between=names)
 
@@ -159,7 +156,7 @@ def _take(possible: Sequence[Choice], wanted: TransportKind | None, *, between: 
     if wanted is None:
         return possible[0]
     if wanted in [choice.kind for choice in possible]:
-        return Choice(wanted, "as asked for")
+        return Choice(wanted, "as configured")
     kinds = " and ".join(choice.kind.value for choice in possible)
     raise UserError(
         _KEY, wanted.value, rule=f"between {between} there is only {kinds}", remedy=_REMEDY

@@ -186,7 +186,7 @@ def test_a12_mistakes_are_named_in_all_processes(results: list[dict[str, Any]]) 
     corrupt, missing, shape = first
     assert corrupt.startswith("embed: [30:40, 0:48] arrived corrupt, from process 0 (rank 0 of")
     assert "at process 2 (rank 2 of" in corrupt
-    assert missing == "more: rank 1 needs it and nobody holds it"
+    assert missing == "more: rank 1 needs it and no rank holds it"
     assert shape == "head: its shape is (17, 9) in rank 0 and (9, 9) in rank 2"
 
 

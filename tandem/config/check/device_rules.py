@@ -287,7 +287,7 @@ def _larger_batch(config: RunConfig, num_prompts: int, *, task: str) -> UserErro
     return UserError(
         _BATCH_KEY,
         config.data.train_batch_size,
-        rule=f"must be at least {num_prompts} to give each data-parallel rank of {task} work",
+        rule=f"must give each data-parallel rank of {task} work: {num_prompts} prompts or more",
         remedy=f"Set {_BATCH_KEY}={batch} or fewer devices.",
     )
 

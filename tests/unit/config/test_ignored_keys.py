@@ -298,7 +298,7 @@ def test_of_supervised_runs_too(key: str) -> None:
     resting = found("engine.param_offload=True", "trainer.nnodes=2")
     assert "engine.offload_policy" in resting["engine.param_offload"]
     groups = "trainer.separated_node_tasks=[[actor-train,generate]]"
-    assert "reinforcement learning" in found(groups)["trainer.separated_node_tasks"]
+    assert "tandem train" in found(groups)["trainer.separated_node_tasks"]
 
 
 def test_weights_of_one_device_rest_unless_they_are_needed_there() -> None:

@@ -250,7 +250,7 @@ def test_layouts_that_do_not_match_fail_when_the_link_is_formed() -> None:
         return _message_of_all(_three(lambda *_: None, rooms))
 
     assert "more: rank 2 needs it and" in message(lambda rank: rooms_but("", "more" * (rank == 2)))
-    assert "head: rank 0 holds it and nobody needs it" in message(lambda _: rooms_but("head", ""))
+    assert "head: rank 0 holds it and no rank needs it" in message(lambda _: rooms_but("head", ""))
     wide = [held("embed", torch.zeros(9, 9), whole=(9, 9), offset=(0, 0))]
     assert "embed: its shape is (50, 48) in rank 0 and (9, 9) in rank 1" in message(lambda _: wide)
 

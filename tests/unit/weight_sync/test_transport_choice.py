@@ -77,7 +77,7 @@ def test_flagcx_where_both_sides_have_it_and_it_connects_them() -> None:
     route = Route(1, (2, 3, 4))
     assert choose_route(route, endpoints).first.kind is TransportKind.FLAGCX
     assert (
-        choose_route(route, endpoints, wanted=TransportKind.STAGED).first.reason == "as asked for"
+        choose_route(route, endpoints, wanted=TransportKind.STAGED).first.reason == "as configured"
     )
 
 
@@ -88,7 +88,7 @@ def test_a11_flagcx_only_where_asked_for_if_a_vendor_has_one_rank() -> None:
     choice = choose_route(route, endpoints)
     assert choice.first.kind is TransportKind.STAGED
     assert choice.first.reason == (
-        "between cuda and musa: with one rank of NVIDIA, FlagCX goes through the hosts too"
+        "between cuda and musa: with one rank of NVIDIA, FlagCX also goes through the hosts"
     )
     assert choice.first.is_surprising
     forced = choose_route(route, endpoints, wanted=TransportKind.FLAGCX)
