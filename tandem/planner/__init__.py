@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner: it predicts the time of a step and searches for a better split of the devices."""
+"""The prediction of the time of a step, and the search for a better split of the devices."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advice on how to divide the devices of a run among its tasks.
 
-The advice rests on the measured times of earlier runs (``planner.task_times``) and on a simulation
-of the pipeline (``planner.prediction``). Nothing is started.
+The advice is based on measured times of earlier runs (``planner.task_times``) and on a simulation
+of the pipeline (``planner.prediction``). It starts nothing.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class SplitAdvice:
     """The suggested split for a configuration.
 
     Attributes:
-        configured_seconds: the predicted step as configured.
+        groups: the groups of the suggested split.
+        configured_seconds: the predicted seconds of a step as configured.
         lower_bound_s: the lower bound of a step with the suggested split.
-        num_simulated: the number of splits that were simulated, of all groups that were tried.
+        num_simulated: the number of splits that were simulated.
         overrides: the arguments that configure the suggested split.
     """
 
@@ -80,9 +81,9 @@ class SplitAdvice:
 def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
     """Return the fastest split of the run's devices among its groups (two halves if unnamed).
 
-    Other groups are suggested only if they are clearly faster: with the reference elsewhere, or
-    with all tasks on shared devices. Sharing makes for the longest decode steps, so it is not
-    considered unless the pace of decode steps is known.
+    Other groups are suggested only if they are clearly faster: the reference in another group, or
+    all tasks in one. Decode steps are longest in one group, so it is considered only if their pace
+    is known.
 
     Raises:
         UserError: a task of the run was not measured, or there are too few devices to divide.
@@ -93,16 +94,16 @@ def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
             raise UserError(
                 TIMES_OPTION,
                 rule=f"holds no times of {task}, which this run performs",
-                remedy="Add a table with them, or a run that performs it.",
+                remedy=f"Add a run that performs {task}, or a table with its times.",
             )
     named = config.trainer.separated_node_tasks or HALVES
     kept = (tuple(task for task in group if task in needed) for group in named)
     groups = tuple(group for group in kept if group)
     num_devices = config.trainer.num_devices
-    turns = (needed,)
-    tries_turns = times.decoding is not None and not any(time_sharing_errors(config))
-    if num_devices < len(groups) and tries_turns:
-        groups = turns
+    shared = (needed,)
+    tries_shared = times.decoding is not None and not any(time_sharing_errors(config))
+    if num_devices < len(groups) and tries_shared:
+        groups = shared
     if num_devices < len(groups):
         raise UserError(
             "trainer.n_gpus_per_node",
@@ -111,7 +112,7 @@ def advise(config: RunConfig, times: TaskTimes) -> SplitAdvice:
             remedy=f"Set trainer.n_gpus_per_node={len(groups)} or more, or name fewer groups.",
         )
     found = {groups: _suggest(config, times, groups=groups, start=_start(config, groups))}
-    for others in [*_with_reference_elsewhere(groups), *([turns] if tries_turns else [])]:
+    for others in [*_with_reference_elsewhere(groups), *([shared] if tries_shared else [])]:
         start = balanced_split(
             times, others, num_devices=num_devices, is_allowed=_rule(config, others)
         )
@@ -143,7 +144,7 @@ def _lags(config: RunConfig, groups: Groups) -> list[int]:
 
 
 def _with_reference_elsewhere(groups: Groups) -> list[Groups]:
-    """Return the groups with the reference in each of the others, and in one of its own."""
+    """Return the groups with the reference moved to each other group, and to one of its own."""
     kept = tuple(tuple(task for task in group if task != _REFERENCE) for group in groups)
     if kept == groups:
         return []
@@ -191,8 +192,8 @@ def configured_seconds(config: RunConfig, times: TaskTimes) -> float:
 def forecast_rows(folder: Path) -> list[tuple[str, str]]:
     """Return rows for the report of an asynchronous run: its predicted and its achieved step.
 
-    The prediction rests on the task times of the run itself. Return no rows for synchronous runs,
-    and for runs with too few steps.
+    The prediction uses the task times of the run itself. A synchronous run, or one with too few
+    steps, has no rows.
     """
     try:
         measured = measured_run(folder)
@@ -235,7 +236,7 @@ def _start(config: RunConfig, groups: Sequence[tuple[str, ...]]) -> Split:
 def _rule(
     config: RunConfig, groups: Sequence[tuple[str, ...]]
 ) -> Callable[[tuple[int, ...]], bool]:
-    """Return a function that tells whether a run can have a division of its devices."""
+    """Return a function that returns whether a run accepts a division of its devices."""
 
     def is_allowed(devices: tuple[int, ...]) -> bool:
         trainer = config.trainer.model_copy(
@@ -250,7 +251,7 @@ def _rule(
 
 
 def _ratios(devices: Sequence[int]) -> tuple[float, ...]:
-    """Return the shares of the devices. Their sum is 1, so that each device is in a group."""
+    """Return the shares of the devices, whose sum is exactly 1."""
     first = [round(count / sum(devices), 6) for count in devices[:-1]]
     return (*first, round(1 - sum(first), 6))
 

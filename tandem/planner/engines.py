@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that compute nothing, and the runtime that lets the time of their work pass.
+"""Simulated engines, which compute nothing, and the runtime that lets the time of their work pass.
 
 An engine announces how long a call would have taken. The runtime sleeps that long and holds the
-devices of the engine meanwhile. A call has its effect when it begins, and returns when it ends.
+devices of the engine meanwhile. A call takes effect at its start and returns after that time.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class SimulatedTimes:
         task_s: returns the seconds of call number i of ``actor-train`` (one optimizer step),
             ``logp``, ``ref_logp``, ``sync`` (a transfer of weights) or ``reward`` (a group).
         num_slots: the number of sequences generated at the same time; others wait.
-        num_tokens: returns the tokens of a response of so many seconds, evenly spread over them.
+        num_tokens: returns the number of tokens of a response of so many seconds, evenly spread over
+            the time.
         decode_step_s: the seconds of a decode step, for the bound on an advance.
-        slowdown: returns the factor by which sequences and decode steps take longer while so many
-            sequences are generated at the same time.
+        slowdown: returns the factor by which sequences and decode steps take longer at a number
+            of concurrent sequences.
     """
 
     response_s: Callable[[int, int], float]
@@ -116,7 +117,7 @@ class SimulatedPolicy(SimulatedEngine):
 
 @dataclass(slots=True)
 class _Sequence:
-    """A response under way, with ``left_s`` of its ``total_s`` still to come."""
+    """A running response, with ``left_s`` of its ``total_s`` remaining."""
 
     sample_id: int
     total_s: float
@@ -133,7 +134,6 @@ class _Engine:
     running: list[_Sequence] = field(default_factory=list[_Sequence])
 
     def size(self) -> int:
-        """Return the number of its sequences."""
         return len(self.waiting) + len(self.running)
 
 
@@ -171,7 +171,7 @@ class SimulatedRollout(SimulatedEngine):
         return [EngineWork.NEXT if e.size() else EngineWork.NONE for e in self._engines]
 
     def advance(self, max_steps: int | None = None) -> list[Completion]:
-        """Generate until the next end of a sequence, but at most ``max_steps``."""
+        """Generate until a sequence ends, but at most ``max_steps`` decode steps."""
         for engine in self._engines:
             while engine.waiting and len(engine.running) < self._slots_each:
                 sample_id = engine.waiting.pop(0)
@@ -198,7 +198,7 @@ class SimulatedRollout(SimulatedEngine):
         return {}
 
     def set_weights_version(self, version: int) -> bool:
-        """Use ``version`` at once. Staged weights take no more time, because they are there."""
+        """Use ``version`` at once. Staged weights take no time, because they have arrived."""
         self.announced_s = 0.0
         if version != self._version and self._version >= 0 and not self.is_staged:
             self._sync.announce(SYNC)

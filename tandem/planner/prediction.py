@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prediction of a training step with another split of the devices.
+"""The predicted time of a training step with another split of the devices.
 
 The pipeline of the run is simulated with a small batch. Each task takes the seconds that
-``TaskTimes`` has for its number of devices. The lengths of the small batch are evenly chosen from
-the measured ones, and always include the longest. Rewards and validations are left out.
+``TaskTimes`` has for its number of devices. The lengths of the small batch are quantiles of the
+measured ones and include the longest. Rewards and validations are left out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def predictor(config: RunConfig, times: TaskTimes, *, groups: Groups) -> Callabl
 
 
 def predict_step(config: RunConfig, times: TaskTimes, *, groups: Groups, split: Split) -> float:
-    """Return the mean seconds of a training step, without those at the begin and the end."""
+    """Return the mean seconds of a training step, without the first and the last ones."""
     warmup = _NUM_WARMUP_STEPS + split.lag
     last = warmup + _NUM_STEPS
     num_steps = last + split.lag
@@ -78,13 +78,13 @@ def _num_engines(groups: Groups, split: Split) -> int:
 
 
 def _num_rows(config: RunConfig, num_engines: int) -> int:
-    """Return the rows of all engines, scaled from the batch of the run to the small batch."""
+    """Return the rows of all engines, scaled down as the batch is."""
     num_rows = config.actor_rollout_ref.rollout.max_num_seqs * num_engines
     return max(1, _BATCH * num_rows // config.sequences_per_step)
 
 
 def _carried_over(config: RunConfig) -> list[str]:
-    """Return the keys of ``config`` that decide on the order of tasks."""
+    """Return overrides with the settings of ``config`` that decide the order of tasks."""
     bypass = config.algorithm.rollout_correction.bypass_mode
     partial = config.actor_rollout_ref.rollout.partial_rollout
     num_mini_batches = 2 if config.needs_old_log_probs else 1
@@ -116,8 +116,8 @@ def _simulated_times(
 ) -> SimulatedTimes:
     """Return the times of the small batch.
 
-    A decode step depends on the number of concurrent sequences if ``times.decoding`` is known. If
-    not, a batch takes the same time whatever else is generated.
+    With ``times.decoding``, a decode step depends on the number of concurrent sequences. Without
+    it, a batch takes the same time whatever else is generated.
     """
     lengths = quantiles(times.relative_lengths, _BATCH, longest=times.longest)
     num_slots = _num_rows(config, num_engines)
@@ -151,7 +151,7 @@ def _constant(_: int) -> float:
 
 
 def _step_seconds(pace: DecodePace, num_running: int, *, share: float) -> float:
-    # ``share`` sequences of a real engine are represented by each simulated one.
+    # Each simulated sequence represents ``share`` sequences of a real engine.
     return pace.step_s(num_running * share)
 
 

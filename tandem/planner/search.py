@@ -15,7 +15,7 @@ from itertools import permutations
 from tandem.planner.task_times import SYNC, TaskTimes
 
 NEARLY = 1.02
-"""A step is nearly as fast as the fastest if it takes at most this many times as long."""
+"""The factor up to which a longer step counts as nearly as fast as the fastest."""
 _SYNCED_TASKS = ("actor-train", "generate")
 
 Groups = Sequence[Sequence[str]]
@@ -35,7 +35,8 @@ class Suggestion:
     """The best split found.
 
     Attributes:
-        seconds: the predicted step of the split; ``start_seconds`` that of the first split tried.
+        seconds: the predicted step of the split.
+        start_seconds: the predicted step of the split that the search started from.
         predictions: the predicted steps of all splits that were tried.
     """
 
@@ -64,7 +65,7 @@ class Predictions:
 
 
 def lower_bound_s(times: TaskTimes, groups: Groups, *, devices: Sequence[int]) -> float:
-    """Return the seconds of work of the busiest group in a step, with its transfer of weights."""
+    """Return the seconds of work of the busiest group in a step, including weight transfers."""
     return max(
         _group_seconds(times, group, num_devices=count)
         for group, count in zip(groups, devices, strict=True)
@@ -105,14 +106,14 @@ def suggest(
 
     Args:
         lags: the lags to try, ascending.
-        is_allowed: returns whether a run can have a division of the devices.
+        is_allowed: returns whether a run accepts a division of the devices.
         predict: returns the seconds of a step.
     """
     predictions = Predictions(predict)
     start_seconds = predictions.seconds(start)
     num_devices = sum(start.devices)
-    even = balanced_split(times, groups, num_devices=num_devices, is_allowed=is_allowed)
-    candidates = {start.devices, even or start.devices}
+    balanced = balanced_split(times, groups, num_devices=num_devices, is_allowed=is_allowed)
+    candidates = {start.devices, balanced or start.devices}
     largest = max(lags)
     found = predictions.best([Split(devices, largest) for devices in sorted(candidates)])
     found = _descend(found, predictions, is_allowed=is_allowed)
@@ -124,7 +125,7 @@ def suggest(
 def _descend(
     split: Split, predictions: Predictions, *, is_allowed: Callable[[tuple[int, ...]], bool]
 ) -> Split:
-    """Move devices between two groups while a step gets shorter, first many and then few."""
+    """Move devices between two groups while a step gets shorter, first many at a time, then few."""
     stride = max(sum(split.devices) // 4, 1)
     while True:
         neighbours = [
@@ -163,7 +164,7 @@ def _smallest_lag(
 def _nearest_allowed(
     devices: tuple[int, ...], is_allowed: Callable[[tuple[int, ...]], bool]
 ) -> tuple[int, ...] | None:
-    """Return the first allowed division, moving ever more devices between two groups."""
+    """Return the first allowed division, moving more and more devices between two groups."""
     if is_allowed(devices):
         return devices
     for stride in range(1, sum(devices)):

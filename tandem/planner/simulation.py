@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulation of a run: the real pipeline with simulated engines under a virtual clock.
 
-Everything between the engines is the code of a real run. The simulation tests schedules and
-predicts the time of a step. It has no memory limits and no failures.
+Everything between the engines is the code of a real run. Tests of schedules and the planner use the
+simulation. It has no memory limits and no failures.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class SimulatedRun:
     """The result of a simulation.
 
     Attributes:
-        rows: the records with the moment at which each was written.
+        rows: the records, each with the time at which it was written.
         events: the trace.
         samples: the completions that were trained on, by step.
+        end_s: the time at which the run ended.
     """
 
     summary: RunSummary
@@ -72,8 +73,8 @@ class SimulatedRun:
         """Return the mean time between the ends of two updates, from step ``after`` on.
 
         Args:
-            through: the last step to count, None for the last of the run. With a lag of g, nothing
-                is generated beside the last g steps.
+            through: the last step to count, None for the last of the run. With a lag of g, the
+                last g steps are shorter, because nothing is generated meanwhile.
         """
         ends = {
             int(e.details["step"]): e.end_s
@@ -112,7 +113,7 @@ class _Harness(SimulatedEngine):
 
     def writing(self, step: int, state: dict[str, Any]) -> AbstractContextManager[Path]:
         """Refuse to save, for ``context.Store``."""
-        raise RuntimeError(f"a simulated run saves nothing, also not at step {step}")
+        raise RuntimeError(f"a simulated run without a store cannot save step {step}")
 
     def record(self, step: int, groups: Sequence[Group]) -> None:
         """Keep the completions that were trained on."""
@@ -120,7 +121,7 @@ class _Harness(SimulatedEngine):
         self.samples[step] = tuple(c for sample in samples for c in sample.trajectory.completions)
 
     def write(self, report: StepReport) -> None:
-        """Keep a record with its moment, for ``api.MetricSink``."""
+        """Keep a record with its time, for ``api.MetricSink``."""
         self.rows.append((asyncio.get_running_loop().time(), report))
 
     def append(self, event: TraceEvent) -> None:
@@ -160,12 +161,12 @@ class SimulatedSetup:
         groups: the groups of tasks that share devices; tasks of a group never run at the same time.
         num_rows, num_validation_rows: the sizes of the data.
         num_engines: the number of engines, with equal shares of the sequences.
-        num_engine_rows: the number of rows for admission, instead of ``SimulatedTimes.num_slots``.
+        num_engine_rows: the number of rows for admission; None for ``SimulatedTimes.num_slots``.
         stages_weights: whether weights are transferred beside training and generation.
         store: the store of checkpoints; needed if the configuration saves any.
         checkpoint: the checkpoint to continue from.
-        is_validated: the argument of ``Pipeline.restore``.
-        stop_s: the moment at which the run is asked to stop.
+        is_validated: as in ``Pipeline.restore``.
+        stop_s: the time at which the run is asked to stop.
         score: returns the reward of sample k of a row.
     """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measured seconds of each task of a training step, from earlier runs or from a table.
 
-The planner predicts other splits of the devices from them. For other numbers of devices than the
-measured ones, the seconds are ``fixed + divided / devices`` (least squares, neither part below 0).
-If only one number of devices was measured, ``fixed`` is 0.
+The planner predicts other splits of the devices from them. For a number of devices that was not
+measured, the seconds are ``fixed + divided / devices`` (least squares, neither part below 0). If
+only one number of devices was measured, ``fixed`` is 0.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Decoding:
     """The pace of decode steps and the lengths of responses.
 
     Attributes:
-        mean_tokens: the tokens of a mean response, each of which takes one decode step.
+        mean_tokens: the mean number of tokens of a response; each takes one decode step.
         num_sequences: the number of sequences in a batch.
         num_rows: the number of sequences that one engine generates at once.
     """
@@ -72,9 +72,8 @@ class TaskTimes:
     """The seconds of the tasks of one training step.
 
     Attributes:
-        measured: the measured seconds. Those of ``generate`` are the seconds per batch of fully
-            loaded engines; a batch alone takes longer by the ratio of its longest response to the
-            mean.
+        measured: the measured seconds. The seconds of ``generate`` are those of a batch on fully
+            loaded engines; a batch alone takes longer by the factor longest / mean response.
         relative_lengths: the lengths of responses, ascending, with mean 1; (1,) if unknown.
         longest: the longest response of a batch, relative to the mean; 0 if unknown.
         rows_share: the share of a batch that was generated at once while ``generate`` was measured.
@@ -133,9 +132,9 @@ def read_times(paths: Sequence[Path]) -> TaskTimes:
     for times in found:
         for task, points in times.measured.items():
             measured.setdefault(task, []).extend(points)
-    told = max(found, key=lambda times: (times.decoding is not None, len(times.relative_lengths)))
+    richest = max(found, key=lambda t: (t.decoding is not None, len(t.relative_lengths)))
     points_by_task = {task: tuple(points) for task, points in measured.items()}
-    return replace(told, measured=points_by_task)
+    return replace(richest, measured=points_by_task)
 
 
 def measured_run(folder: Path) -> MeasuredRun:
@@ -149,12 +148,12 @@ def measured_run(folder: Path) -> MeasuredRun:
     lengths, longest = _relative_lengths(run), _longest(run)
     devices = {task: pool.num_devices for pool in place_run(config).pools for task in pool.tasks}
     all_lengths = (*lengths, longest) if longest > lengths[-1] else lengths
-    waits = _waits_for_longest(run, all_lengths, num_engines=devices[_GENERATE])
+    slowdown = _generation_slowdown(run, all_lengths, num_engines=devices[_GENERATE])
     measured: dict[str, tuple[tuple[int, float], ...]] = {}
     for task in (*TASKS, SYNC):
         seconds = _task_seconds(run, task)
         if task == _GENERATE and seconds is not None:
-            seconds /= waits
+            seconds /= slowdown
         if seconds:
             measured[task] = ((devices.get(task, 1), seconds),)
     wall = _median(run, "pipeline/wall_s") or _median(run, "timing_s/step")
@@ -163,10 +162,10 @@ def measured_run(folder: Path) -> MeasuredRun:
             TIMES_OPTION,
             str(folder),
             rule="holds no times of generation and training",
-            remedy="Give the folder of a run with two steps or more, or a table.",
+            remedy="Name the folder of a run with two steps or more, or a table.",
         )
     rows = config.actor_rollout_ref.rollout.max_num_seqs * devices[_GENERATE]
-    rows_share = min(rows / config.sequences_per_step, 1.0) if waits == 1.0 else 1.0
+    rows_share = min(rows / config.sequences_per_step, 1.0) if slowdown == 1.0 else 1.0
     times = TaskTimes(measured, lengths, longest, rows_share, _decoding(run, config))
     return MeasuredRun(times, config, wall)
 
@@ -178,8 +177,8 @@ def _config_of(run: RunData) -> RunConfig:
         raise UserError(
             TIMES_OPTION,
             str(run.folder),
-            rule=f"its config.json is not one of tandem train ({str(error).splitlines()[0]})",
-            remedy="Give the folder of such a run.",
+            rule=f"its config.json is not of tandem train ({str(error).splitlines()[0]})",
+            remedy="Name the folder of a run of tandem train.",
         ) from error
 
 
@@ -202,11 +201,11 @@ def _decoding(run: RunData, config: RunConfig) -> Decoding | None:
     return Decoding(pace, mean_tokens, config.sequences_per_step, rows)
 
 
-def _waits_for_longest(run: RunData, lengths: Sequence[float], *, num_engines: int) -> float:
+def _generation_slowdown(run: RunData, lengths: Sequence[float], *, num_engines: int) -> float:
     """Return the ratio of the measured generation time to that of fully loaded engines.
 
-    The measured time is that of a whole batch, or the mean over engines (one per device) that
-    generate a share of it each.
+    The measured time is that of a whole batch, or the mean over engines (one per device), each with
+    a share of it.
     """
     idle = _median(run, f"pipeline/idle_share/{_GENERATE}")
     if idle is None:
@@ -220,10 +219,10 @@ def _waits_for_longest(run: RunData, lengths: Sequence[float], *, num_engines: i
 
 
 def expected_longest(lengths: Sequence[float], num_shares: int) -> float:
-    """Return the expected longest of a share, if ``lengths`` are dealt into shares at random.
+    """Return the expected maximum of a share, if ``lengths`` are dealt into shares at random.
 
     Args:
-        lengths: ascending.
+        lengths: the lengths, ascending.
         num_shares: the number of equal shares.
     """
     size = -(-len(lengths) // num_shares)
@@ -235,7 +234,7 @@ def expected_longest(lengths: Sequence[float], num_shares: int) -> float:
 
 
 def _median(run: RunData, name: str) -> float | None:
-    """Return the median over all steps but the first, which warms up; None without others."""
+    """Return the median over all steps but the first, the warm-up; None without others."""
     column: Column = run.columns.get(name, ())
     values = [value for step, value in column if step > _NUM_WARMUP_STEPS]
     return statistics.median(values) if values else None
@@ -250,7 +249,7 @@ def _relative_lengths(run: RunData) -> tuple[float, ...]:
 
 
 def _longest(run: RunData) -> float:
-    """Return the longest response of a step relative to the mean; few recorded ones include it."""
+    """Return the longest response of a step relative to the mean, from metrics of all."""
     longest, mean = _median(run, "response_length/max"), _median(run, "response_length/mean")
     return longest / mean if longest and mean else 0.0
 
@@ -271,17 +270,17 @@ def _read_table(path: Path) -> TaskTimes:
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        told = [float(length) for length in table.pop(_LENGTHS, ())]
+        own_lengths = [float(length) for length in table.pop(_LENGTHS, ())]
         measured = {str(task): _points(row) for task, row in table.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise _table_error(path, str(error)) from error
     unknown = sorted(set(measured) - {*TASKS, SYNC})
     missing = [task for task in ("actor-train", _GENERATE) if not measured.get(task)]
     values = [value for points in measured.values() for point in points for value in point]
-    if unknown or missing or not all(0 < value < math.inf for value in (*values, *told)):
+    if unknown or missing or not all(0 < value < math.inf for value in (*values, *own_lengths)):
         reason = f"unknown {unknown[0]}" if unknown else f"no {missing[0]}" if missing else ""
-        raise _table_error(path, reason or "not > 0 and finite")
-    lengths = _relative(told)
+        raise _table_error(path, reason or "a value is not positive and finite")
+    lengths = _relative(own_lengths)
     alone = measured[_GENERATE]
     measured[_GENERATE] = tuple((devices, seconds / max(lengths)) for devices, seconds in alone)
     return TaskTimes(measured, lengths)

@@ -2,8 +2,8 @@
 """An asyncio event loop with a virtual clock.
 
 Whenever no task can run, the time jumps to the next timer. Hours of a schedule pass in seconds, and
-every run of the same program is the same. Nothing but timers moves the time, so a program that
-waits for a thread or a socket must not run in this loop.
+every run of the same program is the same. Only timers advance the time, so a program that waits for
+a thread or a socket must not run in this loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 class DeadlockError(RuntimeError):
-    """A halt of the program: every task waits, and no timer is set that could wake one."""
+    """A deadlock: every task waits, and no timer is set that could wake one."""
 
 
 class _Jumping(selectors.DefaultSelector):
@@ -46,7 +46,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(coroutine: Coroutine[Any, Any, R]) -> R:
-    """Run ``coroutine`` under a virtual clock of its own and return its result.
+    """Run ``coroutine`` under a new virtual clock and return its result.
 
     Raises:
         DeadlockError: all tasks wait for each other.

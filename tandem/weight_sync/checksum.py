@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 _WORD_BYTES = 4
-# The number of words multiplied at once, each with 16 bytes of scratch memory. On a CPU a chunk fits
-# into the cache. On other devices it is large enough to amortize the kernel launches.
+# The number of words multiplied at once; each takes 16 bytes of scratch memory. On a CPU a chunk
+# fits into the cache. On other devices it is large enough to amortize the kernel launches.
 _CHUNK_WORDS = {"cpu": 1 << 16}
 _MANY_WORDS = 1 << 20
 SAMPLING = 32

@@ -141,8 +141,16 @@ def test_messages_take_turns_over_the_senders() -> None:
 @pytest.mark.parametrize(
     ("sends", "needs", "message"),
     [
-        ([("a", 4, (0, 4))], [("a", 4, (0, 4)), ("b", 4, (0, 4))], "b: rank 1 needs it and nobody"),
-        ([("a", 4, (0, 4)), ("b", 4, (0, 4))], [("a", 4, (0, 4))], "b: rank 0 holds it and nobody"),
+        (
+            [("a", 4, (0, 4))],
+            [("a", 4, (0, 4)), ("b", 4, (0, 4))],
+            "b: rank 1 needs it and no rank",
+        ),
+        (
+            [("a", 4, (0, 4)), ("b", 4, (0, 4))],
+            [("a", 4, (0, 4))],
+            "b: rank 0 holds it and no rank",
+        ),
         (
             [("a", 4, (0, 4))],
             [("a", 5, (0, 5))],
