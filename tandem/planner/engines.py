@@ -46,8 +46,8 @@ class SimulatedTimes:
         task_s: returns the seconds of call number i of ``actor-train`` (one optimizer step),
             ``logp``, ``ref_logp``, ``sync`` (a transfer of weights) or ``reward`` (a group).
         num_slots: the number of sequences generated at the same time; others wait.
-        num_tokens: returns the number of tokens of a response of so many seconds, evenly spread over
-            the time.
+        num_tokens: returns the tokens of a response of a number of seconds, evenly spread over the
+            time.
         decode_step_s: the seconds of a decode step, for the bound on an advance.
         slowdown: returns the factor by which sequences and decode steps take longer at a number
             of concurrent sequences.
