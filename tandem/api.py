@@ -125,7 +125,7 @@ class Capacity:
 
 
 class WeightSink(Protocol):
-    """Receives the weights of a version: whole tensors under their names in checkpoint files."""
+    """A receiver of the weights of a version: whole tensors, named as in checkpoint files."""
 
     def manifest(self) -> Sequence[SliceSpec]:
         """Return the tensors of a version, in the order in which they must arrive. Each spec covers
@@ -238,7 +238,7 @@ class EngineFailure(RuntimeError):
 
 
 class WeightStage(Protocol):
-    """Copies weights aside, so that training continues while the rollout receives them."""
+    """A staging area for weights: training continues while the rollout receives a copy."""
 
     def stage(self, version: int) -> None:
         """Copy the trainer's current weights as ``version``. Return once the trainer may change
@@ -266,7 +266,7 @@ class Engines:
         rollout: the same policy, generating.
         reference: the frozen initial policy, if the run needs it.
         scorer: the model that computes old log-probs: the trainer, or a copy on its own devices.
-        stage: copies weights aside, if training continues while they are sent.
+        stage: the staging area for weights, if training continues while they are sent.
         critic, reward_model: the auxiliary models, if the run has them.
         work: returns the state of each engine behind the rollout, for the trace. A single engine
             counts as always busy.
@@ -332,7 +332,7 @@ class WorkerGroup(Protocol):
 
 
 class MetricSink(Protocol):
-    """Receives the metrics of each step. A failing display must not stop the run."""
+    """A receiver of each step's metrics. A failing display must not stop the run."""
 
     def write(self, report: StepReport) -> None: ...
 

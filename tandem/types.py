@@ -411,7 +411,7 @@ class LossInputs:
 
     Attributes:
         score_R: the log-probs of a policy or the values of a critic, differentiable.
-        entropy_R: the entropy of the policy at each token; None unless the loss asked for it.
+        entropy_R: the entropy of the policy at each token, if ``Loss.needs_entropy``.
         sequence_R, num_sequences, columns: as in ``PackedBatch``.
     """
 

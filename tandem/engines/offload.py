@@ -56,7 +56,7 @@ def on_device(parameters: OffloadedParameters | None) -> AbstractContextManager[
 
 def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
     # ``data`` accepts only tensors of the same kind. The kinds of the host and of an out-of-tree
-    # backend differ, so that the whole tensor is swapped.
+    # backend differ: the whole tensor is swapped.
     is_same_kind = torch._has_compatible_shallow_copy_type  # pyright: ignore[reportPrivateImportUsage]
     if is_same_kind(parameter, values):
         parameter.data = values

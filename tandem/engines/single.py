@@ -80,7 +80,7 @@ class SingleDeviceEngine:
         self._schedule_step = 0
 
     def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """Return log-probs, or values, of the response tokens, fp32 (R,) a batch, on the CPU."""
+        """Return log-probs, or values, of the response tokens: fp32 (R,) per batch, on the CPU."""
         return [score(self._compute, batch, temperature=temperature) for batch in batches]
 
     def update(
@@ -238,7 +238,7 @@ class ReferenceModel:
             self._offloaded = OffloadedParameters(model.module.parameters(), frozen=True)
 
     def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-        """Return log-probs, or values, of the response tokens, fp32 (R,) a batch, on the CPU."""
+        """Return log-probs, or values, of the response tokens: fp32 (R,) per batch, on the CPU."""
         with on_device(self._offloaded):
             return [score(self._model, batch, temperature=temperature) for batch in batches]
 

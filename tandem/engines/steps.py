@@ -38,7 +38,7 @@ def score(model: LanguageModel, batch: PackedBatch, *, temperature: float) -> Te
 def backward(
     model: LanguageModel, batch: PackedBatch, *, loss: Loss, scale: LossScale, temperature: float
 ) -> LossOutputs:
-    """Add the gradients of a micro-batch to those of the model's parameters."""
+    """Accumulate the gradients of a micro-batch in the model's parameters."""
     scores = score_batch(model, batch, temperature=temperature, with_entropy=loss.needs_entropy)
     outputs = loss(_loss_inputs(batch, scores, scale=scale))
     outputs.loss.backward()

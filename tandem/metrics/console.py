@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sinks of the console: a progress bar at a terminal, verl's lines elsewhere.
-
-Numbers above the bar are rounded for reading; ``metrics.jsonl`` has all of them in full.
-"""
+"""The console sinks: a progress bar on a terminal, verl's lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from tandem.types import StepReport
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A number of the compact line: ``label value unit`` of the first metric that a step has."""
+    """A field ``label value unit`` of the compact line, for the first metric that a step has."""
 
     label: str
     metrics: tuple[str, ...]
@@ -55,7 +52,7 @@ _VALIDATION_PREFIX = "val-core/"
 
 
 class ConsoleSink:
-    """A ``tandem.api.MetricSink`` that writes verl's lines to a text stream, for logs to grep."""
+    """A ``tandem.api.MetricSink`` that writes verl's lines to a text stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -70,10 +67,10 @@ class ConsoleSink:
 
 
 class ProgressSink:
-    """A ``tandem.api.MetricSink`` on a terminal: a line a step above a bar of the run."""
+    """A ``tandem.api.MetricSink`` on a terminal: a progress bar below a line per step."""
 
     def __init__(self, stream: TextIO, *, total_steps: int, first_step: int) -> None:
-        """Show a bar of ``total_steps``; ``first_step`` of them were done before a resume."""
+        """Show a bar of ``total_steps``, of which ``first_step`` are done."""
         self._console = Console(file=stream)
         self._progress = Progress(
             TextColumn("[bold]step"),
@@ -89,7 +86,7 @@ class ProgressSink:
         self._progress.start()
 
     def write(self, report: StepReport) -> None:
-        """Print the line of a record; move the bar unless the record is of a validation alone."""
+        """Print the line of a step; advance the bar unless it has only validation metrics."""
         self._console.print(Text(compact_line(report), no_wrap=True, overflow="ellipsis"))
         headline = [_render(field, report.metrics) for field in (_REWARD, _LOSS, _SPEED)]
         if any(headline):
@@ -97,7 +94,7 @@ class ProgressSink:
             self._progress.update(self._task, completed=report.step, description=description)
 
     def close(self) -> None:
-        """Freeze the bar and release the terminal; idempotent."""
+        """Stop the bar and release the terminal; idempotent."""
         self._progress.stop()
 
 
@@ -111,7 +108,7 @@ def console_line(report: StepReport) -> str:
 
 
 def compact_line(report: StepReport) -> str:
-    """Format the step and the numbers that matter during a run."""
+    """Format the step and its most important numbers."""
     parts = [f"step {report.step}", *(_render(field, report.metrics) for field in _FIELDS)]
     for name, value in report.metrics.items():
         if name.startswith(_VALIDATION_PREFIX) and "/mean@" in name:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fit of the time of a decode step as a function of the number of its sequences.
 
-The fit reads the times at which the sequences of a batch end that all began together. After its
-prompts, a batch takes steps of ``fixed + a * n + b * c`` seconds, for n sequences with c cached
-tokens in total. A sequence ends after as many steps as it has tokens. Engines that share a batch
-are assumed to have equal parts of it.
+The input is the end time of each sequence in a batch that started together. The model: after the
+prefill, a step takes ``fixed + a * n + b * c`` seconds, for n sequences with c cached tokens in
+total, and a sequence takes one step per token. Engines are assumed to share a batch evenly.
 """
 
 from __future__ import annotations
@@ -19,37 +18,36 @@ from numpy.typing import NDArray
 from tandem.types import GenerationRequest
 
 _MIN_LONGEST = 2.0
-"""The smallest ratio of longest to mean length; below it, the parts of a step cannot be told apart,
-because all sequences run nearly to the end."""
+"""The minimum ratio of longest to mean length. Below it, all sequences end at nearly the same time,
+and the parts of a step cannot be separated."""
 _MAX_RESIDUAL = 0.2
-"""The largest share of the spread of the ends that the fit may leave unexplained. Above it, another
-cause dominates, such as a full cache."""
+"""The maximum ratio of residual to standard deviation of the end times. Above it, another cause
+dominates, such as a full cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePace:
     """The seconds of a decode step of one engine.
 
-    ``per_sequence_s`` includes the mean number of cached tokens over the steps of a batch, and the
-    computation of the prompt, spread over the steps of its sequences.
+    ``per_sequence_s`` includes the cost of the mean number of cached tokens, and the prefill,
+    distributed over the steps of the sequences.
     """
 
     fixed_s: float
     per_sequence_s: float
 
     def step_s(self, num_sequences: float) -> float:
-        """Return the seconds of a step for ``num_sequences`` sequences."""
         return self.fixed_s + self.per_sequence_s * num_sequences
 
 
 class PaceRecorder:
-    """A recorder of the ends of sequences that fits the batches generated on their own.
+    """A recorder of end times that fits batches without concurrent work.
 
     Args:
         clock: the time in seconds; only differences are used.
         num_engines: the number of engines that share the sequences.
-        num_rows: the number of sequences that all engines together generate at once; a larger batch
-            is not fitted. None disables fits.
+        num_rows: the number of sequences that all engines generate at once; larger batches are not
+            fitted. None disables fits.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class PaceRecorder:
         self._largest_prompt_tokens = 0.0
 
     def begin(self, requests: Sequence[GenerationRequest], *, is_alone: bool) -> None:
-        """Begin a batch of ``requests``; it is fitted only if the engines have no other work."""
+        """Start a batch of ``requests``; ``is_alone``: the engines have no other work."""
         self._ends, self._num_expected = [], 0
         num_sequences = sum(len(request.sample_ids) for request in requests)
         if is_alone and 0 < num_sequences <= self._num_rows:
@@ -103,14 +101,15 @@ class PaceRecorder:
 def fit_pace(
     ends: Sequence[tuple[int, float]], *, prompt_tokens: float, num_engines: int
 ) -> DecodePace | None:
-    """Fit a batch by least squares without negative parts.
+    """Fit a batch by least squares with nonnegative coefficients.
 
     Args:
-        ends: the tokens of each sequence, and the seconds from the begin of the batch to its end.
+        ends: the number of tokens of each sequence, and the seconds from the start of the batch to
+            its end.
         prompt_tokens: the mean number of prompt tokens of a sequence.
 
     Returns:
-        None if the lengths differ too little, or the ends do not follow from them.
+        None if the lengths differ too little, or do not explain the end times.
     """
     lengths = np.maximum([length for length, _ in ends], 1)
     if len(ends) == 0 or lengths.max() < _MIN_LONGEST * lengths.mean():
@@ -132,10 +131,10 @@ def fit_pace(
 def _nonnegative_fit(
     parts: NDArray[np.float64], values: NDArray[np.float64]
 ) -> tuple[float, ...] | None:
-    """Fit a constant of any sign and a factor of each part, no factor below 0.
+    """Fit a constant of any sign and a nonnegative coefficient of each part.
 
-    Every choice of parts is tried, and the best fit wins. Return None if none fits, or if there are
-    too few different lengths for all parts.
+    Try every subset of the parts and return the best fit; None if no subset fits, or if there are
+    too few different lengths.
     """
     sizes = parts.max(axis=1)
     scaled = np.stack([np.ones(len(values)), *(parts / sizes[:, None])], axis=1)

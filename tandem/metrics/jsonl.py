@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON objects, one a line, each with a ``step``; ``metrics.jsonl`` is such a file.
+"""Files of one JSON object per line, each with a ``step``, such as ``metrics.jsonl``.
 
-Files are appended to, and cut back on resume. Steps never decrease along a file, except that a
+Files are appended to, and truncated on resume. Steps never decrease along a file, except that a
 validation is recorded when it ends, perhaps some steps later. A line has left the process when
 ``append`` returns (there is no fsync). Readers ignore an unfinished last line, and reopening
-removes it. Numbers that are not finite are written as null, because JSON has no form for them.
+removes it. Numbers that are not finite are written as null.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tandem.types import StepReport
 
 METRICS_FILE = "metrics.jsonl"
 BEFORE_FIRST_STEP = -1
-"""The last step of an empty file. (Step 0 is the validation before training.)"""
+"""The last step of an empty file; step 0 is the validation before training."""
 
 
 class JsonLinesFile:
-    """An open file of records, to append to."""
+    """A file of records, open for appending."""
 
     def __init__(self, path: Path, *, keep_through_step: int) -> None:
         """Open ``path`` and remove the records of steps after ``keep_through_step``."""
@@ -49,13 +49,12 @@ class JsonLinesFile:
 
 
 class JsonlSink:
-    """The ``tandem.api.MetricSink`` that every run has: ``{"step": 3, "actor/lr": ...}`` a line."""
+    """The ``tandem.api.MetricSink`` that writes lines ``{"step": 3, "actor/lr": ...}``."""
 
     def __init__(self, run_folder: Path, *, keep_through_step: int) -> None:
         self._file = JsonLinesFile(run_folder / METRICS_FILE, keep_through_step=keep_through_step)
 
     def write(self, report: StepReport) -> None:
-        """Append one line."""
         metrics = {name: float(value) for name, value in report.metrics.items()}
         self._file.append({"step": report.step, **metrics})
 
@@ -65,12 +64,12 @@ class JsonlSink:
 
 
 def encode(record: Mapping[str, Any]) -> str:
-    """Format one line of strict ASCII JSON; values that JSON lacks become their ``str``."""
+    """Format a record as one line of strict ASCII JSON; other types are converted by ``str``."""
     return json.dumps(_finite(record), ensure_ascii=True, allow_nan=False, default=str)
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Remove all records of later steps, and an unfinished line."""
+    """Remove all records after ``step``, and an unfinished line."""
     if not path.exists():
         return
     size, late = 0, b""
@@ -89,21 +88,21 @@ def truncate_after(path: Path, step: int) -> None:
     if size < path.stat().st_size:
         with path.open("r+b") as stream:
             stream.seek(size)
-            stream.write(late)  # before the cut, so that a kill loses none of them
+            stream.write(late)  # before truncating, so that a kill loses no record
             stream.truncate()
 
 
 def last_step(path: Path) -> int:
-    """Return the largest step on record, ``BEFORE_FIRST_STEP`` if there is none.
+    """Return the largest step of a file, ``BEFORE_FIRST_STEP`` without one.
 
-    The last record may have a smaller one: an earlier checkpoint may have been validated since.
-    Raises UserError as ``read_records``.
+    The last record may have a smaller step: the validation of an earlier checkpoint. Raise
+    UserError as ``read_records`` does.
     """
     return max((int(record["step"]) for record in read_records(path)), default=BEFORE_FIRST_STEP)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read all records of a file, which may still be written; [] if there is no file.
+    """Read all records of a file, which may still be growing; [] if there is no file.
 
     Raises:
         UserError: a line before the last one is not a JSON object.
@@ -125,7 +124,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _decode(line: bytes) -> dict[str, Any] | None:
-    """Parse one line; return None if it is unfinished or no JSON object."""
+    """Parse one line; return None if it is unfinished or not a JSON object."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of all metrics with their units and meanings; docs/metrics.md is made of it.
+"""The table of all metrics with their units and meanings, the source of docs/metrics.md.
 
-Names are verl's where verl has them. A name may hold a placeholder ``<name>``, a choice
+Names are verl's where verl has them. A name may contain a placeholder ``<name>``, a choice
 ``<mean|max|min>`` and an optional ending ``[/lag_<k>]``. A run logs only the metrics of features
 that it uses.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A row of the table; ``unit`` is "" for a number without a unit."""
+    """A row of the table; ``unit`` is "" if there is none."""
 
     name: str
     unit: str
@@ -29,12 +29,12 @@ _NATS = "nats"
 _SECONDS = "s"
 
 METRICS = (
-    Metric("training/global_step", "", "the number of the step; 0 is the first validation"),
+    Metric("training/global_step", "", "the step; 0 is the validation before training"),
     Metric("training/epoch", "", "the epoch of the latest prompt, from 0"),
     Metric("training/dropped_groups", "groups", "groups that dynamic sampling dropped"),
     Metric("training/lag/mean", "versions", "the age of the sampling weights, mean over tokens"),
     Metric("training/lag/max", "versions", "the age of the oldest token of the batch"),
-    Metric("training/lag/share/lag_<k>", _SHARE, "samples whose oldest token has lag k"),
+    Metric("training/lag/share/lag_<k>", _SHARE, "samples with an oldest token of lag k"),
     Metric("training/lag/old_log_prob", "versions", "the age of the weights of old log-probs"),
     Metric("training/rollout_probs_diff_valid", "", "1 if the trainer scored the batch itself"),
     Metric(
@@ -52,27 +52,27 @@ METRICS = (
         _NATS,
         "the absolute difference of token log-probs, trainer against rollout",
     ),
-    Metric(f"critic/score/{_STATISTIC}", "", "the scores of the samples, as the reward gave them"),
+    Metric(f"critic/score/{_STATISTIC}", "", "the scores that the reward gave the samples"),
     Metric(f"critic/rewards/{_STATISTIC}", "", "the rewards of the samples after any KL penalty"),
     Metric(f"critic/advantages/{_STATISTIC}", "", "the advantages of the response tokens"),
     Metric(f"critic/returns/{_STATISTIC}", "", "the returns of the response tokens"),
-    Metric(f"critic/values/{_STATISTIC}", "", "the values of the response tokens, by the critic"),
-    Metric("critic/vf_explained_var", _SHARE, "the variance of the returns explained by values"),
+    Metric(f"critic/values/{_STATISTIC}", "", "the critic's values of the response tokens"),
+    Metric("critic/vf_explained_var", _SHARE, "variance of the returns that the values explain"),
     Metric("critic/vf_loss", "", "the loss of the critic"),
     Metric("critic/vf_clipfrac", _SHARE, "tokens whose value is clipped"),
     Metric("critic/vpred_mean", "", "the mean value during the update"),
     Metric("<actor|critic|train>/grad_norm", "", "the norm of the gradient before clipping"),
-    Metric("<actor|critic|train>/lr", "", "the learning rate after the step"),
+    Metric("<actor|critic|train>/lr", "", "the learning rate of the step"),
     Metric(
         "<actor|critic>/skipped_updates",
         "updates",
-        "optimizer steps skipped, because loss or gradient was not finite",
+        "optimizer steps skipped because loss or gradient was not finite",
     ),
     Metric("actor/loss", "", "the whole loss of the policy"),
     Metric("actor/pg_loss", "", "the policy term of the loss"),
     Metric(f"actor/pg_clipfrac{_LAG}", _SHARE, "tokens whose ratio is clipped"),
     Metric("actor/pg_clipfrac_lower", _SHARE, "tokens bounded by the dual clip"),
-    Metric("actor/ppo_kl", _NATS, "the KL of the policy from that of the batch's begin, k1"),
+    Metric("actor/ppo_kl", _NATS, "the KL from the policy before the step, k1"),
     Metric("actor/entropy", _NATS, "the entropy of the policy, mean over tokens"),
     Metric("actor/entropy_loss", _NATS, "the entropy as aggregated in the loss"),
     Metric("actor/kl_loss", _NATS, "the KL from the reference as aggregated in the loss"),
@@ -84,30 +84,30 @@ METRICS = (
         _SHARE,
         "sequences with a reward that went through the model in the update",
     ),
-    Metric("reward/<number>/mean", "", "a further number that the reward function returned"),
+    Metric("reward/<number>/mean", "", "another number that the reward function returned"),
     Metric("reward/timeouts", "samples", "samples whose reward exceeded its deadline"),
-    Metric("reward/errors", "samples", "samples whose reward failed otherwise"),
+    Metric("reward/errors", "samples", "samples whose reward failed for another reason"),
     Metric("reward/failures", "samples", "samples without a reward"),
     Metric("reward/zero_variance_group_ratio", _SHARE, "groups whose samples all score the same"),
     Metric(f"<response|prompt>_length/{_STATISTIC}", _TOKENS, "the lengths"),
-    Metric("<response|prompt>_length/clip_ratio", _SHARE, "those of the largest length allowed"),
+    Metric("<response|prompt>_length/clip_ratio", _SHARE, "sequences of the maximum length"),
     Metric(f"response_length_non_aborted/{_STATISTIC}", _TOKENS, "the lengths above 0"),
-    Metric("response_length_non_aborted/clip_ratio", _SHARE, "those of the largest length allowed"),
+    Metric("response_length_non_aborted/clip_ratio", _SHARE, "sequences of the maximum length"),
     Metric("response/aborted_ratio", _SHARE, "responses without a token"),
     Metric(f"rollout_corr/kl{_LAG}", _NATS, "the KL of rollout from trainer, k1, mean over tokens"),
-    Metric(f"rollout_corr/k3_kl{_LAG}", _NATS, "the same by the estimator k3"),
+    Metric(f"rollout_corr/k3_kl{_LAG}", _NATS, "the same KL by the estimator k3"),
     Metric(f"rollout_corr/rollout_is_mean{_LAG}", "", "the mean importance weight of the tokens"),
     Metric(f"rollout_corr/rollout_is_std{_LAG}", "", "the standard deviation of the weights"),
     Metric("rollout_corr/rollout_is_<max|min>", "", "the extreme importance weights"),
     Metric(
         f"rollout_corr/rollout_is_eff_sample_size{_LAG}",
         _SHARE,
-        "the effective sample size, as a share of the tokens",
+        "the effective sample size relative to the number of tokens",
     ),
     Metric(
         f"rollout_corr/rollout_is_ratio_fraction_<high|low>{_LAG}",
         _SHARE,
-        "tokens whose raw weight lies beyond the bound",
+        "tokens whose raw weight is beyond the bound",
     ),
     Metric(
         f"rollout_corr/rollout_rs_masked_fraction{_LAG}", _SHARE, "tokens that rejection excludes"
@@ -115,7 +115,7 @@ METRICS = (
     Metric(
         "rollout_corr/rollout_rs_<option>_masked_fraction",
         _SHARE,
-        "tokens that one of the options of rejection excludes",
+        "tokens that this rejection option excludes",
     ),
     Metric(
         "rollout_corr/rollout_rs_[<option>_]seq_masked_fraction",
@@ -129,25 +129,25 @@ METRICS = (
     Metric("timing_s/step", _SECONDS, "the step, without saving and validation"),
     Metric("timing_s/testing", _SECONDS, "the validation"),
     Metric("timing_s/<section>", _SECONDS, "a section of the step, such as gen or reward"),
-    Metric("timing_per_token_ms/<section>", "ms", "a section, for each of its tokens"),
+    Metric("timing_per_token_ms/<section>", "ms", "a section, per token"),
     Metric("perf/total_num_tokens", _TOKENS, "the tokens of prompts and responses"),
     Metric("perf/time_per_step", _SECONDS, "the same as timing_s/step"),
-    Metric("perf/throughput", "tokens/s", "the tokens of a step for each second and device"),
+    Metric("perf/throughput", "tokens/s", "the tokens of a step per second and device"),
     Metric("perf/wall_throughput", "tokens/s", "the same, including data, validation and saving"),
-    Metric("perf/mfu/actor", _SHARE, "the model flops of the update of the devices' peak"),
+    Metric("perf/mfu/actor", _SHARE, "the update's model flops relative to the devices' peak"),
     Metric("perf/max_memory_<allocated|reserved>_gb", "GiB", "the peak of the device's allocator"),
     Metric("perf/cpu_memory_used_gb", "GiB", "the memory in use on the driver's host"),
     Metric("perf/decode_step_s/fixed", _SECONDS, "the fixed part of a decode step"),
     Metric("perf/decode_step_s/per_sequence", _SECONDS, "the part of a decode step per sequence"),
-    Metric("global_seqlen/<min|max>", _TOKENS, "the tokens of a rank, had data been cut in order"),
+    Metric("global_seqlen/<min|max>", _TOKENS, "the tokens of a rank without balancing"),
     Metric("global_seqlen/minmax_diff", _TOKENS, "their difference"),
     Metric("global_seqlen/balanced_<min|max>", _TOKENS, "the tokens of a rank after balancing"),
-    Metric("global_seqlen/mean", _TOKENS, "the mean of the ranks"),
-    Metric("pipeline/wall_s", _SECONDS, "the time since the end of the last step"),
+    Metric("global_seqlen/mean", _TOKENS, "the mean over ranks"),
+    Metric("pipeline/wall_s", _SECONDS, "the time since the end of the previous step"),
     Metric("pipeline/busy_s/<role>", _SECONDS, "the work of a role, mean over its engines"),
-    Metric("pipeline/idle_share/<role>", _SHARE, "the part of the wall time without work"),
+    Metric("pipeline/idle_share/<role>", _SHARE, "wall time without work"),
     Metric("pipeline/wait_s/<role>/<cause>", _SECONDS, "the time that a role waited for a cause"),
-    Metric("pipeline/buffered_groups", "groups", "scored groups that wait for the next steps"),
+    Metric("pipeline/buffered_groups", "groups", "scored groups that wait for later steps"),
     Metric("rollout/engine/<counter>", "", "the growth of a counter of the rollout engines"),
     Metric("train/loss", _NATS, "the loss of supervised training, mean over tokens"),
     Metric("train/global_tokens", _TOKENS, "the tokens of the step"),
@@ -155,24 +155,24 @@ METRICS = (
     Metric(
         "<val-core|val-aux>/<source>/<variable>/<mean|std>@<N>",
         "",
-        "the score or another number, over the N samples of a prompt, mean over prompts",
+        "the score or another number over the N samples of a prompt, mean over prompts",
     ),
     Metric(
         "<val-core|val-aux>/<source>/<variable>/<best|worst|maj>@<n>/<mean|std>",
         "",
-        "the best, the worst or the majority's of n samples, by bootstrap",
+        "the best, the worst or the majority of n samples, by bootstrap",
     ),
     Metric("val-aux/<source>/failures/count", "samples", "validation samples without a reward"),
 )
 
 
 def find_metric(name: str) -> Metric | None:
-    """Return the first row of the table that a logged name belongs to."""
+    """Return the first row that matches a logged name."""
     return next((row for row in METRICS if re.fullmatch(_pattern(row.name), name)), None)
 
 
 def metrics_table() -> str:
-    """Render the table in Markdown."""
+    """Render the table as Markdown."""
     lines = ["| metric | unit | meaning |", "|---|---|---|"]
     for row in METRICS:
         name = row.name.replace("|", "\\|")
@@ -181,7 +181,7 @@ def metrics_table() -> str:
 
 
 def _pattern(name: str) -> str:
-    """Translate a name of the table into a regular expression."""
+    """Convert a name of the table to a regular expression."""
     parts = re.split(r"(<[^>]*>|\[|\])", name)
     special = {"[": "(?:", "]": ")?"}
     return "".join(special.get(part) or _placeholder(part) for part in parts)

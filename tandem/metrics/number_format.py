@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers for people to read: at most four significant digits, thousands as k, M and G."""
+"""Short texts of numbers: at most four significant digits, with the suffixes k, M and G."""
 
 from __future__ import annotations
 
 import math
 
 _SUFFIXES = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
-"""The smallest size, the divisor and the suffix of each range."""
+"""The minimum, the divisor and the suffix of each range."""
 
 
 def format_number(value: float) -> str:
@@ -34,5 +34,4 @@ def format_duration(seconds: float) -> str:
 
 
 def _round(value: float) -> float:
-    """Round to three significant digits."""
     return float(f"{value:.3g}")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts on disk: a few of each step for the report, and verl's dumps of all of them.
 
-``rollouts.jsonl`` holds one object for each recorded sample, with its tokens as text and their
-log-probs. A step records at most ``max_per_step`` samples, chosen evenly over the batch without
-randomness, so that a resumed run records the same ones. The dumps (``trainer.rollout_data_dir``,
-``trainer.validation_data_dir``) are ``<step>.jsonl`` with verl's fields.
+``rollouts.jsonl`` has one object per recorded sample, with its tokens as text and their log-probs.
+The samples of a step are chosen evenly over the batch without randomness: a resumed run records the
+same ones. The dumps (``trainer.rollout_data_dir``, ``trainer.validation_data_dir``) are
+``<step>.jsonl`` with verl's fields.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RolloutRecorder:
         """Open the file and remove the records of steps after ``keep_through_step``.
 
         Args:
-            max_per_step: the largest number of samples recorded for a step; 0 records nothing.
+            max_per_step: the maximum number of recorded samples per step.
             token_texts: a function that returns the text of each token id, special tokens included.
         """
         self._max_per_step = max_per_step
@@ -42,7 +42,7 @@ class RolloutRecorder:
         self._file = JsonLinesFile(path, keep_through_step=keep_through_step)
 
     def write(self, step: int, groups: Sequence[Group], *, advantages: Sequence[float]) -> None:
-        """Record some samples of a step. Raises OSError if the disk is full.
+        """Record some samples of a step. Raise OSError if the disk is full.
 
         Args:
             advantages: the advantage of each sample in the order of ``groups`` (the mean over its
@@ -51,7 +51,7 @@ class RolloutRecorder:
         samples = [(group.prompt, sample) for group in groups for sample in group.samples]
         if len(advantages) != len(samples):
             raise ValueError(
-                f"advantages has {len(advantages)} entries: it must have one for each of "
+                f"advantages has {len(advantages)} entries: it must have one for each of the "
                 f"{len(samples)} samples. Pass them in the order of the groups."
             )
         for index in spread(len(samples), self._max_per_step, offset=step):
@@ -89,7 +89,7 @@ class RolloutRecorder:
 
 
 def _switches(trajectory: Trajectory) -> list[list[int]]:
-    """Return [index into the response, version] wherever another version began to draw."""
+    """Return [index into the response, version] of each change of the drawing version."""
     switches: list[list[int]] = []
     index, current = 0, trajectory.completions[0].weights_version
     for span in trajectory.response_spans:
@@ -104,7 +104,7 @@ def _switches(trajectory: Trajectory) -> list[list[int]]:
 
 
 def _log_probs(trajectory: Trajectory) -> list[float | None]:
-    """Return the log-prob of each token of the response, None for a given one."""
+    """Return the log-prob of each response token; None for given tokens."""
     values: list[float | None] = []
     for span in trajectory.response_spans:
         if span.completion is None:
@@ -128,8 +128,8 @@ def spread(count: int, limit: int, *, offset: int) -> list[int]:
 def dump_samples(folder: Path, step: int, *, groups: Sequence[Group]) -> Path:
     """Write all samples of a step as verl does, replacing an earlier dump of that step.
 
-    Each line has ``input``, ``output``, ``gts``, ``score``, ``step`` and the further values that
-    the reward returned; the score of a failed reward is null. Raises OSError if the disk is full.
+    Each line has ``input``, ``output``, ``gts``, ``score``, ``step`` and the other values of the
+    reward; the score of a failed reward is null. Raise OSError if the disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step}.jsonl"

@@ -2,8 +2,8 @@
 """The reduction of the metrics of several optimizer steps to those of a training step.
 
 verl guesses the reduction from the name (a name with "max" is maximised, and so on). Here every
-metric is averaged, so that a name never changes a number. Metrics arrive already divided by their
-global denominators (see ``LossOutputs``).
+metric is averaged, whatever its name. Metrics are already divided by their global denominators (see
+``LossOutputs``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tandem.types import UpdateReport
 def update_metrics(reports: Sequence[UpdateReport], role: str = "actor") -> dict[str, float]:
     """Reduce the reports of one training step to metrics under verl's names.
 
-    Metrics of a loss are averaged over the steps that were taken. ``<role>/lr`` is the last
-    learning rate in force. ``<role>/skipped_updates`` counts the steps that were not taken because
-    the loss or the gradient was not finite.
+    Metrics of a loss are averaged over the steps that were not skipped. ``<role>/lr`` is the
+    learning rate of the last step. ``<role>/skipped_updates`` counts the steps that were skipped
+    because the loss or the gradient was not finite.
     """
     taken = [report for report in reports if not report.skipped]
     values: dict[str, list[float]] = {}
@@ -34,6 +34,6 @@ def update_metrics(reports: Sequence[UpdateReport], role: str = "actor") -> dict
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Average, also if there are infinities of both signs, which ``fsum`` refuses."""
+    """Average; unlike ``fsum``, accept infinities of both signs."""
     total = fsum(values) if all(map(isfinite, values)) else sum(values)
     return total / len(values)

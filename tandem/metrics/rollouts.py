@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of the rollouts of one step, under verl's names.
 
-A reward that failed never counts as 0: ``critic/score`` and ``critic/rewards`` leave it out, and
-``reward/timeouts``, ``reward/errors`` and ``reward/failures`` count it. A statistic over nothing is
-left out rather than logged as NaN. Lengths are in tokens. As in verl, prompt statistics weigh a
-prompt once for each of its samples.
+A failed reward never counts as 0: ``critic/score`` and ``critic/rewards`` exclude it, and
+``reward/timeouts``, ``reward/errors`` and ``reward/failures`` count it. A statistic without values
+is omitted. Lengths are in tokens. As in verl, prompt statistics count a prompt once per sample.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ def score_metrics(groups: Sequence[Group], *, rewards: Sequence[float]) -> dict[
     """Compute statistics of the scores, and of the rewards after any KL penalty.
 
     Args:
-        rewards: the reward of each sample in the order of ``groups``; those of failed samples are
-            ignored.
+        rewards: the reward of each sample in the order of ``groups``, ignored for failed samples.
     """
     scored = [
         (sample, reward)
@@ -38,10 +36,10 @@ def score_metrics(groups: Sequence[Group], *, rewards: Sequence[float]) -> dict[
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Compute the means of further numbers of the reward, and count its failures by kind.
+    """Compute the means of the reward's other numbers, and count its failures by kind.
 
-    ``reward/zero_variance_group_ratio`` is a share of the groups with at least two scores: those
-    whose scores are all equal. Their group-relative advantages are 0, so that they teach nothing.
+    ``reward/zero_variance_group_ratio`` is the share of groups whose scores are all equal, among
+    those with at least two. Their group-relative advantages are 0: they have no training signal.
     """
     samples = _samples(groups)
     extras: dict[str, list[float]] = {}
@@ -63,7 +61,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def advantage_metrics(advantages_R: Tensor, *, returns_R: Tensor) -> dict[str, float]:
-    """Compute statistics over the R response tokens that carry loss; both tensors are (R,)."""
+    """Compute statistics over the R loss tokens; both tensors are (R,)."""
     return {
         **_tensor_statistics("critic/advantages", advantages_R),
         **_tensor_statistics("critic/returns", returns_R),
@@ -75,8 +73,8 @@ def length_metrics(
 ) -> dict[str, float]:
     """Compute statistics of the lengths of prompts and responses, in tokens.
 
-    ``clip_ratio`` is the share that has the largest length allowed. A response without a token
-    counts as aborted: ``response_length_non_aborted/*`` leaves it out.
+    ``clip_ratio`` is the share of sequences with the maximum length. A response without tokens
+    counts as aborted; ``response_length_non_aborted/*`` excludes it.
     """
     responses = [len(sample.trajectory.response_ids) for sample in _samples(groups)]
     prompts = [len(group.prompt.token_ids) for group in groups for _ in group.samples]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sinks that ``trainer.logger`` names; none of them can stop a run.
+"""The sinks of ``trainer.logger``. Their failures do not stop a run.
 
-``metrics.jsonl`` is always written; verl's ``file`` is another name for it. ``console`` is a
-progress bar at a terminal and verl's lines elsewhere. A dotted path names a sink of the user
-(docs/extend/metrics.md). A logger that cannot work is an error before the run.
+``metrics.jsonl``, verl's ``file``, is always written. A dotted path names a user's sink
+(docs/extend/metrics.md). A logger that is unknown or not installed is an error before the run.
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ class SinkSettings:
     """The facts of a run that a sink may need.
 
     Attributes:
-        trainer: the keys ``trainer.*``, among them ``project_name`` and ``experiment_name``.
-        run_folder: the folder of the run, which exists.
+        trainer: the keys ``trainer.*``, such as ``project_name`` and ``experiment_name``.
+        run_folder: the existing folder of the run.
         total_steps: the number of training steps of the whole run.
         keep_through_step: the last step before a resume; -1 for a new run.
-        environment: the environment variables.
         stream: the console.
     """
 
@@ -92,10 +90,10 @@ LOGGERS = {
 
 
 class GuardedSink:
-    """A ``tandem.api.MetricSink`` around another one, whose failures it logs once.
+    """A ``tandem.api.MetricSink`` that wraps another one and logs its first failure.
 
-    A display fails with OSError (disk, pipe, network) or ValueError (closed stream, unprintable
-    text). Any other exception is a defect and passes.
+    OSError (disk, pipe, network) and ValueError (closed stream, unprintable text) are failures of
+    the display. Any other exception is a defect and propagates.
     """
 
     def __init__(self, sink: MetricSink) -> None:
@@ -110,7 +108,6 @@ class GuardedSink:
             self._log_failure(error)
 
     def close(self) -> None:
-        """Close the sink."""
         try:
             self._sink.close()
         except (OSError, ValueError) as error:
@@ -118,9 +115,7 @@ class GuardedSink:
 
     def _log_failure(self, error: Exception) -> None:
         if not self._failed:
-            _log.warning(
-                "%s fails, the run goes on without it: %s", type(self._sink).__name__, error
-            )
+            _log.warning("%s failed; the run continues: %s", type(self._sink).__name__, error)
         self._failed = True
 
 
@@ -128,8 +123,8 @@ def require_loggers(names: Sequence[str]) -> None:
     """Check ``trainer.logger`` without opening anything.
 
     Raises:
-        UserError: a logger is unknown, its package is not installed, or a sink of the user cannot
-            be imported.
+        UserError: a logger is unknown, its package is not installed, or a user's sink cannot be
+            imported.
     """
     for name in names:
         if is_dotted(name):
@@ -164,10 +159,10 @@ def open_sinks(
 ) -> tuple[GuardedSink, ...]:
     """Open every sink of a run; the arguments are the fields of ``SinkSettings``.
 
-    A new run replaces the records of an earlier one in its folder, which is made if it is missing.
+    A new run replaces the records of an earlier one in its folder, which is created if missing.
 
     Raises:
-        UserError: a logger is unknown, not installed or refuses to start.
+        UserError: a logger is unknown, not installed or cannot start.
     """
     require_loggers(trainer.logger)
     sinks: list[MetricSink] = [JsonlSink(run_folder, keep_through_step=keep_through_step)]

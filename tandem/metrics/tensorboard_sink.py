@@ -16,7 +16,7 @@ class TensorBoardSink:
     """A ``tandem.api.MetricSink`` that writes scalars to TensorBoard's event files."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
-        """Write events into ``folder``; hide its older ones from ``first_step`` on.
+        """Write events into ``folder``, and hide earlier ones from ``first_step`` on.
 
         Raises:
             UserError: tensorboard is not installed.
@@ -33,7 +33,6 @@ class TensorBoardSink:
         self._writer = SummaryWriter(str(folder), purge_step=first_step, flush_secs=_FLUSH_SECONDS)
 
     def write(self, report: StepReport) -> None:
-        """Add one scalar for each metric."""
         for name, value in report.metrics.items():
             self._writer.add_scalar(name, value, report.step)
 

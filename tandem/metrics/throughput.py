@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed in verl's terms: ``perf/*``, ``timing_s/*`` and ``timing_per_token_ms/*``.
 
-The formulas are verl's, so that figures compare. Model flops count ``2 * vocab_size * hidden_size``
-for embedding and head even if these are tied, half the square for causal attention, and no
-recomputation. ``perf/wall_throughput`` is ours: it includes data, validation and saving.
+The formulas are verl's, so that numbers are comparable. Model flops count
+``2 * vocab_size * hidden_size`` for embedding and head even if they are tied, half the square for
+causal attention, and no recomputation. ``perf/wall_throughput`` is ours: it includes data,
+validation and saving.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PEAK_FLOPS = {
     "910B": 354e12,
     "Ascend910": 354e12,
 }
-"""Dense bf16 flops per second by a part of the device's name; the longest match counts."""
+"""Dense bf16 flops per second by a part of the device's name; the longest match applies."""
 
 _SECTIONS_OVER_ALL_TOKENS: tuple[str, ...] = (
     "ref",
@@ -47,11 +48,11 @@ _SECTIONS_OVER_ALL_TOKENS: tuple[str, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ComputeFacts:
-    """The model and the devices that speed is related to.
+    """The model and the devices of a run.
 
     Attributes:
         sizes: the sizes of the model; None for families without a formula.
-        device_name: the name of the devices, from which their peak follows.
+        device_name: the name of the devices, which determines their peak.
         num_devices: the number of all devices.
         num_training_devices: the number of devices that compute an update.
     """
@@ -64,7 +65,7 @@ class ComputeFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The seconds of a step: ``step_s`` of its timer, ``wall_s`` since the end of the last step."""
+    """The seconds of a step, and ``wall_s`` since the end of the previous one."""
 
     step_s: float
     wall_s: float
@@ -85,7 +86,7 @@ def training_flops(sizes: ModelSizes, sequence_lengths: Sequence[int]) -> float:
     """Compute the flops of a forward and backward pass: ``6*N*T + 6*L*heads*head_dim*sum(s^2)``.
 
     Args:
-        sequence_lengths: the tokens of each sequence, prompt and response together.
+        sequence_lengths: the tokens of each sequence, prompt and response.
     """
     dense = 6 * matmul_parameters(sizes) * sum(sequence_lengths)
     squares = sum(length * length for length in sequence_lengths)
@@ -93,7 +94,7 @@ def training_flops(sizes: ModelSizes, sequence_lengths: Sequence[int]) -> float:
 
 
 def model_flops_utilisation(flops: float, seconds: float, *, facts: ComputeFacts) -> float:
-    """Return the share of the training devices' peak, 0 if it is unknown or no time passed."""
+    """Return ``flops`` relative to the training devices' peak; 0 if the peak is unknown."""
     available = peak_flops(facts.device_name) * facts.num_training_devices * seconds
     return flops / available if available > 0 else 0.0
 
@@ -121,10 +122,9 @@ def throughput_metrics(num_tokens: int, *, time: StepTime, num_devices: int) -> 
 def timing_metrics(
     seconds: Mapping[str, float], *, num_prompt_tokens: int, num_response_tokens: int
 ) -> dict[str, float]:
-    """Name the seconds of sections, and divide those that scale with tokens by their tokens.
+    """Compute the metrics of sections' seconds, and of milliseconds per token where they scale.
 
-    ``timing_per_token_ms/gen`` counts response tokens, others count prompt and response tokens, all
-    of them over all sequences.
+    ``timing_per_token_ms/gen`` counts response tokens; the others count prompt and response tokens.
     """
     num_all_tokens = num_prompt_tokens + num_response_tokens
     counts: dict[str, int] = dict.fromkeys(_SECTIONS_OVER_ALL_TOKENS, num_all_tokens)

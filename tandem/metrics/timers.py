@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timers of the named sections of a step.
 
-Sections may overlap and repeat (repeats add up), and a section counts even if it raised. The clock
-is a parameter, so that tests and the planner use a virtual one. Nothing here waits for an
-accelerator: a section measures how long the caller waited.
+Sections may overlap; repeated sections add up, and a section that raises counts, too. Nothing here
+waits for an accelerator: a section measures how long the caller waited.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 
 
 class Timers:
-    """The seconds of sections, collected until they are taken.
+    """The seconds of sections since the last ``take``.
 
     Example:
         >>> timers = Timers(time.perf_counter)
@@ -41,6 +40,6 @@ class Timers:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by section since the last call, and start over."""
+        """Return the seconds by section, and reset them."""
         taken, self._seconds = self._seconds, {}
         return taken

@@ -2,9 +2,9 @@
 """The trace of an asynchronous run: the work and the waits of each role, and their causes.
 
 Roles are tracks: ``generate/0``, ``reward``, ``logp``, ``ref_logp``, ``actor-train``, ``sync``,
-``validation``. Overlapping spans of one track count once, and repeated calls of one kind become one
-event, so that a track costs a few events a step. ``TraceRecorder`` keeps sums for each step and
-passes events to a ``TraceFile``. The clock is a parameter; nothing here waits for a device.
+``validation``. Overlapping spans of a track count once, and repeated calls become one event, so
+that a track has a few events per step. ``TraceRecorder`` keeps sums for each step and passes events
+to a ``TraceFile``. Nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MAX_EVENTS = 400_000
 WAIT_PREFIX = "wait: "
 """The prefix of the names of waits."""
 WAITS_SUFFIX = " (waits)"
-"""The suffix of the track that holds the waits of a role."""
+"""The suffix of the track of a role's waits."""
 PAUSE = "update"
-"""The cause of waiting of an engine that generates and trains by turns."""
+"""The cause for which an engine waits that shares its devices with training."""
 _MERGED_GAP_S = 0.005
 _MICROSECONDS = 1e6
 _OPENING = b"[\n"
@@ -40,7 +40,7 @@ _NO_DETAILS: Details = {}
 class TraceEvent:
     """An event from ``begin_s`` to ``end_s`` on ``track``; a mark if both are equal.
 
-    ``is_wait``: the role of the track only waited. ``num_calls`` calls were merged into the event.
+    ``is_wait``: the role waited. ``num_calls``: the number of calls that the event merges.
     """
 
     track: str
@@ -53,7 +53,7 @@ class TraceEvent:
 
 
 class TraceSink(Protocol):
-    """A receiver of events, in the order of their ends on each track."""
+    """A receiver of events, ordered by their ends on each track."""
 
     def append(self, event: TraceEvent) -> None: ...
 
@@ -64,7 +64,7 @@ class TraceSink(Protocol):
 
 @dataclass(slots=True)
 class _Track:
-    """The open spans of a track, their begin, and the last event, which may still grow."""
+    """The open spans of a track, their start, and the last event, which may still be extended."""
 
     depth: int = 0
     begin_s: float = 0.0
@@ -101,7 +101,7 @@ class TraceRecorder:
 
     @contextmanager
     def span(self, role: str, name: str, *, details: Details = _NO_DETAILS) -> Iterator[None]:
-        """Record that ``role`` works. A role of several engines is ``role/number``."""
+        """Record work of ``role``, which is ``name/number`` for one of several engines."""
         track = self._busy.setdefault(role, _Track())
         self._enter(track, name, details=details)
         try:
@@ -115,7 +115,7 @@ class TraceRecorder:
 
     @contextmanager
     def waiting(self, role: str, what: str) -> Iterator[None]:
-        """Record that ``role`` can do nothing until ``what`` is there."""
+        """Record that ``role`` waits for ``what``."""
         track = self._waits.setdefault((role, what), _Track())
         self._enter(track, WAIT_PREFIX + what, details=_NO_DETAILS)
         try:
@@ -124,13 +124,13 @@ class TraceRecorder:
             self._leave(track, role, is_wait=True)
 
     def mark(self, role: str, name: str, *, details: Details = _NO_DETAILS) -> None:
-        """Record an instant, such as the begin of the use of new weights."""
+        """Record an instant, such as a switch to new weights."""
         if self._sink is not None:
             now_s = self._clock()
             self._sink.append(TraceEvent(role, name, now_s, now_s, details=details))
 
     def take_step(self, step: int) -> dict[str, float]:
-        """Return the metrics since the last call, and start over.
+        """Return the metrics since the last call, and reset them.
 
         They are ``pipeline/wall_s``, ``pipeline/busy_s/<role>`` and ``pipeline/idle_share/<role>``
         (means over a role's engines), and ``pipeline/wait_s/<role>/<what>``.
@@ -151,7 +151,7 @@ class TraceRecorder:
         return metrics
 
     def close(self) -> None:
-        """Pass the pending events on and close the sink; idempotent."""
+        """Pass on the pending events and close the sink; idempotent."""
         for tracks in (self._busy, self._waits):
             for track in tracks.values():
                 self._flush(track)
@@ -195,7 +195,7 @@ def _continues(last: TraceEvent, event: TraceEvent) -> bool:
 
 
 def _taken(track: _Track, now_s: float) -> float:
-    """Return the seconds of the track since the last call, an open span included."""
+    """Return the seconds of the track since the last call, with its open spans."""
     if track.depth > 0:
         track.sum_s += now_s - track.counted_from_s
         track.counted_from_s = now_s
@@ -214,10 +214,9 @@ def _means(busy: Mapping[str, float]) -> dict[str, float]:
 class TraceFile:
     """A ``TraceSink`` that writes ``trace.json`` in Chrome's format (chrome://tracing, Perfetto).
 
-    The file has one event a line, appended as they come, so that viewers and ``read_trace`` open
-    the file of a killed run too. A resumed run continues after the last event, on a time axis that
-    begins where the earlier one ended. After ``MAX_EVENTS`` the file stays as it is, and a failure
-    to write it never stops the run.
+    The file has one event per line, so that viewers and ``read_trace`` can also open the file of a
+    killed run. A resumed run continues the time axis at the last event. After ``MAX_EVENTS``,
+    further events are dropped. A failure to write never stops the run.
 
     Args:
         resumes: whether to continue the existing file instead of replacing it.
@@ -242,7 +241,6 @@ class TraceFile:
         self._is_empty = not earlier
 
     def append(self, event: TraceEvent) -> None:
-        """Write one event, unless the file is full."""
         if self._stream is None or self._num_events >= MAX_EVENTS:
             return
         record: dict[str, Any] = {
@@ -260,10 +258,9 @@ class TraceFile:
             record["s"] = "t"
         self._write(record)
         if self._num_events >= MAX_EVENTS:
-            logger.warning("%s: is full with %d events", self._path, MAX_EVENTS)
+            logger.warning("%s: further events are dropped after %d", self._path, MAX_EVENTS)
 
     def flush(self) -> None:
-        """Pass the written bytes to the operating system."""
         if self._stream is not None:
             try:
                 self._stream.flush()
@@ -310,10 +307,7 @@ class TraceFile:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Read all events of a file, which may still be written; [] if there is none.
-
-    Lines without an event are skipped.
-    """
+    """Read all events of a file, which may still be growing; [] if there is no file."""
     try:
         text = path.read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation metrics under verl's names, ``val-core/<source>/<variable>/<statistic>``.
 
-With N samples for each prompt, the statistics are ``mean@N`` and ``std@N`` and, by 1000 bootstrap
-draws of n = 2, 4, ..., N samples, ``best@n``, ``worst@n`` and ``maj@n`` (majority vote over
-predictions), each with ``/mean`` and ``/std``. They are averaged over prompts. Numbers equal those
-of verl's ``process_validation_metrics`` with the same seed, except that a failed reward does not
-score 0: it is left out and counted in ``val-aux/<source>/failures/count``.
+With N samples per prompt, the statistics are ``mean@N`` and ``std@N`` and, by 1000 bootstrap draws
+of n = 2, 4, ..., N samples, ``best@n``, ``worst@n`` and ``maj@n`` (majority vote over predictions),
+each with ``/mean`` and ``/std``. They are averaged over prompts. Results equal verl's
+``process_validation_metrics`` with the same seed, except that a failed reward does not score 0: it
+is excluded and counted in ``val-aux/<source>/failures/count``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class ValidationSample:
     """A scored sample.
 
     Attributes:
-        data_source: the source that metrics are grouped by.
-        row: the prompt's row in the data set, which all samples of a prompt share.
+        data_source: the source by which metrics are grouped.
+        row: the prompt's row in the data set.
         score: the score; None if the reward failed.
-        extra: further numbers of the reward; ``acc`` replaces the score in ``val-core``.
-        prediction: the answer that majority voting counts; None if the reward returns none.
+        extra: other numbers of the reward; ``acc`` replaces the score in ``val-core``.
+        prediction: the answer for majority votes; None if the reward returns none.
     """
 
     data_source: str
@@ -45,7 +45,6 @@ class ValidationSample:
 
 
 def validation_samples(groups: Iterable[Group]) -> list[ValidationSample]:
-    """Return the samples of scored groups."""
     return [
         ValidationSample(
             data_source=group.prompt.data_source,
@@ -100,7 +99,7 @@ def _source_metrics(
 
 
 def _prompt_metrics(samples: Sequence[ValidationSample], seed: int) -> dict[str, dict[str, float]]:
-    """Compute a prompt's statistics by variable; N counts failed samples, the values do not."""
+    """Compute a prompt's statistics by variable; N counts failed samples, too."""
     scored = [sample for sample in samples if sample.score is not None]
     predictions = [sample.prediction for sample in scored]
     columns: dict[str, list[float]] = {}
@@ -139,7 +138,7 @@ def _statistics(
 
 
 def _subset_sizes(num_samples: int) -> list[int]:
-    """Return 2, 4, 8, ... below ``num_samples``, then itself."""
+    """Return 2, 4, 8, ... below ``num_samples``, then ``num_samples``."""
     sizes: list[int] = []
     size = 2
     while size < num_samples:
@@ -150,13 +149,13 @@ def _subset_sizes(num_samples: int) -> list[int]:
 
 @lru_cache(maxsize=32)
 def _draws(num_values: int, size: int, *, seed: int) -> np.ndarray:
-    """Draw the indices of the bootstrap, (1000, size), with numpy's legacy generator, as verl."""
-    # Cached, because all prompts with as many values share the draws.
+    """Draw the bootstrap indices, (1000, size), with numpy's legacy generator, as in verl."""
+    # Cached, because prompts with equal numbers of values share the draws.
     return np.random.RandomState(seed).choice(num_values, size=(_NUM_DRAWS, size), replace=True)
 
 
 def _vote_codes(predictions: Sequence[str | None]) -> np.ndarray | None:
-    """Number the distinct predictions; return None if any sample has none."""
+    """Number the distinct predictions; return None if a sample has none."""
     codes: dict[str, int] = {}
     votes: list[int] = []
     for prediction in predictions:
@@ -167,7 +166,7 @@ def _vote_codes(predictions: Sequence[str | None]) -> np.ndarray | None:
 
 
 def _majority_positions(votes_BN: np.ndarray) -> np.ndarray:
-    """Return the first position of each row's most frequent vote, (B, 1); of equals the earlier."""
+    """Return the first position of each row's most frequent vote, (B, 1); ties go to the first."""
     counts_BN = np.zeros_like(votes_BN)
     for code in np.unique(votes_BN):
         same_BN = votes_BN == code

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sink of Weights & Biases, which reads WANDB_MODE, WANDB_ENTITY and so on itself."""
+"""The sink of Weights & Biases, which itself reads WANDB_MODE, WANDB_ENTITY and so on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.errors import UserError
 from tandem.types import StepReport
 
 STEP_METRIC = "training/global_step"
-"""The horizontal axis of all charts. W&B's own step would drop the late record of a validation."""
+"""The horizontal axis of all charts, because W&B's own step drops late records of validations."""
 
 
 class WandbSink:
@@ -20,7 +20,7 @@ class WandbSink:
         """Start a W&B run with the ``config.json`` of ``run_folder``.
 
         Raises:
-            UserError: wandb is not installed, or it refuses to start (no login, no network).
+            UserError: wandb is not installed or cannot start, for example without a login.
         """
         try:
             import wandb  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
@@ -42,19 +42,18 @@ class WandbSink:
             raise UserError(
                 "trainer.logger",
                 "wandb",
-                rule=f"W&B does not start ({error})",
+                rule=f"W&B cannot start ({error})",
                 remedy="Log in (wandb login), set WANDB_MODE=offline, or remove it from "
                 "trainer.logger.",
             ) from error
         self._run.define_metric("*", step_metric=STEP_METRIC)
 
     def write(self, report: StepReport) -> None:
-        """Log one record. Raises OSError if W&B fails, so that callers need not know its errors."""
+        """Log the metrics of a step. Raise OSError if W&B fails."""
         try:
             self._run.log({**report.metrics, STEP_METRIC: report.step})
         except self._error as error:
             raise OSError(f"W&B: {error}") from error
 
     def close(self) -> None:
-        """Finish the W&B run."""
         self._run.finish()

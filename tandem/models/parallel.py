@@ -46,7 +46,7 @@ fused matrix has several, which are not adjacent in the whole."""
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The processes that share a part of the model or of a batch, and the rank of this process.
+    """The processes that divide a model or a batch, and the rank of this process.
 
     Attributes:
         group: None if there are no other processes, or if they are the default world.

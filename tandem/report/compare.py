@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The difference between two runs of one recipe.
 
-This is the precision procedure behind verl's Ascend tables, with further numbers that show whether
-a difference is significant. Two logs go in and a ``Comparison`` comes out: it compares the series
-of one metric over the steps that both runs have. docs/compare.md explains each number.
+This is the precision procedure of verl's Ascend tables, with further numbers that show whether a
+difference is significant. It compares the series of one metric over the common steps.
+docs/compare.md explains each number.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LIMITS_PERCENT = {"critic/rewards/mean": 4.0, "train/loss": 2.0}
 """The published limits of the mean absolute error, by metric."""
 THROUGHPUT = "perf/throughput"
 STEP_SECONDS = ("perf/time_per_step", "timing_s/step", "train/time(s)")
-"""The names of the time of a step; the first one that both runs have is used."""
+"""The metrics of the time of a step; the first one that both runs have is used."""
 FIRST_STEPS = 4
-"""The number of first steps whose mean is the published throughput."""
+"""The number of steps whose mean is the published throughput."""
 
 Column = Mapping[int, float]
 
@@ -38,9 +38,8 @@ class Deviation:
         largest, largest_step: the largest ``|b - a|``, and its step.
         bias: the mean of ``b - a``.
         relative: ``mean_absolute`` over the mean of ``|a|``; infinite if that is 0.
-        num_broken: the number of steps at which a value is not finite; no other number counts them.
-        num_single: the number of steps that only one of the series has; no other number counts
-            them.
+        num_broken: the number of common steps with a value that is not finite, excluded above.
+        num_single: the number of steps that only one of the series has.
     """
 
     steps: tuple[int, ...]
@@ -64,14 +63,14 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The result of comparing two runs; a field is None if the runs lack the metrics for it.
+    """The result of comparing two runs; a field is None if the runs lack its metrics.
 
     Attributes:
-        limit_percent: the largest ``100 * deviation.mean_absolute`` that passes.
+        limit_percent: the limit of ``100 * deviation.mean_absolute``.
         first_throughput: the means over the first ``FIRST_STEPS`` logged steps.
         steady_throughput: the medians over the common steps after those.
         total_time: the seconds of the common steps.
-        noise: for each repeated side, ``A`` or ``B``, the distance of its repetition from it.
+        noise: the deviation of each repetition from its side, ``A`` or ``B``.
     """
 
     metric: str
@@ -84,7 +83,7 @@ class Comparison:
 
     @property
     def is_within_limit(self) -> bool:
-        """Whether the runs agree."""
+        """Whether the mean absolute error is within the limit and all values are finite."""
         error = 100 * self.deviation.mean_absolute
         return not self.deviation.num_broken and error <= self.limit_percent
 
@@ -96,7 +95,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two runs, of which ``a`` is the reference, and optional repetitions of each."""
+    """A reference run ``a``, a run ``b``, and optional repetitions of each."""
 
     a: MetricLog
     b: MetricLog
@@ -108,7 +107,7 @@ def choose_metric(pair: Pair, wanted: str | None) -> str:
     """Return the wanted metric, or the first one with a published limit that both runs have.
 
     Raises:
-        UserError: a run does not log it.
+        UserError: a run does not log the metric, or there is none to choose.
     """
     sides = {"A": pair.a, "B": pair.b, "--repeat-a": pair.repeat_a, "--repeat-b": pair.repeat_b}
     logs = {key: log for key, log in sides.items() if log is not None}
@@ -121,7 +120,7 @@ def choose_metric(pair: Pair, wanted: str | None) -> str:
             raise UserError(
                 f"A={str(pair.a.path)!r}, B={str(pair.b.path)!r}",
                 rule=f"do not both log one of {', '.join(LIMITS_PERCENT)}",
-                remedy="Name another metric with --metric and --limit.",
+                remedy="Choose another metric with --metric and --limit.",
             )
     for key, log in logs.items():
         if wanted not in log.columns:
@@ -131,7 +130,7 @@ def choose_metric(pair: Pair, wanted: str | None) -> str:
                 key,
                 str(log.path),
                 rule=f"does not log {wanted}{near}",
-                remedy="Name a metric of all runs with --metric.",
+                remedy="Choose a metric of all runs with --metric.",
             )
     return wanted
 

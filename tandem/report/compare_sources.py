@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reader of a run's metrics: JSON lines, TensorBoard's events, or a console log.
 
-Console logs may be ours or verl's. Of several values of one metric at one step, the last counts.
+Console logs may be ours or verl's. The last of several values of a metric at one step counts.
 Numbers that are not finite are kept, because a comparison must report them.
 """
 
@@ -20,9 +20,9 @@ from tandem.metrics.jsonl import METRICS_FILE, read_records
 
 _EVENTS = "tfevents"
 _LINE = re.compile(r"(?<![\w/])step:(?P<step>\d+) - (?P<fields>.*)")
-"""One step in a console log, after any text of a launcher or a progress bar."""
+"""A step in a console log, after any text of a launcher or a progress bar."""
 _WRAPPED = re.compile(r"[\w.]+\((?P<value>.*)\)")
-"""A number in the form of newer versions of NumPy, ``np.float64(0.5)``."""
+"""A number as newer versions of NumPy print it, ``np.float64(0.5)``."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 _Value = tuple[str, int, float]
@@ -38,13 +38,13 @@ class MetricLog:
 
 
 def read_metrics(path: Path, *, key: str) -> MetricLog:
-    """Read a run folder, a folder of events, or a file of any of the formats.
+    """Read a run folder, a folder of events, or a file in any of the formats.
 
     Args:
         key: the name of this run on the command line, for messages.
 
     Raises:
-        UserError: ``path`` does not exist, cannot be read, or holds no metrics.
+        UserError: ``path`` does not exist, cannot be read, or has no metrics.
     """
     try:
         values = _read(path, key)
@@ -75,13 +75,13 @@ def _read(path: Path, key: str) -> Iterable[_Value]:
             key,
             str(path),
             rule=f"holds neither {METRICS_FILE} nor TensorBoard's events",
-            remedy="Give the folder or the file that a run wrote its metrics to.",
+            remedy="Give the folder or the file to which a run wrote its metrics.",
         )
     if _EVENTS in path.name:
-        with path.open("rb"):  # its reader accepts a missing file
+        with path.open("rb"):  # raises for a missing file, unlike the reader
             return _event_values(path)
     if path.suffix == ".jsonl":
-        with path.open("rb"):  # as above
+        with path.open("rb"):  # likewise
             return _json_values(path)
     return _console_values(path)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers at the top of a report, each beside its value at the beginning."""
+"""The numbers at the top of a report, each with its first value."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tandem.report.run_folder import RunData
 from tandem.report.series import Column, validation_names
 
 _WINDOW = 10
-"""The number of steps averaged at either end of a noisy curve."""
+"""The number of steps averaged at each end of a noisy curve."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A number with its name and a line of context; ``alarming`` ones are coloured."""
+    """A number with its name and a line of context; highlighted if ``alarming``."""
 
     label: str
     value: str
@@ -27,7 +27,7 @@ class Tile:
 
 
 def tiles(run: RunData) -> list[Tile]:
-    """Return the tiles that the run has data for."""
+    """Return the tiles for which the run has data."""
     found = [
         _accuracy(run),
         _ends(run.columns, "critic/score/mean", label="Training reward"),
@@ -46,7 +46,7 @@ def title(run: RunData) -> str:
 
 
 def subtitle(run: RunData) -> list[str]:
-    """Return project, model, algorithm and length of the run, as far as known."""
+    """Return the known ones of project, model and algorithm, and the number of steps."""
     parts = [
         _lookup(run.config, "trainer.project_name"),
         _lookup(run.config, "actor_rollout_ref.model.path") or _lookup(run.config, "model.path"),

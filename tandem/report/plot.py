@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures by matplotlib, if it is installed: the comparison of two runs."""
+"""Plots by matplotlib, an optional package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REPETITION = {"linewidth": 1, "linestyle": ":"}
 
 
 def plot_comparison(pair: Pair, comparison: Comparison, *, output: Path) -> Path:
-    """Draw both series, and their difference beside the limit; return ``output``.
+    """Draw both series, and their difference with its limit; return ``output``.
 
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.
@@ -65,7 +65,7 @@ def _draw_differences(axes: Any, pair: Pair, *, comparison: Comparison) -> None:
 
 
 def _running_means(differences: Mapping[int, float]) -> dict[int, float]:
-    """Return the mean absolute difference up to each step, without values that are not finite."""
+    """Return the mean absolute difference up to each step, of finite values only."""
     sizes: list[float] = []
     means: dict[int, float] = {}
     for step, difference in differences.items():
@@ -83,7 +83,7 @@ def _finish(axes: Any, steps: Sequence[int]) -> None:
 
 
 def write_png(draw: Callable[[Sequence[Any]], None], output: Path, *, num_panels: int = 1) -> Path:
-    """Let ``draw`` fill the axes of panels from top to bottom; return ``output``.
+    """Call ``draw`` with the axes of the panels, from top to bottom; return ``output``.
 
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.
@@ -104,7 +104,7 @@ def write_png(draw: Callable[[Sequence[Any]], None], output: Path, *, num_panels
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output)
-    except (OSError, ValueError) as error:  # a ValueError lists the known formats
+    except (OSError, ValueError) as error:  # a ValueError lists the supported formats
         raise UserError(
             "--plot", str(output), rule=f"cannot be written ({error})", remedy="Give another file."
         ) from error
@@ -112,7 +112,7 @@ def write_png(draw: Callable[[Sequence[Any]], None], output: Path, *, num_panels
 
 
 def style_panel(axes: Any) -> None:
-    """Apply the common style of all pictures."""
+    """Apply the common style of all plots."""
     axes.grid(axis="y", color="#e3e7ec", linewidth=0.8)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color("#c9d0d8")

@@ -2,8 +2,8 @@
 """The report of a run: one HTML file with curves, sampled rollouts and the configuration.
 
 The file is self-contained: its content policy forbids network access and other files. Its size is
-bounded: curves are thinned, and an even selection of the rollouts is shown. Text from models and
-data reaches the page only as JSON data that scripts insert as text, or through jinja2's escaping.
+bounded: curves are thinned, and rollouts are sampled evenly. Text from models and data enters the
+page only as JSON that scripts insert as text, or through jinja2's escaping.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ def write_report(
     """Write the report of a run, finished or not, and return ``output``.
 
     Args:
-        forecast: rows of the expected and the achieved speed of the run.
+        forecast: rows of the predicted and the achieved speed of the run.
 
     Raises:
-        UserError: the folder holds no run, a file in it is damaged, or ``output`` cannot be
-            written.
+        UserError: the folder has no run, a file in it is damaged, or ``output`` cannot be written.
     """
     page = render(read_run(run_folder), forecast)
     partial = output.with_name(output.name + ".partial")
@@ -56,7 +55,7 @@ def write_report(
             "--output",
             str(output),
             rule=f"cannot be written ({error.strerror})",
-            remedy="Give another file.",
+            remedy="Give a path that can be written.",
         ) from error
     return output
 
@@ -93,13 +92,13 @@ def render(run: RunData, forecast: Sequence[tuple[str, str]] = ()) -> str:
 
 
 def script_json(value: Any) -> Markup:
-    """Encode JSON for a script element, without characters that end it or begin a tag."""
+    """Encode JSON for a script element, without characters that end it or start a tag."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False, default=str)
     return Markup(text.translate(_SCRIPT_ESCAPES))
 
 
 def select_rollouts(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Select rollouts evenly over the run to fit the page, and cut each to a bounded length."""
+    """Select rollouts evenly over the run, with bounded lengths and a bounded total."""
     limit = _MAX_ROLLOUTS
     while True:
         chosen = [_shown(records[index]) for index in spread(len(records), limit, offset=0)]

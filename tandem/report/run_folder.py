@@ -33,7 +33,7 @@ class RunData:
         num_steps: the last training step.
         rollouts: the records of ``rollouts.jsonl``.
         trace: the events of ``trace.json``.
-        config, summary: the contents of their files, {} for a missing one.
+        config, summary: the contents of their files; {} for a missing file.
     """
 
     folder: Path
@@ -49,7 +49,7 @@ def read_run(folder: Path) -> RunData:
     """Read a run folder.
 
     Raises:
-        UserError: there is no such folder, it holds no metrics, or a file in it is damaged.
+        UserError: there is no such folder, it has no metrics, or a file in it is damaged.
     """
     if not folder.is_dir():
         raise UserError(
@@ -60,7 +60,7 @@ def read_run(folder: Path) -> RunData:
         raise UserError(
             "RUN",
             str(folder),
-            rule=f"holds no {METRICS_FILE} with a step in it",
+            rule=f"has no {METRICS_FILE} with a finished step",
             remedy="Give the folder of a run that has finished a step (trainer.default_local_dir).",
         )
     columns = _columns(records)
@@ -76,14 +76,14 @@ def read_run(folder: Path) -> RunData:
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Turn rows into columns; of several values of one metric at one step, the last counts."""
+    """Convert rows to columns; the last of several values of a metric at one step counts."""
     columns: dict[str, dict[int, float]] = {}
     for number, record in enumerate(records, start=1):
         step = record.get("step")
         if not isinstance(step, int):
             raise UserError(
                 METRICS_FILE,
-                rule=f"line {number} has no whole number as its step",
+                rule=f"line {number} has no integer step",
                 remedy="Remove that line.",
             )
         for name, value in record.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The charts of the report with their metrics, and the thinning of long curves.
 
-Thinning averages neighbouring steps and keeps their extremes, so that a spike never disappears. A
-chart is left out if the run has none of its metrics.
+Thinning averages neighbouring steps and keeps their extremes, so that spikes stay visible. A chart
+is omitted if the run has none of its metrics.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Column = Sequence[tuple[int, float]]
 class ChartSpec:
     """A chart; ``metrics`` maps the names of metrics to their labels.
 
-    ``unit`` follows numbers. ``share`` shows the whole range 0..1 if the values lie in it.
-    ``exact`` curves are never smoothed. ``stacked`` adds the curves up.
+    ``unit`` follows numbers. ``share`` shows the whole range 0..1 if it contains the values.
+    ``exact`` curves are never smoothed. ``stacked`` curves add up.
     """
 
     section: str
@@ -69,7 +69,7 @@ CHARTS = (
     ChartSpec(
         "Learning",
         "Failed rewards",
-        "left out of training, a step",
+        "excluded from training, per step",
         {"reward/timeouts": "timeouts", "reward/errors": "errors"},
     ),
     ChartSpec(_OPTIMIZATION, "Entropy", "of the policy, nats", {"actor/entropy": "entropy"}),
@@ -92,7 +92,7 @@ CHARTS = (
     ChartSpec(
         _OPTIMIZATION,
         "Learning rate",
-        "in force after the step",
+        "of the step",
         {"actor/lr": "actor", "critic/lr": "critic", "train/lr": "rate"},
         exact=True,
     ),
@@ -133,14 +133,14 @@ CHARTS = (
     ChartSpec(
         _PIPELINE,
         "Wall time of a step",
-        "nothing left out",
+        "with data, validation and saving",
         {"pipeline/wall_s": "step"},
         unit=" s",
     ),
     ChartSpec(
         _SPEED,
         "Throughput",
-        "tokens a second a device",
+        "tokens per second and device",
         {"perf/throughput": "step", "perf/wall_throughput": "wall clock"},
     ),
 )
@@ -152,12 +152,12 @@ _ONLY_IF_NONZERO = ("reward/timeouts", "reward/errors")
 
 
 def curves(columns: Mapping[str, Column]) -> dict[str, dict[str, list[float]]]:
-    """Thin every metric, and add the seconds of a step outside all its sections."""
+    """Thin every metric, and add the seconds of a step outside its sections."""
     return {name: thin(column) for name, column in sorted({**columns, **_rest(columns)}.items())}
 
 
 def thin(column: Column) -> dict[str, list[float]]:
-    """Reduce to ``MAX_POINTS`` points: steps ``x``, means ``y`` and, if thinned, extremes."""
+    """Reduce to ``MAX_POINTS`` points: steps ``x``, means ``y`` and, if thinned, ``lo``, ``hi``."""
     size = -(-len(column) // MAX_POINTS)
     if size <= 1:
         return {"x": [step for step, _ in column], "y": [_short(value) for _, value in column]}
@@ -173,13 +173,13 @@ def thin(column: Column) -> dict[str, list[float]]:
 
 
 def charts(columns: Mapping[str, Column]) -> list[ChartSpec]:
-    """Return the charts that the run has data for, each with the metrics that the run has."""
+    """Return the charts for which the run has data, each with the metrics of the run."""
     specs = [CHARTS[0], _validation_chart(columns), *CHARTS[1:], _time_chart(columns)]
     return [chart for chart in (_present(spec, columns) for spec in specs) if chart.metrics]
 
 
 def validation_names(columns: Mapping[str, Column]) -> list[str]:
-    """Return the metrics ``val-core/<source>/<variable>/mean@N``: the quality of the policy."""
+    """Return the metrics ``val-core/<source>/<variable>/mean@N``."""
     return [name for name in columns if name.startswith("val-core/") and "/mean@" in name]
 
 
@@ -221,7 +221,7 @@ def _rest(columns: Mapping[str, Column]) -> dict[str, Column]:
 
 
 def _present(spec: ChartSpec, columns: Mapping[str, Column]) -> ChartSpec:
-    """Keep the metrics worth drawing: no all-zero failures, and no curve twice."""
+    """Keep the metrics worth drawing: no zero failures, and no duplicate curves."""
     kept: dict[str, str] = {}
     drawn: list[Column] = []
     for name, label in spec.metrics.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The timeline of an asynchronous run in its report.
 
-It shows the work of each role over the last steps and, over the whole run, idle shares, waits and
-the lag of samples. A track has at most ``_MAX_BARS`` bars. No text comes from models or data.
+It shows the work of each role in the last steps, and idle shares, waits and the lag of samples in
+the whole run. No text comes from models or data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LAG_PREFIX = "training/lag/share/lag_"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A piece of work, coloured by version; ``left`` and ``width`` in percent of the window."""
+    """A span of work, coloured by version; ``left`` and ``width`` are in percent of the window."""
 
     left: float
     width: float
@@ -35,7 +35,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """A role or one of its engines; ``idle`` is its share over the whole run, as text."""
+    """A role or one of its engines; ``idle`` is its idle share in the whole run, as text."""
 
     name: str
     idle: str
@@ -47,7 +47,7 @@ class Timeline:
     """The contents of the timeline.
 
     Attributes:
-        seconds: the time that the bars span, as text.
+        seconds: the length of the window, as text.
         tracks: the tracks with work.
         steps: the position of the end of each step in percent, and its name.
         waits: rows of role, cause, duration and share of the run.
@@ -98,7 +98,7 @@ def timeline(events: Sequence[Mapping[str, Any]], columns: Mapping[str, Column])
 
 
 def _window(marks: Sequence[Mapping[str, Any]], *, begin: float, end: float) -> _Window:
-    """Return the window of the last steps, from the end of the step before them."""
+    """Return the window of the last steps."""
     if len(marks) <= _STEPS_SHOWN:
         return _Window(begin, end)
     return _Window(_begin(marks[-_STEPS_SHOWN - 1]), max(_begin(marks[-1]), begin + 1))
@@ -137,7 +137,7 @@ def _waits(
 
 
 def _lags(columns: Mapping[str, Column]) -> tuple[tuple[int, float], ...]:
-    """Average the share of each lag over the steps; a step without a lag counts 0 for it."""
+    """Average the share of each lag over the steps; a missing share counts as 0."""
     shares = {
         int(name.removeprefix(_LAG_PREFIX)): column
         for name, column in columns.items()

@@ -1,4 +1,4 @@
-// Theme, and line and area charts as SVG. No library: the page must open from disk for ever.
+// Theme, and line and area charts as SVG, without a library.
 "use strict";
 
 const page = JSON.parse(document.getElementById("data").textContent);
@@ -314,7 +314,7 @@ function applySmoothing() {
 slider.addEventListener("input", applySmoothing);
 applySmoothing();
 
-// ---- every metric, drawn only when asked for
+// ---- all metrics, drawn when their section is opened
 
 const metricList = document.getElementById("metric-list");
 const metricSearch = document.getElementById("metric-search");

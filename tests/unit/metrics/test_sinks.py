@@ -118,7 +118,7 @@ def test_a_display_that_fails_is_logged_once_and_the_run_goes_on(caplog):
         sink.close()
 
     assert [record.getMessage() for record in caplog.records] == [
-        "ConsoleSink fails, the run goes on without it: I/O operation on closed file"
+        "ConsoleSink failed; the run continues: I/O operation on closed file"
     ]
 
 

@@ -194,9 +194,9 @@ def test_metrics_that_are_not_numbers_are_gaps(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "holds no metrics.jsonl"),
-        ("", "holds no metrics.jsonl"),
-        ('{"step": 1, "a"', "holds no metrics.jsonl"),
+        (None, "has no metrics.jsonl"),
+        ("", "has no metrics.jsonl"),
+        ('{"step": 1, "a"', "has no metrics.jsonl"),
         ('{"a": 1}\n', "line 1 has no whole number"),
         ('x\n{"step": 1}\n', "line 1 is not a JSON object"),
     ],
