@@ -76,7 +76,7 @@ COMMANDS_WITH_KEYS = ("train", "sft", "plan")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, by default with the arguments of the process; return the exit code."""
     try:
-        code = _answer(list(sys.argv[1:] if arguments is None else arguments))
+        code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()  # here, where a BrokenPipeError is still caught
         return code
     except UserError as error:
@@ -115,7 +115,7 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def _answer(words: Sequence[str]) -> int:
+def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_text())
         return 0 if words else EXIT_USER_ERROR

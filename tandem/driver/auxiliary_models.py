@@ -79,8 +79,8 @@ class AuxiliaryModels:
 
     Attributes:
         folders: their checked folders, by task.
-        conversations: the tokenizer that renders the reward model's input; None if it reads the
-            policy's tokens.
+        conversations: the tokenizer of the reward model's input; None if that is the policy's
+            tokens.
     """
 
     folders: Mapping[str, ModelFolder]

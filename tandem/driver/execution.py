@@ -21,7 +21,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSwitch:
-    """A switch that signals press. A program registers its stop function with ``on_stop``."""
+    """A stop switch for signals. A program registers its stop function with ``on_stop``."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None

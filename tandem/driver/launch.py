@@ -209,8 +209,7 @@ def local_site(config: RunConfig | SftConfig) -> RunSite:
 def _platforms(config: RunConfig | SftConfig, placement: Placement) -> dict[str, Platform]:
     """Return the platform of each pool.
 
-    A platform that all pools share must be usable here. If there are several, each worker checks
-    its own.
+    A platform that all pools share must be usable here. Otherwise each worker checks its own.
     """
     found = {
         pool.name: select_platform(AUTO)

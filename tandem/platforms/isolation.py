@@ -26,8 +26,7 @@ class Visibility:
 
     Attributes:
         mode: ``none``: there is nothing to isolate. ``mask``: a process sees only its own device,
-            with index 0. ``select``: it sees the devices that it inherited and uses its own by
-            index.
+            with index 0. ``select``: it sees its inherited devices and uses its own by index.
         resource: Ray's name of such a device.
         is_known_to_ray: whether Ray finds these devices itself and assigns them by the names in
             ``variables``; otherwise it counts them from 0.

@@ -157,7 +157,8 @@ ROCM = replace(
 )
 """AMD's devices. Their collective library is RCCL, which torch calls nccl. Our Triton kernels and
 graphs are untested there and not used. Chips without a serial number share one uuid, so uuids are
-not used either."""
+unused.
+"""
 METAX = replace(
     ROCM,
     name="metax",

@@ -15,7 +15,7 @@ class NativeRolloutConfig:
     """The settings of a native engine.
 
     Attributes:
-        seed: the seed of the random numbers, together with a sample id.
+        seed: the seed, which with a sample id determines each random number.
         eos_ids: tokens that end a response.
         max_num_seqs: the maximum number of running sequences.
         max_num_batched_tokens: the maximum number of prompt tokens of one prefill pass.
@@ -44,7 +44,7 @@ class Limits:
 
     Attributes:
         max_rows: the maximum number of running sequences.
-        max_prefill_tokens: the maximum number of prompt tokens of one prefill pass. A longer prompt
+        max_prefill_tokens: the maximum number of prompt tokens of one prefill pass. A longer one
             gets its own pass.
     """
 

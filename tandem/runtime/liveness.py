@@ -147,12 +147,12 @@ class Liveness:
         while not self._closing.wait(self._limits.period_s):
             answered = set(self._finished([one.reference for one in watched], 0))
             for one in watched:
-                symptom = self._look(one, has_answered=one.reference in answered)
+                symptom = self._count_round(one, has_answered=one.reference in answered)
                 if symptom is not None:
                     self._waits.hangs(one.worker, symptom)
                     return
 
-    def _look(self, one: _Watched, *, has_answered: bool) -> Symptom | None:
+    def _count_round(self, one: _Watched, *, has_answered: bool) -> Symptom | None:
         """Count this round for a worker. Return a symptom if it exceeds a limit."""
         limits = self._limits
         if not has_answered:

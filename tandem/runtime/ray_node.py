@@ -54,8 +54,7 @@ _ONE_NODE = {
 def ray_environment(role: Literal["local", "existing", "head", "member"]) -> dict[str, str]:
     """Return the environment variables that Ray reads when it is imported or started.
 
-    They silence Ray, let its processes notice lost ones sooner, and keep calls from starting a
-    cluster.
+    They silence Ray, make it notice lost processes sooner, and keep calls from starting a cluster.
     """
     if role == "existing":
         return dict(_ALWAYS)
@@ -109,8 +108,7 @@ def start_head(
 ) -> tuple[RayNode, str]:
     """Start the head of a cluster, and only the processes that it needs.
 
-    It gets a new folder, because ``address="auto"`` finds another cluster of this machine by its
-    folder.
+    It gets a new folder, because ``address="auto"`` finds other clusters by their folder.
 
     Args:
         options: see ``RayNode``; ``temp_dir`` is the folder in which the new one is made.

@@ -62,8 +62,7 @@ class Waits:
     """The calls of a runtime, and the waits for them.
 
     Args:
-        finished: returns the finished ones of some references. It waits until there is one, at most
-            the given seconds.
+        finished: returns the finished references, after waiting at most the given seconds for one.
         result: returns the result of a finished reference, or raises ReportedError.
         grace_s: the time after a failure in which other failures may turn out to be its cause.
         look_s: the period in which a waiting thread checks for ``close`` and for hanging workers.

@@ -2,8 +2,7 @@
 """The code inside a worker process: isolation first, then calls of one object's methods.
 
 This file must not import torch, nor anything that does: the process is isolated before vendor
-libraries are loaded. The builder of the object arrives as bytes, which are unpickled only after
-that.
+libraries are loaded. The builder of the object arrives as bytes and is unpickled afterwards.
 """
 
 from __future__ import annotations
@@ -201,8 +200,8 @@ def reported() -> Iterator[None]:
 def interface_variables(address: str) -> dict[str, str]:
     """Return the variables that set the network interface of gloo and NCCL to that of ``address``.
 
-    Without them, the libraries use the interface that the host's name resolves to. On a single node
-    there are none.
+    Without them, the libraries use the interface that the host's name resolves to. A single node
+    has none.
     """
     if ip_address(address).is_loopback:
         return {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The jobs of pools from a configuration and its placement, and the engines over running pools.
 
-Only the functions that return engines are not pure. No process is started here.
+All functions but those that return engines are pure. No process is started here.
 """
 
 from __future__ import annotations

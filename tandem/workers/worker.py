@@ -3,8 +3,8 @@
 
 It is built in the process itself from a ``WorkerJob``. Trainer and rollout share no storage,
 because the trainer's weights are sharded over all ranks. The link sends them to the rollout, and to
-a policy that scores on separate devices. All ranks of a pool make the same calls, except for
-generation.
+a policy that scores on separate devices. Except for generation, all ranks of a pool make the same
+calls.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Decode writes one key and value per row into the cache and attends to all column
 query heads that share a key/value head are the rows of one matrix product, which avoids repeating
 keys and values. It is plain torch for any device; the paged engine has kernels instead.
 
-Shapes: B rows, W visible columns, T packed tokens, H query heads, K key/value heads, G = H / K, E
-head dimension.
+Shapes: B rows, C columns, T packed tokens, H query heads, K key/value heads, G = H / K, E head
+dimension.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DecodeAttention:
     """The attention of one new token per row, over columns ``first_column .. column`` of a cache.
 
     It is valid until rows enter, leave or move, or the cache is resized. The caller sets ``column``
-    before each step.
+    per step.
     """
 
     def __init__(self, cache: RowCache, num_rows: int, *, first_column: int, masked: bool) -> None:

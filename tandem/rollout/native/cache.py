@@ -48,8 +48,8 @@ class RowCache:
         values: (R, K, C, E) for each layer.
         tokens_RC: int64, the generated tokens.
         logp_RC: fp32, their log-probs.
-        facts_3R: int64, for each row its start column, its first generated column, and the key of
-            its random stream.
+        facts_3R: int64, for each row its start column, first generated column, and random stream's
+            key.
         uniform_RJ: fp32, the next numbers of that stream.
     """
 
@@ -94,8 +94,7 @@ class RowCache:
     def reserve(self, num_rows: int, columns: range, *, live_rows: int) -> None:
         """Make room for rows 0..``num_rows``-1 and for ``columns``.
 
-        The contents of rows 0..``live_rows``-1 in ``columns`` are kept. Everything else may be
-        lost.
+        Rows 0..``live_rows``-1 keep their contents in ``columns``. The rest may be lost.
         """
         start = max(columns.start, self.first_column)
         kept = range(start, min(columns.stop, self.stop_column))

@@ -6,8 +6,7 @@ sequences leave the batch and waiting ones enter. Tokens depend on weights, prom
 parameters and (seed, sample id), up to rounding of logits, and not on the batch. One process, one
 device, plain torch operations: no graphs, no paging, no preemption.
 
-Shapes: B running rows, n rows entering, P prompts, T packed tokens, D hidden, V vocabulary, J
-columns.
+Shapes: B running rows, n new rows, P prompts, T packed tokens, D hidden, V vocabulary, J columns.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class NativeRolloutEngine:
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """Generate until a sequence finishes; see ``api.Rollout``."""
         if self._is_outdated:
-            self._renew()
+            self._update_cache()
         completions: list[Completion] = []
         steps = repeat(None) if max_steps is None else range(max_steps)
         for _ in steps:
@@ -169,7 +168,7 @@ class NativeRolloutEngine:
         self.num_prefilled_tokens += len(packed.token_T)
         return self._decoder(packed.token_T, packed.position_T, attention)
 
-    def _renew(self) -> None:
+    def _update_cache(self) -> None:
         """Recompute cached keys and values after a weight update, unless the cache is kept."""
         self._is_outdated = False
         if not self._config.keeps_cache:

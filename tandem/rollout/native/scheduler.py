@@ -48,8 +48,8 @@ class Admission:
     """New rows, appended after the running ones.
 
     Attributes:
-        prompts: the prompts to prefill now. If empty, all rows belong to the last prompt of the
-            previous admission.
+        prompts: the prompts to prefill now. If empty, all rows belong to the last prompt admitted
+            before.
         num_rows: the number of rows of each prompt, in order.
         rows: the new rows.
     """

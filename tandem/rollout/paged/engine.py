@@ -150,9 +150,7 @@ class PagedRolloutEngine:
         }
 
     def set_weights_version(self, version: int) -> bool:
-        """Tag later tokens with ``version``. The next step recomputes the pages, unless they are
-        kept.
-        """
+        """Tag later tokens with ``version``. The next step recomputes the pages, unless kept."""
         if version == self._weights_version:
             return True
         self.settle()
@@ -162,9 +160,7 @@ class PagedRolloutEngine:
 
     @torch.inference_mode()
     def advance(self, max_steps: int | None = None) -> list[Completion]:
-        """Generate until a sequence finishes; see ``api.Rollout``. The next call reads the last
-        window.
-        """
+        """Generate until a sequence finishes. The next call reads the last window."""
         completions, self._finished = self._finished, []
         windows = repeat(None) if max_steps is None else range(-(-max_steps // WINDOW_TOKENS))
         for _ in windows:

@@ -2,8 +2,7 @@
 """A decode step of the paged engine: the decoder, attention over pages, the draw of a token.
 
 The step works on fixed buffers in place. It is captured once per batch size of a list, and the host
-launches it with one call. Rows beyond those in use are inactive: they compute, but store and draw
-nothing.
+launches it with one call. Unused rows are inactive: they compute, but store and draw nothing.
 
 Shapes: R rows, B rows of a captured size, H query heads, K key/value heads, E head dimension, N
 pages of a block table, V vocabulary.
@@ -53,8 +52,8 @@ class _PageAttention:
 class _Buffers:
     """The buffers of a step, and the step itself.
 
-    A captured step refers only to these and not to its ``DecodeStep``. Without that cycle, both are
-    freed at once, not at the next garbage collection.
+    A captured step refers only to these and not to its ``DecodeStep``. Without that reference
+    cycle, both are freed at once.
     """
 
     decoder: Decoder

@@ -58,8 +58,7 @@ class Check:
 
     Attributes:
         name: ``area/ability``.
-        run: raises ContractError if the platform lacks the ability; any other error is a failure
-            too.
+        run: raises ContractError if the platform lacks the ability. Any error is a failure.
     """
 
     name: str

@@ -116,8 +116,7 @@ def log_probs_match(bench: Bench) -> Measured:
 def training_matches(bench: Bench) -> Measured:
     """Compare steps of policy optimization over all devices of the world with the host's.
 
-    Every rank must report the metrics and the gradient norm of a single-process run, and have its
-    weights.
+    Every rank must have the metrics, gradient norm and weights of a single-process run.
     """
     return compare_training(bench, lr=_OPTIM.lr, num_steps=_NUM_STEPS, dealt_to=bench.here.rank)
 
