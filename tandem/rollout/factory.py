@@ -95,9 +95,9 @@ def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: st
 
 
 def _build_hf(spec: EngineSpec) -> RolloutEngine:
-    is_meant = spec.config.name == "hf"
-    level = logging.INFO if is_meant else logging.WARNING
-    logger.log(level, "%s", hf_rollout_warning(spec.model.family, is_intended=is_meant))
+    is_intended = spec.config.name == "hf"
+    level = logging.INFO if is_intended else logging.WARNING
+    logger.log(level, "%s", hf_rollout_warning(spec.model.family, is_intended=is_intended))
     config = HfRolloutConfig(spec.config.seed, spec.eos_ids, max_num_seqs=spec.config.max_num_seqs)
     return HfRolloutEngine(spec.model.module, config)
 
