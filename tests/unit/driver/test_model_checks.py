@@ -76,8 +76,8 @@ def test_a_family_that_nobody_knows_is_refused(
     assert main(words) == EXIT_USER_ERROR
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: {key}='{tmp_path}': model_type 'perceptron' is unknown. Use one of qwen2, qwen3, "
-        "llama, or a family that transformers knows, with which a policy generates by "
-        "transformers' generate (actor_rollout_ref.rollout.name=hf)."
+        "llama, or a family that transformers knows; transformers then generates the rollouts "
+        "(actor_rollout_ref.rollout.name=hf)."
     )
 
 
@@ -101,7 +101,7 @@ def test_the_plan_says_that_the_native_engine_does_not_generate(tmp_path: Path) 
     config.write_text('{"model_type": "gpt2"}')
     (line,) = said()
     assert line.startswith(f"actor_rollout_ref.model.path='{tmp_path}': rollout by transformers'")
-    assert "type 'gpt2', but qwen2, qwen3, llama" in line
+    assert "type 'gpt2', only qwen2, qwen3, llama" in line
     meant = "actor_rollout_ref.rollout.name=hf"
     assert line.endswith(f". Set {meant} if that is intended")
     for device in ("cuda", "cpu"):

@@ -80,5 +80,7 @@ def test_a_token_that_is_too_old_or_too_new_is_never_used(
     if is_fresh:
         require_fresh(groups, version=version, max_lag=max_lag)
         return
-    with pytest.raises(StaleSampleError, match=rf"sample 7 .* \[3, 4\], and {version} is to use"):
+    with pytest.raises(
+        StaleSampleError, match=rf"sample 7 .* \[3, 4\] and cannot train version {version};"
+    ):
         require_fresh(groups, version=version, max_lag=max_lag)
