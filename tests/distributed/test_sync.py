@@ -271,7 +271,7 @@ def _open_when_asked(store_port: int, *, name: str) -> WeightLink:
     ("way", "cause", "within_s"),
     [
         ("killed", "[Cc]onnection", TIMEOUT_S),
-        ("stopped", "not all took part|Timed out", PATIENCE_S),
+        ("stopped", "not all took part|[Tt]imed ?out|timeout", PATIENCE_S),
     ],
 )
 def test_a12_a_lost_process_ends_the_transfer_everywhere_and_can_be_replaced(

@@ -231,7 +231,10 @@ def test_model_without_a_tokenizer(
     [
         ("import no_such_package\n", ("does not import", "no_such_package", "Correct the file")),
         ("def compute_score(:\n", ("does not import", "SyntaxError", "Correct the file")),
-        ("def other(a):\n    return 0\n", ("'compute_score'", "no such function", "other")),
+        (
+            "def other(a):\n    return 0\n",
+            ("'compute_score'", "no such class or function", "other"),
+        ),
         (
             "def compute_score(text):\n    return 0\n",
             ("'compute_score'", "cannot be called", "text"),

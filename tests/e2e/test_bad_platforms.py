@@ -132,7 +132,7 @@ def test_a_platform_that_is_not_here(material: Material, tmp_path: Path) -> None
     says = ("mlu cannot be used here: the package torch_mlu is not installed", "can: cpu")
     arguments = train_arguments(material, tmp_path / "run", "trainer.device=cambricon")
     refuse(arguments, tmp_path, "trainer.device='mlu': ", *says)
-    refuse(["certify", "--platform", "mlu"], tmp_path, "--platform=mlu: ", *says)
+    refuse(["certify", "--platform", "mlu"], tmp_path, "--platform='mlu': ", *says)
 
 
 def without_ray(folder: Path) -> Conditions:
@@ -216,7 +216,8 @@ def test_a_device_without_bfloat16_is_named_before_a_run_is_begun(
         refuse(words, tmp_path, says, conditions=conditions)
         for key in ("dtype", "model_dtype"):
             keys = (f"{section}.dtype=float32", f"{section}.{key}=bfloat16")
-            refuse([*words, *keys], tmp_path, f"{section}.{key}=bfloat16: ", conditions=conditions)
+            says = f"{section}.{key}='bfloat16': "
+            refuse([*words, *keys], tmp_path, says, conditions=conditions)
 
 
 def test_a_head_size_without_a_kernel_is_named_before_a_run_is_begun(

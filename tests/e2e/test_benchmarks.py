@@ -28,6 +28,8 @@ def test_a_benchmark_that_is_ended_leaves_no_process(number: int, tmp_path: Path
         env={**os.environ, MARK: mark, "TMPDIR": str(tmp_path), "PYTHONPATH": path},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     deadline = time.monotonic() + PATIENCE_S
     # The benchmark, tandem, and tandem's processes for rewards.

@@ -93,10 +93,14 @@ def test_run_ends_well_and_logs_verls_metrics_each_step(grpo: GrpoRun) -> None:
     assert metrics[4]["training/global_step"] == 4
 
 
-def test_console_has_one_line_a_step_in_verls_form(grpo: GrpoRun) -> None:
+def test_console_has_one_line_a_record_in_verls_form(grpo: GrpoRun) -> None:
+    """A validation is a record of its own, behind the record of its step."""
     lines = [line for line in grpo.ended.stdout.splitlines() if line.startswith("step:")]
-    assert [line.split(" - ")[0] for line in lines] == [f"step:{step}" for step in range(5)]
-    assert re.search(r" - perf/throughput:\d", lines[4])
+    trained = [line for line in lines if re.search(r" - perf/throughput:\d", line)]
+    validated = [line for line in lines if " - val-core/" in line]
+    assert [line.split(" - ")[0] for line in trained] == [f"step:{step}" for step in range(1, 5)]
+    assert [line.split(" - ")[0] for line in validated] == ["step:0", "step:2", "step:4"]
+    assert len(lines) == 7
 
 
 def test_validation_happens_when_the_plan_says(grpo: GrpoRun) -> None:
