@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of parquet, JSONL and JSON files, several files concatenated in order.
+"""The rows of local parquet, JSONL and JSON files, several files concatenated in order.
 
-Counting rows reads the metadata of parquet files only. pyarrow is imported when a parquet file is
-opened, so that the planner stays light. Files are local: no hdfs, no URLs.
+Counting rows reads only the metadata of parquet files. pyarrow is imported when a parquet file is
+opened, which keeps the planner light.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class RowSource:
     loader: Callable[[Sequence[str]], list[Row]] | None = None
 
     def read(self) -> list[Row]:
-        """Return all rows, in order; errors as ``read_rows``."""
+        """Return all rows, in order; raise the errors of ``read_rows``."""
         if self.loader is None:
             return read_rows(self.files, key=self.key)
         return self.loader(self.files)
 
     def count(self) -> int:
-        """Return the number of rows; errors as ``count_rows``."""
+        """Return the number of rows; raise the errors of ``count_rows``."""
         if self.loader is None:
             return count_rows(self.files, key=self.key)
         return len(self.loader(self.files))
@@ -81,11 +81,11 @@ class RowSource:
 
 
 def count_rows(files: Sequence[str], *, key: str = "data.train_files") -> int:
-    """Count the rows of all files together.
+    """Count the rows of all files.
 
     Args:
         files: paths; ``~`` is expanded.
-        key: the configuration key that names them, for messages.
+        key: the configuration key of ``files``, for messages.
 
     Raises:
         UserError: there are no files, or one is missing, empty or unreadable.

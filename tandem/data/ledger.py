@@ -89,7 +89,7 @@ class Ledger:
     """
 
     def __init__(self, order: LedgerOrder, *, total_epochs: int) -> None:
-        """Create a ledger at its first draw. Raises UserError if the rows do not fill a batch."""
+        """Create a ledger at its first draw. Raise UserError if the rows do not fill a batch."""
         if order.epoch_size == 0:
             raise UserError(
                 "data.train_batch_size",
@@ -130,11 +130,11 @@ class Ledger:
         return [Draw(uid, self._row(uid)) for uid in uids]
 
     def mark_trained(self, uids: Iterable[int]) -> None:
-        """Close draws that were trained on. Raises ValueError for a draw that is not open."""
+        """Close draws that were trained on. Raise ValueError for a draw that is not open."""
         self._num_trained += self._close(uids)
 
     def mark_dropped(self, uids: Iterable[int]) -> None:
-        """Close draws that are not to be trained on. Raises ValueError for one that is not open."""
+        """Close draws that are not to be trained on. Raise ValueError for one that is not open."""
         self._num_dropped += self._close(uids)
 
     def state(self) -> dict[str, Any]:
@@ -262,11 +262,11 @@ class Source(Generic[Drawn_co]):
         return [self._entries[draw.row].as_draw(draw.uid) for draw in self._ledger.draw(count)]
 
     def mark_trained(self, uids: Iterable[int]) -> None:
-        """Close draws that were trained on. Raises ValueError for a draw that is not open."""
+        """Close draws that were trained on. Raise ValueError for a draw that is not open."""
         self._ledger.mark_trained(uids)
 
     def mark_dropped(self, uids: Iterable[int]) -> None:
-        """Close draws that are not to be trained on. Raises ValueError for one that is not open."""
+        """Close draws that are not to be trained on. Raise ValueError for one that is not open."""
         self._ledger.mark_dropped(uids)
 
     def state(self) -> dict[str, Any]:
@@ -274,14 +274,14 @@ class Source(Generic[Drawn_co]):
         return self._ledger.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue after ``state``. Raises UserError if it belongs to other data."""
+        """Continue after ``state``. Raise UserError if it belongs to other data."""
         self._ledger.restore(state)
 
 
 def open_source(
     entries: Sequence[Entry[Drawn_co]], config: DataConfig | SftDataConfig, *, total_epochs: int
 ) -> Source[Drawn_co]:
-    """Return a source at its beginning. Raises UserError if the entries do not fill one batch."""
+    """Return a source at its beginning. Raise UserError if the entries do not fill one batch."""
     order = LedgerOrder(
         num_rows=len(entries),
         batch_size=config.train_batch_size,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the rows that are used, and the truncation of rows that are too long."""
+"""The choice of the rows to use, and the truncation of long token sequences."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def row_source(config: DataConfig | SftDataConfig, *, validation: bool) -> RowSo
 def _custom_rows(
     factory: Callable[..., Any], files: Sequence[str], *, config: DataConfig | SftDataConfig
 ) -> list[Row]:
-    """Make the rows of a class or function of the user."""
+    """Return the rows that a user's class or function makes."""
     try:
         inspect.signature(factory).bind(data_files=list(files), config=config)
     except TypeError as error:
@@ -71,7 +71,7 @@ def _custom_rows(
             f"{_CUSTOM}.path",
             config.custom_cls.path,
             rule=f"{factory.__name__} cannot be called with data_files and config: {error}",
-            remedy="Change its parameters; tandem tokenises rows itself.",
+            remedy="Change its parameters. It gets no tokenizer, because tandem tokenises rows.",
         ) from error
     made = factory(data_files=list(files), config=config)
     if not hasattr(made, "__iter__") and hasattr(made, "__len__"):
@@ -84,7 +84,7 @@ def _custom_rows(
             f"{_CUSTOM}.path",
             config.custom_cls.path,
             rule=f"{factory.__name__} {fault}",
-            remedy="Make mappings of verl's schema.",
+            remedy="Return mappings of verl's schema.",
         )
     return rows
 
@@ -105,8 +105,8 @@ def truncate(tokens: np.ndarray, limit: int, *, side: str) -> np.ndarray:
     """Truncate tokens to at most ``limit``.
 
     Args:
-        side: the side that is cut off. ``left`` keeps the last tokens and ``right`` the first;
-            ``middle`` keeps the first ``limit // 2`` and fills up with the last.
+        side: the side to remove. ``left`` keeps the last tokens and ``right`` the first; ``middle``
+            keeps the first ``limit // 2`` and the last of the rest.
     """
     if len(tokens) <= limit:
         return tokens

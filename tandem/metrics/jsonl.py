@@ -35,7 +35,7 @@ class JsonLinesFile:
         self._stream = path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record completely or not at all. Raises OSError if the disk is full."""
+        """Write one record completely or not at all. Raise OSError if the disk is full."""
         line = encode(record).encode("ascii") + b"\n"
         begin = self._stream.tell()
         if self._stream.write(line) != len(line):

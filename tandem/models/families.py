@@ -117,8 +117,8 @@ def _refuse_sliding_window(hf_config: HfConfig) -> None:
             "config.json: use_sliding_window",
             True,
             rule="sliding-window attention is not supported",
-            remedy="If all sequences fit the window, set use_sliding_window to false and remove "
-            "layer_types.",
+            remedy="Set use_sliding_window to false and remove layer_types if all sequences fit "
+            "the window.",
         )
 
 

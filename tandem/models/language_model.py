@@ -193,7 +193,7 @@ class NativeModel:
         return NativeModel(decoder, hf_config=self._hf_config, source=self._source)
 
     def hidden(self, packed: PackedBatch) -> Tensor:
-        """Return the final hidden states (L, D). Raises UserError if a sequence is too long."""
+        """Return the final hidden states (L, D). Raise UserError if a sequence is too long."""
         self.decoder.rotary.require_length(int(packed.position_ids_T.max()) + 1)
         token_ids, position_ids = packed.token_ids_T, packed.position_ids_T
         attention = self.operators.packed_attention(packed.segments, self.device)

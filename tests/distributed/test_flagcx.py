@@ -144,9 +144,13 @@ def _corrupt(stream: Any) -> int:
     [
         (("mlu", "musa", "mlu"), _raw, "UserError: flagcx='weights': the ranks of one vendor must"),
         (("npu", "musa"), _raw, "UserError: flagcx='weights': FlagCX does not connect ASCEND with"),
-        (DOUBLES, _unknown_stream, "rank 2: Stream of musa:0: its platform does not know such a"),
-        (DOUBLES, _no_number, "rank 2: Stream of musa:0: its platform takes torch.Stream"),
-        (DOUBLES, _default_stream, "rank 2: Stream of musa:0: its platform takes 0 for the"),
+        (
+            DOUBLES,
+            _unknown_stream,
+            "rank 2: Stream of musa:0: its platform does not support such a",
+        ),
+        (DOUBLES, _no_number, "rank 2: Stream of musa:0: its platform returns torch.Stream"),
+        (DOUBLES, _default_stream, "rank 2: Stream of musa:0: its platform returns 0 as the"),
         (DOUBLES, _corrupt, "UserError: flagcx='weights': a test broadcast arrived corrupted"),
     ],
 )

@@ -120,7 +120,7 @@ def test_rules_score_validations_and_rows_left_to_a_model_are_left_out(
     )
     ended = run_judged(material, judge, tmp_path / "run", *keys)
     assert ended.code == 0, ended.stderr
-    assert ended.stderr.count("6 of 12 rows have reward_model.style=model") == 1
+    assert ended.stderr.count("skipped 6 of 12 rows, which have reward_model.style=model") == 1
     rows = metrics_of(tmp_path / "run")
     assert all(any(name.startswith("val-core/") for name in rows[step]) for step in (0, 4))
 

@@ -197,7 +197,7 @@ def test_metrics_that_are_not_numbers_are_gaps(tmp_path):
         (None, "has no metrics.jsonl"),
         ("", "has no metrics.jsonl"),
         ('{"step": 1, "a"', "has no metrics.jsonl"),
-        ('{"a": 1}\n', "line 1 has no whole number"),
+        ('{"a": 1}\n', "line 1 has no integer step"),
         ('x\n{"step": 1}\n', "line 1 is not a JSON object"),
     ],
 )
