@@ -302,7 +302,7 @@ def test_tracker_that_names_no_checkpoint(
     shutil.rmtree(run / "global_step_2")
     before = snapshot(run)
     ended = run_command(train_arguments(material, run), folder=tmp_path / "cwd")
-    check_refusal(ended, "latest_checkpointed_iteration.txt", "step 2", "Write the step")
+    check_refusal(ended, "latest_checkpointed_iteration.txt", "step 2", "Write another step")
     assert snapshot(run) == before
 
 
