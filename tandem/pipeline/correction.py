@@ -134,7 +134,7 @@ def _mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
 
 
 def _rejection_metrics(mismatch: Mismatch, rejections: tuple[Rejection, ...]) -> dict[str, float]:
-    """Return the shares of rejected tokens and of sequences with such, by option and in total."""
+    """Return the shares of rejected tokens, and of sequences with any, by option and in total."""
     masks = {f"{r.option}_": kept_tokens(mismatch, r) for r in rejections}
     masks[""] = all_kept(mismatch, rejections)
     counts_R = mismatch.counts()

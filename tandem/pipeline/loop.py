@@ -146,7 +146,7 @@ class Pipeline:
         await self._finish(tasks)
 
     async def _next_batch(self, upcoming: asyncio.Task[Batch | None]) -> Batch | None:
-        """Return the next batch; None if there is none, or if the run is to stop.
+        """Return the next batch; None if the data has ended or the run stops.
 
         The wait counts as ``gen`` until the last sequence of the batch was generated, and as
         ``reward`` until the batch was complete.
@@ -162,7 +162,7 @@ class Pipeline:
         return batch
 
     async def _learn(self, batch: Batch, tasks: RunTasks) -> Experience | None:
-        """Train one step and publish its weights; return None if the run is to stop before it."""
+        """Train one step and publish its weights; return None if the run stops before it."""
         groups = batch.groups
         require_fresh(groups, version=self._step, max_lag=self._config.trainer.max_lag)
         dropped = tasks.producer.take_dropped()
@@ -303,7 +303,7 @@ class Pipeline:
             record(self._context.sinks, step, metrics=await validation)
 
     async def _flush_records(self) -> None:
-        """Return once every step and validation so far is on record."""
+        """Return once the records of all steps and validations are written."""
         for recording in self._recording:
             await recording
 

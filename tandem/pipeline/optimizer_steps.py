@@ -84,7 +84,7 @@ async def take_steps(
     """Take all optimizer steps of one model on one batch, in order.
 
     Args:
-        settings: the model's section, which says how mini-batches are cut.
+        settings: the model's section, which determines the mini-batches.
     """
     num_sequences = len(experience.sequences)
     size = settings.ppo_mini_batch_size * context.config.actor_rollout_ref.rollout.n
@@ -145,7 +145,7 @@ async def _take_step(
 
 
 def _sequence_order(num_sequences: int, seed: int | None, *, epoch: int) -> list[int]:
-    """Return the order mini-batches are cut in: the batch's, or one drawn for each epoch."""
+    """Return the order of the sequences: that of the batch, or a random one for each pass."""
     if seed is None:
         return list(range(num_sequences))
     generator = torch.Generator().manual_seed(seed + epoch)

@@ -77,7 +77,7 @@ async def finish_scoring(context: RunContext, batch: Batch) -> Batch:
 
 
 def _scores_ahead(context: RunContext) -> bool:
-    """Return whether the old log-probs of a batch are computed while another one is trained on."""
+    """Return whether the old log-probs of the next batch are computed during training."""
     in_turn = context.config.trainer.lockstep
     return context.engines.scorer is not context.engines.train and not in_turn
 

@@ -43,7 +43,7 @@ class EngineSpans:
     results.
 
     Args:
-        work: returns what each engine has to do at this moment.
+        work: returns whether each engine has work now.
     """
 
     def __init__(self, trace: TraceRecorder, work: Callable[[], Sequence[EngineWork]]) -> None:
@@ -261,7 +261,7 @@ class RolloutLoop:
             self._has_work.clear()
 
     async def _switch(self, version: int) -> None:
-        """Ask the engine to take ``version``. Generation goes on if it is still on its way."""
+        """Ask the engine to take ``version``. Generation goes on if it has not arrived yet."""
         with self._trace.span("sync", "sync", details={"version": version}):
             is_in_use = await self._runtime.call(self._engine.set_weights_version, version)
         if is_in_use:
@@ -286,7 +286,7 @@ class RolloutLoop:
                 pending.future.set_result(tuple(pending.finished[i] for i in ids))
 
     def _check_progress(self) -> None:
-        """Raise RuntimeError if the engine must have lost a sequence, instead of waiting for it."""
+        """Raise RuntimeError if the engine must have lost a sequence."""
         self._idle_advances += 1
         if self._max_steps is not None:
             if self._idle_advances <= _MAX_IDLE_ADVANCES:

@@ -176,7 +176,7 @@ def rollout_difference(experience: Experience) -> dict[str, float]:
 
 
 def _correlation(first: Tensor, second: Tensor) -> float:
-    """Return Pearson's coefficient; 1 if a series does not vary, for which it is not defined."""
+    """Return Pearson's coefficient, or 1 where it is undefined: for a constant series."""
     if len(first) < 2:
         return 1.0
     correlation = torch.corrcoef(torch.stack([first, second]).double())[0, 1].item()

@@ -70,7 +70,7 @@ class Validator:
         return group.create_task(self._validate(step, answers, scoring=scoring))
 
     def drop(self) -> None:
-        """Cancel all validations under way."""
+        """Cancel all running validations."""
         for one in self._under_way:
             one.cancel()
 

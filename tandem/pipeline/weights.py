@@ -133,7 +133,7 @@ class WeightFlow:
             is_required: whether to wait until the version is in use.
 
         Raises:
-            RuntimeError: no training step is under way, or the version is not a newer one.
+            RuntimeError: no training step is running, or the version is not newer.
         """
         if not self._is_training or version <= self._published:
             raise RuntimeError(f"version {version} is published without a training step")
@@ -216,7 +216,7 @@ class WeightFlow:
         return self._rule.lockstep or self._rule.finishes_on_old_weights
 
     def _must_wait_for_pins(self) -> bool:
-        """Return whether a training step would change the very weights that are pinned."""
+        """Return whether a training step would change pinned weights."""
         return self._rule.time_shared and self._num_pins > 0
 
     async def _enter(self, state: FlowState) -> None:

@@ -251,7 +251,7 @@ def _rule(
 
 
 def _ratios(devices: Sequence[int]) -> tuple[float, ...]:
-    """Return the shares of the devices, whose sum is exactly 1."""
+    """Return the shares of the devices, whose sum is 1."""
     first = [round(count / sum(devices), 6) for count in devices[:-1]]
     return (*first, round(1 - sum(first), 6))
 

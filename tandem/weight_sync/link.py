@@ -299,7 +299,6 @@ class WeightLink:
         )
 
     def _replace(self, version: int, copy: VersionCopy) -> None:
-        """Replace the weights by a version that has arrived."""
         formed = self._formed_or_raise()
         failure = FirstFailure()
         with failure.noted("taking the weights out of use"):
@@ -423,7 +422,7 @@ class LinkGroups:
             self._groups.pop().close()
 
     def _absent(self) -> list[int]:
-        """Return the processes that do not report within the roll call's time."""
+        """Return the processes that do not report within ``roll_call_s``."""
         keys = [self._survivor(rank) for rank in range(self._place.size)]
         try:
             self._store.wait(keys, timedelta(seconds=self._settings.roll_call_s))

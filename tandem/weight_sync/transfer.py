@@ -66,7 +66,7 @@ class TransferStreams:
 
 
 def make_streams(device: torch.device) -> TransferStreams:
-    """Make the streams of a link whose tensors lie on ``device``."""
+    """Make the streams of a link with tensors on ``device``."""
     if device.type == "cpu":
         return TransferStreams(None, None)
     return TransferStreams(torch.Stream(device), torch.Stream(device))
@@ -244,7 +244,6 @@ class BucketStream:
         return self._memory[device][start : start + message.num_bytes]
 
     def _queueing(self) -> AbstractContextManager[object]:
-        """Queue the work of the block on this side's stream."""
         return nullcontext() if self._stream is None else self._stream
 
 

@@ -128,7 +128,6 @@ def choose_transport(endpoints: Sequence[Endpoint], wanted: TransportKind | None
 
 
 def _choose_crossing(ends: Sequence[Endpoint], wanted: TransportKind | None) -> Choice:
-    """Choose the transport between platforms."""
     platforms = list(dict.fromkeys(end.platform for end in ends))
     names = " and ".join(platforms)
     obstacle = _flagcx_obstacle(ends)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules on the platforms that pools name, and the routes of weights between them.
 
-Names are compared as they are written. Whether a platform exists is not checked here.
+Names are compared as text. Whether a platform exists is not checked here.
 """
 
 from __future__ import annotations

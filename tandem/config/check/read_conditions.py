@@ -323,7 +323,7 @@ RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
         (f"{_ROLLOUT}.name",),
         lambda c: c.actor_rollout_ref.rollout.name == "hf",
         "the model family decides: native if tandem's decoder computes it, else hf; setting hf "
-        "only says that this is intended",
+        "only confirms that this is intended",
     ),
     Exclusion(
         (f"{_ROLLOUT}.seed",),

@@ -90,7 +90,7 @@ def _assignments_of(files: Sequence[Loaded]) -> Iterator[Assignment]:
 
 
 class _Written:
-    """The assignments so far: a sparse tree of values, and the spelling of each key."""
+    """The assignments that were added: a sparse tree of values, and the spelling of each key."""
 
     def __init__(self, schema: type[BaseModel]) -> None:
         self._schema = schema
@@ -169,7 +169,6 @@ class _Written:
         by_spelling[assignment.name] = assignment
 
     def _reset(self, name: str) -> None:
-        """Reset a key, or all keys of a section, to the default."""
         for known in [k for k in self.spellings if k == name or k.startswith(f"{name}.")]:
             del self.spellings[known], self._latest[known]
         *sections, last = name.split(".")

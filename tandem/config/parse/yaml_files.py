@@ -83,7 +83,7 @@ def load_named_config(config_path: str, config_name: str) -> Loaded:
 
 
 def _load(path: Path, folder: Path, *, mode: Mode, above: tuple[Path, ...] = ()) -> Loaded:
-    """Load a file and its ``defaults:``, which precede its values unless ``_self_`` says so."""
+    """Load a file after its ``defaults:``, or where ``_self_`` is in their list."""
     if path in above:
         raise UserError(
             repr(str(path)),

@@ -218,7 +218,7 @@ def _of_pool(
 
 
 def _taking_turns(plan: MemoryPlan) -> MemoryPlan:
-    """Count generation only as far as it exceeds the space that training leaves free meanwhile."""
+    """Count only the part of generation that exceeds the space of idle training buffers."""
     room = plan.gradients + plan.gathered + plan.activations + plan.logits
     left = max(0, room - plan.rollout)
     return replace(plan, rollout=max(0, plan.rollout - room), cache=max(0, plan.cache - left))

@@ -130,7 +130,7 @@ def _remedy(
 
 
 def _for_all(config: RunConfig | SftConfig, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``overrides`` of the policy with the same settings for the auxiliary models."""
+    """Return ``overrides`` of the policy, and the same settings of the auxiliary models."""
     if isinstance(config, SftConfig):
         return overrides
     settings = dict(overrides)

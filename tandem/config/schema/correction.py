@@ -184,8 +184,9 @@ def _bounds(text: str) -> Bounds:
 
 
 def _rejection_bounds(option: str, text: str) -> Bounds:
-    """Parse the bounds of a measure: two positive ones for k1, whose logarithms are taken, and one
-    for the others. Raise ValueError for anything else.
+    """Parse the bounds of a measure. Raise ValueError unless they fit it.
+
+    k1 has two positive bounds, because logarithms are taken. The other measures have one.
     """
     bounds = _bounds(text)
     if not option.endswith("_k1"):

@@ -130,7 +130,7 @@ class RolloutConfig(BaseModel):
         gt=0,
         le=1,
         description="Share of an accelerator's memory for the weights and the key-value cache of "
-        "the rollout. The cache takes no more than the sequences of a step need. No effect on "
+        "the rollout. The cache is never larger than the sequences of a step need. No effect on "
         "CPUs.",
     )
     free_cache_engine: bool = Field(

@@ -62,7 +62,7 @@ class ActorRolloutRefConfig(BaseModel):
     hybrid_engine: bool = Field(
         default=True,
         description="Train and generate on the same devices. False: half of the devices train and "
-        "half generate, unless trainer.separated_node_tasks says otherwise.",
+        "half generate, unless trainer.separated_node_tasks is set.",
     )
     nccl_timeout: int = Field(
         default=600,
