@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from tandem.types import PackedBatch
 
 LINEAR_COST = 24576
-"""The cost of a token relative to attending to one position, which costs 2: six widths of a 7B
-model, as in verl's ``calculate_workload``."""
+"""The cost of a token without attention; attending to one position costs 2. It is six widths of a
+7B model, as in verl's ``calculate_workload``."""
 SLACK = 0.02
 """The relative excess over an even distribution above which groups are split further."""
 _GRAINS = (0.0, 1.0, 2.0, 4.0, 8.0, math.inf)
@@ -24,7 +24,7 @@ _GRAINS = (0.0, 1.0, 2.0, 4.0, 8.0, math.inf)
 
 
 def token_cost(num_tokens: int, prefix: int = 0) -> int:
-    """Return the relative cost of tokens that attend to a prefix and to the tokens before them.
+    """Return the relative cost of tokens with causal attention to a prefix and themselves.
 
     Example:
         >>> token_cost(5) == token_cost(2) + token_cost(3, prefix=2)
@@ -48,13 +48,13 @@ def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
         >>> deal([10, 50, 40, 20], 2)
         [[1, 0], [2, 3]]
     """
-    dearest_first = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    costliest_first = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
     totals = [0] * num_ranks
     for start in range(0, len(costs), num_ranks):
-        idlest_first = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
+        least_loaded_first = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
         for rank, index in zip(
-            idlest_first, dearest_first[start : start + num_ranks], strict=False
+            least_loaded_first, costliest_first[start : start + num_ranks], strict=False
         ):
             dealt[rank].append(index)
             totals[rank] += costs[index]
@@ -224,26 +224,26 @@ def _fewest(size: int, measure: Measure, *, multiple_of: int) -> int:
 def _fill(
     parts: Sequence[_Part], measure: Measure, *, fewest: int, step: int
 ) -> list[list[_Part]] | None:
-    """Put the parts into as few bins as possible, the dearest first into the cheapest with room.
+    """Put the parts into as few bins as possible, the costliest first into the cheapest with room.
 
     Return None if bins stay empty that smaller parts could fill.
     """
-    dearest_first = sorted(parts, key=lambda part: (-part.cost, part.group, part.chosen))
+    costliest_first = sorted(parts, key=lambda part: (-part.cost, part.group, part.chosen))
     for num_bins in range(fewest, len(parts) + 1, step):
-        bins = _filled(dearest_first, measure, num_bins=num_bins)
+        bins = _filled(costliest_first, measure, num_bins=num_bins)
         if bins is not None:
             return bins
     return [[part] for part in parts] if all(len(part.chosen) == 1 for part in parts) else None
 
 
 def _filled(
-    dearest_first: Sequence[_Part], measure: Measure, *, num_bins: int
+    costliest_first: Sequence[_Part], measure: Measure, *, num_bins: int
 ) -> list[list[_Part]] | None:
     """Fill ``num_bins`` bins; return None if no bin has room for a part."""
     bins: list[list[_Part]] = [[] for _ in range(num_bins)]
     sizes = [0] * num_bins
     loads = [(0, number) for number in range(num_bins)]
-    for part in dearest_first:
+    for part in costliest_first:
         full: list[tuple[int, int]] = []
         while loads and not measure.fits(sizes[loads[0][1]] + part.size):
             full.append(heapq.heappop(loads))
@@ -258,5 +258,5 @@ def _filled(
 
 
 def _lock_step_cost(costs: Sequence[int], *, num_ranks: int) -> int:
-    """Return the cost of the rounds of ``deal``: in each, all wait for the dearest micro-batch."""
+    """Return the cost of the rounds of ``deal``: each lasts as long as its costliest batch."""
     return sum(sorted(costs, reverse=True)[::num_ranks])

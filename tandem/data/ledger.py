@@ -118,7 +118,7 @@ class Ledger:
 
     @property
     def num_remaining(self) -> int:
-        """The number of draws left, with repeated ones."""
+        """The number of draws left, including those to repeat after a restore."""
         return len(self._again) + max(0, self._limit - self._next_uid)
 
     def draw(self, count: int) -> list[Draw]:

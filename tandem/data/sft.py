@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """A piece of text that is tokenised on its own: at generation, the model continues there.
+    """A piece of text that is tokenised on its own, because the model generates from its end.
 
-    ``plain`` says whether the tokenizer adds special tokens; rendered templates have them.
+    ``plain``: whether the tokenizer adds special tokens; rendered templates have them already.
     """
 
     text: str

@@ -33,7 +33,7 @@ class ShardMap(Protocol):
 
     @property
     def regions(self) -> Mapping[str, Regions]:
-        """The regions of all parameters, in order; () if this process has no part of one."""
+        """The regions of each parameter, in order; () for a parameter without a part here."""
         ...
 
     def gather(self, name: str, part: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of the user: functions of the batch of a training step (docs/extend/metrics.md)."""
+"""The user's metrics: functions of the batch of a training step (docs/extend/metrics.md)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ class StepBatch:
     """The batch of one training step: N sequences with R response tokens.
 
     Attributes:
-        step: the number of the step.
-        groups: prompts, samples and outcomes of rewards; sequences are in the order of samples.
+        groups: the prompts with their samples and rewards; sequences are in the order of samples.
         sequence_R: the sequence of each response token, int64, ascending.
-        rewards_N: the rewards after any KL penalty, fp32; NaN for a failed one.
+        rewards_N: the rewards after any KL penalty, fp32; NaN if the reward failed.
         advantages_R, returns_R: the result of the advantage estimator, fp32.
-        rollout_logp_R: the log-probs under the policy that sampled, fp32.
-        lag_R: the age of the weights that sampled each token, in versions, int64.
+        rollout_logp_R: the log-probs under the policy that drew the tokens, fp32.
+        lag_R: the age of the weights that drew each token, in versions, int64.
     """
 
     step: int
@@ -52,8 +51,8 @@ def custom_metrics(names: Sequence[str], batch: StepBatch) -> dict[str, float]:
     """Compute the metrics of the functions ``trainer.metrics``.
 
     Raises:
-        UserError: a function does not return a mapping of names to numbers, or returns a name of
-            tandem's or of another function.
+        UserError: a function does not return a mapping of names to numbers, or returns a name that
+            is already used.
     """
     metrics: dict[str, float] = {}
     for name in names:
@@ -68,7 +67,7 @@ def custom_metrics(names: Sequence[str], batch: StepBatch) -> dict[str, float]:
                     _KEY,
                     name,
                     rule=f"returned {metric}, which is the name of another metric",
-                    remedy="Begin its name with a word of your own, such as my/.",
+                    remedy="Start the name with your own prefix, such as my/.",
                 )
             metrics[metric] = float(value)  # pyright: ignore
     return metrics

@@ -26,7 +26,7 @@ WAIT_PREFIX = "wait: "
 WAITS_SUFFIX = " (waits)"
 """The suffix of the track of a role's waits."""
 PAUSE = "update"
-"""The cause for which an engine waits that shares its devices with training."""
+"""The cause of the waits of an engine that shares its devices with training."""
 _MERGED_GAP_S = 0.005
 _MICROSECONDS = 1e6
 _OPENING = b"[\n"

@@ -163,8 +163,8 @@ class Decoder(nn.Module):
         self.operators = operators
         self.recompute: Recompute = "nothing"
         self.rotary = Rotary(config.rope, config.head_dim)
-        # Passed weights are not initialised: on the meta device, that would import torch's
-        # compiler, which takes 1 s.
+        # With ``_weight``, torch draws no values, which on the meta device would import its
+        # compiler and take 1 s.
         self.embedding = nn.Embedding(
             config.vocab_size,
             config.hidden_size,

@@ -37,7 +37,7 @@ _CUT_DIMENSION = {
     ("o", "weight"): 1,
     ("down", "weight"): 1,
 }
-"""The dimensions along which tensor parallelism cuts. Every process holds all other parameters."""
+"""The dimensions that tensor parallelism splits. Every process holds all other parameters whole."""
 
 Regions = tuple[SliceSpec, ...]
 """The regions of an unsharded tensor that form a local tensor, stacked along the rows. A part of a

@@ -46,7 +46,7 @@ def title(run: RunData) -> str:
 
 
 def subtitle(run: RunData) -> list[str]:
-    """Return the known ones of project, model and algorithm, and the number of steps."""
+    """Return project, model and algorithm, if known, and the number of steps."""
     parts = [
         _lookup(run.config, "trainer.project_name"),
         _lookup(run.config, "actor_rollout_ref.model.path") or _lookup(run.config, "model.path"),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards: rules, functions of the user, shaping, and the pool of processes that runs them."""
+"""Rewards: rules, users' functions, shaping, and the pool of processes that computes them."""
