@@ -74,8 +74,8 @@ class PolicyLossConfig(BaseModel):
 
     loss_mode: LossName = Field(
         default="vanilla",
-        description="vanilla: PPO with dual clip; gspo: sequence ratio; cispo: clipped weights; "
-        "gpg: plain policy gradient; geo_mean: GMPO; or a function of your own as "
+        description="Policy loss. vanilla: PPO with dual clip; gspo: sequence ratio; cispo: "
+        "clipped weights; gpg: plain policy gradient; geo_mean: GMPO; or a function of your own as "
         "package.module:function.",
     )
 
@@ -118,8 +118,8 @@ class ActorConfig(BaseModel):
         default=None,
         ge=1,
         description="Maximum number of sequences per forward and backward pass. null: "
-        "micro-batches are filled up to ppo_max_token_len_per_gpu tokens. It does not affect "
-        "results.",
+        "micro-batches are filled up to ppo_max_token_len_per_gpu tokens. Results do "
+        "not depend on this key.",
     )
     use_dynamic_bsz: bool = Field(
         default=False,
@@ -159,7 +159,7 @@ class ActorConfig(BaseModel):
     clip_ratio_c: float = Field(
         default=3.0,
         gt=1,
-        description="Upper bound of the ratio where the advantage is negative (dual clip).",
+        description="Upper bound of the ratio for negative advantages (dual clip).",
     )
     loss_agg_mode: LossAggregation = Field(
         default="token-mean", description="How the losses of tokens are reduced to one number."

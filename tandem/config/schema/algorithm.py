@@ -120,7 +120,7 @@ class AlgorithmConfig(BaseModel):
     lam: float = Field(default=1.0, ge=0, le=1, description="Lambda of gae.")
     norm_adv_by_std_in_grpo: bool = Field(
         default=True,
-        description="Divide the advantages of grpo by the standard deviation of the group. False: "
+        description="Divide GRPO's advantages by the standard deviation of the group. False: "
         "Dr. GRPO.",
     )
     use_kl_in_reward: bool = Field(

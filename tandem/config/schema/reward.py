@@ -88,6 +88,6 @@ class CustomRewardConfig(BaseModel):
     )
     reward_kwargs: dict[str, Any] = Field(
         default_factory=dict[str, Any],
-        description="Further keyword arguments of the function.",
+        description="Additional keyword arguments of the function.",
         json_schema_extra=read_if("path!=null"),
     )

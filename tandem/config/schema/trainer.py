@@ -156,7 +156,7 @@ class TrainerConfig(BaseModel):
         le=1000,
         description="Maximum lag with async_pipeline: the number of weights versions between the "
         "one that sampled a token and the one that is trained on it. 0: on-policy; 1: one step "
-        "off.",
+        "off-policy.",
         json_schema_extra=read_if("async_pipeline=True"),
     )
     deterministic_async: bool = Field(
