@@ -25,7 +25,7 @@ from tandem.api import Capacity, Loss
 from tandem.comm.flagcx_plugin import pool_library
 from tandem.comm.store import connect_store
 from tandem.comm.world import WorldPlace, join_world
-from tandem.config.derived.pools import REWARD_MODEL
+from tandem.config.derived.pools import CRITIC, REWARD_MODEL
 from tandem.engines.fsdp import FsdpEngine
 from tandem.engines.fsdp_model import FsdpModel
 from tandem.engines.steps import score
@@ -117,7 +117,7 @@ class Worker:
         self._let_rollout_sleep()
         if task == "actor-train":
             return self._training(task).score(batches, temperature, num_rounds=num_rounds)
-        if task == "critic":
+        if task == CRITIC:
             critic = self._training(task)
             with critic.on_device():
                 return critic.score(batches, temperature, num_rounds=num_rounds)
@@ -154,7 +154,7 @@ class Worker:
     def advance_schedule(self, task: str) -> None:
         """Advance the learning-rate schedule, and offload a critic's weights."""
         engine = self._training(task)
-        with on_device([engine if task == "critic" else None]):
+        with on_device([engine if task == CRITIC else None]):
             engine.advance_schedule()
 
     def save(self, task: str, folder: Path) -> None:
@@ -248,7 +248,7 @@ class Worker:
         return self._link
 
     def _training(self, task: str) -> FsdpEngine:
-        engine = self._critic if task == "critic" else self._trainer
+        engine = self._critic if task == CRITIC else self._trainer
         assert engine is not None, f"pool {self._place.pool} has no trainer of {task}"
         return engine
 
@@ -274,7 +274,9 @@ class Worker:
     def _open_rollout(self, spec: RolloutSpec | None) -> LinkedRollout | None:
         if spec is None:
             return None
-        folder = check_folder(spec.model.path, load_weight=False)
+        folder = check_folder(
+            spec.model.path, trust_remote_code=spec.model.trust_remote_code, load_weight=False
+        )
         policy = open_received(spec, folder, platform=self._platform, device=self._device)
         engine = build_engine(
             EngineSpec(
