@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of rollout engines, and the choice among them.
+"""The choice among rollout engines, and the functions that build those of this package.
 
-An engine is one function from an ``EngineSpec`` to an ``api.RolloutEngine``. The engines of this
-package are in ``ENGINES``. Any other is named by its dotted path.
+An engine is one function from an ``EngineSpec`` to an ``api.RolloutEngine``. The names of engines
+are in ``config.schema.rollout.ENGINES``. Any other engine is named by its dotted path.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 
 from tandem.api import RolloutEngine
 from tandem.config.schema.families import hf_rollout_warning
-from tandem.config.schema.imports import import_dotted, is_dotted
-from tandem.config.schema.rollout import RolloutConfig
+from tandem.config.schema.imports import import_dotted
+from tandem.config.schema.rollout import ENGINES, RolloutConfig
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder, DecoderConfig
 from tandem.models.language_model import LanguageModel
@@ -59,22 +59,19 @@ def build_engine(spec: EngineSpec) -> RolloutEngine:
         UserError: a dotted path does not name a function, or the engine cannot serve the model.
     """
     name = spec.config.name
-    if is_dotted(name):
-        return import_dotted("actor_rollout_ref.rollout.name", name)(spec)
-    return ENGINES[engine_name(spec)](spec)
+    if name in ENGINES:
+        return resolve_name(ENGINES[name])(spec)
+    return import_dotted("actor_rollout_ref.rollout.name", name)(spec)
 
 
-def engine_name(spec: EngineSpec) -> str:
-    """Return the key of ``ENGINES`` for the engine that serves the model.
+def build_by_family(spec: EngineSpec) -> RolloutEngine:
+    """Build the engine that serves the model's family, whatever the name of the engine is.
 
-    ``dense`` and ``paged`` are taken literally. Under any other name the model decides: our own
-    engines serve the families of our decoder, and transformers' generate serves all others.
+    Our own engines serve the families of our decoder, and transformers' generate serves all others.
     """
-    if spec.config.name in ENGINES.keys() - {"hf"}:
-        return spec.config.name
     if spec.model.decoder is None:
-        return "hf"
-    return "dense" if spec.platform.kernels == "torch" else "paged"
+        return build_hf(spec)
+    return build_dense(spec) if spec.platform.kernels == "torch" else build_paged(spec)
 
 
 def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: str) -> None:
@@ -94,7 +91,8 @@ def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: st
     )
 
 
-def _build_hf(spec: EngineSpec) -> RolloutEngine:
+def build_hf(spec: EngineSpec) -> RolloutEngine:
+    """Build the engine over transformers' generate."""
     is_intended = spec.config.name == "hf"
     level = logging.INFO if is_intended else logging.WARNING
     logger.log(level, "%s", hf_rollout_warning(spec.model.family, is_intended=is_intended))
@@ -102,13 +100,15 @@ def _build_hf(spec: EngineSpec) -> RolloutEngine:
     return HfRolloutEngine(spec.model.module, config)
 
 
-def _build_dense(spec: EngineSpec) -> RolloutEngine:
+def build_dense(spec: EngineSpec) -> RolloutEngine:
+    """Build the engine of platforms without our kernels."""
     # Not the free memory: the batch size affects rounding, and a resumed run must repeat both.
     cache_bytes = spec.platform.total_memory_bytes() // 4
     return NativeRolloutEngine(_decoder(spec), _settings(spec, cache_bytes=cache_bytes))
 
 
-def _build_paged(spec: EngineSpec) -> RolloutEngine:
+def build_paged(spec: EngineSpec) -> RolloutEngine:
+    """Build the engine of platforms with our kernels."""
     from tandem.rollout.paged.engine import PagedRolloutEngine
 
     decoder, platform, config = _decoder(spec), spec.platform, spec.config
@@ -138,11 +138,3 @@ def _settings(spec: EngineSpec, *, cache_bytes: int) -> NativeRolloutConfig:
         max_cache_bytes=cache_bytes,
         keeps_cache=config.partial_rollout == "keep_cache",
     )
-
-
-ENGINES: Mapping[str, Callable[[EngineSpec], RolloutEngine]] = {
-    "dense": _build_dense,
-    "paged": _build_paged,
-    "hf": _build_hf,
-}
-"""The engines of this package by name."""

@@ -17,7 +17,7 @@ from tandem.models.hf import open_transformers_model
 from tandem.models.language_model import LanguageModel
 from tandem.platforms.capture import eager
 from tandem.platforms.record import CPU
-from tandem.rollout.factory import ENGINES, EngineSpec
+from tandem.rollout.factory import EngineSpec, build_dense, build_hf, build_paged
 from tandem.rollout.native.engine import NativeRolloutEngine
 from tandem.testing.contracts.rollout import CHECKS, check_engine
 from tandem.types import Completion, GenerationRequest
@@ -31,11 +31,11 @@ def _of_transformers(folder: Path) -> LanguageModel:
 
 
 def test_the_dense_engine_keeps_its_promises(tmp_path: Path) -> None:
-    assert check_engine(ENGINES["dense"], tmp_path) == []
+    assert check_engine(build_dense, tmp_path) == []
 
 
 def test_transformers_generate_keeps_its_promises(tmp_path: Path) -> None:
-    assert check_engine(ENGINES["hf"], tmp_path, make_model=_of_transformers) == []
+    assert check_engine(build_hf, tmp_path, make_model=_of_transformers) == []
 
 
 def test_an_engine_outside_of_tandem_keeps_its_promises(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_the_suite_finds_engines_that_break_a_promise(
     def build(spec: EngineSpec) -> RolloutEngine:
         if issubclass(engine, external_engine.ExternalEngine):
             return engine(spec)
-        dense = ENGINES["dense"](spec)
+        dense = build_dense(spec)
         assert isinstance(dense, NativeRolloutEngine)
         return engine(dense._decoder, dense._config)
 
@@ -122,7 +122,7 @@ def test_the_paged_engine_keeps_its_promises(tmp_path: Path) -> None:
     def build(spec: EngineSpec) -> RolloutEngine:
         from tandem.rollout.paged.engine import PagedRolloutEngine
 
-        paged = ENGINES["paged"](spec)
+        paged = build_paged(spec)
         assert isinstance(paged, PagedRolloutEngine)
         return PagedRolloutEngine(
             paged._decoder,

@@ -24,6 +24,7 @@ from tandem.config.derived.microbatches import (
 from tandem.config.derived.pools import CRITIC, Placement, needed_tasks, place_run, place_sft
 from tandem.config.schema.actor import LOSSES, Loss
 from tandem.config.schema.algorithm import ESTIMATORS, Estimator
+from tandem.config.schema.rollout import ENGINES_NOT_BUILT
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 
@@ -34,7 +35,6 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _CORRECTION = "algorithm.rollout_correction"
 _SHARDING = ("fsdp_size", "reshard_after_forward", "forward_prefetch")
 _CLIPPING = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-_ENGINES_NOT_BUILT = ("vllm", "sglang", "trtllm")
 _LORA = "not built yet: LoRA; all weights are trained"
 
 
@@ -316,7 +316,7 @@ RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
     *_microbatch_exclusions(RUN_MICROBATCHES),
     Exclusion(
         (f"{_ROLLOUT}.name",),
-        lambda c: c.actor_rollout_ref.rollout.name in _ENGINES_NOT_BUILT,
+        lambda c: c.actor_rollout_ref.rollout.name in ENGINES_NOT_BUILT,
         "engine not built yet: the native engine is used",
     ),
     Exclusion(

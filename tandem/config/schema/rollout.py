@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
 from tandem.config.schema.dotted import ByName
 from tandem.config.schema.fields import SECTION, VALIDATES, Seed, read_if
+
+ENGINES_NOT_BUILT = ("vllm", "sglang", "trtllm")
+ENGINES: Mapping[str, str] = dict.fromkeys(
+    ("native", "hf", *ENGINES_NOT_BUILT), "tandem.rollout.factory:build_by_family"
+)
+"""The names of rollout engines, each with the dotted path of the function that builds one."""
 
 _SAMPLES = "do_sample=True"
 _SCORES = (
@@ -61,7 +68,7 @@ class RolloutConfig(BaseModel):
 
     model_config = SECTION
 
-    name: Annotated[str, ByName(("native", "hf", "vllm", "sglang", "trtllm"))] = Field(
+    name: Annotated[str, ByName(ENGINES)] = Field(
         default="native",
         description="Generation engine: a name, or the dotted path of a function that builds an "
         "engine. The model family decides between native (tandem's decoder) and hf (transformers' "

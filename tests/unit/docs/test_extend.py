@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
+
+from tandem.config.schema.rollout import ENGINES
 
 ROOT = Path(__file__).parents[3]
 ROW = re.compile(r"^\| (?P<kind>[^|]+) \|[^|]+\|[^|]+\| 1 \| (?P<inside>\d) \|$", re.MULTILINE)
@@ -34,6 +37,14 @@ def test_as_many_files_know_it_as_the_index_says(kind: str) -> None:
     files = (ROOT / "tandem").rglob("*.py")
     knowing = sorted(str(file) for file in files if expression.search(file.read_text("utf-8")))
     assert len(knowing) == documented()[kind], knowing
+
+
+def test_a_rollout_engine_is_named_in_one_table_and_built_in_its_own_file() -> None:
+    texts = {file: file.read_text("utf-8") for file in (ROOT / "tandem").rglob("*.py")}
+    (table,) = (file for file, text in texts.items() if '"sglang"' in text)
+    assert table == ROOT / "tandem/config/schema/rollout.py"
+    assert documented()["a rollout engine"] == len({table, "its own file"})
+    assert all(callable(resolve_name(path)) for path in ENGINES.values())
 
 
 def test_every_page_is_in_the_index() -> None:
