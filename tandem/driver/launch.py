@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a run's engines: in this process on one device, else one Ray process per device.
-
-The pipeline sees no difference.
-"""
+"""Start of a run's processes: this one on one device, else one Ray process per device."""
 
 from __future__ import annotations
 
@@ -14,9 +11,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from tandem.api import EngineFailure, Engines, Runtime, TrainEngine, WorkerGroup
+from tandem.api import EngineFailure, Runtime, WorkerGroup
 from tandem.comm.store import host_store
 from tandem.config.check.device_rules import require_division
 from tandem.config.check.platform_rules import platform_key
@@ -30,7 +26,6 @@ from tandem.config.schema.sft import SftConfig
 from tandem.driver.arguments import with_found
 from tandem.driver.execution import first_cause
 from tandem.errors import RunFailure
-from tandem.models.decoder import DecoderConfig
 from tandem.models.folder import ModelFolder, require_decoder
 from tandem.platforms.record import Platform
 from tandem.platforms.registry import platform_named
@@ -44,21 +39,14 @@ from tandem.runtime.probe_devices import find_devices
 from tandem.runtime.ray import RayRuntime
 from tandem.runtime.resources import fits, node_needs, refusal, this_machine
 from tandem.types import TokenIds
-from tandem.workers.colocated import build_colocated, build_trainer
-from tandem.workers.deployment import remote_engines, remote_trainer, run_jobs, sft_jobs
-from tandem.workers.job import WorkerJob, build_worker
+from tandem.workers.deployment import pool_jobs
+from tandem.workers.job import build_worker
 from tandem.workers.policies import require_precision
-from tandem.workers.remote import PeakMemory, call_each
+from tandem.workers.remote import call_each
 
 logger = logging.getLogger(__name__)
 
 PLACEMENT_FILE = "placement.json"
-
-
-class MakeJobs(Protocol):
-    """A function from the (host, port) of the driver's store to the job of each pool, by name."""
-
-    def __call__(self, *, store: tuple[str, int]) -> Mapping[str, WorkerJob]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,31 +93,6 @@ class RunSite:
     def num_devices(self) -> int:
         """The number of devices in used pools."""
         return sum(pool.num_devices for pool in self.placement.used_pools)
-
-
-@dataclass(frozen=True, slots=True)
-class RunningEngines:
-    """The engines of ``tandem train`` while they run.
-
-    Attributes:
-        sizes: the sizes of the policy, None if its operation count is unknown.
-        chip: the name of the device that trains.
-        peak_memory: returns the peak memory of the devices that train.
-    """
-
-    runtime: Runtime
-    engines: Engines
-    sizes: ModelSizes | None
-    chip: str
-    peak_memory: Callable[[], PeakMemory]
-
-
-@dataclass(frozen=True, slots=True)
-class RunningTrainer:
-    """The engine of ``tandem sft`` while it runs."""
-
-    runtime: Runtime
-    engine: TrainEngine
 
 
 def run_on_site(config: RunConfig | SftConfig, body: Callable[[RunSite], int]) -> int:
@@ -257,9 +220,9 @@ def require_fit(
         require_kernels(model.decoder_config, generates, key=key)
     if site.is_mixed:
         return
-    for task, (section, layout) in site.model.layouts.items():
+    for task, own in site.model.of_task.items():
         if task in layouts:
-            require_precision(layout, site.platform, section=section)
+            require_precision(own.layout, site.platform, section=own.section)
     sizes = known["actor-train"]
     if not site.platform.has_own_memory or sizes is None:
         return
@@ -277,108 +240,43 @@ def require_fit(
 
 
 @asynccontextmanager
-async def start_engines(
-    site: RunSite, config: RunConfig, *, model: ModelFolder, eos_ids: TokenIds, total_steps: int
-) -> AsyncIterator[RunningEngines]:
-    """Run the engines of ``tandem train`` while the block runs.
+async def start_processes(
+    site: RunSite, *, eos_ids: TokenIds, total_steps: int
+) -> AsyncIterator[tuple[Runtime, Mapping[str, WorkerGroup] | None]]:
+    """Run the processes of a run while the block runs.
+
+    Returns:
+        the runtime, and the workers of each pool, which have built their engines. They are None if
+        this process does everything; then the caller builds the engines.
 
     Raises:
-        UserError: the model cannot be loaded, or there are too few devices.
+        UserError: a model cannot be loaded, or there are too few devices.
         WorkerFailure: a worker process failed.
     """
-    platform = site.platform
-    sizes = None if model.decoder_config is None else _sizes_of(model.decoder_config)
     if site.cluster is None:
-        async with _in_process(platform) as runtime:
-            engines = await runtime.call(
-                build_colocated,
-                config,
-                site.placement,
-                platform=platform,
-                eos_ids=eos_ids,
-                total_steps=total_steps,
-            )
-            try:
-                peak = partial(PeakMemory.of, platform)
-                yield RunningEngines(runtime, engines, sizes, platform.device_name(), peak)
-            finally:
-                await runtime.call(engines.close)
+        thread = InProcessRuntime(site.platform.prepare_thread)
+        try:
+            yield thread, None
+        finally:
+            await thread.close()
         return
-    make_jobs = partial(
-        run_jobs,
-        config,
-        site.placement,
-        platforms=site.platforms,
-        eos_ids=eos_ids,
-        total_steps=total_steps,
-    )
-    async with _in_pools(site, site.cluster, make_jobs=make_jobs) as (runtime, groups):
-        rollout = config.actor_rollout_ref.rollout
-        engines, peak = await runtime.call(remote_engines, groups, site.placement, rollout=rollout)
-        chip = await runtime.call(_chip, groups[site.placement.pool_of("actor-train").name])
-        yield RunningEngines(runtime, engines, sizes, chip, peak)
-
-
-def _sizes_of(config: DecoderConfig) -> ModelSizes:
-    return ModelSizes(
-        num_layers=config.num_layers,
-        hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocabulary=config.vocab_size,
-        tied=config.tie_embeddings,
-    )
-
-
-@asynccontextmanager
-async def start_trainer(
-    site: RunSite, config: SftConfig, *, total_steps: int
-) -> AsyncIterator[RunningTrainer]:
-    """Run the engine of ``tandem sft`` while the block runs. Raises as ``start_engines``."""
-    if site.cluster is None:
-        async with _in_process(site.platform) as runtime:
-            engine = await runtime.call(
-                build_trainer,
-                config,
-                site.placement,
-                platform=site.platform,
-                total_steps=total_steps,
-            )
-            yield RunningTrainer(runtime, engine)
-        return
-    make_jobs = partial(
-        sft_jobs, config, site.placement, platforms=site.platforms, total_steps=total_steps
-    )
-    async with _in_pools(site, site.cluster, make_jobs=make_jobs) as (runtime, groups):
-        yield RunningTrainer(runtime, remote_trainer(groups, site.placement))
-
-
-@asynccontextmanager
-async def _in_process(platform: Platform) -> AsyncIterator[InProcessRuntime]:
-    runtime = InProcessRuntime(platform.prepare_thread)
-    try:
-        yield runtime
-    finally:
-        await runtime.close()
-
-
-@asynccontextmanager
-async def _in_pools(
-    site: RunSite, cluster: ClusterPlan, *, make_jobs: MakeJobs
-) -> AsyncIterator[tuple[RayRuntime, Mapping[str, WorkerGroup]]]:
-    """Run a process on each device, with its engines built, while the block runs."""
     runtime = RayRuntime(
-        cluster,
+        site.cluster,
         platforms=site.platforms,
         platform=site.platform,
         pools=site.nodes,
         head=site.head,
     )
     try:
-        store = host_store(timeout_s=cluster.settings.wait_s)
-        jobs = make_jobs(store=(runtime.address, store.port))
+        store = host_store(timeout_s=site.cluster.settings.wait_s)
+        jobs = pool_jobs(
+            site.config,
+            site.placement,
+            platforms=site.platforms,
+            store=(runtime.address, store.port),
+            eos_ids=eos_ids,
+            total_steps=total_steps,
+        )
         groups = await runtime.call(
             runtime.start_pools, {name: partial(build_worker, job) for name, job in jobs.items()}
         )
@@ -397,7 +295,3 @@ def _write_placement(site: RunSite, groups: Mapping[str, WorkerGroup]) -> None:
     ]
     folder: Path = site.config.trainer.run_folder
     (folder / PLACEMENT_FILE).write_text(json.dumps(records, indent=2) + "\n")
-
-
-def _chip(group: WorkerGroup) -> str:
-    return group.gather([group.submit(0, "describe")])[0]["chip"]

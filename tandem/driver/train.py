@@ -1,44 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The composition root of ``tandem train``: from a configuration to a finished run.
+"""``tandem train``: its checked input, its engines and the pipeline that runs it.
 
-All of the user's input is checked before the model is loaded: loggers, data, model folders, the
-reward function, and last the run folder with its checkpoint. Nothing here computes.
+All of the user's input is checked before the model is loaded. Nothing here computes.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
+from tandem.api import Engines, WorkerGroup
 from tandem.checkpoint.store import Checkpoint
-from tandem.config.derived.schedule import Schedule, schedule_run
+from tandem.config.derived.schedule import schedule_run
+from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import trained_model
 from tandem.config.schema.run import RunConfig
 from tandem.data.ledger import draw_by_row, open_source
-from tandem.data.prompts import PromptEntry, PromptSource, load_prompts
+from tandem.data.prompts import PromptEntry, load_prompts
 from tandem.data.tokenizer import TextCodec
 from tandem.driver.auxiliary_models import (
-    AuxiliaryModels,
     check_auxiliary_models,
     check_tokens,
     open_trained_model,
 )
-from tandem.driver.execution import Ended, StopSwitch, execute
-from tandem.driver.launch import (
-    RunningEngines,
-    RunSite,
-    name_step,
-    require_fit,
-    run_on_site,
-    start_engines,
-)
+from tandem.driver.launch import run_on_site
+from tandem.driver.run import LaunchedRun, PreparedRun, run_prepared
 from tandem.driver.run_folder import (
-    Start,
     is_logged,
     is_validated,
     last_step_to_keep,
-    open_run_folder,
     open_run_sinks,
 )
 from tandem.metrics.custom import require_metrics
@@ -46,15 +41,17 @@ from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import require_loggers
 from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TRACE_FILE, TraceFile, TraceRecorder
-from tandem.models.folder import ModelFolder
+from tandem.models.decoder import DecoderConfig
 from tandem.pipeline.context import RunContext
 from tandem.pipeline.loop import Pipeline
-from tandem.pipeline.progress import RunSummary
 from tandem.pipeline.reward_phase import overlong_buffer
 from tandem.rewards.custom import CustomReward
 from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
 from tandem.rewards.routing import check_sources
 from tandem.rewards.scoring import RewardSpec
+from tandem.workers.colocated import build_colocated
+from tandem.workers.deployment import remote_engines
+from tandem.workers.remote import PeakMemory
 
 logger = logging.getLogger(__name__)
 
@@ -63,41 +60,30 @@ _MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedRun:
-    """The checked input of a run, before the run folder is opened and the model loaded."""
+class RunningEngines:
+    """The engines of a run.
 
-    config: RunConfig
-    model: ModelFolder
-    auxiliary: AuxiliaryModels
-    codec: TextCodec
-    source: PromptSource
-    validation_entries: list[PromptEntry]
-    schedule: Schedule
+    Attributes:
+        chip: the name of the device that trains.
+        peak_memory: returns the peak memory of the devices that train.
+    """
+
+    engines: Engines
+    chip: str
+    peak_memory: Callable[[], PeakMemory]
 
 
 def run(config: RunConfig) -> int:
     """Train; return 0, or 128 plus the number of the signal that stopped the run."""
-    return run_on_site(config, lambda site: run_training(config, site).exit_code)
-
-
-def run_training(config: RunConfig, site: RunSite) -> Ended[RunSummary]:
-    """Train with ``config``.
-
-    Raises:
-        UserError: the configuration, the data or a model cannot be used.
-        RunFailure, WorkerFailure: a process of the run failed, in a step or at startup.
-    """
-    prepared = prepare(config)
-    require_fit(site, prepared.model, auxiliary=prepared.auxiliary.folders)
-    folder = open_run_folder(
-        config.trainer, prepared.source, model=prepared.model, key=site.model.key
-    )
-    with folder as start:
-        return execute(lambda switch: _train(prepared, start, site=site, switch=switch))
+    return run_on_site(config, lambda site: run_prepared(site, prepare(config)).exit_code)
 
 
 def prepare(config: RunConfig) -> PreparedRun:
-    """Check and read everything but the model's weights."""
+    """Check and read everything but the model's weights.
+
+    Raises:
+        UserError: the configuration, the data or a model cannot be used.
+    """
     require_loggers(config.trainer.logger)
     require_metrics(config.trainer.metrics)
     model = trained_model(config)
@@ -116,7 +102,13 @@ def prepare(config: RunConfig) -> PreparedRun:
     auxiliary = check_auxiliary_models(config, folder, entries=train_entries)
     _check_reward(config, validation_entries if by_model else entries)
     source = open_source(train_entries, config.data, total_epochs=config.trainer.total_epochs)
-    return PreparedRun(config, folder, auxiliary, codec, source, validation_entries, schedule)
+    open_loop = partial(
+        _open_loop,
+        config,
+        validation=validation_entries,
+        conversations=auxiliary.conversations,
+    )
+    return PreparedRun(folder, codec, source, schedule, open_loop, auxiliary.folders)
 
 
 def _check_reward(config: RunConfig, entries: list[PromptEntry]) -> None:
@@ -149,92 +141,138 @@ def reward_limits(config: RunConfig) -> RewardLimits:
     )
 
 
-async def _train(
-    prepared: PreparedRun, start: Start, *, site: RunSite, switch: StopSwitch
-) -> RunSummary:
-    config = prepared.config
-    running = start_engines(
-        site,
-        config,
-        model=prepared.model,
-        eos_ids=prepared.codec.eos_ids,
-        total_steps=prepared.schedule.total_training_steps,
-    )
-    async with running as run:
-        if start.checkpoint is not None:
-            await run.runtime.call(run.engines.train.load, start.checkpoint.folder / "actor")
-            if run.engines.critic is not None:
-                folder = start.checkpoint.folder / "critic"
-                await run.runtime.call(run.engines.critic.load, folder)
-        async with RewardPool(reward_spec(config), reward_limits(config)) as rewards:
-            parts = _assemble(prepared, start, site=site, running=run, rewards=rewards)
-            return await _run(parts, start.checkpoint, switch=switch)
-
-
-async def _run(
-    parts: RunContext, checkpoint: Checkpoint | None, *, switch: StopSwitch
-) -> RunSummary:
-    pipeline = Pipeline(parts)
-    try:
+@asynccontextmanager
+async def _open_loop(
+    config: RunConfig,
+    run: LaunchedRun,
+    *,
+    validation: Sequence[PromptEntry],
+    conversations: TextCodec | None,
+) -> AsyncIterator[Pipeline]:
+    checkpoint, runtime = run.start.checkpoint, run.runtime
+    async with _open_engines(config, run) as running:
         if checkpoint is not None:
-            run_folder = parts.config.trainer.run_folder
-            await pipeline.restore(
-                checkpoint,
-                is_logged=is_logged(checkpoint, run_folder),
-                is_validated=is_validated(checkpoint, run_folder),
+            await runtime.call(running.engines.train.load, checkpoint.folder / "actor")
+            if running.engines.critic is not None:
+                await runtime.call(running.engines.critic.load, checkpoint.folder / "critic")
+        async with RewardPool(reward_spec(config), reward_limits(config)) as rewards:
+            parts = _assemble(
+                config,
+                run,
+                running=running,
+                rewards=rewards,
+                validation=validation,
+                conversations=conversations,
             )
-        switch.on_stop(pipeline.stop)
-        with name_step(lambda: pipeline.step):
-            return await pipeline.run()
-    finally:
-        parts.trace.close()
-        parts.recorder.close()
-        for sink in parts.sinks:
-            sink.close()
+            pipeline = Pipeline(parts)
+            try:
+                await _restore(pipeline, checkpoint, run_folder=config.trainer.run_folder)
+                yield pipeline
+            finally:
+                _close(parts)
+
+
+async def _restore(pipeline: Pipeline, checkpoint: Checkpoint | None, *, run_folder: Path) -> None:
+    if checkpoint is not None:
+        await pipeline.restore(
+            checkpoint,
+            is_logged=is_logged(checkpoint, run_folder),
+            is_validated=is_validated(checkpoint, run_folder),
+        )
+
+
+def _close(parts: RunContext) -> None:
+    parts.trace.close()
+    parts.recorder.close()
+    for sink in parts.sinks:
+        sink.close()
+
+
+@asynccontextmanager
+async def _open_engines(config: RunConfig, run: LaunchedRun) -> AsyncIterator[RunningEngines]:
+    runtime, placement, platform = run.runtime, run.site.placement, run.site.platform
+    if run.groups is None:
+        engines = await runtime.call(
+            build_colocated,
+            config,
+            placement,
+            platform=platform,
+            eos_ids=run.prepared.codec.eos_ids,
+            total_steps=run.prepared.schedule.total_training_steps,
+        )
+        try:
+            peak = partial(PeakMemory.of, platform)
+            yield RunningEngines(engines, platform.device_name(), peak)
+        finally:
+            await runtime.call(engines.close)
+        return
+    rollout = config.actor_rollout_ref.rollout
+    engines, peak = await runtime.call(remote_engines, run.groups, placement, rollout=rollout)
+    chip = await runtime.call(_chip, run.groups[placement.pool_of("actor-train").name])
+    yield RunningEngines(engines, chip, peak)
+
+
+def _chip(group: WorkerGroup) -> str:
+    """Return the name of the group's devices."""
+    return group.gather([group.submit(0, "describe")])[0]["chip"]
 
 
 def _assemble(
-    prepared: PreparedRun,
-    start: Start,
+    config: RunConfig,
+    run: LaunchedRun,
     *,
-    site: RunSite,
     running: RunningEngines,
     rewards: RewardPool,
+    validation: Sequence[PromptEntry],
+    conversations: TextCodec | None,
 ) -> RunContext:
-    config, codec = prepared.config, prepared.codec
-    run_folder = config.trainer.run_folder
-    keep_through_step = last_step_to_keep(config.trainer, start.checkpoint)
+    start, site, prepared = run.start, run.site, run.prepared
+    codec = prepared.codec
     sinks = open_run_sinks(config, start, total_steps=prepared.schedule.total_training_steps)
     recorder = RolloutRecorder(
-        run_folder,
+        config.trainer.run_folder,
         max_per_step=MAX_ROLLOUTS_RECORDED_PER_STEP,
         token_texts=lambda ids: codec.decode([[token] for token in ids], skip_special=False),
-        keep_through_step=keep_through_step,
+        keep_through_step=last_step_to_keep(config.trainer, start.checkpoint),
     )
+    decoder = prepared.model.decoder_config
     return RunContext(
         config=config,
         schedule=prepared.schedule,
-        runtime=running.runtime,
+        runtime=run.runtime,
         engines=running.engines,
         source=prepared.source,
-        validation_prompts=draw_by_row(prepared.validation_entries),
+        validation_prompts=draw_by_row(validation),
         codec=codec,
         rewards=rewards,
         store=start.store,
         sinks=sinks,
         recorder=recorder,
         facts=ComputeFacts(
-            running.sizes,
+            None if decoder is None else _sizes_of(decoder),
             running.chip,
             num_devices=site.num_devices,
             num_training_devices=site.placement.pool_of("actor-train").num_devices,
         ),
         preferred_tokens=site.platform.microbatch_tokens,
         clock=time.perf_counter,
-        conversations=prepared.auxiliary.conversations,
+        conversations=conversations,
         trace=_trace(config, resumes=start.checkpoint is not None),
         allocated_bytes=lambda: running.peak_memory().allocated,
         reserved_bytes=lambda: running.peak_memory().reserved,
+    )
+
+
+def _sizes_of(config: DecoderConfig) -> ModelSizes:
+    return ModelSizes(
+        num_layers=config.num_layers,
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocabulary=config.vocab_size,
+        tied=config.tie_embeddings,
     )
 
 

@@ -22,11 +22,11 @@ from tandem.config.derived.pools import place_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
+from tandem.driver import sft, train
 from tandem.driver.execution import Ended
 from tandem.driver.launch import local_site
 from tandem.driver.notices import configure_logging
-from tandem.driver.sft import run_supervised
-from tandem.driver.train import run_training
+from tandem.driver.run import run_prepared
 from tandem.errors import UserError
 from tandem.pipeline.progress import RunSummary
 from tandem.quickstart.materials import DATA_SOURCE, Materials, prepare
@@ -75,7 +75,7 @@ def _run(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, floa
     warm = warm_start(materials, folder / "sft", seed=seed)
     _say("3/4 reinforcement learning with GRPO")
     grpo = _grpo_config(materials, warm, folder=folder / "grpo", seed=seed, overrides=overrides)
-    _finished(run_training(grpo, local_site(grpo)))
+    _finished(run_prepared(local_site(grpo), train.prepare(grpo)))
     _say("4/4 evaluation on unseen combinations of numbers")
     before = _accuracy_on_unseen(materials, warm, folder=folder / "unseen_before")
     after = _accuracy_on_unseen(
@@ -95,7 +95,7 @@ def _run(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, floa
 def warm_start(materials: Materials, folder: Path, *, seed: int) -> Path:
     """Train the random model on demonstrations in ``folder``; return the trained model's folder."""
     config = _sft_config(materials, folder, seed=seed)
-    _finished(run_supervised(config, local_site(config)))
+    _finished(run_prepared(local_site(config), sft.prepare(config)))
     return _trained_model(folder)
 
 
@@ -158,7 +158,7 @@ def _accuracy_on_unseen(materials: Materials, model: Path, *, folder: Path) -> f
             "trainer.logger=[]",
         ],
     ).config
-    return _finished(run_training(config, local_site(config))).validation[_ACCURACY]
+    return _finished(run_prepared(local_site(config), train.prepare(config))).validation[_ACCURACY]
 
 
 def _finished(ended: Ended[RunSummary]) -> RunSummary:

@@ -21,7 +21,7 @@ from tandem.platforms.record import Platform
 from tandem.rollout.factory import EngineSpec, build_engine
 from tandem.rollout.feed import FedRollout, WeightFeed
 from tandem.types import TokenIds
-from tandem.workers.deployment import policy_spec, sft_spec, trainer_spec
+from tandem.workers.deployment import policy_spec, trainer_spec
 from tandem.workers.job import PolicySpec, TrainerSpec
 from tandem.workers.policies import compute_dtype, open_policy, policy_folder, stored_dtype
 
@@ -85,7 +85,8 @@ def build_trainer(
     config: SftConfig, placement: Placement, *, platform: Platform, total_steps: int
 ) -> SingleDeviceEngine:
     """Load the model for supervised fine-tuning. Errors as ``build_colocated``."""
-    return _open_trainer(sft_spec(config, placement, total_steps=total_steps), platform)[0]
+    spec = trainer_spec(config, placement, task="actor-train", total_steps=total_steps)
+    return _open_trainer(spec, platform)[0]
 
 
 def _open_trainer(

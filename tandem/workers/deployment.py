@@ -11,9 +11,9 @@ from dataclasses import replace
 from itertools import accumulate
 
 from tandem.api import Capacity, Engines, WorkerGroup
-from tandem.config.derived.pools import CRITIC, REWARD_MODEL, Placement, Pool, scorer_of, section_of
+from tandem.config.derived.pools import CRITIC, REWARD_MODEL, Placement, Pool, scorer_of
+from tandem.config.derived.trained_model import trained_model
 from tandem.config.schema.fsdp import FsdpConfig
-from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
@@ -36,45 +36,33 @@ from tandem.workers.remote import (
 _MEBIBYTE = 1 << 20
 
 
-def policy_spec(config: RunConfig, placement: Placement, *, task: str) -> PolicySpec:
+def policy_spec(config: RunConfig | SftConfig, placement: Placement, *, task: str) -> PolicySpec:
     """Return the model that does ``task``, which may also be the critic or the reward model."""
-    roles, seed = config.actor_rollout_ref, config.trainer.seed
-    model: ModelConfig = roles.model
-    layout = roles.ref.fsdp_config if task == "ref_logp" else roles.actor.fsdp_config
-    if task == CRITIC:
-        model, layout = config.critic.model, config.critic.model.fsdp_config
-    elif task == REWARD_MODEL:
-        model, layout = config.reward_model.model, config.reward_model.model.fsdp_config
-    loads = roles.actor.load_weight or task == REWARD_MODEL
+    trained, seed = trained_model(config), config.trainer.seed
+    model = trained.of_task.get(task, trained.of_task["actor-train"])
+    is_reward_model = task == REWARD_MODEL
     return PolicySpec(
-        model,
-        layout,
+        model.config,
+        model.layout,
         placement.layouts[task],
-        random_seed=None if loads else seed,
-        section=section_of(task),
+        random_seed=None if trained.load_weight or is_reward_model else seed,
+        section=model.section,
         value_head_seed=seed if task == CRITIC else None,
-        is_reward_model=task == REWARD_MODEL,
+        is_reward_model=is_reward_model,
     )
 
 
 def trainer_spec(
-    config: RunConfig, placement: Placement, *, task: str, total_steps: int
+    config: RunConfig | SftConfig, placement: Placement, *, task: str, total_steps: int
 ) -> TrainerSpec:
     """Return the spec of the trained policy, or of the critic."""
-    is_critic = task == CRITIC
-    optim = config.critic.optim if is_critic else config.actor_rollout_ref.actor.optim
+    optim = trained_model(config).of_task[task].optim
+    assert optim is not None, "a model in training has an optimizer"
     return TrainerSpec(policy_spec(config, placement, task=task), optim, total_steps)
 
 
-def sft_spec(config: SftConfig, placement: Placement, *, total_steps: int) -> TrainerSpec:
-    """Return the spec of the policy in supervised fine-tuning."""
-    ranks = placement.layouts["actor-train"]
-    policy = PolicySpec(config.model, config.engine, ranks, random_seed=None, section="engine")
-    return TrainerSpec(policy, config.optim, total_steps)
-
-
-def run_jobs(
-    config: RunConfig,
+def pool_jobs(
+    config: RunConfig | SftConfig,
     placement: Placement,
     *,
     platforms: Mapping[str, Platform],
@@ -88,10 +76,8 @@ def run_jobs(
         platforms: the platform of each of these pools.
         store: host and port of the driver's store.
     """
-    roles = config.actor_rollout_ref
     training = platforms[placement.pool_of("actor-train").name]
     is_mixed = len({platform.name for platform in platforms.values()}) > 1
-    links = _links(config, placement, crosses=is_mixed)
 
     def settled(layout: FsdpConfig) -> FsdpConfig:
         """Replace ``dtype=auto`` by the trainer's precision, if the platforms differ."""
@@ -108,49 +94,35 @@ def run_jobs(
         spec = trainer_spec(config, placement, task=task, total_steps=total_steps)
         return replace(spec, policy=policy(task))
 
+    links: Mapping[str, LinkSpec] = {}
+    rollouts: dict[str, RolloutSpec] = {}
+    if isinstance(config, RunConfig):
+        links = _links(config, placement, crosses=is_mixed)
+        roles, generating = config.actor_rollout_ref, placement.pool_of("generate")
+        rollouts[generating.name] = RolloutSpec(
+            roles.model,
+            settled(roles.actor.fsdp_config),
+            roles.rollout.model_copy(update={"free_cache_engine": config.frees_cache}),
+            eos_ids,
+            scores=scorer_of(generating) == "generate",
+        )
+
     def job(pool: Pool) -> WorkerJob:
-        trains = "actor-train" in pool.tasks
+        auxiliary = placement.layouts if "actor-train" in pool.tasks else {}
         return WorkerJob(
             platform=platforms[pool.name],
             store=store,
-            timeout_s=roles.nccl_timeout,
-            trainer=trainer("actor-train") if trains else None,
-            critic=trainer(CRITIC) if trains and config.uses_critic else None,
-            reward_model=policy(REWARD_MODEL) if trains and config.reward_model.enable else None,
+            timeout_s=trained_model(config).timeout_s,
+            trainer=trainer("actor-train") if "actor-train" in pool.tasks else None,
+            critic=trainer(CRITIC) if CRITIC in auxiliary else None,
+            reward_model=policy(REWARD_MODEL) if REWARD_MODEL in auxiliary else None,
             scorer=policy("logp") if scorer_of(pool) == "logp" else None,
             reference=policy("ref_logp") if "ref_logp" in pool.tasks else None,
-            rollout=RolloutSpec(
-                roles.model,
-                settled(roles.actor.fsdp_config),
-                roles.rollout.model_copy(update={"free_cache_engine": config.frees_cache}),
-                eos_ids,
-                scores=scorer_of(pool) == "generate",
-            )
-            if "generate" in pool.tasks
-            else None,
+            rollout=rollouts.get(pool.name),
             link=links.get(pool.name),
         )
 
     return {pool.name: job(pool) for pool in placement.used_pools}
-
-
-def sft_jobs(
-    config: SftConfig,
-    placement: Placement,
-    *,
-    platforms: Mapping[str, Platform],
-    store: tuple[str, int],
-    total_steps: int,
-) -> dict[str, WorkerJob]:
-    """Return the job of the only pool of supervised fine-tuning; see ``run_jobs``."""
-    (pool,) = placement.used_pools
-    job = WorkerJob(
-        platform=platforms[pool.name],
-        store=store,
-        timeout_s=config.nccl_timeout,
-        trainer=sft_spec(config, placement, total_steps=total_steps),
-    )
-    return {pool.name: job}
 
 
 def remote_engines(

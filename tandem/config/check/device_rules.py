@@ -26,6 +26,7 @@ from tandem.config.derived.pools import (
     section_of,
 )
 from tandem.config.derived.sizes import ModelSizes, division_errors
+from tandem.config.derived.trained_model import trained_model
 from tandem.config.parse.shares import ROUNDING, share_devices, show_shares
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.run import RunConfig
@@ -232,6 +233,7 @@ def require_division(
         models: the sizes by the names in ``placement.layouts``; None for an unknown model, which is
             not checked.
     """
+    of_task = trained_model(config).of_task
     for task, layout in placement.layouts.items():
         sizes = models.get(task)
         if sizes is not None:
@@ -241,7 +243,7 @@ def require_division(
                 inner=sizes.inner,
                 tensor=layout.tensor_parallel,
                 sequence=layout.sequence_parallel,
-                section=section_of(task) if isinstance(config, RunConfig) else "engine",
+                section=of_task.get(task, of_task["actor-train"]).section,
             ):
                 raise error
 

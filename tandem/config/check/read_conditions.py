@@ -21,7 +21,8 @@ from tandem.config.derived.microbatches import (
     MicrobatchKeys,
     limits,
 )
-from tandem.config.derived.pools import CRITIC, Placement, needed_tasks, place_run, place_sft
+from tandem.config.derived.pools import CRITIC, Placement, needed_tasks
+from tandem.config.derived.trained_model import place
 from tandem.config.schema.actor import LOSSES, Loss
 from tandem.config.schema.algorithm import ESTIMATORS, Estimator
 from tandem.config.schema.rollout import ENGINES_NOT_BUILT
@@ -152,9 +153,9 @@ def _counts_sequences(config: Config, *, role: str) -> bool:
 
 def _placement(config: Config) -> Placement | None:
     """Return None for a run that cannot be placed; its errors are reported elsewhere."""
-    if isinstance(config, SftConfig):
-        return place_sft(config)
-    return None if any(run_device_errors(config)) else place_run(config)
+    if isinstance(config, RunConfig) and any(run_device_errors(config)):
+        return None
+    return place(config)
 
 
 def _is_one_process(config: Config) -> bool:

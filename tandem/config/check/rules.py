@@ -16,9 +16,9 @@ from tandem.config.derived.microbatches import (
     CRITIC_VALUES,
     RUN_MICROBATCHES,
     limits,
-    longest_sequence,
 )
 from tandem.config.derived.pools import CRITIC, place_run
+from tandem.config.derived.trained_model import trained_model
 from tandem.config.schema.correction import correction_errors
 from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.run import RunConfig
@@ -151,7 +151,7 @@ def time_sharing_errors(config: RunConfig) -> Iterator[UserError]:
 def _token_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield an error if the devices that share a micro-batch cannot hold the longest sequence."""
     layouts = place_run(config).layouts
-    longest = longest_sequence(config)
+    longest = trained_model(config).max_tokens
     content = f"one sequence of data.max_prompt_length + data.max_response_length = {longest}"
     for role in RUN_MICROBATCHES:
         task = CRITIC if role == CRITIC_VALUES else role

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL
+from tandem.config.derived.trained_model import trained_model
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 
@@ -102,11 +103,4 @@ def training_tokens(config: RunConfig | SftConfig, role: str, *, ranks: int) -> 
     bounds = limits(config, role)
     if bounds.max_tokens is not None:
         return bounds.max_tokens
-    return -(-(bounds.max_sequences or 1) * longest_sequence(config) // ranks)
-
-
-def longest_sequence(config: RunConfig | SftConfig) -> int:
-    """Return the number of tokens of the longest possible sequence."""
-    if isinstance(config, SftConfig):
-        return config.data.max_length
-    return config.data.max_prompt_length + config.data.max_response_length
+    return -(-(bounds.max_sequences or 1) * trained_model(config).max_tokens // ranks)

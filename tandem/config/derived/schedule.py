@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
-from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
 
 
@@ -57,56 +56,29 @@ class Schedule:
         return frequency > 0 and step > 0 and (is_last or step % frequency == 0)
 
 
-def schedule_run(config: RunConfig, num_train_rows: int) -> Schedule:
-    """Return the schedule of ``tandem train`` over ``num_train_rows`` rows (after filtering).
+def schedule_run(config: RunConfig | SftConfig, num_train_rows: int) -> Schedule:
+    """Return the schedule of a run over ``num_train_rows`` rows (after filtering).
 
     Raises:
         UserError: the rows do not fill one batch.
     """
-    data = config.data
-    return _schedule(
-        config.trainer,
-        _steps_per_epoch(num_train_rows, data.train_batch_size),
-        optimizer_steps_per_step=config.optimizer_steps_per_step,
-        has_validation=bool(data.val_files),
-    )
-
-
-def schedule_sft(config: SftConfig, num_train_rows: int) -> Schedule:
-    """Return the schedule of ``tandem sft``; arguments and errors are those of ``schedule_run``."""
-    return _schedule(
-        config.trainer,
-        _steps_per_epoch(num_train_rows, config.data.train_batch_size),
-        optimizer_steps_per_step=1,
-        has_validation=bool(config.data.val_files),
-    )
-
-
-def _steps_per_epoch(num_rows: int, batch_size: int) -> int:
-    if num_rows < batch_size:
+    trainer, batch_size = config.trainer, config.data.train_batch_size
+    has_validation = bool(config.data.val_files)
+    if num_train_rows < batch_size:
         raise UserError(
             "data.train_batch_size",
             batch_size,
-            rule=f"must not exceed the number of training rows ({num_rows})",
-            remedy=f"Set data.train_batch_size={max(num_rows, 1)} or lower, or add data.",
+            rule=f"must not exceed the number of training rows ({num_train_rows})",
+            remedy=f"Set data.train_batch_size={max(num_train_rows, 1)} or lower, or add data.",
         )
-    return num_rows // batch_size
-
-
-def _schedule(
-    trainer: TrainerConfig,
-    steps_per_epoch: int,
-    *,
-    optimizer_steps_per_step: int,
-    has_validation: bool,
-) -> Schedule:
+    steps_per_epoch = num_train_rows // batch_size
     total = steps_per_epoch * trainer.total_epochs
     if trainer.total_training_steps is not None:
         total = min(total, trainer.total_training_steps)
     return Schedule(
         steps_per_epoch=steps_per_epoch,
         total_training_steps=0 if trainer.val_only else total,
-        optimizer_steps_per_step=optimizer_steps_per_step,
+        optimizer_steps_per_step=config.optimizer_steps_per_step,
         save_freq=trainer.save_freq,
         test_freq=trainer.test_freq if has_validation else 0,
         validates_before_training=has_validation and trainer.val_before_train,

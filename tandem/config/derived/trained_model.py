@@ -11,16 +11,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tandem.config.derived.pools import (
+    CRITIC,
+    REWARD_MODEL,
     Placement,
-    auxiliary_layouts,
     place_run,
     place_sft,
     section_of,
 )
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.model import ModelConfig
+from tandem.config.schema.optim import OptimConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOfTask:
+    """The model that does a task, or an auxiliary model.
+
+    Attributes:
+        layout: the keys that lay out its weights over ranks.
+        section: their section, for messages.
+        optim: None for a model that only scores.
+    """
+
+    config: ModelConfig
+    layout: FsdpConfig
+    section: str
+    optim: OptimConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +51,8 @@ class TrainedModel:
         load_weight: whether its weights are loaded; else they are drawn at random.
         max_tokens: the length of the longest sequence, in tokens.
         max_tokens_key: the keys that ``max_tokens`` is computed from.
-        layouts: the section that lays out weights over ranks, as (name, values), by task and by
-            auxiliary model.
+        of_task: the model of each task and each auxiliary model of the run. Tasks that are missing
+            use the one of ``actor-train``.
         timeout_s: the timeout of collectives.
     """
 
@@ -44,7 +62,7 @@ class TrainedModel:
     load_weight: bool
     max_tokens: int
     max_tokens_key: str
-    layouts: Mapping[str, tuple[str, FsdpConfig]]
+    of_task: Mapping[str, ModelOfTask]
     timeout_s: float
 
     @property
@@ -63,15 +81,21 @@ def trained_model(config: RunConfig | SftConfig) -> TrainedModel:
             load_weight=True,
             max_tokens=config.data.max_length,
             max_tokens_key="data.max_length",
-            layouts={"actor-train": ("engine", config.engine)},
+            of_task={
+                "actor-train": ModelOfTask(config.model, config.engine, "engine", config.optim)
+            },
             timeout_s=config.nccl_timeout,
         )
     roles, data = config.actor_rollout_ref, config.data
-    layouts = {
-        "actor-train": roles.actor.fsdp_config,
-        "ref_logp": roles.ref.fsdp_config,
-        **auxiliary_layouts(config),
+    actor, critic, judge = roles.actor, config.critic, config.reward_model
+    models = {
+        "actor-train": (roles.model, actor.fsdp_config, actor.optim),
+        "ref_logp": (roles.model, roles.ref.fsdp_config, None),
     }
+    if config.uses_critic:
+        models[CRITIC] = (critic.model, critic.model.fsdp_config, critic.optim)
+    if judge.enable:
+        models[REWARD_MODEL] = (judge.model, judge.model.fsdp_config, None)
     return TrainedModel(
         config=roles.model,
         key="actor_rollout_ref.model.path",
@@ -79,7 +103,10 @@ def trained_model(config: RunConfig | SftConfig) -> TrainedModel:
         load_weight=roles.actor.load_weight,
         max_tokens=data.max_prompt_length + data.max_response_length,
         max_tokens_key="data.max_prompt_length + data.max_response_length",
-        layouts={task: (section_of(task), layout) for task, layout in layouts.items()},
+        of_task={
+            task: ModelOfTask(model, layout, section_of(task), optim)
+            for task, (model, layout, optim) in models.items()
+        },
         timeout_s=roles.nccl_timeout,
     )
 

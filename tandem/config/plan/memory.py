@@ -17,11 +17,10 @@ from tandem.config.derived.pools import (
     Pool,
     RankLayout,
     auxiliary_layouts,
-    place_run,
-    place_sft,
     scorer_of,
 )
 from tandem.config.derived.sizes import ModelSizes
+from tandem.config.derived.trained_model import place, trained_model
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.model import ModelConfig, RecomputeGranularity
 from tandem.config.schema.optim import OptimConfig
@@ -164,12 +163,11 @@ def plan_memory(
         available_bytes: the memory of a device; ``rollout.gpu_memory_utilization`` is the share for
             weights and cache. None if no device is known.
     """
+    placement = place(config)
     if isinstance(config, SftConfig):
-        placement = place_sft(config)
         model = _Model(sizes, config.engine, placement.layouts["actor-train"])
         training = _policy_training(config, model)
         return {placement.pools[0].name: _trained(MemoryPlan(), training, placement=placement)}
-    placement = place_run(config)
     plans = {
         pool.name: _of_pool(
             pool, config, sizes=sizes, placement=placement, available_bytes=available_bytes
@@ -270,13 +268,10 @@ def _frozen(model: _Model, placement: Placement) -> int:
 
 
 def _policy_training(config: RunConfig | SftConfig, model: _Model) -> _Training:
-    is_sft = isinstance(config, SftConfig)
-    return _Training(
-        model,
-        config.optim if is_sft else config.actor_rollout_ref.actor.optim,
-        _recomputed(config.model if is_sft else config.actor_rollout_ref.model),
-        training_tokens(config, "actor-train", ranks=model.ranks.sequence_parallel),
-    )
+    own = trained_model(config).of_task["actor-train"]
+    assert own.optim is not None, "a model in training has an optimizer"
+    tokens = training_tokens(config, "actor-train", ranks=model.ranks.sequence_parallel)
+    return _Training(model, own.optim, _recomputed(own.config), tokens)
 
 
 def _with_auxiliary(

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from tandem.config.derived.microbatches import (
-    longest_sequence,
     microbatch_keys,
     training_tokens,
 )
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL, auxiliary_layouts
 from tandem.config.derived.sizes import CACHE_PAGE_TOKENS, ModelSizes
+from tandem.config.derived.trained_model import trained_model
 from tandem.config.plan.memory import (
     BYTES,
     GIB,
@@ -105,7 +105,7 @@ def require_cache(config: RunConfig, sizes: ModelSizes, *, available_bytes: int)
 def _least_generating(config: RunConfig, sizes: ModelSizes) -> tuple[int, int]:
     """Return the bytes of the generating weights, and of the cache of one longest sequence."""
     computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
-    pages = -(-longest_sequence(config) // CACHE_PAGE_TOKENS)
+    pages = -(-trained_model(config).max_tokens // CACHE_PAGE_TOKENS)
     cached = sizes.cache_numbers_per_token * pages * CACHE_PAGE_TOKENS
     return computed * sizes.num_parameters, computed * cached
 
@@ -160,13 +160,11 @@ def _candidates(
     config: RunConfig | SftConfig, *, smaller: Sequence[dict[str, Any]], recomputes_parts: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield overrides from the cheapest to the most expensive, those of ``smaller`` first."""
-    if isinstance(config, SftConfig):
-        model, layout = "model", "engine"
-        ranks = config.engine.ulysses_sequence_parallel_size
-    else:
-        model, layout = "actor_rollout_ref.model", f"{_ACTOR}fsdp_config"
-        ranks = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
-    shortest = -(-longest_sequence(config) // ranks)
+    trained = trained_model(config)
+    own = trained.of_task["actor-train"]
+    model, layout = trained.key.removesuffix(".path"), own.section
+    ranks = own.layout.ulysses_sequence_parallel_size
+    shortest = -(-trained.max_tokens // ranks)
     enable, granularity = f"{model}.enable_gradient_checkpointing", f"{model}.recompute_granularity"
     recompute = {enable: True, granularity: "full"}
     extras: list[dict[str, Any]] = [{}]

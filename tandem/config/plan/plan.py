@@ -14,9 +14,10 @@ from typing import Any
 from tandem.config.check.ignored_keys import ignored_keys, key_effects
 from tandem.config.check.platform_rules import platform_key, weight_routes
 from tandem.config.check.rules import check_run, check_sft, unbuilt_run, unbuilt_sft
-from tandem.config.derived.pools import Placement, Pool, auxiliary_layouts, place_run, place_sft
-from tandem.config.derived.schedule import Schedule, schedule_run, schedule_sft
+from tandem.config.derived.pools import Placement, Pool, auxiliary_layouts, place_run
+from tandem.config.derived.schedule import Schedule, schedule_run
 from tandem.config.derived.sizes import ModelSizes
+from tandem.config.derived.trained_model import place
 from tandem.config.parse.overrides import LoadedConfig
 from tandem.config.plan.memory import NO_MODELS, MemoryPlan, plan_memory
 from tandem.config.schema.run import RunConfig
@@ -134,23 +135,17 @@ def make_plan(
     train_rows = _taken(num_train_rows, config.data.train_max_samples)
     if isinstance(config, SftConfig):
         check_sft(config)
-        placement = place_sft(config)
-        schedule = None if train_rows is None else schedule_sft(config, train_rows)
-        own_warnings = _sft_warnings(config, placement)
-        sizes_of_step = (config.data.train_batch_size, 1)
+        own_warnings = _sft_warnings(config)
     else:
         check_run(config)
-        placement = place_run(config)
-        schedule = None if train_rows is None else schedule_run(config, train_rows)
-        own_warnings = _plan_warnings(config, placement, has_rows=train_rows is not None)
-        sizes_of_step = (config.sequences_per_step, config.optimizer_steps_per_step)
+        own_warnings = _plan_warnings(config, has_rows=train_rows is not None)
     return Plan(
         num_train_rows=train_rows,
         num_val_rows=_taken(num_val_rows, config.data.val_max_samples),
-        schedule=schedule,
-        sequences_per_step=sizes_of_step[0],
-        optimizer_steps_per_step=sizes_of_step[1],
-        placement=placement,
+        schedule=None if train_rows is None else schedule_run(config, train_rows),
+        sequences_per_step=config.sequences_per_step,
+        optimizer_steps_per_step=config.optimizer_steps_per_step,
+        placement=place(config),
         memory=None if sizes is None else plan_memory(config, sizes, auxiliary=auxiliary),
         key_effects=key_effects(loaded),
         ignored_keys=ignored_keys(loaded),
@@ -160,7 +155,7 @@ def make_plan(
     )
 
 
-def _plan_warnings(config: RunConfig, placement: Placement, *, has_rows: bool) -> Iterator[str]:
+def _plan_warnings(config: RunConfig, *, has_rows: bool) -> Iterator[str]:
     for error in unbuilt_run(config):
         yield f"train would refuse: {error}"
     if has_rows and config.data.filter_overlong_prompts:
@@ -168,14 +163,14 @@ def _plan_warnings(config: RunConfig, placement: Placement, *, has_rows: bool) -
             "data.filter_overlong_prompts=True: steps are counted before overlong prompts are "
             "dropped; there may be fewer"
         )
-    yield from _device_warnings(config, placement)
+    yield from _device_warnings(config)
     yield from run_warnings(config)
 
 
-def _sft_warnings(config: SftConfig, placement: Placement) -> Iterator[str]:
+def _sft_warnings(config: SftConfig) -> Iterator[str]:
     for error in unbuilt_sft(config):
         yield f"sft would refuse: {error}"
-    yield from _device_warnings(config, placement)
+    yield from _device_warnings(config)
 
 
 def _taken(num_rows: int | None, max_samples: int) -> int | None:
@@ -208,8 +203,8 @@ def _pool_warnings(config: RunConfig, placement: Placement) -> Iterator[str]:
         )
 
 
-def _device_warnings(config: RunConfig | SftConfig, placement: Placement) -> Iterator[str]:
-    named = {platform_key(pool, config): pool.platform for pool in placement.used_pools}
+def _device_warnings(config: RunConfig | SftConfig) -> Iterator[str]:
+    named = {platform_key(pool, config): pool.platform for pool in place(config).used_pools}
     for key, platform in named.items():
         if platform not in ("auto", "cpu"):
             yield (

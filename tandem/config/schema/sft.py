@@ -191,6 +191,16 @@ class SftConfig(BaseModel):
     ray_kwargs: RayConfig = Field(default_factory=RayConfig, description="Settings of Ray.")
 
     @property
+    def sequences_per_step(self) -> int:
+        """``data.train_batch_size``."""
+        return self.data.train_batch_size
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        """1: a batch is one mini-batch, which is trained on once."""
+        return 1
+
+    @property
     def chat_template(self) -> str | None:
         """``data.chat_template``, or ``model.custom_chat_template`` if that is null."""
         own = self.data.chat_template

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config.derived.schedule import Schedule, schedule_run, schedule_sft
+from tandem.config.derived.schedule import Schedule, schedule_run
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
@@ -75,6 +75,6 @@ def test_rows_that_do_not_fill_a_batch_are_an_error_with_the_remedy() -> None:
 
 def test_sft_makes_one_optimizer_step_per_step_and_does_not_validate_first() -> None:
     tree = {"data": {"val_files": "v.parquet"}, "trainer": {"test_freq": 3, "total_epochs": 2}}
-    plan = schedule_sft(SftConfig.model_validate(tree), 1024)
+    plan = schedule_run(SftConfig.model_validate(tree), 1024)
     assert (plan.total_training_steps, plan.optimizer_steps_per_step) == (8, 1)
     assert plan.validation_steps == (3, 6, 8)

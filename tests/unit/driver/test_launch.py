@@ -108,7 +108,7 @@ def test_more_processes_of_the_host_than_cores_are_said_before_anything_starts(
     config = load_config(RunConfig, ["trainer.device=cpu", *arguments]).config
     said: list[str] = []
     assert run_on_site(config, lambda site: said.extend(caplog.messages) or 0) == 0
-    assert [text.partition(" of the host")[0] for text in said] == (
+    assert [text.partition(" share")[0] for text in said] == (
         [f"{arguments[0]}: {number} processes"] if number else []
     )
 
@@ -128,7 +128,7 @@ def test_of_several_nodes_each_counts_its_own_processes_of_the_host(
     apart = ["actor_rollout_ref.hybrid_engine=False", f"pools.generate.platform={other}"]
     config = load_config(RunConfig, [*arguments, *apart]).config
     assert run_on_site(config, lambda site: 0) == 0
-    assert [text.partition(" of the host")[0] for text in caplog.messages] == (
+    assert [text.partition(" share")[0] for text in caplog.messages] == (
         [f"trainer.n_gpus_per_node=3: {number} processes"] if number else []
     )
 

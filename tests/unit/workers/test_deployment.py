@@ -11,7 +11,7 @@ from tandem.config.schema.run import RunConfig
 from tandem.platforms.record import CPU, Platform
 from tandem.platforms.registry import platform_named
 from tandem.weight_sync.transport_choice import TransportKind
-from tandem.workers.deployment import run_jobs
+from tandem.workers.deployment import pool_jobs
 from tandem.workers.job import WorkerJob
 
 NPU = platform_named("npu")
@@ -27,7 +27,7 @@ def jobs(*arguments: str, **platforms: Platform) -> dict[str, WorkerJob]:
     config = load_config(RunConfig, [*APART, *arguments]).config
     placement = place_run(config)
     named = {pool.name: platforms.get(pool.name, NPU) for pool in placement.used_pools}
-    return run_jobs(
+    return pool_jobs(
         config, placement, platforms=named, store=("host", 1), eos_ids=(0,), total_steps=1
     )
 
