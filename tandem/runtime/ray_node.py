@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -28,6 +29,11 @@ _ADDRESS_FILE = "ray_current_cluster"
 """The file in Ray's folder to which ``ray start`` writes the address of the cluster."""
 _SWITCHES = ("head", "no_monitor", "enable_resource_isolation")
 """Options of ``ray start`` that take no value."""
+
+_PORTS = range(20_000, 32_000)
+"""The ports for a head. Ray opens them seconds after they are chosen, and meanwhile no connection
+takes them: systems give ports from 32768 on to sockets that ask for any.
+"""
 
 _ANY_WORKER_PORTS = {"min_worker_port": 0, "max_worker_port": 0}
 """Any free ports, as with ray.init. By default all clusters of a machine use the same ports."""
@@ -153,6 +159,12 @@ def _flag(name: str, value: Any) -> str:
     return f"{flag}={json.dumps(value) if isinstance(value, Mapping) else value}"
 
 
-def _free_ports() -> tuple[int, int]:
-    with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as other:
-        return one.getsockname()[1], other.getsockname()[1]
+def _free_ports() -> list[int]:
+    """Return two free ports of ``_PORTS``. Raise RayNodeError if there are none."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, k=len(_PORTS)):
+        with suppress(OSError), socket.create_server(("", port)):
+            found.append(port)
+        if len(found) == 2:
+            return found
+    raise RayNodeError(f"no two ports of {_PORTS.start} to {_PORTS.stop - 1} are free")

@@ -182,6 +182,6 @@ def test_what_a_model_scores_needs_no_ground_truth(
     kept = load_prompts(config, codec, validation=True, by_model=True)
     assert [entry.row for entry in kept] == list(range(len(rows)))
     (record,) = caplog.records
-    assert f"data.val_files: 1 of {len(rows) + 1} rows" in record.getMessage()
+    assert f"data.val_files: skipped 1 of {len(rows) + 1} rows" in record.getMessage()
     with pytest.raises(UserError, match=r"has no reward_model\.ground_truth"):
         load_prompts(config, codec, validation=True)
