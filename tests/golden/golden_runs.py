@@ -13,8 +13,8 @@ other processor sums are added in another order, and results may differ by round
 - Differences between the log-probs of rollout and trainer are rounding and nothing else. They have
   an absolute bound, n * u times the largest log-prob (about 6) instead.
 
-The initial weights are rounded to multiples of 2**-16, because processors draw random numbers that
-differ in the last place.
+The initial weights are random multiples of 2**-16, drawn as integers. Fractions that processors
+draw differ in the last place.
 
 After a change that is meant to change numbers, record them anew and say why they changed:
 ``python -m tests.golden.golden_runs``. On another processor whose results lie within the bounds,
@@ -33,6 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -110,7 +111,12 @@ def write_golden_material(folder: Path, *, perturbation_seed: int | None = None)
     """
     material = write_material(folder)
     file = material.policy / "model.safetensors"
-    weights = {name: (value * 2**16).round() / 2**16 for name, value in load_file(file).items()}
+    weights = load_file(file)
+    draws = np.random.default_rng(0)
+    for name, value in sorted(weights.items()):
+        if value.ndim > 1:
+            numbers_drawn = draws.integers(-2047, 2048, value.shape)
+            weights[name] = torch.from_numpy(numbers_drawn / 2**16).float()
     if perturbation_seed is not None:
         generator = torch.Generator().manual_seed(perturbation_seed)
         for name, value in weights.items():
