@@ -39,7 +39,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF
 
 @dataclass(frozen=True)
 class Job:
-    """One workload for both systems. ``options`` are tandem's further overrides."""
+    """A workload for both systems. ``options`` are tandem's further overrides."""
 
     model: Path
     prompts: Path
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Timing:
-    """One process: seconds of its counted steps, and of the whole of it."""
+    """The seconds of a process: of its counted steps, and of the whole process."""
 
     step_s: list[float]
     process_s: float

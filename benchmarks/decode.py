@@ -100,7 +100,7 @@ def make_engine(shape: Shape, workload: Workload) -> PagedRolloutEngine:
 
 
 def run(name: str, workload_name: str, *, repeats: int) -> dict[str, object]:
-    """One row of the table."""
+    """Measure one row of the table."""
     shape, workload = SHAPES[name], WORKLOADS[workload_name]
     engine = make_engine(shape, workload)
     rates, seconds, counts = [], [], []
@@ -143,7 +143,7 @@ def run(name: str, workload_name: str, *, repeats: int) -> dict[str, object]:
 
 
 def run_continuously(name: str, workload_name: str, *, num_rows: int) -> dict[str, object]:
-    """One row of the table: sequences follow each other, and an eighth more than run wait.
+    """Measure one row: sequences follow each other, and an eighth more of them wait.
 
     ``num_rows`` is a multiple of the workload's samples.
     """

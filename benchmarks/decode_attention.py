@@ -34,7 +34,7 @@ REPEATS = 50
 
 @dataclass(frozen=True)
 class Step:
-    """What the attention of a step works on."""
+    """The tensors that the attention of a step reads."""
 
     q_BHE: Tensor
     k_BKE: Tensor
@@ -53,7 +53,7 @@ class Step:
 
 
 def positions_of(workload: Workload, num_rows: int) -> list[int]:
-    """Of the newest token of each row, in order of age as in the engine."""
+    """Return the position of each row's newest token, ordered by age as in the engine."""
     if workload.mean_response is None:
         return [workload.prompt + workload.response // 2] * num_rows
     rng, mean = random.Random(0), workload.mean_response
@@ -104,7 +104,7 @@ def make_step(shape: Shape, workload: Workload, *, positions: list[int]) -> Step
 
 
 def run(name: str, workload_name: str, *, num_rows: int) -> dict[str, object]:
-    """One row of the table."""
+    """Measure one row of the table."""
     shape, workload = SHAPES[name], WORKLOADS[workload_name]
     positions = positions_of(workload, num_rows)
     step = make_step(shape, workload, positions=positions)

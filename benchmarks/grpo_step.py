@@ -239,7 +239,7 @@ def summarize(records: list[dict[str, float]], *, devices: int) -> dict[str, Any
 
 
 def rollout_difference(records: list[dict[str, float]]) -> dict[str, float]:
-    """Of log-probs and probabilities of rollout and trainer; empty without ``--mismatch``."""
+    """Return how log-probs of rollout and trainer differ; empty without ``--mismatch``."""
     names = [name for name in records[0] if name.startswith("training/rollout_")]
     return {
         name: (max if name.endswith("max") else statistics.median)(r[name] for r in records)
@@ -248,7 +248,7 @@ def rollout_difference(records: list[dict[str, float]]) -> dict[str, float]:
 
 
 def pipeline(records: list[dict[str, float]]) -> dict[str, float]:
-    """What each role did and waited for, and lags; medians. Empty for a synchronous run."""
+    """Return medians of busy time, waits and lags by role; empty for a synchronous run."""
     names = {name for r in records for name in r if name.startswith(ASYNCHRONOUS)}
     return {name: statistics.median(r.get(name, 0.0) for r in records) for name in sorted(names)}
 

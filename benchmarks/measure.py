@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the accelerator benchmarks measure of the machine itself."""
+"""Measurements of the machine itself for the accelerator benchmarks."""
 
 import json
 import platform

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step costs beside its engines: the pipeline as it is, with engines that return at
-once.
+"""The cost of a training step beside its engines: the real pipeline, with instant engines.
 
     python benchmarks/orchestration.py [--prompts 128] [--samples 16] [--prompt 256]
     [--response 512] [--budget 24576] [--devices 2] [--steps 7] [--output FILE]
@@ -124,12 +123,12 @@ class Keeping:
     groups: Sequence[Group] = ()
 
     def write(self, step: int, groups: Sequence[Group], *, advantages: Sequence[float]) -> None:
-        """As ``RolloutRecorder.write``."""
+        """See ``RolloutRecorder.write``."""
         self.groups = groups
         self.recorder.write(step, groups, advantages=advantages)
 
     def close(self) -> None:
-        """As ``RolloutRecorder.close``."""
+        """See ``RolloutRecorder.close``."""
         self.recorder.close()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the accelerator benchmarks run on: random weights of published shapes, and workloads.
+"""The models and workloads of the accelerator benchmarks: random weights of published shapes.
 
 No weights are downloaded: speed does not depend on their values. The one property that matters,
 how long responses are, is planted: a constant direction of the residual stream raises the
@@ -61,7 +61,7 @@ class Shape:
         )
 
     def hf_config(self, dtype: str) -> dict[str, object]:
-        """What ``config.json`` of a Hugging Face folder of this shape says."""
+        """Return the ``config.json`` of a Hugging Face folder of this shape."""
         return {
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
@@ -129,7 +129,7 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """Of one step."""
+        """The number of sequences of a step."""
         return self.prompts * self.samples
 
     def going_on(self) -> list[float]:
@@ -148,7 +148,7 @@ WORKLOADS = {
 
 
 def decode_steps(shape: Shape, workload: Workload) -> list[tuple[float, float]]:
-    """Of each position: operations of matrix products, and bytes of weights, keys and values."""
+    """Return, by position, operations of matrix products and bytes of weights and cache."""
     matrices = shape.layer_parameters + shape.head_parameters
     kv_bytes = shape.kv_bytes_per_token()
     return [

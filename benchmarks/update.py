@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step of GRPO on one accelerator: forward, backward, clipping, AdamW.
+"""An optimizer step of GRPO on one accelerator: forward, backward, clipping, AdamW.
 
     python benchmarks/update.py [--model qwen2.5-1.5b ...] [--workload S A] [--budget 16384 ...]
     [--recompute nothing pointwise feed_forward full] [--moments auto bfloat16] [--offload-weights]
@@ -102,7 +102,7 @@ def grpo_loss(workload: Workload) -> PolicyLoss:
 
 
 def run(name: str, workload_name: str, *, how: How, repeats: int) -> dict[str, Any]:
-    """One row of the table."""
+    """Measure one row of the table."""
     shape, workload = SHAPES[name], WORKLOADS[workload_name]
     engine, loss = make_engine(name, how), grpo_loss(workload)
     sequences = sequences_of(workload)

@@ -47,7 +47,7 @@ BROADCAST_BYTES = 512 * MEBIBYTE
 
 @dataclass(frozen=True)
 class Job:
-    """What all processes are told."""
+    """The settings that all processes share."""
 
     models: list[str]
     trainers: int
@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Member:
-    """One process: what it holds by name, and the whole model that it receives into.
+    """The tensors of a process by name, and the whole model that it receives into.
 
     ``num_bytes`` are those of the whole model as it is received.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One GRPO job in TRL on the CPU, with settings that match the recipe of ``cpu_tiny.py``. Needs trl
+"""A GRPO job in TRL on the CPU, with settings that match the recipe of ``cpu_tiny.py``. Needs trl
 and datasets.
 
 Prints one JSON object: seconds of each rollout step (all optimizer steps on its samples included),

@@ -103,7 +103,7 @@ def micro_batch(options: argparse.Namespace, task: dict[str, Any]) -> int:
 
 
 def settings(options: argparse.Namespace, task: dict[str, Any]) -> dict[str, Any]:
-    """Of GRPOConfig: the recipe of ``grpo_step.py``, and what makes TRL fastest."""
+    """Return GRPOConfig's settings: the recipe of ``grpo_step.py`` at TRL's fastest."""
     size = micro_batch(options, task)
     accumulated = task["prompts"] * task["samples"] // size
     fixed_length = task["mean_response"] is None

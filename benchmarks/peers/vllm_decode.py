@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
 
 
 def engine_settings(options: argparse.Namespace, task: dict[str, Any]) -> dict[str, Any]:
-    """Of ``vllm.LLM``: what makes it fastest."""
+    """Return the fastest settings of ``vllm.LLM``."""
     sequences = min(task["prompts"] * task["samples"], options.max_num_seqs)
     chosen = {
         "model": str(options.folder / task["model"]),
@@ -65,7 +65,7 @@ def engine_settings(options: argparse.Namespace, task: dict[str, Any]) -> dict[s
 
 
 def sampling_settings(options: argparse.Namespace, task: dict[str, Any]) -> dict[str, Any]:
-    """Of ``vllm.SamplingParams``."""
+    """Return the settings of ``vllm.SamplingParams``."""
     fixed_length = task["mean_response"] is None
     return {
         "n": task["samples"],

@@ -21,7 +21,7 @@ SPLITS = ("train", "test")
 
 
 class PreprocessError(Exception):
-    """A mistake the user can mend, said in one line."""
+    """A mistake that the user can correct, described in one line."""
 
 
 def extract_solution(answer: str) -> str:
@@ -33,7 +33,7 @@ def extract_solution(answer: str) -> str:
 
 
 def make_row(example: dict[str, Any], *, split: str, index: int) -> dict[str, Any]:
-    """One row of verl's schema from a question and its worked answer."""
+    """Make a row of verl's schema from a question and its worked answer."""
     try:
         question, answer = example["question"], example["answer"]
     except (KeyError, TypeError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between keys: each error names the override that mends it, and that one works."""
+"""Rules between keys: each error names the override that corrects it, and that one works."""
 
 from __future__ import annotations
 
