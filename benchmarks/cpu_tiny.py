@@ -119,6 +119,7 @@ def run_tandem(job: Job, folder: Path) -> Timing:
         "algorithm.rollout_correction.bypass_mode=True",
         f"trainer.total_training_steps={job.steps}",
         f"trainer.default_local_dir={folder}",
+        "trainer.save_freq=0",
         "trainer.val_before_train=False",
         "trainer.resume_mode=disable",
         "trainer.logger=[]",

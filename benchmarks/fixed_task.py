@@ -10,8 +10,8 @@ import pyarrow
 from pyarrow import parquet
 
 from tandem.quickstart.model import ModelSize, write_model
-from tandem.quickstart.task import correct, draw_problems
 from tandem.quickstart.tokenizer import END_ID, PAD_ID, save_tokenizer, train_tokenizer
+from tandem.quickstart.word_problems import WORD_PROBLEMS, correct
 
 VOCABULARY = 512
 SIZE = ModelSize(hidden=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate=256)
@@ -27,7 +27,7 @@ def write_task(folder: Path) -> tuple[Path, Path, Path]:
     """Model folder, prompts and reward file."""
     model = folder / "model"
     model.mkdir()
-    problems = draw_problems(500, seed=1)
+    problems = WORD_PROBLEMS.draw(500, seed=1)
     tokenizer = train_tokenizer(f"{p.question}\n{correct(p)}" for p in problems)
     save_tokenizer(tokenizer, model)
     write_model(model, num_tokens=VOCABULARY, eos_id=END_ID, pad_id=PAD_ID, seed=0, size=SIZE)

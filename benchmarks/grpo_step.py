@@ -187,6 +187,7 @@ def command_line(options: argparse.Namespace, task: Path, *, run_folder: Path) -
         f"trainer.n_gpus_per_node={options.devices}",
         f"trainer.total_training_steps={num_steps}",
         f"trainer.default_local_dir={run_folder}",
+        "trainer.save_freq=0",
         "trainer.logger=[console]",
         "trainer.resume_mode=disable",
         *options.keys,

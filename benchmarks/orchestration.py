@@ -42,18 +42,18 @@ from tandem.data.packing import pack_microbatches, plan_microbatches
 from tandem.data.prompts import PromptEntry, PromptSource
 from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.data.wire import SentBatches
-from tandem.driver.train import MAX_ROLLOUTS_RECORDED_PER_STEP, reward_limits, reward_spec
+from tandem.driver.rewards import open_rewards
+from tandem.driver.train import MAX_ROLLOUTS_RECORDED_PER_STEP
 from tandem.metrics.jsonl import METRICS_FILE
 from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import open_sinks
 from tandem.metrics.throughput import ComputeFacts
 from tandem.pipeline.batch import as_floats, lay_out
-from tandem.pipeline.context import RunContext
+from tandem.pipeline.context import Rewards, RunContext
 from tandem.pipeline.experience import assign_credit
 from tandem.pipeline.loop import Pipeline, initial_kl_controller
 from tandem.pipeline.step_metrics import batch_metrics
 from tandem.planner.engines import TRAINER, SimulatedPolicy, SimulatedTimes
-from tandem.rewards.pool import RewardPool
 from tandem.runtime.inprocess import InProcessRuntime
 from tandem.types import Completion, FinishReason, GenerationRequest, Group
 
@@ -151,6 +151,7 @@ def make_config(options: argparse.Namespace, folder: Path) -> RunConfig:
         f"data.max_response_length={options.response}",
         f"trainer.total_training_steps={NUM_WARMUP + options.steps}",
         f"trainer.default_local_dir={folder / 'run'}",
+        "trainer.save_freq=0",
         "trainer.logger=[]",
         *options.keys,
     )
@@ -170,7 +171,7 @@ def make_source(
 
 
 def make_parts(
-    options: argparse.Namespace, folder: Path, *, rewards: RewardPool, config: RunConfig
+    options: argparse.Namespace, folder: Path, *, rewards: Rewards, config: RunConfig
 ) -> RunContext:
     """A run's parts but for its engines."""
     codec = load_codec(str(folder / "model"))
@@ -213,7 +214,7 @@ def make_parts(
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The whole measurement."""
     config = make_config(options, folder)
-    async with RewardPool(reward_spec(config), reward_limits(config)) as rewards:
+    async with open_rewards(config) as rewards:
         parts = make_parts(options, folder, rewards=rewards, config=config)
         await Pipeline(parts).run()
         await parts.runtime.close()

@@ -27,6 +27,7 @@ from processes import children_end
 from shapes import PEAK_FLOPS, SHAPES, WORKLOADS, Workload, random_decoder, update_floor_s
 
 from tandem.algorithms.policy_loss import PolicyLoss
+from tandem.config.schema.actor import ActorConfig
 from tandem.config.schema.optim import MomentsDtype, OptimConfig
 from tandem.data.packing import TrainSequence, pack_microbatches, plan_microbatches
 from tandem.engines.single import SingleDeviceEngine
@@ -88,16 +89,9 @@ def grpo_loss(workload: Workload) -> PolicyLoss:
     """The loss of GRPO without a KL term."""
     return PolicyLoss(
         loss_mode="vanilla",
-        clip_ratio_low=0.2,
-        clip_ratio_high=0.2,
-        clip_ratio_c=3.0,
-        loss_agg_mode="token-mean",
+        settings=ActorConfig(),
         loss_scale_factor=workload.response,
-        entropy_coeff=0.0,
         calculate_entropy=True,
-        use_kl_loss=False,
-        kl_loss_coef=0.0,
-        kl_loss_type="low_var_kl",
     )
 
 

@@ -60,7 +60,8 @@ class ReferencePolicy(Protocol):
     def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
         """Score the response tokens with the current weights: fp32 (R,) per batch, on the CPU.
 
-        A policy returns log-probs. Other models return values and ignore ``temperature``.
+        A policy returns log-probs. Other models return values and ignore ``temperature``. A batch
+        may ask for a second column (``PackedBatch.with_squares``): (R, 2).
         """
         ...
 

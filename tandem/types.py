@@ -165,9 +165,10 @@ class RewardOutcome:
     Attributes:
         status: whether there is a score, and if not, why.
         score: the score if ``status`` is VALUE, else NaN.
-        extra: the other numbers that the reward function returned.
+        extra: the other numbers that the reward function returned, and the scores of its parts.
         detail: the cause of a failure in one line.
         prediction: the answer found in the response, for majority votes; verl's key ``pred``.
+        texts: the values that the reward function returned and that are not numbers, as text.
     """
 
     status: RewardStatus
@@ -175,6 +176,7 @@ class RewardOutcome:
     extra: Mapping[str, float] = field(default_factory=dict[str, float])
     detail: str = ""
     prediction: str | None = None
+    texts: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,7 @@ class RewardRequest:
         data_source, ground_truth, extra_info: as in ``Prompt``.
         solution: the text of the response.
         num_tokens: the length of the response, for the penalty of overlong responses.
+        prompt: the prompt as the row holds it: messages, or text.
     """
 
     data_source: str
@@ -192,9 +195,10 @@ class RewardRequest:
     ground_truth: Any
     extra_info: Mapping[str, Any]
     num_tokens: int
+    prompt: Sequence[Mapping[str, Any]] | str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        others = (self.ground_truth, self.extra_info, self.num_tokens)
+        others = (self.ground_truth, self.extra_info, self.num_tokens, self.prompt)
         return RewardRequest, (self.data_source, self.solution, *others)
 
 
@@ -350,6 +354,7 @@ class LossColumns:
         lag_R: the number of weights versions between those two policies, int64; None if it is
             always 0.
         values_R, returns_R: the critic's values before the update, and the returns it learns.
+        marked_R: whether the loss treats a token apart, bool; None for a loss that marks none.
     """
 
     advantages_R: Tensor
@@ -360,6 +365,7 @@ class LossColumns:
     lag_R: Tensor | None = None
     values_R: Tensor | None = None
     returns_R: Tensor | None = None
+    marked_R: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LossColumns:
         """Return columns with ``function`` applied to each column that is not None."""
@@ -382,6 +388,8 @@ class PackedBatch:
         sequence_R: the index of its sequence, int64, ascending.
         num_sequences: N.
         columns: the inputs of the loss; None for a forward pass only.
+        with_squares: whether a scoring pass also returns, in a second column, the sum of the
+            squared probabilities of all tokens in the place of loss token r.
     """
 
     token_ids_T: Tensor
@@ -392,13 +400,16 @@ class PackedBatch:
     sequence_R: Tensor
     num_sequences: int
     columns: LossColumns | None = None
+    with_squares: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
     """The denominators of one optimizer step over all its micro-batches and ranks.
 
-    They make the gradient independent of the split into micro-batches.
+    They make the gradient independent of the split into micro-batches. They count every drawn token
+    and sequence whose reward has a value, also those that are rejected or skipped: the gradient
+    does not grow with the share that is rejected, and is the same if the loss itself rejects.
     """
 
     num_tokens: int
@@ -413,6 +424,7 @@ class LossInputs:
         score_R: the log-probs of a policy or the values of a critic, differentiable.
         entropy_R: the entropy of the policy at each token, if ``Loss.needs_entropy``.
         sequence_R, num_sequences, columns: as in ``PackedBatch``.
+        kept_R: whether rejection by the loss keeps a token, bool; None if all tokens are kept.
     """
 
     score_R: Tensor
@@ -421,6 +433,7 @@ class LossInputs:
     num_sequences: int
     columns: LossColumns | None
     scale: LossScale
+    kept_R: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

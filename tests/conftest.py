@@ -23,7 +23,13 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-OF_OTHER_MACHINES = ("needs a GPU", "needs two GPUs", "has a device", "recorded with")
+OF_OTHER_MACHINES = (
+    "needs a GPU",
+    "needs two GPUs",
+    "needs vllm",
+    "has a device",
+    "recorded with",
+)
 """How the reasons begin for which a test is skipped with ``--must-run`` too."""
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 

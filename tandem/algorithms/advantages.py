@@ -5,15 +5,16 @@ An estimator is a function of ``AdvantageInputs`` and the keys of ``algorithm``.
 the built-in ones; docs/extend/advantage_estimator.md explains how to add one. A sequence whose
 reward failed (timeout, error) is excluded from all statistics, and its advantage is 0. A group of
 one sample has mean 0 and std 1, as in verl. If failures leave one sample in a group, its advantage
-is 0. Everything runs on the CPU; group statistics are in fp64.
+is 0. Everything runs on the CPU; statistics are in fp64.
 
 Shapes: R response tokens, N sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -46,6 +47,11 @@ class AdvantageInputs:
         values_R: the critic's values; None for an estimator that needs none.
         greedy_scores_N: the reward of the greedy response to the same prompt, NaN if that failed;
             None for an estimator that needs none.
+        old_logp_R: the log-probs of the tokens under the policy before the update, if computed.
+        squares_R: the sums of its squared probabilities; None for an estimator that needs none.
+        weights_R: the importance weights of the tokens, if they are known before the update.
+        parts_N: the numbers that the reward gave beside the score, by name, fp32; ``score`` is the
+            score before any shaping. NaN where a sample has no such number.
     """
 
     token_rewards_R: Tensor
@@ -55,6 +61,10 @@ class AdvantageInputs:
     valid_N: Tensor
     values_R: Tensor | None = None
     greedy_scores_N: Tensor | None = None
+    old_logp_R: Tensor | None = None
+    squares_R: Tensor | None = None
+    weights_R: Tensor | None = None
+    parts_N: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +106,13 @@ def _valid_rewards(inputs: AdvantageInputs) -> Tensor:
     return torch.where(inputs.valid_N[inputs.sequence_R], inputs.token_rewards_R, 0.0)
 
 
-def _group_statistics(inputs: AdvantageInputs) -> _Groups:
-    rewards_R = _valid_rewards(inputs).double()
-    scores_N = sum_by_sequence(rewards_R, inputs.sequence_R, num_sequences=inputs.num_sequences)
+def _group_statistics(inputs: AdvantageInputs, scores_N: Tensor | None = None) -> _Groups:
+    """Return the statistics of ``scores_N``, by default of the sums of the token rewards."""
+    if scores_N is None:
+        rewards_R = _valid_rewards(inputs).double()
+        scores_N = sum_by_sequence(rewards_R, inputs.sequence_R, num_sequences=inputs.num_sequences)
+    else:
+        scores_N = torch.where(inputs.valid_N, scores_N, 0.0).double()
     valid_N = inputs.valid_N.double()
     group_N = _numbered_from_zero(inputs.group_N)
     num_valid_N = _group_total(valid_N, group_N).clamp(min=1)
@@ -127,13 +141,17 @@ def _outcome(advantages_N: Tensor, inputs: AdvantageInputs) -> Advantages:
 
 
 def _whiten(values_R: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """Scale to mean 0 and variance 1 over the tokens of valid sequences; 0 for others, (R,)."""
+    """Scale to mean 0 and variance 1 over the tokens of valid sequences; 0 for others, (R,).
+
+    Sums are in fp64, so that equal values become exactly 0.
+    """
+    values_R = values_R.double()
     valid_R = inputs.valid_N[inputs.sequence_R]
     count = valid_R.sum()
     mean = torch.where(valid_R, values_R, 0.0).sum() / count.clamp(min=1)
     centred_R = torch.where(valid_R, values_R - mean, 0.0)
     variance = centred_R.square().sum() / (count - 1).clamp(min=1)
-    return centred_R * torch.rsqrt(variance + _VARIANCE_EPSILON)
+    return (centred_R * torch.rsqrt(variance + _VARIANCE_EPSILON)).float()
 
 
 def grpo(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
@@ -141,11 +159,42 @@ def grpo(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
 
     With ``norm_adv_by_std_in_grpo=False`` compute ``R - mean`` (Dr.GRPO, arXiv:2503.20783).
     """
-    groups = _group_statistics(inputs)
+    return _outcome(_normalised(_group_statistics(inputs), settings), inputs)
+
+
+def _normalised(groups: _Groups, settings: AlgorithmConfig) -> Tensor:
     centred_N = groups.scores_N - groups.mean_N
     if settings.norm_adv_by_std_in_grpo:
         centred_N = centred_N / (groups.std_N + _STD_EPSILON)
-    return _outcome(centred_N, inputs)
+    return centred_N
+
+
+def gdpo(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
+    """Scale each part of the reward over the group as ``grpo``, add them up with their weights, and
+    whiten the sum over the tokens of the batch (arXiv:2601.05242).
+
+    A part with a small spread counts as much as one with a large spread. Shaping of the total
+    reward has no effect.
+
+    Raises:
+        UserError: a sample has no number of that name.
+    """
+    keys = settings.gdpo_reward_keys
+    weights = settings.gdpo_reward_weights or (1.0,) * len(keys)
+    total_N = torch.zeros(inputs.num_sequences, dtype=torch.float64)
+    for key, weight in zip(keys, weights, strict=True):
+        part_N = inputs.parts_N.get(key)
+        if part_N is None or part_N[inputs.valid_N].isnan().any():
+            raise UserError(
+                "algorithm.gdpo_reward_keys",
+                key,
+                rule="the reward of a sample has no number of this name "
+                f"(it has: {', '.join(inputs.parts_N)})",
+                remedy="Return it for every sample, or correct the name.",
+            )
+        total_N += weight * _normalised(_group_statistics(inputs, part_N), settings)
+    whitened_R = _whiten(_broadcast(total_N, inputs), inputs)
+    return Advantages(whitened_R, whitened_R)
 
 
 def grpo_passk(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
@@ -232,19 +281,68 @@ def gae(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
     return Advantages(_whiten(raw_R, inputs), returns_R)
 
 
-ADVANTAGES: dict[str, EstimatorFunction] = {
-    "gae": gae,
-    "gpg": gpg,
-    "grpo": grpo,
-    "grpo_passk": grpo_passk,
-    "grpo_vectorized": grpo,
-    "opo": opo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
-    "rloo": rloo,
-}
-"""The built-in values of ``algorithm.adv_estimator``; ``grpo_vectorized`` equals ``grpo``."""
+def optimal_token_baseline(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
+    """Subtract from the return of the t-th drawn token the baseline of its group with the least
+    variance (arXiv:2602.07078).
+
+    The baseline is the mean of the group's returns from their t-th tokens on, weighted by the sums
+    of ``1 - 2 p + sum of squared probabilities`` up to there, an estimate of the squared norm of
+    the gradient. Importance weights enter it squared. A token has no baseline if no other response
+    of its group is as long.
+    """
+    assert inputs.old_logp_R is not None and inputs.squares_R is not None, "it needs both"
+    groups, sequence_R = _group_statistics(inputs), inputs.sequence_R
+    returns_R = discounted_suffix_sum(_valid_rewards(inputs), sequence_R, discount=1.0)
+    norm_R = 1 - 2 * inputs.old_logp_R.double().exp() + inputs.squares_R
+    if inputs.weights_R is not None:
+        norm_R = norm_R * inputs.weights_R.square()
+    valid_R = inputs.valid_N[sequence_R]
+    energy_R = torch.where(valid_R, _running_sum(norm_R, inputs), 0.0)
+    group_R, place_R = groups.group_N[sequence_R], _running_sum(torch.ones_like(norm_R), inputs)
+    # Tokens at the same place of the responses to one prompt are compared.
+    cell_R = _numbered_from_zero(group_R * (len(group_R) + 1) + place_R.long())
+    count_R, energies_R, weighted_R = (
+        _group_total(x_R, cell_R) for x_R in (valid_R.double(), energy_R, energy_R * returns_R)
+    )
+    baseline_R = torch.where(count_R > 1, weighted_R / (energies_R + 1e-8), 0.0)
+    is_compared_N = inputs.valid_N & (groups.alone_N | (groups.num_valid_N > 1))
+    advantages_R = torch.where(is_compared_N[sequence_R], returns_R - baseline_R, 0.0)
+    return Advantages(advantages_R.float(), returns_R)
+
+
+def _running_sum(values_R: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """Return the sum over a sequence's tokens up to each token, fp64 (R,)."""
+    sums_R = values_R.cumsum(0)
+    before_R = torch.nn.functional.pad(sums_R, (1, 0))[:-1]
+    is_first_R = torch.ones_like(inputs.sequence_R, dtype=torch.bool)
+    is_first_R[1:] = inputs.sequence_R[1:] != inputs.sequence_R[:-1]
+    offset_N = values_R.new_zeros(inputs.num_sequences)
+    offset_N[inputs.sequence_R[is_first_R]] = before_R[is_first_R]
+    return sums_R - offset_N[inputs.sequence_R]
+
+
+ADVANTAGES: Mapping[str, EstimatorFunction] = MappingProxyType(
+    {
+        "gae": gae,
+        "gdpo": gdpo,
+        "gpg": gpg,
+        "grpo": grpo,
+        "grpo_passk": grpo_passk,
+        "grpo_vectorized": grpo,
+        "opo": opo,
+        "optimal_token_baseline": optimal_token_baseline,
+        "reinforce_plus_plus": reinforce_plus_plus,
+        "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+        "remax": remax,
+        "rloo": rloo,
+        "rloo_vectorized": rloo,
+        "tir_optimal_token_baseline": optimal_token_baseline,
+    }
+)
+"""The built-in values of ``algorithm.adv_estimator``. In verl, ``grpo_vectorized`` and
+``rloo_vectorized`` are faster programs for ``grpo`` and ``rloo`` (the latter gives 0 to a group of
+one), and ``tir_optimal_token_baseline`` leaves out given tokens, which the flat layout lacks.
+"""
 
 
 def estimate_advantages(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
@@ -261,14 +359,14 @@ def estimate_advantages(inputs: AdvantageInputs, settings: AlgorithmConfig) -> A
     if not isinstance(found, Advantages):
         raise _not_advantages(name, f"returned {type(found).__name__}")
     expected = inputs.token_rewards_R
-    for field in ("advantages_R", "returns_R"):
-        values_R: Tensor = getattr(found, field)
+    for column in ("advantages_R", "returns_R"):
+        values_R: Tensor = getattr(found, column)
         if values_R.shape != expected.shape or values_R.dtype != expected.dtype:
             raise _not_advantages(
-                name, f"returned {field} of shape {tuple(values_R.shape)} and {values_R.dtype}"
+                name, f"returned {column} of shape {tuple(values_R.shape)} and {values_R.dtype}"
             )
         if not values_R.isfinite().all():
-            raise _not_advantages(name, f"returned {field} with a value that is not finite")
+            raise _not_advantages(name, f"returned {column} with a value that is not finite")
     return found
 
 

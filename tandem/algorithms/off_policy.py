@@ -44,12 +44,14 @@ class ImportanceSampling:
     """Importance sampling by token, or by sequence (the product over its tokens).
 
     Without ``lower``, weights are truncated at ``upper``; with it, weights outside the bounds are
-    set to 0.
+    set to 0. With ``in_survey``, ``PolicyLoss.survey`` computes them, divided by their mean over
+    the mini-batch.
     """
 
     by_sequence: bool
     lower: float | None
     upper: float
+    in_survey: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Rejection:
 
     ``option`` is verl's (``token_k1``, ``seq_mean_k3``, ...): a reduction, and an estimator of
     KL(behaviour || proximal). k1 is ``log(behaviour / proximal)``, bounded on both sides by the
-    logarithms of the bounds; k2 and k3 are bounded by ``upper`` alone.
+    logarithms of the bounds; k2, k3 and ``seq_max_k1`` are bounded by ``upper`` alone.
     """
 
     option: str
@@ -182,7 +184,7 @@ def lag_sums(
 ) -> dict[str, Tensor]:
     """Sum each of ``values`` (R,) by lag.
 
-    The sums add up over micro-batches; ``figures_by_lag`` turns them into means.
+    The sums add up over micro-batches; ``metrics_by_lag`` turns them into means.
 
     Args:
         counts_R: 1 for tokens that count, else 0.
@@ -217,7 +219,7 @@ def monitored(mismatch: Mismatch, correction: Correction) -> dict[str, Tensor]:
     }
 
 
-def figures_by_lag(metrics: Mapping[str, float]) -> dict[str, float]:
+def metrics_by_lag(metrics: Mapping[str, float]) -> dict[str, float]:
     """Replace the sums of ``lag_sums`` in ``metrics`` by means over all tokens and by lag.
 
     The results are ``rollout_corr/*`` and ``actor/pg_clipfrac``. The effective sample size is a

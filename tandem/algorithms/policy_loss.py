@@ -2,7 +2,7 @@
 """The actor's loss: ``agg(policy loss) - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)``.
 
 The losses and metrics of the micro-batches of one optimizer step add up, because all denominators
-come from ``LossScale``; sums by lag are divided after the step (``off_policy.figures_by_lag``). The
+come from ``LossScale``; sums by lag are divided after the step (``off_policy.metrics_by_lag``). The
 engine checks once per step that the loss is finite.
 
 Shapes: R response tokens.
@@ -10,19 +10,15 @@ Shapes: R response tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.algorithms.kl import KL_ESTIMATORS, estimate_kl
-from tandem.algorithms.losses import (
-    POLICY_LOSSES,
-    ClipRange,
-    PolicyTerms,
-    TokenLosses,
-    compute_loss,
-)
+from tandem.algorithms.covariance import mark_tokens
+from tandem.algorithms.kl import estimate_kl
+from tandem.algorithms.losses import PolicyTerms, TokenLosses, compute_loss
 from tandem.algorithms.off_policy import (
     CLIPPED,
     REJECTED,
@@ -32,110 +28,153 @@ from tandem.algorithms.off_policy import (
     importance_weights,
     lag_sums,
     monitored,
+    normalized,
 )
-from tandem.algorithms.sequences import AGGREGATIONS, aggregate, token_mean
-from tandem.config.schema.actor import loss_traits
-from tandem.config.schema.imports import is_dotted
-from tandem.errors import UserError
-from tandem.types import LossInputs, LossOutputs
+from tandem.algorithms.sequences import aggregate, token_mean
+from tandem.config.schema.actor import ActorConfig, loss_traits
+from tandem.types import LossColumns, LossInputs, LossOutputs, LossScale
 
-_ACTOR = "actor_rollout_ref.actor"
+_LOWEST_WEIGHT = 1e-10
+"""The weight that stands for 0 in a geometric mean, as in verl."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """The loss of a policy; its fields are verl's keys under ``actor_rollout_ref.actor``.
+    """The loss of a policy.
 
     Attributes:
-        clip_ratio_low, clip_ratio_high, clip_ratio_c: the fields of ``losses.ClipRange``.
+        loss_mode: the policy loss, a name of ``losses.POLICY_LOSSES`` or a dotted path.
+        settings: the keys of the loss, its aggregation, entropy and KL.
         loss_scale_factor: the divisor of ``seq-mean-token-sum-norm`` (verl's default: the longest
             response allowed); None with any other mode.
         calculate_entropy: whether to report the entropy even if it is not part of the loss.
-        kl_loss_coef: the coefficient of the KL term; read with ``use_kl_loss`` only.
         correction: the off-policy correction between the current policy and
-            ``LossColumns.rollout_logp_R``, if any. Rejected tokens contribute nothing to the policy
-            term, but denominators count them.
+            ``LossColumns.rollout_logp_R``, if any. Rejected tokens contribute nothing to any term,
+            but the denominators of the step count them.
         max_lag: the largest entry of ``LossColumns.lag_R``.
-
-    Raises:
-        UserError: a name is unknown, ``clip_ratio_c`` is at most 1, or the scale factor is missing.
     """
 
     loss_mode: str
-    clip_ratio_low: float
-    clip_ratio_high: float
-    clip_ratio_c: float
-    loss_agg_mode: str
-    loss_scale_factor: float | None
-    entropy_coeff: float
-    calculate_entropy: bool
-    use_kl_loss: bool
-    kl_loss_coef: float
-    kl_loss_type: str
+    settings: ActorConfig
+    loss_scale_factor: float | None = None
+    calculate_entropy: bool = False
     correction: Correction | None = None
     max_lag: int = 0
-
-    def __post_init__(self) -> None:
-        if not is_dotted(self.loss_mode):
-            _check_name("policy_loss.loss_mode", self.loss_mode, known=tuple(POLICY_LOSSES))
-        _check_name("loss_agg_mode", self.loss_agg_mode, known=AGGREGATIONS)
-        _check_name("kl_loss_type", self.kl_loss_type.removesuffix("+"), known=tuple(KL_ESTIMATORS))
-        if self.clip_ratio_c <= 1:
-            raise UserError(
-                f"{_ACTOR}.clip_ratio_c",
-                self.clip_ratio_c,
-                rule="must be greater than 1",
-                remedy=f"Set {_ACTOR}.clip_ratio_c=3.0.",
-            )
-        if self.loss_agg_mode == "seq-mean-token-sum-norm" and not self.loss_scale_factor:
-            raise UserError(
-                f"{_ACTOR}.loss_scale_factor",
-                self.loss_scale_factor,
-                rule="must be positive with loss_agg_mode=seq-mean-token-sum-norm",
-                remedy="Set it to data.max_response_length.",
-            )
 
     @property
     def needs_entropy(self) -> bool:
         """Whether ``LossInputs.entropy_R`` must be computed."""
-        return self.calculate_entropy or self.entropy_coeff != 0
+        return self.calculate_entropy or self.settings.entropy_coeff != 0
+
+    def survey(
+        self,
+        logp_R: Tensor,
+        columns: LossColumns,
+        *,
+        sequence_R: Tensor,
+        random: np.random.Generator,
+    ) -> LossColumns:
+        """Return the columns of a mini-batch with those that depend on all of its tokens.
+
+        It is called before each optimizer step if ``RunConfig.surveys_mini_batches``.
+
+        Args:
+            logp_R: the log-probs of the tokens under the current policy.
+            sequence_R: the sequence of each token; every sequence has one.
+            random: the source of random choices.
+        """
+        num_sequences = int(sequence_R[-1]) + 1
+        inputs = LossInputs(
+            score_R=logp_R,
+            entropy_R=None,
+            sequence_R=sequence_R,
+            num_sequences=num_sequences,
+            columns=columns,
+            scale=LossScale(len(logp_R), num_sequences),
+        )
+        mismatch = self._mismatch(inputs)
+        sampling = None if self.correction is None else self.correction.importance
+        if mismatch is not None and sampling is not None and sampling.in_survey:
+            weights_R = importance_weights(mismatch, sampling)
+            weights_R = normalized(weights_R, mismatch, by_sequence=sampling.by_sequence)
+            columns = replace(columns, weights_R=weights_R)
+        if loss_traits(self.loss_mode).marks_tokens:
+            terms = self._terms(replace(inputs, kept_R=self._kept(mismatch)))
+            marked_R = mark_tokens(terms, self.settings, loss_mode=self.loss_mode, random=random)
+            columns = replace(columns, marked_R=marked_R)
+        return columns
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Return this micro-batch's share of the loss, and its metrics.
 
         Without ``old_logp_R`` the ratio is exactly 1 (on-policy).
         """
-        loss, metrics = self._policy_term(inputs)
+        settings, mismatch = self.settings, self._mismatch(inputs)
+        inputs = replace(inputs, kept_R=self._kept(mismatch))
+        loss, metrics = self._policy_term(inputs, mismatch)
         if inputs.entropy_R is not None:
             entropy = self._aggregate(inputs.entropy_R, inputs)
             metrics["actor/entropy"] = token_mean(inputs.entropy_R, inputs)
-            if self.entropy_coeff != 0:
+            if settings.entropy_coeff != 0:
                 metrics["actor/entropy_loss"] = entropy.detach()
-                loss = loss - self.entropy_coeff * entropy
-        if self.use_kl_loss:
+                loss = loss - settings.entropy_coeff * entropy
+        if settings.use_kl_loss:
             kl = self._kl_term(inputs)
             metrics["actor/kl_loss"] = kl.detach()
-            loss = loss + self.kl_loss_coef * kl
+            loss = loss + settings.kl_loss_coef * kl
         metrics["actor/loss"] = loss.detach()
         return LossOutputs(loss=loss, metrics=metrics)
 
-    def _policy_term(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def _mismatch(self, inputs: LossInputs) -> Mismatch | None:
+        """Return the two policies of the correction, if they are compared in the loss."""
+        assert inputs.columns is not None, "a policy loss needs LossColumns"
+        rollout_logp_R = inputs.columns.rollout_logp_R
+        if self.correction is None or rollout_logp_R is None:
+            return None
+        return Mismatch(
+            inputs.score_R.detach(), rollout_logp_R, inputs.sequence_R, inputs.num_sequences
+        )
+
+    def _kept(self, mismatch: Mismatch | None) -> Tensor | None:
+        if mismatch is None or self.correction is None or not self.correction.rejections:
+            return None
+        return all_kept(mismatch, self.correction.rejections)
+
+    def _terms(self, inputs: LossInputs) -> PolicyTerms:
         columns = inputs.columns
         assert columns is not None, "a policy loss needs LossColumns"
         old_logp_R = columns.old_logp_R
-        terms = PolicyTerms(
+        return PolicyTerms(
             logp_R=inputs.score_R,
             old_logp_R=inputs.score_R.detach() if old_logp_R is None else old_logp_R,
             advantages_R=columns.advantages_R,
             sequence_R=inputs.sequence_R,
             num_sequences=inputs.num_sequences,
+            kept_R=inputs.kept_R,
+            marked_R=columns.marked_R,
         )
-        clip = ClipRange(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
-        tokens = compute_loss(terms, clip, loss_mode=self.loss_mode)
-        factor_R, corrected = self._corrected(inputs, tokens)
-        token_loss_R = tokens.loss_R if factor_R is None else tokens.loss_R * factor_R
-        sequence_level = loss_traits(self.loss_mode).is_sequence_level
-        mode = "seq-mean-token-mean" if sequence_level else self.loss_agg_mode
+
+    def _policy_term(
+        self, inputs: LossInputs, mismatch: Mismatch | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        columns, traits = inputs.columns, loss_traits(self.loss_mode)
+        assert columns is not None, "a policy loss needs LossColumns"
+        terms = self._terms(inputs)
+        tokens = compute_loss(terms, self.settings, loss_mode=self.loss_mode)
+        if inputs.kept_R is not None:
+            clipped = (
+                flag_R & inputs.kept_R for flag_R in (tokens.clipped_R, tokens.clipped_lower_R)
+            )
+            tokens = TokenLosses(tokens.loss_R, *clipped)
+        weights_R = columns.weights_R
+        if weights_R is None and mismatch is not None and self.correction is not None:
+            sampling = self.correction.importance
+            weights_R = None if sampling is None else importance_weights(mismatch, sampling)
+        if weights_R is not None and traits.weighs_sequences:
+            mean_N = terms.mean_by_sequence((weights_R + _LOWEST_WEIGHT).log())
+            weights_R = mean_N.exp()[inputs.sequence_R]
+        token_loss_R = tokens.loss_R if weights_R is None else tokens.loss_R * weights_R
+        mode = "seq-mean-token-mean" if traits.is_sequence_level else self.settings.loss_agg_mode
         loss = aggregate(token_loss_R, inputs, mode=mode, scale_factor=self.loss_scale_factor)
         metrics = {
             "actor/pg_loss": loss.detach(),
@@ -143,54 +182,33 @@ class PolicyLoss:
             "actor/pg_clipfrac_lower": token_mean(tokens.clipped_lower_R, inputs),
             "actor/ppo_kl": token_mean(-terms.log_ratio(), inputs),
         }
-        return loss, metrics | corrected
+        return loss, metrics | self._sums_by_lag(inputs, mismatch, clipped_R=tokens.clipped_R)
 
-    def _corrected(
-        self, inputs: LossInputs, tokens: TokenLosses
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the factors of the token losses (None if all are 1), and the sums by lag."""
-        columns, correction = inputs.columns, self.correction
-        assert columns is not None, "a policy loss needs LossColumns"
-        if correction is None:
-            return columns.weights_R, {}
-        factor_R, values = columns.weights_R, {CLIPPED: tokens.clipped_R.float()}
-        if columns.rollout_logp_R is not None:
-            mismatch = Mismatch(
-                inputs.score_R.detach(),
-                columns.rollout_logp_R,
-                inputs.sequence_R,
-                inputs.num_sequences,
-            )
-            values |= monitored(mismatch, correction)
-            if correction.importance is not None:
-                factor_R = importance_weights(mismatch, correction.importance)
-            if correction.rejections:
-                kept_R = all_kept(mismatch, correction.rejections)
-                values[REJECTED] = (~kept_R).float()
-                factor_R = kept_R.float() if factor_R is None else factor_R * kept_R
-        lag_R = torch.zeros_like(inputs.sequence_R) if columns.lag_R is None else columns.lag_R
+    def _sums_by_lag(
+        self, inputs: LossInputs, mismatch: Mismatch | None, *, clipped_R: Tensor
+    ) -> dict[str, Tensor]:
+        if self.correction is None:
+            return {}
+        assert inputs.columns is not None, "a policy loss needs LossColumns"
+        values = {CLIPPED: clipped_R.float()}
+        if mismatch is not None:
+            values |= monitored(mismatch, self.correction)
+        if inputs.kept_R is not None:
+            values[REJECTED] = (~inputs.kept_R).float()
+        lag_R = inputs.columns.lag_R
+        if lag_R is None:
+            lag_R = torch.zeros_like(inputs.sequence_R)
         counts_R = torch.ones_like(inputs.score_R.detach())
-        sums = lag_sums(values, counts_R=counts_R, lag_R=lag_R, num_lags=self.max_lag + 1)
-        return factor_R, sums
+        return lag_sums(values, counts_R=counts_R, lag_R=lag_R, num_lags=self.max_lag + 1)
 
     def _kl_term(self, inputs: LossInputs) -> Tensor:
         assert inputs.columns is not None and inputs.columns.ref_logp_R is not None, (
             "use_kl_loss needs ref_logp_R"
         )
-        kl_R = estimate_kl(inputs.score_R, inputs.columns.ref_logp_R, kind=self.kl_loss_type)
+        kind = self.settings.kl_loss_type
+        kl_R = estimate_kl(inputs.score_R, inputs.columns.ref_logp_R, kind=kind)
         return self._aggregate(kl_R, inputs)
 
     def _aggregate(self, values_R: Tensor, inputs: LossInputs) -> Tensor:
-        return aggregate(
-            values_R, inputs, mode=self.loss_agg_mode, scale_factor=self.loss_scale_factor
-        )
-
-
-def _check_name(key: str, name: str, *, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise UserError(
-            f"{_ACTOR}.{key}",
-            name,
-            rule="unknown",
-            remedy=f"Use one of {', '.join(known)}.",
-        )
+        mode = self.settings.loss_agg_mode
+        return aggregate(values_R, inputs, mode=mode, scale_factor=self.loss_scale_factor)

@@ -29,10 +29,13 @@ def sum_by_sequence(values_R: Tensor, sequence_R: Tensor, *, num_sequences: int)
     return values_R.new_zeros(num_sequences).index_add(0, sequence_R, values_R)
 
 
-def count_by_sequence(sequence_R: Tensor, num_sequences: int) -> Tensor:
-    """Count the tokens of each sequence, fp32 (N,)."""
-    ones_R = torch.ones(sequence_R.shape, dtype=torch.float32, device=sequence_R.device)
-    return sum_by_sequence(ones_R, sequence_R, num_sequences=num_sequences)
+def count_by_sequence(
+    sequence_R: Tensor, num_sequences: int, *, kept_R: Tensor | None = None
+) -> Tensor:
+    """Count the tokens of each sequence, or those of ``kept_R`` (bool) only, fp32 (N,)."""
+    if kept_R is None:
+        kept_R = torch.ones(sequence_R.shape, dtype=torch.float32, device=sequence_R.device)
+    return sum_by_sequence(kept_R.float(), sequence_R, num_sequences=num_sequences)
 
 
 def last_tokens(sequence_R: Tensor) -> Tensor:
@@ -74,9 +77,14 @@ def aggregate(
     ``seq-mean-token-sum-norm`` divides by the constant ``scale_factor`` instead of a length
     (Dr.GRPO, arXiv:2503.20783); the other modes ignore it.
 
+    Rejected tokens (``LossInputs.kept_R``) take no part, nor do they count in the length of their
+    sequence. The denominators of the step count them.
+
     Raises:
         ValueError: the mode is unknown, or its scale factor is missing.
     """
+    if inputs.kept_R is not None:
+        values_R = torch.where(inputs.kept_R, values_R, 0.0)
     if mode == "token-mean":
         return values_R.sum() / inputs.scale.num_tokens
     if mode == "token-sum":
@@ -85,7 +93,7 @@ def aggregate(
         return values_R.sum() / inputs.scale.num_sequences
     if mode == "seq-mean-token-mean":
         sum_N = sum_by_sequence(values_R, inputs.sequence_R, num_sequences=inputs.num_sequences)
-        length_N = count_by_sequence(inputs.sequence_R, inputs.num_sequences)
+        length_N = count_by_sequence(inputs.sequence_R, inputs.num_sequences, kept_R=inputs.kept_R)
         return (sum_N / length_N.clamp(min=1)).sum() / inputs.scale.num_sequences
     if mode == "seq-mean-token-sum-norm" and scale_factor:
         return values_R.sum() / (scale_factor * inputs.scale.num_sequences)

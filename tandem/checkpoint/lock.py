@@ -36,12 +36,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
     except BlockingIOError as error:
-        raise UserError(
-            "trainer.default_local_dir",
-            str(folder),
-            rule=f"another run is using the folder{_owner(path)}",
-            remedy="Wait for its end, stop it, or choose another folder.",
-        ) from error
+        raise _in_use(folder) from error
     except OSError as error:
         raise UserError(
             "trainer.default_local_dir",
@@ -54,6 +49,31 @@ def exclusive(folder: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def require_free(folder: Path) -> None:
+    """Raise UserError if another process uses ``folder``; change nothing."""
+    try:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY)
+    except OSError:
+        return  # a folder without a lock, or without a right that ``exclusive`` will miss
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise _in_use(folder) from error
+    except OSError:
+        return  # a file system without locks
+    finally:
+        os.close(descriptor)
+
+
+def _in_use(folder: Path) -> UserError:
+    return UserError(
+        "trainer.default_local_dir",
+        str(folder),
+        rule=f"another run is using the folder{_owner(folder / LOCK_NAME)}",
+        remedy="Wait for its end, stop it, or choose another folder.",
+    )
 
 
 def _acquire(path: Path) -> int:

@@ -4,7 +4,8 @@
 The tracker names the latest checkpoint. A checkpoint is written beside its final name, flushed to
 disk and renamed; the tracker is replaced after that. A crash or a full disk at any moment therefore
 leaves the previous checkpoint and the tracker intact. The engines write the contents of a
-checkpoint, except ``pipeline.json``.
+checkpoint, except ``pipeline.json``, ``config.json``, the configuration of the run, and the
+manifest, by which damage is found before a checkpoint is used.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.checkpoint.manifest import MANIFEST_NAME, find_damage, write_manifest
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
 
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 STATE_NAME = "pipeline.json"
+CONFIG_NAME = "config.json"
 _PARTIAL = ".partial_step_"
 _REPLACED = ".replaced_step_"
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
@@ -39,12 +42,22 @@ class Checkpoint:
     folder: Path
     step: int
 
+    def read_config(self) -> dict[str, Any] | None:
+        """Return the configuration of the run that wrote the checkpoint; None if it has none."""
+        try:
+            return json.loads((self.folder / CONFIG_NAME).read_text())
+        except (OSError, ValueError, RecursionError):
+            return None
+
     def read_state(self) -> dict[str, Any]:
         """Return the pipeline's state. Raise UserError if the file is missing or damaged."""
         path = self.folder / STATE_NAME
         try:
-            return json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError) as error:
+            state = json.loads(path.read_text())
+            if not isinstance(state, dict):
+                raise ValueError("it is not a JSON object")
+            return state
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(
                 "trainer.resume_from_path",
                 str(self.folder),
@@ -60,11 +73,13 @@ class CheckpointStore:
     Args:
         folder: ``trainer.default_local_dir``.
         max_to_keep: the number of newest checkpoints to keep, None for all.
+        config: the configuration of the run as JSON, which each checkpoint keeps.
     """
 
-    def __init__(self, folder: Path, max_to_keep: int | None = None) -> None:
+    def __init__(self, folder: Path, max_to_keep: int | None = None, *, config: str = "") -> None:
         self.folder = folder
         self._max_to_keep = max_to_keep
+        self._config = config
 
     def latest(self) -> Checkpoint | None:
         """Return the checkpoint that the tracker names, None if the run has none yet.
@@ -77,7 +92,7 @@ class CheckpointStore:
             step = int(tracker.read_text())
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise UserError(
                 "trainer.resume_mode",
                 "auto",
@@ -107,6 +122,25 @@ class CheckpointStore:
             for folder in self.folder.glob(pattern):
                 shutil.rmtree(folder)
 
+    def set_aside(self, folder: Path, *, after_step: int) -> None:
+        """Move the checkpoints after a step, with the tracker, into ``folder``.
+
+        The tracker then names that step, if it has a checkpoint here. It is changed first, so that
+        it never names a checkpoint that was moved.
+        """
+        later = [path for path in _step_folders(self.folder) if _step_of(path) > after_step]
+        tracker = self.folder / TRACKER_NAME
+        named = tracker.read_text() if tracker.exists() else ""
+        if later:
+            folder.mkdir(exist_ok=True)
+            _replace_text(folder / TRACKER_NAME, str(max(map(_step_of, later))))
+        if not (self.folder / f"global_step_{after_step}").is_dir():
+            tracker.unlink(missing_ok=True)
+        elif named != str(after_step):
+            _replace_text(tracker, str(after_step))
+        for path in later:
+            path.rename(folder / path.name)
+
     @contextmanager
     def writing(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
         """Yield an empty folder that becomes the latest checkpoint at the end of the block.
@@ -116,20 +150,23 @@ class CheckpointStore:
         """
         target = self.folder / f"global_step_{step}"
         partial = self.folder / f"{_PARTIAL}{step}"
+        replaced = self.folder / f"{_REPLACED}{step}"
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             yield partial
             (partial / STATE_NAME).write_text(json.dumps(state))
+            if self._config:
+                (partial / CONFIG_NAME).write_text(self._config)
+            write_manifest(partial)
             _flush_tree(partial)
-            replaced = self.folder / f"{_REPLACED}{step}"
             if target.exists():
                 target.rename(replaced)
             partial.rename(target)
             _replace_text(self.folder / TRACKER_NAME, str(step))
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            _undo(partial, replaced, target=target)
             raise UserError(
                 "trainer.default_local_dir",
                 str(self.folder),
@@ -138,7 +175,7 @@ class CheckpointStore:
                 remedy="Free some space and run the same command again to resume.",
             ) from error
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            _undo(partial, replaced, target=target)
             raise
         self._retire(step)
 
@@ -171,20 +208,77 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def find_checkpoint(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:
-    """Return the checkpoint to continue from, None to start anew; repair the store first.
+    """Return the checkpoint to continue from, None to start anew; change nothing.
 
     ``trainer.resume_mode`` decides. ``auto``: the latest checkpoint of the run folder, if there is
     one. ``disable``: none. ``resume_path``: the folder of ``trainer.resume_from_path``.
 
     Raises:
-        UserError: the wanted checkpoint does not exist.
+        UserError: the wanted checkpoint does not exist or is damaged.
     """
-    store.repair()
     if trainer.resume_mode == "disable":
         return None
     if trainer.resume_mode == "resume_path":
-        return open_checkpoint(trainer.resume_folder)
-    return store.latest()
+        checkpoint = open_checkpoint(trainer.resume_folder)
+    else:
+        checkpoint = store.latest()
+    if checkpoint is not None:
+        require_whole(
+            checkpoint, use="trainer.resume_mode=resume_path trainer.resume_from_path={folder}"
+        )
+    return checkpoint
+
+
+def require_whole(checkpoint: Checkpoint, *, use: str) -> None:
+    """Compare all files of a checkpoint with its manifest; warn if it has none.
+
+    Args:
+        use: the words that choose another checkpoint, with ``{folder}`` in the place of its folder.
+
+    Raises:
+        UserError: a file is damaged; the message names the newest whole checkpoint before it.
+    """
+    folder = checkpoint.folder
+    damage = find_damage(folder)
+    if damage is None:
+        logger.warning("%s has no %s: damage in it cannot be found", folder, MANIFEST_NAME)
+    if not damage:
+        return
+    earlier = [path for path in _step_folders(folder.parent) if _step_of(path) < checkpoint.step]
+    newest_first = sorted(earlier, key=_step_of, reverse=True)
+    whole = next((path for path in newest_first if _find(path) and find_damage(path) == []), None)
+    offer = "There is no whole one before it" if whole is None else "The one before it is whole"
+    chosen = "" if whole is None else f": {use.format(folder=whole)}"
+    raise UserError(
+        "checkpoint",
+        str(folder),
+        rule=f"it is damaged: {'; '.join(damage)}",
+        remedy=f"{offer}{chosen}. tandem doctor {folder.parent} checks all checkpoints.",
+    )
+
+
+def describe_checkpoints(run_folder: Path) -> dict[str, str]:
+    """Return the condition of each checkpoint of a run: "" if it is whole, else its damage.
+
+    Raises:
+        UserError: the folder has no checkpoint.
+    """
+    folders = sorted(_step_folders(run_folder), key=_step_of) if run_folder.is_dir() else []
+    if not folders:
+        raise UserError(
+            "RUN",
+            str(run_folder),
+            rule="has no checkpoint",
+            remedy="Name the folder of a run, which has folders global_step_N.",
+        )
+    return {folder.name: _condition(folder) for folder in folders}
+
+
+def _condition(folder: Path) -> str:
+    damage = find_damage(folder)
+    if damage is None:
+        return f"it has no {MANIFEST_NAME}, and damage cannot be found"
+    return "; ".join(damage)
 
 
 def _find(folder: Path) -> Checkpoint | None:
@@ -196,6 +290,22 @@ def _find(folder: Path) -> Checkpoint | None:
 
 def _step_folders(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name)]
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("global_step_"))
+
+
+def _undo(partial: Path, replaced: Path, *, target: Path) -> None:
+    """Remove an unfinished save, and restore the checkpoint that it was replacing."""
+    shutil.rmtree(partial, ignore_errors=True)
+    if not replaced.exists():
+        return
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        replaced.rename(target)
+    except OSError as error:
+        logger.warning("%s is restored when a run starts in its folder: %s", target, error)
 
 
 def _flush_tree(folder: Path) -> None:

@@ -2,7 +2,7 @@
 """``tandem compare A B``: compare two runs of one recipe, for example on two kinds of device.
 
 Exit code 0 if the mean absolute error of their rewards or losses is within the limit, 1 if not, 2
-if they cannot be compared.
+if they cannot be compared or if agreement shows nothing since A is constant.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tandem.report.compare import (
 from tandem.report.compare_sources import MetricLog, read_metrics
 from tandem.report.plot import plot_comparison
 
-AGREE, DIFFER = 0, 1
+AGREE, DIFFER, CANNOT_TELL = 0, 1, 2
 
 _Row = tuple[str, str, str, str, str]
 """The name of a measurement, its values in A and in B, the result, and a note."""
@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     console.print(_verdict(comparison))
     if options.plot:
         print(plot_comparison(pair, comparison, output=options.plot))
-    return AGREE if comparison.is_within_limit else DIFFER
+    return _exit_code(comparison)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -149,8 +149,17 @@ def _ratio_row(
     return label, written(ratio.a), written(ratio.b), f"{ratio.value:.3f}", note
 
 
+def _exit_code(comparison: Comparison) -> int:
+    if not comparison.is_within_limit:
+        return DIFFER
+    return CANNOT_TELL if comparison.deviation.is_constant else AGREE
+
+
 def _verdict(comparison: Comparison) -> str:
-    if comparison.is_within_limit:
+    code = _exit_code(comparison)
+    if code == CANNOT_TELL:
+        return "[yellow]Cannot tell: A is constant[/], and B is within the limit of it."
+    if code == AGREE:
         return "[green]The runs agree[/]: the mean absolute error is within the limit."
     if comparison.deviation.num_broken:
         return "[red]The runs differ[/]: at some steps A or B is not finite."

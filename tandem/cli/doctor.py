@@ -3,6 +3,9 @@
 
 It must run where packages are missing, and imports only ``packaging`` at its top. It makes no
 network request. Exit code 0 if the core can run, else 2.
+
+``tandem doctor RUN`` compares the checkpoints of a run with their manifests instead. Exit code 0 if
+all are whole, else 2.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ CORE = MappingProxyType(
         "httpx": "requests to the model hub",
         "huggingface-hub": "its cache, downloads from it",
         "markupsafe": "the report",
+        "cloudpickle": "functions that tandem.train gets from Python",
     }
 )
 """The purpose of each required package."""
@@ -59,6 +63,7 @@ OPTIONAL = MappingProxyType(
         "matplotlib": "tandem compare --plot",
         "wandb": "trainer.logger=wandb",
         "ray": "runs of several processes",
+        "datasets": "tandem prepare from the hub",
     }
 )
 """The purpose of each optional package."""
@@ -93,7 +98,7 @@ class Dependency:
 def declared_dependencies() -> list[Dependency]:
     """Return the packages that tandem's own metadata declares, the required ones first."""
     try:
-        lines = metadata.requires("tandem") or []
+        lines = metadata.requires("tandem-rl") or []
     except metadata.PackageNotFoundError:
         return []
     found: dict[str, Dependency] = {}
@@ -125,15 +130,32 @@ class Diagnosis:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the diagnosis; return the exit code."""
-    parser = argparse.ArgumentParser(prog="tandem doctor", description="Check this installation.")
+    parser = argparse.ArgumentParser(
+        prog="tandem doctor", description="Check this installation, or the checkpoints of a run."
+    )
+    parser.add_argument("run", metavar="RUN", nargs="?", type=Path, help="folder of a run to check")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
+    if options.run is not None:
+        return _check_run(options.run, as_json=options.json)
     diagnosis = diagnose(declared_dependencies())
     if options.json:
         print(json.dumps(asdict(diagnosis), indent=2))
     else:
         print("\n".join(_lines(diagnosis)))
     return CORE_FAILED if diagnosis.problems else 0
+
+
+def _check_run(folder: Path, *, as_json: bool) -> int:
+    """Print which checkpoints of a run are whole; return the exit code."""
+    store = importlib.import_module("tandem.checkpoint.store")
+    conditions: dict[str, str] = store.describe_checkpoints(folder)
+    if as_json:
+        print(json.dumps(conditions, indent=2))
+    else:
+        for name, damage in conditions.items():
+            print(f"{'NO ' if damage else 'ok '} {name:<18} {damage or 'whole'}")
+    return CORE_FAILED if any(conditions.values()) else 0
 
 
 def diagnose(dependencies: Sequence[Dependency]) -> Diagnosis:
@@ -201,10 +223,16 @@ def _describe_platforms() -> tuple[dict[str, Any], str]:
     facts = {
         "name": chosen.name,
         "reason": selection.reason,
-        "devices": [chosen.device_name() for _ in range(chosen.num_devices())],
+        "devices": [_device_name(chosen, index) for index in range(chosen.num_devices())],
         "others": others,
     }
     return facts, ""
+
+
+def _device_name(platform: Any, index: int) -> str:
+    """Return the name of the device of an index, which becomes that of this thread."""
+    platform.use_device(index)
+    return platform.device_name()
 
 
 def _lines(diagnosis: Diagnosis) -> list[str]:
@@ -226,9 +254,12 @@ def _lines(diagnosis: Diagnosis) -> list[str]:
         state = f"{found.version or ''} {found.problem}".strip()
         lines.append(f"{mark} {found.name:<13} {state:<28} {found.purpose}")
     lines += ["", *(f"warning: {warning}" for warning in diagnosis.warnings)]
-    lines += [f"problem: {problem}" for problem in diagnosis.problems]
+    listed = {
+        f"{found.name} is {found.problem}: {found.purpose}" for found in diagnosis.dependencies
+    }
+    lines += [f"problem: {problem}" for problem in diagnosis.problems if problem not in listed]
     if diagnosis.problems:
-        lines.append('Install these packages: pip install -e . (or pip install "NAME>=VERSION")')
+        lines.append('Install what is marked NO: pip install -e . (or pip install "NAME>=VERSION")')
     else:
         lines.append("The core can run. Try: tandem quickstart")
     return lines

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+from tandem.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint, require_whole
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.engines.sharded_checkpoint import export_sharded
 from tandem.errors import UserError
@@ -39,6 +39,7 @@ def run(arguments: Sequence[str]) -> int:
             rule=f"{checkpoint.folder} has no critic",
             remedy="Leave --critic out, or train one with algorithm.adv_estimator=gae.",
         )
+    require_whole(checkpoint, use="export {folder}")
     if (folder / SHARDED_FILE).is_file():
         export_sharded(folder, output, dtype=dtype)
     else:
@@ -65,7 +66,7 @@ def _find(run_folder: Path, step: int | None) -> Checkpoint:
             "RUN",
             str(run_folder),
             rule="has no checkpoint",
-            remedy="Train with trainer.save_freq=1 or more.",
+            remedy="Train with trainer.save_freq=-1, which saves the last step, or 1 or more.",
         )
     return latest
 

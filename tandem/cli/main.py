@@ -17,7 +17,10 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+from tandem import __version__
+from tandem.cli.entries import spelled_out
 from tandem.errors import RunFailure, UserError
+from tandem.runtime.torchrun import run_as_launched, with_launched_devices
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
@@ -54,20 +57,28 @@ COMMANDS = MappingProxyType(
             parser="tandem.cli.sft",
         ),
         "plan": Command(
-            "tandem.cli.plan",
-            "check the arguments of train, start nothing: [--json] [--times RUN] ...",
+            "tandem.cli.plan_here",
+            "check what train or sft would do, start nothing: [--json] [--elsewhere] [sft] ...",
+            parser="tandem.cli.plan",
         ),
+        "keys": Command("tandem.cli.keys", "list keys with their meaning: [sft] [WORD ...]"),
+        "prepare": Command("tandem.cli.prepare", "write a data set: gsm8k --output FOLDER"),
         "report": Command("tandem.cli.report", "make the HTML report of a run: RUN_FOLDER"),
         "compare": Command("tandem.cli.compare", "compare two runs of one recipe: RUN_A RUN_B"),
         "export": Command("tandem.cli.export", "write a checkpoint as a Hugging Face model folder"),
-        "doctor": Command("tandem.cli.doctor", "show devices, packages, and what is missing"),
+        "doctor": Command("tandem.cli.doctor", "show devices and packages, or check a run: [RUN]"),
         "certify": Command("tandem.cli.certify", "test the platform of this machine"),
     }
 )
 
 
-PLAN_WITH_TIMES = Command("tandem.cli.plan_times", "the plan, and a better split of the devices")
-"""The command behind ``plan --times``. It simulates the pipeline, which the plan alone does not."""
+PLANS = MappingProxyType(
+    {
+        "--times": Command("tandem.cli.plan_times", "the plan, and a better split of the devices"),
+        "--elsewhere": Command("tandem.cli.plan", "the plan for another machine"),
+    }
+)
+"""The commands behind options of ``plan``, the first one that is given. Neither reads the data."""
 
 COMMANDS_WITH_KEYS = ("train", "sft", "plan")
 """The commands whose help lists keys, without loading their modules."""
@@ -75,8 +86,15 @@ COMMANDS_WITH_KEYS = ("train", "sft", "plan")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, by default with the arguments of the process; return the exit code."""
+    words = spelled_out(sys.argv[1:] if arguments is None else arguments)
+    takes_keys = bool(words) and words[0] in COMMANDS_WITH_KEYS
+    return run_as_launched(_run_reported, words) if takes_keys else _run_reported(words)
+
+
+def _run_reported(words: Sequence[str]) -> int:
+    """Run one command. Return the exit code; print an error of the user as one line."""
     try:
-        code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        code = _dispatch(words)
         sys.stdout.flush()  # here, where a BrokenPipeError is still caught
         return code
     except UserError as error:
@@ -90,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(
             f"error: import {error.name}: the package is missing. Install tandem's requirements "
-            "(pip install tandem); tandem doctor lists what is missing and what it is for.",
+            "(pip install tandem-rl); tandem doctor lists what is missing and what it is for.",
             file=sys.stderr,
         )
         return EXIT_USER_ERROR
@@ -110,7 +128,7 @@ def help_text() -> str:
         "",
         "Keys are verl's: tandem train data.train_files=FILE actor_rollout_ref.model.path=M ...",
         "tandem plan with the same arguments shows what a run would do.",
-        "tandem plan --help lists all keys.",
+        "tandem keys WORD lists the keys with a word; tandem --version tells the version.",
     ]
     return "\n".join(lines)
 
@@ -119,16 +137,23 @@ def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_text())
         return 0 if words else EXIT_USER_ERROR
-    if words[0] in COMMANDS_WITH_KEYS and {"-h", "--help"} & set(words[1:]):
-        import_module("tandem.cli.keys").print_help(words[0])
+    name, *arguments = words
+    if name == "--version":
+        print(f"tandem {__version__}")
         return 0
-    return _run(words[0], words[1:])
+    if name not in COMMANDS_WITH_KEYS:
+        return _run(name, arguments)
+    if {"-h", "--help"} & set(arguments):
+        import_module("tandem.cli.keys").print_help(name, arguments)
+        return 0
+    return _run(name, with_launched_devices(arguments))
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     command = COMMANDS.get(name)
-    if name == "plan" and any(word.split("=")[0] == "--times" for word in arguments):
-        command = PLAN_WITH_TIMES
+    if name == "plan":
+        given = {word.split("=")[0] for word in arguments}
+        command = next((PLANS[option] for option in PLANS if option in given), command)
     if command is None:
         raise UserError(
             repr(name), rule="no such command", remedy=f"Choose among {', '.join(COMMANDS)}."
@@ -138,6 +163,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     gc.disable()  # imports make a million objects to visit and no garbage
     try:
         parsed = import_module(command.parser).parse(arguments) if command.parser else arguments
+        if command.parser:  # a sign of life: the imports that follow take seconds
+            print(f"tandem {__version__}: {name}", file=sys.stderr, flush=True)
         run: Callable[[Any], int] = import_module(command.module).run
     finally:
         gc.freeze()

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem plan [--json] [--keys] [--times RUN] [sft] ARGUMENTS``: resolve and check all arguments,
-start nothing. ``--keys`` prints the effect of every key that was set; for ``--times`` see
-``plan_times``.
+"""``tandem plan [--json] [--keys] [--elsewhere] [--times RUN] [sft] ARGUMENTS``: resolve and check
+a run, start nothing. ``--keys`` prints the effect of every key that was set.
 
-The arguments are those of ``tandem train``, or after the word ``sft`` those of ``tandem sft``. It
-needs no model and no torch. Data files that cannot be counted give a warning and null fields.
+The arguments are those of ``tandem train``, or after the word ``sft`` those of ``tandem sft``, or
+after the name of an entry module of verl (``cli.entries``) those of that module. This file checks
+the arguments and prints plans; it needs no torch. ``plan_here`` then checks the run on this
+machine. With ``--elsewhere``, or with ``--times`` (``plan_times``), a plan is for another machine:
+files and devices that are not here give warnings and null fields.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +24,16 @@ from rich.text import Text
 from tandem.config.check.device_rules import require_division
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL, TASKS, Placement, Pool
 from tandem.config.derived.sizes import ModelSizes
-from tandem.config.derived.trained_model import trained_model
+from tandem.config.derived.trained_model import place, trained_model
+from tandem.config.parse.keys import in_override_grammar
 from tandem.config.parse.overrides import LoadedConfig
-from tandem.config.plan.plan import Plan, make_plan
+from tandem.config.plan.plan import UNREAD_MODEL, Plan, make_plan
 from tandem.config.schema.data import DataConfig
-from tandem.config.schema.families import require_value_head
+from tandem.config.schema.families import NATIVE_FAMILIES, not_shardable, require_value_head
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig, SftDataConfig
 from tandem.data.selection import row_source
-from tandem.driver.arguments import check_platforms, load_arguments, with_found
+from tandem.driver.arguments import load_arguments, refusals, with_found
 from tandem.driver.model_checks import (
     length_warnings,
     read_local_config,
@@ -39,6 +42,9 @@ from tandem.driver.model_checks import (
 )
 from tandem.errors import UserError
 from tandem.platforms.names import AUTO, VARIABLE, platform_name
+
+OPTIONS = ("--json", "--keys", "--elsewhere")
+"""The options without a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +55,36 @@ class RowCount:
     problem: str
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Print the plan of a run with these arguments; return the exit code."""
-    words = [argument for argument in arguments if argument not in ("--json", "--keys")]
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """A plan and how it is to be printed."""
+
+    plan: Plan
+    as_json: bool
+    with_keys: bool
+
+    def show(self, plan: Plan) -> int:
+        """Print ``plan``; return the exit code. Raise its first refusal."""
+        if self.as_json:
+            print(json.dumps(plan.to_dict(), indent=2))
+        else:
+            print_plan(plan, Console(), with_keys=self.with_keys)
+        for error in plan.refusals:
+            raise error
+        return 0
+
+
+def parse(arguments: Sequence[str]) -> PlanRequest:
+    """Return the plan of a run with these arguments. Raise UserError if one is wrong."""
+    words = [argument for argument in arguments if argument not in OPTIONS]
     plan = plan_sft_arguments(words[1:]) if words[:1] == ["sft"] else plan_arguments(words)
-    if "--json" in arguments:
-        print(json.dumps(plan.to_dict(), indent=2))
-    else:
-        print_plan(plan, Console(), with_keys="--keys" in arguments)
-    return 0
+    return PlanRequest(plan, "--json" in arguments, "--keys" in arguments)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the plan of a run on another machine; return the exit code."""
+    request = parse(arguments)
+    return request.show(request.plan)
 
 
 def plan_arguments(arguments: Sequence[str]) -> Plan:
@@ -67,7 +94,6 @@ def plan_arguments(arguments: Sequence[str]) -> Plan:
     _check_reward_model(loaded.config)
     warnings = rollout_warnings(loaded.config, hf_config)
     plan = _plan(loaded, hf_config, warnings=warnings)
-    check_platforms(loaded.config)
     _check_environment(plan)
     return plan
 
@@ -90,7 +116,17 @@ def _local_config(config: RunConfig | SftConfig) -> Mapping[str, Any]:
         path=model.config.path,
         trust_remote_code=model.config.trust_remote_code,
     )
+    family = hf_config.get("model_type", NATIVE_FAMILIES[0])
+    is_alone = place(config).is_one_process and config.trainer.nnodes == 1
+    if family not in NATIVE_FAMILIES and not is_alone:
+        raise not_shardable(family, key=model.key, path=model.config.path)
     return hf_config
+
+
+def _unread_model(config: RunConfig | SftConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    model = trained_model(config)
+    if model.config.path and not hf_config:
+        yield f"{model.name}: {UNREAD_MODEL}"
 
 
 def _check_environment(plan: Plan) -> None:
@@ -132,9 +168,11 @@ def _plan(
         auxiliary={name: known for name, known in found.items() if known is not None},
         warnings=[
             *(rows.problem for rows in (train, val) if rows.problem),
+            *_unread_model(config, hf_config),
             *length_warnings(trained_model(config), hf_config),
             *warnings,
         ],
+        refusals=refusals(config),
     )
     require_division(config, plan.placement, models=dict.fromkeys(TASKS, sizes) | found)
     return plan
@@ -178,6 +216,7 @@ def plan_tables(plan: Plan) -> tuple[tuple[str, list[tuple[str, str]]], ...]:
         ("sequences per step", str(plan.sequences_per_step)),
         ("optimizer steps per step", str(plan.optimizer_steps_per_step)),
         ("validations at", _shown_steps(schedule and schedule.validation_steps)),
+        ("checkpoints at", _shown_steps(schedule and schedule.save_steps)),
     ]
     pools = [
         (
@@ -190,13 +229,18 @@ def plan_tables(plan: Plan) -> tuple[tuple[str, list[tuple[str, str]]], ...]:
         (name, ", ".join(f"{part} {gib:.2f}" for part, gib in needed.to_gib().items() if gib))
         for name, needed in (plan.memory or {}).items()
     ]
+    defaults = [(key, in_override_grammar(value)) for key, value in plan.verl_defaults.items()]
     unknown = [(key, "unknown key") for key in plan.unknown_keys]
+    refused = [(error.key, f"{error.rule}. {error.remedy}") for error in plan.refusals]
     return (
+        ("Run", list(plan.run.items())),
         ("Steps", steps),
         ("Pools", pools),
         ("Weights between pools", list(plan.weights.items())),
         ("Memory per accelerator of each pool, GiB", memory),
+        ("Defaults of verl, not of tandem", defaults),
         ("Keys without effect", [*plan.ignored_keys.items(), *unknown]),
+        ("Refused", refused),
     )
 
 

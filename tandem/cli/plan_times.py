@@ -2,7 +2,8 @@
 """``tandem plan --times RUN_OR_TABLE ARGUMENTS``: the plan, and a better split of the devices.
 
 The times come from earlier runs, or from a JSON table (``planner.task_times``). The option may be
-given several times, for runs on different numbers of devices. Nothing is started.
+given several times, for runs on different numbers of devices. Nothing is started, and the plan is
+one for another machine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tandem.cli.plan import plan_arguments, print_plan, print_rows
+from tandem.cli.plan import OPTIONS, plan_arguments, print_plan, print_rows
 from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 from tandem.planner.advice import SplitAdvice, advise, format_seconds
@@ -28,7 +29,7 @@ _NO_PACE = (
 
 def run(arguments: Sequence[str]) -> int:
     """Print the plan and the advice."""
-    paths, words = _take_times([word for word in arguments if word not in ("--json", "--keys")])
+    paths, words = _take_times([word for word in arguments if word not in OPTIONS])
     plan = plan_arguments(words)
     assert isinstance(plan.config, RunConfig), "plan_arguments plans runs"
     times = read_times(paths)

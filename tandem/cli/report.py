@@ -9,12 +9,13 @@ from pathlib import Path
 
 from tandem.planner.advice import forecast_rows
 from tandem.report.report import write_report
+from tandem.report.run_folder import REPORT_FILE
 
 
 def run(arguments: Sequence[str]) -> int:
     """Write the report and print its path. Raise UserError if the folder holds no run."""
     options = _parser().parse_args(arguments)
-    output = options.output or options.run / "report.html"
+    output = options.output or options.run / REPORT_FILE
     print(write_report(options.run, output, forecast=forecast_rows(options.run)))
     return 0
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from tandem.config.check.rules import check_built_sft, check_sft
 from tandem.config.schema.sft import SftConfig
-from tandem.driver.arguments import load_arguments
+from tandem.driver.arguments import load_runnable
 from tandem.driver.notices import configure_logging, print_notices
 
 
 def parse(arguments: Sequence[str]) -> SftConfig:
     """Return the checked configuration of a run. Raise UserError if an argument is wrong."""
     configure_logging()
-    loaded = load_arguments(SftConfig, arguments)
-    check_sft(loaded.config)
-    check_built_sft(loaded.config)
+    loaded = load_runnable(SftConfig, arguments)
     print_notices(loaded, sys.stderr)
     return loaded.config

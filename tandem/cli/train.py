@@ -10,19 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from tandem.config.check.rules import check_built_run, check_run
-from tandem.config.plan.plan import run_warnings
 from tandem.config.schema.run import RunConfig
-from tandem.driver.arguments import check_platforms, load_arguments
+from tandem.driver.arguments import load_runnable
 from tandem.driver.notices import configure_logging, print_notices
 
 
 def parse(arguments: Sequence[str]) -> RunConfig:
     """Return the checked configuration of a run. Raise UserError if an argument is wrong."""
     configure_logging()
-    loaded = load_arguments(RunConfig, arguments)
-    check_run(loaded.config)
-    check_platforms(loaded.config)
-    check_built_run(loaded.config)
-    print_notices(loaded, sys.stderr, warnings=tuple(run_warnings(loaded.config)))
+    loaded = load_runnable(RunConfig, arguments)
+    print_notices(loaded, sys.stderr)
     return loaded.config

@@ -97,6 +97,8 @@ def form_flagcx_group(
         lambda: _Communicator(library, place, unique_id=unique_id, stream=stream)
     )
     if not wait([connected], timeout=place.timeout_s).done:
+        connected.add_done_callback(_break_off_late)
+        thread.finish()
         raise GroupError(f"group {place.name}: not all took part within {place.timeout_s:g} s")
     communicator = connected.result()
     group = _FlagcxGroup(place, thread=thread, communicator=communicator, stream=stream)
@@ -178,6 +180,12 @@ def _warn_of_single_ranks(place: GroupPlace, vendors: Sequence[str]) -> None:
             place.name,
             " and ".join(alone),
         )
+
+
+def _break_off_late(connected: Future[_Communicator]) -> None:
+    """Leave a group that was connected after its deadline; runs in the thread that connected it."""
+    if connected.exception() is None:
+        connected.result().break_off()
 
 
 def _prove(store: Store, place: GroupPlace, *, group: Group) -> None:

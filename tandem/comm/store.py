@@ -6,6 +6,7 @@ Every wait on it has a time limit. Tensors do not pass through it.
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -19,6 +20,32 @@ def host_store(*, timeout_s: float) -> TCPStore:
     return TCPStore(
         "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
+
+
+def share_port(host: str, port: int, *, key: str, is_first: bool, timeout_s: float) -> int:
+    """Return a port of the first host that was free, the same on every host.
+
+    Args:
+        host, port: the address of a store that runs on the first host.
+        key: a key of that store, the same on every host.
+        is_first: whether this is the first host.
+
+    Raises:
+        UserError: the store does not answer, or the first host does not choose, in time.
+    """
+    store = connect_store(host, port, timeout_s=timeout_s)
+    if is_first:
+        with socket.create_server(("", 0)) as server:
+            store.set(key, str(server.getsockname()[1]))
+    try:
+        return int(store.get(key))
+    except DistError as error:
+        raise UserError(
+            "store",
+            f"{host}:{port}",
+            rule=f"the first node has not chosen a port within {timeout_s:g} s",
+            remedy="Check that the first node runs.",
+        ) from error
 
 
 def connect_store(host: str, port: int, *, timeout_s: float) -> Store:

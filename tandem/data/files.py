@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
+_SUFFIXES = (".parquet", ".jsonl", ".json")
+_FORMATS = "parquet, .jsonl and .json"
+_LFS_POINTER = b"version https://git-lfs"
+
 
 class RowFault(Exception):
     """The error of a row. ``RowSource.fault`` adds the file and the number of the row.
@@ -98,12 +102,40 @@ def read_rows(files: Sequence[str], *, key: str = "data.train_files") -> list[Ro
     return [row for path in _existing(files, key) for row in _read_file(path, key)]
 
 
+def write_parquet(rows: Sequence[Row], path: Path, *, key: str) -> None:
+    """Write rows, replacing an older file only once the new one is complete.
+
+    Args:
+        key: the option that names the folder, for messages.
+
+    Raises:
+        UserError: the file cannot be written, or pyarrow is not installed.
+    """
+    part = path.with_suffix(".parquet.part")
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pa.Table.from_pylist(rows), part)
+        part.replace(path)
+    except (OSError, ImportError) as error:
+        raise UserError(
+            key,
+            str(path.parent),
+            rule=f"{path.name} cannot be written ({error})",
+            remedy="Choose another folder, free some space, or install pyarrow.",
+        ) from error
+
+
 def _existing(files: Sequence[str], key: str) -> Iterator[Path]:
     if not files:
         remedy = f"Set {key}=/path/to/file.parquet."
         raise UserError(key, [], rule="at least one file is needed", remedy=remedy)
     for name in files:
         path = Path(name).expanduser()
+        if path.is_dir():
+            raise UserError(key, name, rule="is a folder", remedy=_remedy_of_folder(path, key))
         if not path.is_file():
             raise UserError(key, name, rule="no such file", remedy=_remedy(path))
         if not os.access(path, os.R_OK):
@@ -113,10 +145,21 @@ def _existing(files: Sequence[str], key: str) -> Iterator[Path]:
 
 
 def _remedy(path: Path) -> str:
+    if not path.suffix and len(path.parts) == 2:
+        return (
+            "Data sets of the hub are not read. Write the columns of docs/data.md into a file; "
+            "for GSM8K: tandem prepare gsm8k --output FOLDER."
+        )
     if "gsm8k" in str(path).lower():
-        folder = path.parent
-        return f"Create it with: python3 examples/data_preprocess/gsm8k.py --local_dir {folder}"
-    return "Check the path. The formats are parquet, .jsonl and .json."
+        return f"Create it with: tandem prepare gsm8k --output {path.parent}"
+    return f"Check the path. The formats are {_FORMATS}."
+
+
+def _remedy_of_folder(folder: Path, key: str) -> str:
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
+    if not files:
+        return f"Name files. The formats are {_FORMATS}."
+    return f"Name its files: {key}=[{','.join(map(str, files[:4]))}]."
 
 
 def _is_json(path: Path) -> bool:
@@ -177,13 +220,26 @@ def _parquet_rows(parquet: ParquetFile, path: Path, *, key: str) -> list[Row]:
 
 
 def _unreadable(path: Path, error: Exception, *, key: str) -> UserError:
-    cause = " ".join(str(error).split())[:200]
-    rule = f"not a readable parquet file ({cause})"
-    return UserError(key, str(path), rule=rule, remedy=_remedy(path))
+    with path.open("rb") as content:
+        begin = content.read(64).lstrip()
+    if path.suffix.lower() not in _SUFFIXES:
+        rule = f"the format {path.suffix or 'without a suffix'} is not read"
+        remedy = f"Convert it to one of {_FORMATS} (docs/data.md)."
+    elif begin.startswith(_LFS_POINTER):
+        rule, remedy = "is a pointer of Git LFS, not the file itself", "Run git lfs pull there."
+    elif begin.startswith((b"{", b"[")):
+        suffix = ".jsonl" if begin[:1] == b"{" else ".json"
+        rule, remedy = "holds JSON, not parquet", f"Rename it to {path.stem}{suffix}."
+    else:
+        cause = " ".join(str(error).split())[:200]
+        rule, remedy = f"not a readable parquet file ({cause})", _remedy(path)
+    return UserError(key, str(path), rule=rule, remedy=remedy)
 
 
 def _holds_array(path: Path) -> bool:
     """Return whether a file is one JSON array; otherwise it has one object per line."""
+    if path.suffix.lower() == ".jsonl":
+        return False
     with path.open("rb") as content:
         return content.read(64).lstrip().startswith(b"[")
 
@@ -209,6 +265,8 @@ def _read_lines(path: Path, key: str) -> list[Row]:
 
 def _parse_line(line: bytes, number: int, *, path: Path, key: str) -> Row:
     remedy = "Correct or remove the line."
+    if number == 1 and line.lstrip().startswith(b"["):
+        remedy = "Write one object per line, or name a file that is one array .json."
     try:
         row = json.loads(line)
     except ValueError as error:

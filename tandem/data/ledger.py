@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -152,16 +152,17 @@ class Ledger:
         """Replace the state by ``state()`` of an earlier process.
 
         Raises:
-            UserError: the state belongs to other data or another order. The number of epochs may
-                differ.
+            UserError: the state is not one of a ledger, or belongs to other data or another order.
+                The number of epochs may differ.
         """
-        if state["format"] != STATE_FORMAT:
+        if isinstance(state, Mapping) and state.get("format", STATE_FORMAT) != STATE_FORMAT:
             raise UserError(
                 "trainer.resume_mode",
                 rule=f"the checkpoint's data state has format {state['format']}, but this version "
                 f"reads {STATE_FORMAT}",
                 remedy="Set trainer.resume_mode=disable to start from scratch.",
             )
+        _check_shape(state)
         _check_order(self._order, state["order"])
         self._next_uid = state["next_uid"]
         self._again = deque(state["open"])
@@ -194,6 +195,25 @@ class Ledger:
             raise ValueError(f"draws {stray or closing} are not open, or were closed twice")
         self._open.difference_update(closing)
         return len(closing)
+
+
+def _check_shape(state: Any) -> None:
+    """Raise UserError unless ``state`` has the keys and the types of ``Ledger.state()``."""
+    try:
+        counts = [state[name] for name in ("next_uid", "trained", "dropped")]
+        uids = list(state["open"])
+        has_order = {field.name for field in fields(LedgerOrder)} <= set(state["order"])
+        is_ours = "format" in state and has_order and len(set(uids)) == len(uids)
+        is_ours &= all(type(number) is int and number >= 0 for number in [*counts, *uids])
+        is_ours = is_ours and all(uid < counts[0] for uid in uids)
+    except (TypeError, LookupError):
+        is_ours = False
+    if not is_ours:
+        raise UserError(
+            "trainer.resume_mode",
+            rule="the data state in the checkpoint's pipeline.json is not one that tandem wrote",
+            remedy="Resume from another checkpoint, or set trainer.resume_mode=disable.",
+        )
 
 
 def _check_order(ours: LedgerOrder, saved: Mapping[str, Any]) -> None:

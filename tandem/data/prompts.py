@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,11 @@ from tandem.errors import UserError
 from tandem.types import Prompt
 
 logger = logging.getLogger(__name__)
+
+NO_SOURCE = "custom"
+"""The data source of rows without one."""
+_OTHER_MEDIA = ("images", "videos", "audios")
+_COLUMNS_PAGE = "docs/data.md lists the columns, with a converter of ten lines."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +71,12 @@ PromptSource = Source[Prompt]
 
 
 def load_prompts(
-    config: DataConfig, codec: TextCodec, *, validation: bool = False, by_model: bool = False
+    config: DataConfig,
+    codec: TextCodec,
+    *,
+    validation: bool = False,
+    by_model: bool = False,
+    by_function: bool = False,
 ) -> list[PromptEntry]:
     """Read, check, render, tokenise, filter and truncate the training or the validation prompts.
 
@@ -76,28 +86,33 @@ def load_prompts(
     Args:
         by_model: whether a reward model scores training. Training rows then need no ground truth,
             and validation skips the rows that only a model can score.
+        by_function: whether functions of the user score rows instead of rules. Rows then need
+            neither ground truth nor data source.
 
     Raises:
-        UserError: a file cannot be read, a row lacks its prompt, ground truth or data source, the
-            chat template refuses a row, a prompt is too long with ``truncation=error``, or no
-            prompt is short enough.
+        UserError: a file cannot be read, a row lacks its prompt or what its rule needs, the chat
+            template refuses a row, a prompt is too long with ``truncation=error``, or no prompt is
+            short enough.
     """
     used = read_used_rows(config, validation=validation)
     if by_model and validation:
         used = _with_rules(used)
+    by_rule = not by_function and (validation or not by_model)
     for number, row in used.rows.items():
         try:
-            _check(row, config, needs_truth=validation or not by_model)
+            _check(row, config, by_rule=by_rule)
         except RowFault as fault:
             raise used.source.fault(number, fault) from fault
     chats = {number: row[config.prompt_key] for number, row in used.rows.items()}
     texts = _render(chats, codec, source=used.source)
     plain = [isinstance(chat, str) for chat in chats.values()]
+    if any(plain) and codec.has_chat_template:
+        _warn_of_text(plain, used.source)
     entries = [
         PromptEntry(
             row=number,
-            data_source=row[config.reward_fn_key],
-            ground_truth=_reward_of(row).get("ground_truth"),
+            data_source=row.get(config.reward_fn_key) or NO_SOURCE,
+            ground_truth=_truth_of(row),
             extra_info=row.get("extra_info") or {},
             messages=chats[number],
             text=text,
@@ -107,9 +122,33 @@ def load_prompts(
             used.rows.items(), texts, codec.encode(texts, plain=plain), strict=True
         )
     ]
+    if by_function:
+        _warn_of_some_without_truth(entries, used.source)
     if config.filter_overlong_prompts and entries:
         entries = _short_enough(entries, config.max_prompt_length, source=used.source)
     return [_fitting(entry, config, source=used.source) for entry in entries]
+
+
+def _warn_of_text(plain: Sequence[bool], source: RowSource) -> None:
+    logger.warning(
+        "%s: %d of %d prompts are text, to which the chat template is not applied; it is "
+        "applied to lists of {role, content}",
+        source.key,
+        sum(plain),
+        len(plain),
+    )
+
+
+def _warn_of_some_without_truth(entries: list[PromptEntry], source: RowSource) -> None:
+    lacking = [entry.row for entry in entries if entry.ground_truth is None]
+    if 0 < len(lacking) < len(entries):
+        logger.warning(
+            "%s: %d of %d rows have no ground truth, the first of them row %d",
+            source.key,
+            len(lacking),
+            len(entries),
+            lacking[0],
+        )
 
 
 def _with_rules(used: UsedRows) -> UsedRows:
@@ -132,19 +171,38 @@ def _reward_of(row: Row) -> Row:
     return found if isinstance(found, dict) else {}
 
 
-def _check(row: Row, config: DataConfig, *, needs_truth: bool) -> None:
+def _truth_of(row: Row) -> Any:
+    """Return ``reward_model.ground_truth``, or a column ``ground_truth`` of its own."""
+    truth = _reward_of(row).get("ground_truth")
+    return row.get("ground_truth") if truth is None else truth
+
+
+def _lack(row: Row, column: str, *, rule: str, also: str = "") -> RowFault:
+    """Return the fault of a row without a value, which names its columns if it lacks the column."""
+    if column in row:
+        return RowFault(rule)
+    return RowFault(f"{rule}; its columns are {', '.join(row)}", f"{also}{_COLUMNS_PAGE}")
+
+
+def _check(row: Row, config: DataConfig, *, by_rule: bool) -> None:
     prompt = row.get(config.prompt_key)
     if not prompt:
         rule = f"has no prompt under data.prompt_key={config.prompt_key!r}"
-        raise RowFault(rule)
+        raise _lack(row, config.prompt_key, rule=rule, also="Set data.prompt_key to its column. ")
     if not isinstance(prompt, str) and not is_chat(prompt):
         rule = "has a prompt that is neither text nor a list of {role, content}"
         raise RowFault(rule)
-    if needs_truth and _reward_of(row).get("ground_truth") is None:
-        raise RowFault("has no reward_model.ground_truth")
-    if not isinstance(row.get(config.reward_fn_key), str):
+    media = next((name for name in _OTHER_MEDIA if row.get(name)), None)
+    if media is not None:
+        rule = f"has {media}, and tandem trains on text only"
+        raise RowFault(rule, "Use a data set of text, or remove the column.")
+    own = "With custom_reward_function.path, no row needs one. "
+    if by_rule and _truth_of(row) is None:
+        raise _lack(row, "reward_model", rule="has no reward_model.ground_truth", also=own)
+    source = row.get(config.reward_fn_key)
+    if by_rule and not isinstance(source, str) or not isinstance(source, str | None):
         rule = f"has no data source under data.reward_fn_key={config.reward_fn_key!r}"
-        raise RowFault(f"{rule}, which must be text")
+        raise _lack(row, config.reward_fn_key, rule=f"{rule}, which must be text", also=own)
     if not isinstance(row.get("extra_info"), dict | None):
         raise RowFault("has an extra_info that is not a mapping")
 
@@ -156,7 +214,13 @@ def _render(chats: Mapping[int, Chat | str], codec: TextCodec, *, source: RowSou
     except ChatRefused as error:
         fault = RowFault(str(error))
         raise source.fault(list(templated)[error.position], fault) from error
-    return [chat if isinstance(chat, str) else next(rendered) for chat in chats.values()]
+    texts = [chat if isinstance(chat, str) else next(rendered) for chat in chats.values()]
+    for row, text in zip(chats, texts, strict=True):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise source.fault(row, RowFault(f"has a prompt that is no text ({error})")) from error
+    return texts
 
 
 def _short_enough(

@@ -11,16 +11,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from tandem.config.schema.sft import SftDataConfig
+from tandem.config.schema.sft import MultiturnConfig, SftDataConfig
 from tandem.data.files import Row, RowFault, RowSource
 from tandem.data.ledger import Source
 from tandem.data.packing import TrainSequence
 from tandem.data.selection import read_used_rows, truncate
-from tandem.data.tokenizer import ChatRefused, Message, TextCodec, is_chat
+from tandem.data.tokenizer import NO_SETTINGS, ChatRefused, Message, TextCodec, is_chat
 from tandem.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -124,11 +124,12 @@ def _conversation(row: Row, config: SftDataConfig, *, codec: TextCodec) -> list[
         key = config.multiturn.messages_key
         rule = f"has no list of {{role, content}} under data.multiturn.messages_key={key!r}"
         raise RowFault(rule)
+    settings = _template_settings(row, config.multiturn)
     pieces: list[TextPiece] = []
     done = ""
     for i in _assistant_turns(messages):
-        before = _render(messages[:i], codec, generation_prompt=True)
-        after = _render(messages[: i + 1], codec, generation_prompt=False)
+        before = _prompt_before(messages, i, codec=codec, settings=settings)
+        after = _render(messages[: i + 1], codec, generation_prompt=False, settings=settings)
         if not (before.startswith(done) and after.startswith(before)):
             raise RowFault(
                 "cannot be cut into turns: the chat template renders the messages before message "
@@ -143,10 +144,53 @@ def _conversation(row: Row, config: SftDataConfig, *, codec: TextCodec) -> list[
 
 def _assistant_turns(messages: Sequence[Message]) -> list[int]:
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns or turns[0] == 0:
-        rule = "must have an assistant message, and another message before the first one"
+    if not turns:
+        rule = "must have an assistant message"
         raise RowFault(rule)
     return turns
+
+
+def _prompt_before(
+    messages: Sequence[Message], turn: int, *, codec: TextCodec, settings: Mapping[str, Any]
+) -> str:
+    """Return the text from which the model generates message number ``turn``."""
+    if turn:
+        return _render(messages[:turn], codec, generation_prompt=True, settings=settings)
+    # Many templates refuse a conversation without messages, hence the difference of two texts.
+    alone, prompted = (
+        _render(messages[:1], codec, generation_prompt=asks, settings=settings)
+        for asks in (False, True)
+    )
+    prompt = prompted.removeprefix(alone)
+    start = alone.find(prompt)
+    if not prompt or prompt == prompted or start < 0:
+        raise RowFault(
+            "begins with an assistant message, and the chat template does not show where its "
+            "answer begins",
+            "Put another message before it.",
+        )
+    return alone[: start + len(prompt)]
+
+
+def _template_settings(row: Row, config: MultiturnConfig) -> dict[str, Any]:
+    """Return the arguments of the chat template that belong to a row."""
+    settings: dict[str, Any] = {}
+    tools = _given(row.get(config.tools_key))
+    if tools:
+        settings["tools"] = tools
+    thinking = row.get(config.enable_thinking_key)
+    thinking = config.enable_thinking_default if thinking is None else bool(thinking)
+    if thinking is not None:
+        settings["enable_thinking"] = thinking
+    return settings
+
+
+def _given(value: Any) -> Any:
+    # Parquet fills fields that a row lacks with None; a template must not see these.
+    if isinstance(value, dict):
+        fields = cast(dict[str, Any], value)
+        return {name: _given(entry) for name, entry in fields.items() if entry is not None}
+    return [_given(entry) for entry in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def _field(row: Row, key: str, *, dict_keys: Sequence[str]) -> Any:
@@ -160,9 +204,15 @@ def _field(row: Row, key: str, *, dict_keys: Sequence[str]) -> Any:
     return value
 
 
-def _render(chat: Sequence[Message], codec: TextCodec, *, generation_prompt: bool) -> str:
+def _render(
+    chat: Sequence[Message],
+    codec: TextCodec,
+    *,
+    generation_prompt: bool,
+    settings: Mapping[str, Any] = NO_SETTINGS,
+) -> str:
     try:
-        return codec.render([chat], generation_prompt=generation_prompt)[0]
+        return codec.render([chat], generation_prompt=generation_prompt, settings=settings)[0]
     except ChatRefused as error:
         raise RowFault(str(error)) from error
 

@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import jinja2
@@ -31,9 +32,14 @@ TEMPLATE_FILE = "chat_template.jinja"
 _TEMPLATE_SUFFIX = ".jinja"
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tokenization_*.py")
+
 _DECODING = ("decode", "batch_decode", "_decode")
 _MIN_IDS_FOR_THREADS = 4096
 """The number of ids from which threads decode faster than a loop."""
+
+_PROMPTS = "add_generation_prompt"
+NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 Message = Mapping[str, Any]
 Chat = Sequence[Message]
@@ -98,8 +104,17 @@ class TextCodec:
             )
         return str(self.tokenizer.eos_token)
 
-    def render(self, chats: Sequence[Chat], *, generation_prompt: bool = True) -> list[str]:
+    def render(
+        self,
+        chats: Sequence[Chat],
+        *,
+        generation_prompt: bool = True,
+        settings: Mapping[str, Any] = NO_SETTINGS,
+    ) -> list[str]:
         """Render chats by the chat template.
+
+        Args:
+            settings: more arguments of the template, e.g. ``tools``.
 
         Raises:
             UserError: there is no template, or it is not valid Jinja.
@@ -116,7 +131,7 @@ class TextCodec:
         if not chats:
             return []
         try:
-            return self._apply_template(chats, generation_prompt)
+            return self._apply_template(chats, {**settings, _PROMPTS: generation_prompt})
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
                 self._key,
@@ -126,20 +141,22 @@ class TextCodec:
             ) from error
         except Exception:  # a template is a program and can raise anything
             for position, chat in enumerate(chats):
-                self._apply_alone(chat, position, generation_prompt=generation_prompt)
+                self._apply_alone(
+                    chat, position, settings={**settings, _PROMPTS: generation_prompt}
+                )
             raise
 
-    def _apply_alone(self, chat: Chat, position: int, *, generation_prompt: bool) -> None:
+    def _apply_alone(self, chat: Chat, position: int, *, settings: Mapping[str, Any]) -> None:
         try:
-            self._apply_template([chat], generation_prompt)
+            self._apply_template([chat], settings)
         except Exception as error:
             raise ChatRefused(position, str(error)) from error
 
-    def _apply_template(self, chats: Sequence[Chat], generation_prompt: bool) -> list[str]:
+    def _apply_template(self, chats: Sequence[Chat], settings: Mapping[str, Any]) -> list[str]:
         texts = self.tokenizer.apply_chat_template(
             [[_present(message) for message in chat] for chat in chats],
             tokenize=False,
-            **{**self._template_settings, "add_generation_prompt": generation_prompt},
+            **{**self._template_settings, **settings},
         )
         return [str(text) for text in texts]
 
@@ -215,6 +232,13 @@ def load_codec(
     if not local:
         _require_on_hub(path, key)
     source = str(folder) if folder.is_dir() else path
+    if folder.is_dir() and not _has_tokenizer(folder):
+        raise UserError(
+            key,
+            path,
+            rule="the folder has no tokenizer (tokenizer.json, vocab.json or tokenizer.model)",
+            remedy="Copy the tokenizer files of its base model into the folder.",
+        )
     try:
         tokenizer = _loader(source, local=local).from_pretrained(
             source, trust_remote_code=trust_remote_code, local_files_only=local
@@ -239,6 +263,11 @@ def load_codec(
         own_template=own_template,
         key=key,
     )
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Return whether a model folder has a vocabulary, or its own code for one."""
+    return any(path for name in _VOCABULARIES for path in folder.glob(name))
 
 
 def _plain_decoder(tokenizer: Any) -> tokenizers.Tokenizer | None:

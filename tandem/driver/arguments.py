@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a command that takes keys, with platform aliases resolved.
+"""The arguments of a command that takes keys, checked, with platform aliases resolved.
 
 Later code compares the names of platforms' records. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from tandem.config.check.platform_rules import known_platforms, placement_errors
+from tandem.config.check.rules import (
+    check_run,
+    check_sft,
+    require_reader_of_critic,
+    unbuilt_run,
+    unbuilt_sft,
+)
 from tandem.config.derived.pools import Placement, place_run
 from tandem.config.parse.overrides import LoadedConfig, load_config
+from tandem.config.plan.plan import run_warnings
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
@@ -22,13 +31,51 @@ from tandem.runtime.resources import require_told_apart
 ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
 
 
-def load_arguments(schema: type[ConfigT], arguments: Sequence[str]) -> LoadedConfig[ConfigT]:
-    """Return the configuration of a command; see ``load_config``.
+def load_arguments(
+    schema: type[ConfigT], arguments: Sequence[str], *, values: Mapping[str, Any] | None = None
+) -> LoadedConfig[ConfigT]:
+    """Return the configuration of a command after all checks of its keys but ``refusals``.
+
+    Args:
+        values: keys with Python values, which win over ``arguments``.
 
     Raises:
-        UserError: an argument is wrong, or names a platform that does not exist.
+        UserError: an argument is wrong, names a platform that does not exist, or contradicts
+            another one; or a critic is set up, and the estimator that would need it is not named.
     """
-    loaded = load_config(schema, arguments)
+    loaded = _named_platforms(_validated(load_config(schema, arguments, values=values)))
+    config = loaded.config
+    if isinstance(config, SftConfig):
+        check_sft(config)
+        return loaded
+    require_reader_of_critic(config, loaded.set_keys)
+    check_run(config)
+    check_platforms(config, place_run(config))
+    return loaded
+
+
+def refusals(config: RunConfig | SftConfig) -> Iterator[UserError]:
+    """Yield the errors about features that are not built, which a plan can show nevertheless."""
+    yield from unbuilt_sft(config) if isinstance(config, SftConfig) else unbuilt_run(config)
+
+
+def _validated(loaded: LoadedConfig[ConfigT]) -> LoadedConfig[ConfigT]:
+    """Return ``loaded`` without the default validation file if that does not exist."""
+    data = loaded.config.data
+    missing = [name for name in data.val_files if not Path(name).expanduser().exists()]
+    if "data.val_files" in loaded.set_keys or not missing:
+        return loaded
+    changes = {"data": data.model_copy(update={"val_files": ()})}
+    note = f"data.val_files is not set, and its default {missing[0]} does not exist: no validation"
+    return replace(
+        loaded,
+        config=loaded.config.model_copy(update=changes),
+        warnings=(*loaded.warnings, note),
+    )
+
+
+def _named_platforms(loaded: LoadedConfig[ConfigT]) -> LoadedConfig[ConfigT]:
+    """Return ``loaded`` with the names of platforms' records in place of their aliases."""
     config = loaded.config
     device = _named(config.trainer.device, key="trainer.device")
     changes = {"trainer": config.trainer.model_copy(update={"device": device})}
@@ -37,13 +84,16 @@ def load_arguments(schema: type[ConfigT], arguments: Sequence[str]) -> LoadedCon
     return replace(loaded, config=config.model_copy(update=changes))
 
 
-def check_platforms(config: RunConfig) -> None:
-    """Raise UserError if platforms cannot share nodes, or FlagCX cannot connect them.
-
-    Args:
-        config: a configuration that ``check_run`` has accepted.
-    """
-    _check_placement(config, place_run(config))
+def load_runnable(
+    schema: type[ConfigT], arguments: Sequence[str], *, values: Mapping[str, Any] | None = None
+) -> LoadedConfig[ConfigT]:
+    """Return the configuration of a command that runs: ``load_arguments`` without refusals."""
+    loaded = load_arguments(schema, arguments, values=values)
+    for error in refusals(loaded.config):
+        raise error
+    if isinstance(loaded.config, SftConfig):
+        return loaded
+    return replace(loaded, warnings=(*loaded.warnings, *run_warnings(loaded.config)))
 
 
 def with_found(config: RunConfig, placement: Placement, *, found: Mapping[str, str]) -> Placement:
@@ -53,7 +103,7 @@ def with_found(config: RunConfig, placement: Placement, *, found: Mapping[str, s
         found: the platform of each used pool, by the pool's name.
 
     Raises:
-        UserError: ``check_run`` or ``check_platforms`` rejects these platforms.
+        UserError: platforms cannot share nodes, or cannot be connected.
     """
     pools = tuple(
         replace(pool, platform=found.get(pool.name, pool.platform)) for pool in placement.pools
@@ -61,11 +111,12 @@ def with_found(config: RunConfig, placement: Placement, *, found: Mapping[str, s
     known = replace(placement, pools=pools)
     for error in placement_errors(config, known):
         raise error
-    _check_placement(config, known)
+    check_platforms(config, known)
     return known
 
 
-def _check_placement(config: RunConfig, placement: Placement) -> None:
+def check_platforms(config: RunConfig, placement: Placement) -> None:
+    """Raise UserError if platforms cannot share nodes, or FlagCX cannot connect them."""
     require_told_apart(
         (device.node, "GPU", pool.platform)
         for pool in placement.used_pools

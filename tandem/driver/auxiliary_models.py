@@ -36,9 +36,13 @@ _SOME_ANSWER = "Yes."
 
 
 def open_trained_model(
-    model: TrainedModel, *, template_settings: Mapping[str, Any]
+    model: TrainedModel, *, template_settings: Mapping[str, Any], fetches_weights: bool = True
 ) -> tuple[ModelFolder, TextCodec]:
     """Return the checked folder of the model that a command trains, and its tokenizer.
+
+    Args:
+        template_settings: the arguments of the chat template.
+        fetches_weights: whether weights that are only on the hub are downloaded.
 
     Raises:
         UserError: the folder or the tokenizer cannot be used.
@@ -48,6 +52,7 @@ def open_trained_model(
         config.path,
         trust_remote_code=config.trust_remote_code,
         load_weight=model.load_weight,
+        fetches_weights=fetches_weights,
         key=model.key,
     )
     codec = load_codec(
@@ -88,25 +93,32 @@ class AuxiliaryModels:
 
 
 def check_auxiliary_models(
-    config: RunConfig, policy: ModelFolder, *, entries: Sequence[PromptEntry]
+    config: RunConfig,
+    policy: ModelFolder,
+    *,
+    entries: Sequence[PromptEntry],
+    fetches_weights: bool = True,
 ) -> AuxiliaryModels:
     """Return the critic and the reward model, if the run needs them.
 
     Args:
         entries: the training prompts.
+        fetches_weights: whether weights that are only on the hub are downloaded.
 
     Raises:
         UserError: a folder holds no such model, or the model cannot read its input.
     """
     folders: dict[str, ModelFolder] = {}
     if config.uses_critic:
-        critic = policy_folder(policy_spec(config, place_run(config), task=CRITIC))
+        spec = policy_spec(config, place_run(config), task=CRITIC)
+        critic = policy_folder(spec, fetches_weights=fetches_weights)
         folders[CRITIC] = critic
         path, key = config.critic.model.path, "critic.model.path"
         require_vocabulary(critic.hf_config, policy.hf_config, path=path, key=key)
     if not config.reward_model.enable:
         return AuxiliaryModels(folders, None)
-    judge = policy_folder(policy_spec(config, place_run(config), task=REWARD_MODEL))
+    spec = policy_spec(config, place_run(config), task=REWARD_MODEL)
+    judge = policy_folder(spec, fetches_weights=fetches_weights)
     folders[REWARD_MODEL] = judge
     path = config.reward_model.model.path
     if config.reward_model.model.input_tokenizer is None:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from tandem.api import EngineFailure, Runtime, WorkerGroup
-from tandem.comm.store import host_store
+from tandem.comm.store import host_store, share_port
 from tandem.config.check.device_rules import require_division
 from tandem.config.check.platform_rules import platform_key
 from tandem.config.check.read_conditions import ONE_PROCESS
@@ -23,21 +23,23 @@ from tandem.config.derived.trained_model import TrainedModel, place, trained_mod
 from tandem.config.plan.memory_remedy import require_cache, require_memory
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
+from tandem.config.schema.trainer import TrainerConfig
 from tandem.driver.arguments import with_found
 from tandem.driver.execution import first_cause
-from tandem.errors import RunFailure
+from tandem.errors import RunFailure, UserError
 from tandem.models.folder import ModelFolder, require_decoder
 from tandem.platforms.record import Platform
 from tandem.platforms.registry import platform_named
 from tandem.platforms.select import AUTO, select_platform
 from tandem.rollout.factory import require_kernels
-from tandem.runtime.cluster import ClusterPlan, ClusterSettings, plan_cluster
+from tandem.runtime.cluster import ClusterPlan, ClusterSettings, NodeDevices, plan_cluster
 from tandem.runtime.failure import NodeFailure, WorkerFailure
 from tandem.runtime.inprocess import InProcessRuntime
 from tandem.runtime.nodes import HeadServer, run_on_nodes
 from tandem.runtime.probe_devices import find_devices
 from tandem.runtime.ray import RayRuntime
-from tandem.runtime.resources import fits, node_needs, refusal, this_machine
+from tandem.runtime.resources import fits, marker_of, node_needs, refusal, this_machine
+from tandem.runtime.torchrun import launched_node
 from tandem.types import TokenIds
 from tandem.workers.deployment import pool_jobs
 from tandem.workers.job import build_worker
@@ -105,25 +107,37 @@ def run_on_site(config: RunConfig | SftConfig, body: Callable[[RunSite], int]) -
         UserError: the nodes do not find each other, or lack devices that the run needs.
         RunFailure: a process or a node of the run failed.
     """
-    site = local_site(config)
-    if site.placement.is_one_process and config.trainer.nnodes == 1:
+    site = planned_site(config)
+    cluster = site.cluster
+    if cluster is None:
         if os.environ.get("RAY_ADDRESS"):
             logger.warning("without effect: RAY_ADDRESS: %s", ONE_PROCESS)
         try:
             return body(site)
         except EngineFailure as failure:
             raise RunFailure(str(failure)) from None
-    cluster = _plan_cluster(site)
     if cluster.role != "existing":
         _warn_of_few_cores(site, cluster.node_rank)
     try:
         return run_on_nodes(
             cluster,
-            lambda head: body(replace(site, cluster=cluster, head=head)),
+            lambda head: body(replace(site, head=head)),
             platforms=tuple(site.platforms.values()),
         )
     except (WorkerFailure, NodeFailure) as failure:
         raise RunFailure(str(failure)) from None
+
+
+def planned_site(config: RunConfig | SftConfig) -> RunSite:
+    """Return the site of a run with the plan of its cluster; start nothing.
+
+    Raises:
+        UserError: a platform cannot be used here, or this machine cannot hold the run.
+    """
+    site = local_site(config)
+    if site.placement.is_one_process and config.trainer.nnodes == 1:
+        return site
+    return replace(site, cluster=_plan_cluster(site))
 
 
 def _plan_cluster(site: RunSite) -> ClusterPlan:
@@ -136,16 +150,52 @@ def _plan_cluster(site: RunSite) -> ClusterPlan:
         timeout_s=site.model.timeout_s,
         ray_init=site.config.ray_kwargs.ray_init,
     )
-    cluster = plan_cluster(settings, os.environ)
+    cluster = _cluster_of_launch(settings)
     needs = node_needs(site.nodes, site.platforms, marked=site.is_mixed)
-    if cluster.role != "local" or not site.is_mixed:
+    if cluster.role != "local":
         return cluster
-    devices = tuple(find_devices(site.platforms.values()))
+    devices = tuple(find_devices(site.platforms.values())) if site.is_mixed else _own_devices(site)
     cores = max(os.cpu_count() or 1, settings.devices_per_node)
     machine = this_machine(devices, num_cores=cores)
     if not fits([needs[0]], [machine.resources]):
         raise refusal(needs, [machine], platforms=site.platforms, settings=settings)
-    return replace(cluster, devices=devices)
+    return replace(cluster, devices=devices) if site.is_mixed else cluster
+
+
+def _own_devices(site: RunSite) -> tuple[NodeDevices, ...]:
+    """Return the devices that this process sees, if all pools have one platform."""
+    platform = site.platform
+    if platform.visibility.mode == "none":
+        return ()
+    number = platform.num_devices()
+    return (NodeDevices(platform.visibility, number, marker=marker_of(platform)),)
+
+
+def _cluster_of_launch(settings: ClusterSettings) -> ClusterPlan:
+    """Return the role of this process; torchrun's options give it that on several nodes."""
+    node = launched_node(os.environ)
+    if node is None or node.num_nodes == 1:
+        return plan_cluster(settings, os.environ)
+    environment = {**os.environ, "NODE_RANK": str(node.node_rank)}
+    if node.has_store:
+        port = share_port(
+            node.master_addr,
+            node.master_port,
+            key=f"tandem/port/{node.restarts}",
+            is_first=node.node_rank == 0,
+            timeout_s=settings.wait_s,
+        )
+        environment["MASTER_PORT"] = str(port)
+    cluster = plan_cluster(settings, environment)
+    if cluster.role == "existing":
+        raise UserError(
+            cluster.source,
+            cluster.address,
+            rule=f"torchrun started the command on {node.num_nodes} nodes, which form a cluster of "
+            "their own",
+            remedy="Leave it out, or start the command once, without torchrun.",
+        )
+    return cluster
 
 
 def _warn_of_few_cores(site: RunSite, node: int) -> None:
@@ -163,10 +213,28 @@ def local_site(config: RunConfig | SftConfig) -> RunSite:
     """Return the site of a run in this process, before a cluster is planned."""
     placement = place(config)
     platforms = _platforms(config, placement)
+    _require_wanted_processes(config.trainer, platforms)
     if isinstance(config, RunConfig):
         found = {pool: platform.name for pool, platform in platforms.items()}
         placement = with_found(config, placement, found=found)
     return RunSite(config, platforms, placement, cluster=None)
+
+
+def _require_wanted_processes(trainer: TrainerConfig, platforms: Mapping[str, Platform]) -> None:
+    """Raise UserError if a default, not the user, would start several processes on the host.
+
+    verl's default of ``n_gpus_per_node`` counts accelerators.
+    """
+    is_set = "n_gpus_per_node" in trainer.model_fields_set
+    on_host = any(platform.visibility.mode == "none" for platform in platforms.values())
+    if on_host and not is_set and trainer.n_gpus_per_node > 1:
+        raise UserError(
+            "trainer.n_gpus_per_node",
+            trainer.n_gpus_per_node,
+            rule="is verl's default for accelerators, and the run is on the host (trainer.device="
+            f"{trainer.device}; tandem doctor lists the devices of this machine)",
+            remedy="Set trainer.n_gpus_per_node=1, or the number of processes that you want.",
+        )
 
 
 def _platforms(config: RunConfig | SftConfig, placement: Placement) -> dict[str, Platform]:

@@ -7,7 +7,7 @@ They read only JSON, and ``tandem plan`` runs them without torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 
 from tandem.config.derived.trained_model import TrainedModel
 from tandem.config.schema.families import NATIVE_FAMILIES, hf_rollout_warning, require_family
+from tandem.config.schema.rollout import RolloutConfig
 from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 
@@ -59,6 +60,28 @@ def rollout_warnings(config: RunConfig, hf_config: Mapping[str, Any]) -> tuple[s
     return (f"actor_rollout_ref.model.path={roles.model.path!r}: {notice}",)
 
 
+def unread_engine_warnings(config: RunConfig, hf_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a notice if ``rollout.name=hf`` is set for a model that tandem's decoder computes."""
+    family, name = hf_config.get("model_type"), config.actor_rollout_ref.rollout.name
+    if name != "hf" or family not in NATIVE_FAMILIES:
+        return ()
+    key = "actor_rollout_ref.rollout.name=hf"
+    return (f"{key}: has no effect, because the native engine computes models of type {family!r}",)
+
+
+def require_end(eos_ids: Sequence[int], rollout: RolloutConfig, *, path: str, key: str) -> None:
+    """Raise UserError if no token can end a response, unless none is wanted."""
+    if not eos_ids and not rollout.ignore_eos:
+        raise UserError(
+            key,
+            path,
+            rule="neither its tokenizer nor its generation_config.json names an end token: every "
+            "response would have data.max_response_length tokens",
+            remedy="Set eos_token in tokenizer_config.json, or "
+            "actor_rollout_ref.rollout.ignore_eos=True.",
+        )
+
+
 def max_positions(hf_config: Mapping[str, Any]) -> int | None:
     """Return the model's maximum length in tokens, with rotary scaling; None if it is not given."""
     limit = next((hf_config[key] for key in _POSITION_KEYS if hf_config.get(key)), None)
@@ -89,7 +112,24 @@ def position_warnings(
 
 
 def length_warnings(model: TrainedModel, hf_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return ``position_warnings`` for the model that a command trains."""
+    """Return ``position_warnings`` for the model that a command trains.
+
+    Raises:
+        UserError: the keys replace a number of positions that the model's rotary scaling reads.
+    """
+    replaced = model.config.override_config.max_position_embeddings
+    scaling = next((hf_config[key] for key in _SCALING_KEYS if hf_config.get(key)), {})
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if replaced is not None and kind != "default":
+        key = f"{model.key.removesuffix('path')}override_config.max_position_embeddings"
+        raise UserError(
+            key,
+            replaced,
+            rule=f"the model scales its rotary positions ({kind}) by this number of config.json",
+            remedy="Leave the key out, or change config.json in a copy of the model's folder.",
+        )
+    if replaced is not None:
+        hf_config = {**hf_config, "max_position_embeddings": replaced}
     return position_warnings(
         hf_config, model.max_tokens, keys=model.max_tokens_key, model=model.name
     )

@@ -7,20 +7,25 @@ last the run folder with its checkpoint. Nothing here computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tandem.api import Runtime, WorkerGroup
+from tandem.api import MetricSink, Runtime, WorkerGroup
+from tandem.checkpoint.store import Checkpoint
 from tandem.config.derived.schedule import Schedule
 from tandem.data.ledger import Source
 from tandem.data.tokenizer import TextCodec
+from tandem.driver.ending import describe_end
 from tandem.driver.execution import Ended, StopSwitch, execute
 from tandem.driver.launch import RunSite, name_step, require_fit, start_processes
-from tandem.driver.run_folder import Start, open_run_folder
+from tandem.driver.run_folder import Start, inspect_run_folder, open_run_folder
 from tandem.models.folder import ModelFolder
 from tandem.pipeline.progress import RunSummary
+
+logger = logging.getLogger(__name__)
 
 
 class Loop(Protocol):
@@ -54,11 +59,25 @@ class PreparedRun:
 
 
 @dataclass(frozen=True, slots=True)
+class Observer:
+    """The caller of a run, who sees its metrics and may stop it.
+
+    Attributes:
+        sinks: receivers of the metrics, besides those of ``trainer.logger``.
+        switch: a switch that stops the run.
+    """
+
+    sinks: Sequence[MetricSink] = ()
+    switch: StopSwitch = field(default_factory=StopSwitch)
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchedRun:
     """A run whose folder is open and whose processes are running.
 
     Attributes:
         groups: the workers of each pool, by its name; None if this process does everything.
+        sinks: receivers of the metrics, besides those of ``trainer.logger``.
     """
 
     prepared: PreparedRun
@@ -66,10 +85,52 @@ class LaunchedRun:
     site: RunSite
     runtime: Runtime
     groups: Mapping[str, WorkerGroup] | None
+    sinks: Sequence[MetricSink]
 
 
-def run_prepared(site: RunSite, prepared: PreparedRun) -> Ended[RunSummary]:
-    """Train to the end, or until a signal.
+@dataclass(frozen=True, slots=True)
+class CheckedRun:
+    """A run that can start here.
+
+    Attributes:
+        checkpoint: the checkpoint that it would resume; None for a new run.
+    """
+
+    site: RunSite
+    prepared: PreparedRun
+    checkpoint: Checkpoint | None
+
+
+def check_prepared(site: RunSite, prepared: PreparedRun) -> CheckedRun:
+    """Check what ``run_prepared`` checks before it loads a model; write and start nothing.
+
+    Raises:
+        UserError: the run folder, a model or the devices cannot be used.
+    """
+    require_fit(site, prepared.model, auxiliary=prepared.auxiliary)
+    checkpoint = inspect_run_folder(
+        site.config,
+        prepared.source,
+        model=prepared.model,
+        key=site.model.key,
+        total_steps=prepared.schedule.total_training_steps,
+    )
+    return CheckedRun(site, prepared, checkpoint)
+
+
+def run_to_end(site: RunSite, prepared: PreparedRun, *, observer: Observer | None = None) -> int:
+    """Train as ``run_prepared`` does, say where the model is, and return the exit code."""
+    ended = run_prepared(site, prepared, observer=observer)
+    total_steps = prepared.schedule.total_training_steps
+    for line in describe_end(site.config.trainer, ended.result, total_steps=total_steps):
+        logger.info("%s", line)
+    return ended.exit_code
+
+
+def run_prepared(
+    site: RunSite, prepared: PreparedRun, *, observer: Observer | None = None
+) -> Ended[RunSummary]:
+    """Train to the end, or until a signal or ``observer`` stops the run.
 
     Raises:
         UserError: the run folder, a model or the devices cannot be used.
@@ -77,14 +138,27 @@ def run_prepared(site: RunSite, prepared: PreparedRun) -> Ended[RunSummary]:
     """
     require_fit(site, prepared.model, auxiliary=prepared.auxiliary)
     folder = open_run_folder(
-        site.config.trainer, prepared.source, model=prepared.model, key=site.model.key
+        site.config,
+        prepared.source,
+        model=prepared.model,
+        key=site.model.key,
+        total_steps=prepared.schedule.total_training_steps,
     )
+    seen_by = observer or Observer()
     with folder as start:
-        return execute(lambda switch: _train(prepared, start, site=site, switch=switch))
+        logger.info(
+            "loading %s on %d device(s); records are in %s",
+            prepared.model.path,
+            site.num_devices,
+            site.config.trainer.run_folder,
+        )
+        return execute(
+            lambda: _train(prepared, start, site=site, observer=seen_by), switch=seen_by.switch
+        )
 
 
 async def _train(
-    prepared: PreparedRun, start: Start, *, site: RunSite, switch: StopSwitch
+    prepared: PreparedRun, start: Start, *, site: RunSite, observer: Observer
 ) -> RunSummary:
     running = start_processes(
         site,
@@ -93,8 +167,10 @@ async def _train(
     )
     async with (
         running as (runtime, groups),
-        prepared.open_loop(LaunchedRun(prepared, start, site, runtime, groups)) as loop,
+        prepared.open_loop(
+            LaunchedRun(prepared, start, site, runtime, groups, observer.sinks)
+        ) as loop,
     ):
-        switch.on_stop(loop.stop)
+        observer.switch.on_stop(loop.stop)
         with name_step(lambda: loop.step):
             return await loop.run()

@@ -1,65 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: its lock, its checkpoint, and the records to keep.
+"""The folder of a run: its lock, its checkpoint, its settings, and the records to keep.
 
 Errors are raised before a model is loaded. Nothing of an existing run is changed until its
-checkpoint is known to be complete.
+checkpoint is known to be complete, and nothing of it is ever overwritten (``set_aside``).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tandem.api import MetricSink
-from tandem.checkpoint.lock import exclusive
+from tandem.checkpoint.lock import exclusive, require_free
 from tandem.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoint
+from tandem.config.check.continuation import Change, settings_json
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.data.ledger import Source
+from tandem.driver.continuation import require_same_experiment
+from tandem.driver.set_aside import set_aside, set_dumps_aside
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.errors import UserError
-from tandem.metrics.jsonl import BEFORE_FIRST_STEP, METRICS_FILE, last_step, read_records
+from tandem.metrics.jsonl import (
+    BEFORE_FIRST_STEP,
+    METRICS_FILE,
+    JsonLinesFile,
+    last_step,
+    read_records,
+)
 from tandem.metrics.sinks import open_sinks
 from tandem.models.folder import ModelFolder, check_folder
 from tandem.pipeline.validation import VALIDATION_SECONDS
-from tandem.report.run_folder import CONFIG_FILE
+from tandem.report.run_folder import CONFIG_FILE, SETTINGS_FILE
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The store of a run's checkpoints, and the checkpoint to resume; None for a new run."""
+    """The start of a run in its folder.
+
+    Attributes:
+        store: the checkpoints of the run.
+        checkpoint: the checkpoint to resume; None for a new run.
+        changes: the settings that differ from those that made the checkpoint.
+    """
 
     store: CheckpointStore
     checkpoint: Checkpoint | None
+    changes: tuple[Change, ...] = ()
 
 
 @contextmanager
 def open_run_folder(
-    trainer: TrainerConfig, source: Source[Any], *, model: ModelFolder, key: str
+    config: RunConfig | SftConfig,
+    source: Source[Any],
+    *,
+    model: ModelFolder,
+    key: str,
+    total_steps: int,
 ) -> Iterator[Start]:
     """Lock the folder of a run, and restore ``source`` from its checkpoint.
 
     Args:
         model: the model to be trained.
         key: the configuration key of its path.
+        total_steps: the number of training steps of the whole run.
 
     Raises:
         UserError: the folder cannot be written, another run uses it, or its checkpoint is missing
-            or does not fit.
+            or does not fit the model, the data or the settings.
     """
-    store = CheckpointStore(trainer.run_folder, trainer.max_actor_ckpt_to_keep)
+    trainer = config.trainer
+    store = CheckpointStore(
+        trainer.run_folder, trainer.max_actor_ckpt_to_keep, config=settings_json(config)
+    )
     require_writable(store.folder)
     with exclusive(store.folder):
-        checkpoint = find_checkpoint(trainer, store)
-        if checkpoint is not None:
-            require_fitting(checkpoint, source, model=model, key=key)
-        yield Start(store, checkpoint)
+        store.repair()
+        yield _start(config, source, store=store, model=model, key=key, total_steps=total_steps)
+
+
+def inspect_run_folder(
+    config: RunConfig | SftConfig,
+    source: Source[Any],
+    *,
+    model: ModelFolder,
+    key: str,
+    total_steps: int,
+) -> Checkpoint | None:
+    """Return the checkpoint that a run would resume, None for a new run; write nothing.
+
+    Arguments and errors are those of ``open_run_folder``, and ``source`` is restored as there.
+    """
+    folder = config.trainer.run_folder
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise _unwritable(folder, NotADirectoryError(f"{existing} is a file"))
+    if not os.access(existing, os.W_OK):
+        raise _no_right(folder)
+    require_free(folder)
+    store = CheckpointStore(folder)
+    start = _start(config, source, store=store, model=model, key=key, total_steps=total_steps)
+    return start.checkpoint
+
+
+def _start(
+    config: RunConfig | SftConfig,
+    source: Source[Any],
+    *,
+    store: CheckpointStore,
+    model: ModelFolder,
+    key: str,
+    total_steps: int,
+) -> Start:
+    checkpoint = find_checkpoint(config.trainer, store)
+    if checkpoint is None:
+        return Start(store, None)
+    require_fitting(checkpoint, source, model=model, key=key)
+    changes = require_same_experiment(config, checkpoint, total_steps=total_steps)
+    return Start(store, checkpoint, changes)
 
 
 def require_writable(folder: Path) -> None:
@@ -69,19 +137,28 @@ def require_writable(folder: Path) -> None:
     except OSError as error:
         raise _unwritable(folder, error) from error
     if not os.access(folder, os.W_OK):
-        raise _unwritable(folder, PermissionError("no permission, or a read-only disk"))
+        raise _no_right(folder)
 
 
-def open_run_sinks(
-    config: RunConfig | SftConfig, start: Start, *, total_steps: int
-) -> Sequence[MetricSink]:
-    """Write the resolved configuration into the run folder, and open the sinks of its metrics.
+def begin_records(config: RunConfig | SftConfig, start: Start) -> None:
+    """Set the records of earlier starts aside, and write the configuration into the run folder.
+
+    The models are loaded before, and nothing is open in the folder yet.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    trainer = config.trainer
-    _write_config(trainer.run_folder, config)
+    try:
+        _make_room(config.trainer, start)
+        _write_config(config, start)
+    except OSError as error:
+        raise _unwritable(config.trainer.run_folder, error) from error
+
+
+def open_run_sinks(
+    trainer: TrainerConfig, start: Start, *, total_steps: int
+) -> Sequence[MetricSink]:
+    """Open the sinks of a run's metrics. Raise UserError if one of them cannot start."""
     return open_sinks(
         trainer,
         trainer.run_folder,
@@ -92,14 +169,38 @@ def open_run_sinks(
     )
 
 
-def _write_config(folder: Path, config: RunConfig | SftConfig) -> None:
+def _make_room(trainer: TrainerConfig, start: Start) -> None:
+    """Move what this run would overwrite or contradict, and say where to."""
+    checkpoint, now = start.checkpoint, datetime.now()
+    if trainer.val_only:
+        step = 0 if checkpoint is None else checkpoint.step
+        moved, folders = f"the dump of step {step}", set_dumps_aside(trainer, of_step=step, now=now)
+    elif checkpoint is not None and _is_own(checkpoint, trainer.run_folder):
+        step = checkpoint.step
+        moved = f"all that was recorded after step {step}"
+        folders = set_aside(trainer, start.store, after_step=step, now=now)
+    else:
+        moved = "the earlier run"
+        folders = set_aside(trainer, start.store, after_step=BEFORE_FIRST_STEP, now=now)
+    if folders:
+        logger.warning("moved %s to %s", moved, ", ".join(map(str, folders)))
+
+
+def _write_config(config: RunConfig | SftConfig, start: Start) -> None:
+    folder = config.trainer.run_folder
+    if config.trainer.val_only and (folder / CONFIG_FILE).exists():
+        return  # it tells which settings made the training steps
     # Renamed when complete, so a reader never finds half of it.
     partial = folder / f".{CONFIG_FILE}.partial"
-    try:
-        partial.write_text(config.model_dump_json(indent=2))
-        os.replace(partial, folder / CONFIG_FILE)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
+    partial.write_text(config.model_dump_json(indent=2))
+    os.replace(partial, folder / CONFIG_FILE)
+    if start.checkpoint is None or not start.changes or config.trainer.val_only:
+        return
+    step = start.checkpoint.step
+    file = JsonLinesFile(folder / SETTINGS_FILE, keep_through_step=step)
+    changed = {change.key: [change.before, change.after] for change in start.changes}
+    file.append({"step": step + 1, "changed": changed})
+    file.close()
 
 
 def require_fitting(
@@ -114,7 +215,7 @@ def require_fitting(
     Raises:
         UserError: the checkpoint belongs to another model or other data, or is incomplete.
     """
-    source.restore(checkpoint.read_state()["data"])
+    source.restore(checkpoint.read_state().get("data", {}))
     folder = checkpoint.folder / "actor"
     is_sharded = (folder / SHARDED_FILE).is_file()
     saved = check_folder(str(folder), load_weight=not is_sharded, key="trainer.resume_from_path")
@@ -144,8 +245,7 @@ def is_logged(checkpoint: Checkpoint, folder: Path) -> bool:
 
     A run that is killed between saving and logging leaves a checkpoint without metrics.
     """
-    is_own = checkpoint.folder.resolve().parent == folder.resolve()
-    return not is_own or last_step(folder / METRICS_FILE) >= checkpoint.step
+    return not _is_own(checkpoint, folder) or last_step(folder / METRICS_FILE) >= checkpoint.step
 
 
 def is_validated(checkpoint: Checkpoint, folder: Path) -> bool:
@@ -153,10 +253,19 @@ def is_validated(checkpoint: Checkpoint, folder: Path) -> bool:
 
     If training overlaps validation, a failed run may have logged the step alone.
     """
-    is_own = checkpoint.folder.resolve().parent == folder.resolve()
+    is_own = _is_own(checkpoint, folder)
     records = read_records(folder / METRICS_FILE) if is_own else []
     of_step = [record for record in records if record["step"] == checkpoint.step]
     return not is_own or any(VALIDATION_SECONDS in record for record in of_step)
+
+
+def _no_right(folder: Path) -> UserError:
+    return _unwritable(folder, PermissionError("no permission, or a read-only disk"))
+
+
+def _is_own(checkpoint: Checkpoint, folder: Path) -> bool:
+    """Return whether a checkpoint is one of the run in ``folder``."""
+    return checkpoint.folder.resolve().parent == folder.resolve()
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:

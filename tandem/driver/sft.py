@@ -15,21 +15,24 @@ from tandem.data.ledger import draw_by_row, open_source
 from tandem.data.sft import SftExample, load_sft_examples
 from tandem.driver.auxiliary_models import check_tokens, open_trained_model
 from tandem.driver.launch import run_on_site
-from tandem.driver.run import LaunchedRun, PreparedRun, run_prepared
-from tandem.driver.run_folder import is_logged, open_run_sinks
+from tandem.driver.run import LaunchedRun, Observer, PreparedRun, run_to_end
+from tandem.driver.run_folder import begin_records, is_logged, open_run_sinks
 from tandem.metrics.sinks import require_loggers
 from tandem.pipeline.supervised import SupervisedContext, SupervisedLoop
 from tandem.workers.colocated import build_trainer
 from tandem.workers.deployment import remote_trainer
 
 
-def run(config: SftConfig) -> int:
+def run(config: SftConfig, *, observer: Observer | None = None) -> int:
     """Train the model; return 0, or 128 plus the number of the signal that stopped the run."""
-    return run_on_site(config, lambda site: run_prepared(site, prepare(config)).exit_code)
+    return run_on_site(config, lambda site: run_to_end(site, prepare(config), observer=observer))
 
 
-def prepare(config: SftConfig) -> PreparedRun:
+def prepare(config: SftConfig, *, fetches_weights: bool = True) -> PreparedRun:
     """Check and read everything but the model's weights.
+
+    Args:
+        fetches_weights: whether weights that are only on the hub are downloaded.
 
     Raises:
         UserError: the configuration, the data or the model cannot be used.
@@ -37,7 +40,9 @@ def prepare(config: SftConfig) -> PreparedRun:
     require_loggers(config.trainer.logger)
     model = trained_model(config)
     folder, codec = open_trained_model(
-        model, template_settings=config.data.apply_chat_template_kwargs
+        model,
+        template_settings=config.data.apply_chat_template_kwargs,
+        fetches_weights=fetches_weights,
     )
     examples = load_sft_examples(config.data, codec)
     schedule = schedule_run(config, len(examples))
@@ -66,7 +71,8 @@ async def _open_loop(
     )
     if checkpoint is not None:
         await run.runtime.call(engine.load, checkpoint.folder / "actor")
-    sinks = open_run_sinks(config, run.start, total_steps=total_steps)
+    begin_records(config, run.start)
+    sinks = (*open_run_sinks(config.trainer, run.start, total_steps=total_steps), *run.sinks)
     context = SupervisedContext(
         config=config,
         schedule=prepared.schedule,

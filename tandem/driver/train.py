@@ -29,8 +29,11 @@ from tandem.driver.auxiliary_models import (
     open_trained_model,
 )
 from tandem.driver.launch import run_on_site
-from tandem.driver.run import LaunchedRun, PreparedRun, run_prepared
+from tandem.driver.model_checks import require_end, unread_engine_warnings
+from tandem.driver.rewards import check_rewards, open_rewards
+from tandem.driver.run import LaunchedRun, Observer, PreparedRun, run_to_end
 from tandem.driver.run_folder import (
+    begin_records,
     is_logged,
     is_validated,
     last_step_to_keep,
@@ -42,13 +45,8 @@ from tandem.metrics.sinks import require_loggers
 from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TRACE_FILE, TraceFile, TraceRecorder
 from tandem.models.decoder import DecoderConfig
-from tandem.pipeline.context import RunContext
+from tandem.pipeline.context import Rewards, RunContext
 from tandem.pipeline.loop import Pipeline
-from tandem.pipeline.reward_phase import overlong_buffer
-from tandem.rewards.custom import CustomReward
-from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
-from tandem.rewards.routing import check_sources
-from tandem.rewards.scoring import RewardSpec
 from tandem.workers.colocated import build_colocated
 from tandem.workers.deployment import remote_engines
 from tandem.workers.remote import PeakMemory
@@ -56,7 +54,6 @@ from tandem.workers.remote import PeakMemory
 logger = logging.getLogger(__name__)
 
 MAX_ROLLOUTS_RECORDED_PER_STEP = 8
-_MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +70,16 @@ class RunningEngines:
     peak_memory: Callable[[], PeakMemory]
 
 
-def run(config: RunConfig) -> int:
+def run(config: RunConfig, *, observer: Observer | None = None) -> int:
     """Train; return 0, or 128 plus the number of the signal that stopped the run."""
-    return run_on_site(config, lambda site: run_prepared(site, prepare(config)).exit_code)
+    return run_on_site(config, lambda site: run_to_end(site, prepare(config), observer=observer))
 
 
-def prepare(config: RunConfig) -> PreparedRun:
+def prepare(config: RunConfig, *, fetches_weights: bool = True) -> PreparedRun:
     """Check and read everything but the model's weights.
+
+    Args:
+        fetches_weights: whether weights that are only on the hub are downloaded.
 
     Raises:
         UserError: the configuration, the data or a model cannot be used.
@@ -88,19 +88,35 @@ def prepare(config: RunConfig) -> PreparedRun:
     require_metrics(config.trainer.metrics)
     model = trained_model(config)
     folder, codec = open_trained_model(
-        model, template_settings=config.data.apply_chat_template_kwargs
+        model,
+        template_settings=config.data.apply_chat_template_kwargs,
+        fetches_weights=fetches_weights,
     )
+    rollout = config.actor_rollout_ref.rollout
+    require_end(codec.eos_ids, rollout, path=model.config.path, key=model.key)
+    for warning in unread_engine_warnings(config, folder.hf_config):
+        logger.warning("%s", warning)
     by_model = config.reward_model.enable
-    train_entries = load_prompts(config.data, codec, by_model=by_model)
+    load = partial(
+        load_prompts,
+        config.data,
+        codec,
+        by_model=by_model,
+        by_function=bool(config.custom_reward_function.path),
+    )
+    train_entries = load()
     schedule = schedule_run(config, len(train_entries))
     validates = bool(schedule.validation_steps)
-    validation_entries = (
-        load_prompts(config.data, codec, validation=True, by_model=by_model) if validates else []
-    )
+    validation_entries = load(validation=True) if validates else []
     entries = [*train_entries, *validation_entries]
     check_tokens(model, folder, token_ids=[entry.token_ids for entry in entries])
-    auxiliary = check_auxiliary_models(config, folder, entries=train_entries)
-    _check_reward(config, validation_entries if by_model else entries)
+    auxiliary = check_auxiliary_models(
+        config, folder, entries=train_entries, fetches_weights=fetches_weights
+    )
+    check_rewards(config, validation_entries if by_model else entries)
+    logger.info(
+        "%d prompts to train on, %d to validate with", len(train_entries), len(validation_entries)
+    )
     source = open_source(train_entries, config.data, total_epochs=config.trainer.total_epochs)
     open_loop = partial(
         _open_loop,
@@ -109,36 +125,6 @@ def prepare(config: RunConfig) -> PreparedRun:
         conversations=auxiliary.conversations,
     )
     return PreparedRun(folder, codec, source, schedule, open_loop, auxiliary.folders)
-
-
-def _check_reward(config: RunConfig, entries: list[PromptEntry]) -> None:
-    """Raise UserError unless the built-in rules or the user's function can score ``entries``."""
-    if not entries:
-        return
-    spec = reward_spec(config)
-    if spec.custom is None:
-        check_sources({entry.data_source for entry in entries})
-    else:
-        check_reward(spec, reward_limits(config))
-
-
-def reward_spec(config: RunConfig) -> RewardSpec:
-    """Return the reward function and the shaping of the reward."""
-    function = config.custom_reward_function
-    custom = None
-    if function.path is not None:
-        custom = CustomReward(function.path, function.name, function.reward_kwargs)
-    return RewardSpec(custom=custom, overlong=overlong_buffer(config))
-
-
-def reward_limits(config: RunConfig) -> RewardLimits:
-    """Return the limits of the processes that compute rewards."""
-    reward = config.reward
-    return RewardLimits(
-        num_processes=reward.num_workers,
-        deadline_s=reward.timeout_s,
-        memory_limit_bytes=reward.memory_limit_mb * _MEBIBYTE,
-    )
 
 
 @asynccontextmanager
@@ -155,7 +141,8 @@ async def _open_loop(
             await runtime.call(running.engines.train.load, checkpoint.folder / "actor")
             if running.engines.critic is not None:
                 await runtime.call(running.engines.critic.load, checkpoint.folder / "critic")
-        async with RewardPool(reward_spec(config), reward_limits(config)) as rewards:
+        begin_records(config, run.start)
+        async with open_rewards(config) as rewards:
             parts = _assemble(
                 config,
                 run,
@@ -222,13 +209,14 @@ def _assemble(
     run: LaunchedRun,
     *,
     running: RunningEngines,
-    rewards: RewardPool,
+    rewards: Rewards,
     validation: Sequence[PromptEntry],
     conversations: TextCodec | None,
 ) -> RunContext:
     start, site, prepared = run.start, run.site, run.prepared
     codec = prepared.codec
-    sinks = open_run_sinks(config, start, total_steps=prepared.schedule.total_training_steps)
+    total_steps = prepared.schedule.total_training_steps
+    sinks = (*open_run_sinks(config.trainer, start, total_steps=total_steps), *run.sinks)
     recorder = RolloutRecorder(
         config.trainer.run_folder,
         max_per_step=MAX_ROLLOUTS_RECORDED_PER_STEP,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW (Loshchilov and Hutter, 2019) through torch's fused kernel.
+"""AdamW (Loshchilov and Hutter, 2019) and Adam (Kingma and Ba, 2015) through torch's fused kernel.
 
 It is not a ``torch.optim.Optimizer``, because constructing one imports torch's compiler, which
 takes 1.5 s. Weights, gradients and the learning rate are arguments of each step; only the moments
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
+from torch.optim.adam import adam
 
 _EPSILON = 1e-8
 CHUNK_NUMBERS = 1 << 24
@@ -31,9 +31,11 @@ Run = tuple[Tensor, ...]
 
 
 class AdamW:
-    """An optimizer with decoupled decay of all weights, which are the same in every step.
+    """An optimizer with decay of all weights, which are the same in every step.
 
     Args:
+        is_coupled: whether decay is added to the gradient, as in Adam, and so passes through the
+            moments. Otherwise it is decoupled: weights shrink by the rate times the decay.
         stored: the precision of weights, gradients and moments.
         half_moments: whether the moments are bf16, rounded stochastically.
     """
@@ -45,7 +47,9 @@ class AdamW:
         weight_decay: float,
         stored: torch.dtype,
         half_moments: bool = False,
+        is_coupled: bool = False,
     ) -> None:
+        self._is_coupled = is_coupled
         self._betas = betas
         self._weight_decay = weight_decay
         self._half_moments = half_moments
@@ -107,7 +111,7 @@ class AdamW:
     def _update(self, columns: Sequence[list[Tensor]], steps: list[Tensor], *, rate: float) -> None:
         """Take one step in place; all ``columns`` have the same precision."""
         weights, gradients, first, second = columns
-        adamw(
+        adam(
             weights,
             gradients,
             first,
@@ -115,6 +119,7 @@ class AdamW:
             max_exp_avg_sqs=[],
             state_steps=steps,
             fused=True,
+            decoupled_weight_decay=not self._is_coupled,
             amsgrad=False,
             beta1=self._betas[0],
             beta2=self._betas[1],

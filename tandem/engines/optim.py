@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer of a policy and its learning-rate schedule.
 
-The optimizer is AdamW, or Muon for the matrices of the layers and AdamW for all other parameters.
-As in verl, AdamW decays every parameter, including one-dimensional ones. Muon orthogonalises query,
-key, value, gate and up separately, not the decoder's fused matrices, which would couple them.
+The optimizer is AdamW or Adam, or Muon for the matrices of the layers and AdamW for all other
+parameters. As in verl, AdamW decays every parameter, including one-dimensional ones. Muon
+orthogonalises query, key, value, gate and up separately, not the decoder's fused matrices, which
+would couple them.
 """
 
 from __future__ import annotations
@@ -92,14 +93,17 @@ class PolicyOptimizer:
         matrices = _matrices(model) if config.optimizer == "Muon" else []
         owners = {matrix.owner for matrix in matrices}
         decay = config.weight_decay
-        self.members = {"AdamW": [name for name in shard_map.regions if name not in owners]}
-        self._peak_rates = {"AdamW": config.lr}
+        self._name = config.optimizer
+        first = "Adam" if config.optimizer == "Adam" else "AdamW"
+        self.members = {first: [name for name in shard_map.regions if name not in owners]}
+        self._peak_rates = {first: config.lr}
         self._optimizers: dict[str, AdamW | Muon] = {
-            "AdamW": AdamW(
+            first: AdamW(
                 betas=config.betas,
                 weight_decay=decay,
                 stored=model.lm_head_weight.dtype,
                 half_moments=config.moments_dtype == "bfloat16",
+                is_coupled=first == "Adam",
             )
         }
         if matrices:
@@ -150,7 +154,7 @@ class PolicyOptimizer:
         if set(saved) != self._optimizers.keys():
             raise UserError(
                 "actor_rollout_ref.actor.optim.optimizer",
-                "Muon" if "Muon" in self._optimizers else "AdamW",
+                self._name,
                 rule=f"the checkpoint has the state of {', '.join(saved)}",
                 remedy="Resume with the optimizer of the checkpoint.",
             )

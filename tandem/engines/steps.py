@@ -31,8 +31,14 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def score(model: LanguageModel, batch: PackedBatch, *, temperature: float) -> Tensor:
-    """Return log-probs, or values, of the response tokens: fp32 (R,), on the CPU."""
-    return score_batch(model, batch, temperature=temperature, with_entropy=False).score_R.cpu()
+    """Return log-probs, or values, of the response tokens: fp32 (R,), on the CPU.
+
+    With ``batch.with_squares`` the result is (R, 2).
+    """
+    scores = score_batch(model, batch, temperature=temperature, with_entropy=False)
+    if scores.squares_R is None:
+        return scores.score_R.cpu()
+    return torch.stack((scores.score_R, scores.squares_R), dim=1).cpu()
 
 
 def backward(

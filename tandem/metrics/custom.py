@@ -58,10 +58,20 @@ def custom_metrics(names: Sequence[str], batch: StepBatch) -> dict[str, float]:
     for name in names:
         found: Any = import_dotted(_KEY, name)(batch)
         if not isinstance(found, Mapping):
-            raise UserError(_KEY, name, rule=f"returned {type(found).__name__}, not a mapping")
+            raise UserError(
+                _KEY,
+                name,
+                rule=f"returned {type(found).__name__}, not a mapping",
+                remedy='Return a dict such as {"my/metric": 1.0}.',
+            )
         for metric, value in found.items():  # pyright: ignore[reportUnknownVariableType]
-            if not isinstance(metric, str) or not hasattr(value, "__float__"):  # pyright: ignore
-                raise UserError(_KEY, name, rule=f"returned {metric!r}: {value!r}, not a number")
+            if not isinstance(metric, str):
+                raise UserError(
+                    _KEY,
+                    name,
+                    rule=f"returned the name {metric!r}, which is not a string",
+                    remedy='Return a dict such as {"my/metric": 1.0}.',
+                )
             if metric in metrics or find_metric(metric) is not None:
                 raise UserError(
                     _KEY,
@@ -69,5 +79,17 @@ def custom_metrics(names: Sequence[str], batch: StepBatch) -> dict[str, float]:
                     rule=f"returned {metric}, which is the name of another metric",
                     remedy="Start the name with your own prefix, such as my/.",
                 )
-            metrics[metric] = float(value)  # pyright: ignore
+            metrics[metric] = _number(name, metric, value=value)
     return metrics
+
+
+def _number(name: str, metric: str, *, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of many values
+        raise UserError(
+            _KEY,
+            name,
+            rule=f"returned {metric}={value!r}, which is not a number",
+            remedy="Return a float, or a tensor or array of one element.",
+        ) from error

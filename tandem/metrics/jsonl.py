@@ -68,23 +68,31 @@ def encode(record: Mapping[str, Any]) -> str:
     return json.dumps(_finite(record), ensure_ascii=True, allow_nan=False, default=str)
 
 
-def truncate_after(path: Path, step: int) -> None:
-    """Remove all records after ``step``, and an unfinished line."""
+def truncate_after(path: Path, step: int, *, aside: Path | None = None) -> None:
+    """Remove all records after ``step``, and an unfinished line.
+
+    Args:
+        aside: the new file to write the removed records to; it is not made if there are none.
+    """
     if not path.exists():
         return
-    size, late = 0, b""
-    has_later_step = False
+    size, late, later = 0, b"", b""
     with path.open("rb") as stream:
         for line in stream:
             record = _decode(line)
             if record is None:
+                rest = stream.read()
+                later += line + rest if rest else b""
                 break
             if record.get("step", step) > step:
-                has_later_step = True
-            elif has_later_step:
+                later += line
+            elif later:
                 late += line
             else:
                 size += len(line)
+    if later and aside is not None:
+        aside.parent.mkdir(exist_ok=True)
+        aside.write_bytes(later)
     if size < path.stat().st_size:
         with path.open("r+b") as stream:
             stream.seek(size)

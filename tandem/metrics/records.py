@@ -80,7 +80,7 @@ class RolloutRecorder:
             "score": _score(sample),
             "status": sample.reward.status.value,
             "detail": sample.reward.detail,
-            "extra": dict(sample.reward.extra),
+            "extra": {**sample.reward.extra, **sample.reward.texts},
             "advantage": advantage,
             "finish_reason": completions[-1].finish_reason.value,
             "tokens": self._token_texts(trajectory.response_ids),
@@ -150,7 +150,7 @@ def _dump_record(prompt: Prompt, sample: Sample, *, step: int) -> Mapping[str, A
         "score": _score(sample),
         "step": step,
     }
-    extra: dict[str, Any] = dict(sample.reward.extra)
+    extra: dict[str, Any] = {**sample.reward.extra, **sample.reward.texts}
     if sample.reward.prediction is not None:
         extra["pred"] = sample.reward.prediction
     return record | {name: value for name, value in extra.items() if name not in record}

@@ -10,21 +10,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TextIO
 
 from tandem.api import MetricSink
-from tandem.config.schema.imports import import_dotted, is_dotted
+from tandem.config.schema.imports import describe, import_dotted, is_dotted
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
-from tandem.metrics.console import ConsoleSink, ProgressSink
+from tandem.metrics.console import LineSink, ProgressSink, VerlSink
 from tandem.metrics.jsonl import JsonlSink
-from tandem.metrics.tensorboard_sink import TensorBoardSink, tensorboard_folder
+from tandem.metrics.tensorboard_sink import TensorBoardSink
 from tandem.metrics.wandb_sink import WandbSink
 from tandem.types import StepReport
 
 _log = logging.getLogger(__name__)
+
+EVENTS_FOLDER = "tensorboard"
+"""The folder of TensorBoard's events in the folder of a run."""
 
 _KEY = "trainer.logger"
 
@@ -50,10 +55,9 @@ class SinkSettings:
 
 
 def _open_tensorboard(settings: SinkSettings) -> MetricSink:
-    trainer = settings.trainer
-    folder = tensorboard_folder(
-        trainer.project_name, trainer.experiment_name, environment=settings.environment
-    )
+    named = settings.environment.get("TENSORBOARD_DIR")  # as in verl
+    folder = Path(named) if named else settings.run_folder / EVENTS_FOLDER
+    _log.info("to see the curves: tensorboard --logdir %s", folder)
     return TensorBoardSink(folder, first_step=settings.keep_through_step + 1)
 
 
@@ -67,9 +71,13 @@ def _open_wandb(settings: SinkSettings) -> MetricSink:
 def _open_console(settings: SinkSettings) -> MetricSink:
     stream = settings.stream
     if not stream.isatty():
-        return ConsoleSink(stream)
+        return LineSink(stream, total_steps=settings.total_steps)
     first_step = max(settings.keep_through_step, 0)
     return ProgressSink(stream, total_steps=settings.total_steps, first_step=first_step)
+
+
+def _open_verl(settings: SinkSettings) -> MetricSink:
+    return VerlSink(settings.stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +88,15 @@ class _Logger:
     package: str | None = None
 
 
-LOGGERS = {
-    "console": _Logger(_open_console),
-    "file": _Logger(None),
-    "tensorboard": _Logger(_open_tensorboard, package="tensorboard"),
-    "wandb": _Logger(_open_wandb, package="wandb"),
-}
+LOGGERS: Mapping[str, _Logger] = MappingProxyType(
+    {
+        "console": _Logger(_open_console),
+        "file": _Logger(None),
+        "tensorboard": _Logger(_open_tensorboard, package="tensorboard"),
+        "verl": _Logger(_open_verl),
+        "wandb": _Logger(_open_wandb, package="wandb"),
+    }
+)
 """The built-in values of ``trainer.logger``."""
 
 
@@ -139,13 +150,25 @@ def require_loggers(names: Sequence[str]) -> None:
                 "metrics.jsonl is always written.",
             )
         package = LOGGERS[name].package
-        if package is not None and find_spec(package) is None:
-            raise UserError(
-                _KEY,
-                name,
-                rule=f"the package {package} is not installed",
-                remedy=f"Install it (pip install {package}) or remove {name} from {_KEY}.",
-            )
+        if package is not None:
+            _require_package(package, name)
+
+
+def _require_package(package: str, name: str) -> None:
+    """Import the package of a logger, because an installed package may be broken."""
+    remedy = f"Install it (pip install {package}) or remove {name} from {_KEY}."
+    if find_spec(package) is None:
+        raise UserError(_KEY, name, rule=f"the package {package} is not installed", remedy=remedy)
+    try:
+        import_module(package)
+    except Exception as error:  # a package that is half installed can raise anything
+        raise UserError(
+            _KEY,
+            name,
+            rule=f"the package {package} is installed, but does not import: {describe(error)}",
+            remedy=f"Install it anew (pip install --force-reinstall {package}) or remove {name} "
+            f"from {_KEY}.",
+        ) from error
 
 
 def open_sinks(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorBoard scalars in verl's folder, ``tensorboard_log/<project>/<experiment>`` by default."""
+"""The sink of TensorBoard, which writes scalars."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from tandem.errors import UserError
@@ -39,9 +38,3 @@ class TensorBoardSink:
     def close(self) -> None:
         """Flush and close; idempotent."""
         self._writer.close()
-
-
-def tensorboard_folder(project: str, experiment: str, *, environment: Mapping[str, str]) -> Path:
-    """Return verl's folder for the events of a run; TENSORBOARD_DIR overrides it."""
-    default = Path("tensorboard_log") / project / experiment
-    return Path(environment.get("TENSORBOARD_DIR") or default)

@@ -18,18 +18,20 @@ from huggingface_hub import model_info, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from tandem.config.schema.families import require_family, require_value_head
+from tandem.config.schema.families import not_shardable, require_family, require_value_head
 from tandem.errors import UserError
 from tandem.models.decoder import DecoderConfig
 from tandem.models.families import FAMILIES, critic_config, decoder_config
-from tandem.models.hf import is_known_family, open_transformers_model
+from tandem.models.hf import is_known_family, open_transformers_model, require_causal
 from tandem.models.language_model import LanguageModel, NativeModel
 from tandem.models.operators import TORCH, Operators
 from tandem.models.parallel import WHOLE, ParallelLayout, check_layout
 from tandem.models.tensor_parallel import local_decoder
 from tandem.models.weights import (
     KEY,
+    TORCH_FILES,
     allocate,
+    check_weights,
     draw_slices,
     load_slices,
     read_config,
@@ -37,9 +39,9 @@ from tandem.models.weights import (
 )
 from tandem.types import HeldSlice
 
-_DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py")
+_WEIGHTS = "*.safetensors"
+_DOWNLOADED = ("*.json", _WEIGHTS, "*.jinja", "*.txt", "*.model", "*.py")
 _HEAD = ("lm_head.weight", "lm_head.bias")
-_OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,12 @@ class ModelFolder:
 
 
 def check_folder(
-    path: str, *, trust_remote_code: bool = False, load_weight: bool = True, key: str = KEY
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    load_weight: bool = True,
+    fetches_weights: bool = True,
+    key: str = KEY,
 ) -> ModelFolder:
     """Find the folder of a language model and check it without loading weights.
 
@@ -70,13 +77,15 @@ def check_folder(
 
     Args:
         load_weight: whether the folder must have weights.
+        fetches_weights: whether they are downloaded too. If not, only weights that are on this
+            host are checked.
         key: the configuration key of ``path``, for messages.
 
     Raises:
         UserError: there is no such folder or hub model, config.json cannot be read, the family is
             unknown, the model is a critic or a reward model, or weights are missing.
     """
-    checked = _checked(path, trust_remote_code, load_weight=load_weight, key=key)
+    checked = _found(path, trust_remote_code, fetches_weights=fetches_weights, key=key)
     config = checked.decoder_config
     if config is not None and config.has_value_head:
         raise UserError(
@@ -86,11 +95,19 @@ def check_folder(
             "language-model head",
             remedy="Use a causal language model.",
         )
+    if load_weight:
+        _require_weights(checked, fetches_weights or is_local(path))
     return checked
 
 
 def check_critic_folder(
-    path: str, *, seed: int, trust_remote_code: bool = False, load_weight: bool = True, key: str
+    path: str,
+    *,
+    seed: int,
+    trust_remote_code: bool = False,
+    load_weight: bool = True,
+    fetches_weights: bool = True,
+    key: str,
 ) -> ModelFolder:
     """Find and check the folder of a critic, as ``check_folder`` does for a language model.
 
@@ -103,28 +120,33 @@ def check_critic_folder(
     Raises:
         UserError: see ``check_folder``; or our decoder does not support the model.
     """
-    checked = _checked(path, trust_remote_code, load_weight=load_weight, key=key)
-    if _own_config(checked, "a critic").has_value_head:
-        return checked
-    hf_config = critic_config(checked.hf_config)
-    return replace(
-        checked,
-        hf_config=hf_config,
-        decoder_config=decoder_config(hf_config),
-        value_head_seed=seed,
-    )
+    checked = _found(path, trust_remote_code, fetches_weights=fetches_weights, key=key)
+    if not _own_config(checked, "a critic").has_value_head:
+        hf_config = critic_config(checked.hf_config)
+        checked = replace(
+            checked,
+            hf_config=hf_config,
+            decoder_config=decoder_config(hf_config),
+            value_head_seed=seed,
+        )
+    if load_weight:
+        _require_weights(checked, fetches_weights or is_local(path))
+    return checked
 
 
-def check_reward_folder(path: str, *, trust_remote_code: bool = False, key: str) -> ModelFolder:
+def check_reward_folder(
+    path: str, *, trust_remote_code: bool = False, fetches_weights: bool = True, key: str
+) -> ModelFolder:
     """Find and check the folder of a reward model, as ``check_folder`` does for a language model.
 
     Raises:
         UserError: see ``check_folder``; or our decoder does not support the model, or it has no
             value head.
     """
-    checked = _checked(path, trust_remote_code, load_weight=True, key=key)
+    checked = _found(path, trust_remote_code, fetches_weights=fetches_weights, key=key)
     _own_config(checked, "a reward model")
     require_value_head(checked.hf_config, key=key, path=str(checked.path))
+    _require_weights(checked, fetches_weights or is_local(path))
     return checked
 
 
@@ -140,8 +162,14 @@ def _own_config(checked: ModelFolder, role: str) -> DecoderConfig:
     return checked.decoder_config
 
 
-def _checked(path: str, trust_remote_code: bool, *, load_weight: bool, key: str) -> ModelFolder:
-    folder = resolve_folder(path, key=key)
+def is_local(path: str) -> bool:
+    """Return whether a path is a folder of this host, not a name on the hub."""
+    return bool(path) and Path(path).expanduser().is_dir()
+
+
+def _found(path: str, trust_remote_code: bool, *, fetches_weights: bool, key: str) -> ModelFolder:
+    """Return the folder of a model of a known family; its weights are not checked."""
+    folder = resolve_folder(path, key=key, fetches_weights=fetches_weights)
     hf_config = read_config(folder, key=key)
     own_config = decoder_config(hf_config)
     if own_config is None:
@@ -152,9 +180,28 @@ def _checked(path: str, trust_remote_code: bool, *, load_weight: bool, key: str)
             is_known=is_known_family(hf_config["model_type"]),
             trust_remote_code=trust_remote_code,
         )
-    if load_weight and (own_config is not None or not _has_any(folder, _OTHER_WEIGHTS)):
-        weight_files(folder, key=key)
+        require_causal(hf_config, key=key, path=str(folder))
     return ModelFolder(folder, hf_config, own_config, trust_remote_code, key=key)
+
+
+def _require_weights(folder: ModelFolder, are_all_here: bool) -> None:
+    """Check the weights of a folder; if some may still be on the hub, only those that are here."""
+    if not (are_all_here or _has_weights(folder.path)):
+        return
+    if folder.decoder_config is not None:
+        check_weights(_config_of_files(folder), folder.path, key=folder.key)
+    elif not _has_any(folder.path, TORCH_FILES):
+        weight_files(folder.path, key=folder.key)
+
+
+def _config_of_files(folder: ModelFolder) -> DecoderConfig:
+    """Return the decoder whose tensors the folder has."""
+    config = folder.decoder_config
+    assert config is not None, "transformers' models are not compared with files"
+    if folder.value_head_seed is None:
+        return config
+    # Expect the critic's weights without a head, as in a language model with a tied head.
+    return replace(config, has_value_head=False, tie_embeddings=True)
 
 
 def open_model(
@@ -222,14 +269,7 @@ def open_part(
 def require_decoder(folder: ModelFolder, *, key: str = KEY) -> None:
     """Raise UserError unless our decoder computes the model, as sharding requires."""
     if folder.decoder_config is None:
-        model_type = folder.hf_config["model_type"]
-        raise UserError(
-            key,
-            str(folder.path),
-            rule=f"a model of type {model_type!r} cannot be sharded over several devices",
-            remedy="Set trainer.nnodes=1 and trainer.n_gpus_per_node=1, or use a model of "
-            f"{', '.join(FAMILIES)}.",
-        )
+        raise not_shardable(folder.hf_config["model_type"], key=key, path=str(folder.path))
 
 
 def fill_slices(
@@ -245,26 +285,27 @@ def fill_slices(
         head = [held for held in slices if held.spec.name in _HEAD]
         draw_slices(config, head, seed=folder.value_head_seed, names=_HEAD)
         slices = [held for held in slices if held.spec.name not in _HEAD]
-        # Expect the critic's weights without a head, as in a language model with a tied head.
-        config = replace(config, has_value_head=False, tie_embeddings=True)
-    load_slices(config, folder.path, slices=slices, key=folder.key)
+    load_slices(_config_of_files(folder), folder.path, slices=slices, key=folder.key)
 
 
-def resolve_folder(path: str, *, key: str = KEY) -> Path:
+def resolve_folder(path: str, *, key: str = KEY, fetches_weights: bool = True) -> Path:
     """Return the local folder of a model; download it if it is not on this host.
+
+    Args:
+        fetches_weights: whether its weights are downloaded too.
 
     Raises:
         UserError: there is neither such a folder nor such a model on the hub, or the hub cannot be
             reached.
     """
-    folder = Path(path).expanduser()
-    if path and folder.is_dir():
-        return folder
+    if is_local(path):
+        return Path(path).expanduser()
     try:
         validate_repo_id(path)
     except HFValidationError as error:
         raise UserError(key, path, rule="no such folder", remedy="Check the path.") from error
-    return _cached(path) or _fetch(path, key)
+    wanted = [name for name in _DOWNLOADED if fetches_weights or name != _WEIGHTS]
+    return _cached(path) or _fetch(path, key, files=wanted)
 
 
 def _cached(path: str) -> Path | None:
@@ -273,15 +314,18 @@ def _cached(path: str) -> Path | None:
         folder = Path(snapshot_download(path, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
-    has_weights = any(folder.glob("*.safetensors")) or _has_any(folder, _OTHER_WEIGHTS)
-    return folder if has_weights else None
+    return folder if _has_weights(folder) else None
 
 
-def _fetch(path: str, key: str) -> Path:
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob(_WEIGHTS)) or _has_any(folder, TORCH_FILES)
+
+
+def _fetch(path: str, key: str, *, files: list[str]) -> Path:
     try:
         # This request fails quickly. A download from an unreachable hub retries for 30 s.
         model_info(path, timeout=10)
-        return Path(snapshot_download(path, allow_patterns=list(_DOWNLOADED)))
+        return Path(snapshot_download(path, allow_patterns=files))
     except (OSError, ValueError, HTTPError) as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(

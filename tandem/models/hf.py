@@ -11,6 +11,7 @@ Shapes: T packed tokens, B rows, M padded tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,27 @@ _PROBE_IDS = (1, 2, 0, 3)
 def is_known_family(model_type: str) -> bool:
     """Return whether transformers has a config class for this ``model_type``."""
     return model_type in transformers.CONFIG_MAPPING
+
+
+def require_causal(hf_config: Mapping[str, Any], *, key: str, path: str) -> None:
+    """Raise UserError if config.json names no class of a causal language model.
+
+    A model without ``architectures``, or with code of its own, is judged when it is loaded.
+    """
+    named = hf_config.get("architectures") or ()
+    if not named or "auto_map" in hf_config:
+        return
+    settings = transformers.CONFIG_MAPPING[hf_config["model_type"]]
+    known: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(settings, ())
+    classes = known if isinstance(known, tuple) else (known,)
+    if any(one.__name__ in named for one in classes):
+        return
+    raise UserError(
+        key,
+        path,
+        rule=f"{named[0]} (architectures in config.json) is not a causal language model of text",
+        remedy="Use a model whose class ends in ForCausalLM; models of images are not built yet.",
+    )
 
 
 class TransformersModel:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.models.decoder import Decoder, DecoderConfig, Granularity
+from tandem.models.logprob import squared_probabilities
 from tandem.models.operators import Operators, upload
 from tandem.models.parallel import (
     WHOLE,
@@ -222,10 +223,12 @@ class TokenScores:
     Attributes:
         score_R: the log-probs of a policy, or the values of the states before the tokens.
         entropy_R: the entropies of a policy, if requested.
+        squares_R: the sums of squared probabilities of a policy, without gradient, if requested.
     """
 
     score_R: Tensor
     entropy_R: Tensor | None
+    squares_R: Tensor | None = None
 
 
 def score_batch(
@@ -256,8 +259,11 @@ def score_batch(
         temperature=temperature,
         with_entropy=with_entropy,
     )
-    entropy_N = scores.entropy_R
-    return TokenScores(
-        gather_responses(scores.logp_R, own),
-        None if entropy_N is None else gather_responses(entropy_N, own),
+    squares_N = None
+    if batch.with_squares:
+        squares_N = squared_probabilities(h_ND, model.lm_head_weight, temperature=temperature)
+    extras = (
+        None if column_N is None else gather_responses(column_N, own)
+        for column_N in (scores.entropy_R, squares_N)
     )
+    return TokenScores(gather_responses(scores.logp_R, own), *extras)

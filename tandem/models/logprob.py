@@ -54,6 +54,19 @@ def token_log_probs(
     return TokenLogProbs(logp_R, entropy_R if with_entropy else None)
 
 
+@torch.no_grad()
+def squared_probabilities(
+    h_RD: Tensor, weight_VD: Tensor, *, temperature: float, chunk_bytes: int = CHUNK_BYTES
+) -> Tensor:
+    """Return the sums of the squared probabilities of softmax(h W^T / temperature), fp32 (R,)."""
+    rows = max(1, chunk_bytes // (4 * weight_VD.shape[0]))
+    softmaxes = (
+        _softmax(h_CD, weight_VD, temperature=max(temperature, 1e-8))[1]
+        for h_CD in h_RD.split(rows)
+    )
+    return torch.cat([prob_CV.square_().sum(-1) for prob_CV in softmaxes])
+
+
 @dataclass(frozen=True)
 class _Settings:
     temperature: float

@@ -46,6 +46,11 @@ COMPANION_FILES = (
 )
 """The files of a model folder that training does not change."""
 
+ADAPTER_FILE = "adapter_config.json"
+TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""The names of weights in torch's own format, which only transformers' modelling code reads."""
+_LFS_POINTER = b"version https://git-lfs"
+
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
 """The suffix of tensors in old files that config.json determines."""
 
@@ -76,9 +81,29 @@ def weight_files(folder: Path, *, key: str = KEY) -> list[Path]:
         names = {WEIGHTS_FILE}
     files = [folder / name for name in sorted(names)]
     missing = [file.name for file in files if not file.is_file()]
+    torch_files = [name for name in TORCH_FILES if (folder / name).is_file()]
+    if missing and torch_files:
+        rule = f"the folder has no {missing[0]}, only weights in torch's format ({torch_files[0]})"
+        raise _error(
+            folder,
+            rule,
+            key=key,
+            remedy='Convert them: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}').save_pretrained('NEW_FOLDER')\", and copy the "
+            "tokenizer files into NEW_FOLDER.",
+        )
     if missing:
         raise _error(folder, f"the folder has no {missing[0]}", key=key)
     return files
+
+
+def check_weights(config: DecoderConfig, folder: Path, *, key: str = KEY) -> None:
+    """Compare names and shapes of a folder's tensors with the decoder's; read no weights.
+
+    Raises:
+        UserError: see ``load_weights``.
+    """
+    _check_tensors(folder, weight_files(folder, key=key), expected=_file_shapes(config), key=key)
 
 
 def file_tensors(config: DecoderConfig) -> Iterator[FileTensor]:
@@ -227,6 +252,10 @@ def convert_folder(source: Path, folder: Path, *, dtype: str | None = None) -> N
 def read_config(folder: Path, *, key: str = KEY) -> dict[str, Any]:
     """Read config.json. Raise UserError if it is missing or has no model_type."""
     file = folder / "config.json"
+    if not file.is_file() and (folder / ADAPTER_FILE).is_file():
+        rule = f"it is an adapter such as LoRA ({ADAPTER_FILE}), not a whole model"
+        remedy = f"Merge it into {_base_of(folder)} (peft: merge_and_unload) and use the result."
+        raise _error(folder, rule, key=key, remedy=remedy)
     if not file.is_file():
         raise _error(folder, "the folder has no config.json", key=key)
     try:
@@ -236,6 +265,16 @@ def read_config(folder: Path, *, key: str = KEY) -> dict[str, Any]:
     if not isinstance(hf_config, dict) or not isinstance(hf_config.get("model_type"), str):
         raise _error(folder, "config.json must have a model_type", key=key)
     return hf_config
+
+
+def _base_of(folder: Path) -> str:
+    """Return the name of the model that an adapter belongs to."""
+    try:
+        content = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        content = {}
+    named = content.get("base_model_name_or_path") if isinstance(content, dict) else None
+    return str(named or "its base model")
 
 
 def write_config(hf_config: Mapping[str, Any], folder: Path, *, dtype: torch.dtype | None) -> None:
@@ -326,7 +365,7 @@ def _check_tensors(
             with safe_open(file, framework="pt") as tensors:
                 shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise _error(folder, f"{file.name} cannot be read ({error})", key=key) from error
+            raise _unreadable(file, error, key=key) from error
     for name, shape in expected.items():
         if name not in shapes:
             raise _error(folder, f"tensor {name!r} is missing from the weights", key=key)
@@ -373,11 +412,20 @@ def _write_json(content: Mapping[str, Any], path: Path) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _error(folder: Path, rule: str, *, key: str) -> UserError:
-    return UserError(
-        key,
-        str(folder),
-        rule=rule,
-        remedy="Use a complete Hugging Face folder with safetensors weights that match its "
-        "config.json.",
-    )
+def _unreadable(file: Path, error: Exception, *, key: str) -> UserError:
+    with file.open("rb") as content:
+        is_pointer = content.read(len(_LFS_POINTER)) == _LFS_POINTER
+    if not is_pointer:
+        return _error(file.parent, f"{file.name} cannot be read ({error})", key=key)
+    rule = f"{file.name} is a pointer of Git LFS, not the weights themselves"
+    remedy = "Run git lfs pull in the folder, or download the model: hf download NAME."
+    return _error(file.parent, rule, key=key, remedy=remedy)
+
+
+_WHOLE_FOLDER = (
+    "Use a complete Hugging Face folder with safetensors weights that match its config.json."
+)
+
+
+def _error(folder: Path, rule: str, *, key: str, remedy: str = _WHOLE_FOLDER) -> UserError:
+    return UserError(key, str(folder), rule=rule, remedy=remedy)

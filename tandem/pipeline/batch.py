@@ -6,8 +6,10 @@ Shapes: N sequences in the order of their groups, R drawn tokens in the order of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from tandem.algorithms.sequences import sum_by_sequence
 from tandem.data.packing import TrainSequence
-from tandem.types import Completion, Group, Prompt, RewardStatus, Trajectory
+from tandem.types import Completion, Group, Prompt, RewardOutcome, RewardStatus, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,14 @@ class Batch:
             the baseline's reward must have one too.
         greedy_scores_N: the scores of the greedy baselines, fp32, NaN for a failed one; None
             without baselines.
+        parts_N: the numbers that the reward gave beside the score, by name, fp32, NaN where a
+            sample has none of that name. ``score`` is the score before any shaping.
         rollout_logp_R: the log-probs under the policy that drew the tokens, fp32.
         lag_R: the number of weights versions between the one that drew a token and the one that is
             trained on it, int64.
         old_logp_R: the log-probs under the policy before its update, fp32; None before they are
-            computed, and if nothing reads them. The same holds for the next two.
+            computed, and if nothing reads them. The same holds for the next three.
+        squares_R: the sums of squared probabilities of that policy in the place of each token.
         ref_logp_R: the log-probs under the reference, fp32.
         values_R: the critic's values before its update, fp32.
         taken_s: when the batch was formed, in seconds by the clock of the run.
@@ -53,9 +58,11 @@ class Batch:
     scores_N: Tensor
     valid_N: Tensor
     greedy_scores_N: Tensor | None
+    parts_N: Mapping[str, Tensor]
     rollout_logp_R: Tensor
     lag_R: Tensor
     old_logp_R: Tensor | None = None
+    squares_R: Tensor | None = None
     ref_logp_R: Tensor | None = None
     values_R: Tensor | None = None
     taken_s: float = 0.0
@@ -102,6 +109,7 @@ def lay_out(groups: Sequence[Group], *, version: int = 0) -> Batch:
         scores_N=torch.tensor([sample.reward.score for _, sample in samples]),
         valid_N=valid_N,
         greedy_scores_N=greedy_scores_N,
+        parts_N=_parts([sample.reward for _, sample in samples]),
         rollout_logp_R=torch.as_tensor(np.concatenate(log_probs)),
         lag_R=_lags(completions, version),
     )
@@ -133,6 +141,12 @@ def _greedy_scores(groups: Sequence[Group]) -> Tensor | None:
         for _ in group.samples
     ]
     return torch.tensor(scores) if scores else None
+
+
+def _parts(rewards: Sequence[RewardOutcome]) -> dict[str, Tensor]:
+    numbers = [{"score": reward.score, **reward.extra} for reward in rewards]
+    names = dict.fromkeys(chain.from_iterable(numbers))
+    return {name: torch.tensor([row.get(name, math.nan) for row in numbers]) for name in names}
 
 
 def as_floats(values: Tensor) -> list[float]:

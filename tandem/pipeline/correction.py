@@ -21,10 +21,10 @@ from tandem.algorithms.off_policy import (
     Mismatch,
     Rejection,
     all_kept,
-    figures_by_lag,
     importance_weights,
     kept_tokens,
     lag_sums,
+    metrics_by_lag,
     monitored,
     normalized,
     raw_weights,
@@ -57,7 +57,10 @@ def correction_of(config: RunConfig) -> Correction | None:
     importance = None
     if config.importance_level is not None:
         importance = ImportanceSampling(
-            config.importance_level == "sequence", bounds.lower, bounds.upper
+            config.importance_level == "sequence",
+            bounds.lower,
+            bounds.upper,
+            in_survey=keys.bypass_mode and keys.rollout_is_batch_normalize,
         )
     rejections = tuple(Rejection(name, b.lower, b.upper) for name, b in keys.rejections)
     return Correction(importance, rejections, monitored_upper=bounds.upper)
@@ -83,29 +86,51 @@ def correct_batch(batch: Batch, config: RunConfig) -> CorrectedBatch | None:
         lag_R=batch.lag_R.clamp(0, max_lag),
         num_lags=max_lag + 1,
     )
-    metrics = figures_by_lag({name: value.item() for name, value in sums.items()})
+    metrics = metrics_by_lag({name: value.item() for name, value in sums.items()})
     metrics |= _mismatch_metrics(mismatch)
     weights_R = kept_R = None
     if correction.importance is not None:
         weights_R = importance_weights(mismatch, correction.importance)
-        metrics |= _extremes(weights_R, mismatch)
+        metrics |= _weight_metrics(weights_R, mismatch, sampling=correction.importance)
         if keys.rollout_is_batch_normalize:
-            by_sequence = correction.importance.by_sequence
-            weights_R = normalized(weights_R, mismatch, by_sequence=by_sequence)
+            applied_R, by_sequence = weights_R, correction.importance.by_sequence
+            weights_R = normalized(applied_R, mismatch, by_sequence=by_sequence)
+            factor = (applied_R.sum() / weights_R.sum()).item() if weights_R.any() else 1.0
+            metrics[f"{PREFIX}rollout_is_batch_norm_factor"] = factor
     if correction.rejections:
         kept_R = all_kept(mismatch, correction.rejections)
         metrics |= _rejection_metrics(mismatch, correction.rejections)
     return CorrectedBatch(weights_R, kept_R, metrics)
 
 
-def _extremes(weights_R: Tensor, mismatch: Mismatch) -> dict[str, float]:
-    counted_R = weights_R[mismatch.counts() > 0]
-    if len(counted_R) == 0:
+def _weight_metrics(
+    weights_R: Tensor, mismatch: Mismatch, *, sampling: ImportanceSampling
+) -> dict[str, float]:
+    """Return the extremes of the weights, and statistics of their means over sequences.
+
+    As in verl, the extremes are those of the applied weights of tokens, and of the raw weights of
+    sequences.
+    """
+    counts_R = mismatch.counts()
+    has_tokens_N = mismatch.sum(counts_R) > 0
+    if not has_tokens_N.any():
         return {}
-    return {
-        f"{PREFIX}rollout_is_max": counted_R.max().item(),
-        f"{PREFIX}rollout_is_min": counted_R.min().item(),
+    raw_R = raw_weights(mismatch, by_sequence=sampling.by_sequence)
+    extreme_R = (raw_R if sampling.by_sequence else weights_R)[counts_R > 0]
+    mean_N, raw_N = (mismatch.mean(x_R)[has_tokens_N] for x_R in (weights_R, raw_R))
+    lower = 1 / sampling.upper if sampling.lower is None else sampling.lower
+    values = {
+        "max": extreme_R.max(),
+        "min": extreme_R.min(),
+        "seq_mean": mean_N.mean(),
+        "seq_std": mean_N.std() if len(mean_N) > 1 else torch.zeros(()),
+        "seq_max": mean_N.max(),
+        "seq_min": mean_N.min(),
+        "seq_max_deviation": (mean_N - 1).abs().max(),
+        "seq_fraction_high": (raw_N > sampling.upper).float().mean(),
+        "seq_fraction_low": (raw_N < lower).float().mean(),
     }
+    return {f"{PREFIX}rollout_is_{name}": value.item() for name, value in values.items()}
 
 
 def _mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
@@ -123,9 +148,13 @@ def _mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
     sum_N = mismatch.sum(mismatch.log_ratio())[has_tokens_N]
     values = {
         "training_ppl": training_N.exp().mean(),
+        "training_log_ppl": training_N.mean(),
         "rollout_ppl": rollout_N.exp().mean(),
+        "rollout_log_ppl": rollout_N.mean(),
         "log_ppl_diff": difference_N.mean(),
         "log_ppl_abs_diff": difference_N.abs().mean(),
+        "log_ppl_diff_max": difference_N.max(),
+        "log_ppl_diff_min": difference_N.min(),
         "ppl_ratio": difference_N.exp().mean(),
         "chi2_token": (square_R * counts_R).sum() / counts_R.sum() - 1,
         "chi2_seq": (2 * sum_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).exp().mean() - 1,

@@ -36,8 +36,8 @@ class Experience:
         batch: the batch, whose statistics cover all R drawn tokens.
         sequences: the N sequences, whose loss masks leave out rejected tokens.
         columns: the inputs of the loss for each loss token, (L,).
-        counted_N: whether a sequence counts in the denominators of the loss, bool.
-        computed_N: whether a sequence goes through the model, bool; implies ``counted_N``.
+        computed_N: whether a sequence goes through the model, bool. Every sequence whose reward has
+            a value counts in the denominators of the loss, with all its drawn tokens.
         kept_R: whether rejection keeps a token, bool; None without rejection.
         advantages_R: the advantages, fp32.
         returns_R: the returns, which a critic learns, fp32.
@@ -49,7 +49,6 @@ class Experience:
     batch: Batch
     sequences: Sequence[TrainSequence]
     columns: LossColumns
-    counted_N: Tensor
     computed_N: Tensor
     kept_R: Tensor | None
     advantages_R: Tensor
@@ -76,6 +75,8 @@ def assign_credit(batch: Batch, *, config: RunConfig, controller: KlController) 
         token_rewards_R = penalise_rewards(
             token_rewards_R, kl_R, coefficient=controller.coefficient
         )
+    corrected = correct_batch(batch, config)
+    weights_R = None if corrected is None else corrected.weights_R
     inputs = AdvantageInputs(
         token_rewards_R=token_rewards_R,
         sequence_R=batch.sequence_R,
@@ -84,16 +85,19 @@ def assign_credit(batch: Batch, *, config: RunConfig, controller: KlController) 
         valid_N=batch.valid_N,
         values_R=batch.values_R,
         greedy_scores_N=batch.greedy_scores_N,
+        parts_N=batch.parts_N,
+        old_logp_R=batch.old_logp_R,
+        squares_R=batch.squares_R,
+        weights_R=weights_R,
     )
     advantages = estimate_advantages(inputs, algorithm)
-    corrected = correct_batch(batch, config)
     max_lag = config.trainer.max_lag
     compares = config.compares_policies
     columns = LossColumns(
         advantages_R=advantages.advantages_R,
         old_logp_R=batch.old_logp_R,
         ref_logp_R=batch.ref_logp_R,
-        weights_R=None if corrected is None else corrected.weights_R,
+        weights_R=weights_R,
         rollout_logp_R=batch.rollout_logp_R if compares and corrected is None else None,
         lag_R=batch.lag_R.clamp(0, max_lag) if compares and max_lag > 0 else None,
     )
@@ -101,7 +105,6 @@ def assign_credit(batch: Batch, *, config: RunConfig, controller: KlController) 
         batch=batch,
         sequences=batch.sequences,
         columns=columns,
-        counted_N=batch.valid_N,
         computed_N=_computed(batch, advantages.advantages_R, config=config),
         kept_R=None,
         advantages_R=advantages.advantages_R,
@@ -118,13 +121,16 @@ def assign_credit(batch: Batch, *, config: RunConfig, controller: KlController) 
 def _computed(batch: Batch, advantages_R: Tensor, *, config: RunConfig) -> Tensor:
     """Return which sequences the policy computes, bool (N,).
 
-    Without an entropy or KL term, a sequence with advantage 0 has no gradient and is skipped. If
-    all sequences are such, all are computed, so that there are metrics and divergence is detected.
+    Unless an entropy or KL term or the loss itself moves it, a sequence with advantage 0 has no
+    gradient and is skipped. If all sequences are such, all are computed, so that there are metrics
+    and divergence is detected.
     """
     actor = config.actor_rollout_ref.actor
     active_N = batch.valid_N & (batch.sum_tokens(advantages_R.abs()) > 0)
-    has_other_terms = actor.entropy_coeff != 0 or actor.use_kl_loss
-    return batch.valid_N if has_other_terms or not active_N.any() else active_N
+    moves_all = (
+        actor.entropy_coeff != 0 or actor.use_kl_loss or actor.policy_loss.traits.computes_all
+    )
+    return batch.valid_N if moves_all or not active_N.any() else active_N
 
 
 def _without_rejected(experience: Experience, kept_R: Tensor) -> Experience:
@@ -138,7 +144,6 @@ def _without_rejected(experience: Experience, kept_R: Tensor) -> Experience:
             replace(row, loss_mask=mask) for row, mask in zip(batch.sequences, masks, strict=True)
         ],
         columns=experience.columns.map(lambda column_R: column_R[kept_R]),
-        counted_N=experience.counted_N & remains_N,
         computed_N=experience.computed_N & remains_N,
         kept_R=kept_R,
     )

@@ -10,7 +10,9 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 
+from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
+from tandem.rewards.log import REWARD_LOG_FILE
 from tandem.types import Group, RewardOutcome, RewardStatus, UpdateReport
 
 logger = logging.getLogger(__name__)
@@ -18,8 +20,8 @@ logger = logging.getLogger(__name__)
 MAX_STEPS_WITHOUT_UPDATE = 5
 """The number of training steps in a row without an optimizer step that ends the run."""
 
-MAX_STEPS_WITHOUT_REWARD = 5
-"""The number of failed rewards in a row that ends the run, in training steps."""
+MAX_STEPS_OF_FAILURES = 3
+"""The number of training steps in a row with more failed rewards than others that ends the run."""
 
 GENERATION_FAILED = RewardOutcome(
     RewardStatus.ERROR, math.nan, detail="the generation failed: its logits are not finite"
@@ -77,43 +79,61 @@ def require_fresh(groups: Sequence[Group], *, version: int, max_lag: int) -> Non
 
 
 class RewardGuard:
-    """A guard that ends a run whose rewards all fail, because it would learn nothing.
+    """A guard that ends a run whose rewards fail, because it would learn nothing.
+
+    Rewards count in the order in which they are computed, ``size`` of them as a training step.
 
     Args:
-        limit: the number of failures in a row that ends the run.
-        path: ``custom_reward_function.path``, for the message.
-        learning_rate: the policy's, for the message if generations failed.
+        size: the number of rewards of a training step.
+        config: the configuration, for the message.
     """
 
-    def __init__(self, limit: int, *, path: str | None, learning_rate: float) -> None:
-        self._limit = limit
-        self._path = path
-        self._learning_rate = learning_rate
-        self._num_failures = 0
+    def __init__(self, size: int, *, config: RunConfig) -> None:
+        self._size = size
+        self._config = config
+        self._num_in_a_row = 0
+        self._num_counted = self._num_failed = 0
+        self._num_bad_steps = 0
+        self._latest: RewardOutcome | None = None
 
     def check(self, outcomes: Iterable[RewardOutcome]) -> None:
-        """Count outcomes. Raise UserError if the last ``limit`` of them all failed."""
+        """Count outcomes. Raise UserError if every reward of a step failed, or more than half of
+        the rewards in each of ``MAX_STEPS_OF_FAILURES`` steps in a row.
+        """
         for outcome in outcomes:
             failed = outcome.status in _FAILED
-            self._num_failures = self._num_failures + 1 if failed else 0
-            if self._num_failures >= self._limit:
-                raise self._error(outcome)
+            self._latest = outcome if failed else self._latest
+            self._num_in_a_row = self._num_in_a_row + 1 if failed else 0
+            if self._num_in_a_row >= self._size:
+                raise self._error(f"the last {self._size} rewards all failed")
+            self._num_counted += 1
+            self._num_failed += failed
+            if self._num_counted < self._size:
+                continue
+            is_bad = 2 * self._num_failed > self._size
+            self._num_bad_steps = self._num_bad_steps + 1 if is_bad else 0
+            self._num_counted = self._num_failed = 0
+            if self._num_bad_steps >= MAX_STEPS_OF_FAILURES:
+                steps = f"each of {self._num_bad_steps} steps in a row"
+                raise self._error(f"more than half of the rewards failed in {steps}")
 
-    def _error(self, latest: RewardOutcome) -> UserError:
+    def _error(self, fault: str) -> UserError:
+        config, latest = self._config, self._latest
+        assert latest is not None, "a reward has failed"
         if latest is GENERATION_FAILED:
             return UserError(
                 "actor_rollout_ref.actor.optim.lr",
-                self._learning_rate,
-                rule=f"none of the last {self._limit} samples counts, because logits were not "
-                "finite",
+                config.actor_rollout_ref.actor.optim.lr,
+                rule=f"{fault}, because logits were not finite",
                 remedy="Lower it, or find another cause of the policy's divergence.",
             )
-        return UserError(
-            "custom_reward_function.path",
-            self._path,
-            rule=f"the last {self._limit} rewards all failed, the latest: {latest.detail}",
-            remedy="Repair the reward function, or install what it needs.",
-        )
+        log = config.trainer.run_folder / REWARD_LOG_FILE
+        remedy = f"The traceback is in {log}. Repair the reward function, or install what it needs."
+        rule = f"{fault}, the latest: {latest.detail}"
+        functions = config.custom_reward_function.path
+        if not functions:
+            return UserError("data_source", rule=rule, remedy=remedy)
+        return UserError("custom_reward_function.path", functions, rule=rule, remedy=remedy)
 
 
 class DivergenceGuard:

@@ -21,6 +21,7 @@ from pathlib import Path
 from tandem.algorithms.kl import AdaptiveKl, FixedKl, KlController, next_kl_controller
 from tandem.checkpoint.store import Checkpoint
 from tandem.config.schema.run import RunConfig
+from tandem.metrics.learning import LearningWatch
 from tandem.metrics.records import dump_samples
 from tandem.metrics.reduction import update_metrics
 from tandem.metrics.timers import Timers
@@ -62,6 +63,7 @@ class Pipeline:
         self._critic_divergence = DivergenceGuard(
             "critic.optim.lr", context.config.critic.optim.lr, model="critic"
         )
+        self._learning = LearningWatch(context.config)
         self._metrics: dict[str, float] = {}
         self._recording: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -104,7 +106,11 @@ class Pipeline:
             await self._tasks.abandon()
 
     async def run(self) -> RunSummary:
-        """Train to the end of the schedule or of the data, or until ``stop``."""
+        """Train to the end of the schedule or of the data, or until ``stop``.
+
+        Raises:
+            UserError: the rewards failed. The last step has been saved.
+        """
         async with asyncio.TaskGroup() as group:
             tasks = RunTasks(self._context, self._buffer, group=group, step=self._step)
             self._tasks = tasks
@@ -114,6 +120,8 @@ class Pipeline:
             await self._train(tasks)
             await self._flush_records()
             tasks.close()
+        if tasks.producer.failure is not None:
+            raise tasks.producer.failure
         return RunSummary(self._step, self._stopping, tasks.validator.metrics)
 
     async def _validate_before_training(self, tasks: RunTasks) -> None:
@@ -180,6 +188,7 @@ class Pipeline:
         updated = await updating
         self._step += 1
         warn_of_failed_rewards(groups, f"step {self._step}")
+        self._learning.observe(self._step, described)
         self._context.source.mark_trained([group.prompt.uid for group in groups])
         self._context.source.mark_dropped(dropped)
         await self._publish_weights(tasks)
@@ -308,7 +317,12 @@ class Pipeline:
             await recording
 
     async def _finish(self, tasks: RunTasks) -> None:
-        """Validate and save after the last step if the data ended before the schedule."""
+        """Validate and save after the last step if the data ended before the schedule.
+
+        If the rewards failed, save the last step as at a stop.
+        """
+        if tasks.producer.failure is not None:
+            await self.stop()
         schedule = self._context.schedule
         early = self._step < schedule.total_training_steps
         if early and not self._stopping:
@@ -322,7 +336,7 @@ class Pipeline:
             if self._step != self._validated_step and schedule.test_freq > 0:
                 await self._log(tasks, validates=True)
             await self._flush_records()
-        wants_save = self._stopping or (early and self._config.trainer.save_freq > 0)
+        wants_save = self._stopping or (early and schedule.saves_at_end)
         if wants_save and self._step > 0 and self._saved_step != self._step:
             await self._save()
 

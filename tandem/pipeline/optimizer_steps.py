@@ -9,7 +9,8 @@ depend on them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,17 @@ from tandem.pipeline.context import RunContext
 from tandem.pipeline.experience import Experience
 from tandem.pipeline.microbatches import MicrobatchLimits, microbatch_limits
 from tandem.types import LossScale, UpdateReport
+
+
+class Survey(Protocol):
+    """A function that completes the columns of a mini-batch under the current weights.
+
+    ``members`` are the sequences of the mini-batch; ``number`` steps were taken on this batch.
+    """
+
+    async def __call__(
+        self, experience: Experience, *, members: Sequence[int], number: int
+    ) -> Experience: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +69,18 @@ async def score_sequences(
     sequences: Sequence[TrainSequence],
     limits: MicrobatchLimits,
     temperature: float = 1.0,
+    with_squares: bool = False,
 ) -> Tensor:
-    """Return a model's score of each loss token in the order of the sequences, fp32.
+    """Return a model's score of each loss token in the order of the sequences, fp32 (R,).
 
-    The score is a log-prob for a policy, and a value for a critic or a reward model.
+    The score is a log-prob for a policy, and a value for a critic or a reward model. With
+    ``with_squares`` the result is (R, 2); see ``PackedBatch``.
     """
 
     async def score(plan: Plan) -> Tensor:
         batches = pack_microbatches(sequences, plan)
+        if with_squares:
+            batches = [replace(batch, with_squares=True) for batch in batches]
         columns = await context.runtime.call(engine.score, batches, temperature)
         return in_sequence_order(columns, sequences=sequences, plan=plan)
 
@@ -80,25 +96,31 @@ async def take_steps(
     limits: MicrobatchLimits,
     settings: ActorConfig | CriticConfig,
     temperature: float = 1.0,
+    survey: Survey | None = None,
 ) -> list[OptimizerStep]:
     """Take all optimizer steps of one model on one batch, in order.
 
     Args:
         settings: the model's section, which determines the mini-batches.
+        survey: completes the columns of each mini-batch, if the loss depends on all of it.
     """
     num_sequences = len(experience.sequences)
     size = settings.ppo_mini_batch_size * context.config.actor_rollout_ref.rollout.n
     seed = settings.data_loader_seed if settings.shuffle else None
-    is_counted, is_computed = as_bools(experience.counted_N), as_bools(experience.computed_N)
+    is_counted, is_computed = as_bools(experience.batch.valid_N), as_bools(experience.computed_N)
     steps: list[OptimizerStep] = []
     for epoch in range(settings.ppo_epochs):
         order = _sequence_order(num_sequences, seed, epoch=epoch)
         for start in range(0, num_sequences, size):
             chosen = order[start : start + size]
+            counted = [i for i in chosen if is_counted[i]]
+            current = experience
+            if survey is not None:
+                current = await survey(experience, members=counted, number=len(steps))
             step = _take_step(
                 context,
-                experience,
-                counted=[i for i in chosen if is_counted[i]],
+                current,
+                counted=counted,
                 computed=[i for i in chosen if is_computed[i]],
                 engine=engine,
                 loss=loss,
@@ -121,8 +143,8 @@ async def _take_step(
     limits: MicrobatchLimits,
     temperature: float,
 ) -> OptimizerStep:
-    sequences = experience.sequences
-    num_tokens = sum(sequences[i].num_loss_tokens for i in counted)
+    sequences, drawn = experience.sequences, experience.batch.sequences
+    num_tokens = sum(drawn[i].num_loss_tokens for i in counted)
     num_computed = sum(sequences[i].num_loss_tokens for i in computed)
     scale = LossScale(num_tokens=max(num_tokens, 1), num_sequences=max(len(counted), 1))
 

@@ -2,19 +2,20 @@
 """The phases of a training step that compute the policy, the reference and the critic.
 
 Each model first scores the batch, then the models in training take optimizer steps on it. The
-policy leaves out sequences that cannot move its loss (no reward, or advantage 0 without entropy and
-KL term); they still count in the denominators, so that the gradient is the same. The critic
+policy leaves out sequences that cannot move its loss (no reward, or advantage 0 if no other term
+moves them); they still count in the denominators, so that the gradient is the same. The critic
 computes every sequence whose reward has a value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
-from tandem.algorithms.off_policy import figures_by_lag
+from tandem.algorithms.off_policy import metrics_by_lag
 from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.algorithms.value_loss import ValueLoss
 from tandem.config.derived.microbatches import CRITIC_VALUES
@@ -26,10 +27,16 @@ from tandem.pipeline.context import RunContext
 from tandem.pipeline.correction import correction_of
 from tandem.pipeline.experience import Experience
 from tandem.pipeline.optimizer_steps import OptimizerStep, limits_of, score_sequences, take_steps
+from tandem.pipeline.survey import survey
 from tandem.types import LossColumns, UpdateReport
 
-MEANS_OVER_COMPUTED_TOKENS = ("actor/entropy", "actor/ppo_kl")
-"""The metrics to which skipped sequences would have contributed: means over computed tokens."""
+MEANS_OVER_COMPUTED_TOKENS = (
+    "actor/entropy",
+    "actor/ppo_kl",
+    "critic/vf_clipfrac",
+    "critic/vpred_mean",
+)
+"""The metrics to which skipped or rejected tokens would have contributed: means over the others."""
 
 COMPUTED_SHARE = "actor/computed_sequences/share"
 """The share of the sequences with a reward that the model computed; those means cover them."""
@@ -38,23 +45,37 @@ ZERO_WITHOUT_SEQUENCES: tuple[str, ...] = ("actor/loss", "actor/pg_loss", "actor
 """The metrics that are 0 if every sequence of a mini-batch was skipped."""
 
 
-async def score_with_policy(context: RunContext, batch: Batch) -> Tensor | None:
-    """Return the old log-probs, fp32 (R,); None if nothing reads them.
+@dataclass(frozen=True, slots=True)
+class PolicyScores:
+    """The scores of a batch under the policy before its update, fp32 (R,); None if nothing reads
+    them.
 
-    With ``bypass_mode`` they are the log-probs of the rollout.
+    Attributes:
+        old_logp_R: the log-probs. With ``bypass_mode`` they are those of the rollout.
+        squares_R: the sums of squared probabilities.
     """
+
+    old_logp_R: Tensor | None
+    squares_R: Tensor | None = None
+
+
+async def score_with_policy(context: RunContext, batch: Batch) -> PolicyScores:
+    """Return the scores of the policy before its update."""
     config = context.config
     if config.algorithm.rollout_correction.bypass_mode:
-        return batch.rollout_logp_R
+        return PolicyScores(batch.rollout_logp_R)
     if not config.needs_old_log_probs:
-        return None
-    return await score_sequences(
+        return PolicyScores(None)
+    with_squares = config.algorithm.estimator.needs_squares
+    scores = await score_sequences(
         context,
         context.engines.scorer,
         sequences=batch.sequences,
         limits=limits_of(context, "logp"),
         temperature=config.actor_rollout_ref.rollout.temperature,
+        with_squares=with_squares,
     )
+    return PolicyScores(*scores.unbind(1)) if with_squares else PolicyScores(scores)
 
 
 async def score_with_reference(context: RunContext, batch: Batch) -> Tensor | None:
@@ -84,15 +105,17 @@ async def update_policy(context: RunContext, experience: Experience) -> list[Upd
     """Take the policy's optimizer steps on one batch, in order."""
     config = context.config
     actor = config.actor_rollout_ref.actor
-    limits = limits_of(context, "actor-train")
+    limits, loss = limits_of(context, "actor-train"), policy_loss(config)
+
     steps = await take_steps(
         context,
         experience,
         engine=context.engines.train,
-        loss=policy_loss(config),
+        loss=loss,
         limits=limits,
         settings=actor,
         temperature=config.actor_rollout_ref.rollout.temperature,
+        survey=partial(survey, context, loss=loss) if config.surveys_mini_batches else None,
     )
     return [_report(step) for step in steps]
 
@@ -110,26 +133,20 @@ async def update_critic(context: RunContext, experience: Experience) -> list[Upd
         limits=limits,
         settings=config,
     )
-    return [step.report for step in steps]
+    return [
+        replace(step.report, metrics=_rescaled(step.report.metrics, step.rescale)) for step in steps
+    ]
 
 
 def policy_loss(config: RunConfig) -> PolicyLoss:
     """Return the configured loss of the policy."""
     actor = config.actor_rollout_ref.actor
-    correction = config.algorithm.rollout_correction
-    reinforces = correction.bypass_mode and correction.loss_type == "reinforce"
+    reinforces = config.algorithm.rollout_correction.reinforces
     return PolicyLoss(
         loss_mode="gpg" if reinforces else actor.policy_loss.loss_mode,
-        clip_ratio_low=actor.clip_low,
-        clip_ratio_high=actor.clip_high,
-        clip_ratio_c=actor.clip_ratio_c,
-        loss_agg_mode=actor.loss_agg_mode,
+        settings=actor,
         loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
-        entropy_coeff=actor.entropy_coeff,
         calculate_entropy=True,
-        use_kl_loss=actor.use_kl_loss,
-        kl_loss_coef=actor.kl_loss_coef,
-        kl_loss_type=actor.kl_loss_type,
         correction=correction_of(config),
         max_lag=config.trainer.max_lag,
     )
@@ -146,17 +163,21 @@ def value_loss(config: RunConfig) -> ValueLoss:
 
 
 def _for_critic(experience: Experience) -> Experience:
-    """Return the experience with the critic's columns and all counted sequences computed."""
-    assert experience.batch.values_R is not None, "the critic has scored the batch"
-    kept_R = experience.kept_R
+    """Return the experience with the critic's columns, and all sequences computed that have a
+    reward and a token that is not rejected.
+    """
+    batch, kept_R = experience.batch, experience.kept_R
+    assert batch.values_R is not None, "the critic has scored the batch"
     columns = LossColumns(
         advantages_R=experience.advantages_R,
-        values_R=experience.batch.values_R,
+        values_R=batch.values_R,
         returns_R=experience.returns_R,
     )
+    computed_N = batch.valid_N
     if kept_R is not None:
         columns = columns.map(lambda column_R: column_R[kept_R])
-    return replace(experience, columns=columns, computed_N=experience.counted_N)
+        computed_N = computed_N & (batch.sum_tokens(kept_R.float()) > 0)
+    return replace(experience, columns=columns, computed_N=computed_N)
 
 
 def _report(step: OptimizerStep) -> UpdateReport:
@@ -166,7 +187,7 @@ def _report(step: OptimizerStep) -> UpdateReport:
     if not num_computed:
         return replace(step.report, metrics=dict.fromkeys(ZERO_WITHOUT_SEQUENCES, 0.0) | share)
     metrics = {**step.report.metrics, **seqlen_metrics(step.lengths, step.shares)}
-    return replace(step.report, metrics=figures_by_lag(_rescaled(metrics, step.rescale)) | share)
+    return replace(step.report, metrics=metrics_by_lag(_rescaled(metrics, step.rescale)) | share)
 
 
 def _rescaled(metrics: Mapping[str, float], factor: float) -> dict[str, float]:

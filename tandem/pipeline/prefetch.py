@@ -19,7 +19,12 @@ from torch import Tensor
 from tandem.pipeline.batch import Batch, lay_out
 from tandem.pipeline.buffer import GroupBuffer
 from tandem.pipeline.context import RunContext
-from tandem.pipeline.phases import score_with_critic, score_with_policy, score_with_reference
+from tandem.pipeline.phases import (
+    PolicyScores,
+    score_with_critic,
+    score_with_policy,
+    score_with_reference,
+)
 from tandem.pipeline.reward_phase import score_with_reward_model
 from tandem.types import Group
 
@@ -45,12 +50,13 @@ async def prepare_batch(
         scored = passes.create_task(_scored_groups(context, groups))
         reference = passes.create_task(_ref_log_probs(context, batch))
         policy = passes.create_task(_old_log_probs(context, batch)) if ahead else None
-    old_logp_R, policy_s = (None, 0.0) if policy is None else policy.result()
+    policy_scores, policy_s = (PolicyScores(None), 0.0) if policy is None else policy.result()
     ref_logp_R, reference_s = reference.result()
     scored_groups, reward_s = scored.result()
     return replace(
         batch if scored_groups is groups else lay_out(scored_groups, version=version),
-        old_logp_R=old_logp_R,
+        old_logp_R=policy_scores.old_logp_R,
+        squares_R=policy_scores.squares_R,
         ref_logp_R=ref_logp_R,
         taken_s=taken_s,
         num_left=num_left,
@@ -65,12 +71,16 @@ async def finish_scoring(context: RunContext, batch: Batch) -> Batch:
     Updates change the critic, so its values are never computed ahead.
     """
     if not _scores_ahead(context):
-        old_logp_R, policy_s = await _old_log_probs(context, batch)
-        seconds = {**batch.seconds, "old_log_prob": policy_s}
-        batch = replace(batch, old_logp_R=old_logp_R, seconds=seconds)
+        scores, policy_s = await _old_log_probs(context, batch)
+        batch = replace(
+            batch,
+            old_logp_R=scores.old_logp_R,
+            squares_R=scores.squares_R,
+            seconds={**batch.seconds, "old_log_prob": policy_s},
+        )
     if context.engines.critic is not None:
-        scores = score_with_critic(context, batch)
-        values_R, values_s = await _timed(context, "actor-train", scores=scores, name="values")
+        values = score_with_critic(context, batch)
+        values_R, values_s = await _timed(context, "actor-train", scores=values, name="values")
         seconds = {**batch.seconds, "values": values_s}
         batch = replace(batch, values_R=values_R, seconds=seconds)
     return batch
@@ -82,7 +92,7 @@ def _scores_ahead(context: RunContext) -> bool:
     return context.engines.scorer is not context.engines.train and not in_turn
 
 
-async def _old_log_probs(context: RunContext, batch: Batch) -> tuple[Tensor | None, float]:
+async def _old_log_probs(context: RunContext, batch: Batch) -> tuple[PolicyScores, float]:
     if not context.config.needs_old_log_probs:
         return await score_with_policy(context, batch), 0.0
     return await _timed(context, "logp", scores=score_with_policy(context, batch))

@@ -21,7 +21,6 @@ from tandem.pipeline.buffer import GroupBuffer
 from tandem.pipeline.context import RunContext
 from tandem.pipeline.failures import (
     GENERATION_FAILED,
-    MAX_STEPS_WITHOUT_REWARD,
     PENDING,
     RewardGuard,
     warn_of_failed_baseline,
@@ -56,6 +55,10 @@ class GroupProducer:
 
     Args:
         version: returns the version of the weights in use.
+
+    Attributes:
+        failure: the reason why the run cannot go on: its rewards fail. None until then. The buffer
+            is closed, and the steps that were trained on remain.
     """
 
     def __init__(
@@ -75,11 +78,8 @@ class GroupProducer:
         self._num_samples = context.config.actor_rollout_ref.rollout.n
         self._sampling = training_sampling(context)
         self._has_baseline = context.config.algorithm.estimator.needs_baseline_rollout
-        self._rewards = RewardGuard(
-            MAX_STEPS_WITHOUT_REWARD * context.config.sequences_per_step,
-            path=context.config.custom_reward_function.path,
-            learning_rate=context.config.actor_rollout_ref.actor.optim.lr,
-        )
+        self._rewards = RewardGuard(context.config.sequences_per_step, config=context.config)
+        self.failure: UserError | None = None
         self._dropped_uids: list[int] = []
         self._decoding = asyncio.Lock()
 
@@ -172,8 +172,9 @@ class GroupProducer:
                 texts = self._context.codec.decode([c.token_ids for c in completions])
                 await asyncio.sleep(0)
             scored = await self._score(prompt, completions, texts=texts)
-        self._rewards.check(sample.reward for sample in scored)
         group = Group(prompt, scored[: self._num_samples])
+        if not await self._may_go_on(group):
+            return None
         filter_groups = self._context.config.algorithm.filter_groups
         if filter_groups.enable and not is_informative(group, filter_groups.metric):
             return group
@@ -182,6 +183,14 @@ class GroupProducer:
             warn_of_failed_baseline(reference.reward)
         await self._buffer.put(replace(group, baseline=reference, generated_s=generated_s))
         return None
+
+    async def _may_go_on(self, group: Group) -> bool:
+        try:
+            self._rewards.check(sample.reward for sample in group.samples)
+        except UserError as error:
+            self.failure = self.failure or error
+            await self._buffer.close()
+        return self.failure is None
 
     async def _score(
         self, prompt: Prompt, completions: Sequence[Completion], *, texts: Sequence[str]
@@ -243,6 +252,7 @@ async def score_texts(
             ground_truth=prompt.ground_truth,
             extra_info=prompt.extra_info,
             num_tokens=len(completion.token_ids),
+            prompt=prompt.messages,
         )
         for completion, text in zip(completions, texts, strict=True)
     ]

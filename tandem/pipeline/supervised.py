@@ -7,6 +7,7 @@ There is no rollout, hence neither admission nor lag. Stopping takes effect at a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -104,6 +105,7 @@ class SupervisedLoop:
                 if schedule.is_save_step(self._step):
                     await self._save()
             await self._log_step(self._speed(sequences))
+            await asyncio.sleep(0)  # a stop that a sink has asked for takes effect here
         if self._stopping and self._step > 0 and self._saved_step != self._step:
             await self._save()
         return RunSummary(self._step, self._stopping, self._validation)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem.api import Loss
+from tandem.pipeline.producer import BASELINE_SAMPLE_ID_BASE
 from tandem.types import (
     Completion,
     EngineWork,
@@ -219,7 +220,7 @@ class SimulatedRollout(SimulatedEngine):
         return [sequence for engine in self._engines for sequence in engine.running]
 
     def _seconds(self, sample_id: int) -> float:
-        if sample_id >= 1 << 59:
+        if sample_id >= BASELINE_SAMPLE_ID_BASE:
             return self.times.validation_s
         return self.times.response_s(*divmod(sample_id, self._num_samples))
 

@@ -297,5 +297,6 @@ def simulated_config(
         f"trainer.async_pipeline={lag > 0}",
         f"trainer.generate_ahead_steps={lag}",
         f"trainer.total_training_steps={num_steps}",
+        "trainer.save_freq=0",
     )
     return load_config(RunConfig, [*keys, *further]).config

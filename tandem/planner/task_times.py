@@ -148,7 +148,11 @@ def measured_run(folder: Path) -> MeasuredRun:
     lengths, longest = _relative_lengths(run), _longest(run)
     devices = {task: pool.num_devices for pool in place_run(config).pools for task in pool.tasks}
     all_lengths = (*lengths, longest) if longest > lengths[-1] else lengths
-    slowdown = _generation_slowdown(run, all_lengths, num_engines=devices[_GENERATE])
+    idle = _generation_idle_share(run)
+    is_saturated = idle is not None and idle < _SATURATED_IDLE_SHARE
+    # A batch alone is timed as a whole; an engine with idle time, by its share of one.
+    num_shares = 1 if idle is None else devices[_GENERATE]
+    slowdown = 1.0 if is_saturated else expected_longest(all_lengths, num_shares)
     measured: dict[str, tuple[tuple[int, float], ...]] = {}
     for task in (*TASKS, SYNC):
         seconds = _task_seconds(run, task)
@@ -165,7 +169,7 @@ def measured_run(folder: Path) -> MeasuredRun:
             remedy="Name the folder of a run with two steps or more, or a table.",
         )
     rows = config.actor_rollout_ref.rollout.max_num_seqs * devices[_GENERATE]
-    rows_share = min(rows / config.sequences_per_step, 1.0) if slowdown == 1.0 else 1.0
+    rows_share = min(rows / config.sequences_per_step, 1.0) if is_saturated else 1.0
     times = TaskTimes(measured, lengths, longest, rows_share, _decoding(run, config))
     return MeasuredRun(times, config, wall)
 
@@ -201,21 +205,20 @@ def _decoding(run: RunData, config: RunConfig) -> Decoding | None:
     return Decoding(pace, mean_tokens, config.sequences_per_step, rows)
 
 
-def _generation_slowdown(run: RunData, lengths: Sequence[float], *, num_engines: int) -> float:
-    """Return the ratio of the measured generation time to that of fully loaded engines.
+def _generation_idle_share(run: RunData) -> float | None:
+    """Return the share of the time in which engines had free rows, None in a synchronous run.
 
-    The measured time is that of a whole batch, or the mean over engines (one per device), each with
-    a share of it.
+    Pauses for an update on the same devices do not count.
     """
     idle = _median(run, f"pipeline/idle_share/{_GENERATE}")
     if idle is None:
-        return max(lengths)
+        return None
     paused_s = _median(run, f"pipeline/wait_s/{_GENERATE}/{PAUSE}")
     wall_s = _median(run, "pipeline/wall_s")
     if paused_s and wall_s:
         paused = min(paused_s / wall_s, idle)
         idle = (idle - paused) / max(1 - paused, 1e-9)
-    return 1.0 if idle < _SATURATED_IDLE_SHARE else expected_longest(lengths, num_engines)
+    return idle
 
 
 def expected_longest(lengths: Sequence[float], num_shares: int) -> float:

@@ -55,6 +55,9 @@ def platform_name(name: str, *, key: str) -> str:
     if name in found:
         return name
     called = [*ALIASES, *(alias for aliases in ALIASES.values() for alias in aliases)]
+    if name.lower() == "gpu":
+        remedy = f"Set {key}=auto for the devices that are found, or {key}=cuda for NVIDIA's."
+        raise UserError(key, name, rule="there is no such platform", remedy=remedy)
     close = get_close_matches(name, [*called, *found], n=1)
     guess = f"Did you mean {close[0]}? " if close else ""
     raise UserError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tandem quickstart``: from a random model to a report, in minutes on two cores.
 
-It makes word problems, a tokenizer and a random model of 0.16 M parameters, fine-tunes the model on
+It makes problems, a tokenizer and a random model of 0.16 M parameters, fine-tunes the model on
 demonstrations of mixed quality, trains it with GRPO, and evaluates it on held-out problems. Each
 step does what a public command does, on ordinary files, which stay in the folder. The last line of
 the output is one JSON object.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.checkpoint.store import CheckpointStore
 from tandem.config.derived.pools import place_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
@@ -29,13 +30,12 @@ from tandem.driver.notices import configure_logging
 from tandem.driver.run import run_prepared
 from tandem.errors import UserError
 from tandem.pipeline.progress import RunSummary
-from tandem.quickstart.materials import DATA_SOURCE, Materials, prepare
+from tandem.quickstart.materials import DATA_SOURCE, TASKS, Materials, prepare
 from tandem.report.report import write_report
-from tandem.report.run_folder import read_run
+from tandem.report.run_folder import REPORT_FILE, SUMMARY_FILE, read_run
 
 _HERE = Path(__file__).parent
-_NEVER = 1_000_000
-"""A save frequency beyond the last step, which is saved in any case."""
+_GRPO = str(_HERE / "grpo.yaml")
 _ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@1"
 
 
@@ -57,24 +57,31 @@ def run(arguments: Sequence[str]) -> int:
     folder: Path = options.folder
     _check_overrides(options.overrides)
     try:
-        summary = _run(folder, seed=options.seed, overrides=options.overrides)
+        summary = _run(folder, task=options.task, seed=options.seed, overrides=options.overrides)
     except _Interrupted as stop:
         return stop.exit_code
     summary["seconds"] = round(time.perf_counter() - start_s, 1)
     run_folder = folder / "grpo"
-    (run_folder / "summary.json").write_text(json.dumps(summary, indent=2))
-    summary["report"] = str(write_report(run_folder, run_folder / "report.html"))
+    (run_folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2))
+    summary["report"] = str(write_report(run_folder, run_folder / REPORT_FILE))
     print(json.dumps(summary))
     return 0
 
 
-def _run(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, float | str]:
-    _say("1/4 making word problems, a tokenizer and a random model")
-    materials = prepare(folder / "materials", seed=seed)
+def _run(folder: Path, *, task: str, seed: int, overrides: Sequence[str]) -> dict[str, float | str]:
+    _say(f"1/4 making {TASKS[task].name}, a tokenizer and a random model")
+    materials = prepare(folder / "materials", seed=seed, task=TASKS[task])
     _say(f"2/4 supervised warm-up of {materials.num_parameters:,} parameters")
     warm = warm_start(materials, folder / "sft", seed=seed)
     _say("3/4 reinforcement learning with GRPO")
-    grpo = _grpo_config(materials, warm, folder=folder / "grpo", seed=seed, overrides=overrides)
+    seeds = (f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}")
+    grpo = _grpo_config(
+        materials,
+        warm,
+        test=materials.test,
+        folder=folder / "grpo",
+        overrides=(*seeds, *overrides),
+    )
     _finished(run_prepared(local_site(grpo), train.prepare(grpo)))
     _say("4/4 evaluation on unseen combinations of numbers")
     before = _accuracy_on_unseen(materials, warm, folder=folder / "unseen_before")
@@ -94,48 +101,33 @@ def _run(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, floa
 
 def warm_start(materials: Materials, folder: Path, *, seed: int) -> Path:
     """Train the random model on demonstrations in ``folder``; return the trained model's folder."""
-    config = _sft_config(materials, folder, seed=seed)
+    keys = (
+        f"model.path={materials.model}",
+        f"data.train_files={materials.demonstrations}",
+        f"data.seed={seed}",
+        f"trainer.default_local_dir={folder}",
+    )
+    config = load_config(SftConfig, [str(_HERE / "sft.yaml"), *keys]).config
     _finished(run_prepared(local_site(config), sft.prepare(config)))
     return _trained_model(folder)
 
 
-def _sft_config(materials: Materials, folder: Path, *, seed: int) -> SftConfig:
-    return load_config(
-        SftConfig,
-        [
-            str(_HERE / "sft.yaml"),
-            f"model.path={materials.model}",
-            f"data.train_files={materials.demonstrations}",
-            f"data.seed={seed}",
-            f"trainer.default_local_dir={folder}",
-            f"trainer.save_freq={_NEVER}",
-        ],
-    ).config
-
-
 def _grpo_config(
-    materials: Materials, model: Path, *, folder: Path, seed: int, overrides: Sequence[str]
+    materials: Materials, model: Path, *, test: Path, folder: Path, overrides: Sequence[str]
 ) -> RunConfig:
-    return load_config(
-        RunConfig,
-        [
-            str(_HERE / "grpo.yaml"),
-            f"actor_rollout_ref.model.path={model}",
-            f"data.train_files={materials.train}",
-            f"data.val_files={materials.test}",
-            f"data.seed={seed}",
-            f"actor_rollout_ref.rollout.seed={seed}",
-            f"trainer.default_local_dir={folder}",
-            f"trainer.save_freq={_NEVER}",
-            *overrides,
-        ],
-    ).config
+    keys = (
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={materials.train}",
+        f"data.val_files={test}",
+        f"trainer.default_local_dir={folder}",
+    )
+    return load_config(RunConfig, [_GRPO, *keys, *overrides]).config
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
     """Raise UserError if the overrides are wrong or need several devices."""
     placeholders = ("actor_rollout_ref.model.path=.", "data.train_files=.", "data.val_files=.")
-    config = load_config(RunConfig, [str(_HERE / "grpo.yaml"), *placeholders, *overrides]).config
+    config = load_config(RunConfig, [_GRPO, *placeholders, *overrides]).config
     if not place_run(config).is_one_process or config.trainer.nnodes > 1:
         raise UserError(
             f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}, trainer.nnodes",
@@ -146,18 +138,10 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _accuracy_on_unseen(materials: Materials, model: Path, *, folder: Path) -> float:
-    config = load_config(
-        RunConfig,
-        [
-            str(_HERE / "grpo.yaml"),
-            f"actor_rollout_ref.model.path={model}",
-            f"data.train_files={materials.train}",
-            f"data.val_files={materials.test_unseen}",
-            f"trainer.default_local_dir={folder}",
-            "trainer.val_only=True",
-            "trainer.logger=[]",
-        ],
-    ).config
+    overrides = ("trainer.val_only=True", "trainer.logger=[]")
+    config = _grpo_config(
+        materials, model, test=materials.test_unseen, folder=folder, overrides=overrides
+    )
     return _finished(run_prepared(local_site(config), train.prepare(config))).validation[_ACCURACY]
 
 
@@ -169,8 +153,9 @@ def _finished(ended: Ended[RunSummary]) -> RunSummary:
 
 def _trained_model(run_folder: Path) -> Path:
     """Return the model folder of the latest checkpoint."""
-    step = (run_folder / "latest_checkpointed_iteration.txt").read_text()
-    return run_folder / f"global_step_{step}" / "actor"
+    checkpoint = CheckpointStore(run_folder).latest()
+    assert checkpoint is not None, f"{run_folder} was trained"
+    return checkpoint.folder / "actor"
 
 
 def _say(text: str) -> None:
@@ -184,6 +169,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--folder", type=Path, default=Path("outputs/quickstart"), help="folder for all files"
+    )
+    parser.add_argument(
+        "--task", choices=list(TASKS), default="words", help="kind of problems (default: words)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and sampling")
     parser.add_argument(

@@ -7,22 +7,19 @@ Face folder with tokenizer and random model. No question of the tests occurs in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-import pyarrow
-from pyarrow import parquet
-
+from tandem.data.files import write_parquet
+from tandem.quickstart.counting import COUNTING
 from tandem.quickstart.model import write_model
-from tandem.quickstart.task import (
-    Problem,
-    correct,
-    demonstrations,
-    draw_problems,
-    draw_unseen_problems,
-)
+from tandem.quickstart.sorting import SORTING
+from tandem.quickstart.task import AnyProblem, Task
 from tandem.quickstart.tokenizer import END_ID, PAD_ID, save_tokenizer, train_tokenizer
+from tandem.quickstart.word_problems import WORD_PROBLEMS
 
 NUM_DEMONSTRATIONS = 20_000
 NUM_TRAIN = 8_000
@@ -38,6 +35,11 @@ TOKENIZER_SEED = 1
 DATA_SOURCE = "openai/gsm8k"
 """The data source of GSM8K, whose reward compares the number after the last ``####``."""
 
+TASKS: Mapping[str, Task[Any]] = MappingProxyType(
+    {"words": WORD_PROBLEMS, "sorting": SORTING, "counting": COUNTING}
+)
+"""The tasks by name."""
+
 
 @dataclass(frozen=True)
 class Materials:
@@ -51,17 +53,18 @@ class Materials:
     num_parameters: int
 
 
-def prepare(folder: Path, *, seed: int) -> Materials:
+def prepare(folder: Path, *, seed: int, task: Task[Any] = WORD_PROBLEMS) -> Materials:
     """Write all files into ``folder``, in about two seconds.
 
     Args:
         folder: the folder for ``model/``, ``sft.parquet``, ``train.parquet``, ``test.parquet`` and
             ``test_unseen.parquet``; made if it does not exist.
         seed: the seed of the initial weights, the demonstrations and the training prompts.
+        task: the kind of problems.
     """
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
-    num_parameters = _write_policy(model, seed)
+    num_parameters = _write_policy(model, seed, task=task)
     materials = Materials(
         model=model,
         demonstrations=folder / "sft.parquet",
@@ -70,37 +73,32 @@ def prepare(folder: Path, *, seed: int) -> Materials:
         test_unseen=folder / "test_unseen.parquet",
         num_parameters=num_parameters,
     )
-    test = draw_problems(NUM_TEST, seed=TEST_SEED)
+    test = task.draw(NUM_TEST, seed=TEST_SEED)
     tested = {problem.question for problem in test}
-    train = draw_problems(NUM_TRAIN, seed=5000 + seed, but_not=tested)
-    shown = draw_problems(NUM_DEMONSTRATIONS, seed=100 + seed, but_not=tested)
-    unseen = draw_unseen_problems(NUM_UNSEEN, seed=UNSEEN_SEED)
-    _write_demonstrations(materials.demonstrations, shown, seed=seed)
-    _write_prompts(materials.train, train, split="train")
-    _write_prompts(materials.test, test, split="test")
-    _write_prompts(materials.test_unseen, unseen, split="test_unseen")
+    train = task.draw(NUM_TRAIN, seed=5000 + seed, but_not=tested)
+    shown = task.draw(NUM_DEMONSTRATIONS, seed=100 + seed, but_not=tested)
+    unseen = task.draw_unseen(NUM_UNSEEN, seed=UNSEEN_SEED)
+    pairs = task.demonstrations(shown, seed=seed)
+    rows = [{"question": question, "answer": answer} for question, answer in pairs]
+    write_parquet(rows, materials.demonstrations, key="--folder")
+    _write_prompts(materials.train, train, task=task, split="train")
+    _write_prompts(materials.test, test, task=task, split="test")
+    _write_prompts(materials.test_unseen, unseen, task=task, split="test_unseen")
     return materials
 
 
-def _write_policy(folder: Path, seed: int) -> int:
+def _write_policy(folder: Path, seed: int, *, task: Task[Any]) -> int:
     """Write tokenizer and random weights; return the number of parameters."""
-    problems = draw_problems(NUM_TOKENIZER_TEXTS, seed=TOKENIZER_SEED)
-    tokenizer = train_tokenizer(f"{p.question}\n{correct(p)}" for p in problems)
+    problems = task.draw(NUM_TOKENIZER_TEXTS, seed=TOKENIZER_SEED)
+    tokenizer = train_tokenizer(f"{p.question}\n{task.correct(p)}" for p in problems)
     save_tokenizer(tokenizer, folder)
     num_tokens = tokenizer.get_vocab_size()
     return write_model(folder, num_tokens=num_tokens, eos_id=END_ID, pad_id=PAD_ID, seed=seed)
 
 
-def _write_demonstrations(path: Path, problems: Sequence[Problem], *, seed: int) -> None:
-    pairs = list(demonstrations(problems, seed=seed))
-    columns = {
-        "question": [question for question, _ in pairs],
-        "answer": [answer for _, answer in pairs],
-    }
-    parquet.write_table(pyarrow.table(columns), path)
-
-
-def _write_prompts(path: Path, problems: Sequence[Problem], *, split: str) -> None:
+def _write_prompts(
+    path: Path, problems: Sequence[AnyProblem], *, task: Task[Any], split: str
+) -> None:
     """Write a file in verl's schema."""
     rows = [
         {
@@ -112,9 +110,9 @@ def _write_prompts(path: Path, problems: Sequence[Problem], *, split: str) -> No
                 "split": split,
                 "index": index,
                 "question": problem.question,
-                "answer": correct(problem),
+                "answer": task.correct(problem),
             },
         }
         for index, problem in enumerate(problems)
     ]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    write_parquet(rows, path, key="--folder")

@@ -40,6 +40,7 @@ class Deviation:
         relative: ``mean_absolute`` over the mean of ``|a|``; infinite if that is 0.
         num_broken: the number of common steps with a value that is not finite, excluded above.
         num_single: the number of steps that only one of the series has.
+        is_constant: whether series a has a single value at these steps.
     """
 
     steps: tuple[int, ...]
@@ -50,6 +51,7 @@ class Deviation:
     relative: float
     num_broken: int
     num_single: int
+    is_constant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,7 @@ def _deviation(a: Column, b: Column, *, what: str) -> Deviation:
         relative=error / size if size else math.inf if error else 0.0,
         num_broken=num_broken,
         num_single=num_single,
+        is_constant=len({a[step] for step in whole}) == 1,
     )
 
 

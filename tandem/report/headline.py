@@ -6,8 +6,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+from tandem.metrics.learning import (
+    METRICS_READ,
+    NUM_STEPS_TO_WARN,
+    Sampling,
+    probable_causes,
+    teaches,
+)
 from tandem.metrics.number_format import format_duration, format_number
 from tandem.report.run_folder import RunData
 from tandem.report.series import Column, validation_names
@@ -38,6 +46,32 @@ def tiles(run: RunData) -> list[Tile]:
         _failures(run.columns),
     ]
     return [tile for tile in found if tile is not None]
+
+
+def banner(run: RunData) -> str | None:
+    """Return a warning that steps taught nothing, with the probable causes; None without one."""
+    steps: dict[int, dict[str, float]] = {}
+    for name in METRICS_READ:
+        for step, value in run.columns.get(name, ()):
+            steps.setdefault(step, {})[name] = value
+    streaks = [
+        [*part] for idle, part in groupby(sorted(steps), lambda s: not teaches(steps[s])) if idle
+    ]
+    longest = max(streaks, key=len, default=[])
+    if len(longest) < NUM_STEPS_TO_WARN:
+        return None
+    rollout = "actor_rollout_ref.rollout"
+    sampling = Sampling(
+        _lookup(run.config, f"{rollout}.do_sample") is False
+        or _lookup(run.config, f"{rollout}.temperature") == 0,
+        _lookup(run.config, f"{rollout}.n") or 1,
+        _lookup(run.config, "data.max_response_length") or 0,
+    )
+    causes = probable_causes(steps[longest[-1]], sampling)
+    return (
+        f"Nothing was learnt from the reward in {len(longest)} steps in a row, {longest[0]} to "
+        f"{longest[-1]}: {causes}."
+    )
 
 
 def title(run: RunData) -> str:

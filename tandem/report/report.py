@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from tandem.errors import UserError
 from tandem.metrics.records import spread
-from tandem.report.headline import flatten, subtitle, tiles, title
+from tandem.report.headline import banner, flatten, subtitle, tiles, title
 from tandem.report.run_folder import RunData, read_run
 from tandem.report.series import charts, curves
 from tandem.report.timeline import timeline
@@ -78,11 +78,17 @@ def render(run: RunData, forecast: Sequence[tuple[str, str]] = ()) -> str:
     return environment.get_template("report.html").render(
         title=title(run),
         subtitle=subtitle(run),
+        banner=banner(run),
         tiles=tiles(run),
         timeline=timeline(run.trace, run.columns),
         forecast=forecast,
         summary=flatten(run.summary),
         config=flatten(run.config),
+        changes=[
+            (record["step"], key, before, after)
+            for record in run.settings
+            for key, (before, after) in record["changed"].items()
+        ],
         num_recorded=len(run.rollouts),
         num_shown=len(rollouts),
         data=script_json(data),

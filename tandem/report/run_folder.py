@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reader of a run folder, whose run may still be active.
 
-``metrics.jsonl`` is required; ``rollouts.jsonl``, ``trace.json``, ``config.json`` and
-``summary.json`` are optional.
+``metrics.jsonl`` is required; ``rollouts.jsonl``, ``trace.json``, ``config.json``,
+``settings.jsonl`` and ``summary.json`` are optional.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from tandem.metrics.records import ROLLOUTS_FILE
 from tandem.metrics.trace import TRACE_FILE, read_trace
 
 CONFIG_FILE = "config.json"
+SETTINGS_FILE = "settings.jsonl"
 SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.html"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class RunData:
         num_steps: the last training step.
         rollouts: the records of ``rollouts.jsonl``.
         trace: the events of ``trace.json``.
+        settings: the records of ``settings.jsonl``, one for each start whose settings differ from
+            those of the steps before: ``{"step": 4, "changed": {key: [before, after]}}``.
         config, summary: the contents of their files; {} for a missing file.
     """
 
@@ -41,6 +45,7 @@ class RunData:
     num_steps: int
     rollouts: Sequence[Mapping[str, Any]]
     trace: Sequence[Mapping[str, Any]]
+    settings: Sequence[Mapping[str, Any]]
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
 
@@ -70,6 +75,7 @@ def read_run(folder: Path) -> RunData:
         num_steps=max(int(record["step"]) for record in records),
         rollouts=[record for record in read_records(folder / ROLLOUTS_FILE) if "step" in record],
         trace=read_trace(folder / TRACE_FILE),
+        settings=read_records(folder / SETTINGS_FILE),
         config=_read_object(folder / CONFIG_FILE),
         summary=_read_object(folder / SUMMARY_FILE),
     )

@@ -2,10 +2,11 @@
 """The pool of child processes that compute rewards. A failure is a typed outcome, never a 0.
 
 A process that hangs or dies is killed and replaced. The sample that it was computing becomes
-TIMEOUT or ERROR; its other samples are run again. No process outlives ``close`` or this process.
-Requests and outcomes are streamed: 256 GSM8K rewards take 6 ms on two cores (pebble, with a
-deadline for each sample: 20 to 34 ms). The pool is not a sandbox: a reward function has all rights
-of its user.
+TIMEOUT or ERROR; its other samples are run again. If the process died or was stopped, which may
+have come from outside, the sample is first run once more. No process outlives ``close`` or this
+process. Requests and outcomes are streamed: 256 GSM8K rewards take 6 ms on two cores (pebble, with
+a deadline for each sample: 20 to 34 ms). The pool is not a sandbox: a reward function has all
+rights of its user.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from tandem.errors import UserError
+from tandem.rewards.custom import Signature
 from tandem.rewards.process import Batch, Job, RewardProcess, make_jobs
 from tandem.rewards.scoring import RewardSpec
 from tandem.rewards.worker import WorkerSetup
-from tandem.types import RewardOutcome, RewardRequest
+from tandem.types import RewardOutcome, RewardRequest, RewardStatus
 
 _MAX_WINDOW = 32
 _REAP_WAIT_S = 5.0
@@ -34,6 +36,7 @@ class RewardLimits:
         num_processes: the maximum number of processes.
         deadline_s: the time limit of a sample.
         memory_limit_bytes: the memory limit of a process; None without a limit.
+        log: the file for the prints and the first traceback of each process; None for stderr.
 
     Raises:
         UserError: a limit is not positive.
@@ -42,6 +45,7 @@ class RewardLimits:
     num_processes: int
     deadline_s: float
     memory_limit_bytes: int | None = None
+    log: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -59,6 +63,8 @@ class RewardPool:
 
     Processes start when there is work for them. Each receives a window of requests at a time, so
     that cheap rewards share the cost of a round trip; windows shrink as work runs out.
+    Functions that score batches get the requests of one call together. Coroutine functions get
+    requests while others are under way.
 
     Example:
         >>> async with RewardPool(RewardSpec(), RewardLimits(4, deadline_s=10)) as pool:
@@ -67,7 +73,8 @@ class RewardPool:
 
     def __init__(self, spec: RewardSpec, limits: RewardLimits) -> None:
         self._limits = limits
-        self._setup = WorkerSetup(spec, limits.deadline_s, limits.memory_limit_bytes)
+        self._setup = WorkerSetup(spec, limits.deadline_s, limits.memory_limit_bytes, limits.log)
+        self._takes_groups: bool | None = None
         self._pending: deque[Job] = deque()
         self._processes: list[RewardProcess] = []
         self._dying: list[RewardProcess] = []
@@ -111,8 +118,9 @@ class RewardPool:
         self._check_usable()
         if not requests:
             return []
+        size = len(requests) if await self.takes_groups() else 1
         batch = Batch(len(requests))
-        self._pending.extend(make_jobs(batch, requests))
+        self._pending.extend(make_jobs(batch, requests, size=size))
         self._batches.add(batch)
         try:
             self._dispatch()
@@ -121,6 +129,13 @@ class RewardPool:
             self._batches.discard(batch)
             if batch.outcomes.cancelled() or not batch.outcomes.done():
                 self._pending = deque(job for job in self._pending if job.batch is not batch)
+
+    async def takes_groups(self) -> bool:
+        """Return whether the requests of one call are scored together."""
+        if self._takes_groups is None:
+            await self.start()
+        assert self._takes_groups is not None, "a started process has said so"
+        return self._takes_groups
 
     async def close(self) -> None:
         """Kill all processes and wait until they are gone. Pending calls fail; idempotent."""
@@ -135,38 +150,56 @@ class RewardPool:
             if not started.done():
                 started.set_result(None)
         self._starts.clear()
+        self._takes_groups = process.takes_groups
+        self._resume()
 
     def on_idle(self, process: RewardProcess) -> None:
         """See ``ProcessOwner``."""
-        self._dispatch()
+        self._resume()
 
     def on_start_failed(self, process: RewardProcess, error: Exception) -> None:
         """Fail the pool: no other process could load the function either."""
         self._fail(error)
 
-    def on_failed(self, process: RewardProcess, outcome: RewardOutcome) -> None:
-        """Give ``outcome`` to the first open request, or suspect all if they ran concurrently."""
+    def on_failed(self, process: RewardProcess, outcome: RewardOutcome, *, is_lost: bool) -> None:
+        """Give ``outcome`` to the first open request, or suspect all if they ran concurrently.
+
+        A request whose process is lost becomes a suspect first.
+        """
         self._processes.remove(process)
         self._dying = [dead for dead in self._dying if not dead.reap(0)] + [process]
         jobs = list(process.in_flight.values())
-        if jobs and (len(jobs) == 1 or not process.is_concurrent):
-            jobs.pop(0).finish(outcome)
-        for job in jobs:
-            job.is_suspect = process.is_concurrent
+        runs = len(jobs) if process.is_concurrent else 1
+        if runs == 1 and jobs and (jobs[0].is_suspect or not is_lost):
+            job = jobs.pop(0)
+            job.finish([outcome] * job.size)
+            runs = 0
+        for job in jobs[:runs]:
+            job.is_suspect = True
         self._pending.extendleft(reversed(jobs))
+        self._resume()
+
+    def _resume(self) -> None:
         try:
             self._dispatch()
         except OSError as error:  # no caller awaits this callback
             self._fail(RuntimeError(f"no reward process can be started: {error}"))
 
     def _dispatch(self) -> None:
-        while self._pending:
-            process = next((p for p in self._processes if not p.in_flight), None)
-            if process is None:
-                if len(self._processes) == self._limits.num_processes:
-                    return
-                process = self._start_process()
+        while self._pending and (process := self._next_process()) is not None:
             process.submit(self._take_window(is_concurrent=process.is_concurrent))
+
+    def _next_process(self) -> RewardProcess | None:
+        """Return the process for the next jobs; None if all are busy."""
+        idle = next((process for process in self._processes if not process.in_flight), None)
+        if idle is not None:
+            return idle
+        if len(self._processes) < self._limits.num_processes:
+            return self._start_process()
+        if self._pending[0].is_suspect:
+            return None
+        free = (process for process in self._processes if process.is_open)
+        return min(free, key=lambda process: len(process.in_flight), default=None)
 
     def _start_process(self) -> RewardProcess:
         process = RewardProcess(self._setup, self)
@@ -201,15 +234,39 @@ class RewardPool:
             batch.fail(self._error)
 
 
-def check_reward(spec: RewardSpec, limits: RewardLimits) -> None:
-    """Load the reward function in a child process, then end it; blocks for about 0.1 s.
+async def check_reward(
+    spec: RewardSpec, limits: RewardLimits, *, trials: Sequence[RewardRequest] = ()
+) -> None:
+    """Load the reward in a child process and try it, then end the process.
+
+    Args:
+        trials: requests that are tried one after another until one succeeds.
 
     Raises:
-        UserError: the function cannot be loaded.
+        UserError: a function cannot be loaded, or every trial failed.
     """
+    async with RewardPool(spec, limits) as pool:
+        await pool.start()
+        outcome: RewardOutcome | None = None
+        for trial in trials:
+            (outcome,) = await pool.score([trial])
+            if outcome.status is RewardStatus.VALUE:
+                return
+        if outcome is not None:
+            raise _refused(spec, outcome)
 
-    async def load() -> None:
-        async with RewardPool(spec, limits) as pool:
-            await pool.start()
 
-    asyncio.run(load())
+def _refused(spec: RewardSpec, outcome: RewardOutcome) -> UserError:
+    expected = ", ".join(Signature.SAMPLE.value)
+    remedy = (
+        f"A function of ({expected}) must return a finite number, or a mapping with 'score'; "
+        "docs/rewards.md has the other signatures."
+    )
+    if outcome.status is RewardStatus.TIMEOUT:
+        remedy = "Make the function faster, or raise reward.timeout_s."
+    return UserError(
+        "custom_reward_function.path",
+        [function.path for function in spec.functions],
+        rule=f"has no value for the first row of the data: {outcome.detail}",
+        remedy=remedy,
+    )

@@ -3,7 +3,8 @@
 
 It is a small state machine on the event loop: starting, serving, dead. ``pool`` decides which
 request caused a failure. Each process is a fresh interpreter (about 60 ms): it neither forks a
-process that holds a device nor imports the main program again.
+process that holds a device nor imports the main program again. An answer carries the secret number
+of its job; any other message on the channel ends the process.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import math
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
@@ -23,12 +25,13 @@ from typing import Any, Protocol
 
 from tandem.errors import UserError
 from tandem.rewards.scoring import failure, timeout
-from tandem.rewards.worker import LENGTH_BYTES, WorkerSetup
+from tandem.rewards.worker import LENGTH_BYTES, NUMBER_BYTES, WorkerSetup
 from tandem.types import RewardOutcome, RewardRequest, RewardStatus
 
 # One thread: several processes run, and each thread of a math library allocates tens of MiB.
 _BOOTSTRAP = (
-    "import json, os, sys; os.environ.setdefault('OMP_NUM_THREADS', '1'); "
+    "import json, os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "os.environ.setdefault('OMP_NUM_THREADS', '1'); "
     "sys.path[:] = json.loads(sys.argv[1]); "
     "from tandem.rewards.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
@@ -62,25 +65,35 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A pickled request of a batch.
+    """Pickled requests of a batch that are scored together.
 
-    ``is_suspect``: the request was in flight when a process failed, and any of several may be the
-    cause. It is run again on its own.
+    Attributes:
+        start, size: the range of the requests in the batch.
+        is_suspect: whether a process died while it computed the job, or failed while it computed
+            several at a time, so that any of them may be the cause. The job is run again on its
+            own, once.
     """
 
     batch: Batch
-    index: int
+    start: int
+    size: int
     payload: bytes
     is_suspect: bool = False
 
-    def finish(self, outcome: RewardOutcome) -> None:
-        """Pass the outcome to the batch."""
-        self.batch.put(self.index, outcome)
+    def finish(self, outcomes: Sequence[RewardOutcome]) -> None:
+        """Pass the outcomes to the batch."""
+        for index, outcome in enumerate(outcomes, self.start):
+            self.batch.put(index, outcome)
 
 
-def make_jobs(batch: Batch, requests: Sequence[RewardRequest]) -> list[Job]:
-    """Pickle each request here, so that an error of pickling raises in the right call."""
-    return [Job(batch, index, pickle.dumps(request)) for index, request in enumerate(requests)]
+def make_jobs(batch: Batch, requests: Sequence[RewardRequest], *, size: int) -> list[Job]:
+    """Pickle ``size`` requests for each job, so that an error of pickling raises in the caller."""
+    starts = range(0, len(requests), size)
+    parts = [list(requests[start : start + size]) for start in starts]
+    return [
+        Job(batch, start, len(part), pickle.dumps(part))
+        for start, part in zip(starts, parts, strict=True)
+    ]
 
 
 class ProcessOwner(Protocol):
@@ -98,38 +111,53 @@ class ProcessOwner(Protocol):
         """Handle that the function could not be loaded; the process is dead."""
         ...
 
-    def on_failed(self, process: RewardProcess, outcome: RewardOutcome) -> None:
-        """Handle that the process hung or died; ``outcome`` is for the request that caused it."""
+    def on_failed(self, process: RewardProcess, outcome: RewardOutcome, *, is_lost: bool) -> None:
+        """Handle that the process hung or died; ``outcome`` is for the request that caused it.
+
+        Args:
+            is_lost: whether the process died or was stopped, which may have come from outside.
+        """
         ...
 
 
 class RewardProcess:
-    """A child process with its event-loop callbacks. ``submit`` need not wait until it is ready."""
+    """A child process with its event-loop callbacks. ``submit`` need not wait until it is ready.
+
+    Attributes:
+        is_concurrent: whether it computes several jobs at a time.
+        takes_groups: whether the requests of one call are one job.
+    """
 
     def __init__(self, setup: WorkerSetup, owner: ProcessOwner) -> None:
-        self.in_flight: dict[int, Job] = {}
+        self.in_flight: dict[str, Job] = {}
         self.is_ready = False
-        self.is_concurrent = False
+        self.is_concurrent = self.takes_groups = False
         self._deadline_s = setup.deadline_s
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._num_submitted = 0
         self._incoming, self._outgoing = b"", bytearray()
         self._timer: asyncio.TimerHandle | None = None
         self._silent_since_s = self._loop.time()
         self._lifeline_fd: int | None
         self._socket, self._lifeline_fd, self._process = _start_interpreter()
         self._loop.add_reader(self._socket, self._receive)
-        self._send(pickle.dumps(setup))
+        self._add(pickle.dumps(setup))
+        self._flush()
         self._watch()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes jobs while others are in flight."""
+        return self.is_concurrent and not any(job.is_suspect for job in self.in_flight.values())
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Send jobs to the process; outcomes arrive in order unless ``is_concurrent``."""
+        if not self.in_flight:
+            self._silent_since_s = self._loop.time()
         for job in jobs:
-            self.in_flight[self._num_submitted] = job
-            self._num_submitted += 1
-            self._outgoing += len(job.payload).to_bytes(LENGTH_BYTES, "big") + job.payload
-        self._silent_since_s = self._loop.time()
+            number = secrets.token_bytes(NUMBER_BYTES)
+            self.in_flight[number.hex()] = job
+            self._add(number + job.payload)
         self._flush()
         self._watch()
 
@@ -154,9 +182,8 @@ class RewardProcess:
             return False
         return True
 
-    def _send(self, message: bytes) -> None:
+    def _add(self, message: bytes) -> None:
         self._outgoing += len(message).to_bytes(LENGTH_BYTES, "big") + message
-        self._flush()
 
     def _flush(self) -> None:
         try:
@@ -177,30 +204,55 @@ class RewardProcess:
         except ConnectionError:
             received = b""
         if not received:
-            self._end(self._died())
+            self._end(self._died(), is_lost=True)
             return
-        self._silent_since_s = self._loop.time()
         *lines, self._incoming = (self._incoming + received).split(b"\n")
-        for message in json.loads(b"[%s]" % b",".join(lines)):
+        for line in lines:
             if self._lifeline_fd is not None:
-                self._take(message)
+                self._take(line)
         if lines and self._lifeline_fd is not None and not self.in_flight:
             self._owner.on_idle(self)
 
-    def _take(self, message: Any) -> None:
-        if self.is_ready:
-            number, status, score, extra, detail, prediction = message
-            score = math.nan if score is None else score
-            outcome = RewardOutcome(RewardStatus(status), score, extra, detail, prediction)
-            self.in_flight.pop(number).finish(outcome)
-        elif "error" in message:
+    def _take(self, line: bytes) -> None:
+        try:
+            if self.is_ready:
+                self._take_answer(json.loads(line))
+            else:
+                self._take_greeting(json.loads(line))
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            ArithmeticError,
+            AttributeError,
+            RecursionError,
+        ):
+            text = "something wrote to the channel of its reward process"
+            self._end(failure(RewardStatus.ERROR, text))
+            return
+        self._silent_since_s = self._loop.time()
+
+    def _take_answer(self, message: Any) -> None:
+        number, fields = message
+        job = self.in_flight[number]
+        outcomes = [_outcome(each) for each in fields]
+        if len(outcomes) != job.size:
+            raise ValueError("an answer has one outcome for each request")
+        del self.in_flight[number]
+        job.finish(outcomes)
+
+    def _take_greeting(self, message: Any) -> None:
+        if "error" in message:
+            key, value, rule, remedy = message["error"]
+            error = UserError(key, *value or (), rule=rule, remedy=remedy)
             self.kill()
-            self._owner.on_start_failed(self, UserError(message["error"]))
-        else:
-            self.is_ready = True
-            self.is_concurrent = message["is_concurrent"]
-            self._watch()
-            self._owner.on_ready(self)
+            self._owner.on_start_failed(self, error)
+            return
+        self.is_concurrent = bool(message["is_concurrent"])
+        self.takes_groups = bool(message["takes_groups"])
+        self.is_ready = True
+        self._watch()
+        self._owner.on_ready(self)
 
     def _limit_s(self) -> float:
         if not self.is_ready:
@@ -220,12 +272,17 @@ class RewardProcess:
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._check_silence)
         else:
-            self._end(timeout(self._deadline_s))
+            self._end(timeout(self._deadline_s), is_lost=self._is_stopped())
 
-    def _end(self, outcome: RewardOutcome) -> None:
+    def _is_stopped(self) -> bool:
+        """Return whether a signal such as SIGSTOP has stopped the process."""
+        look = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._process.pid, look) is not None
+
+    def _end(self, outcome: RewardOutcome, *, is_lost: bool = False) -> None:
         self.kill()
         if self.is_ready:
-            self._owner.on_failed(self, outcome)
+            self._owner.on_failed(self, outcome, is_lost=is_lost)
         else:
             text = f"a reward process did not start: {outcome.detail}"
             self._owner.on_start_failed(self, RuntimeError(text))
@@ -237,6 +294,23 @@ class RewardProcess:
         if code is not None and code < 0:
             return failure(RewardStatus.ERROR, f"process killed by {signal.Signals(-code).name}")
         return failure(RewardStatus.ERROR, f"process ended with exit code {code}")
+
+
+def _outcome(fields: Sequence[Any]) -> RewardOutcome:
+    """Return the outcome that a child has written.
+
+    Raises:
+        ValueError, TypeError, AttributeError: the fields are not those of an outcome.
+    """
+    status, score, extra, detail, prediction, texts = fields
+    is_number = isinstance(score, int | float) and math.isfinite(score)
+    if is_number is not (RewardStatus(status) is RewardStatus.VALUE):
+        raise ValueError("a value has a score, and a failure has none")
+    numbers = {str(name): float(value) for name, value in extra.items()}
+    if not all(isinstance(text, str) for text in (detail, prediction or "", *texts.values())):
+        raise TypeError("an outcome's details are text")
+    score = score if is_number else math.nan
+    return RewardOutcome(RewardStatus(status), score, numbers, detail, prediction, texts)
 
 
 def _start_interpreter() -> tuple[socket.socket, int, subprocess.Popen[bytes]]:

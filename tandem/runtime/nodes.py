@@ -6,9 +6,9 @@ Ray cluster, wait for the end of the run, and exit with its exit code. The Ray p
 end with the command on that node, however it ends.
 
 The head listens at MASTER_ADDR. Each member keeps one connection for the whole run. If it closes,
-the other side is gone. Messages are lines of JSON: the member sends ``{"rank": r}``, the head
-``{"ray": address}`` once its Ray runs and ``{"exit": code}`` at the end. ADR 0005 says why ``ray
-symmetric-run`` does not replace this.
+the other side is gone. A message is a line of JSON. The member sends ``{"rank": r}``. The head
+sends ``{"ray": address}`` once its Ray runs and ``{"exit": code}`` at the end, or ``{"refused":
+rule}``. ADR 0005 says why ``ray symmetric-run`` does not replace this.
 """
 
 from __future__ import annotations
@@ -165,6 +165,9 @@ class HeadServer:
             rank = int(_receive(connection)["rank"])
             _watch_peer(connection)
             with self._changed:
+                if rank in self._present:
+                    _send(connection, {"refused": "another node of this run has this rank"})
+                    return
                 self._present.add(rank)
                 self._changed.wait_for(lambda: self._ray_address or self._exit_code is not None)
                 ray_address = self._ray_address
@@ -195,14 +198,23 @@ class MemberClient:
 
         Raises:
             NodeFailure: the connection is lost.
+            UserError: the head refuses this member.
         """
         try:
-            return _receive(self.connection)
+            message = _receive(self.connection)
         except (OSError, ValueError) as error:
             raise NodeFailure(
                 f"the first node ({self.plan.address}) vanished, and the run with it: "
                 "it was ended, or the network to it is down"
             ) from error
+        if "refused" in message:
+            raise UserError(
+                "NODE_RANK",
+                self.plan.node_rank,
+                rule=message["refused"],
+                remedy="Give each node a rank of its own, from 0 to the number of nodes - 1.",
+            )
+        return message
 
     def close(self) -> None:
         """Disconnect."""

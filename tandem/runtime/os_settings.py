@@ -12,9 +12,12 @@ _MAX_MMAP_THRESHOLD_BYTES = 32 * 2**20  # glibc accepts no more
 _MAX_TRIM_THRESHOLD_BYTES = 2**31 - 1
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process, even a stopped one, when its starting thread ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its starting thread ends.
+
+    SIGKILL ends even a stopped process.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 def keep_freed_memory() -> None:

@@ -99,8 +99,8 @@ class _Handle:
 class RayRuntime:
     """An implementation of ``tandem.api.Runtime`` that also starts pools of workers.
 
-    It is a context manager, which ends the processes in any case. It must be opened on the main
-    thread, because Ray's processes end with the thread that started them.
+    It is a context manager, which ends the processes in any case. The thread that opens it must
+    live until it is closed, because Ray's processes end with the thread that started them.
 
     Attributes:
         address: the IP address at which workers reach the driver's node.
@@ -118,7 +118,7 @@ class RayRuntime:
     ) -> None:
         """Find or start the cluster, and start the workers, each isolated to its device.
 
-        SIGINT and SIGTERM end the wait, even if an event loop is running.
+        SIGINT and SIGTERM end the wait of the main thread, even if an event loop is running.
 
         Args:
             platform: the platform of pools that ``platforms`` does not name.
@@ -146,9 +146,6 @@ class RayRuntime:
         self._node: RayNode | None = None
         ray = _load_ray(plan)
         assert not ray.is_initialized(), "a process has one runtime on Ray at a time"
-        assert threading.current_thread() is threading.main_thread(), (
-            "a RayRuntime is opened on the main thread"
-        )
         try:
             with interruptible():
                 devices = functools.partial(_find_devices, plan, self._platforms.values())
@@ -347,7 +344,7 @@ def _load_ray(plan: ClusterPlan) -> ModuleType:
             plan.settings.sizes_key,
             plan.settings.num_nodes,
             rule=f"a run of several processes needs Ray ({error})",
-            remedy="Install it with `pip install 'tandem[cluster]'`, or set both to 1.",
+            remedy="Install it with `pip install 'tandem-rl[cluster]'`, or set both to 1.",
         ) from error
     return ray
 

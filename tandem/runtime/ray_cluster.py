@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,8 +76,12 @@ When ray.init connects to a running cluster, it rejects them.
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGINT and SystemExit on SIGTERM, even in a blocking call.
 
-    An event loop only records a signal, and does not handle it while a coroutine blocks.
+    An event loop only records a signal, and does not handle it while a coroutine blocks. Only the
+    main thread of a process gets signals; on any other, nothing changes.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     wakeup = signal.set_wakeup_fd(-1)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -154,7 +159,8 @@ def _connect(ray: ModuleType, plan: ClusterPlan, *, address: str, given: Mapping
             "`ray start --address=...` on it.",
         ) from error
     finally:
-        signal.signal(signal.SIGTERM, handler)  # ray.init replaces it
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # ray.init replaces it
 
 
 def _not_accepted(given: Mapping[str, Any], error: Exception) -> UserError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tandem.trainer.fsdp_sft_trainer``: verl's name of ``tandem sft``."""
+"""``python -m tandem.trainer.fsdp_sft_trainer``: verl's older name of ``tandem sft``."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ import sys
 from tandem.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(["sft", *sys.argv[1:]]))
+    sys.exit(main(["fsdp_sft_trainer", *sys.argv[1:]]))

@@ -29,7 +29,7 @@ from tandem.workers.remote import (
     RemoteRollout,
     RemoteStage,
     RemoteTrainer,
-    WeightWay,
+    WeightRoute,
     call_each,
 )
 
@@ -136,19 +136,19 @@ def remote_engines(
     train = remote_trainer(groups, placement)
     critic = remote_trainer(groups, placement, task=CRITIC) if CRITIC in placement.layouts else None
     linked = {pool.name: groups[pool.name] for pool in _linked_pools(placement)}
-    way = WeightWay(list(linked.values()))
+    route = WeightRoute(list(linked.values()))
     if placement.generates_apart and (rollout.enable_param_async or rollout.enable_dual_buffer):
         busy = [placement.pool_of(task).name for task in ("generate", "actor-train")]
         scoring = [group for name, group in linked.items() if name not in busy]
-        way = WeightWay(way.linked, scoring, is_staged=True)
+        route = WeightRoute(route.linked, scoring, is_staged=True)
     generating = groups[placement.pool_of("generate").name]
-    remote = RemoteRollout(generating, way)
+    remote = RemoteRollout(generating, route)
     engines = Engines(
         train=train,
         rollout=remote,
         reference=_frozen(groups, placement, task="ref_logp", pool_of="ref_logp"),
         scorer=_scorer(groups, placement, train=train),
-        stage=RemoteStage(way.linked) if way.is_staged else None,
+        stage=RemoteStage(route.linked) if route.is_staged else None,
         critic=critic,
         reward_model=_frozen(groups, placement, task=REWARD_MODEL, pool_of="actor-train"),
         work=remote.work,

@@ -32,20 +32,34 @@ from tandem.workers.job import PolicySpec, RolloutSpec
 logger = logging.getLogger(__name__)
 
 
-def policy_folder(spec: PolicySpec) -> ModelFolder:
-    """Return the folder of a model. Raise UserError if it does not hold such a model."""
+def policy_folder(spec: PolicySpec, *, fetches_weights: bool = True) -> ModelFolder:
+    """Return the folder of a model. Raise UserError if it does not hold such a model.
+
+    Args:
+        fetches_weights: whether weights that are only on the hub are downloaded.
+    """
     model, loads = spec.model, spec.random_seed is None
     trusts = model.trust_remote_code
     if spec.is_reward_model:
-        key = "reward_model.model.path"
-        return check_reward_folder(model.path, trust_remote_code=trusts, key=key)
+        return check_reward_folder(
+            model.path,
+            trust_remote_code=trusts,
+            fetches_weights=fetches_weights,
+            key="reward_model.model.path",
+        )
     if spec.value_head_seed is None:
-        return check_folder(model.path, trust_remote_code=trusts, load_weight=loads)
+        return check_folder(
+            model.path,
+            trust_remote_code=trusts,
+            load_weight=loads,
+            fetches_weights=fetches_weights,
+        )
     return check_critic_folder(
         model.path,
         seed=spec.value_head_seed,
         trust_remote_code=trusts,
         load_weight=loads,
+        fetches_weights=fetches_weights,
         key="critic.model.path",
     )
 

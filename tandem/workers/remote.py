@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ class RemoteTrainer(RemotePolicy):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightWay:
+class WeightRoute:
     """The route of weights from the trainer to the pools that use them.
 
     Attributes:
@@ -179,14 +179,16 @@ class WeightWay:
 class RemoteRollout:
     """An ``api.Rollout`` over workers that generate independently.
 
-    A request goes to the worker with the fewest unfinished sequences. The choice depends only on
-    the order of requests if the caller waits for each batch. Each worker runs one call ahead of the
+    A request goes to the worker with the fewest unfinished sequences. Fewer requests than idle
+    workers are divided among them. The choice depends only on the order of requests if the caller
+    waits for each batch, and no token depends on it, because each sample has its own draws. Each
+    worker runs one call ahead of the
     collected results, independently of the others.
     """
 
-    def __init__(self, group: WorkerGroup, way: WeightWay) -> None:
+    def __init__(self, group: WorkerGroup, route: WeightRoute) -> None:
         self._group = group
-        self._way = way
+        self._route = route
         self._unfinished = [0] * group.size
         self._added: list[list[Any]] = [[] for _ in range(group.size)]
         self._advancing: dict[int, Any] = {}
@@ -208,12 +210,23 @@ class RemoteRollout:
         return EngineWork.NEXT if num_unfinished and not self._is_held else EngineWork.NONE
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests, each at the worker with the fewest unfinished sequences."""
+        """Queue requests, each at the worker with the fewest unfinished sequences.
+
+        A part of a divided request ends where its worker has its share of all new samples.
+        """
+        num_idle = self._unfinished.count(0)
+        num_samples = sum(len(request.sample_ids) for request in requests)
+        is_divided = len(requests) < num_idle
+        share = -(-num_samples // max(num_idle, 1))
         dealt: list[list[GenerationRequest]] = [[] for _ in self._unfinished]
         for request in requests:
-            rank = self._unfinished.index(min(self._unfinished))
-            self._unfinished[rank] += len(request.sample_ids)
-            dealt[rank].append(request)
+            ids = request.sample_ids
+            while ids:
+                rank = self._unfinished.index(min(self._unfinished))
+                room = max(share - self._unfinished[rank], 1) if is_divided else len(ids)
+                dealt[rank].append(replace(request, sample_ids=ids[:room]))
+                self._unfinished[rank] += len(ids[:room])
+                ids = ids[room:]
         for rank, mine in enumerate(dealt):
             if mine:
                 self._added[rank].append(self._group.submit(rank, "add", mine))
@@ -260,19 +273,19 @@ class RemoteRollout:
         A worker switches between two of its advances. Without staging all workers switch together,
         and none starts another advance before.
         """
-        if not self._way.is_staged:
+        if not self._route.is_staged:
             self._is_held = bool(self._advancing)
             if self._is_held:
                 return False
-            call_each(self._way.linked, "transfer", version)
-            call_each(self._way.linked, "swap", version)
+            call_each(self._route.linked, "transfer", version)
+            call_each(self._route.linked, "swap", version)
             return True
         self._wanted_version = version
         busy = [self._versions[rank] for rank, number in enumerate(self._unfinished) if number]
         if busy and min(busy) < version:
             return False
         self._group.gather(self._late)
-        self._late = submit_each(self._way.scoring, "swap", version)
+        self._late = submit_each(self._route.scoring, "swap", version)
         call_each([self._group], "swap", version)
         self._wanted_version = None
         return True

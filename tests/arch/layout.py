@@ -29,6 +29,7 @@ ROOMS = (
     "workers",
     "testing",
     "driver",
+    "facade",
     "quickstart",
     "cli",
     "trainer",
@@ -66,10 +67,12 @@ ALLOWED: dict[str, frozenset[str]] = {
     "runtime": frozenset({"types", "api", "config", "platforms"}),
     "workers": EVERYTHING
     - {"pipeline", "report", "planner", "runtime", "workers", "testing"}
-    - {"driver", "quickstart", "cli", "trainer"},
-    "testing": EVERYTHING - {"testing", "driver", "quickstart", "cli", "trainer"},
-    "driver": EVERYTHING - {"planner", "testing", "driver", "quickstart", "cli", "trainer"},
-    "quickstart": EVERYTHING - {"planner", "testing", "quickstart", "cli", "trainer"},
+    - {"driver", "facade", "quickstart", "cli", "trainer"},
+    "testing": EVERYTHING - {"testing", "driver", "facade", "quickstart", "cli", "trainer"},
+    "driver": EVERYTHING
+    - {"planner", "testing", "driver", "facade", "quickstart", "cli", "trainer"},
+    "facade": EVERYTHING - {"testing", "facade", "quickstart", "cli", "trainer"},
+    "quickstart": EVERYTHING - {"planner", "testing", "facade", "quickstart", "cli", "trainer"},
     "cli": EVERYTHING - {"cli"},
     "trainer": EVERYTHING - {"trainer"},
     "__main__": frozenset({"cli"}),

@@ -74,7 +74,9 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("role", FAILURES)
-def test_12_whoever_is_killed_ends_the_run(material: Material, tmp_path: Path, role: str) -> None:
+def test_12_the_death_of_any_process_ends_the_run(
+    material: Material, tmp_path: Path, role: str
+) -> None:
     failure, run = FAILURES[role], tmp_path / "run"
     command = begin(material, run, failure=failure, kind="SIGKILL")
     place = wait_for_place(command, run, role, rank=0)
@@ -88,7 +90,9 @@ def test_12_whoever_is_killed_ends_the_run(material: Material, tmp_path: Path, r
 
 
 @pytest.mark.parametrize("role", FAILURES)
-def test_12_whoever_raises_ends_the_run(material: Material, tmp_path: Path, role: str) -> None:
+def test_12_an_error_in_any_process_ends_the_run(
+    material: Material, tmp_path: Path, role: str
+) -> None:
     failure, run = FAILURES[role], tmp_path / "run"
     command = begin(material, run, failure=failure, kind="RAISE")
     place = wait_for_place(command, run, role, rank=0)

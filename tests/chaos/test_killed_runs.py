@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tandem.driver.execution import SAME_REQUEST_S
 from tests.fakes.commands import Command, Conditions, Ended, run_command
 from tests.fakes.patience import PATIENCE_S
 from tests.fakes.tiny_run import (
@@ -125,7 +126,7 @@ def test_22_killed_at_random_times(
     run, draw = tmp_path / "run", random.Random(3)
     for _ in range(3):
         command = Command(RECIPES[recipe](material, run), folder=tmp_path)
-        command.wait_for(tmp_path / "stdout.txt", text="step:")
+        command.wait_for(tmp_path / "stdout.txt", text="step ")
         time.sleep(draw.uniform(0, 0.1))
         command.signal(signal.SIGKILL)
         command.wait()
@@ -153,6 +154,9 @@ def test_a_signal_saves_the_last_finished_step(
     last = max(metrics_of(run))
     assert 1 <= last < 6
     assert (run / "latest_checkpointed_iteration.txt").read_text() == str(last)
+    assert (
+        f"stopped after step {last} of 6; the model is in {run}/global_step_{last}" in ended.stderr
+    )
     for name in ENGINE_FILES:
         ours, theirs = (path / f"global_step_{last}" / name for path in (run, whole_run(recipe)))
         assert ours.read_bytes() == theirs.read_bytes()
@@ -165,7 +169,7 @@ def run_until_signal(arguments: list[str], number: signal.Signals, *, folder: Pa
     """Run, and send a signal after step 1. Tried again if the run was faster than the signal."""
     for _ in range(MAX_ATTEMPTS):
         command = Command([*arguments, "trainer.resume_mode=disable"], folder=folder)
-        command.wait_for(folder / "stdout.txt", text="step:1 ")
+        command.wait_for(folder / "stdout.txt", text="step 1/")
         command.signal(number)
         ended = command.wait()
         if ended.code != 0:
@@ -197,6 +201,7 @@ def test_a_second_signal_ends_it_at_once(
     children = wait_for_children(command.pid, count=2)
     command.signal(number)
     command.wait_for(tmp_path / "stderr.txt", text="send it again to stop at once")
+    time.sleep(SAME_REQUEST_S)
     command.signal(number)
     assert command.wait().code == code
     _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)

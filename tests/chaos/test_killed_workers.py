@@ -123,6 +123,8 @@ def test_a_death_that_nobody_waits_for_ends_the_run_too(material: Material, tmp_
     reward.write_text(
         "import json, os, pathlib, signal, time\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if solution_str == ground_truth:\n"
+        "        return 1.0  # the trial before the start\n"
         f"    places = json.loads(pathlib.Path({str(run)!r}, 'placement.json').read_text())\n"
         "    for place in places:\n"
         "        if place['tasks'] == ['generate']:\n"

@@ -34,6 +34,8 @@ SINGLE_TOKENS = (
     "training/rollout_logp_diff_max",
     "rollout_corr/rollout_is_max",
     "rollout_corr/rollout_is_min",
+    "rollout_corr/rollout_is_seq_",
+    "rollout_corr/log_ppl_diff_m",
     "rollout_corr/chi2_seq",
 )
 """Metrics of the token, or the response, that stands out most."""

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.metrics.trace import TRACE_FILE, read_trace
-from tandem.quickstart.task import draw_problems
+from tandem.quickstart.word_problems import WORD_PROBLEMS
 from tests.chaos.processes import MARK, none_left
 from tests.fakes.commands import Conditions, run_command
 from tests.fakes.tiny_run import (
@@ -290,7 +290,7 @@ def test_11_and_13_the_data_end_the_run_with_a_checkpoint_and_a_validation(finis
 def test_11_the_data_end_the_run_however_many_they_are(
     material: Material, tmp_path: Path, num_batches: int
 ) -> None:
-    file = write_prompts(tmp_path / "data.parquet", draw_problems(4 * num_batches, seed=3))
+    file = write_prompts(tmp_path / "data.parquet", WORD_PROBLEMS.draw(4 * num_batches, seed=3))
     keys = (
         *ASYNCHRONOUS,
         *IN_TURNS,

@@ -187,7 +187,8 @@ def _behave(rank: int, size: int, store_port: int, case: Case) -> Behaviour:
     after = copied_parts(engine)
     healthy = update(SftLoss())
     frozen = open_sharded_model(case, rank=rank, size=size, frozen=True)
-    scores = frozen.score(batches, temperature=TEMPERATURE, num_rounds=num_rounds)
+    asking = [replace(batch, with_squares=True) for batch in batches]
+    scores = frozen.score(asking, temperature=TEMPERATURE, num_rounds=num_rounds)
     drawn = open_sharded_model(case, rank=rank, size=size, random_seed=5).held_slices()
     random = [(held.spec, held.tensor) for held in drawn]
     return Behaviour(poisoned, before, after, healthy, reference=scores, random=random)
@@ -200,7 +201,8 @@ def test_steps_that_are_not_finite_references_and_random_weights(folders: dict[s
     batches = cut_batches(case.max_sequences)
     healthy = engine.update(batches, SftLoss(), scale=SCALE, temperature=1.0)
     model = open_model(str(case.folder), dtype=torch.float32, device="cpu")
-    scores = ReferenceModel(model).score(batches, TEMPERATURE)
+    asking = [replace(batch, with_squares=True) for batch in batches]
+    scores = ReferenceModel(model).score(asking, TEMPERATURE)
     for number, rank in enumerate(ranks):
         assert all(report.skipped for report in rank.poisoned)
         for (spec, before), (_, after) in zip(rank.before, rank.after, strict=True):

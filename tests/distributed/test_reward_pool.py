@@ -3,6 +3,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from tandem.errors import UserError
-from tandem.rewards.custom import CustomReward
+from tandem.rewards.custom import RewardFunction
 from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
 from tandem.rewards.scoring import RewardSpec
 from tandem.types import RewardOutcome, RewardRequest, RewardStatus
@@ -60,6 +61,8 @@ async def concurrent(data_source, solution_str, ground_truth, extra_info):
     if word == "wait":
         await asyncio.sleep(float(rest))
         return 1.0
+    while word == "until" and not os.path.exists(rest):
+        await asyncio.sleep(0.01)
     return compute_score(data_source, solution_str, ground_truth, extra_info)
 """
 DETAILS = {
@@ -85,7 +88,7 @@ def concurrent_spec(tmp_path: Path) -> RewardSpec:
 def unruly_spec(folder: Path, name: str) -> RewardSpec:
     file = folder / "unruly.py"
     file.write_text(UNRULY)
-    return RewardSpec(custom=CustomReward(str(file), name))
+    return RewardSpec((RewardFunction(str(file), name),))
 
 
 def limits(
@@ -229,6 +232,59 @@ def test_coroutine_functions_wait_together(concurrent_spec: RewardSpec):
     assert time.monotonic() - started_s < 4  # 8 s one after the other
 
 
+def test_a_coroutine_function_takes_a_call_while_another_waits(
+    concurrent_spec: RewardSpec, tmp_path: Path
+):
+    """The first call ends only when the second has been scored, in the only process."""
+    mark = tmp_path / "mark"
+
+    async def work(pool: RewardPool) -> list[RewardOutcome]:
+        waiting = asyncio.create_task(pool.score([request(f"until {mark}")]))
+        await asyncio.sleep(0)
+        second = await pool.score([request(f"note {mark}")])
+        return [*await waiting, *second]
+
+    outcomes = in_pool(concurrent_spec, limits(num_processes=1, deadline_s=60), work)
+    assert [outcome.status for outcome in outcomes] == [RewardStatus.VALUE] * 2
+
+
+def test_a_batch_function_scores_a_call_at_once_and_fails_as_one(tmp_path: Path):
+    file = tmp_path / "batch.py"
+    file.write_text(
+        "def f(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [len(solution_strs) / (len(one) - 1) for one in solution_strs]\n"
+    )
+    spec = RewardSpec((RewardFunction(str(file), "f"),))
+
+    async def work(pool: RewardPool) -> list[list[RewardOutcome]]:
+        calls = [["xx", "xxx"], ["x", "xx", "xxx"], ["xxx"]]
+        return await asyncio.gather(*(pool.score([*map(request, call)]) for call in calls))
+
+    good, bad, last = in_pool(spec, limits(), work)
+    assert [outcome.score for outcome in good + last] == [2.0, 1.0, 0.5]
+    assert len(bad) == 3
+    assert all(re.fullmatch(r"Zero.* by zero \(batch\.py:2\)", one.detail) for one in bad)
+
+
+def test_the_log_has_prints_and_the_first_traceback(spec: RewardSpec, tmp_path: Path):
+    log = tmp_path / "rewards.log"
+    own = RewardLimits(1, 20.0, log=str(log))
+    score_all(spec, ["print", "raise", "raise", "print"], own)
+    lines = log.read_text().splitlines()
+    assert lines[0] == lines[-1] == "from the reward"
+    assert lines[1].startswith("The first error of reward process")
+    assert [line for line in lines if "KeyError:" in line] == ["KeyError: 'no such thing'"]
+
+
+def test_trials_are_made_until_one_has_a_value(spec: RewardSpec):
+    asyncio.run(check_reward(spec, limits(), trials=[request("raise"), request("x")]))
+    words = r"unruly\.py\]: has no value for the first row .*returned nan .*\(data_source, solution"
+    with pytest.raises(UserError, match=words):
+        asyncio.run(check_reward(spec, limits(), trials=[request("raise"), request("nan")]))
+    with pytest.raises(UserError, match="no result within 0.5 s.*raise reward.timeout_s"):
+        asyncio.run(check_reward(spec, limits(deadline_s=0.5), trials=[request("hang")]))
+
+
 def test_coroutine_that_waits_too_long_times_out_alone(concurrent_spec: RewardSpec):
     solutions = ["wait 0.01", "wait 60", "wait 0.02"]
     outcomes = score_all(concurrent_spec, solutions, limits(1, deadline_s=0.5))
@@ -285,13 +341,13 @@ def test_closing_ends_grandchildren_and_waiting_calls(
 
 PARENT = """
 import asyncio, sys
-from tandem.rewards.custom import CustomReward
+from tandem.rewards.custom import RewardFunction
 from tandem.rewards.pool import RewardLimits, RewardPool
 from tandem.rewards.scoring import RewardSpec
 from tandem.types import RewardRequest
 
 async def main():
-    pool = RewardPool(RewardSpec(custom=CustomReward(sys.argv[1], "compute_score")),
+    pool = RewardPool(RewardSpec((RewardFunction(sys.argv[1], "compute_score"),)),
                       RewardLimits(2, deadline_s=60))
     request = lambda text: RewardRequest("my/task", text, "12", {}, 1)
     outcomes = await pool.score([request("child"), request("print")])
@@ -305,9 +361,8 @@ asyncio.run(main())
 
 
 def test_killed_parent_takes_hanging_children_along(tmp_path: Path, spec: RewardSpec):
-    assert spec.custom is not None
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, spec.custom.path, "hang"], stdout=subprocess.PIPE
+        [sys.executable, "-c", PARENT, spec.functions[0].path, "hang"], stdout=subprocess.PIPE
     )
     assert parent.stdout is not None
     pids = [int(parent.stdout.readline())]
@@ -321,9 +376,8 @@ def test_killed_parent_takes_hanging_children_along(tmp_path: Path, spec: Reward
 
 
 def test_what_a_reward_prints_stays_out_of_standard_output(spec: RewardSpec):
-    assert spec.custom is not None
     done = subprocess.run(
-        [sys.executable, "-c", PARENT, spec.custom.path, "end"],
+        [sys.executable, "-c", PARENT, spec.functions[0].path, "end"],
         capture_output=True,
         text=True,
         check=False,
@@ -336,16 +390,15 @@ def test_what_a_reward_prints_stays_out_of_standard_output(spec: RewardSpec):
 def test_check_finds_a_function_that_cannot_be_loaded(
     tmp_path: Path, spec: RewardSpec, children_before: list[psutil.Process]
 ):
-    check_reward(spec, limits())
+    asyncio.run(check_reward(spec, limits()))
     for path, message in [(tmp_path / "gone.py", "no such file"), (tmp_path, "no such file")]:
         with pytest.raises(UserError, match=rf"custom_reward_function\.path=.*{message}"):
-            check_reward(RewardSpec(custom=CustomReward(str(path), "f")), limits())
+            asyncio.run(check_reward(RewardSpec((RewardFunction(str(path), "f"),)), limits()))
     assert {*psutil.Process().children()} <= {*children_before}
 
 
 def test_score_reports_a_function_that_cannot_be_loaded(spec: RewardSpec):
-    assert spec.custom is not None
-    wrong = RewardSpec(custom=CustomReward(spec.custom.path, "not_there"))
+    wrong = RewardSpec((RewardFunction(spec.functions[0].path, "not_there"),))
     with pytest.raises(UserError, match="not_there"):
         score_all(wrong, ["x"] * 3, limits())
 
@@ -354,7 +407,7 @@ def test_file_that_ends_its_process_while_it_is_imported(tmp_path: Path):
     file = tmp_path / "fatal.py"
     file.write_text("import os\nos._exit(5)\n")
     with pytest.raises(RuntimeError, match="did not start: process ended with exit code 5"):
-        check_reward(RewardSpec(custom=CustomReward(str(file), "f")), limits())
+        asyncio.run(check_reward(RewardSpec((RewardFunction(str(file), "f"),)), limits()))
 
 
 def test_many_small_calls_are_cheap():
@@ -368,3 +421,83 @@ def test_many_small_calls_are_cheap():
 
     # About 6 ms on an idle machine; one process start each would take seconds.
     assert in_pool(RewardSpec(), limits(), work) < 0.2
+
+
+STRAY = """
+import os, signal, stat, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    word, _, rest = solution_str.partition(" ")
+    if word == "pid":
+        with open(rest, "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        with open(rest) as file:
+            is_first = len(file.readlines()) == 1
+        time.sleep(60 if is_first else 0)
+    if word == "die":
+        with open(rest, "a") as file:
+            file.write("x")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if word == "write":
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    os.write(int(name), rest.encode() + b"\\n")
+            except OSError:
+                pass
+        time.sleep(60)
+    return 1.0
+"""
+
+
+@pytest.fixture
+def stray_spec(tmp_path: Path) -> RewardSpec:
+    file = tmp_path / "stray.py"
+    file.write_text(STRAY)
+    return RewardSpec((RewardFunction(str(file), "compute_score"),))
+
+
+@pytest.mark.parametrize(
+    ("number", "deadline_s"),
+    [(signal.SIGKILL, 20.0), (signal.SIGTERM, 20.0), (signal.SIGINT, 20.0), (signal.SIGSTOP, 2.0)],
+)
+def test_a_request_whose_process_is_lost_is_asked_once_more(
+    stray_spec: RewardSpec,
+    tmp_path: Path,
+    number: signal.Signals,
+    deadline_s: float,
+    capfd: pytest.CaptureFixture[str],
+):
+    pids = tmp_path / "pids"
+
+    async def work(pool: RewardPool) -> list[RewardOutcome]:
+        scored = asyncio.ensure_future(pool.score([request(f"pid {pids}"), request("other")]))
+        while not (pids.exists() and pids.read_text().endswith("\n")):
+            await asyncio.sleep(0.01)
+        os.kill(int(pids.read_text()), number)
+        return await scored
+
+    outcomes = in_pool(stray_spec, limits(1, deadline_s), work)
+    assert [outcome.score for outcome in outcomes] == [1.0, 1.0]
+    assert len(pids.read_text().split()) == 2
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_function_that_kills_its_process_runs_twice_and_counts(
+    stray_spec: RewardSpec, tmp_path: Path
+):
+    notes = tmp_path / "notes"
+    outcomes = score_all(stray_spec, [f"die {notes}", "other"], limits(1))
+    assert [outcome.status for outcome in outcomes] == [RewardStatus.ERROR, RewardStatus.VALUE]
+    assert outcomes[0].detail == "process killed by SIGKILL"
+    assert notes.read_text() == "xx"
+
+
+@pytest.mark.parametrize(
+    "message", ["garbage", "[]", "7", '[0, [["value", 1.0, {}, "", null, {}]]]', "[" * 100_000]
+)
+def test_a_foreign_message_on_the_channel_ends_the_process(stray_spec: RewardSpec, message: str):
+    outcomes = score_all(stray_spec, [f"write {message}", "other"], limits(1))
+    assert outcomes[0].status is RewardStatus.ERROR
+    assert outcomes[0].detail == "something wrote to the channel of its reward process"
+    assert outcomes[1].score == 1.0

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.fakes.tiny_run import Material, metrics_of, train_arguments
+from tests.fakes.tiny_run import Material, metrics_of, sft_arguments, train_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBNET = "10.213.77"
@@ -118,6 +118,27 @@ def test_two_nodes_train_together_and_end_alike(
     assert sorted(place["node"] for place in places) == [0, 1]
     assert not hosts.processes(0)
     assert not hosts.processes(1)
+
+
+def test_torchrun_on_two_nodes_forms_the_cluster_itself(
+    hosts: Hosts, material: Material, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = sft_arguments(material, run, "trainer.device=cpu")[1:]
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        launch = ("--nnodes=2", "--nproc_per_node=1", f"--node_rank={rank}")
+        meeting = (f"--master_addr={SUBNET}.1", "--master_port=29714")
+        entry = ("-m", "tandem.trainer.fsdp_sft_trainer")
+        return hosts.start(rank, ("torch.distributed.run", *launch, *meeting, *entry, *arguments))
+
+    nodes = [start(0), start(1)]
+    for node in nodes:
+        _, stderr = node.communicate(timeout=240)
+        assert node.returncode == 0, stderr
+    assert sorted(metrics_of(run)) == [1, 2, 3, 4, 5, 6]
+    places = json.loads((run / "placement.json").read_text())
+    assert sorted(place["node"] for place in places) == [0, 1]
 
 
 def test_losing_a_node_ends_the_training_with_its_name(

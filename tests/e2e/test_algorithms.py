@@ -61,6 +61,29 @@ def test_dapo_trains_on_groups_that_differ_and_shapes_long_responses(
     )
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.policy_loss.kl_cov_ratio=0.1"),
+        ("algorithm.adv_estimator=optimal_token_baseline",),
+    ],
+)
+def test_statistics_of_a_mini_batch_do_not_depend_on_micro_batches(
+    material: Material, tmp_path: Path, keys: tuple[str, ...]
+) -> None:
+    two_updates = f"{ACTOR}.ppo_mini_batch_size=2"
+    whole, cut = (
+        metrics_after(material, tmp_path, *keys, two_updates, *TWO_STEPS, *more)
+        for more, tmp_path in (
+            ((), tmp_path / "whole"),
+            ((f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",), tmp_path / "cut"),
+        )
+    )
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "critic/advantages/max"):
+        assert cut[2][name] == pytest.approx(whole[2][name], abs=1e-5), name
+    assert whole[2]["actor/ppo_kl"] != 0
+
+
 def test_overlong_penalty_is_logged_only_on_request(material: Material, tmp_path: Path) -> None:
     metrics = metrics_after(material, tmp_path, *DAPO, *TWO_STEPS)
     assert "reward/overlong_reward/mean" not in metrics[1]
@@ -113,8 +136,7 @@ def test_dynamic_sampling_does_not_use_up_the_data_for_a_reward_that_always_fail
     ended = run_train(material, tmp_path, dynamic, *broken)
     assert ended.code == 2, ended.stderr
     (error,) = ended.errors
-    assert "the last 80 rewards all failed" in error and "out of order" in error
-    assert "dropped groups: 16 of 16 rewards failed" in ended.stderr
+    assert "the last 16 rewards all failed" in error and "out of order" in error
 
 
 def test_remax_compares_each_sample_with_the_greedy_answer(
@@ -269,17 +291,6 @@ def test_a_reward_that_fails_is_counted_and_never_a_zero(
         assert row["critic/score/mean"] == statistics.fmean(s for s in scores if s is not None) == 1
 
 
-def test_a_reward_that_always_fails_is_said_aloud(material: Material, tmp_path: Path) -> None:
-    keys = ("custom_reward_function.name=broken", *TWO_STEPS)
-    ended = run_train(material, tmp_path, *keys)
-    assert ended.code == 0
-    assert "step 1: 16 of 16 rewards failed" in ended.stderr
-    assert "out of order" in ended.stderr
-    metrics = metrics_of(tmp_path / "run")
-    assert "critic/score/mean" not in metrics[2]
-    assert metrics[2]["actor/grad_norm"] == 0
-
-
 def test_equal_rewards_leave_no_holes_in_the_metrics(material: Material, tmp_path: Path) -> None:
     metrics = metrics_after(material, tmp_path, "custom_reward_function.name=constant", *TWO_STEPS)
     assert metrics[1]["actor/pg_loss"] == metrics[1]["actor/grad_norm"] == 0
@@ -295,13 +306,12 @@ def test_the_actor_waits_until_the_step_of_critic_warmup(
 
 
 def test_a_policy_that_diverges_ends_the_run(material: Material, tmp_path: Path) -> None:
-    keys = (f"{ACTOR}.optim.lr=1e30", "trainer.total_training_steps=20", "data.val_files=[]")
+    diverging = (f"{ACTOR}.optim.lr=1.0", f"{ACTOR}.optim.weight_decay=1e30")
+    keys = (*diverging, "trainer.total_training_steps=20", "data.val_files=[]")
     ended = run_train(material, tmp_path, *keys)
     assert ended.code == 2
-    assert "optim.lr=1e+30: none of the last 80 samples counts" in ended.errors[0]
-    metrics = metrics_of(tmp_path / "run")
-    assert max(metrics) == 5
-    assert metrics[5]["reward/failures"] == 16
+    expected = "optim.lr=1.0: loss or gradient was not finite in 5 training steps in a row"
+    assert expected in ended.errors[0]
 
 
 def test_a_model_starts_from_random_weights_on_request(material: Material, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tandem.quickstart.model import write_model
-from tandem.quickstart.task import draw_problems
 from tandem.quickstart.tokenizer import END_ID, PAD_ID
+from tandem.quickstart.word_problems import WORD_PROBLEMS
 from tests.fakes.commands import check_refusal, run_command
 from tests.fakes.tiny_policy import TINY, write_tiny_tokenizer
 from tests.fakes.tiny_run import Material, prompt_row, sft_arguments, train_arguments
@@ -33,13 +33,17 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def expect_refusal(material: Material, tmp_path: Path) -> Callable[..., None]:
-    """Run ``tandem train`` with overrides and check the error and that no run was begun."""
+    """Run ``tandem train`` and ``tandem plan`` with overrides; check that both give the same error
+    and that no run was begun.
+    """
 
     def refuse(*overrides: str, says: tuple[str, ...]) -> None:
-        ended = run_command(
-            train_arguments(material, tmp_path / "run", *overrides), folder=tmp_path
-        )
+        arguments = train_arguments(material, tmp_path / "run", *overrides)
+        ended = run_command(arguments, folder=tmp_path)
         check_refusal(ended, *says)
+        planned = run_command(["plan", *arguments[1:]], folder=tmp_path / "plan")
+        check_refusal(planned, *says)
+        assert planned.errors == ended.errors
         assert not list((tmp_path / "run").glob("*"))
 
     return refuse
@@ -57,7 +61,9 @@ def finished(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def write_rows(path: Path, *, spoilt: int, change: dict[str, object]) -> Path:
     """Eight rows, of which one is changed."""
-    rows = [prompt_row(problem, index) for index, problem in enumerate(draw_problems(8, seed=1))]
+    rows = [
+        prompt_row(problem, index) for index, problem in enumerate(WORD_PROBLEMS.draw(8, seed=1))
+    ]
     rows[spoilt] |= change
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -65,7 +71,7 @@ def write_rows(path: Path, *, spoilt: int, change: dict[str, object]) -> Path:
 
 def test_missing_data_file(expect_refusal: Callable[..., None], tmp_path: Path) -> None:
     file = tmp_path / "gsm8k/train.parquet"
-    remedy = f"examples/data_preprocess/gsm8k.py --local_dir {file.parent}"
+    remedy = f"tandem prepare gsm8k --output {file.parent}"
     expect_refusal(f"data.train_files={file}", says=(f"data.train_files='{file}'", remedy))
 
 
@@ -77,7 +83,9 @@ def test_missing_validation_file(expect_refusal: Callable[..., None]) -> None:
 
 def test_empty_data_files(expect_refusal: Callable[..., None], tmp_path: Path) -> None:
     rowless, hollow = tmp_path / "rowless.parquet", tmp_path / "hollow.parquet"
-    pq.write_table(pa.Table.from_pylist([prompt_row(draw_problems(1, seed=1)[0], 0)])[:0], rowless)
+    pq.write_table(
+        pa.Table.from_pylist([prompt_row(WORD_PROBLEMS.draw(1, seed=1)[0], 0)])[:0], rowless
+    )
     hollow.touch()
     expect_refusal(f"data.train_files={rowless}", says=(f"data.train_files='{rowless}'", "no rows"))
     expect_refusal(
@@ -111,7 +119,9 @@ def test_row_that_lacks_something_is_named(
 ) -> None:
     file = write_rows(tmp_path / "rows.jsonl", spoilt=5, change=change)
     expect_refusal(
-        f"data.train_files={file}", says=(f"data.train_files='{file}'", "row 5 ", rule, "Correct")
+        f"data.train_files={file}",
+        "~custom_reward_function.path",
+        says=(f"data.train_files='{file}'", "row 5 ", rule, "Correct"),
     )
 
 
@@ -251,6 +261,16 @@ def test_custom_reward_that_does_not_load(
     expect_refusal(*keys, says=("custom_reward_function.", *says))
 
 
+def test_model_without_an_end_token(
+    expect_refusal: Callable[..., None], material: Material, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(material.policy, folder, ignore=shutil.ignore_patterns("generation_config*"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": None}))
+    expect_refusal(f"{MODEL}={folder}", says=(f"{MODEL}='{folder}'", "end token", "ignore_eos"))
+
+
 def test_custom_reward_file_that_is_not_there(expect_refusal: Callable[..., None]) -> None:
     expect_refusal(
         "custom_reward_function.path=/no/reward.py", says=("'/no/reward.py'", "no such file")
@@ -293,6 +313,32 @@ def test_damaged_checkpoint_harms_nothing(
     ended = run_command(train_arguments(material, run), folder=tmp_path / "cwd")
     check_refusal(ended, "global_step_2")
     assert snapshot(run) == before
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors"])
+def test_flipped_bit_is_found_and_the_checkpoint_before_is_offered(
+    name: str, finished: Path, material: Material, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    damaged = run / "global_step_2" / "actor" / name
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    before = snapshot(run)
+    whole = f"trainer.resume_from_path={run / 'global_step_1'}"
+    for arguments in (
+        train_arguments(material, run),
+        ["plan", *train_arguments(material, run)[1:]],
+        ["export", str(run), "--output", str(tmp_path / "exported")],
+    ):
+        ended = run_command(arguments, folder=tmp_path / "cwd")
+        offer = str(run / "global_step_1") if arguments[0] == "export" else whole
+        check_refusal(ended, f"actor/{name} has other contents", offer)
+    assert snapshot(run) == before
+    checked = run_command(["doctor", str(run)], folder=tmp_path / "cwd")
+    assert checked.code == 2
+    assert f"NO  global_step_2      actor/{name}" in checked.stdout
+    assert "ok  global_step_1      whole" in checked.stdout
 
 
 def test_tracker_that_names_no_checkpoint(

@@ -41,7 +41,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> None:
     run_command(["--version"], folder=tmp_path_factory.mktemp("first"))
 
 
-def refuse(
+def assert_refused(
     arguments: list[str], folder: Path, *parts: str, conditions: Conditions | None = None
 ) -> None:
     begin_s = time.monotonic()
@@ -108,7 +108,7 @@ def test_what_cannot_be_is_refused_by_the_run_and_by_its_plan(
 ) -> None:
     arguments = train_arguments(material, tmp_path / "run", *keys)
     assert arguments[0] == "train"
-    refuse([command, *arguments[1:]], tmp_path, *parts)
+    assert_refused([command, *arguments[1:]], tmp_path, *parts)
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
@@ -118,25 +118,25 @@ def test_the_environment_cannot_name_what_is_not_there(
     arguments = train_arguments(material, tmp_path / "run")
     conditions = Conditions(environment={"VERL_PLATFORM": "asend"})
     says = ("VERL_PLATFORM='asend': there is no such platform. ", "mean ascend?")
-    refuse([command, *arguments[1:]], tmp_path, *says, conditions=conditions)
+    assert_refused([command, *arguments[1:]], tmp_path, *says, conditions=conditions)
 
 
 def test_fine_tuning_and_its_plan_know_the_names_too(material: Material, tmp_path: Path) -> None:
     arguments = sft_arguments(material, tmp_path / "run", "trainer.device=cudda")
     says = "trainer.device='cudda': there is no such platform. Did you mean cuda?"
-    refuse(arguments, tmp_path, says)
-    refuse(["plan", *arguments], tmp_path, says)
+    assert_refused(arguments, tmp_path, says)
+    assert_refused(["plan", *arguments], tmp_path, says)
 
 
 def test_a_platform_that_is_not_here(material: Material, tmp_path: Path) -> None:
     says = ("mlu cannot be used here: the package torch_mlu is not installed", "can: cpu")
     arguments = train_arguments(material, tmp_path / "run", "trainer.device=cambricon")
-    refuse(arguments, tmp_path, "trainer.device='mlu': ", *says)
-    refuse(["certify", "--platform", "mlu"], tmp_path, "--platform='mlu': ", *says)
+    assert_refused(arguments, tmp_path, "trainer.device='mlu': ", *says)
+    assert_refused(["certify", "--platform", "mlu"], tmp_path, "--platform='mlu': ", *says)
 
 
 def without_ray(folder: Path) -> Conditions:
-    """A machine on which Ray ends whoever loads it."""
+    """A machine on which loading Ray fails."""
     (folder / "ray").mkdir(parents=True)
     (folder / "ray/__init__.py").write_text("raise AssertionError('Ray was loaded')\n")
     return Conditions(environment={"PYTHONPATH": str(folder)})
@@ -145,7 +145,7 @@ def without_ray(folder: Path) -> Conditions:
 def test_a_pool_that_this_machine_cannot_hold_is_refused_before_ray_is_loaded(
     material: Material, tmp_path: Path
 ) -> None:
-    refuse(
+    assert_refused(
         train_arguments(material, tmp_path / "run", *ON_HOST),
         tmp_path,
         "the nodes cannot hold the run. Needed: node 0 1 musa, 2 CPU. There: this machine 0 musa "
@@ -213,11 +213,11 @@ def test_a_device_without_bfloat16_is_named_before_a_run_is_begun(
     ):
         words = arguments(material, tmp_path / "run", "trainer.device=old")
         says = f"{section}.dtype='auto': Acme 1 does not compute in bfloat16. Set {section}.dtype="
-        refuse(words, tmp_path, says, conditions=conditions)
+        assert_refused(words, tmp_path, says, conditions=conditions)
         for key in ("dtype", "model_dtype"):
             keys = (f"{section}.dtype=float32", f"{section}.{key}=bfloat16")
             says = f"{section}.{key}='bfloat16': "
-            refuse([*words, *keys], tmp_path, says, conditions=conditions)
+            assert_refused([*words, *keys], tmp_path, says, conditions=conditions)
 
 
 def test_a_head_size_without_a_kernel_is_named_before_a_run_is_begun(
@@ -226,7 +226,7 @@ def test_a_head_size_without_a_kernel_is_named_before_a_run_is_begun(
     folder, size = tmp_path / "model", replace(TINY, hidden=48)
     write_tiny_policy(folder, size=size)
     key = "actor_rollout_ref.model.path"
-    refuse(
+    assert_refused(
         train_arguments(material, tmp_path / "run", f"{key}={folder}", "trainer.device=paged"),
         tmp_path,
         f"{key}='{folder}': its head dimension 24 has no attention kernel for paged",
@@ -246,6 +246,6 @@ def test_an_engine_that_is_not_built_is_said_to_be_without_effect(
     notice = "actor_rollout_ref.rollout.name: engine not built yet: the native engine is used"
     assert notice in " ".join(ended.stderr.split())
     strategy = "actor_rollout_ref.actor.strategy=megatron"
-    refuse(
+    assert_refused(
         [*arguments, strategy], tmp_path, "strategy='megatron': is not built yet", "strategy=fsdp"
     )

@@ -46,8 +46,8 @@ def test_a16_runs_that_agree(tmp_path: Path) -> None:
 
 
 def test_a16_runs_that_differ(tmp_path: Path) -> None:
-    a = write_events(tmp_path / "gpu", {LOSS: [0.30, 0.30]})
-    b = write_json(tmp_path / "npu", {LOSS: [0.33, 0.32]})
+    a = write_events(tmp_path / "gpu", {LOSS: [0.30, 0.31]})
+    b = write_json(tmp_path / "npu", {LOSS: [0.33, 0.33]})
     ended = _compare(tmp_path, a, b)
     assert ended.code == 1
     assert _row(ended, "mean absolute error")[1:] == ["2.5 %", "limit 2 %"]
@@ -59,6 +59,18 @@ def test_a16_runs_that_differ(tmp_path: Path) -> None:
     ended = _compare(tmp_path, a, broken)
     assert ended.code == 1
     assert "The runs differ: at some steps A or B is not finite." in ended.stdout
+
+
+def test_a_constant_reference_shows_no_agreement(tmp_path: Path) -> None:
+    zeros = write_json(tmp_path / "zeros", {REWARD: [0.0, 0.0, 0.0]})
+    again = write_json(tmp_path / "again", {REWARD: [0.0, 0.0, 0.0]})
+    ended = _compare(tmp_path, zeros, again)
+    assert ended.code == 2
+    assert "Cannot tell: A is constant" in ended.stdout
+    assert "agree" not in ended.stdout
+    learns = write_json(tmp_path / "learns", {REWARD: [0.0, 0.5, 1.0]})
+    assert _compare(tmp_path, zeros, learns).code == 1
+    assert _compare(tmp_path, learns, learns).code == 0
 
 
 def test_a16_the_noise_floor_and_a_picture(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_metric(material: Material, tmp_path: Path) -> None:
     ("code", "fault"),
     [
         ("return 5", "returned int, not a mapping"),
-        ("return {'my/x': 'y'}", "returned 'my/x': 'y', not a number"),
+        ("return {'my/x': 'y'}", "returned my/x='y', which is not a number"),
         ("return {'actor/loss': 1.0}", "returned actor/loss, which is the name of another metric"),
     ],
 )

@@ -17,6 +17,7 @@ CORRECTION = "algorithm.rollout_correction"
 TWO_STEPS = "trainer.total_training_steps=2"
 RUNS = {
     "validation and KL in the loss": (
+        "algorithm.adv_estimator=grpo",
         "trainer.test_freq=1",
         f"{VALIDATION}.n=2",
         f"{VALIDATION}.do_sample=True",
@@ -30,6 +31,7 @@ RUNS = {
         "algorithm.use_kl_in_reward=True",
     ),
     "asynchronous, with correction": (
+        "algorithm.adv_estimator=grpo",
         "data.val_files=[]",
         "trainer.generate_ahead_steps=1",
         f"{CORRECTION}.rollout_is=token",

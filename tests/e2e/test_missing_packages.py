@@ -40,7 +40,7 @@ def run_without(package: str, arguments: list[str], *, folder: Path) -> Ended:
 
 @pytest.mark.parametrize("package", ["hydra", "pydantic", "pyarrow", "torch"])
 def test_host_without_a_package(package: str, material: Material, tmp_path: Path) -> None:
-    arguments = train_arguments(material, tmp_path / "run")
+    arguments = train_arguments(material, tmp_path / "run", "trainer.n_gpus_per_node=1")
     check_refusal(run_without(package, arguments, folder=tmp_path), package, "nstall")
 
 
@@ -51,5 +51,5 @@ def test_several_processes_without_ray(material: Material, tmp_path: Path) -> No
         ended,
         "trainer.n_gpus_per_node=2, trainer.nnodes=1",
         "No module named 'ray'",
-        "pip install 'tandem[cluster]'",
+        "pip install 'tandem-rl[cluster]'",
     )

@@ -17,7 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.fakes.commands import Ended, check_refusal, run_command
 from tests.fakes.tiny_policy import write_tiny_gpt2
-from tests.fakes.tiny_reward_model import write_random_judge, write_sevens_judge
+from tests.fakes.tiny_reward_model import (
+    write_random_judge,
+    write_sevens_judge,
+    write_small_vocabulary,
+)
 from tests.fakes.tiny_run import Material, metrics_of, read_lines, repeatable, train_arguments
 
 OWN_TOKENS = "reward_model.model.input_tokenizer=null"
@@ -145,14 +149,6 @@ def test_its_own_tokenizer_and_template_say_what_it_reads(
     assert len(set(scores)) == 3, "with a line end after the turn, without one, and without prompt"
 
 
-def small_vocabulary(judge: Path, folder: Path) -> Path:
-    """A copy that says it has 20 tokens."""
-    shutil.copytree(judge, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
-    return folder
-
-
 def test_what_cannot_be_a_reward_model(material: Material, judge: Path, tmp_path: Path) -> None:
     key = "reward_model.model.path"
     run = tmp_path / "run"
@@ -161,7 +157,7 @@ def test_what_cannot_be_a_reward_model(material: Material, judge: Path, tmp_path
     gpt2 = write_tiny_gpt2(tmp_path / "gpt2")
     check_refusal(run_judged(material, gpt2, run), f"{key}='{gpt2}'", "cannot be a reward model")
     check_refusal(run_judged(material, tmp_path / "no", run), f"{key}=", "no such folder")
-    small = small_vocabulary(judge, tmp_path / "small")
+    small = write_small_vocabulary(judge, tmp_path / "small", num_tokens=20)
     ended = run_judged(material, small, run, OWN_TOKENS)
     check_refusal(ended, f"{key}='{small}'", "20 tokens", "Use a model with the policy's tokenizer")
     check_refusal(run_judged(material, small, run), f"{key}='{small}'", "only 20 tokens")

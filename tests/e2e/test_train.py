@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import tandem
 from tandem.config.schema.run import RunConfig
 from tandem.platforms.record import Platform
 from tandem.testing.doubles import write_vendor_package
@@ -93,14 +94,20 @@ def test_run_ends_well_and_logs_verls_metrics_each_step(grpo: GrpoRun) -> None:
     assert metrics[4]["training/global_step"] == 4
 
 
-def test_console_has_one_line_a_record_in_verls_form(grpo: GrpoRun) -> None:
+def test_a_pipe_has_one_short_line_a_record(grpo: GrpoRun) -> None:
     """A validation is a record of its own, behind the record of its step."""
-    lines = [line for line in grpo.ended.stdout.splitlines() if line.startswith("step:")]
-    trained = [line for line in lines if re.search(r" - perf/throughput:\d", line)]
-    validated = [line for line in lines if " - val-core/" in line]
-    assert [line.split(" - ")[0] for line in trained] == [f"step:{step}" for step in range(1, 5)]
-    assert [line.split(" - ")[0] for line in validated] == ["step:0", "step:3", "step:4"]
+    lines = grpo.ended.stdout.splitlines()
+    trained = [line for line in lines if re.search(r"  reward \d", line)]
+    validated = [line for line in lines if "  val openai/gsm8k " in line]
+    assert [line.split("  ")[0][9:] for line in trained] == [f"step {k}/4" for k in range(1, 5)]
+    assert [line.split("  ")[0][9:] for line in validated] == ["step 0/4", "step 3/4", "step 4/4"]
     assert len(lines) == 7
+    assert max(map(len, lines)) <= 160
+
+
+def test_the_start_says_what_is_done(grpo: GrpoRun) -> None:
+    assert f"tandem {tandem.__version__}: train\n" in grpo.ended.stderr
+    assert "40 prompts to train on, 6 to validate with" in grpo.ended.stderr
 
 
 def test_validation_happens_when_the_plan_says(grpo: GrpoRun) -> None:
@@ -165,8 +172,9 @@ def test_report_is_one_html_file(grpo: GrpoRun, tmp_path: Path) -> None:
     assert not re.search(r"""(src|href)=["']https?:""", html)
 
 
-def test_tensorboard_events_lie_in_verls_folder(grpo: GrpoRun) -> None:
-    folder = grpo.folder.parent / "tensorboard_log/apples/first"
+def test_tensorboard_events_lie_in_the_folder_of_the_run_which_is_named(grpo: GrpoRun) -> None:
+    folder = grpo.folder / "tensorboard"
+    assert f"tensorboard --logdir {folder}" in grpo.ended.stderr
     assert [path.name for path in folder.iterdir() if "events.out.tfevents" in path.name]
 
 

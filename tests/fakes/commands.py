@@ -26,13 +26,14 @@ from tandem.cli.main import main
 PRELOADED = (
     "tandem.cli.train",
     "tandem.driver.train",
+    "tandem.cli.plan_here",
     "tandem.cli.sft",
     "tandem.driver.sft",
     "tandem.cli.export",
     "tandem.cli.report",
     "torch._dynamo",  # which torch loads for more than a second when layers are computed again
 )
-TIMEOUT_S = 120
+TIMEOUT_S = 600  # for a program that never ends; a busy machine may take minutes
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _NAMES_CHANGED = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
 

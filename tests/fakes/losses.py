@@ -3,24 +3,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from tandem.algorithms.policy_loss import PolicyLoss
+from tandem.config.schema.actor import ActorConfig, PolicyLossConfig
+
+_OWN = {field.name for field in fields(PolicyLoss)}
+
+
+def changed(loss: PolicyLoss, **changes: Any) -> PolicyLoss:
+    """Return the loss with other values of its fields, or of keys of the actor."""
+    own = {name: value for name, value in changes.items() if name in _OWN}
+    keys = {name: value for name, value in changes.items() if name not in _OWN}
+    settings = ActorConfig(**{**loss.settings.model_dump(exclude_unset=True), **keys})
+    return replace(loss, settings=settings, **own)
+
 
 PLAIN = PolicyLoss(
     loss_mode="vanilla",
-    clip_ratio_low=0.2,
-    clip_ratio_high=0.28,
-    clip_ratio_c=3.0,
-    loss_agg_mode="token-mean",
-    loss_scale_factor=None,
-    entropy_coeff=0.0,
-    calculate_entropy=False,
-    use_kl_loss=False,
-    kl_loss_coef=0.0,
-    kl_loss_type="low_var_kl",
+    settings=ActorConfig(
+        clip_ratio_low=0.2, clip_ratio_high=0.28, policy_loss=PolicyLossConfig(dro_beta=0.3)
+    ),
 )
-WITH_ALL_TERMS = replace(
+WITH_ALL_TERMS = changed(
     PLAIN,
     loss_agg_mode="seq-mean-token-mean",
     entropy_coeff=0.01,

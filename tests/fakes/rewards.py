@@ -41,8 +41,11 @@ def constant(
 def unreliable(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> float:
-    """1, but an eighth hangs, an eighth raises and an eighth is not a number."""
-    kind = _checksum(solution_str) % 8
+    """1, but an eighth hangs, an eighth raises and an eighth is not a number.
+
+    The ground truth passes, so that the trial before the start does.
+    """
+    kind = 7 if solution_str == ground_truth else _checksum(solution_str) % 8
     if kind == 0:
         time.sleep(HANG_S)
     if kind == 1:
@@ -53,13 +56,17 @@ def unreliable(
 def broken(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> float:
-    """Always raises."""
+    """Raises for every response but the ground truth, so that the trial before the start passes."""
+    if solution_str == ground_truth:
+        return 1.0
     raise RuntimeError("this reward is out of order")
 
 
 def slow(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
 ) -> float:
-    """Never done in time."""
+    """Not done in time, except for the ground truth, so that the trial before the start passes."""
+    if solution_str == ground_truth:
+        return 1.0
     time.sleep(HANG_S)
     return 1.0

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tandem.quickstart.model import ModelSize, write_model
-from tandem.quickstart.task import correct, draw_problems
 from tandem.quickstart.tokenizer import END_ID, PAD_ID, save_tokenizer, train_tokenizer
+from tandem.quickstart.word_problems import WORD_PROBLEMS, correct
 
 TINY = ModelSize(hidden=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate=64)
 
@@ -19,7 +19,7 @@ TINY = ModelSize(hidden=32, num_layers=2, num_heads=2, num_kv_heads=1, intermedi
 def write_tiny_tokenizer(folder: Path) -> Tokenizer:
     """Byte-level BPE of some 400 entries with a ChatML template, saved into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    problems = draw_problems(200, seed=1)
+    problems = WORD_PROBLEMS.draw(200, seed=1)
     texts = [f"{problem.question}\n{correct(problem)}" for problem in problems]
     tokenizer = train_tokenizer(texts)
     save_tokenizer(tokenizer, folder)

@@ -35,6 +35,20 @@ def write_random_judge(policy: Path, folder: Path, *, task: str = "Sequence") ->
     return folder
 
 
+def write_small_vocabulary(source: Path, folder: Path, *, num_tokens: int) -> Path:
+    """A copy of a model whose embedding has only the first tokens."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    _write_config(folder, config | {"vocab_size": num_tokens})
+    cut = ("model.embed_tokens.weight", "lm_head.weight")
+    weights = {
+        name: tensor[:num_tokens].clone() if name in cut else tensor
+        for name, tensor in load_file(folder / WEIGHTS).items()
+    }
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
+
+
 def write_sevens_judge(policy: Path, folder: Path) -> Path:
     """One that scores the share of sevens among prompt and response, about.
 

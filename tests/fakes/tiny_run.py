@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tandem.quickstart.task import Problem, correct, draw_problems
+from tandem.quickstart.word_problems import WORD_PROBLEMS, Problem, correct
 from tests.fakes.tiny_policy import write_tiny_policy
 
 DATA_SOURCE = "openai/gsm8k"
@@ -31,6 +31,7 @@ class Material:
     train: Path
     test: Path
     demonstrations: Path
+    conversations: Path
 
 
 def write_material(folder: Path) -> Material:
@@ -40,13 +41,22 @@ def write_material(folder: Path) -> Material:
         train=folder / "gsm8k/train.parquet",
         test=folder / "gsm8k/test.parquet",
         demonstrations=folder / "demonstrations.parquet",
+        conversations=folder / "conversations.parquet",
     )
-    write_prompts(material.train, draw_problems(40, seed=3))
-    write_prompts(material.test, draw_problems(6, seed=4))
-    problems = draw_problems(48, seed=5)
+    write_prompts(material.train, WORD_PROBLEMS.draw(40, seed=3))
+    write_prompts(material.test, WORD_PROBLEMS.draw(6, seed=4))
+    problems = WORD_PROBLEMS.draw(48, seed=5)
     rows = [{"question": p.question, "answer": correct(p)} for p in problems]
     pq.write_table(pa.Table.from_pylist(rows), material.demonstrations)
+    turns = [
+        {"messages": [_turn("user", p.question), _turn("assistant", correct(p))]} for p in problems
+    ]
+    pq.write_table(pa.Table.from_pylist(turns), material.conversations)
     return material
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def prompt_row(problem: Problem, index: int) -> dict[str, Any]:

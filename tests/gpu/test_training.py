@@ -23,11 +23,11 @@ from tandem.engines.single import SingleDeviceEngine
 from tandem.models.decoder import Granularity
 from tandem.models.operators import TORCH
 from tandem.types import LossColumns, LossScale, PackedBatch
-from tests.fakes.losses import WITH_ALL_TERMS
+from tests.fakes.losses import WITH_ALL_TERMS, changed
 from tests.gpu.machine import Machine, Shape, make_pair, open_ours
 
 # Nothing is clipped: where clipping begins the gradient jumps, and rounding decides who jumps.
-LOSS = replace(WITH_ALL_TERMS, clip_ratio_low=0.999, clip_ratio_high=1e3, clip_ratio_c=1e4)
+LOSS = changed(WITH_ALL_TERMS, clip_ratio_low=0.999, clip_ratio_high=1e3, clip_ratio_c=1e4)
 TEMPERATURE = 0.9
 SHAPES = {
     "qwen2": Shape("qwen2", 64, 2, 7, vocabulary=3001),

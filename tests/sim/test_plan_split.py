@@ -28,6 +28,7 @@ BAD_SPLIT = (
     "trainer.separated_node_ratios=[0.5,0.25,0.25]",
 )
 KEYS = (
+    "actor_rollout_ref.model.path=nobody/nothing",
     "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     "actor_rollout_ref.actor.use_kl_loss=True",
@@ -48,16 +49,16 @@ def suggested(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
     return json.loads(capsys.readouterr().out)["suggestion"]
 
 
-def test_a_bad_split_is_mended_and_the_arguments_bring_it_about(
+def test_a_bad_split_is_improved_and_the_arguments_bring_it_about(
     table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = suggested(capsys, f"--times={table}", *KEYS, *BAD_SPLIT)
     assert found["devices"]["generate"] == 2
     assert found["step_s"] < 0.5 * found["step_s_as_configured"]
-    mended = plan_arguments([*KEYS, BAD_SPLIT[0], *found["overrides"]]).config
-    assert isinstance(mended, RunConfig)
+    improved = plan_arguments([*KEYS, BAD_SPLIT[0], *found["overrides"]]).config
+    assert isinstance(improved, RunConfig)
     times = read_times([Path(table)])
-    assert configured_seconds(mended, times) == pytest.approx(found["step_s"])
+    assert configured_seconds(improved, times) == pytest.approx(found["step_s"])
 
 
 def test_ratios_that_are_no_decimals_leave_no_device_over(
@@ -67,10 +68,10 @@ def test_ratios_that_are_no_decimals_leave_no_device_over(
     ratios = "trainer.separated_node_ratios=[0.66666,0.16667,0.16667]"
     found = suggested(capsys, f"--times={table}", *KEYS, *tasks, ratios)
     assert sum(found["devices"].values()) == 6
-    mended = plan_arguments([*KEYS, *tasks, *found["overrides"]])
-    assert isinstance(mended.config, RunConfig)
+    improved = plan_arguments([*KEYS, *tasks, *found["overrides"]])
+    assert isinstance(improved.config, RunConfig)
     times = read_times([Path(table)])
-    assert configured_seconds(mended.config, times) == pytest.approx(found["step_s"])
+    assert configured_seconds(improved.config, times) == pytest.approx(found["step_s"])
 
 
 def test_a_run_on_shared_devices_is_offered_two_halves(
@@ -117,8 +118,8 @@ def test_no_lag_is_suggested_that_a_group_cannot_have(
         "trainer.separated_node_ratios=[1.0]",
     )
     found = suggested(capsys, f"--times={table}", *KEYS, *shared, key)
-    mended = plan_arguments([*KEYS, shared[0], key, *found["overrides"]])
-    assert isinstance(mended.config, RunConfig)
+    improved = plan_arguments([*KEYS, shared[0], key, *found["overrides"]])
+    assert isinstance(improved.config, RunConfig)
     if len(found["devices"]) == 1:
         assert found["lag"] == 0
 
@@ -273,8 +274,8 @@ def test_turns_are_suggested_and_predicted_from_a_synchronous_run(
     assert found["devices"] == {"actor-train+generate": DEVICES}
     assert found["lag"] > 0
     assert found["step_s_as_configured"] == pytest.approx(synchronous_s, rel=0.02)
-    mended = plan_arguments([*keys, *found["overrides"]]).config
-    assert isinstance(mended, RunConfig)
+    improved = plan_arguments([*keys, *found["overrides"]]).config
+    assert isinstance(improved, RunConfig)
     _, achieved_s = on_all_devices(turns, lag=found["lag"], num_rows=48)
     assert found["step_s"] == pytest.approx(achieved_s, rel=0.05)
     assert found["step_s"] >= 0.99 * found["floor_s"]

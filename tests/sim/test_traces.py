@@ -46,7 +46,7 @@ NUM_SEEDS = 10
 
 def schedule_keys(rng: random.Random, mode: str, *, validates: bool, drops: bool) -> list[str]:
     """Configuration keys of a random schedule."""
-    keys = [*MODES[mode], f"trainer.save_freq={rng.randint(-1, 3)}"]
+    keys = [*MODES[mode], f"trainer.save_freq={max(rng.randint(-1, 3), 0)}"]
     if rng.random() < 0.5:
         keys.append("actor_rollout_ref.actor.ppo_mini_batch_size=2")
     if validates:

@@ -96,7 +96,7 @@ def test_a_stop_does_not_wait_for_a_validation_to_begin_another_step(tmp_path: P
 
 
 @pytest.mark.parametrize("stop_s", [0.5, 10.0, 40.0, 56.0, 57.5, 62.0])
-def test_a_stop_ends_a_run_at_the_next_step_whoever_is_paused(
+def test_a_stop_ends_a_run_at_the_next_step_whichever_task_is_paused(
     stop_s: float, tmp_path: Path
 ) -> None:
     slow = times(generate=3.0, actor_train=50.0, sync=5.0)

@@ -126,7 +126,7 @@ def test_15_a_validation_that_a_failure_cut_off_is_made_up_for(
     for step, expected in ((2, [2, 4, 5]), (3, [4, 5])):
         checkpoint = open_checkpoint(tmp_path / f"global_step_{step}")
         resumed = simulate(
-            config(1, *keys, "trainer.save_freq=-1", num_steps=5),
+            config(1, *keys, "trainer.save_freq=0", num_steps=5),
             seconds,
             setup=replace(setup, checkpoint=checkpoint, is_validated=is_validated),
         )

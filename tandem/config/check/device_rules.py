@@ -212,7 +212,8 @@ def _layout_errors(config: FsdpConfig, pool: Pool, *, section: str) -> Iterator[
             remedy=f"Set {sequence_key}={_largest_divisor(left, sequence)}.",
         )
     elif config.fsdp_size == 0 or (
-        config.fsdp_size > 0 and pool.num_devices // split % config.fsdp_size
+        0 < config.fsdp_size < pool.num_devices // split
+        and pool.num_devices // split % config.fsdp_size
     ):
         key = f"{section}.fsdp_size"
         ranks = f"{devices} / {split_key}={split}" if split > 1 else devices
@@ -265,11 +266,9 @@ def _run_batch_errors(config: RunConfig, placement: Placement) -> Iterator[UserE
                 "ranks a sequence",
                 remedy=_larger_mini_batch(config, -(-num_ranks // n), section=section),
             )
-    for task in ("logp", "ref_logp", CRITIC, REWARD_MODEL):
+    for task in ("generate", "logp", "ref_logp", CRITIC, REWARD_MODEL):
         if task in layouts and config.sequences_per_step < layouts[task].data_parallel:
             yield _larger_batch(config, -(-layouts[task].data_parallel // n), task=task)
-    if config.data.train_batch_size < layouts["generate"].data_parallel:
-        yield _larger_batch(config, layouts["generate"].data_parallel, task="generate")
 
 
 def _larger_mini_batch(config: RunConfig, num_prompts: int, *, section: str) -> str:

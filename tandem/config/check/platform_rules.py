@@ -74,7 +74,7 @@ def _route(one: Pool, other: Pool, *, requested: str) -> str:
         return f"{requested} (as requested): from {one.platform} to {other.platform}"
     if requested == "auto" and _UNKNOWN in (one.platform, other.platform):
         return "collective if auto finds the platform of the other pool, else staged"
-    reason = "as requested" if requested == "staged" else "two platforms"
+    reason = "as requested" if requested == "staged" else "two platforms, not both with FlagCX"
     crossing = f"from {one.platform} to {other.platform} once, then collective inside"
     return f"staged ({reason}): {crossing}"
 

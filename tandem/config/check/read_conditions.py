@@ -35,7 +35,7 @@ _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CORRECTION = "algorithm.rollout_correction"
 _SHARDING = ("fsdp_size", "reshard_after_forward", "forward_prefetch")
-_CLIPPING = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+_LOSS_KEYS = dict.fromkeys(key for traits in LOSSES.values() for key in traits.reads)
 _LORA = "not built yet: LoRA; all weights are trained"
 
 
@@ -54,6 +54,8 @@ def _always(config: Config) -> bool:
 
 def _draws_nothing(config: RunConfig) -> bool:
     rollout = config.actor_rollout_ref.rollout
+    if config.actor_rollout_ref.actor.policy_loss.loss_mode == "clip_cov":
+        return False  # it chooses tokens at random
     return not (rollout.do_sample or (rollout.val_kwargs.do_sample and config.data.val_files))
 
 
@@ -77,13 +79,12 @@ def _aggregates_by_sequence(config: RunConfig) -> bool:
 
 
 def _reinforces(config: RunConfig) -> bool:
-    correction = config.algorithm.rollout_correction
-    return correction.bypass_mode and correction.loss_type == "reinforce"
+    return config.algorithm.rollout_correction.reinforces
 
 
 def _clips_to_rollout(config: RunConfig) -> bool:
     correction = config.algorithm.rollout_correction
-    return correction.bypass_mode and correction.loss_type == "ppo_clip"
+    return correction.bypass_mode and not correction.reinforces
 
 
 def _sets_both_sides(config: RunConfig) -> bool:
@@ -281,7 +282,7 @@ RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
         "bypass_mode with loss_type=ppo_clip: the ratio of the loss is the weight",
     ),
     Exclusion(
-        (f"{_ACTOR}.policy_loss.loss_mode", *(f"{_ACTOR}.{key}" for key in _CLIPPING)),
+        (f"{_ACTOR}.policy_loss.loss_mode", *(f"{_ACTOR}.{key}" for key in _LOSS_KEYS)),
         _reinforces,
         f"{_CORRECTION}.loss_type=reinforce does not clip and replaces the loss",
     ),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules between keys. A rule on one key is at its field; rules on devices are in ``device_rules``.
 
-``check_run`` and ``check_sft`` hold for any use of a configuration. ``check_built_run`` and
-``check_built_sft`` refuse features that are not built yet, which a plan may have.
+``check_run`` and ``check_sft`` hold for any use of a configuration. ``unbuilt_run`` and
+``unbuilt_sft`` name features that are not built yet, which a plan may have.
 """
 
 from __future__ import annotations
@@ -43,16 +43,24 @@ def check_sft(config: SftConfig) -> None:
         raise error
 
 
-def check_built_run(config: RunConfig) -> None:
-    """Raise UserError if ``tandem train`` would need a feature that is not built yet."""
-    for error in unbuilt_run(config):
-        raise error
+def require_reader_of_critic(config: RunConfig, set_keys: Mapping[str, str]) -> None:
+    """Raise UserError if keys of the critic are set, and the estimator is tandem's default.
 
+    verl's default estimator reads them. An estimator that is named is meant as it is.
 
-def check_built_sft(config: SftConfig) -> None:
-    """Raise UserError if ``tandem sft`` would need a feature that is not built yet."""
-    for error in unbuilt_sft(config):
-        raise error
+    Args:
+        set_keys: the keys that the user has set -> their spelling.
+    """
+    key = "algorithm.adv_estimator"
+    wanted = next((name for name in set_keys if name.startswith("critic.")), None)
+    if wanted is None or key in set_keys or config.uses_critic or config.critic.enable is False:
+        return
+    default = config.algorithm.adv_estimator
+    raise UserError(
+        set_keys[wanted],
+        rule=f"sets up a critic, and {key} is not set: its default, {default}, has none",
+        remedy=f"Set {key}=gae for PPO, or {key}={default} to train without a critic.",
+    )
 
 
 def _run_errors(config: RunConfig) -> Iterator[UserError]:
@@ -63,9 +71,11 @@ def _run_errors(config: RunConfig) -> Iterator[UserError]:
     yield from _async_errors(config)
     yield from _token_errors(config)
     yield from _sampling_errors(config)
-    yield from _clip_errors(config)
+    yield from _loss_errors(config)
     yield from correction_errors(config.algorithm.rollout_correction)
     yield from _critic_errors(config)
+    yield from _reward_function_errors(config)
+    yield from _estimator_errors(config)
     yield from _overlong_errors(config)
     if config.reward_model.enable:
         yield from _reward_model_errors(config)
@@ -213,9 +223,14 @@ def _sampling_errors(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def _clip_errors(config: RunConfig) -> Iterator[UserError]:
+def _loss_errors(config: RunConfig) -> Iterator[UserError]:
     actor = config.actor_rollout_ref.actor
-    if not actor.policy_loss.traits.clips_log_ratio and actor.clip_low >= 1:
+    if actor.policy_loss.loss_mode == "dro" and actor.policy_loss.dro_beta is None:
+        key = f"{_ACTOR}.policy_loss.dro_beta"
+        yield UserError(
+            key, None, rule="must be set with loss_mode=dro", remedy=f"Set {key}=0.1, for example."
+        )
+    if not actor.policy_loss.traits.accepts_any_low and actor.clip_low >= 1:
         key = f"{_ACTOR}.clip_ratio_low"
         yield UserError(
             key,
@@ -234,6 +249,65 @@ def _critic_errors(config: RunConfig) -> Iterator[UserError]:
             rule=f"must be True or null with algorithm.adv_estimator={algorithm.adv_estimator!r}, "
             "which needs the values of a critic",
             remedy="Set critic.enable=True or algorithm.adv_estimator=grpo.",
+        )
+
+
+def _reward_function_errors(config: RunConfig) -> Iterator[UserError]:
+    functions = config.custom_reward_function
+    if functions.weights and len(functions.weights) != len(functions.path):
+        yield UserError(
+            "custom_reward_function.weights",
+            functions.weights,
+            rule=f"must have one weight for each of the {len(functions.path)} functions of path",
+            remedy="Add or remove weights.",
+        )
+    if config.reward_model.reward_manager == "batch" and not functions.path:
+        yield UserError(
+            "reward_model.reward_manager",
+            "batch",
+            rule="needs a function, because built-in rules score one response at a time",
+            remedy="Set custom_reward_function.path, or leave reward_manager out.",
+        )
+
+
+def _estimator_errors(config: RunConfig) -> Iterator[UserError]:
+    algorithm = config.algorithm
+    if algorithm.estimator.needs_squares and algorithm.rollout_correction.bypass_mode:
+        key = "algorithm.rollout_correction.bypass_mode"
+        yield UserError(
+            key,
+            True,
+            rule="leaves out the pass over the batch that "
+            f"algorithm.adv_estimator={algorithm.adv_estimator} needs",
+            remedy=f"Set {key}=False.",
+        )
+    if algorithm.adv_estimator != "gdpo":
+        return
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if not keys:
+        key = "algorithm.gdpo_reward_keys"
+        yield UserError(
+            key,
+            [],
+            rule="must name numbers of the reward with algorithm.adv_estimator=gdpo",
+            remedy=f"Set {key}=score, or a list of names that your reward function returns.",
+        )
+    if weights is not None and len(weights) != len(keys):
+        key = "algorithm.gdpo_reward_weights"
+        yield UserError(
+            key,
+            list(weights),
+            rule=f"must have a weight for each of gdpo_reward_keys={list(keys)}",
+            remedy=f"Set {key}=null.",
+        )
+    if algorithm.use_kl_in_reward:
+        key = "algorithm.use_kl_in_reward"
+        yield UserError(
+            key,
+            True,
+            rule="must be False with algorithm.adv_estimator=gdpo, which reads the parts of the "
+            "reward and not their sum with the KL",
+            remedy=f"Set {key}=False and {_ACTOR}.use_kl_loss=True.",
         )
 
 

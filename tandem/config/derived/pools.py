@@ -213,13 +213,17 @@ def needed_tasks(config: RunConfig) -> tuple[str, ...]:
 
 
 def rank_layout(config: FsdpConfig, num_ranks: int) -> RankLayout:
-    """Return the layout of ``num_ranks`` ranks; ``fsdp_size=-1`` shards over all of them."""
+    """Return the layout of ``num_ranks`` ranks.
+
+    ``fsdp_size`` shards over all of them if it is -1 or more than there are.
+    """
     split = config.tensor_model_parallel_size
+    most = num_ranks // split
     return RankLayout(
         num_ranks=num_ranks,
         tensor_parallel=split,
         sequence_parallel=config.ulysses_sequence_parallel_size,
-        num_shards=num_ranks // split if config.fsdp_size < 0 else config.fsdp_size,
+        num_shards=most if config.fsdp_size < 0 else min(config.fsdp_size, most),
     )
 
 

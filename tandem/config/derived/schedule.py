@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The number of steps of a run, and the steps that save and validate, with verl's meaning.
 
-The trainer and the plan share this file, so that the plan shows exactly the steps of the run.
+Only a negative ``save_freq`` differs: the last step is saved, so that no finished run loses its
+model. The trainer and the plan share this file, so that the plan shows exactly the steps of the
+run.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
+from tandem.config.schema.trainer import Frequency
 from tandem.errors import UserError
 
 
@@ -22,7 +25,8 @@ class Schedule:
             epoch are dropped.
         total_training_steps: the number of training steps of the run; 0 with ``val_only``.
         optimizer_steps_per_step: the number of mini-batches times passes over each batch.
-        save_freq, test_freq: the keys of ``trainer``; ``test_freq`` is 0 without validation files.
+        save_freq, test_freq: the keys of ``trainer`` in steps; ``test_freq`` is 0 without
+            validation files.
         validates_before_training: whether there is a validation at step 0.
 
     Example:
@@ -37,8 +41,14 @@ class Schedule:
     validates_before_training: bool
 
     def is_save_step(self, step: int) -> bool:
-        """Return whether to save after ``step``."""
-        return self._is_due(step, self.save_freq)
+        """Return whether to save after ``step``; the last step is saved unless ``save_freq=0``."""
+        is_last = step == self.total_training_steps and step > 0
+        return self._is_due(step, self.save_freq) or (is_last and self.saves_at_end)
+
+    @property
+    def saves_at_end(self) -> bool:
+        """Whether the last step is saved: ``save_freq != 0``."""
+        return self.save_freq != 0
 
     def is_test_step(self, step: int) -> bool:
         """Return whether to validate after ``step``."""
@@ -51,9 +61,19 @@ class Schedule:
         steps = range(1, self.total_training_steps + 1)
         return before + tuple(step for step in steps if self.is_test_step(step))
 
+    @property
+    def save_steps(self) -> tuple[int, ...]:
+        """All steps that are saved."""
+        steps = range(1, self.total_training_steps + 1)
+        return tuple(step for step in steps if self.is_save_step(step))
+
     def _is_due(self, step: int, frequency: int) -> bool:
         is_last = step == self.total_training_steps
         return frequency > 0 and step > 0 and (is_last or step % frequency == 0)
+
+
+def _steps(frequency: Frequency, steps_per_epoch: int) -> int:
+    return steps_per_epoch if frequency == "after_each_epoch" else frequency
 
 
 def schedule_run(config: RunConfig | SftConfig, num_train_rows: int) -> Schedule:
@@ -79,7 +99,7 @@ def schedule_run(config: RunConfig | SftConfig, num_train_rows: int) -> Schedule
         steps_per_epoch=steps_per_epoch,
         total_training_steps=0 if trainer.val_only else total,
         optimizer_steps_per_step=config.optimizer_steps_per_step,
-        save_freq=trainer.save_freq,
-        test_freq=trainer.test_freq if has_validation else 0,
+        save_freq=_steps(trainer.save_freq, steps_per_epoch),
+        test_freq=_steps(trainer.test_freq, steps_per_epoch) if has_validation else 0,
         validates_before_training=has_validation and trainer.val_before_train,
     )

@@ -17,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
+from tandem.config.parse.names import TRL_NAMES
 from tandem.errors import UserError
 
 _OPTIONS = {
@@ -29,13 +30,21 @@ _RECIPE_SUFFIXES = (".yaml", ".yml")
 _PLAIN_TEXT = re.compile(r"(?P<key>[+]{0,2}[\w.@-]+)=(?P<text>[^\[\]{}()'\",]+)")
 """Overrides with plain text, which Hydra's lexer may refuse (``~/data``, ``a=b``, ``#``)."""
 
+_HOME = re.compile(r"([\[,]\s*)(~[^\[\]{},'\"]*)")
+"""An entry of a list that begins with ``~``, which Hydra's lexer refuses unless it is quoted."""
+_TYPOGRAPHIC = "\u2018\u2019\u201c\u201d\u201e\u2013\u2014"
+
 
 class Mode(Enum):
-    """The mode of an override: ``a=b`` sets, ``+a=b`` and ``++a=b`` add, ``~a`` resets."""
+    """The mode of an override: ``a=b`` sets, ``+a=b`` and ``++a=b`` add, ``~a`` resets.
+
+    An assignment of the mode DEFAULT replaces a default of the schema; the user has not set it.
+    """
 
     SET = "set"
     ADD = "add"
     RESET = "reset"
+    DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +59,15 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """The arguments of a command by kind; ``config_name`` is "" if it was not given."""
+    """The arguments of a command by kind.
+
+    Attributes:
+        config_names: the values of ``--config-name`` in order. The last one names a file or one of
+            verl's configurations; earlier ones only give their defaults.
+    """
 
     config_path: str
-    config_name: str
+    config_names: tuple[str, ...]
     recipes: tuple[str, ...]
     overrides: tuple[Assignment, ...]
 
@@ -64,7 +78,7 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
     Raises:
         UserError: an argument is none of these, or an override has no valid syntax.
     """
-    options = {"path": "", "name": ""}
+    options: dict[str, list[str]] = {"path": [], "name": []}
     recipes: list[str] = []
     overrides: list[Assignment] = []
     pending = [argument for argument in arguments if argument.strip()]
@@ -74,18 +88,20 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
         if name in _OPTIONS:
             if not equals and not pending:
                 raise UserError(name, rule="a value must follow", remedy=f"Write {name}=VALUE.")
-            options[_OPTIONS[name]] = value if equals else pending.pop(0)
+            options[_OPTIONS[name]].append(value if equals else pending.pop(0))
         elif not equals and argument.endswith(_RECIPE_SUFFIXES):
             recipes.append(argument)
         else:
+            _check_spelling(argument, pending)
             overrides.append(parse_override(argument))
     if options["path"] and not options["name"]:
         raise UserError(
-            f"--config-path={options['path']}",
+            f"--config-path={options['path'][-1]}",
             rule="names a folder only",
             remedy="Add --config-name=FILE.",
         )
-    return CommandLine(options["path"], options["name"], tuple(recipes), tuple(overrides))
+    path = options["path"][-1] if options["path"] else ""
+    return CommandLine(path, tuple(options["name"]), tuple(recipes), tuple(overrides))
 
 
 def parse_override(argument: str) -> Assignment:
@@ -99,8 +115,14 @@ def parse_override(argument: str) -> Assignment:
         Assignment(name='a.b', value=[['x-y', 'z'], 5e-07], mode=Mode.ADD, source='command line')
     """
     if argument.startswith("-"):
+        name = argument.lstrip("-").partition("=")[0].replace("-", "_")
+        meant = TRL_NAMES.get(name, ("",))[0]
         raise UserError(
-            repr(argument), rule="no such option", remedy="tandem plan --help lists the keys."
+            repr(argument),
+            rule="no such option",
+            remedy=f"Keys are written as KEY=VALUE: {meant}=VALUE."
+            if meant
+            else "Keys are written as KEY=VALUE; tandem keys lists them.",
         )
     if "=" not in argument and not argument.startswith("~"):
         raise UserError(
@@ -113,6 +135,24 @@ def parse_override(argument: str) -> Assignment:
     except HydraException as error:
         return _plain_text(argument, error)
     return _assignment(override, argument)
+
+
+def _check_spelling(argument: str, following: Sequence[str]) -> None:
+    """Raise UserError for typographic quotes and dashes, and for spaces around ``=``."""
+    wrong = next((sign for sign in argument if sign in _TYPOGRAPHIC), None)
+    if wrong is not None:
+        raise UserError(
+            repr(argument),
+            rule=f"has the typographic sign {wrong}",
+            remedy="Write straight quotes (' or \") and the hyphen (-).",
+        )
+    if "=" not in argument and following and following[0].startswith("="):
+        value = "".join(following[:2]).lstrip("=") if following[0] == "=" else following[0][1:]
+        raise UserError(
+            repr(argument),
+            rule="there are spaces around =",
+            remedy=f"Write {argument}={value}.",
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -139,6 +179,9 @@ def _assignment(override: Override, argument: str) -> Assignment:
 
 def _plain_text(argument: str, error: HydraException) -> Assignment:
     match = _PLAIN_TEXT.fullmatch(argument)
+    quoted = _HOME.sub(r"\1'\2'", argument)
+    if match is None and quoted != argument:
+        return parse_override(quoted)
     if match is None:
         cause = str(error).splitlines()[0]
         raise UserError(

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from tandem.config.parse.condition import in_override_grammar
 from tandem.config.parse.grammar import Assignment
-from tandem.config.parse.keys import Key, find_key
+from tandem.config.parse.keys import Key, find_key, in_override_grammar
 from tandem.config.parse.shares import show_shares
+from tandem.config.schema.unbuilt import Unbuilt
 from tandem.errors import UserError, shown_value
 
 _SHELL_VARIABLES = {"trainer.nnodes": "WORLD_SIZE", "trainer.experiment_name": "EXP_NAME"}
@@ -72,8 +72,20 @@ def contradiction(first: Assignment, other: Assignment, *, name: str) -> UserErr
     )
 
 
-def unknown_key(assignment: Assignment, nearest: str) -> UserError:
-    """Return the error about a key that does not exist."""
+def unknown_key(assignment: Assignment, nearest: str, *, command: str) -> UserError:
+    """Return the error about a key that does not exist.
+
+    Args:
+        command: the other command if it has the key, else "".
+    """
+    if command:
+        planned = "tandem plan sft" if command == "sft" else "tandem plan"
+        return UserError(
+            assignment.name,
+            assignment.value,
+            rule=f"no key of this command{_place(assignment)}, but one of tandem {command}",
+            remedy=f"Use tandem {command} ({planned}), or {nearest}.",
+        )
     return UserError(
         assignment.name,
         assignment.value,
@@ -89,6 +101,17 @@ def empty_value(schema: type[BaseModel], name: str) -> UserError:
     question = f"Is ${variable} set?" if variable else "Is the shell variable behind it set?"
     remedy = f"{question} {_remedy(_key_at(schema, name), name)}"
     return UserError(name, "", rule="value is empty", remedy=remedy)
+
+
+def not_built(unbuilt: Unbuilt, spelling: str, *, value: Any) -> UserError:
+    """Return the error about a key that asks for a capability that is not built."""
+    default = in_override_grammar(unbuilt.harmless[0])
+    return UserError(
+        spelling,
+        value,
+        rule=f"{unbuilt.capability} is not built",
+        remedy=unbuilt.remedy or f"Leave the key out, or set {spelling}={default}.",
+    )
 
 
 def not_a_number(key: Key, value: bool) -> UserError:

@@ -8,29 +8,45 @@ and remedy. Rules between keys are checked in ``check.rules``.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from operator import attrgetter
+from pathlib import PurePath
 from typing import Any, Generic, TypeVar, cast
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 from pydantic import BaseModel, ValidationError
 
-from tandem.config.parse.aliases import canonical_name
 from tandem.config.parse.grammar import Assignment, Mode, parse_arguments
-from tandem.config.parse.interpolation import Tree, has_interpolation, put, resolve
-from tandem.config.parse.keys import find_key, is_section, keys_of, nearest_key
+from tandem.config.parse.keys import (
+    Key,
+    canonical_name,
+    find_key,
+    is_section,
+    keys_of,
+    nearest_key,
+)
 from tandem.config.parse.messages import (
     contradiction,
     describe,
     empty_value,
     not_a_number,
+    not_built,
     unknown_key,
 )
-from tandem.config.parse.yaml_files import Loaded, load_named_config, load_recipe
+from tandem.config.parse.names import chooses_built_option
+from tandem.config.parse.yaml_files import Loaded, load_named_configs, load_recipe
 from tandem.config.schema.ignored import ignored_table
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
+Tree = dict[str, Any]
 _COMMAND_LINE = Assignment("", None).source
 
 
@@ -43,20 +59,29 @@ class LoadedConfig(Generic[ConfigT]):
         set_keys: each key that a file or the command line set -> its spelling there.
         unknown_keys: the keys that the schema does not define; each was passed with ``+``.
         warnings: the warnings, one line each.
+        verl_defaults: each key that has a default of verl instead of the schema's -> that value.
+            The key is not in ``set_keys``, nor in the ``model_fields_set`` of its section.
     """
 
     config: ConfigT
     set_keys: Mapping[str, str]
     unknown_keys: tuple[str, ...]
     warnings: tuple[str, ...]
+    verl_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def load_config(schema: type[ConfigT], arguments: Sequence[str]) -> LoadedConfig[ConfigT]:
+def load_config(
+    schema: type[ConfigT],
+    arguments: Sequence[str],
+    *,
+    values: Mapping[str, Any] | None = None,
+) -> LoadedConfig[ConfigT]:
     """Parse the arguments of a command into a configuration.
 
     Args:
         schema: ``RunConfig`` or ``SftConfig``.
         arguments: recipe files, overrides, ``--config-path`` and ``--config-name``.
+        values: keys with Python values, which win over ``arguments``.
 
     Raises:
         UserError: an unknown key, a value of the wrong type or out of range, two spellings of a
@@ -68,25 +93,40 @@ def load_config(schema: type[ConfigT], arguments: Sequence[str]) -> LoadedConfig
     """
     line = parse_arguments(arguments)
     files = [load_recipe(name) for name in line.recipes]
-    if line.config_name:
-        files.insert(0, load_named_config(line.config_path, line.config_name))
+    if line.config_names:
+        files.insert(0, load_named_configs(line.config_path, line.config_names))
     written = _Written(schema)
-    for assignment in (*_assignments_of(files), *line.overrides):
+    for assignment in (*_assignments_of(files), *line.overrides, *_given(values or {})):
         written.add(assignment)
     written.require_agreement()
-    tree = resolve(schema, written.tree)
-    config = _build(schema, _without(tree, ignored_table(schema)))
+    tree = _resolve(schema, written.tree)
+    _require_built(schema, tree, spellings=written.spellings)
+    config = _build(schema, _read(schema, tree), defaults=written.defaults)
     return LoadedConfig(
         config=config,
         set_keys=dict(written.spellings),
         unknown_keys=tuple(written.unknown),
         warnings=(*(w for file in files for w in file.warnings), *written.warnings),
+        verl_defaults=written.defaults,
     )
 
 
 def _assignments_of(files: Sequence[Loaded]) -> Iterator[Assignment]:
     for file in files:
         yield from file.assignments
+
+
+def _given(values: Mapping[str, Any]) -> Iterator[Assignment]:
+    """Yield the assignments of a program. Paths become text, and NumPy's values become Python's."""
+    for name, value in values.items():
+        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UserError("keys", name, rule="is not a name", remedy="Name a key in quotes.")
+        mode = Mode.ADD if name.startswith("+") else Mode.SET
+        if isinstance(value, PurePath):
+            plain: Any = str(value)
+        else:
+            plain = value.tolist() if hasattr(value, "tolist") else value
+        yield Assignment(name.lstrip("+"), plain, mode, "keys")
 
 
 class _Written:
@@ -96,16 +136,30 @@ class _Written:
         self._schema = schema
         self.tree: Tree = {}
         self.spellings: dict[str, str] = {}
+        self._verl_defaults: dict[str, Any] = {}
         self._latest: dict[str, dict[str, Assignment]] = {}
         self.unknown: dict[str, None] = {}
         self.warnings: list[str] = []
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of verl that are in use: key -> value."""
+        given = self._verl_defaults.items()
+        return {name: value for name, value in given if name not in self.spellings}
 
     def add(self, assignment: Assignment) -> None:
         """Add one assignment. Raise UserError if its key is unknown."""
         if assignment.name.partition(".")[0] == "hydra":
             return
+        if assignment.mode is Mode.DEFAULT:
+            if find_key(self._schema, assignment.name) is None:
+                return  # the configuration of another command
+            self._verl_defaults[assignment.name] = assignment.value
+            self._put_defaults(assignment.name)
+            return
         name = canonical_name(self._schema, assignment.name)
-        if is_section(self._schema, name) and assignment.mode is not Mode.RESET:
+        is_value = name in keys_of(self._schema) and not isinstance(assignment.value, Mapping)
+        if is_section(self._schema, name) and assignment.mode is not Mode.RESET and not is_value:
             self._add_section(name, assignment)
         elif not is_section(self._schema, name) and find_key(self._schema, name) is None:
             self._add_unknown(assignment)
@@ -121,12 +175,14 @@ class _Written:
         (``${...}``) are not compared.
         """
         for name, by_spelling in self._latest.items():
-            given = [one for one in by_spelling.values() if not has_interpolation(one.value)]
+            given = [one for one in by_spelling.values() if not _has_interpolation(one.value)]
             for other in given[1:]:
                 if other.value != given[0].value:
                     raise contradiction(given[0], other, name=name)
 
     def _add_section(self, name: str, assignment: Assignment) -> None:
+        if chooses_built_option(name, assignment.value):
+            return
         if not isinstance(assignment.value, Mapping):
             below = [key for key in keys_of(self._schema) if key.startswith(f"{name}.")]
             raise UserError(
@@ -143,23 +199,23 @@ class _Written:
         name = assignment.name
         nearest = nearest_key(self._schema, name)
         if assignment.mode is not Mode.ADD:
-            raise unknown_key(assignment, nearest)
+            raise unknown_key(assignment, nearest, command=_command_with(self._schema, name))
         if name not in self.unknown:
             place = "" if assignment.source == _COMMAND_LINE else f" ({assignment.source})"
             self.warnings.append(f"{name}{place}: unknown, has no effect; nearest key: {nearest}")
         self.unknown[name] = None
 
     def _add_value(self, name: str, assignment: Assignment) -> None:
-        if assignment.value == "":
-            raise empty_value(self._schema, name)
         key = find_key(self._schema, name)
+        if assignment.value == "" and not _is_without_effect(key):
+            raise empty_value(self._schema, name)
         if key is not None and key.is_number and isinstance(assignment.value, bool):
             raise not_a_number(key, assignment.value)
         if name != assignment.name and name not in self.spellings:
             self.warnings.append(f"{assignment.name} is read as {name}")
         self.spellings[name] = assignment.name
         self._keep(name, assignment)
-        put(self.tree, name, value=assignment.value)
+        _put(self.tree, name, value=assignment.value)
 
     def _keep(self, name: str, assignment: Assignment) -> None:
         """Keep the latest value of each spelling, from the latest source only."""
@@ -176,24 +232,134 @@ class _Written:
         for section in sections:
             node = node.get(section, {})
         node.pop(last, None)
+        self._put_defaults(name)
+
+    def _put_defaults(self, name: str) -> None:
+        """Put verl's defaults of a key, or of the keys of a section, where nothing is set."""
+        for known, value in self.defaults.items():
+            if known == name or known.startswith(f"{name}."):
+                _put(self.tree, known, value=value)
 
 
-def _without(tree: Tree, names: Container[str], *, prefix: str = "") -> Tree:
-    """Return a copy of ``tree`` without the keys ``names`` and without sections that are empty."""
+def _is_without_effect(key: Key | None) -> bool:
+    return key is not None and bool(key.ignored) and key.unbuilt is None
+
+
+def _require_built(schema: type[BaseModel], tree: Tree, *, spellings: Mapping[str, str]) -> None:
+    """Raise UserError for the first key that asks for a capability that is not built."""
+    for name, spelling in spellings.items():
+        key, value = find_key(schema, name), _value_at(tree, name)
+        if key is not None and key.unbuilt is not None and value not in key.unbuilt.harmless:
+            raise not_built(key.unbuilt, spelling, value=value)
+
+
+def _read(schema: type[BaseModel], tree: Tree, *, prefix: str = "") -> Tree:
+    """Return a copy of ``tree`` without ignored keys and without sections that are empty."""
     kept: Tree = {}
     for part, value in tree.items():
         name = f"{prefix}{part}"
-        if name in names:
-            continue
-        if not isinstance(value, dict) or not value:
+        if is_section(schema, name) and isinstance(value, dict):
+            if below := _read(schema, cast(Tree, value), prefix=f"{name}."):
+                kept[part] = below
+        elif (key := find_key(schema, name)) is None or not key.ignored:
             kept[part] = value
-        elif below := _without(cast(Tree, value), names, prefix=f"{name}."):
-            kept[part] = below
     return kept
 
 
-def _build(schema: type[ConfigT], tree: Tree) -> ConfigT:
+def _command_with(schema: type[BaseModel], name: str) -> str:
+    """Return the other command if ``name`` is a key of it, else ""."""
+    other, command = (RunConfig, "train") if schema is SftConfig else (SftConfig, "sft")
+    canonical = canonical_name(other, name)
+    is_known = find_key(other, canonical) is not None or is_section(other, canonical)
+    return command if is_known else ""
+
+
+def _build(schema: type[ConfigT], tree: Tree, *, defaults: Iterable[str]) -> ConfigT:
     try:
-        return schema.model_validate(tree)
+        config = schema.model_validate(tree)
     except ValidationError as error:
         raise describe(schema, error, tree=tree) from error
+    for name in defaults:
+        section, _, key = name.rpartition(".")
+        attrgetter(section)(config).model_fields_set.discard(key)
+    return config
+
+
+def _put(tree: Tree, name: str, *, value: Any) -> None:
+    """Set the dotted key ``name`` of a tree, and create missing sections above it."""
+    *sections, last = name.split(".")
+    node = tree
+    for section in sections:
+        if not isinstance(node.get(section), dict):
+            node[section] = {}
+        node = node[section]
+    node[last] = value
+
+
+def _value_at(tree: Tree, name: str) -> Any:
+    """Return the value of the dotted key ``name`` in a tree that has it."""
+    node: Any = tree
+    for part in name.split("."):
+        node = node[part]
+    return node
+
+
+def _resolve(schema: type[BaseModel], tree: Tree) -> Tree:
+    """Return a copy of ``tree`` with resolved interpolations, which may refer to defaults.
+
+    Raises:
+        UserError: an interpolation refers to a key that does not exist.
+    """
+    if not _has_interpolation(tree):
+        return tree
+    OmegaConf.register_new_resolver("now", _now, replace=True)
+    OmegaConf.register_new_resolver("env", oc.env, replace=True)
+    defaults = schema().model_dump()
+    for name, (default, _) in ignored_table(schema).items():
+        if default != {}:
+            _put(defaults, name, value=default)
+    full = OmegaConf.create(_merged(defaults, tree))
+    return _resolved(tree, full, name="")
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _has_interpolation(value: Any) -> bool:
+    """Return whether a value, or anything below it, contains ``${...}``."""
+    if isinstance(value, Mapping):
+        return any(_has_interpolation(entry) for entry in cast(Mapping[str, Any], value).values())
+    if isinstance(value, list | tuple):
+        return any(_has_interpolation(entry) for entry in cast(list[Any], value))
+    return isinstance(value, str) and "${" in value
+
+
+def _merged(defaults: Any, tree: Any) -> Any:
+    if not isinstance(defaults, dict) or not isinstance(tree, dict):
+        return tree
+    ours, theirs = cast(Tree, defaults), cast(Tree, tree)
+    return ours | {name: _merged(ours.get(name), value) for name, value in theirs.items()}
+
+
+def _resolved(value: Any, node: Any, *, name: str) -> Any:
+    """Return ``value`` with each interpolated leaf replaced by its resolved value in ``node``."""
+    if isinstance(value, dict):
+        entries = cast(Tree, value)
+        return {
+            key: _resolved(entry, node, name=f"{name}.{key}" if name else key)
+            for key, entry in entries.items()
+        }
+    if not _has_interpolation(value):
+        return value
+    try:
+        found = OmegaConf.select(node, name, throw_on_resolution_failure=True)
+        return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+    except OmegaConfBaseException as error:
+        cause = str(error).splitlines()[0]
+        raise UserError(
+            name,
+            value,
+            rule=f"cannot be resolved ({cause})",
+            remedy="Write the value itself.",
+        ) from error

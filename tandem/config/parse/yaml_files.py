@@ -2,14 +2,15 @@
 """Assignments from YAML files: recipes, and files that users of verl name with ``--config-path``.
 
 ``defaults:`` lists are followed inside the folder of the file; verl's own entries (``ppo_trainer``)
-mean the built-in defaults. ``hydra:`` and ``_target_`` are skipped. Interpolations are resolved
-later.
+mean verl's defaults (``schema.verl_defaults``). ``hydra:`` and ``_target_`` are skipped.
+Interpolations are resolved later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,20 +19,14 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tandem.config.parse.grammar import Assignment, Mode
+from tandem.config.schema.verl_defaults import VERL_DEFAULTS
 from tandem.errors import UserError
 
-BUILT_IN = frozenset(
-    {
-        "ppo_trainer",
-        "ppo_megatron_trainer",
-        "sft_trainer",
-        "sft_trainer_engine",
-        "sft_trainer_megatron",
-    }
-)
-"""Names of verl's own configurations, whose keys and defaults are the schema's."""
-
-MEGATRON_STRATEGY = Assignment("actor_rollout_ref.actor.strategy", "megatron")
+MEGATRON = {
+    "ppo": Assignment("actor_rollout_ref.actor.strategy", "megatron"),
+    "sft": Assignment("engine", "megatron"),
+}
+"""The assignment that a name with "megatron" implies, by the command of the configuration."""
 
 _SELF = "_self_"
 _MISSING = "???"
@@ -60,22 +55,38 @@ def load_recipe(name: str) -> Loaded:
     return _load(path, path.parent, mode=Mode.SET)
 
 
-def load_named_config(config_path: str, config_name: str) -> Loaded:
-    """Load the file of ``--config-path`` and ``--config-name``; a missing file is a warning.
+def load_named_configs(config_path: str, config_names: Sequence[str]) -> Loaded:
+    """Load the file of ``--config-path`` and the last ``--config-name``, above verl's defaults.
 
-    A name that contains "megatron" implies ``strategy=megatron``. The file is written for verl, so
+    A missing file is a warning. Each name of one of verl's configurations gives its defaults. A
+    name that contains "megatron" implies Megatron's engine. The file is written for verl, so
     unknown keys in it are warnings, not errors.
     """
-    name = config_name.removesuffix(".yaml")
+    names = [name.removesuffix(".yaml") for name in config_names]
+    defaults = tuple(chain.from_iterable(map(_verl_defaults, names)))
+    loaded = _load_named(config_path, names[-1])
+    return Loaded(defaults + loaded.assignments, loaded.warnings)
+
+
+def _verl_defaults(name: str) -> tuple[Assignment, ...]:
+    """Return the defaults of verl's configuration called ``name``; none if it is not verl's."""
+    values = VERL_DEFAULTS.get(name, {})
+    return tuple(
+        Assignment(key, value, Mode.DEFAULT, f"verl's {name}") for key, value in values.items()
+    )
+
+
+def _load_named(config_path: str, name: str) -> Loaded:
     path = Path(config_path).expanduser() / f"{name}.yaml"
+    is_file = path.is_file() and (bool(config_path) or name not in VERL_DEFAULTS)
     implied: tuple[Assignment, ...] = ()
     warnings: tuple[str, ...] = ()
     if "megatron" in name:
-        implied = (MEGATRON_STRATEGY,)
-        warnings = (f"--config-name={name}: implies {MEGATRON_STRATEGY.name}=megatron",)
-    if name in BUILT_IN and not path.is_file():
+        implied = (MEGATRON["sft" if name.startswith("sft") else "ppo"],)
+        warnings = (f"--config-name={name}: implies {implied[0].name}=megatron",)
+    if name in VERL_DEFAULTS and not is_file:
         return Loaded(implied, warnings)
-    if not path.is_file():
+    if not is_file:
         missing = f"--config-name={name}: {path} does not exist; the built-in defaults are used"
         return Loaded(implied, (missing, *warnings))
     loaded = _load(path, path.parent, mode=Mode.ADD)
@@ -135,8 +146,8 @@ def _load_default(
     if path.is_file():
         loaded = _load(path, folder, mode=mode, above=above)
         return _below(loaded, package or place.replace("/", "."))
-    if not name or name in BUILT_IN or place.startswith("hydra"):
-        return Loaded((), ())
+    if not name or name in VERL_DEFAULTS or place.startswith("hydra"):
+        return Loaded(_verl_defaults(name), ())
     return Loaded((), (f"defaults: {path} does not exist; the built-in defaults are used",))
 
 

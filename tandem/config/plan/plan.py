@@ -7,13 +7,13 @@ and no file is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.check.ignored_keys import ignored_keys, key_effects
 from tandem.config.check.platform_rules import platform_key, weight_routes
-from tandem.config.check.rules import check_run, check_sft, unbuilt_run, unbuilt_sft
+from tandem.config.check.rules import check_run, check_sft
 from tandem.config.derived.pools import Placement, Pool, auxiliary_layouts, place_run
 from tandem.config.derived.schedule import Schedule, schedule_run
 from tandem.config.derived.sizes import ModelSizes
@@ -22,12 +22,26 @@ from tandem.config.parse.overrides import LoadedConfig
 from tandem.config.plan.memory import NO_MODELS, MemoryPlan, plan_memory
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
+from tandem.errors import UserError
 
 _UNUSED = {
     "logp": "the update is strictly on-policy or in bypass_mode",
     "ref_logp": "no KL term needs a reference",
 }
 """Task -> the reason why a run does not need it."""
+COUNTED_BEFORE_FILTER = (
+    "data.filter_overlong_prompts=True: steps are counted before overlong prompts are dropped; "
+    "there may be fewer"
+)
+"""The warning of a plan whose prompts have not been tokenised."""
+UNREAD_MODEL = (
+    "no such folder here; the plan does not check its family, tokenizer, division over devices and "
+    "memory"
+)
+"""The end of the warning of a plan for another machine about a model that is not here."""
+
+UNCHECKED_DEVICE = "the plan does not check whether it is available; if not, the run does not start"
+"""The end of the warnings of a plan for another machine about its platforms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +57,12 @@ class Plan:
         memory: the memory of one accelerator of each pool, None if the sizes of the model are
             unknown.
         key_effects: every key that was set, as it was spelled -> its effect.
+        verl_defaults: the keys that were not set and have a default of verl -> the default.
         ignored_keys: the keys that were set without effect -> the reason.
         unknown_keys: the unknown keys, each passed with ``+``.
         warnings: the warnings, one line each.
+        run: what the run does and where: name -> text, for a table.
+        refusals: the errors with which the command would end, such as features that are not built.
         config: the whole resolved configuration.
     """
 
@@ -57,9 +74,12 @@ class Plan:
     placement: Placement
     memory: Mapping[str, MemoryPlan] | None
     key_effects: Mapping[str, str]
+    verl_defaults: Mapping[str, Any]
     ignored_keys: Mapping[str, str]
     unknown_keys: tuple[str, ...]
     warnings: tuple[str, ...]
+    run: Mapping[str, str]
+    refusals: tuple[UserError, ...]
     config: RunConfig | SftConfig
 
     @property
@@ -77,14 +97,18 @@ class Plan:
             "sequences_per_step": self.sequences_per_step,
             "optimizer_steps_per_step": self.optimizer_steps_per_step,
             "validation_steps": schedule and list(schedule.validation_steps),
+            "checkpoint_steps": schedule and list(schedule.save_steps),
             "num_train_rows": self.num_train_rows,
             "num_val_rows": self.num_val_rows,
             "pools": [self._pool_dict(pool) for pool in self.placement.pools],
             "weights": dict(self.weights),
             "key_effects": dict(self.key_effects),
+            "verl_defaults": dict(self.verl_defaults),
             "keys_without_effect": dict(self.ignored_keys),
             "unknown_keys": list(self.unknown_keys),
             "warnings": list(self.warnings),
+            "run": dict(self.run),
+            "refusals": [str(error) for error in self.refusals],
             "config": self.config.model_dump(mode="json"),
         }
 
@@ -119,6 +143,7 @@ def make_plan(
     sizes: ModelSizes | None = None,
     auxiliary: Mapping[str, ModelSizes] = NO_MODELS,
     warnings: Sequence[str] = (),
+    refusals: Iterable[UserError] = (),
 ) -> Plan:
     """Plan a run of ``tandem train`` or ``tandem sft``, depending on the type of configuration.
 
@@ -127,6 +152,7 @@ def make_plan(
         sizes: the sizes of the model, None if unknown.
         auxiliary: as in ``plan_memory``.
         warnings: the warnings of the caller, which come first.
+        refusals: as in ``Plan``.
 
     Raises:
         UserError: keys contradict each other, or there are too few rows for one batch.
@@ -135,7 +161,7 @@ def make_plan(
     train_rows = _taken(num_train_rows, config.data.train_max_samples)
     if isinstance(config, SftConfig):
         check_sft(config)
-        own_warnings = _sft_warnings(config)
+        own_warnings = _device_warnings(config)
     else:
         check_run(config)
         own_warnings = _plan_warnings(config, has_rows=train_rows is not None)
@@ -146,31 +172,52 @@ def make_plan(
         sequences_per_step=config.sequences_per_step,
         optimizer_steps_per_step=config.optimizer_steps_per_step,
         placement=place(config),
-        memory=None if sizes is None else plan_memory(config, sizes, auxiliary=auxiliary),
+        memory=None
+        if sizes is None or config.trainer.device == "cpu"
+        else plan_memory(config, sizes, auxiliary=auxiliary),
         key_effects=key_effects(loaded),
+        verl_defaults=loaded.verl_defaults,
         ignored_keys=ignored_keys(loaded),
         unknown_keys=loaded.unknown_keys,
         warnings=(*warnings, *loaded.warnings, *own_warnings),
+        run=describe_run(config),
+        refusals=tuple(refusals),
         config=config,
     )
 
 
 def _plan_warnings(config: RunConfig, *, has_rows: bool) -> Iterator[str]:
-    for error in unbuilt_run(config):
-        yield f"train would refuse: {error}"
     if has_rows and config.data.filter_overlong_prompts:
-        yield (
-            "data.filter_overlong_prompts=True: steps are counted before overlong prompts are "
-            "dropped; there may be fewer"
-        )
+        yield COUNTED_BEFORE_FILTER
     yield from _device_warnings(config)
     yield from run_warnings(config)
 
 
-def _sft_warnings(config: SftConfig) -> Iterator[str]:
-    for error in unbuilt_sft(config):
-        yield f"sft would refuse: {error}"
-    yield from _device_warnings(config)
+def describe_run(config: RunConfig | SftConfig) -> dict[str, str]:
+    """Return what a run trains, by which algorithm and reward, and where it writes."""
+    folder = {"run folder": str(config.trainer.run_folder)}
+    if isinstance(config, SftConfig):
+        return {"model": config.model.path, "algorithm": "supervised fine-tuning"} | folder
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    parts = [
+        str(algorithm.adv_estimator),
+        "policy loss REINFORCE"
+        if algorithm.rollout_correction.reinforces
+        else f"policy loss {actor.policy_loss.loss_mode}",
+        *(["each mini-batch scored first"] if config.surveys_mini_batches else []),
+        f"{config.actor_rollout_ref.rollout.n} samples of a prompt",
+        *(["KL in the loss"] if actor.use_kl_loss else []),
+        *(["KL in the reward"] if algorithm.use_kl_in_reward else []),
+    ]
+    function, judge = config.custom_reward_function, config.reward_model
+    rewards = [f"model {judge.model.path}"] if judge.enable else []
+    rewards += [path if ":" in path else f"{function.name} of {path}" for path in function.path]
+    return {
+        "model": config.actor_rollout_ref.model.path,
+        "algorithm": ", ".join(parts),
+        "reward": ", ".join(rewards) or f"the rule of each row's {config.data.reward_fn_key}",
+        **folder,
+    }
 
 
 def _taken(num_rows: int | None, max_samples: int) -> int | None:
@@ -207,10 +254,7 @@ def _device_warnings(config: RunConfig | SftConfig) -> Iterator[str]:
     named = {platform_key(pool, config): pool.platform for pool in place(config).used_pools}
     for key, platform in named.items():
         if platform not in ("auto", "cpu"):
-            yield (
-                f"{key}={platform}: the plan does not check whether it is available; if not, the "
-                "run does not start"
-            )
+            yield f"{key}={platform}: {UNCHECKED_DEVICE}"
 
 
 def run_warnings(config: RunConfig) -> Iterator[str]:
@@ -220,8 +264,14 @@ def run_warnings(config: RunConfig) -> Iterator[str]:
     val_kwargs = rollout.val_kwargs
     if rollout.n == 1 and config.algorithm.estimator.prefers_groups:
         yield (
-            "actor_rollout_ref.rollout.n=1: with a single sample per prompt grpo has no baseline, "
-            "and the advantage is the reward itself; groups of 5 to 16 are usual"
+            "actor_rollout_ref.rollout.n=1: with a single sample per prompt "
+            f"{config.algorithm.adv_estimator} has no baseline, and the advantage is the reward "
+            "itself; groups of 5 to 16 are usual"
+        )
+    if rollout.n > 1 and not rollout.do_sample:
+        yield (
+            f"actor_rollout_ref.rollout.n={rollout.n}: all samples of a prompt are the same, "
+            "because rollout.do_sample=False is greedy, and nothing is learned from comparing them"
         )
     if val_kwargs.n > 1 and not val_kwargs.do_sample:
         yield (

@@ -34,24 +34,50 @@ class Loss:
     Attributes:
         is_sequence_level: whether the loss is a mean over sequences, which is always aggregated by
             ``seq-mean-token-mean``.
-        clips_log_ratio: whether the clip range bounds the log-ratio, so that ``clip_ratio_low`` may
-            be 1 or more. Otherwise it bounds the ratio, which is positive.
+        accepts_any_low: whether ``clip_ratio_low`` may be 1 or more: it bounds no ratio, or the
+            loss also makes sense without a lower bound. A ratio is positive.
+        weighs_sequences: whether a sequence is weighed by the geometric mean of its importance
+            weights. Otherwise each token is weighed by its own.
+        computes_all: whether sequences of advantage 0 are computed: they have a gradient, or count
+            in a statistic of the loss.
+        marks_tokens: whether the loss treats some tokens of a mini-batch apart. Each optimizer step
+            is then preceded by a pass of the policy over its mini-batch, which finds them.
         reads: the keys below ``actor_rollout_ref.actor`` that the loss reads.
     """
 
     is_sequence_level: bool = False
-    clips_log_ratio: bool = False
+    accepts_any_low: bool = False
+    weighs_sequences: bool = False
+    computes_all: bool = False
+    marks_tokens: bool = False
     reads: tuple[str, ...] = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 
 _BOTH_SIDES = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+_DIVERGENCE = Loss(accepts_any_low=True)
 
 LOSSES: dict[str, Loss] = {
     "vanilla": Loss(),
     "gspo": Loss(is_sequence_level=True, reads=_BOTH_SIDES),
-    "cispo": Loss(reads=_BOTH_SIDES),
+    "sapo": Loss(is_sequence_level=True, reads=("tau_pos", "tau_neg")),
+    "cispo": Loss(accepts_any_low=True, reads=_BOTH_SIDES),
     "gpg": Loss(reads=()),
-    "geo_mean": Loss(is_sequence_level=True, clips_log_ratio=True, reads=_BOTH_SIDES),
+    "geo_mean": Loss(
+        is_sequence_level=True, accepts_any_low=True, weighs_sequences=True, reads=_BOTH_SIDES
+    ),
+    "dppo_tv": _DIVERGENCE,
+    "dppo_kl": _DIVERGENCE,
+    "clip_cov": Loss(
+        computes_all=True,
+        marks_tokens=True,
+        reads=(*_BOTH_SIDES, *(f"policy_loss.clip_cov_{key}" for key in ("ratio", "lb", "ub"))),
+    ),
+    "kl_cov": Loss(
+        computes_all=True,
+        marks_tokens=True,
+        reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
+    ),
+    "dro": Loss(computes_all=True, reads=("policy_loss.dro_beta",)),
 }
 """The built-in policy losses by name; ``algorithms.losses`` computes them."""
 
@@ -74,15 +100,46 @@ class PolicyLossConfig(BaseModel):
 
     loss_mode: LossName = Field(
         default="vanilla",
-        description="Policy loss. vanilla: PPO with dual clip; gspo: sequence ratio; cispo: "
-        "clipped weights; gpg: plain policy gradient; geo_mean: GMPO; or a function of your own as "
-        "package.module:function.",
+        description="Policy loss. vanilla: PPO with dual clip; gspo: sequence ratio; sapo: smooth "
+        "gate; cispo: clipped weights; gpg: plain policy gradient; geo_mean: GMPO; dppo_tv, "
+        "dppo_kl: divergence instead of ratio; clip_cov, kl_cov: tokens of high covariance apart; "
+        "dro: squared log-ratio; or a function of your own as package.module:function.",
+    )
+    clip_cov_ratio: float = Field(
+        default=0.0002,
+        gt=0,
+        le=1,
+        description="Share of the tokens of a mini-batch whose gradient clip_cov takes away.",
+    )
+    clip_cov_lb: float = Field(
+        default=1.0, description="Lower bound of the covariance of the tokens that clip_cov takes."
+    )
+    clip_cov_ub: float = Field(
+        default=5.0, description="Upper bound of the covariance of the tokens that clip_cov takes."
+    )
+    kl_cov_ratio: float = Field(
+        default=0.0002,
+        gt=0,
+        le=1,
+        description="Share of the tokens of a mini-batch, those of the largest covariance, that "
+        "kl_cov keeps near the old policy.",
+    )
+    ppo_kl_coef: float = Field(
+        default=0.1, ge=0, description="Weight of kl_cov's penalty on the absolute log-ratio."
+    )
+    dro_beta: float | None = Field(
+        default=None,
+        gt=0,
+        description="Weight of dro's penalty on the squared log-ratio; it has no default.",
     )
 
     @property
     def traits(self) -> Loss:
         """The traits of ``loss_mode``; raises UserError if it cannot be imported."""
         return loss_traits(self.loss_mode)
+
+
+DEFAULT_MINI_BATCH = 256
 
 
 class MegatronConfig(BaseModel):
@@ -109,10 +166,10 @@ class ActorConfig(BaseModel):
         "megatron is not built yet.",
     )
     ppo_mini_batch_size: int = Field(
-        default=256,
+        default=DEFAULT_MINI_BATCH,
         ge=1,
         description="Number of prompts per optimizer step. The number of sequences is this times "
-        "rollout.n.",
+        "rollout.n. If it is not set, it is at most data.train_batch_size.",
     )
     ppo_micro_batch_size_per_gpu: int | None = Field(
         default=None,
@@ -148,7 +205,8 @@ class ActorConfig(BaseModel):
     clip_ratio: float = Field(
         default=0.2,
         gt=0,
-        description="Clip range of the probability ratio, on both sides of 1.",
+        description="Clip range of the probability ratio, on both sides of 1; with dppo_tv and "
+        "dppo_kl, of the divergence.",
     )
     clip_ratio_low: float | None = Field(
         default=None, gt=0, description="Clip range below 1. null: clip_ratio."
@@ -159,7 +217,14 @@ class ActorConfig(BaseModel):
     clip_ratio_c: float = Field(
         default=3.0,
         gt=1,
-        description="Upper bound of the ratio for negative advantages (dual clip).",
+        description="Upper bound of the ratio for negative advantages (dual clip); of the weight "
+        "of dppo_tv and dppo_kl.",
+    )
+    tau_pos: float = Field(
+        default=1.0, gt=0, description="Temperature of sapo's gate for positive advantages."
+    )
+    tau_neg: float = Field(
+        default=1.05, gt=0, description="Temperature of sapo's gate for other advantages."
     )
     loss_agg_mode: LossAggregation = Field(
         default="token-mean", description="How the losses of tokens are reduced to one number."

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from tandem.config.schema.actor import KlEstimator
 from tandem.config.schema.correction import RolloutCorrectionConfig
 from tandem.config.schema.dotted import ByName, traits_of
-from tandem.config.schema.fields import SECTION, read_if
+from tandem.config.schema.fields import SECTION, Strings, read_if
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class Estimator:
             sample, whose advantage is its reward.
         needs_baseline_rollout: whether it compares each sample with the greedy response to the same
             prompt.
+        needs_squares: whether it reads, for each token, its log-prob and the sum of squared
+            probabilities under the policy before the update.
         reads: the keys below ``algorithm`` that it reads.
     """
 
@@ -32,10 +34,13 @@ class Estimator:
     needs_groups: bool = False
     prefers_groups: bool = False
     needs_baseline_rollout: bool = False
+    needs_squares: bool = False
     reads: tuple[str, ...] = ("gamma", "lam", "norm_adv_by_std_in_grpo")
 
 
 _GRPO = Estimator(prefers_groups=True, reads=("norm_adv_by_std_in_grpo",))
+_GROUP = Estimator(prefers_groups=True, reads=())
+_TOKEN_BASELINE = Estimator(prefers_groups=True, needs_squares=True, reads=())
 
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(needs_values=True, reads=("gamma", "lam")),
@@ -43,11 +48,18 @@ ESTIMATORS: dict[str, Estimator] = {
     "grpo_vectorized": _GRPO,
     "grpo_passk": Estimator(needs_groups=True, reads=("norm_adv_by_std_in_grpo",)),
     "reinforce_plus_plus": Estimator(reads=("gamma",)),
-    "reinforce_plus_plus_baseline": Estimator(needs_groups=True, reads=()),
-    "rloo": Estimator(needs_groups=True, reads=()),
-    "opo": Estimator(needs_groups=True, reads=()),
+    "reinforce_plus_plus_baseline": _GROUP,
+    "rloo": _GROUP,
+    "rloo_vectorized": _GROUP,
+    "opo": _GROUP,
     "remax": Estimator(needs_baseline_rollout=True, reads=()),
-    "gpg": Estimator(needs_groups=True, reads=()),
+    "gpg": _GROUP,
+    "gdpo": Estimator(
+        prefers_groups=True,
+        reads=("norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights"),
+    ),
+    "optimal_token_baseline": _TOKEN_BASELINE,
+    "tir_optimal_token_baseline": _TOKEN_BASELINE,
 }
 """The built-in advantage estimators by name; ``algorithms.advantages`` computes them."""
 
@@ -112,9 +124,11 @@ class AlgorithmConfig(BaseModel):
 
     adv_estimator: EstimatorName = Field(
         default="grpo",
-        description="Advantage estimator: gae, grpo, grpo_vectorized, grpo_passk, rloo, opo, "
-        "remax, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, or a function of your "
-        "own as package.module:function. gae needs the values of a critic (see critic.*).",
+        description="Advantage estimator: gae, grpo, grpo_vectorized, grpo_passk, rloo, "
+        "rloo_vectorized, opo, remax, gpg, gdpo, reinforce_plus_plus, "
+        "reinforce_plus_plus_baseline, optimal_token_baseline, tir_optimal_token_baseline, or a "
+        "function of your own as package.module:function. gae needs the values of a critic (see "
+        "critic.*).",
     )
     gamma: float = Field(default=1.0, ge=0, le=1, description="Discount factor of rewards.")
     lam: float = Field(default=1.0, ge=0, le=1, description="Lambda of gae.")
@@ -122,6 +136,15 @@ class AlgorithmConfig(BaseModel):
         default=True,
         description="Divide GRPO's advantages by the standard deviation of the group. False: "
         "Dr. GRPO.",
+    )
+    gdpo_reward_keys: Strings = Field(
+        default=(),
+        description="Numbers of the reward that gdpo normalizes apart, by the names that the "
+        "reward function returns.",
+    )
+    gdpo_reward_weights: tuple[float, ...] | None = Field(
+        default=None,
+        description="Weights of gdpo_reward_keys, in their order; null: all 1.",
     )
     use_kl_in_reward: bool = Field(
         default=False,

@@ -27,6 +27,10 @@ REJECTION_OPTIONS = (
     *(f"seq_max_k{k}" for k in (2, 3)),
 )
 """The measures that ``rollout_rs`` may name."""
+NAMES_OF_0_6 = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""The values of ``rollout_rs`` in verl 0.6, and what they are called since."""
+VETO = "seq_max_k1"
+"""The measure of ``rollout_token_veto_threshold``: the largest k1 of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,11 @@ class RolloutCorrectionConfig(BaseModel):
         "reinforce: REINFORCE with importance weights.",
         json_schema_extra=read_if("bypass_mode=True"),
     )
+    use_policy_gradient: bool = Field(
+        default=False,
+        description="The name of loss_type=reinforce in verl 0.6.",
+        json_schema_extra=read_if("bypass_mode=True"),
+    )
     rollout_is: Literal["auto", "token", "sequence"] | None = Field(
         default="auto",
         description="Level of importance weights. auto: token if rollouts may lag behind, else "
@@ -66,13 +75,15 @@ class RolloutCorrectionConfig(BaseModel):
     )
     rollout_is_batch_normalize: bool = Field(
         default=False,
-        description="Divide importance weights by their mean over the batch.",
+        description="Divide importance weights by their mean over the batch. With bypass_mode, "
+        "over the mini-batch, which the policy then scores before each optimizer step.",
         json_schema_extra=read_if(_WEIGHTS),
     )
     rollout_rs: str | None = Field(
         default=None,
         description="Measure of divergence by which tokens or sequences are rejected, such as "
-        "token_k1 or seq_mean_k3; several are separated by commas.",
+        "token_k1 or seq_mean_k3; several are separated by commas. The names of verl 0.6, token, "
+        "sequence and geometric, mean token_k1, seq_sum_k1 and seq_mean_k1.",
     )
     rollout_rs_threshold: float | str | None = Field(
         default=None,
@@ -81,12 +92,37 @@ class RolloutCorrectionConfig(BaseModel):
         json_schema_extra=read_if("rollout_rs!=null"),
     )
 
+    rollout_rs_threshold_lower: float | None = Field(
+        default=None,
+        gt=0,
+        description="Lower bound with the names of verl 0.6 in rollout_rs. With them, bounds are "
+        "those of the ratio of trainer to rollout, the inverse of k1's. null: the inverse of "
+        "rollout_rs_threshold.",
+        json_schema_extra=read_if("rollout_rs=token|sequence|geometric"),
+    )
+    rollout_token_veto_threshold: float | None = Field(
+        default=None,
+        gt=0,
+        description="Reject a sequence with a token whose probability under the trainer is less "
+        "than this times that under the rollout (verl 0.6).",
+    )
+
+    @property
+    def reinforces(self) -> bool:
+        """Whether REINFORCE replaces the policy loss."""
+        return self.bypass_mode and (self.loss_type == "reinforce" or self.use_policy_gradient)
+
+    @property
+    def rejects(self) -> bool:
+        """Whether tokens or sequences may be rejected."""
+        return self.rollout_rs is not None or self.rollout_token_veto_threshold is not None
+
     def level(self, *, may_lag: bool) -> Literal["token", "sequence"] | None:
         """Return ``rollout_is`` with ``auto`` resolved.
 
         None also in ``bypass_mode`` with ``ppo_clip``, where the ratio in the loss is the weight.
         """
-        if self.bypass_mode and self.loss_type == "ppo_clip":
+        if self.bypass_mode and not self.reinforces:
             return None
         if self.rollout_is == "auto":
             return "token" if may_lag else None
@@ -99,15 +135,39 @@ class RolloutCorrectionConfig(BaseModel):
 
     @property
     def rejections(self) -> tuple[tuple[str, Bounds], ...]:
+        """The measures by which tokens and sequences are rejected, with their bounds, in order."""
+        if self.rollout_token_veto_threshold is None:
+            return self._listed_rejections
+        veto = (VETO, Bounds(None, -math.log(self.rollout_token_veto_threshold)))
+        return (*self._listed_rejections, veto)
+
+    @property
+    def _listed_rejections(self) -> tuple[tuple[str, Bounds], ...]:
         """The measures of ``rollout_rs`` with their bounds, in order; empty if it is null."""
         if self.rollout_rs is None:
             return ()
+        if self.rollout_rs in NAMES_OF_0_6:
+            return ((NAMES_OF_0_6[self.rollout_rs], self._bounds_of_0_6),)
         options = _words(self.rollout_rs)
         texts = _words(str(self.rollout_rs_threshold))
         if len(texts) == 1:
             texts = texts * len(options)
         pairs = zip(options, texts, strict=True)
         return tuple((option, _rejection_bounds(option, text)) for option, text in pairs)
+
+    @property
+    def _bounds_of_0_6(self) -> Bounds:
+        """The bounds of verl 0.6 as bounds of the ratio of rollout to trainer.
+
+        Without a threshold of its own, rejection has that of the importance weights.
+        """
+        upper = self.rollout_rs_threshold
+        upper = float(self.rollout_is_threshold if upper is None else upper)
+        lower = self.rollout_rs_threshold_lower
+        lower = 1 / upper if lower is None else lower
+        if not 0 < lower <= upper < math.inf:
+            raise ValueError(f"{lower} to {upper} is no range")
+        return Bounds(1 / upper, 1 / lower)
 
 
 def correction_errors(config: RolloutCorrectionConfig) -> Iterator[UserError]:
@@ -129,15 +189,6 @@ def correction_errors(config: RolloutCorrectionConfig) -> Iterator[UserError]:
             "HIGH and HIGH of at least 1",
             remedy=f"Set {key}=2.0 or {key}=\\'0.5_5\\'.",
         )
-    if config.bypass_mode and config.rollout_is_batch_normalize and config.rollout_is is not None:
-        key = f"{_KEY}.rollout_is_batch_normalize"
-        yield UserError(
-            key,
-            True,
-            rule="needs the weights of the whole batch before the update, which bypass_mode does "
-            "not compute",
-            remedy=f"Set {key}=False or {_KEY}.bypass_mode=False.",
-        )
     yield from _rejection_errors(config)
 
 
@@ -145,7 +196,8 @@ def _rejection_errors(config: RolloutCorrectionConfig) -> Iterator[UserError]:
     if config.rollout_rs is None:
         return
     options = _words(config.rollout_rs)
-    unknown = [option for option in options if option not in REJECTION_OPTIONS]
+    known = (*NAMES_OF_0_6,) if config.rollout_rs in NAMES_OF_0_6 else REJECTION_OPTIONS
+    unknown = [option for option in options if option not in known]
     if unknown or not options or len(set(options)) < len(options):
         key = f"{_KEY}.rollout_rs"
         yield UserError(
@@ -157,9 +209,18 @@ def _rejection_errors(config: RolloutCorrectionConfig) -> Iterator[UserError]:
         return
     try:
         fits = bool(config.rejections)
-    except ValueError:
+    except (ValueError, ZeroDivisionError):
         fits = False
-    if not fits:
+    if not fits and config.rollout_rs in NAMES_OF_0_6:
+        key = f"{_KEY}.rollout_rs_threshold"
+        yield UserError(
+            key,
+            config.rollout_rs_threshold,
+            rule="must be one positive bound, not below rollout_rs_threshold_lower="
+            f"{config.rollout_rs_threshold_lower}, with rollout_rs={config.rollout_rs!r}",
+            remedy=f"Set {key}=1.01 or another bound, or {_KEY}.rollout_rs_threshold_lower=null.",
+        )
+    elif not fits:
         key = f"{_KEY}.rollout_rs_threshold"
         yield UserError(
             key,

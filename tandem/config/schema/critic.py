@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel, Field
 
 from tandem.config.schema.actor import LossAggregation
-from tandem.config.schema.fields import SECTION, Seed, read_if
+from tandem.config.schema.fields import SECTION, LearningRate, Seed, read_if
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.optim import OptimConfig
@@ -38,7 +38,7 @@ CRITIC_FOLLOWS: Mapping[str, str] = {
 class CriticOptimConfig(OptimConfig):
     """The optimizer of the critic."""
 
-    lr: float = Field(default=1e-5, ge=0, description="Peak learning rate of AdamW.")
+    lr: LearningRate = 1e-5
 
 
 class CriticModelConfig(ModelConfig):

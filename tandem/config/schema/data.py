@@ -7,7 +7,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from tandem.config.schema.fields import SECTION, VALIDATES, Seed, Strings, read_if
+from tandem.config.schema.fields import (
+    SECTION,
+    MaxTrainRows,
+    MaxValidationRows,
+    Shuffles,
+    ShuffleSeed,
+    Strings,
+    read_if,
+)
 
 Truncation = Literal["error", "left", "right", "middle"]
 
@@ -70,15 +78,8 @@ class DataConfig(BaseModel):
             "before they could be truncated"
         ),
     )
-    shuffle: bool = Field(
-        default=True, description="Draw the rows in a new random order in each epoch."
-    )
-    seed: Seed = Field(
-        default=1,
-        ge=0,
-        description="Seed of data.shuffle. null: 1.",
-        json_schema_extra=read_if("shuffle=True"),
-    )
+    shuffle: Shuffles = True
+    seed: ShuffleSeed = 1
     prompt_key: str = Field(
         default="prompt", description="Column of the prompt (a list of messages)."
     )
@@ -86,15 +87,8 @@ class DataConfig(BaseModel):
         default="data_source",
         description="Column that selects the reward function and groups validation metrics.",
     )
-    train_max_samples: int = Field(
-        default=-1, ge=-1, description="Number of training rows to use; -1: all."
-    )
-    val_max_samples: int = Field(
-        default=-1,
-        ge=-1,
-        description="Number of validation rows to use; -1: all.",
-        json_schema_extra=read_if(VALIDATES),
-    )
+    train_max_samples: MaxTrainRows = -1
+    val_max_samples: MaxValidationRows = -1
     apply_chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict[str, Any], description="Keyword arguments of the chat template."
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.config import JsonDict
 
 SECTION = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
@@ -98,3 +98,24 @@ Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValid
 
 Seed = Annotated[int, BeforeValidator(_seed)]
 """A seed; null means 1 (in verl, a constant of torch)."""
+
+# Fields that several sections have.
+Shuffles = Annotated[bool, Field(description="Draw the rows in a new random order in each epoch.")]
+ShuffleSeed = Annotated[
+    Seed,
+    Field(
+        ge=0,
+        description="Seed of data.shuffle. null: 1.",
+        json_schema_extra=read_if("shuffle=True"),
+    ),
+]
+MaxTrainRows = Annotated[int, Field(ge=-1, description="Number of training rows to use; -1: all.")]
+MaxValidationRows = Annotated[
+    int,
+    Field(
+        ge=-1,
+        description="Number of validation rows to use; -1: all.",
+        json_schema_extra=read_if(VALIDATES),
+    ),
+]
+LearningRate = Annotated[float, Field(ge=0, le=1, description="Peak learning rate of AdamW.")]

@@ -39,7 +39,7 @@ class FsdpConfig(BaseModel):
         default=-1,
         ge=-1,
         description="Number of devices over which the weights are sharded; each such group of "
-        "devices holds a full copy. -1: all devices of the pool.",
+        "devices holds a full copy. -1, or more than there are: all devices of the pool.",
     )
     reshard_after_forward: bool = Field(
         default=True,

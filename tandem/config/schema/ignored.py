@@ -4,6 +4,9 @@
 They are keys of verl and dots.rl, accepted so that published commands run unchanged. A key of this
 table never reaches the typed configuration; ``tandem plan`` lists it with its reason if it is set.
 A key that nothing reads is listed here, or is deleted from the schema.
+
+A row whose default is ``{}`` is for all keys below it; the row of a key says its default, to which
+interpolations may refer. Keys that change what is trained stand in ``schema.unbuilt``.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from pydantic import BaseModel
 
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
+from tandem.config.schema.unbuilt import UNBUILT_RUN, UNBUILT_SFT, Unbuilt
 
 Table = Mapping[str, tuple[Any, str]]
 """Key -> (default, reason)."""
@@ -28,119 +32,162 @@ def _all(reason: str, defaults: Mapping[str, Any]) -> Table:
     return {key: (default, reason) for key, default in defaults.items()}
 
 
+def _unset(reason: str, keys: str) -> Table:
+    return _all(reason, dict.fromkeys(keys.split()))
+
+
+def _off(table: Mapping[str, Unbuilt]) -> Table:
+    return {key: (off.harmless[0], f"{off.capability} is not built") for key, off in table.items()}
+
+
+def _only_with(switch: str) -> tuple[Any, str]:
+    return {}, f"it is read only with {switch}, which is not built"
+
+
 NOT_BUILT = "not built yet"
+_PROFILER = "not built yet: profiling; trainer.trace and timings are always written"
 _ALWAYS_PACKED = "batches are always packed without padding, and no result depends on it"
 _FUSED = "log-probs are always computed by a fused kernel, in chunks"
 _MEGATRON = "not built yet: strategy=megatron"
+_OTHER_ENGINE = "only engines other than FSDP read it, which are not built yet"
+_COMPILED = "not built yet: nothing is compiled so far"
+_DETERMINISTIC = (
+    "draws are keyed by seed and sample; not built yet: only deterministic kernels on accelerators"
+)
+_POSITIONS = "the number of the policy decides which sequences are warned of"
 _FSDP_STRATEGY = "fsdp and fsdp2 are one engine"
+_PY_EXECUTABLE: Table = {
+    "ray_kwargs.ray_init.runtime_env.py_executable": (
+        None,
+        "workers run with the Python of this command, which has tandem and its packages",
+    )
+}
 _CHECKPOINT = (
     "a checkpoint always holds weights, optimizer, schedule and data; "
     "tandem export writes a model folder"
 )
 _PARTS = ("model", "optimizer", "extra")
 
-_CHECKPOINT_KEYS = _all(
-    _CHECKPOINT, {"save_contents": _PARTS, "load_contents": _PARTS, "async_save": False}
-)
-_CUSTOM_CLASS = _all(
-    NOT_BUILT, {"path": None, "name": None, "class_path": None, "class_name": None}
-)
+_CHECKPOINT_KEYS: Table = {
+    **_all(_CHECKPOINT, {"save_contents": _PARTS, "load_contents": _PARTS, "async_save": False}),
+    "strict": (True, "a checkpoint is always loaded whole, and every tensor must be there"),
+    "mbridge_config": ({}, _MEGATRON),
+}
 _MODEL: Table = {
     "use_remove_padding": (True, _ALWAYS_PACKED),
-    "tokenizer_path": (None, "not built yet: the tokenizer is that of model.path"),
-    "hf_config_path": (None, "not built yet: config.json is that of model.path"),
-    "override_config": ({}, NOT_BUILT),
-    "external_lib": (None, NOT_BUILT),
+    "override_config.attn_implementation": (None, "the platform's attention is always used"),
+    "override_config.use_cache": (None, "generation always has a cache, and training none"),
     "use_shm": (False, "weights are mapped from their files"),
+    "torch_dtype": (None, "fsdp_config.model_dtype decides"),
+    "tiled_mlp": ({}, "not built yet: it saves memory, and no result depends on it"),
+    "lora": _only_with("lora.rank above 0"),
+    "mtp": _only_with("mtp.enable=True"),
     "enable_activation_offload": (False, NOT_BUILT),
     **_all(_FUSED, {"use_liger": False, "use_fused_kernels": False, "fused_kernel_options": {}}),
     **_all(
         "not built yet: LoRA; all weights are trained",
         {
             "lora_alpha": 16,
-            "lora_adapter_path": None,
             "target_modules": ("all-linear",),
             "exclude_modules": (),
         },
     ),
 }
 _OPTIM: Table = {
-    "optimizer_impl": ("torch.optim", NOT_BUILT),
-    "override_optimizer_config": ({}, NOT_BUILT),
-    **_all(
-        "a setting of Megatron's optimizer, which is not built yet",
-        {
-            "lr_warmup_init": 0.0,
-            "lr_decay_steps": None,
-            "lr_decay_style": "constant",
-            "min_lr": 0.0,
-        },
+    **_unset(
+        _OTHER_ENGINE,
+        "lr_warmup_init lr_decay_steps lr_decay_style min_lr lr_wsd_decay_steps lr_wsd_decay_style "
+        "exp_avg_dtype exp_avg_sq_dtype main_grads_dtype master_weight_dtype master_weights "
+        "muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec "
+        "muon_match_adamw_update_rms muon_momentum muon_nesterov muon_num_ns_steps "
+        "muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode "
+        "use_checkpoint_opt_param_scheduler use_layer_wise_distributed_optimizer "
+        "use_precision_aware_optimizer weight_decay_incr_style wd_incr_style "
+        "decay_type eps name min_lr_factor init_lr_ratio lr_decay_ratio lr_min lr_start "
+        "store_param_remainders",
     ),
 }
+_ENTROPY_KEYS = _all(
+    "entropy is always computed in chunks and recomputed in the backward pass",
+    {
+        "entropy_from_logits_with_chunking": False,
+        "entropy_from_logits_chunk_size": 2048,
+        "entropy_checkpointing": False,
+    },
+)
 _FSDP: Table = {
+    **_ENTROPY_KEYS,
     "use_orig_params": (False, "FSDP2 never flattens parameters into one"),
     "wrap_policy": ({}, "each layer of the model is sharded as one unit"),
+    "use_torch_compile": (True, _COMPILED),
+    "forward_only": (False, "the task of a model decides whether it is trained"),
+    "full_determinism": (False, _DETERMINISTIC),
+    "seed": (42, "trainer.seed decides; no pass of a model draws numbers"),
+    "qat": _only_with("qat.enable=True"),
+    "turbo_config": _only_with("strategy=turbo"),
+    **_all(_ALWAYS_PACKED, {"pad_to_length": False, "pad_to_length_bucket": 1024}),
 }
 _FROZEN_FSDP: Table = {
     **_FSDP,
     "model_dtype": ("float32", "frozen weights are stored in the precision of the passes: dtype"),
     "optimizer_offload": (False, "a frozen model has no optimizer"),
 }
-_MEGATRON_KEYS = _all(
-    _MEGATRON,
-    {
-        "param_offload": False,
-        "grad_offload": False,
-        "optimizer_offload": False,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "expert_tensor_parallel_size": None,
-        "context_parallel_size": 1,
-        "sequence_parallel": True,
-        "use_distributed_optimizer": True,
-        "use_dist_checkpointing": False,
-        "dist_checkpointing_path": None,
-        "use_mbridge": True,
-        "vanilla_mbridge": True,
-        "load_weight": True,
-        "seed": 42,
-        "dtype": "auto",
-        "override_ddp_config": {},
-        "override_transformer_config": {},
-        "override_mcore_model_config": {},
-    },
-)
-_EXPERTS: Table = {"expert_model_parallel_size": (1, _MEGATRON)}
+_ENGINES: Table = {
+    "megatron": ({}, _MEGATRON),
+    **_below(
+        "megatron",
+        _all(
+            _MEGATRON,
+            {
+                "param_offload": False,
+                "grad_offload": False,
+                "optimizer_offload": False,
+                "tensor_model_parallel_size": 1,
+                "pipeline_model_parallel_size": 1,
+                "virtual_pipeline_model_parallel_size": None,
+                "expert_tensor_parallel_size": None,
+                "context_parallel_size": 1,
+                "sequence_parallel": True,
+                "use_distributed_optimizer": True,
+                "use_dist_checkpointing": False,
+                "dist_checkpointing_path": None,
+                "use_mbridge": True,
+                "vanilla_mbridge": True,
+                "load_weight": True,
+                "seed": 42,
+                "dtype": "auto",
+                "override_ddp_config": {},
+                "override_transformer_config": {},
+                "override_mcore_model_config": {},
+            },
+        ),
+    ),
+    **_all(
+        "it is read only by that engine, which is not built",
+        {"mindspeed": {}, "torchtitan": {}, "veomni": {}},
+    ),
+}
 _MULTI_TURN = "not built yet: multi-turn rollouts"
-_MULTI_TURN_KEYS = _all(
-    _MULTI_TURN,
-    {
-        "max_assistant_turns": None,
-        "max_user_turns": None,
-        "max_parallel_calls": 1,
-        "max_tool_response_length": 256,
-        "tool_response_truncate_side": "middle",
-        "tool_config_path": None,
-        "interaction_config_path": None,
-        "use_inference_chat_template": False,
-        "tokenization_sanity_check_mode": "strict",
-        "format": "hermes",
-    },
-)
 _SHARED_TRAINER: Table = {
     "max_critic_ckpt_to_keep": (
         None,
         "a checkpoint holds actor and critic: max_actor_ckpt_to_keep decides",
     ),
     "default_hdfs_dir": (None, NOT_BUILT),
-    "del_local_ckpt_after_load": (
-        False,
-        "only max_actor_ckpt_to_keep deletes old checkpoints",
-    ),
+    "del_local_ckpt_after_load": (False, "only max_actor_ckpt_to_keep deletes old checkpoints"),
     "esi_redundant_time": (0, NOT_BUILT),
     "use_legacy_worker_impl": ("auto", "there is one implementation"),
     "use_v1": (True, "there is one pipeline"),
+    **_all(
+        _PROFILER,
+        {
+            "profile_steps": None,
+            "profile_interval": (-1, -1),
+            "npu_profile": {},
+            "controller_nsight_options": {},
+            "worker_nsight_options": {},
+        },
+    ),
 }
 
 _DATA: Table = {
@@ -161,32 +208,39 @@ _DATA: Table = {
     ),
     **_all(
         "not built yet: prompts are text only",
-        {"return_multi_modal_inputs": True, "image_key": "images", "video_key": "videos"},
+        {
+            "return_multi_modal_inputs": True,
+            "image_patch_size": 14,
+            "mm_processor_kwargs": {},
+        },
     ),
     "trust_remote_code": (False, "actor_rollout_ref.model.trust_remote_code decides"),
     "tokenizer": (None, "the tokenizer is that of actor_rollout_ref.model.path"),
-    "tool_config_path": (None, "not built yet: multi-turn rollouts with tools"),
+    "continuous_token": ({}, "not built yet: multi-turn rollouts with tools"),
     "use_shm": (False, "files are read once, where they are"),
-    **_below("sampler", _CUSTOM_CLASS),
-    **_below("datagen", _CUSTOM_CLASS),
 }
 _ACTOR: Table = {
     **_below("optim", _OPTIM),
     **_below("fsdp_config", _FSDP),
-    **_below("megatron", _MEGATRON_KEYS),
+    **_ENGINES,
     **_below("checkpoint", _CHECKPOINT_KEYS),
-    "use_torch_compile": (True, "not built yet: nothing is compiled so far"),
+    "use_torch_compile": (True, _COMPILED),
+    "rollout_n": (1, "actor_rollout_ref.rollout.n decides"),
+    "pad_to_length": (False, _ALWAYS_PACKED),
+    "qat": _only_with("qat.enable=True"),
+    "router_replay": _only_with("router_replay.mode"),
     "ppo_micro_batch_size": (None, "deprecated in verl; use ppo_micro_batch_size_per_gpu"),
-    **_all(
-        "entropy is always computed in chunks and recomputed in the backward pass",
-        {"entropy_from_logits_with_chunking": False, "entropy_checkpointing": False},
-    ),
+    **_ENTROPY_KEYS,
     "calculate_entropy": (False, "actor/entropy is always reported"),
+    **_all(
+        "the estimator decides whether squared probabilities are computed, in chunks",
+        {"calculate_sum_pi_squared": False, "sum_pi_squared_checkpointing": False},
+    ),
     "use_remove_padding": (True, _ALWAYS_PACKED),
     "use_fused_kernels": (False, _FUSED),
     "use_prefix_grouper": (False, "samples of one prompt always share it in training"),
     "freeze_vision_tower": (False, "models are text only"),
-    "profiler": ({}, NOT_BUILT),
+    **_all(_PROFILER, {"profiler": {}, "profile": {}}),
 }
 _ROLLOUT: Table = {
     "dtype": (
@@ -219,35 +273,59 @@ _ROLLOUT: Table = {
         "it tunes an engine that is not built yet; the native engine does not need it",
         {"disable_log_stats": True, "skip_tokenizer_init": True, "engine_kwargs": {}},
     ),
-    **_below("multi_turn", _MULTI_TURN_KEYS),
-    "agent": ({}, _MULTI_TURN),
+    **_all(_MULTI_TURN, {"multi_turn": {}, "agent": {}, "agent.custom_async_server": {}}),
     "trace": ({}, NOT_BUILT),
-    **_all(
-        "not built yet: rollouts are always generated",
-        {"skip_rollout": False, "skip_dump_dir": "/tmp/rollout_dump"},
+    "profiler": ({}, _PROFILER),
+    "prometheus": ({}, "not built yet: metrics of the engine are metrics of the run"),
+    **_below(
+        "checkpoint_engine",
+        _all(
+            "the placement of the tasks decides how weights travel",
+            {"backend": "naive", "custom_backend_module": None, "engine_kwargs": {}},
+        ),
     ),
+    "cudagraph_capture_sizes": (None, "the native engine captures the sizes that it meets"),
+    "disaggregation": ({}, "not built yet: each device reads prompts and generates"),
+    "full_determinism": (False, _DETERMINISTIC),
+    "layer_name_map": ({}, _MEGATRON),
+    "moe_load_balance_metrics_interval": (0, "not built yet: models with experts"),
+    "mtp": _only_with("actor_rollout_ref.model.mtp.enable=True"),
+    "multi_stage_wake_up": (False, "the native engine shares its weights with the trainer"),
+    "n_gpus_per_node": (8, "trainer.n_gpus_per_node decides"),
+    "qat": _only_with("qat.enable=True"),
+    "quantization_config_file": _only_with("rollout.quantization"),
+    "scheduling_policy": ("fcfs", "no result depends on the order of the sequences"),
+    "skip_dump_dir": ("/tmp/rollout_dump", "only skip_rollout reads it, which is not built"),
 }
 _REF: Table = {
     **_below("fsdp_config", _FROZEN_FSDP),
-    **_below("megatron", {**_MEGATRON_KEYS, **_EXPERTS}),
+    **_ENGINES,
     **_all(
         "the reference is the actor before training; actor_rollout_ref.actor decides",
-        {"strategy": "fsdp", "use_torch_compile": True, "load_weight": True},
+        {
+            "strategy": "fsdp",
+            "use_torch_compile": True,
+            "load_weight": True,
+            "pad_to_length": False,
+            "rollout_n": 1,
+        },
     ),
+    **_all("the entropy of the reference is not computed", dict.fromkeys(_ENTROPY_KEYS, False)),
+    "optim": ({}, "the reference is not trained"),
+    "router_replay": _only_with("router_replay.mode"),
     "log_prob_micro_batch_size": (
         None,
         "deprecated in verl; use log_prob_micro_batch_size_per_gpu",
     ),
-    "profiler": ({}, NOT_BUILT),
+    **_all(_PROFILER, {"profiler": {}, "profile": {}}),
 }
 _CRITIC: Table = {
     **_below("model", _MODEL),
     **_below("model.fsdp_config", _FSDP),
     "model.custom_chat_template": (None, "prompts are rendered once, for actor and critic"),
-    "model.rope_scaling": ({}, NOT_BUILT),
-    "model.tiled_mlp": ({}, NOT_BUILT),
+    "model.override_config.max_position_embeddings": (None, _POSITIONS),
     **_below("optim", _OPTIM),
-    **_below("megatron", {**_MEGATRON_KEYS, **_EXPERTS}),
+    **_ENGINES,
     **_below("checkpoint", _CHECKPOINT_KEYS),
     "strategy": ("fsdp", "one engine trains both models; actor_rollout_ref.actor.strategy decides"),
     "rollout_n": (1, "actor_rollout_ref.rollout.n decides"),
@@ -255,10 +333,11 @@ _CRITIC: Table = {
     "ppo_micro_batch_size": (None, "deprecated in verl; use ppo_micro_batch_size_per_gpu"),
     "forward_micro_batch_size": (None, "deprecated in verl; use forward_micro_batch_size_per_gpu"),
     "nccl_timeout": (600, "actor_rollout_ref.nccl_timeout decides"),
-    "profiler": ({}, NOT_BUILT),
+    "profiler": ({}, _PROFILER),
 }
 _REWARD_MODEL: Table = {
     **_below("model", _MODEL),
+    "model.override_config.max_position_embeddings": (None, _POSITIONS),
     **_below(
         "model",
         _all(
@@ -283,10 +362,14 @@ _REWARD_MODEL: Table = {
         "sandbox_fusion",
         _all(
             "not built yet: reward code runs in local processes",
-            {"url": None, "max_concurrent": 64, "memory_limit_mb": 1024},
+            {"max_concurrent": 64, "memory_limit_mb": 1024},
         ),
     ),
-    "profiler": ({}, NOT_BUILT),
+    "rollout": ({}, "a reward model is not behind a server: it scores a batch in one pass"),
+    "megatron": ({}, _MEGATRON),
+    "load_weight": (True, "a reward model's weights are always loaded"),
+    "nccl_timeout": (600, "actor_rollout_ref.nccl_timeout decides"),
+    "profiler": ({}, _PROFILER),
 }
 
 RUN_IGNORED: Table = {
@@ -295,24 +378,71 @@ RUN_IGNORED: Table = {
     **_below("actor_rollout_ref.actor", _ACTOR),
     **_below("actor_rollout_ref.rollout", _ROLLOUT),
     **_below("actor_rollout_ref.ref", _REF),
-    "algorithm.use_pf_ppo": (False, NOT_BUILT),
+    "actor_rollout_ref.profiler": ({}, _PROFILER),
+    "algorithm.filter_groups.max_inflight_gen_batches": (
+        1,
+        "prompts are admitted one by one, as slots become free",
+    ),
     "algorithm.pf_ppo": ({}, NOT_BUILT),
     **_below("critic", _CRITIC),
     **_below("reward_model", _REWARD_MODEL),
     **_below("trainer", _SHARED_TRAINER),
     "ray_kwargs.timeline_json_file": (None, NOT_BUILT),
-    "global_profiler": ({}, NOT_BUILT),
+    **_PY_EXECUTABLE,
+    "global_profiler": ({}, _PROFILER),
+    "distillation": _only_with("distillation.enabled=True"),
+    "skip": _only_with("skip.rollout.enable=True"),
+    "trainer.v1": _only_with("an asynchronous trainer.v1.trainer_mode"),
     "transfer_queue": ({}, "micro-batches go straight to the ranks that compute them"),
+    **_off(UNBUILT_RUN),
 }
 SFT_IGNORED: Table = {
-    "data.multiturn.tools_key": ("tools", NOT_BUILT),
-    "data.multiturn.enable_thinking_key": ("enable_thinking", NOT_BUILT),
+    "data.num_workers": (8, "examples are rendered once, before the first step"),
     "data.micro_batch_size": (None, "deprecated in verl; use micro_batch_size_per_gpu"),
     "data.pad_mode": ("no_padding", _ALWAYS_PACKED),
     "data.ignore_input_ids_mismatch": (False, NOT_BUILT),
     "data.use_shm": (False, "files are read once, where they are"),
     **_below("model", _MODEL),
-    **_below("engine", _FSDP),
+    **_below(
+        "engine",
+        {
+            **_FSDP,
+            **_all(
+                _OTHER_ENGINE,
+                {
+                    "backend_config": {},
+                    "moe_config": {},
+                    "override_ddp_config": {},
+                    "override_mcore_model_config": {},
+                    "override_transformer_config": {},
+                    "router_replay": {},
+                },
+            ),
+            **_unset(
+                _OTHER_ENGINE,
+                "activation_checkpoint activation_checkpointing activation_gpu_limit "
+                "attn_implementation attn_type basic_modules causal_conv1d_implementation "
+                "chunk_gated_delta_rule_implementation ckpt_manager context_parallel_size cp_size "
+                "cross_entropy_loss_implementation data_parallel_replicate_size "
+                "data_parallel_shard_size data_parallel_size defer_fsdp_grad_sync "
+                "dist_checkpointing_path dist_checkpointing_prefix "
+                "dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient "
+                "distributed_strategy dp_replicate_size dsa_attention_implementation "
+                "dsa_indexer_implementation dynamic_context_parallel enable_compile enable_fp8 "
+                "enable_fsdp_offload enable_full_shard enable_reentrant ep_size "
+                "expert_model_parallel_size expert_parallel_size expert_tensor_parallel_size "
+                "force_use_huggingface grad_offload init_device load_balancing_loss_implementation "
+                "load_checkpoint_path max_seq_len max_seqlen_per_dp_cp_rank mhc_implementation "
+                "mixed_precision moe_implementation mp_output_dtype mp_param_dtype mp_reduce_dtype "
+                "pad_bshd_to_minibatch_max pipeline_model_parallel_size pipeline_parallel_size "
+                "pp_size rms_norm_gated_implementation rms_norm_implementation "
+                "rotary_pos_emb_implementation sequence_parallel spmd_backend "
+                "swiglu_mlp_implementation tensor_parallel_size tp_size ulysses_parallel_size "
+                "use_dist_checkpointing use_distributed_optimizer use_mbridge use_megatron_fsdp "
+                "use_remove_padding vanilla_mbridge virtual_pipeline_model_parallel_size",
+            ),
+        },
+    ),
     **_below("optim", _OPTIM),
     **_below("trainer", _SHARED_TRAINER),
     **_below(
@@ -335,12 +465,24 @@ SFT_IGNORED: Table = {
         ),
     ),
     "ray_kwargs.timeline_json_file": (None, NOT_BUILT),
+    **_PY_EXECUTABLE,
     **_below("checkpoint", _CHECKPOINT_KEYS),
+    **_all(_PROFILER, {"profiler": {}, "global_profiler": {}}),
     "use_remove_padding": (True, _ALWAYS_PACKED),
+    **_off(UNBUILT_SFT),
 }
 
 
 def ignored_table(schema: type[BaseModel]) -> Table:
     """Return the ignored keys of a schema."""
     tables: Mapping[type[BaseModel], Table] = {RunConfig: RUN_IGNORED, SftConfig: SFT_IGNORED}
+    return tables[schema]
+
+
+def unbuilt_table(schema: type[BaseModel]) -> Mapping[str, Unbuilt]:
+    """Return the keys of a schema that choose a capability that is not built."""
+    tables: Mapping[type[BaseModel], Mapping[str, Unbuilt]] = {
+        RunConfig: UNBUILT_RUN,
+        SftConfig: UNBUILT_SFT,
+    }
     return tables[schema]

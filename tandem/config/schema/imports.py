@@ -11,10 +11,12 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import pickle
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import cache
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -24,6 +26,8 @@ from typing import Any
 from tandem.errors import UserError
 
 DOTTED_FORM = "package.module:function"
+PICKLE_SUFFIX = ".pickle"
+"""The suffix of a file that holds one pickled function, which the Python API writes."""
 PACKAGE_PREFIX = "pkg://"
 """The prefix of an importable module where a file is expected."""
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -82,13 +86,16 @@ def import_object(section: str, path: str, *, name: str | None) -> Callable[...,
     """Import the class or function that verl's keys ``<section>.path`` and ``.name`` name.
 
     Args:
-        path: a Python file, ``pkg://package.module``, or a dotted path, which needs no name.
+        path: a Python file, ``pkg://package.module``, or a dotted path or the file of a pickled
+            function, which need no name.
 
     Raises:
         UserError: the file is missing or does not import, or it lacks the object.
     """
     if is_dotted(path):
         return import_dotted(f"{section}.path", path)
+    if path.endswith(PICKLE_SUFFIX):
+        return _unpickle(section, path)
     module = _import_path(section, path)
     found = getattr(module, name or "", None)
     if not callable(found):
@@ -103,12 +110,31 @@ def import_object(section: str, path: str, *, name: str | None) -> Callable[...,
     return found
 
 
-def describe(error: BaseException) -> str:
-    """Describe an error in one line: its class, its message, and the line that raised it."""
+def describe(error: BaseException, files: Collection[str] = ()) -> str:
+    """Describe an error in one line: its class, its message, and the line that raised it.
+
+    Args:
+        files: the files of the user. If one of them is in the traceback, its last line is named
+            instead of the line of the library that it called.
+    """
     message = " ".join(str(error).split())[:200]
     frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if frame.filename in files] or frames
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {message}{where}" if message else type(error).__name__ + where
+
+
+def _unpickle(section: str, path: str) -> Callable[..., Any]:
+    try:
+        return pickle.loads(Path(path).read_bytes())
+    except Exception as error:
+        raise UserError(
+            f"{section}.path",
+            path,
+            rule=f"holds no function that can be loaded here: {describe(error)}",
+            remedy="Call tandem.train again, with the same version of Python and where the modules "
+            "of the function can be imported.",
+        ) from error
 
 
 def _import_path(section: str, path: str) -> ModuleType:
@@ -127,13 +153,14 @@ def _import_path(section: str, path: str) -> ModuleType:
         ) from error
 
 
+@cache  # two functions of one file share its module
 def _import_file(section: str, path: str) -> ModuleType:
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"{section}.path", path, rule="no such file", remedy="Correct the path.")
     # The file may import its neighbours. They come last, so that they hide no other module.
     sys.path.append(str(file.parent.resolve()))
-    module_name = "tandem_" + section.replace(".", "_")
+    module_name = "_".join(("tandem", *section.split("."), file.stem))
     loader = SourceFileLoader(module_name, str(file))
     spec = importlib.util.spec_from_file_location(module_name, file, loader=loader)
     assert spec is not None, "a spec with a loader of its own always exists"

@@ -12,6 +12,20 @@ from tandem.config.schema.fields import SECTION, read_if
 RecomputeGranularity = Literal["full", "feed_forward", "pointwise"]
 
 
+class OverrideConfig(BaseModel):
+    """``override_config.*``: values that replace those of the model's config.json."""
+
+    model_config = SECTION
+
+    max_position_embeddings: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of tokens that the model is made for: longer sequences are warned of. "
+        "null: config.json says it. Only a model whose rotary positions are not scaled may have "
+        "another number.",
+    )
+
+
 class ModelConfig(BaseModel):
     """A Hugging Face model, shared by actor, rollout, reference and tokenizer."""
 
@@ -41,6 +55,9 @@ class ModelConfig(BaseModel):
     custom_chat_template: str | None = Field(
         default=None,
         description="Chat template that replaces the tokenizer's: Jinja text, or a file *.jinja.",
+    )
+    override_config: OverrideConfig = Field(
+        default_factory=OverrideConfig, description="Replacements of values of config.json."
     )
     lora_rank: int = Field(
         default=0, ge=0, description="Rank of LoRA, which is not built yet: must be 0."

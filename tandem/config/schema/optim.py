@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from tandem.config.schema.fields import SECTION, read_if
+from tandem.config.schema.fields import SECTION, LearningRate, read_if
 
 
 def _optimizer_name(value: Any) -> Any:
-    names = {"adam": "AdamW", "adamw": "AdamW", "muon": "Muon"}
+    names = {"adam": "Adam", "adamw": "AdamW", "muon": "Muon"}
     return names.get(value.lower(), value) if isinstance(value, str) else value
 
 
@@ -20,7 +20,7 @@ def _moments_name(value: Any) -> Any:
 
 
 MomentsDtype = Annotated[Literal["auto", "bfloat16"], BeforeValidator(_moments_name)]
-OptimizerName = Annotated[Literal["AdamW", "Muon"], BeforeValidator(_optimizer_name)]
+OptimizerName = Annotated[Literal["AdamW", "Adam", "Muon"], BeforeValidator(_optimizer_name)]
 
 
 class OptimConfig(BaseModel):
@@ -30,12 +30,14 @@ class OptimConfig(BaseModel):
 
     optimizer: OptimizerName = Field(
         default="AdamW",
-        description="AdamW, or Muon: Muon for weight matrices and AdamW for all other weights.",
+        description="AdamW; Adam, whose weight decay is part of the gradient; or Muon: Muon for "
+        "weight matrices and AdamW for all other weights.",
     )
-    lr: float = Field(default=1e-6, ge=0, description="Peak learning rate of AdamW.")
+    lr: LearningRate = 1e-6
     muon_lr: float = Field(
         default=1e-3,
         ge=0,
+        le=1,
         description="Peak learning rate of the matrices that Muon updates.",
         json_schema_extra=read_if("optimizer=Muon"),
     )
@@ -47,7 +49,7 @@ class OptimConfig(BaseModel):
         description="Precision of AdamW's moments. auto: the precision of the weights; bfloat16: "
         "with stochastic rounding, so that small changes add up.",
     )
-    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
+    weight_decay: float = Field(default=0.01, ge=0, description="Weight decay.")
     clip_grad: float = Field(
         default=1.0,
         gt=0,

@@ -7,11 +7,15 @@ verl has moved these keys more than once; ``aliases`` maps every spelling to the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
-from tandem.config.schema.fields import SECTION, read_if
+from tandem.config.schema.fields import SECTION, Strings, read_if
+
+_RATE_LIMITED = "reward_model.reward_manager=rate_limited"
+
+_FUNCTION = "compute_score"
 
 
 class RewardConfig(BaseModel):
@@ -23,10 +27,36 @@ class RewardConfig(BaseModel):
     timeout_s: float = Field(
         default=30.0,
         gt=0,
-        description="Time limit of one reward in seconds; a reward that takes longer fails.",
+        description="Time limit of one call of a reward function in seconds; one that takes longer "
+        "fails.",
     )
     memory_limit_mb: int = Field(
         default=1024, ge=64, description="Memory limit of one reward process in MiB."
+    )
+    max_concurrent: int = Field(
+        default=1,
+        ge=1,
+        description="Maximum number of calls of the reward functions under way.",
+        json_schema_extra=read_if(_RATE_LIMITED),
+    )
+    max_rpm: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum number of calls per minute. null: no limit.",
+        json_schema_extra=read_if(_RATE_LIMITED),
+    )
+    max_tpm: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum number of tokens per minute, at estimated_tokens_per_request a call. "
+        "null: no limit.",
+        json_schema_extra=read_if(_RATE_LIMITED),
+    )
+    estimated_tokens_per_request: int = Field(
+        default=2000,
+        ge=1,
+        description="Tokens that one call counts for max_tpm.",
+        json_schema_extra=read_if("max_tpm!=null", _RATE_LIMITED),
     )
 
 
@@ -75,19 +105,34 @@ class RewardKwargs(BaseModel):
     )
 
 
+def _function_name(value: Any) -> Any:
+    return _FUNCTION if value is None else value
+
+
 class CustomRewardConfig(BaseModel):
-    """A user's reward function: ``f(data_source, solution_str, ground_truth, extra_info)``."""
+    """The user's reward functions; docs/rewards.md has their signatures."""
 
     model_config = SECTION
 
-    path: str | None = Field(default=None, description="Python file that defines the function.")
-    name: str = Field(
-        default="compute_score",
-        description="Name of the function.",
-        json_schema_extra=read_if("path!=null"),
+    path: Strings = Field(
+        default=(),
+        description="Python file that defines the function, or a list of several: "
+        "[a.py:correct,b.py:format]. Also pkg://package.module and package.module:function.",
+    )
+    name: Annotated[str, BeforeValidator(_function_name)] = Field(
+        default=_FUNCTION,
+        description="Name of the function in each file that is given without one. null: "
+        "compute_score.",
+        json_schema_extra=read_if("path!=[]"),
+    )
+    weights: tuple[float, ...] = Field(
+        default=(),
+        description="Weight of each function in the score, in the order of path. []: 1 for each.",
+        json_schema_extra=read_if("path!=[]"),
     )
     reward_kwargs: dict[str, Any] = Field(
         default_factory=dict[str, Any],
-        description="Additional keyword arguments of the function.",
-        json_schema_extra=read_if("path!=null"),
+        description="Additional keyword arguments of the functions. Of several functions, each "
+        "gets those that it takes.",
+        json_schema_extra=read_if("path!=[]"),
     )

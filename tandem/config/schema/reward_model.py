@@ -24,6 +24,9 @@ REWARD_MODEL_FOLLOWS: Mapping[str, str] = {
 """Key -> the key that it follows if it is not set, as in verl."""
 
 
+RewardManager = Literal["naive", "dapo", "batch", "rate_limited", "prime", "remote", "gdpo"]
+
+
 class ScoringModelConfig(ModelConfig):
     """The folder of a reward model, and the tokens that it scores."""
 
@@ -86,8 +89,12 @@ class RewardModelConfig(BaseModel):
         "tokens. Not set: critic.forward_max_token_len_per_gpu.",
         json_schema_extra=read_if("enable=True"),
     )
-    reward_manager: Literal["naive", "dapo"] = Field(
-        default="naive", description="naive, or dapo: with the penalty on overlong responses."
+    reward_manager: RewardManager = Field(
+        default="naive",
+        description="dapo: with the penalty on overlong responses. batch: each function scores all "
+        "responses to a prompt in one call. rate_limited: calls keep the limits reward.max_*. "
+        "prime, remote, gdpo: the same as naive, because rewards run in limited processes, and "
+        "their numbers reach the estimator.",
     )
     reward_kwargs: RewardKwargs = Field(
         default_factory=RewardKwargs, description="Settings of the reward manager."

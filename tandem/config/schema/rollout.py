@@ -18,6 +18,23 @@ ENGINES: Mapping[str, str] = dict.fromkeys(
 """The names of rollout engines, each with the dotted path of the function that builds one."""
 
 _SAMPLES = "do_sample=True"
+TopK = Annotated[
+    int,
+    Field(
+        ge=-1,
+        description="Sample from the k most likely tokens; -1 or 0: from all tokens.",
+        json_schema_extra=read_if(_SAMPLES),
+    ),
+]
+TopP = Annotated[
+    float,
+    Field(
+        gt=0,
+        le=1,
+        description="Sample from the most likely tokens of this total probability.",
+        json_schema_extra=read_if(_SAMPLES),
+    ),
+]
 _SCORES = (
     "needs_old_log_probs=True: the policy need not score the batch, as the update is strictly "
     "on-policy or in bypass_mode"
@@ -38,19 +55,8 @@ class ValKwargs(BaseModel):
         description="Sampling temperature; 0: greedy decoding.",
         json_schema_extra=read_if(_SAMPLES),
     )
-    top_k: int = Field(
-        default=-1,
-        ge=-1,
-        description="Sample from the k most likely tokens; -1 or 0: from all tokens.",
-        json_schema_extra=read_if(_SAMPLES),
-    )
-    top_p: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Sample from the most likely tokens of this total probability.",
-        json_schema_extra=read_if(_SAMPLES),
-    )
+    top_k: TopK = -1
+    top_p: TopP = 1.0
 
 
 class MultiTurnConfig(BaseModel):
@@ -74,23 +80,16 @@ class RolloutConfig(BaseModel):
         "engine. The model family decides between native (tandem's decoder) and hf (transformers' "
         "generate), whichever is named. The other names are not built yet.",
     )
-    n: int = Field(default=1, ge=1, description="Number of samples per prompt (the group of GRPO).")
+    n: int = Field(
+        default=8,
+        ge=1,
+        description="Number of samples per prompt (the group of GRPO). (verl: 1.)",
+    )
     temperature: float = Field(
         default=1.0, gt=0, description="Temperature of sampling and of log-probs."
     )
-    top_k: int = Field(
-        default=-1,
-        ge=-1,
-        description="Sample from the k most likely tokens; -1 or 0: from all tokens.",
-        json_schema_extra=read_if(_SAMPLES),
-    )
-    top_p: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Sample from the most likely tokens of this total probability.",
-        json_schema_extra=read_if(_SAMPLES),
-    )
+    top_k: TopK = -1
+    top_p: TopP = 1.0
     do_sample: bool = Field(default=True, description="Sample. False: greedy decoding.")
     ignore_eos: bool = Field(
         default=False, description="Generate max_response_length tokens even after the end token."

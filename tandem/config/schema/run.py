@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, Field, model_validator
 
-from tandem.config.schema.actor import ActorConfig
+from tandem.config.schema.actor import DEFAULT_MINI_BATCH, ActorConfig
 from tandem.config.schema.algorithm import AlgorithmConfig
 from tandem.config.schema.critic import CRITIC_FOLLOWS, CriticConfig
 from tandem.config.schema.data import DataConfig
@@ -98,6 +98,16 @@ def _layout_of_ref(actor: dict[str, Any], ref: dict[str, Any]) -> dict[str, Any]
     return {"fsdp_config": cast(dict[str, Any], followed) | own}
 
 
+def _with_small_mini_batches(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``values`` with an unset mini-batch of the actor that is no larger than the batch."""
+    data: Any = values.get("data", {})
+    batch: Any = data.get("train_batch_size") if isinstance(data, dict) else None  # pyright: ignore
+    if not isinstance(batch, int) or not 0 < batch < DEFAULT_MINI_BATCH:
+        return values
+    source = {"actor_rollout_ref.actor.ppo_mini_batch_size": "data.train_batch_size"}
+    return follow(values, source)
+
+
 class RunConfig(BaseModel):
     """The configuration of ``tandem train``."""
 
@@ -141,7 +151,7 @@ class RunConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _follow(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return follow(values, _FOLLOWS)
+        return follow(_with_small_mini_batches(values), _FOLLOWS)
 
     @property
     def sequences_per_step(self) -> int:
@@ -183,15 +193,25 @@ class RunConfig(BaseModel):
 
         With ``rollout_correction.bypass_mode``, the rollout's log-probs are used instead. With one
         optimizer step, the loss itself computes the old log-probs, unless KL in the reward,
-        rejection or normalized weights need the whole batch before the update.
+        rejection, normalized weights or the estimator need the whole batch before the update.
         """
         correction = self.algorithm.rollout_correction
         if correction.bypass_mode:
             return False
         normalizes = correction.rollout_is_batch_normalize and self.importance_level is not None
-        rejects = correction.rollout_rs is not None
         has_several_steps = self.optimizer_steps_per_step > 1
-        return has_several_steps or self.algorithm.use_kl_in_reward or normalizes or rejects
+        whole_batch = normalizes or correction.rejects or self.algorithm.estimator.needs_squares
+        return has_several_steps or self.algorithm.use_kl_in_reward or whole_batch
+
+    @property
+    def surveys_mini_batches(self) -> bool:
+        """Whether the policy scores each mini-batch before its optimizer step: because the loss
+        marks tokens, or because ``bypass_mode`` normalizes weights.
+        """
+        correction = self.algorithm.rollout_correction
+        if correction.reinforces:
+            return correction.rollout_is_batch_normalize and self.importance_level is not None
+        return self.actor_rollout_ref.actor.policy_loss.traits.marks_tokens
 
     @property
     def importance_level(self) -> Literal["token", "sequence"] | None:
@@ -203,5 +223,5 @@ class RunConfig(BaseModel):
         """Whether the log-probs of rollout and trainer are compared: for rejection, for importance
         weights, or because rollouts may lag behind.
         """
-        rejects = self.algorithm.rollout_correction.rollout_rs is not None
+        rejects = self.algorithm.rollout_correction.rejects
         return rejects or self.importance_level is not None or self.trainer.max_lag > 0

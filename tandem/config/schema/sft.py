@@ -6,16 +6,34 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from tandem.config.schema.data import DatasetConfig, Truncation
-from tandem.config.schema.fields import SECTION, VALIDATES, Seed, Strings, follow, read_if
+from tandem.config.schema.fields import (
+    SECTION,
+    VALIDATES,
+    LearningRate,
+    MaxTrainRows,
+    MaxValidationRows,
+    Shuffles,
+    ShuffleSeed,
+    Strings,
+    follow,
+    read_if,
+)
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.optim import OptimConfig
 from tandem.config.schema.trainer import RayConfig, TrainerConfig
+
+
+def _thinking(value: Any) -> Any:
+    return None if value == "none" else value  # verl's default is this text
+
+
+Thinking = Annotated[bool | None, BeforeValidator(_thinking)]
 
 _READS_COLUMNS = "multiturn.enable=False: data.multiturn.enable=True reads conversations"
 
@@ -31,6 +49,22 @@ class MultiturnConfig(BaseModel):
     messages_key: str = Field(
         default="messages",
         description="Column of the conversation.",
+        json_schema_extra=read_if("enable=True"),
+    )
+    tools_key: str = Field(
+        default="tools",
+        description="Column of the tools of a conversation, which the chat template gets. A row "
+        "may lack it.",
+        json_schema_extra=read_if("enable=True"),
+    )
+    enable_thinking_key: str = Field(
+        default="enable_thinking",
+        description="Column of the chat template's argument enable_thinking. A row may lack it.",
+        json_schema_extra=read_if("enable=True"),
+    )
+    enable_thinking_default: Thinking = Field(
+        default=None,
+        description="enable_thinking of rows without that column. null: the template decides.",
         json_schema_extra=read_if("enable=True"),
     )
 
@@ -97,24 +131,10 @@ class SftDataConfig(BaseModel):
         "the row; left: keep the last tokens; right: keep the first tokens; middle: keep the first "
         "half and the last half.",
     )
-    train_max_samples: int = Field(
-        default=-1, ge=-1, description="Number of training rows to use; -1: all."
-    )
-    val_max_samples: int = Field(
-        default=-1,
-        ge=-1,
-        description="Number of validation rows to use; -1: all.",
-        json_schema_extra=read_if(VALIDATES),
-    )
-    shuffle: bool = Field(
-        default=True, description="Draw the rows in a new random order in each epoch."
-    )
-    seed: Seed = Field(
-        default=1,
-        ge=0,
-        description="Seed of data.shuffle. null: 1.",
-        json_schema_extra=read_if("shuffle=True"),
-    )
+    train_max_samples: MaxTrainRows = -1
+    val_max_samples: MaxValidationRows = -1
+    shuffle: Shuffles = True
+    seed: ShuffleSeed = 1
     custom_cls: DatasetConfig = Field(
         default_factory=DatasetConfig, description="A data set of the user."
     )
@@ -131,7 +151,7 @@ class SftDataConfig(BaseModel):
 class SftOptimConfig(OptimConfig):
     """``optim.*`` with the defaults of supervised fine-tuning."""
 
-    lr: float = Field(default=1e-5, ge=0, description="Peak learning rate of AdamW.")
+    lr: LearningRate = 1e-5
     betas: tuple[float, float] = Field(
         default=(0.9, 0.95), description="Decay rates of AdamW's moments."
     )

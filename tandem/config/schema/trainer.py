@@ -20,6 +20,7 @@ from tandem.config.schema.fields import (
 
 _MAY_LAG = "trainer.max_lag>0: the largest lag is 0: each batch is generated and then trained on"
 
+Frequency = int | Literal["after_each_epoch"]
 ResumeMode = Literal["auto", "disable", "resume_path"]
 
 
@@ -69,16 +70,17 @@ class TrainerConfig(BaseModel):
         description="Platform of the devices: auto, cuda, rocm, npu, musa, cpu, ...; tandem doctor "
         "lists them. A platform that is not available is an error.",
     )
-    save_freq: int = Field(
+    save_freq: Frequency = Field(
         default=-1,
-        description="Number of steps between checkpoints; the last step is saved too. 0 or less: "
-        "never.",
+        description="Number of steps between checkpoints, or after_each_epoch; the last step is "
+        "saved too. Negative: the last step only (verl: never). 0: never, except when a signal "
+        "stops the run.",
         json_schema_extra=read_if(TRAINS),
     )
-    test_freq: int = Field(
+    test_freq: Frequency = Field(
         default=-1,
-        description="Number of steps between validations; the last step is validated too. 0 or "
-        "less: never.",
+        description="Number of steps between validations, or after_each_epoch; the last step is "
+        "validated too. 0 or less: never.",
         json_schema_extra=read_if(TRAINS, VALIDATES),
     )
     val_before_train: bool = Field(
@@ -113,7 +115,8 @@ class TrainerConfig(BaseModel):
         ge=1,
         description="Number of checkpoints to keep. null: all.",
         json_schema_extra=read_if(
-            "save_freq>0: trainer.save_freq is not positive: nothing is saved"
+            "trainer.saves=True: trainer.save_freq is not positive: the last step alone is saved, "
+            "or none"
         ),
     )
     logger: Strings = Field(
@@ -190,6 +193,11 @@ class TrainerConfig(BaseModel):
         if self.default_local_dir is not None:
             return Path(self.default_local_dir).expanduser()
         return Path("checkpoints") / self.project_name / self.experiment_name
+
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are written while the run trains."""
+        return isinstance(self.save_freq, str) or self.save_freq > 0
 
     @property
     def rollout_data_folder(self) -> Path:

@@ -17,6 +17,7 @@ from torch import Tensor, distributed
 
 from tandem.algorithms.policy_loss import PolicyLoss
 from tandem.config.derived.pools import rank_layout
+from tandem.config.schema.actor import ActorConfig
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.optim import OptimConfig
 from tandem.config.schema.rollout import RolloutConfig
@@ -74,16 +75,14 @@ _CONFIG = {
 _OPTIM = OptimConfig(lr=2e-4, clip_grad=0.5)
 _LOSS = PolicyLoss(
     loss_mode="vanilla",
-    clip_ratio_low=0.2,
-    clip_ratio_high=0.28,
-    clip_ratio_c=3.0,
-    loss_agg_mode="seq-mean-token-mean",
-    loss_scale_factor=None,
-    entropy_coeff=0.01,
-    calculate_entropy=True,
-    use_kl_loss=True,
-    kl_loss_coef=0.05,
-    kl_loss_type="low_var_kl",
+    settings=ActorConfig(
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.28,
+        loss_agg_mode="seq-mean-token-mean",
+        entropy_coeff=0.01,
+        use_kl_loss=True,
+        kl_loss_coef=0.05,
+    ),
 )
 _TEMPERATURE = 0.9
 _NUM_STEPS = 3

@@ -38,7 +38,7 @@ from tandem.types import Completion, FinishReason, GenerationRequest, SamplingPa
 LOG_PROB_ERROR = 1e-4
 """The bound on the difference of log-probs from the trainer's, in fp32."""
 
-_CONFIG = {
+TINY_QWEN2 = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
     "vocab_size": 96,
@@ -55,6 +55,7 @@ _CONFIG = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
+"""The configuration of a model of two layers whose log-probs depend strongly on every weight."""
 _EOS = (0, 1, 2, 3)
 _MAX_ROWS = 4
 _PROMPTS = ((5, 6, 7, 8), (11, 12), (20, 21, 22, 23, 24, 25, 26))
@@ -161,7 +162,7 @@ def check_engine(
         platform: the platform in the engine's spec.
         make_model: opens the policy in that folder; None opens it with our decoder.
     """
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    (folder / "config.json").write_text(json.dumps(TINY_QWEN2))
     open_model(str(folder), dtype=torch.float32, device="cpu", random_seed=7).save(folder)
     if make_model is None:
         model = open_model(str(folder), dtype=torch.float32, device=platform.device_type)

@@ -69,7 +69,7 @@ def module_docstring(modules: Sequence[Module]) -> Iterator[Violation]:
 
 
 def empty_packages(modules: Sequence[Module]) -> Iterator[Violation]:
-    """A package file re-exports nothing: whoever imports a name sees which file it stands in."""
+    """A package file re-exports nothing: an import says in which file a name stands."""
     for module in in_folders(modules, "tandem"):
         allowed = 2 if module.path == "tandem/__init__.py" else 1
         if module.path.endswith("/__init__.py") and len(module.tree.body) > allowed:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantage estimators against published numbers and against padded loops."""
 
+import math
+import statistics
 from dataclasses import dataclass, replace
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from tandem.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from tandem.algorithms.kl import place_scores
+from tandem.errors import UserError
 
 LENGTHS = [3, 1, 5, 2, 4, 6]
 GROUPS = [40, 7, 40, 7, 40, 99]  # any numbers; 99 is alone
@@ -18,6 +21,8 @@ class Settings:
     gamma: float = 1.0
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
+    gdpo_reward_keys: tuple[str, ...] = ("right", "form")
+    gdpo_reward_weights: tuple[float, ...] | None = None
 
 
 def outcome_inputs(scores, groups, lengths=None, valid=None) -> AdvantageInputs:
@@ -45,6 +50,12 @@ def dense_inputs(seed: int = 0) -> AdvantageInputs:
         valid_N=torch.ones(len(LENGTHS), dtype=torch.bool),
         values_R=torch.randn(len(sequence_R), generator=generator),
         greedy_scores_N=torch.randn(len(LENGTHS), generator=generator),
+        old_logp_R=-3 * torch.rand(len(sequence_R), generator=generator),
+        squares_R=torch.rand(len(sequence_R), generator=generator),
+        parts_N={
+            "right": torch.randn(len(LENGTHS), generator=generator),
+            "form": torch.randn(len(LENGTHS), generator=generator),
+        },
     )
 
 
@@ -79,7 +90,7 @@ def whitened(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return ((chosen - chosen.mean()) * (chosen.var(unbiased=True) + 1e-8).rsqrt()).float()
 
 
-def test_grpo_vector():
+def test_grpo_divides_by_the_unbiased_deviation():
     values = per_sequence("grpo", outcome_inputs([1.0, 0.0, 0.0, 1.0, 1.0], [0] * 5, [2] * 5))
     assert values == pytest.approx([0.73030, -1.09544, -1.09544, 0.73030, 0.73030], abs=1e-5)
 
@@ -123,6 +134,7 @@ def test_failed_sequences_do_not_touch_the_others(name: str):
     )
     renumber = torch.tensor([0, 1, -1, 2, 3, 4])
     assert inputs.values_R is not None and inputs.greedy_scores_N is not None
+    assert inputs.old_logp_R is not None and inputs.squares_R is not None
     without = ADVANTAGES[name](
         AdvantageInputs(
             token_rewards_R=inputs.token_rewards_R[tokens],
@@ -132,6 +144,9 @@ def test_failed_sequences_do_not_touch_the_others(name: str):
             valid_N=keep[keep],
             values_R=inputs.values_R[tokens],
             greedy_scores_N=inputs.greedy_scores_N[keep],
+            old_logp_R=inputs.old_logp_R[tokens],
+            squares_R=inputs.squares_R[tokens],
+            parts_N={name: part_N[keep] for name, part_N in inputs.parts_N.items()},
         ),
         Settings(gamma=0.9, lam=0.8),
     )
@@ -225,6 +240,79 @@ def test_remax_with_a_failed_greedy_reward_gives_zero():
         outcome_inputs([1.0, 0.0], [0, 1]), greedy_scores_N=torch.tensor([float("nan"), 1.0])
     )
     assert estimate("remax", inputs) == [0, -1]
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
+def test_equal_rewards_whiten_to_exactly_zero(name: str):
+    inputs = outcome_inputs([0.1] * 6, [0, 0, 0, 1, 1, 1], [7, 3, 5, 2, 9, 4])
+    parts_N = {"right": torch.full((6,), 0.1), "form": torch.full((6,), 0.7)}
+    assert estimate(name, replace(inputs, parts_N=parts_N)) == [0.0] * 30
+
+
+def naive_gdpo(inputs: AdvantageInputs, weights: tuple[float, ...], by_std: bool) -> list[float]:
+    """Each part normalised over its group, added up, whitened over tokens; in Python's floats."""
+    total = [0.0] * inputs.num_sequences
+    groups = inputs.group_N.tolist()
+    for part_N, weight in zip(inputs.parts_N.values(), weights, strict=True):
+        part = part_N.tolist()
+        for n in range(len(part)):
+            mates = [part[m] for m in range(len(part)) if groups[m] == groups[n]]
+            mean, std = (statistics.mean(mates), statistics.stdev(mates)) if mates[1:] else (0, 1)
+            total[n] += weight * (part[n] - mean) / (std + 1e-6 if by_std else 1)
+    flat = [total[n] for n in inputs.sequence_R.tolist()]
+    mean, variance = statistics.mean(flat), statistics.variance(flat)
+    return [(x - mean) / (variance + 1e-8) ** 0.5 for x in flat]
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+@pytest.mark.parametrize("weights", [None, (2.0, -0.5)])
+def test_gdpo_normalises_each_part_of_the_reward_apart(
+    weights: tuple[float, ...] | None, by_std: bool
+):
+    inputs = dense_inputs()
+    got = estimate("gdpo", inputs, gdpo_reward_weights=weights, norm_adv_by_std_in_grpo=by_std)
+    assert got == pytest.approx(naive_gdpo(inputs, weights or (1.0, 1.0), by_std), abs=1e-5)
+
+
+def test_gdpo_names_the_number_that_a_reward_lacks():
+    inputs = dense_inputs()
+    lacking = {"right": inputs.parts_N["right"], "style": torch.zeros(len(LENGTHS))}
+    with pytest.raises(UserError, match="gdpo_reward_keys='form': .*it has: right, style"):
+        estimate("gdpo", replace(inputs, parts_N=lacking))
+
+
+def naive_token_baseline(inputs: AdvantageInputs) -> list[float]:
+    """The optimal token baseline by loops over the tokens of each group, in Python's floats."""
+    assert inputs.old_logp_R is not None and inputs.squares_R is not None
+    weights_R = torch.ones_like(inputs.squares_R) if inputs.weights_R is None else inputs.weights_R
+    columns = (inputs.token_rewards_R, inputs.old_logp_R, inputs.squares_R, weights_R)
+    rows = list(zip(*([part.tolist() for part in c.split(LENGTHS)] for c in columns), strict=True))
+    to_come, energies = [], []
+    for rewards, logps, squares, weights in rows:
+        to_come.append([sum(rewards[t:]) for t in range(len(rewards))])
+        norms = [
+            (1 - 2 * math.exp(p) + s) * w**2
+            for p, s, w in zip(logps, squares, weights, strict=True)
+        ]
+        energies.append([sum(norms[: t + 1]) for t in range(len(norms))])
+    found = []
+    for n, group in enumerate(GROUPS):
+        mates = [m for m, other in enumerate(GROUPS) if other == group]
+        for t, value in enumerate(to_come[n]):
+            alive = [m for m in mates if len(to_come[m]) > t]
+            baseline = sum(to_come[m][t] * energies[m][t] for m in alive)
+            baseline /= sum(energies[m][t] for m in alive) + 1e-8
+            found.append(value - (baseline if len(alive) > 1 else 0.0))
+    return found
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+@pytest.mark.parametrize("weighs", [False, True])
+def test_each_token_has_the_baseline_of_least_variance(name: str, weighs: bool):
+    inputs = dense_inputs()
+    if weighs:
+        inputs = replace(inputs, weights_R=torch.linspace(0.5, 2.0, sum(LENGTHS)))
+    assert estimate(name, inputs) == pytest.approx(naive_token_baseline(inputs), abs=1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))

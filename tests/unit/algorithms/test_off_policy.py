@@ -9,28 +9,30 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tandem.algorithms.losses import POLICY_LOSSES
 from tandem.algorithms.off_policy import (
     CLIPPED,
     Correction,
     ImportanceSampling,
     Mismatch,
     Rejection,
-    figures_by_lag,
     importance_weights,
     kept_tokens,
     lag_sums,
+    metrics_by_lag,
     monitored,
     normalized,
     raw_weights,
 )
 from tandem.algorithms.policy_loss import PolicyLoss
+from tandem.algorithms.sequences import AGGREGATIONS
 from tandem.types import LossColumns, LossInputs, LossScale
-from tests.fakes.losses import PLAIN
+from tests.fakes.losses import PLAIN, changed
 
 LENGTHS = [3, 0, 1, 5]
 TOKEN = ImportanceSampling(by_sequence=False, lower=None, upper=1.2)
 SEQUENCE = ImportanceSampling(by_sequence=True, lower=None, upper=1.2)
-LOSS = replace(PLAIN, clip_ratio_high=0.2)
+LOSS = changed(PLAIN, clip_ratio_high=0.2)
 
 
 def mismatch(seed: int = 1) -> Mismatch:
@@ -141,6 +143,14 @@ def test_rejection_equals_the_formula(option: str, lower: float | None, upper: f
     assert True in wanted and False in wanted
 
 
+def test_one_token_that_the_trainer_all_but_rules_out_is_a_veto_against_its_sequence() -> None:
+    rows = log_ratios(mismatch())
+    veto = sorted(min(row) for row in rows if row)[1]
+    got = kept_tokens(mismatch(), Rejection("seq_max_k1", None, -veto)).tolist()
+    assert got == [min(row) >= veto - 1e-7 for row in rows for _ in row]
+    assert True in got and False in got
+
+
 def test_what_is_not_counted_changes_no_weight_of_its_sequence() -> None:
     counted_R = torch.tensor([True, False, True] + [True] * 6)
     of = replace(mismatch(), counted_R=counted_R)
@@ -152,7 +162,7 @@ def test_what_is_not_counted_changes_no_weight_of_its_sequence() -> None:
     assert weights.isfinite().all()
 
 
-def test_figures_by_lag_equal_the_formulas_and_add_up_over_microbatches() -> None:
+def test_metrics_by_lag_equal_the_formulas_and_add_up_over_microbatches() -> None:
     of, lag_R = mismatch(), torch.tensor([0, 0, 2, 2, 2, 0, 0, 0, 2])
     correction = Correction(TOKEN, (), monitored_upper=1.2)
     values = monitored(of, correction) | {CLIPPED: (lag_R == 2).float()}
@@ -165,7 +175,7 @@ def test_figures_by_lag_equal_the_formulas_and_add_up_over_microbatches() -> Non
             num_lags=4,
         )
         sums = {name: sums.get(name, 0.0) + value.item() / 100 for name, value in some.items()}
-    metrics = figures_by_lag({"actor/pg_clipfrac": 0.5, "other": 1.0, **sums})
+    metrics = metrics_by_lag({"actor/pg_clipfrac": 0.5, "other": 1.0, **sums})
     flat = [value for row in log_ratios(of) for value in row]
     for suffix, chosen in (
         ("", range(9)),
@@ -238,18 +248,18 @@ def test_the_loss_itself_finds_the_weights_that_are_known_before_the_update(
         ADVANTAGES_R, of.proximal_logp_R, weights_R=importance_weights(of, sampling)
     )
     found = LossColumns(ADVANTAGES_R, rollout_logp_R=of.behaviour_logp_R)
-    loss = replace(LOSS, correction=Correction(sampling, (), 1.2))
+    loss = changed(LOSS, correction=Correction(sampling, (), 1.2))
     wanted = gradient(LOSS, inputs(known, of.proximal_logp_R))
     torch.testing.assert_close(gradient(loss, inputs(found, of.proximal_logp_R)), wanted)
     metrics = loss(inputs(found, of.proximal_logp_R)).metrics
-    assert "rollout_corr/rollout_is_eff_sample_size" in figures_by_lag(
+    assert "rollout_corr/rollout_is_eff_sample_size" in metrics_by_lag(
         {name: value.item() for name, value in metrics.items()}
     )
 
 
 def test_reinforce_is_weighted_log_likelihood_with_a_detached_weight() -> None:
     of = mismatch()
-    loss = replace(LOSS, loss_mode="gpg", correction=Correction(TOKEN, (), 1.2))
+    loss = changed(LOSS, loss_mode="gpg", correction=Correction(TOKEN, (), 1.2))
     columns = LossColumns(ADVANTAGES_R, of.behaviour_logp_R, rollout_logp_R=of.behaviour_logp_R)
     weights_R = importance_weights(of, TOKEN)
     got = gradient(loss, inputs(columns, of.proximal_logp_R))
@@ -261,13 +271,74 @@ def test_rejected_tokens_have_no_gradient_in_bypass_mode() -> None:
     rejections = (Rejection("token_k1", 0.9, 1.1), Rejection("token_k3", None, 10.0))
     kept_R = kept_tokens(of, rejections[0])
     columns = LossColumns(ADVANTAGES_R, of.behaviour_logp_R, rollout_logp_R=of.behaviour_logp_R)
-    loss = replace(LOSS, correction=Correction(None, rejections, 2.0), clip_ratio_high=9.0)
+    loss = changed(LOSS, correction=Correction(None, rejections, 2.0), clip_ratio_high=9.0)
     given = inputs(columns, of.proximal_logp_R)
     assert (gradient(loss, given)[~kept_R] == 0).all()
     assert (gradient(loss, inputs(columns, of.proximal_logp_R))[kept_R] != 0).all()
     metrics = {name: value.item() for name, value in loss(given).metrics.items()}
-    share = figures_by_lag(metrics)["rollout_corr/rollout_rs_masked_fraction"]
+    share = metrics_by_lag(metrics)["rollout_corr/rollout_rs_masked_fraction"]
     assert share == pytest.approx((~kept_R).float().mean().item())
+
+
+@pytest.mark.parametrize("agg", AGGREGATIONS)
+@pytest.mark.parametrize("mode", sorted(POLICY_LOSSES))
+def test_rejection_in_the_loss_equals_rejection_before_it(mode: str, agg: str) -> None:
+    """Bypass mode rejects in the loss; else rejected tokens have left the batch before. Both divide
+    by the tokens and sequences that were drawn.
+    """
+    of, rejection = mismatch(), Rejection("token_k1", 0.8, 1.25)
+    kept_R = kept_tokens(of, rejection)
+    assert 0 < kept_R.sum() < len(kept_R)
+    current_R, old_R = of.proximal_logp_R, of.behaviour_logp_R
+    loss = changed(
+        LOSS,
+        loss_mode=mode,
+        loss_agg_mode=agg,
+        loss_scale_factor=10.0,
+        entropy_coeff=0.01,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+    )
+    columns = LossColumns(
+        ADVANTAGES_R,
+        old_R,
+        old_R - 0.1,
+        rollout_logp_R=old_R,
+        marked_R=torch.arange(len(old_R)) % 2 == 0,
+    )
+    whole = replace(inputs(columns, current_R), entropy_R=-current_R.square())
+    left = replace(
+        whole,
+        score_R=current_R[kept_R].detach().requires_grad_(),
+        entropy_R=-current_R[kept_R].square(),
+        sequence_R=of.sequence_R[kept_R],
+        columns=replace(columns.map(lambda x_R: x_R[kept_R]), rollout_logp_R=None),
+    )
+    rejects = replace(loss, correction=Correction(None, (rejection,), 2.0))
+    torch.testing.assert_close(rejects(whole).loss, loss(left).loss)
+    slope_R = gradient(rejects, whole)
+    torch.testing.assert_close(slope_R[kept_R], gradient(loss, left))
+    assert (slope_R[~kept_R] == 0).all() and (slope_R != 0).any()
+
+
+def test_a_sequence_of_geo_mean_is_weighed_by_the_geometric_mean_of_its_weights() -> None:
+    of = mismatch()
+    weights_R = importance_weights(of, replace(TOKEN, lower=0.9))
+    assert (weights_R == 0).any()
+    current_R = of.proximal_logp_R + 0.05 * torch.arange(9)
+    columns = LossColumns(ADVANTAGES_R, of.proximal_logp_R, weights_R=weights_R)
+    loss = changed(LOSS, loss_mode="geo_mean", clip_ratio_low=0.4, clip_ratio_high=0.4)
+    total, start = 0.0, 0
+    for length in LENGTHS:
+        rows = range(start, start + length)
+        start += length
+        if not rows:
+            continue
+        ratios = [min(0.05 * i, 0.4) if ADVANTAGES_R[i] > 0 else 0.05 * i for i in rows]
+        advantage = sum(ADVANTAGES_R[i].item() for i in rows) / length
+        weight = math.exp(sum(math.log(weights_R[i].item() + 1e-10) for i in rows) / length)
+        total -= advantage * math.exp(sum(ratios) / length) * weight
+    assert loss(inputs(columns, current_R)).loss.item() == pytest.approx(total / 4, rel=1e-4)
 
 
 def test_without_a_correction_nothing_is_added() -> None:

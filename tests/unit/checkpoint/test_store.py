@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints appear whole or not at all."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,73 @@ def test_a_checkpoint_that_was_being_replaced_returns(tmp_path: Path) -> None:
     store.repair()
     latest = store.latest()
     assert latest is not None and (latest.folder / "actor" / "w").read_text() == "weights"
+
+
+@pytest.mark.parametrize("failing", ["rename", "tracker"])
+def test_a_checkpoint_whose_replacement_fails_is_restored(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 1, "old")
+    if failing == "tracker":
+        (tmp_path / "latest_checkpointed_iteration.partial").mkdir()
+    with monkeypatch.context() as patch:
+        if failing == "rename":
+            refuse_second_rename(patch)
+        with pytest.raises(UserError, match="step 1 could not be written .* earlier ones are kept"):
+            write(store, 1, "new")
+    latest = store.latest()
+    assert latest is not None and (latest.folder / "actor" / "w").read_text() == "old"
+    assert not list(tmp_path.glob(".*"))
+
+
+def refuse_second_rename(patch: pytest.MonkeyPatch) -> None:
+    rename, names = Path.rename, list[str]()
+
+    def refuse_second(path: Path, target: Path) -> Path:
+        names.append(path.name)
+        if len(names) == 2:
+            raise OSError("Input/output error")
+        return rename(path, target)
+
+    patch.setattr(Path, "rename", refuse_second)
+
+
+def test_a_checkpoint_keeps_the_configuration_of_its_run(tmp_path: Path) -> None:
+    write(CheckpointStore(tmp_path, config=json.dumps({"seed": 3})), 1)
+    write(CheckpointStore(tmp_path), 2)
+    ours, theirs = (open_checkpoint(tmp_path / f"global_step_{step}") for step in (1, 2))
+    assert (ours.read_config(), theirs.read_config()) == ({"seed": 3}, None)
+
+
+@pytest.mark.parametrize(("after_step", "kept"), [(-1, []), (2, [1, 2]), (6, [1, 2, 4, 6])])
+def test_later_checkpoints_are_set_aside_with_a_tracker_of_their_own(
+    after_step: int, kept: list[int], tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 4, 6):
+        write(store, step)
+    aside = tmp_path / "before"
+    store.set_aside(aside, after_step=after_step)
+    assert {path.name for path in tmp_path.glob("global_step_*")} == {
+        f"global_step_{step}" for step in kept
+    }
+    latest, moved = store.latest(), CheckpointStore(aside).latest()
+    assert (None if latest is None else latest.step) == (kept[-1] if kept else None)
+    assert (None if moved is None else moved.step) == (6 if len(kept) < 4 else None)
+    assert aside.exists() == (len(kept) < 4)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"null", b"3", b"\xff{}", b"[" * 100_000])
+def test_a_state_that_is_not_an_object_is_refused(content: bytes, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    (tmp_path / "global_step_1" / "pipeline.json").write_bytes(content)
+    with pytest.raises(UserError, match="pipeline.json cannot be read"):
+        open_checkpoint(tmp_path / "global_step_1").read_state()
+
+
+def test_a_folder_in_the_place_of_the_tracker_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").mkdir()
+    with pytest.raises(UserError, match="holds no step number"):
+        CheckpointStore(tmp_path).latest()

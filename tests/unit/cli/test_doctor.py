@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 from tandem.cli import doctor
+from tandem.platforms.record import CPU
 
 PYPROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 MISSING_CORE = doctor.Dependency("no-such-package", "1.0", "showing what happens")
@@ -73,8 +75,20 @@ def test_a_problem_gives_exit_code_2(
     monkeypatch.setattr(doctor, "declared_dependencies", lambda: [MISSING_CORE])
     assert doctor.run([]) == 2
     output = capsys.readouterr().out
-    assert "problem: no-such-package is missing" in output
+    (line,) = [line for line in output.splitlines() if "no-such-package" in line]
+    assert line.startswith("NO  no-such-package missing")
     assert "pip install" in output
+
+
+def test_each_device_is_called_by_its_own_name() -> None:
+    current = {"index": 0}
+    platform = replace(
+        CPU,
+        num_devices=lambda: 2,
+        use_device=lambda index: current.update(index=index),
+        device_name=lambda: f"chip {current['index']}",
+    )
+    assert [doctor._device_name(platform, index) for index in range(2)] == ["chip 0", "chip 1"]
 
 
 def test_versions_compare_by_number() -> None:
@@ -86,6 +100,7 @@ def test_each_declared_package_has_a_purpose() -> None:
     project = tomllib.loads(PYPROJECT.read_text("utf-8"))["project"]
     extras = project["optional-dependencies"]
     stated = project["dependencies"] + extras["wandb"] + extras["plot"] + extras["cluster"]
+    stated += extras["data"]
     names = {Requirement(line).name for line in stated}
     assert names == {*doctor.CORE, *doctor.OPTIONAL}
 

@@ -44,9 +44,9 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_the_plan_imports_no_torch() -> None:
-    result = run_python(
-        "-c", WITHOUT_TORCH % ["hydra"] + LEAVE, "plan --json data.train_files=none"
-    )
+    keys = "data.train_files=none actor_rollout_ref.model.path=nobody/nothing"
+    script = WITHOUT_TORCH % ["hydra"] + LEAVE
+    result = run_python("-c", script, f"plan --elsewhere --json {keys}")
     assert result.returncode == 0, result.stderr
 
 
@@ -65,7 +65,11 @@ def test_mistyped_keys_and_platforms_are_found_before_torch_is_imported() -> Non
 
 @pytest.mark.parametrize(
     ("module", "key"),
-    [("main_ppo", "data.filter_overlong_prompt"), ("fsdp_sft_trainer", "enginee")],
+    [
+        ("main_ppo", "data.filter_overlong_prompt"),
+        ("fsdp_sft_trainer", "enginee"),
+        ("sft_trainer", "enginee"),
+    ],
 )
 def test_verls_module_names_are_train_and_sft(
     module: str, key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

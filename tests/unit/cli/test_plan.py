@@ -13,7 +13,13 @@ from tandem.cli.plan import count, run
 from tandem.config.schema.data import DataConfig
 from tandem.platforms.names import VARIABLE
 
-KEYS = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+KEYS = [
+    "data.train_batch_size=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.model.path=nobody/nothing",
+]
+ONE_SAMPLE = "actor_rollout_ref.rollout.n=1"  # which is warned of
+PLAN = ["plan", "--elsewhere"]
 
 
 @pytest.fixture
@@ -36,7 +42,7 @@ def test_the_table_names_steps_pools_and_keys_in_vain(
     rows: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [f"data.train_files={rows}", f"data.val_files={rows}"]
-    assert run([*KEYS, *files, "data.use_shm=True", "trainer.test_freq=1"]) == 0
+    assert run([*KEYS, *files, ONE_SAMPLE, "data.use_shm=True", "trainer.test_freq=1"]) == 0
     printed = capsys.readouterr().out
     for text in ("training steps", "60", "0, 1, 2, 3, ..., 59, 60", "data.use_shm", "warning: "):
         assert text in printed
@@ -83,14 +89,14 @@ def test_platforms_of_pools_and_the_way_of_the_weights_are_shown(
     assert run(["--json", *arguments]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert [pool["platform"] for pool in plan["pools"]] == ["npu", "musa"]
-    assert plan["weights"]["actor-train -> generate"].startswith("staged (two platforms)")
+    assert plan["weights"]["actor-train -> generate"].startswith("staged (two platforms")
 
 
 def test_a_reward_model_without_a_score_is_refused_where_it_is_here(
     rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "judge"
-    arguments = ["plan", *KEYS, f"data.train_files={rows}", f"reward_model.model.path={folder}"]
+    arguments = [*PLAN, *KEYS, f"data.train_files={rows}", f"reward_model.model.path={folder}"]
     switched_on = [*arguments, "reward_model.enable=True"]
     assert main(switched_on) == 0
     folder.mkdir()
@@ -116,12 +122,12 @@ def test_a_model_that_cannot_be_divided_is_refused_where_it_is_here(
         (run_words, "actor_rollout_ref.model.path", actor),
         (sft_words, "model.path", f"engine.{layout}"),
     ):
-        arguments = ["plan", *words, f"{key}={tiny_policy_folder}"]
+        arguments = [*PLAN, *words, f"{key}={tiny_policy_folder}"]
         assert main(arguments) == 0
         assert main([*arguments, layout_key]) == 2
         assert f"error: {layout_key}: it must divide" in capsys.readouterr().err
     elsewhere = f"actor_rollout_ref.model.path={tiny_policy_folder / 'nowhere'}"
-    assert main(["plan", *run_words, elsewhere, actor]) == 0
+    assert main([*PLAN, *run_words, elsewhere, actor]) == 0
 
 
 def test_the_critic_is_divided_by_its_own_sizes(
@@ -131,7 +137,7 @@ def test_the_critic_is_divided_by_its_own_sizes(
     described = json.loads((tiny_policy_folder / "config.json").read_text())
     critic = tmp_path / "critic"
     arguments = [
-        "plan",
+        *PLAN,
         *KEYS,
         f"data.train_files={rows}",
         "trainer.n_gpus_per_node=2",
@@ -152,19 +158,19 @@ def test_a_platform_that_the_environment_names_is_judged_where_it_decides(
     rows: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = [*KEYS, f"data.train_files={rows}"]
-    sft = ["sft", f"data.train_files={rows}", "data.train_batch_size=2"]
+    sft = ["sft", f"data.train_files={rows}", "data.train_batch_size=2", "model.path=m"]
     for words in (train, sft):
         monkeypatch.setenv(VARIABLE, "nonsense")
-        assert main(["plan", *words]) == 2
+        assert main([*PLAN, *words]) == 2
         assert "VERL_PLATFORM='nonsense': there is no such platform" in capsys.readouterr().err
-        assert main(["plan", *words, "trainer.device=cpu"]) == 0
+        assert main([*PLAN, *words, "trainer.device=cpu"]) == 0
         monkeypatch.setenv(VARIABLE, "nvidia")
-        assert main(["plan", *words]) == 0
+        assert main([*PLAN, *words]) == 0
     mixed = ["actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=2"]
     mixed += ["pools.generate.platform=musa", "pools.transport=flagcx"]
-    assert main(["plan", *train, *mixed, "trainer.nnodes=2"]) == 0
+    assert main([*PLAN, *train, *mixed, "trainer.nnodes=2"]) == 0
     monkeypatch.setenv(VARIABLE, "ascend")
-    assert main(["plan", *train, *mixed, "trainer.nnodes=2"]) == 2
+    assert main([*PLAN, *train, *mixed, "trainer.nnodes=2"]) == 2
     assert "FlagCX connects npu to no other vendor" in capsys.readouterr().err
 
 
@@ -182,14 +188,15 @@ def test_flagcx_with_ascend_is_refused_whatever_a_third_pool_will_be(
         "pools.generate.platform=cuda",
         "pools.transport=flagcx",
     ]
-    assert main(["plan", *arguments]) == 2
+    assert main([*PLAN, *arguments]) == 2
     assert "the pools have npu and cuda, and FlagCX connects npu" in capsys.readouterr().err
 
 
 def test_supervised_arguments_are_planned_behind_the_word_sft(
     rows: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [f"data.train_files={rows}", "data.train_batch_size=2", "trainer.n_gpus_per_node=2"]
+    arguments = [f"data.train_files={rows}", "data.train_batch_size=2", "model.path=m"]
+    arguments.append("trainer.n_gpus_per_node=2")
     assert run(["--json", "sft", *arguments]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["num_train_rows"], plan["steps_per_epoch"]) == (5, 2)
@@ -213,3 +220,20 @@ def test_help_lists_the_keys_with_defaults_and_meaning(capsys: pytest.CaptureFix
         "Number of prompts per training step",
     ):
         assert text in printed
+
+
+def test_a_model_that_cannot_be_sharded_is_refused_where_it_is_here(
+    rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, two = tmp_path / "gemma", "trainer.n_gpus_per_node=2"
+    arguments = [*PLAN, *KEYS, f"data.train_files={rows}", "actor_rollout_ref.rollout.n=2"]
+    arguments.append(f"actor_rollout_ref.model.path={folder}")
+    assert main([*arguments, two]) == 0
+    unread = "no such folder here; the plan does not check its family"
+    assert unread in capsys.readouterr().out
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gemma3"}')
+    assert main(arguments) == 0
+    assert unread not in capsys.readouterr().out
+    assert main([*arguments, two]) == 2
+    assert "type 'gemma3' cannot be sharded over several devices" in capsys.readouterr().err

@@ -7,6 +7,8 @@ import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Event
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from tandem.comm.deadline import Deadline, GroupError
 from tandem.comm.flagcx import find_obstacle, form_flagcx_group
-from tandem.comm.flagcx_library import Abi, load_library
+from tandem.comm.flagcx_library import Abi, FlagcxLibrary, load_library
 from tandem.comm.group import Group, GroupPlace
 from tandem.errors import UserError
 from tandem.testing.flagcx_stub import counters, stub_library
@@ -145,6 +147,34 @@ def test_a9_a_group_is_not_formed_without_all(abi: Abi) -> None:
         pytest.raises(GroupError, match=r"group alone: no answer from ranks \[1\] within 0\.2 s"),
     ):
         _form_one(store, place, abi=abi)
+
+
+def test_a_connection_after_the_deadline_is_broken_off() -> None:
+    arrival, broken_off = Event(), Event()
+
+    class LateLibrary:
+        """The stub, whose connections take until ``arrival``."""
+
+        def __init__(self) -> None:
+            self.stub = load_library(stub_library(Abi.DEVICE_HANDLE))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.stub, name)
+
+        def connect(self, unique_id: bytes, *, rank: int, size: int) -> int:
+            arrival.wait(LIMIT_S)
+            return self.stub.connect(unique_id, rank=rank, size=size)
+
+        def abort(self, communicator: int) -> None:
+            self.stub.abort(communicator)
+            broken_off.set()
+
+    place = GroupPlace("late", (0,), 0, CPU, 0.1)
+    library = cast(FlagcxLibrary, LateLibrary())
+    with pytest.raises(GroupError, match=r"group late: not all took part within 0\.1 s"):
+        form_flagcx_group(HashStore(), place, library=library, stream_handle=_no_handle)
+    arrival.set()
+    assert broken_off.wait(LIMIT_S)
 
 
 @both_abis

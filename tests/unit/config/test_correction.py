@@ -80,9 +80,48 @@ def test_thresholds_are_read_as_verl_writes_them() -> None:
     assert bounds() == ()
 
 
+def test_the_names_of_verl_0_6_bound_the_ratio_of_trainer_to_rollout() -> None:
+    """As in verl-recipe's run_dapo_qwen2.5_32b_rollout_corr.sh."""
+    keys = (f"{KEY}.rollout_rs=geometric", f"{KEY}.rollout_rs_threshold=1.01")
+    lower = f"{KEY}.rollout_rs_threshold_lower=0.98"
+    found = config(*keys, lower, f"{KEY}.rollout_token_veto_threshold=1e-4")
+    geometric, veto = found.algorithm.rollout_correction.rejections
+    assert geometric == ("seq_mean_k1", Bounds(1 / 1.01, 1 / 0.98))
+    assert veto == ("seq_max_k1", Bounds(None, pytest.approx(9.21034)))
+    assert found.compares_policies and found.needs_old_log_probs
+    check_run(found)
+
+    def rejections(*arguments: str) -> tuple[tuple[str, Bounds], ...]:
+        return config(*arguments).algorithm.rollout_correction.rejections
+
+    assert rejections(*keys) == (("seq_mean_k1", Bounds(1 / 1.01, 1.01)),)
+    assert rejections(f"{KEY}.rollout_rs=token") == (("token_k1", Bounds(0.5, 2.0)),)
+    assert rejections(f"{KEY}.rollout_rs=sequence")[0][0] == "seq_sum_k1"
+    only_veto = config(f"{KEY}.rollout_token_veto_threshold=0.5")
+    assert only_veto.compares_policies and only_veto.needs_old_log_probs
+    reinforced = config(BYPASS, f"{KEY}.use_policy_gradient=True", f"{KEY}.rollout_is=token")
+    assert reinforced.importance_level == "token"
+    assert list(ignored_keys(load_config(RunConfig, [lower]))) == [
+        f"{KEY}.rollout_rs_threshold_lower"
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            [f"{KEY}.rollout_rs=token", f"{KEY}.rollout_rs_threshold=0.5_2"],
+            "rollout_rs_threshold=.*: must be one positive bound",
+        ),
+        (
+            [
+                f"{KEY}.rollout_rs=geometric",
+                f"{KEY}.rollout_rs_threshold=0.9",
+                f"{KEY}.rollout_rs_threshold_lower=0.95",
+            ],
+            "not below rollout_rs_threshold_lower=0.95",
+        ),
+        ([f"{KEY}.rollout_rs='token,geometric'"], "rollout_rs='token': must list some of token_k1"),
         ([f"{KEY}.rollout_is_threshold=0"], r"rollout_is_threshold=0\.0: must be a number"),
         ([f"{KEY}.rollout_is_threshold='2_1'"], "rollout_is_threshold='2_1': must be a number"),
         ([f"{KEY}.rollout_is_threshold=0.5_2"], r"rollout_is_threshold=0\.52: must be a number"),
@@ -97,10 +136,6 @@ def test_thresholds_are_read_as_verl_writes_them() -> None:
         (
             [f"{KEY}.rollout_rs='token_k1,token_k2'", f"{KEY}.rollout_rs_threshold='1,2,3'"],
             "or one for each of rollout_rs='token_k1,token_k2'",
-        ),
-        (
-            [BYPASS, f"{KEY}.rollout_is_batch_normalize=True"],
-            "rollout_is_batch_normalize=True: needs the weights of the whole batch",
         ),
         (
             [

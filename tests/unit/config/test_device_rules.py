@@ -29,6 +29,7 @@ SPLIT = (
     "trainer.separated_node_ratios=[0.5,0.25,0.25]",
 )
 SMALL = ("data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=2")
+ONE_SAMPLE = "actor_rollout_ref.rollout.n=1"
 
 
 def problem(schema: type[BaseModel], *arguments: str) -> str | None:
@@ -186,14 +187,13 @@ def test_tasks_need_a_group_only_if_the_run_performs_them() -> None:
             f"{REF}.tensor_model_parallel_size=4: must divide the 2 device(s) of ref_logp",
         ),
         ([EIGHT, f"{LAYOUT}.fsdp_size=3"], f"{LAYOUT}.fsdp_size=3: must divide the 8 device(s) of"),
-        ([EIGHT, f"{LAYOUT}.fsdp_size=16"], f"{LAYOUT}.fsdp_size=16: must divide the 8 device(s)"),
         ([EIGHT, f"{LAYOUT}.fsdp_size=0"], "or be -1 for all"),
         (
-            [EIGHT, f"{LAYOUT}.tensor_model_parallel_size=2", f"{LAYOUT}.fsdp_size=8"],
-            f"{LAYOUT}.fsdp_size=8: must divide the 8 device(s) of actor-train+logp+generate / ",
+            [EIGHT, f"{LAYOUT}.tensor_model_parallel_size=2", f"{LAYOUT}.fsdp_size=3"],
+            f"{LAYOUT}.fsdp_size=3: must divide the 8 device(s) of actor-train+logp+generate / ",
         ),
         (
-            [EIGHT, *SMALL],
+            [EIGHT, ONE_SAMPLE, *SMALL],
             f"{ACTOR}.ppo_mini_batch_size=2: times actor_rollout_ref.rollout.n=1 must give each of "
             "8 data-parallel ranks a sequence.",
         ),
@@ -204,11 +204,12 @@ def test_tasks_need_a_group_only_if_the_run_performs_them() -> None:
             f"{ACTOR}.ppo_mini_batch_size=2 or fewer devices.",
         ),
         (
-            [EIGHT, "actor_rollout_ref.rollout.n=8", *SMALL],
-            "data.train_batch_size=4: must give each data-parallel rank of generate work",
+            [EIGHT, ONE_SAMPLE, *SMALL, "trainer.separated_node_ratios=[0.25,0.75]"]
+            + ["trainer.separated_node_tasks=[[logp,actor-train],generate]"],
+            "data.train_batch_size=4: must give each data-parallel rank of generate work: 6",
         ),
         (
-            [EIGHT, KL, *SMALL]
+            [EIGHT, KL, ONE_SAMPLE, *SMALL]
             + ["trainer.separated_node_tasks=[[logp,actor-train,generate],ref_logp]"]
             + ["trainer.separated_node_ratios=[0.25,0.75]"],
             "data.train_batch_size=4: must give each data-parallel rank of ref_logp work",

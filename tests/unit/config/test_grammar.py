@@ -53,7 +53,10 @@ def test_every_form_is_parsed(argument: str, name: str, value: Any, mode: Mode) 
         ("a=1,2", "a='1,2': a sweep over several values is not supported. Write a list, 'a=[1,2]'"),
         ("a=[1,2", "'a=[1,2': not a valid override"),
         ("data.train_batch_size", "must be key=value or a recipe file (.yaml)"),
-        ("--verbose", "'--verbose': no such option. tandem plan --help lists the keys."),
+        (
+            "--verbose",
+            "'--verbose': no such option. Keys are written as KEY=VALUE; tandem keys lists them.",
+        ),
     ],
 )
 def test_what_is_no_override_is_refused_in_one_line(argument: str, message: str) -> None:
@@ -73,7 +76,11 @@ def test_what_is_no_override_is_refused_in_one_line(argument: str, message: str)
 )
 def test_hydras_options_are_read_in_both_forms(options: list[str]) -> None:
     line = parse_arguments([*options, "recipe.yaml", "a=1", ""])
-    assert (line.config_path, line.config_name, line.recipes) == ("dir", "name", ("recipe.yaml",))
+    assert (line.config_path, line.config_names, line.recipes) == (
+        "dir",
+        ("name",),
+        ("recipe.yaml",),
+    )
     assert [override.name for override in line.overrides] == ["a"]
 
 
@@ -85,3 +92,25 @@ def test_an_option_without_its_value_is_refused() -> None:
 def test_a_config_path_needs_a_name() -> None:
     with pytest.raises(UserError, match="--config-path=dir: names a folder only"):
         parse_arguments(["--config-path=dir"])
+
+
+def test_a_home_folder_in_a_list_needs_no_quotes() -> None:
+    parsed = parse_override("data.train_files=[~/a.parquet,/b c/d.parquet,~/e.parquet]")
+    assert parsed.value == ["~/a.parquet", "/b c/d.parquet", "~/e.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a.b", "=", "5"], "'a.b': there are spaces around =. Write a.b=5."),
+        (["a.b", "=5"], "'a.b': there are spaces around =. Write a.b=5."),
+        (["a.b=\u201cx y\u201d"], "has the typographic sign \u201c. Write straight quotes"),
+        (["\u2013\u2013learning_rate=1e-6"], "has the typographic sign \u2013"),
+        (["--learning_rate", "1e-6"], "Keys are written as KEY=VALUE: actor_rollout_ref.actor.opt"),
+        (["--num-generations=8"], "KEY=VALUE: actor_rollout_ref.rollout.n=VALUE."),
+    ],
+)
+def test_habits_of_other_tools_are_answered(words: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_arguments(words)
+    assert message in str(caught.value)

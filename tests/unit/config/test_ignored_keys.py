@@ -10,11 +10,18 @@ from pydantic import BaseModel
 
 from tandem.config.check.ignored_keys import ignored_keys as reasons_of
 from tandem.config.check.read_conditions import RUN_EXCLUSIONS, SFT_EXCLUSIONS
-from tandem.config.parse.condition import Condition, in_override_grammar
-from tandem.config.parse.keys import Key, find_key, is_section, keys_of
+from tandem.config.parse.keys import (
+    Condition,
+    Key,
+    find_key,
+    in_override_grammar,
+    is_section,
+    keys_of,
+)
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
+from tandem.errors import UserError
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -53,6 +60,7 @@ PROPERTIES = {
         f"{ACTOR}.ppo_mini_batch_size=1024",
     ),
     "needs_reference": (f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.use_kl_loss=False"),
+    "trainer.saves": ("trainer.save_freq=1", "trainer.save_freq=0"),
     "trainer.max_lag": (
         "trainer.async_pipeline=True trainer.generate_ahead_steps=1",
         "trainer.async_pipeline=False",
@@ -81,7 +89,7 @@ def value_of(schema: type[BaseModel], condition: Condition, *, holds: bool) -> s
         return value
     others = (
         *key.choices,
-        *({"True": ["False"], "False": ["True"]}.get(value, ["[x]" if value == "[]" else "x"])),
+        *({"True": ["False"], "False": ["True"], "[]": ["[x]"], "null": ["1"]}.get(value, ["x"])),
     )
     return next(other for other in others if other not in condition.values)
 
@@ -129,7 +137,7 @@ def test_a_condition_without_a_reason_says_which_value_the_key_is_read_with() ->
     [
         (
             "algorithm.norm_adv_by_std_in_grpo=False",
-            "only algorithm.adv_estimator=grpo|grpo_vectorized|grpo_passk reads it",
+            "only algorithm.adv_estimator=grpo|grpo_vectorized|grpo_passk|gdpo reads it",
             "algorithm.adv_estimator=grpo",
         ),
         (
@@ -140,8 +148,18 @@ def test_a_condition_without_a_reason_says_which_value_the_key_is_read_with() ->
         ("algorithm.lam=0.9", "only algorithm.adv_estimator=gae", "algorithm.adv_estimator=gae"),
         (
             f"{ACTOR}.clip_ratio_c=4",
-            "policy_loss.loss_mode=vanilla reads it",
+            "policy_loss.loss_mode=vanilla|dppo_tv|dppo_kl reads it",
             f"{ACTOR}.policy_loss.loss_mode=vanilla",
+        ),
+        (
+            f"{ACTOR}.policy_loss.tau_neg=1.1",
+            "policy_loss.loss_mode=sapo reads it",
+            f"{ACTOR}.policy_loss.loss_mode=sapo",
+        ),
+        (
+            f"{ACTOR}.policy_loss.dro_beta=0.5",
+            "policy_loss.loss_mode=dro reads it",
+            f"{ACTOR}.policy_loss.loss_mode=dro",
         ),
         (
             f"{ACTOR}.ppo_micro_batch_size_per_gpu=5",
@@ -375,3 +393,41 @@ def test_the_reference_is_laid_out_as_the_actor_unless_it_is_told_otherwise() ->
     assert layouts(*actor, f"{REF}.fsdp_config.param_offload=False") == (2, False)
     assert layouts(f"{REF}.fsdp_config.tensor_model_parallel_size=4") == (4, False)
     assert "no optimizer" in reasons(f"{REF}.fsdp_config.optimizer_offload=True", KL).popitem()[1]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "data.sampler.class_path=mine.py",
+        "data.image_key=pictures",
+        "data.tool_config_path=tools.yaml",
+        "algorithm.use_pf_ppo=True",
+        "actor_rollout_ref.model.external_lib=mine",
+        "actor_rollout_ref.model.tokenizer_path=other",
+        "actor_rollout_ref.model.override_config.rope_theta=64",
+        "actor_rollout_ref.model.override_config.attention_dropout=0.1",
+        "actor_rollout_ref.actor.optim.override_optimizer_config.eps=0.1",
+        "actor_rollout_ref.rollout.skip_rollout=True",
+        "reward_model.sandbox_fusion.url=http://somewhere",
+    ],
+)
+def test_a_key_that_would_change_what_is_trained_is_refused(argument: str) -> None:
+    with pytest.raises(UserError, match="is not built") as caught:
+        load_config(RunConfig, [argument])
+    assert caught.value.key == argument.split("=", maxsplit=1)[0]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "data.image_key=images",
+        "data.sampler.class_path=null",
+        "algorithm.use_pf_ppo=False",
+        "+actor_rollout_ref.model.override_config.attention_dropout=0.",
+        "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+        "actor_rollout_ref.model.use_shm=True",
+        "reward_model.sandbox_fusion.max_concurrent=8",
+    ],
+)
+def test_an_ignored_key_that_changes_nothing_is_only_told(argument: str) -> None:
+    assert list(reasons(argument)) == [argument.split("=", maxsplit=1)[0].lstrip("+")]

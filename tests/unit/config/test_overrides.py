@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -89,6 +90,14 @@ def test_a_mapping_sets_the_keys_of_a_section() -> None:
     assert config.algorithm.kl_ctrl.kl_coef == 0.001
 
 
+def test_values_of_a_program_may_be_numpys_and_names_are_text() -> None:
+    values = {"data.train_batch_size": np.int64(4), "algorithm.gamma": np.float32(0.5)}
+    config = load_config(RunConfig, (), values=values).config
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 4 and config.algorithm.gamma == 0.5
+    with pytest.raises(UserError, match="keys=3: is not a name"):
+        load_config(RunConfig, (), values={3: 2})  # pyright: ignore[reportArgumentType]
+
+
 def test_other_spellings_mean_one_key_with_one_notice() -> None:
     loaded = load(
         "reward.custom_reward_function.path=r.py",
@@ -98,7 +107,7 @@ def test_other_spellings_mean_one_key_with_one_notice() -> None:
         "+actor_rollout_ref.async_pipeline=True",
     )
     config = loaded.config
-    assert config.custom_reward_function.path == "r.py"
+    assert config.custom_reward_function.path == ("r.py",)
     assert config.reward_model.reward_kwargs.overlong_buffer_cfg.len == 4
     assert config.actor_rollout_ref.actor.optim.clip_grad == 0.5
     assert config.trainer.separated_node_ratios == (1.0,)

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tandem.config.parse.overrides import load_config
-from tandem.config.plan.plan import Plan, make_plan
+from tandem.config.plan.plan import Plan, describe_run, make_plan
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
@@ -25,9 +25,10 @@ def test_the_dictionary_holds_at_least_what_is_promised_and_is_json() -> None:
     content = json.loads(json.dumps(plan().to_dict()))
     assert content["total_training_steps"] == 2 * 30
     assert content["steps_per_epoch"] == 2
-    assert content["sequences_per_step"] == 8
+    assert content["sequences_per_step"] == 8 * 8
     assert content["optimizer_steps_per_step"] == 2
     assert content["validation_steps"] == [0]
+    assert content["checkpoint_steps"] == [content["total_training_steps"]]
     assert content["pools"] == [
         {
             "tasks": ["actor-train", "logp", "generate"],
@@ -57,6 +58,21 @@ def test_max_samples_count() -> None:
     assert plan("data.train_max_samples=-1").schedule.steps_per_epoch == 2
 
 
+def test_the_plan_says_that_a_loss_needs_a_pass_over_each_mini_batch() -> None:
+    def algorithm(*arguments: str) -> str:
+        keys = ["actor_rollout_ref.rollout.n=4", *arguments]
+        return describe_run(load_config(RunConfig, keys).config)["algorithm"]
+
+    loss, correction = "actor_rollout_ref.actor.policy_loss", "algorithm.rollout_correction"
+    assert algorithm() == "grpo, policy loss vanilla, 4 samples of a prompt"
+    surveyed = "policy loss kl_cov, each mini-batch scored first, 4 samples"
+    assert surveyed in algorithm(f"{loss}.loss_mode=kl_cov")
+    reinforce = (f"{correction}.bypass_mode=True", f"{correction}.loss_type=reinforce")
+    assert "policy loss REINFORCE, 4 samples" in algorithm(*reinforce)
+    normalised = (f"{correction}.rollout_is=token", f"{correction}.rollout_is_batch_normalize=True")
+    assert "REINFORCE, each mini-batch scored" in algorithm(*reinforce, *normalised)
+
+
 @pytest.mark.parametrize(
     ("arguments", "warning"),
     [
@@ -67,9 +83,12 @@ def test_max_samples_count() -> None:
             "pools.actor-train.platform=npu: the plan does not check whether",
         ),
         (["actor_rollout_ref.rollout.val_kwargs.n=4"], "all samples are the same"),
+        (
+            ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.do_sample=False"],
+            "all samples of a prompt are the same",
+        ),
         (["actor_rollout_ref.rollout.n=1"], "grpo has no baseline"),
         (["trainer.critic_warmup=5"], "there is no critic to warm up"),
-        (["actor_rollout_ref.actor.strategy=megatron"], "train would refuse: actor_rollout_ref.a"),
         (["actor_rollout_ref.hybrid_engine=False", "trainer.nnodes=2"], "half generate"),
         (
             [

@@ -12,6 +12,7 @@ from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 
+_CROSSING = "staged (two platforms, not both with FlagCX)"
 HALVES = ("actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=4")
 APART = (
     "trainer.n_gpus_per_node=4",
@@ -122,11 +123,11 @@ def test_a_transport_that_cannot_connect_the_platforms_is_refused() -> None:
         (("trainer.device=npu",), "collective (one platform)"),
         (
             ("trainer.device=npu", "pools.generate.platform=cpu"),
-            "staged (two platforms): from npu to cpu once, then collective inside",
+            f"{_CROSSING}: from npu to cpu once, then collective inside",
         ),
         (
             ("trainer.device=mlu", "pools.generate.platform=musa"),
-            "staged (two platforms): from mlu to musa once, then collective inside",
+            f"{_CROSSING}: from mlu to musa once, then collective inside",
         ),
         (
             ("trainer.device=mlu", "pools.generate.platform=musa", "pools.transport=staged"),

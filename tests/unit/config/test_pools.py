@@ -120,6 +120,14 @@ def test_only_what_the_run_does_names_the_platform_of_its_devices() -> None:
     assert {pool.platform for pool in separated.pools} == {"cpu"}
 
 
+@pytest.mark.parametrize(("size", "num_shards"), [(-1, 4), (2, 2), (4, 4), (16, 4)])
+def test_weights_are_sharded_over_all_devices_if_there_are_no_more(
+    size: int, num_shards: int
+) -> None:
+    placement = placed("trainer.n_gpus_per_node=4", f"{LAYOUT}.fsdp_size={size}")
+    assert placement.layouts["actor-train"].num_shards == num_shards
+
+
 def test_data_parallel_ranks_are_what_tensor_and_sequence_parallel_leave() -> None:
     placement = placed(
         *RED_MOE,

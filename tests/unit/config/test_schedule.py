@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tandem.config.derived.schedule import Schedule, schedule_run
 from tandem.config.schema.run import RunConfig
@@ -35,16 +36,27 @@ def test_total_training_steps_shortens_but_never_extends() -> None:
     assert schedule(7473, total_epochs=2, total_training_steps=999).total_training_steps == 116
 
 
-@pytest.mark.parametrize("frequency", [-1, 0])
-def test_without_a_positive_frequency_nothing_is_due_not_even_at_the_end(frequency: int) -> None:
+def test_after_each_epoch_is_a_frequency_in_steps() -> None:
+    plan = schedule(256, total_epochs=3, save_freq="after_each_epoch", test_freq="after_each_epoch")
+    assert plan.save_steps == (2, 4, 6)
+    assert plan.validation_steps == (0, 2, 4, 6)
+    with pytest.raises(ValidationError, match="save_freq"):
+        schedule(256, save_freq="after_each_step")
+
+
+@pytest.mark.parametrize(("frequency", "saved"), [(-1, (10,)), (0, ())])
+def test_without_a_positive_frequency_at_most_the_last_step_is_saved(
+    frequency: int, saved: tuple[int, ...]
+) -> None:
     plan = schedule(1280, save_freq=frequency, test_freq=frequency)
-    assert not any(plan.is_save_step(step) for step in range(11))
+    assert plan.save_steps == saved
+    assert not plan.is_save_step(0)
     assert plan.validation_steps == (0,)
 
 
 def test_the_last_step_is_always_due() -> None:
     plan = schedule(1280, save_freq=4, test_freq=100, val_before_train=False)
-    assert [step for step in range(11) if plan.is_save_step(step)] == [4, 8, 10]
+    assert plan.save_steps == (4, 8, 10)
     assert plan.validation_steps == (10,)
 
 

@@ -50,7 +50,7 @@ def test_a_missing_gsm8k_file_names_the_command_that_makes_it() -> None:
         count_rows(["/nowhere/gsm8k/train.parquet"])
     assert str(error.value) == (
         "data.train_files='/nowhere/gsm8k/train.parquet': no such file. Create it with: "
-        "python3 examples/data_preprocess/gsm8k.py --local_dir /nowhere/gsm8k"
+        "tandem prepare gsm8k --output /nowhere/gsm8k"
     )
 
 
@@ -115,3 +115,44 @@ def test_the_planner_can_count_without_heavy_imports(rows: Rows, write: Callable
         "assert not {'torch', 'transformers', 'pyarrow'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.csv",
+            "question,answer",
+            r"the format \.csv is not read\. Convert it to one of",
+        ),
+        ("a.parquet", '{"prompt": 1}', r"holds JSON, not parquet\. Rename it to a\.jsonl"),
+        ("a.parquet", '[{"prompt": 1}]', r"holds JSON, not parquet\. Rename it to a\.json\."),
+        ("a.parquet", "version https://git-lfs.github.com/spec/v1", "a pointer of Git LFS"),
+        ("a.parquet", "PAR1 and no end", "not a readable parquet file"),
+        ("a.jsonl", '[{"prompt": 1},\n{}]', r"line 1 is not valid JSON .*one array \.json"),
+        ("a.jsonl", '["prompt"]', r"line 1 is not a JSON object\. Write one object per line"),
+    ],
+)
+def test_a_file_of_another_format_is_named_with_the_way_out(
+    name: str, content: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(UserError, match=rf"^data\.train_files='{path}': .*{message}"):
+        read_rows([str(path)])
+
+
+def test_a_folder_names_its_files(rows: Rows, write: Callable[..., str], tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UserError, match=r"is a folder\. Name files\. The formats are parquet"):
+        count_rows([str(empty)])
+    path = write(rows, "a.parquet")
+    with pytest.raises(UserError) as error:
+        count_rows([str(tmp_path)])
+    assert error.value.remedy == f"Name its files: data.train_files=[{path}]."
+
+
+def test_a_data_set_of_the_hub_names_the_converter() -> None:
+    with pytest.raises(UserError, match=r"no such file\. Data sets of the hub.*prepare"):
+        count_rows(["openai/gsm8k"])

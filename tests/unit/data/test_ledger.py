@@ -240,3 +240,29 @@ def test_what_was_not_finished_comes_again() -> None:
     assert again.draw(2) == ["1:b", "4:b"]
     with pytest.raises(ValueError, match="not open"):
         again.mark_trained([0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"order": {}},
+        {"order": None},
+        {"open": [0, 0]},
+        {"open": [99]},
+        {"open": 3},
+        {"next_uid": -1},
+        {"next_uid": "5"},
+        {"trained": None},
+    ],
+)
+def test_a_state_of_another_shape_is_refused(change: dict[str, Any]) -> None:
+    ledger = Ledger(ORDER, total_epochs=1)
+    ledger.draw(5)
+    with pytest.raises(UserError, match="not one that tandem wrote"):
+        Ledger(ORDER, total_epochs=1).restore({**saved(ledger), **change})
+
+
+@pytest.mark.parametrize("state", [None, [], {}, 3])
+def test_a_state_that_is_no_ledger_is_refused(state: Any) -> None:
+    with pytest.raises(UserError, match="not one that tandem wrote"):
+        Ledger(ORDER, total_epochs=1).restore(state)

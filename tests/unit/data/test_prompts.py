@@ -12,7 +12,7 @@ import pytest
 
 from tandem.config.schema.data import DataConfig
 from tandem.data.ledger import draw_by_row, open_source
-from tandem.data.prompts import load_prompts
+from tandem.data.prompts import NO_SOURCE, load_prompts
 from tandem.data.tokenizer import TextCodec
 from tandem.errors import UserError
 
@@ -94,6 +94,12 @@ def test_a_row_that_the_template_refuses_is_named(
     path = write(rows, "rows.jsonl")
     with pytest.raises(UserError, match="row 4 is refused by the chat template"):
         load_prompts(settings(path), codec)
+
+
+def test_half_a_character_is_named_with_its_row(rows: Rows, write: Write, codec: TextCodec) -> None:
+    rows[2] |= {"prompt": "2 \ud800 2 ="}
+    with pytest.raises(UserError, match="row 2 has a prompt that is no text .*surrogates"):
+        load_prompts(settings(write(rows, "half.jsonl")), codec)
 
 
 def test_overlong_prompts_are_dropped_and_counted(
@@ -185,3 +191,59 @@ def test_what_a_model_scores_needs_no_ground_truth(
     assert f"data.val_files: skipped 1 of {len(rows) + 1} rows" in record.getMessage()
     with pytest.raises(UserError, match=r"has no reward_model\.ground_truth"):
         load_prompts(config, codec, validation=True)
+
+
+RAW = {"question": "1 + 1 =", "answer": "2"}
+
+
+def test_a_missing_column_names_those_that_are_there(write: Write, codec: TextCodec) -> None:
+    with pytest.raises(UserError) as caught:
+        load_prompts(settings(write([RAW])), codec)
+    assert caught.value.rule.endswith("; its columns are question, answer")
+    assert "Set data.prompt_key" in caught.value.remedy and "docs/data.md" in caught.value.remedy
+    with pytest.raises(UserError, match="has no reward_model.ground_truth; its columns are ques"):
+        load_prompts(settings(write([RAW]), prompt_key="question"), codec)
+    judged = RAW | {"ground_truth": "2"}
+    with pytest.raises(UserError, match="has no data source .*; its columns are question, answer"):
+        load_prompts(settings(write([judged]), prompt_key="question"), codec)
+
+
+def test_functions_of_the_user_need_neither_truth_nor_source(
+    write: Write, codec: TextCodec, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(write([RAW]), prompt_key="question")
+    for validation in (False, True):
+        (entry,) = load_prompts(config, codec, by_function=True, validation=validation)
+        assert (entry.ground_truth, entry.data_source) == (None, NO_SOURCE)
+    some = [RAW, RAW | {"ground_truth": "2"}, RAW]
+    mixed = settings(write(some, "mixed.jsonl"), prompt_key="question")
+    load_prompts(mixed, codec, by_function=True)
+    assert "2 of 3 rows have no ground truth, the first of them row 0" in caplog.text
+    wrong = settings(write([RAW | {"data_source": 5}]), prompt_key="question")
+    with pytest.raises(UserError, match="which must be text"):
+        load_prompts(wrong, codec, by_function=True)
+
+
+def test_a_ground_truth_may_have_a_column_of_its_own(write: Write, codec: TextCodec) -> None:
+    row = {"prompt": "1 + 1 =", "data_source": "openai/gsm8k", "ground_truth": "2"}
+    (entry,) = load_prompts(settings(write([row])), codec)
+    assert entry.ground_truth == "2"
+
+
+def test_images_are_refused_unless_there_are_none(
+    rows: Rows, write: Write, codec: TextCodec
+) -> None:
+    without = [row | {"images": None} for row in rows]
+    assert load_prompts(settings(write(without, "a.jsonl")), codec)
+    with pytest.raises(UserError, match="row 0 has images, and tandem trains on text only"):
+        load_prompts(settings(write([row | {"images": ["a.png"]} for row in rows])), codec)
+
+
+def test_prompts_of_text_for_a_chat_model_are_warned_of(
+    rows: Rows, write: Write, codec: TextCodec, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_prompts(settings(write(rows)), codec)
+    assert not caplog.messages
+    rows[3] |= {"prompt": "2 + 2 ="}
+    load_prompts(settings(write(rows, "mixed.jsonl")), codec)
+    assert caplog.messages[-1].startswith("data.train_files: 1 of 7 prompts are text, to which")

@@ -138,7 +138,7 @@ def test_a_model_that_is_neither_cached_nor_reachable_is_one_line() -> None:
 
 
 def test_a_folder_without_tokenizer_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"needs tokenizer\.json") as error:
+    with pytest.raises(UserError, match=r"has no tokenizer \(tokenizer\.json") as error:
         load_codec(str(tmp_path))
     assert "\n" not in str(error.value)
 

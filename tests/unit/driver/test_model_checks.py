@@ -13,11 +13,17 @@ from transformers import CONFIG_MAPPING
 
 from tandem.cli.main import EXIT_USER_ERROR, main
 from tandem.cli.plan import plan_arguments
+from tandem.config.derived.trained_model import trained_model
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
 from tandem.driver.model_checks import (
+    length_warnings,
     max_positions,
     position_warnings,
+    require_end,
     require_known_tokens,
     require_local_family,
+    unread_engine_warnings,
 )
 from tandem.errors import UserError
 from tests.fakes.tiny_run import Material, sft_arguments, train_arguments
@@ -110,9 +116,42 @@ def test_the_plan_says_that_the_native_engine_does_not_generate(tmp_path: Path) 
     assert not said()
 
 
+def test_the_number_of_positions_can_be_replaced_unless_rotary_scaling_reads_it() -> None:
+    key = "actor_rollout_ref.model.override_config.max_position_embeddings"
+    keys = ["data.max_prompt_length=500", "data.max_response_length=500"]
+
+    def warnings(hf_config: dict[str, Any], *arguments: str) -> tuple[str, ...]:
+        config = load_config(RunConfig, [*keys, *arguments]).config
+        return length_warnings(trained_model(config), hf_config)
+
+    plain = {"max_position_embeddings": 512}
+    assert warnings(plain)
+    assert not warnings(plain, f"+{key}=1000")
+    assert warnings(plain, f"{key}=999")
+    with pytest.raises(UserError, match=r"max_position_embeddings=1000: the model scales .*yarn"):
+        warnings({**plain, "rope_scaling": YARN}, f"{key}=1000")
+    assert not warnings({**plain, "rope_scaling": YARN})
+
+
 def test_a_token_without_an_embedding_is_refused() -> None:
     ids = [np.array([1, 9], dtype=np.int32), np.array([], dtype=np.int32)]
     require_known_tokens(ids, {"vocab_size": 10}, path="p", key="model.path")
     require_known_tokens(ids, {}, path="p", key="model.path")
     with pytest.raises(UserError, match=r"model.path='p': its tokenizer gives token id 9.*only 9 "):
         require_known_tokens(ids, {"vocab_size": 9}, path="p", key="model.path")
+
+
+def test_a_model_without_an_end_token_is_refused_unless_none_is_wanted() -> None:
+    rollout = RunConfig().actor_rollout_ref.rollout
+    with pytest.raises(UserError, match=r"k='m': neither its tokenizer nor .* names an end token"):
+        require_end((), rollout, path="m", key="k")
+    require_end((), rollout.model_copy(update={"ignore_eos": True}), path="m", key="k")
+    require_end((2,), rollout, path="m", key="k")
+
+
+def test_an_engine_that_is_not_read_is_told() -> None:
+    config = load_config(RunConfig, ["actor_rollout_ref.rollout.name=hf"]).config
+    (notice,) = unread_engine_warnings(config, {"model_type": "qwen2"})
+    assert notice.startswith("actor_rollout_ref.rollout.name=hf: has no effect")
+    assert not unread_engine_warnings(config, {"model_type": "gpt2"})
+    assert not unread_engine_warnings(RunConfig(), {"model_type": "qwen2"})

@@ -12,12 +12,18 @@ from tandem.engines.adamw import AdamW, _chunks, round_stochastically
 NUM_DRAWS = 4000
 
 
-def test_steps_equal_torchs_bit_by_bit() -> None:
+@pytest.mark.parametrize(
+    ("is_coupled", "torchs"), [(False, torch.optim.AdamW), (True, torch.optim.Adam)]
+)
+def test_steps_equal_torchs_bit_by_bit(
+    is_coupled: bool, torchs: type[torch.optim.Optimizer]
+) -> None:
     shapes = {"matrix": (5, 7), "vector": (9,), "scalar": (), "nothing": (0, 7)}
     ours = {name: torch.ones(shape) for name, shape in shapes.items()}
     theirs = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
-    optimizer = AdamW(betas=(0.8, 0.95), weight_decay=0.2, stored=torch.float32)
-    reference = torch.optim.AdamW(theirs.values(), betas=(0.8, 0.95), weight_decay=0.2, fused=True)
+    settings = {"betas": (0.8, 0.95), "weight_decay": 0.2}
+    optimizer = AdamW(**settings, stored=torch.float32, is_coupled=is_coupled)
+    reference = torchs(theirs.values(), **settings, fused=True)
     for rate in (0.1, 0.03, 0.0, 0.2):
         reference.param_groups[0]["lr"] = rate
         gradients = {name: torch.randn(shape) for name, shape in shapes.items()}

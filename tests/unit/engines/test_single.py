@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,20 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(tiny_policy_folder: 
         assert report.grad_norm == pytest.approx(expected[0].grad_norm, rel=1e-5)
         for name, gradient in expected[1].items():
             torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-6)
+
+
+def test_a_batch_may_ask_for_squared_probabilities(tiny_policy_folder: Path) -> None:
+    model = _model(tiny_policy_folder)
+    batches = cut_batches(max_sequences=4)
+    asking = [replace(batch, with_squares=True) for batch in batches]
+    frozen = ReferenceModel(model)
+    for batch, plain_R, both_R2 in zip(
+        batches, frozen.score(batches, 0.9), frozen.score(asking, 0.9), strict=True
+    ):
+        assert torch.equal(both_R2[:, 0], plain_R)
+        h_RD = model.hidden(batch)[batch.source_R].double()
+        prob_RV = torch.softmax(h_RD @ model.lm_head_weight.double().T / 0.9, -1)
+        torch.testing.assert_close(both_R2[:, 1], prob_RV.square().sum(-1).float())
 
 
 def test_gradient_checkpointing_changes_nothing(tiny_policy_folder: Path) -> None:
@@ -254,7 +269,8 @@ def test_log_probs_are_those_of_the_full_softmax(tiny_policy_folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "moments"), [("AdamW", "auto"), ("AdamW", "bfloat16"), ("Muon", "bfloat16")]
+    ("optimizer", "moments"),
+    [("AdamW", "auto"), ("AdamW", "bfloat16"), ("Adam", "auto"), ("Muon", "bfloat16")],
 )
 def test_a_restored_engine_continues_bit_by_bit(
     tiny_policy_folder: Path, tmp_path: Path, optimizer: str, moments: str

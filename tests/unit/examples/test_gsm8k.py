@@ -127,9 +127,9 @@ def test_the_default_folder_and_the_note_on_hdfs(
     ("change", "message"),
     [
         (("test.jsonl", None), "must hold test.jsonl"),
-        (("train.jsonl", "{oops"), "is not valid JSONL"),
+        (("train.jsonl", "{oops"), "line 1 is not valid JSON"),
         (("train.jsonl", '{"question": "?"}'), "train row 0 lacks question or answer"),
-        (("test.jsonl", '{"question": "?", "answer": "no number"}'), "no '#### <number>'"),
+        (("test.jsonl", '{"question": "?", "answer": "no number"}'), "has no '#### <number>'"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

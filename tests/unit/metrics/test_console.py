@@ -2,8 +2,9 @@
 """The console: verl's line exactly, and the bar of a terminal."""
 
 import io
+import logging
 
-from tandem.metrics.console import ConsoleSink, ProgressSink, compact_line
+from tandem.metrics.console import LINE_WIDTH, LineSink, ProgressSink, VerlSink, compact_line
 from tandem.types import StepReport
 
 
@@ -60,6 +61,50 @@ def test_the_bar_moves_and_ends_where_it_stands():
     assert "5/10" in shown
 
 
+def test_a_line_that_is_too_long_loses_whole_fields_from_its_end():
+    metrics = {"critic/score/mean": 0.5, "response_length/mean": 25.0, "actor/grad_norm": 0.4}
+    report = StepReport(3, metrics)
+
+    assert compact_line(report, width=40) == "step 3  reward 0.5  length 25  grad 0.4"
+    assert compact_line(report, width=38) == "step 3  reward 0.5  length 25"
+    assert compact_line(report, width=3) == "step 3"
+
+
+def test_the_two_divergences_have_names_of_their_own():
+    line = compact_line(StepReport(1, {"actor/ppo_kl": 0.25, "actor/kl_loss": 0.5}))
+
+    assert line == "step 1  kl ref 0.5  kl old 0.25"
+
+
+def test_a_step_is_one_line_of_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal = _Terminal()
+    sink = ProgressSink(terminal, total_steps=10, first_step=0)
+    metrics = {f"val-core/source{number}/reward/mean@1": 0.25 for number in range(9)}
+    sink.write(StepReport(1, {"critic/score/mean": 0.5, **metrics}))
+    sink.close()
+
+    (line,) = [line for line in terminal.getvalue().splitlines() if "val source0" in line]
+    assert line.strip().endswith("val source2 0.25")
+    assert "elapsed, -:-- left" in terminal.getvalue()
+
+
+def test_log_messages_go_above_the_bar_while_it_is_shown(monkeypatch):
+    terminal, stderr = _Terminal(), _Terminal()
+    monkeypatch.setattr("sys.stderr", stderr)
+    handler = logging.StreamHandler(stderr)
+    logging.getLogger().addHandler(handler)
+    try:
+        sink = ProgressSink(terminal, total_steps=2, first_step=0)
+        logging.getLogger().warning("a reward printed this")
+        sink.close()
+        logging.getLogger().warning("the run has ended")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert "a reward printed this\n" in terminal.getvalue()
+    assert stderr.getvalue() == "the run has ended\n"
+
+
 def test_brackets_in_names_are_not_markup():
     terminal = _Terminal()
     sink = ProgressSink(terminal, total_steps=2, first_step=0)
@@ -69,16 +114,41 @@ def test_brackets_in_names_are_not_markup():
     assert "val [/red]x 0.5" in terminal.getvalue()
 
 
+def test_a_line_elsewhere_has_the_time_and_at_most_160_characters():
+    stream = io.StringIO()
+    sink = LineSink(stream, total_steps=2000, clock=lambda: "12:34:56")
+    metrics = {
+        "critic/score/mean": 1 / 3,
+        "response_length/mean": 123.456,
+        "actor/entropy": 0.123456,
+        "actor/kl_loss": 0.00123456,
+        "actor/ppo_kl": 0.00123456,
+        "actor/grad_norm": 0.98765,
+        "perf/throughput": 12345.678,
+        "perf/time_per_step": 12.3456,
+        "pipeline/idle_share/generate": 0.5,
+        "pipeline/idle_share/actor-train": 0.25,
+        "training/lag/mean": 1.5,
+        **{f"val-core/source-{k}/acc/mean@1": 0.5 for k in range(9)},
+    }
+    sink.write(StepReport(1000, metrics))
+    sink.close()
+
+    (line,) = stream.getvalue().splitlines()
+    assert line.startswith("12:34:56 step 1000/2000  reward 0.333  length 123")
+    assert 100 < len(line) <= LINE_WIDTH
+
+
 def test_the_line_is_verls():
     stream = io.StringIO()
-    sink = ConsoleSink(stream)
+    sink = VerlSink(stream)
     sink.write(StepReport(0, {"val-core/gsm8k/reward/mean@1": 0.25}))
     sink.write(StepReport(1, {"critic/score/mean": 1 / 3, "actor/lr": 5e-07, "bad": float("nan")}))
     sink.close()
 
     assert stream.getvalue().splitlines() == [
         "step:0 - val-core/gsm8k/reward/mean@1:0.25",
-        "step:1 - critic/score/mean:0.3333333333333333 - actor/lr:5e-07 - bad:nan",
+        "step:1 - critic/score/mean:0.333333 - actor/lr:5e-07 - bad:nan",
     ]
 
 

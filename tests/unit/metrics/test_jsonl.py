@@ -53,6 +53,22 @@ def test_a_new_run_replaces_the_file(tmp_path):
     assert [record["step"] for record in read_records(path)] == [0]
 
 
+def test_removed_records_are_kept_aside_with_all_that_follows_a_damaged_line(tmp_path):
+    path, aside = tmp_path / "m.jsonl", tmp_path / "before" / "m.jsonl"
+    _write(path, [0, 1, 2, 1, 3])
+    truncate_after(path, 3, aside=aside)
+    assert not aside.parent.exists()
+
+    truncate_after(path, 1, aside=aside)
+    assert [record["step"] for record in read_records(path)] == [0, 1, 1]
+    assert [record["step"] for record in read_records(aside)] == [2, 3]
+
+    kept = path.read_text()
+    path.write_text(kept + 'damaged\n{"step": 2}\n')
+    truncate_after(path, 1, aside=aside)
+    assert (path.read_text(), aside.read_text()) == (kept, 'damaged\n{"step": 2}\n')
+
+
 def test_nothing_to_truncate(tmp_path):
     truncate_after(tmp_path / "none.jsonl", 3)
 

@@ -149,7 +149,7 @@ def test_advantages_must_match(tmp_path):
         (0, 4, 0, []),
     ],
 )
-def test_spread(count, limit, offset, expected):
+def test_spread_chooses_numbers_at_equal_distances(count, limit, offset, expected):
     assert spread(count, limit, offset=offset) == expected
 
 

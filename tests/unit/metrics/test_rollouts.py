@@ -103,7 +103,7 @@ def test_further_numbers_of_the_reward():
     assert metrics["reward/format/mean"] == 1.0
 
 
-def test_lengths():
+def test_lengths_and_clipped_shares_of_prompts_and_responses():
     groups = [
         _group(_sample(1.0, length=8), _sample(0.0, length=0), prompt_length=6),
         _group(_sample(1.0, length=4), _sample(0.0, length=8), prompt_length=4),

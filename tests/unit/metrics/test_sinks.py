@@ -4,6 +4,7 @@
 import io
 import json
 import logging
+import re
 import sys
 
 import pytest
@@ -12,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tandem.api import MetricSink
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
-from tandem.metrics.console import ConsoleSink
+from tandem.metrics.console import LineSink
 from tandem.metrics.sinks import GuardedSink, open_sinks, require_loggers
 from tandem.types import StepReport
 
@@ -70,18 +71,23 @@ def test_a_new_run_does_not_continue_an_old_one(tmp_path):
 
 def test_the_console_is_a_line_in_a_log_and_a_bar_at_a_terminal(tmp_path):
     log, terminal = io.StringIO(), _Terminal()
-    _run(tmp_path, ["console"], [1], stream=log)
+    _run(tmp_path, ["console", "verl"], [1], stream=log)
     _run(tmp_path, ["console"], [1], stream=terminal)
 
-    assert log.getvalue().startswith("step:1 - critic/score/mean:0.333")
+    short, long = log.getvalue().splitlines()
+    assert re.match(r"\d\d:\d\d:\d\d step 1/4  reward 0\.333", short)
+    assert long.startswith("step:1 - critic/score/mean:0.333333")
     assert "1/4" in terminal.getvalue()
 
 
-def test_tensorboard_goes_where_the_environment_says(tmp_path):
-    folder = tmp_path / "events"
-    _run(tmp_path, ["tensorboard"], [1], environment={"TENSORBOARD_DIR": str(folder)})
+@pytest.mark.parametrize(("named", "folder"), [("events", "events"), ("", "run/tensorboard")])
+def test_tensorboard_goes_into_the_run_folder_unless_the_environment_names_another(
+    tmp_path, monkeypatch, named, folder
+):
+    monkeypatch.chdir(tmp_path)
+    _run(tmp_path / "run", ["tensorboard"], [1], environment={"TENSORBOARD_DIR": named})
 
-    assert len(list(folder.glob("events.out.tfevents.*"))) == 1
+    assert len(list((tmp_path / folder).glob("events.out.tfevents.*"))) == 1
 
 
 def test_a_resumed_run_keeps_the_earlier_events(tmp_path):
@@ -109,7 +115,7 @@ def test_an_unknown_logger():
 
 def test_a_display_that_fails_is_logged_once_and_the_run_goes_on(caplog):
     stream = io.StringIO()
-    sink = GuardedSink(ConsoleSink(stream))
+    sink = GuardedSink(LineSink(stream, total_steps=4))
     stream.close()
 
     with caplog.at_level(logging.WARNING):
@@ -118,12 +124,12 @@ def test_a_display_that_fails_is_logged_once_and_the_run_goes_on(caplog):
         sink.close()
 
     assert [record.getMessage() for record in caplog.records] == [
-        "ConsoleSink failed; the run continues: I/O operation on closed file"
+        "LineSink failed; the run continues: I/O operation on closed file"
     ]
 
 
 def test_a_defect_is_not_hidden():
-    sink: MetricSink = GuardedSink(ConsoleSink(io.StringIO()))
+    sink: MetricSink = GuardedSink(LineSink(io.StringIO(), total_steps=4))
 
     with pytest.raises(AttributeError):
         sink.write(None)  # type: ignore[arg-type]
@@ -177,3 +183,11 @@ def test_a_sink_of_the_user_that_cannot_work_is_named(tmp_path, own_file, name, 
 
     assert (caught.value.key, caught.value.value) == ("trainer.logger", name)
     assert caught.value.rule == rule
+
+
+def test_a_package_that_does_not_import_is_refused_before_the_run(tmp_path, monkeypatch) -> None:
+    (tmp_path / "wandb.py").write_text("raise AttributeError('a half of it is missing')")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match="wandb is installed, but does not import: AttributeError"):
+        require_loggers(["wandb"])

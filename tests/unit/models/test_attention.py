@@ -85,7 +85,7 @@ def test_a_response_does_not_see_its_siblings():
     assert not torch.equal(before[first], after[first])
 
 
-def test_bfloat16():
+def test_bfloat16_attention_is_near_that_of_float32():
     segments = pack_shared(*sample_sequences()).segments
     tensors = inputs(int(segments.length_S.sum()), torch.bfloat16)
     ours = PackedAttention(segments)(0, *tensors)

@@ -6,6 +6,7 @@ import json
 import huggingface_hub.constants
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from tandem.errors import UserError
@@ -96,7 +97,7 @@ def test_a_saved_model_is_a_complete_folder(tmp_path):
     assert all(torch.equal(x.bfloat16(), state[name]) for name, x in theirs.state_dict().items())
 
 
-def test_facts(tmp_path):
+def test_a_folder_gives_the_family_and_all_parameters(tmp_path):
     theirs = write_hf(NATIVE["qwen2_tied"](), tmp_path)
     model = open_fp32(tmp_path)
     assert model.family == "qwen2"
@@ -148,7 +149,8 @@ def test_what_cannot_be_a_critic_or_a_policy_is_named(tmp_path):
     config = {**NATIVE["llama"]().to_dict(), "architectures": ["LlamaForTokenClassification"]}
     (tmp_path / "config.json").write_text(json.dumps({**config, "id2label": {"0": "value"}}))
     refused(tmp_path, "it is a critic .* Use a causal language model")
-    assert check_critic_folder(str(tmp_path), seed=0, key="k").value_head_seed is None
+    critic = check_critic_folder(str(tmp_path), seed=0, load_weight=False, key="k")
+    assert critic.value_head_seed is None
 
 
 def test_what_cannot_be_a_reward_model_is_named(tmp_path):
@@ -166,6 +168,9 @@ def test_what_cannot_be_a_reward_model_is_named(tmp_path):
     plain = {**llama, "architectures": ["LlamaForCausalLM"], **one}
     refused_judge(plain, r"architectures=\['LlamaForCausalLM'\] .* one label .* Use a reward model")
     refused_judge({**judge, "id2label": {"0": "a", "1": "b"}}, ".* one label")
+    AutoModelForSequenceClassification.from_config(
+        LlamaConfig(**SIZES, num_labels=1), dtype=torch.float32
+    ).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**judge, **one}))
     config = check_reward_folder(str(tmp_path), key=key).decoder_config
     assert config is not None and config.has_value_head and not config.has_value_bias
@@ -177,9 +182,54 @@ def test_a_head_that_config_json_promises_must_be_in_the_weights(tmp_path):
     hf_config = json.loads((tmp_path / "config.json").read_text())
     names = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     (tmp_path / "config.json").write_text(json.dumps(hf_config | names))
-    folder = check_reward_folder(str(tmp_path), key="reward_model.model.path")
     with pytest.raises(UserError, match=r"^reward_model\.model\.path=.*'score\.weight' is missing"):
-        open_part(folder, WHOLE, dtype=torch.float32, device="cpu")
+        check_reward_folder(str(tmp_path), key="reward_model.model.path")
+
+
+def test_weights_of_a_wrong_kind_are_named_with_the_way_out(tmp_path):
+    write_hf(NATIVE["llama"](), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    refused(tmp_path, "model.safetensors cannot be read")
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    refused(tmp_path, "model.safetensors is a pointer of Git LFS.* git lfs pull")
+    weights.rename(tmp_path / "pytorch_model.bin")
+    refused(tmp_path, "only weights in torch's format .*save_pretrained")
+
+
+def test_an_adapter_and_a_model_of_another_task_are_named(tmp_path):
+    base = {"base_model_name_or_path": "some/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(base))
+    refused(tmp_path, "it is an adapter such as LoRA .* Merge it into some/base")
+    for model_type, name in (
+        ("bert", "BertForMaskedLM"),
+        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+    ):
+        content = {"model_type": model_type, "architectures": [name]}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        refused(tmp_path, f"{name} .* is not a causal language model of text")
+
+
+def test_weights_on_the_hub_are_left_there_by_a_plan(tmp_path, monkeypatch):
+    """The snapshot of a plan has everything but weights, and is not taken for a whole model."""
+    name, snapshot = "some/model", tmp_path / "snapshot"
+    wanted = []
+
+    def download(path, *, allow_patterns=(), local_files_only=False):
+        if local_files_only:
+            raise LocalEntryNotFoundError("nothing is in the cache")
+        wanted.append(allow_patterns)
+        write_hf(NATIVE["llama"](), snapshot)
+        (snapshot / "model.safetensors").unlink()
+        return str(snapshot)
+
+    monkeypatch.setattr("tandem.models.folder.model_info", lambda path, timeout: None)
+    monkeypatch.setattr("tandem.models.folder.snapshot_download", download)
+    assert check_folder(name, fetches_weights=False).decoder_config is not None
+    with pytest.raises(UserError, match="has no model.safetensors"):
+        check_folder(name)
+    assert ["*.safetensors" in patterns for patterns in wanted] == [False, True]
 
 
 def test_a_critic_may_begin_as_a_reward_model(tmp_path):

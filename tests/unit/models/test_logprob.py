@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tandem.models.logprob import token_log_probs
+from tandem.models.logprob import squared_probabilities, token_log_probs
 
 ROWS, HIDDEN, VOCAB = 23, 12, 31
 ONE_CHUNK, FIVE_ROWS = 1 << 20, 5 * VOCAB * 4
@@ -50,6 +50,16 @@ def test_values_and_gradients(chunk_bytes, temperature):
     our_grads = torch.autograd.grad(our_loss, (h_RD, weight_VD))
     grads = torch.autograd.grad((a * logp_R + b * entropy_R).sum(), (h_RD, weight_VD))
     torch.testing.assert_close(our_grads, grads, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_bytes", [ONE_CHUNK, FIVE_ROWS, 1])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_squared_probabilities(chunk_bytes, temperature):
+    h_RD, weight_VD, _ = inputs()
+    got_R = squared_probabilities(h_RD, weight_VD, temperature=temperature, chunk_bytes=chunk_bytes)
+    prob_RV = torch.softmax(h_RD.double() @ weight_VD.double().T / temperature, -1)
+    torch.testing.assert_close(got_R, prob_RV.square().sum(-1).float(), rtol=1e-5, atol=1e-6)
+    assert not got_R.requires_grad
 
 
 @pytest.mark.parametrize("chunk_bytes", [ONE_CHUNK, FIVE_ROWS])

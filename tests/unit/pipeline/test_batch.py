@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from tandem.types import (
     Trajectory,
     UpdateReport,
 )
+from tests.fakes.pipeline import ImmediateRuntime
 
 KEYS = (
     "data.train_batch_size=2",
@@ -54,14 +56,6 @@ REJECTION = (
 )
 CALL, ANSWER = (8, 9), (13, 14, 15)
 TOOL = (10, 11, 12)
-
-
-class Runtime:
-    """A runtime that makes calls at once."""
-
-    async def call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        """Implement ``api.Runtime``."""
-        return function(*values, **named)
 
 
 def drawn(ids: Sequence[int], version: int, switches: tuple[tuple[int, int], ...] = ()) -> Span:
@@ -181,14 +175,15 @@ def learn(folder: Path, *arguments: str) -> tuple[dict[str, Tensor], list[Update
     config = load_config(RunConfig, [*KEYS, *arguments]).config
     given: dict[str, Any] = {
         "config": config,
-        "runtime": Runtime(),
+        "runtime": ImmediateRuntime(),
         "engines": Engines(engine, engine, None, engine),  # type: ignore[arg-type]
         "memory": MemoryFit(),
     }
     context = RunContext(**{f.name: given.get(f.name) for f in fields(RunContext)})
     batch = lay_out(groups(), version=5)
     two_steps = load_config(RunConfig, [*KEYS, "actor_rollout_ref.actor.ppo_epochs=2"]).config
-    old_logp_R = asyncio.run(score_with_policy(replace(context, config=two_steps), batch))
+    scores = asyncio.run(score_with_policy(replace(context, config=two_steps), batch))
+    old_logp_R = scores.old_logp_R
     assert old_logp_R is not None
     experience = assign_credit(batch, config=config, controller=initial_kl_controller(config))
     described = batch_metrics(context, experience, kl_coefficient=0.0)
@@ -243,3 +238,22 @@ def test_a_step_is_that_of_each_trajectory_alone_with_its_mask(
     for name, gradient in pairs.items():
         assert gradient.abs().max() > 1e-4, name
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_numbers_beside_the_score_are_columns_with_nan_where_a_sample_has_none() -> None:
+    first, second = groups()
+    shaped = RewardOutcome(RewardStatus.VALUE, 0.5, {"score": 1.0, "format": 0.25})
+    rewards = (shaped, RewardOutcome(RewardStatus.VALUE, 0.75, {"acc": 0.0}))
+    samples = tuple(
+        replace(one, reward=reward) for one, reward in zip(first.samples, rewards, strict=True)
+    )
+    failed = RewardOutcome(RewardStatus.ERROR, math.nan)
+    others = tuple(replace(one, reward=failed) for one in second.samples)
+    columns = lay_out([replace(first, samples=samples), replace(second, samples=others)]).parts_N
+    found = {name: column_N.nan_to_num(-1.0).tolist() for name, column_N in columns.items()}
+    missing = [-1.0] * len(others)
+    assert found == {
+        "score": [1.0, 0.75, *missing],
+        "format": [0.25, -1.0, *missing],
+        "acc": [-1.0, 0.0, *missing],
+    }

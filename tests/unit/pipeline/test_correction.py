@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -101,6 +102,38 @@ def test_a_lag_truncates_weights_by_default_and_reports_them_by_lag() -> None:
     assert metrics["rollout_corr/rollout_is_min"] == pytest.approx(math.exp(-1.5))
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_are_described_by_sequence_as_verl_does(level: str) -> None:
+    rows = [(1.0, math.exp(0.4)), (1.0, 1.0), (1.0, math.exp(-1.5)), (1.0, 1.0)]
+    raw = rows if level == "token" else [(first * last,) * 2 for first, last in rows]
+    applied = [tuple(min(weight, 1.2) for weight in row) for row in raw]
+    means = [sum(row) / 2 for row in applied]
+    made = experience(*LAG, f"{KEY}.rollout_is={level}", f"{KEY}.rollout_is_threshold=1.2")
+    found = made.correction_metrics
+    name = "rollout_corr/rollout_is"
+    extremes = [x for row in (applied if level == "token" else raw) for x in row]
+    wanted = {
+        f"{name}_max": max(extremes),
+        f"{name}_min": min(extremes),
+        f"{name}_seq_mean": statistics.mean(means),
+        f"{name}_seq_std": statistics.stdev(means),
+        f"{name}_seq_max": max(means),
+        f"{name}_seq_min": min(means),
+        f"{name}_seq_max_deviation": max(abs(x - 1) for x in means),
+        f"{name}_seq_fraction_high": sum(sum(row) / 2 > 1.2 for row in raw) / 4,
+        f"{name}_seq_fraction_low": sum(sum(row) / 2 < 1 / 1.2 for row in raw) / 4,
+        "rollout_corr/training_log_ppl": -sum(OLD_LOGP_R.tolist()) / 8,
+        "rollout_corr/rollout_log_ppl": 0.5,
+        "rollout_corr/log_ppl_diff_max": 0.75,
+        "rollout_corr/log_ppl_diff_min": -0.2,
+    }
+    assert {key: found[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
+    normalised = experience(*LAG, f"{KEY}.rollout_is_batch_normalize=True").correction_metrics
+    weights = [weight for row in rows for weight in row]
+    factor = normalised["rollout_corr/rollout_is_batch_norm_factor"]
+    assert factor == pytest.approx(statistics.mean(weights))
+
+
 def test_each_option_changes_what_it_should() -> None:
     def weights(*arguments: str) -> list[float] | None:
         found = experience(*LAG, *arguments).columns.weights_R
@@ -117,7 +150,7 @@ def test_each_option_changes_what_it_should() -> None:
     assert normalised is not None and sum(normalised) / 8 == pytest.approx(1, abs=1e-3)
 
 
-def test_rejection_leaves_tokens_out_of_loss_and_denominators() -> None:
+def test_rejection_leaves_tokens_out_of_the_loss() -> None:
     keys = (f"{KEY}.rollout_rs=token_k1", f"{KEY}.rollout_rs_threshold=1.2")
     made = experience(*keys)
     assert [row.num_loss_tokens for row in made.sequences] == [1, 2, 1, 2]
@@ -129,7 +162,7 @@ def test_rejection_leaves_tokens_out_of_loss_and_denominators() -> None:
 
     keys = (f"{KEY}.rollout_rs=seq_max_k2", f"{KEY}.rollout_rs_threshold=0.01")
     made = experience(*keys)
-    assert made.counted_N.tolist() == [False, True, False, True]
+    assert made.batch.valid_N.tolist() == [True, True, True, True]
     assert made.computed_N.tolist() == [False, True, False, True]
 
 

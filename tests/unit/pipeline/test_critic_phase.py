@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -24,20 +23,12 @@ from tandem.pipeline.microbatches import MemoryFit
 from tandem.pipeline.phases import score_with_critic, update_critic
 from tandem.pipeline.step_metrics import value_metrics
 from tandem.types import (
-    Completion,
-    FinishReason,
-    Group,
     LossScale,
     PackedBatch,
-    Prompt,
-    RewardOutcome,
-    RewardStatus,
-    Sample,
-    Trajectory,
     UpdateReport,
 )
+from tests.fakes.pipeline import ImmediateRuntime, scored_group
 
-FAILED = RewardOutcome(RewardStatus.ERROR, math.nan, {}, "out of order")
 KEYS = (
     "algorithm.adv_estimator=gae",
     "actor_rollout_ref.rollout.n=2",
@@ -75,29 +66,7 @@ class RecordingCritic:
         self.num_advances += 1
 
 
-class Runtime:
-    """Calls at once."""
-
-    async def call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        """As ``api.Runtime``."""
-        return function(*values, **named)
-
-
-def group(uid: int, *scores: float | None) -> Group:
-    """Responses of 3 tokens; None is a reward that failed."""
-    outcomes = [FAILED if s is None else RewardOutcome(RewardStatus.VALUE, s) for s in scores]
-    drawn = [
-        Completion(k, (20 * uid + k,) * 3, (-0.5,) * 3, FinishReason.STOP, 0)
-        for k in range(len(scores))
-    ]
-    samples = tuple(
-        Sample(Trajectory.of_single_turn((4,), completion), "", outcome)
-        for completion, outcome in zip(drawn, outcomes, strict=True)
-    )
-    return Group(Prompt(uid, uid, (4,), "", "source", ""), samples)
-
-
-GROUPS = [group(1, 1.0, 0.0), group(2, None, 1.0)]
+GROUPS = [scored_group(1, 1.0, 0.0), scored_group(2, None, 1.0)]
 
 
 def learn(*arguments: str, old_logp_R: Tensor | None = None) -> tuple[RecordingCritic, Experience]:
@@ -105,7 +74,7 @@ def learn(*arguments: str, old_logp_R: Tensor | None = None) -> tuple[RecordingC
     critic = RecordingCritic()
     given: dict[str, Any] = {
         "config": load_config(RunConfig, [*KEYS, *arguments]).config,
-        "runtime": Runtime(),
+        "runtime": ImmediateRuntime(),
         "engines": Engines(critic, critic, None, critic, critic=critic),  # type: ignore[arg-type]
         "memory": MemoryFit(),
     }
@@ -152,7 +121,7 @@ def test_rejected_tokens_are_not_learned_from() -> None:
     old_R[0] = -9.0
     critic, _ = learn(*rejects, old_logp_R=old_R)
     ((batches, scale),) = critic.updates
-    assert scale.num_tokens == 8
+    assert scale == LossScale(num_tokens=9, num_sequences=3), "denominators count them"
     assert sum(len(batch.target_R) for batch in batches) == 8
 
 

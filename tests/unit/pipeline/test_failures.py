@@ -5,6 +5,8 @@ import math
 
 import pytest
 
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 from tandem.pipeline.failures import (
     GENERATION_FAILED,
@@ -44,11 +46,15 @@ def test_one_line_counts_failures_and_names_the_first(caplog: pytest.LogCaptureF
     )
 
 
+def guard(size: int, *keys: str) -> RewardGuard:
+    return RewardGuard(size, config=load_config(RunConfig, keys).config)
+
+
 def test_generations_that_only_fail_blame_the_learning_rate() -> None:
-    guard = RewardGuard(2, path="r.py", learning_rate=0.5)
-    guard.check([GENERATION_FAILED, PENDING, GENERATION_FAILED])
-    with pytest.raises(UserError, match=r"optim\.lr=0\.5: none of the last 2 samples counts"):
-        guard.check([GENERATION_FAILED])
+    own = guard(2, "actor_rollout_ref.actor.optim.lr=0.5")
+    own.check([GENERATION_FAILED, PENDING, GENERATION_FAILED])
+    with pytest.raises(UserError, match=r"optim\.lr=0\.5: the last 2 rewards all failed, because"):
+        own.check([GENERATION_FAILED])
 
 
 def test_nothing_is_said_without_a_failure(caplog: pytest.LogCaptureFixture) -> None:
@@ -56,15 +62,25 @@ def test_nothing_is_said_without_a_failure(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.records
 
 
-def test_rewards_that_only_fail_end_the_run_with_the_cause() -> None:
-    guard = RewardGuard(4, path="r.py", learning_rate=0.1)
-    guard.check([LATE, LATE, LATE])
-    guard.check([GOOD, LATE])
-    guard.check([LATE, LATE])
+def test_a_step_of_failed_rewards_ends_the_run_with_the_cause_and_the_log() -> None:
+    own = guard(4, "custom_reward_function.path=r.py", "trainer.default_local_dir=/runs/mine")
+    own.check([LATE, LATE, LATE])
+    own.check([GOOD, LATE])
+    own.check([LATE, LATE])
     with pytest.raises(
-        UserError, match="path='r.py': the last 4 rewards all failed.*no result within 3 s"
+        UserError,
+        match=r"path=\[r\.py\]: the last 4 rewards all failed, the latest: no result within 3 s\. "
+        r"The traceback is in /runs/mine/rewards\.log\.",
     ):
-        guard.check([LATE, GOOD])
+        own.check([LATE, GOOD])
+
+
+def test_three_steps_with_more_failures_than_rewards_end_the_run() -> None:
+    bad, half = [LATE, LATE, LATE, GOOD], [LATE, GOOD, LATE, GOOD]
+    own = guard(4)
+    own.check([*bad, *bad, *half, *bad, *bad])
+    with pytest.raises(UserError, match="data_source: more than half .* 3 steps in a row, the lat"):
+        own.check(bad)
 
 
 @pytest.mark.parametrize(

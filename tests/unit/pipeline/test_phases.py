@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -23,20 +22,13 @@ from tandem.pipeline.loop import initial_kl_controller
 from tandem.pipeline.microbatches import MemoryFit
 from tandem.pipeline.phases import COMPUTED_SHARE, score_with_policy, update_policy
 from tandem.types import (
-    Completion,
-    FinishReason,
     Group,
     LossScale,
     PackedBatch,
-    Prompt,
-    RewardOutcome,
-    RewardStatus,
-    Sample,
-    Trajectory,
     UpdateReport,
 )
+from tests.fakes.pipeline import ImmediateRuntime, scored_group
 
-FAILED = RewardOutcome(RewardStatus.ERROR, math.nan, {}, "out of order")
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
 
 
@@ -73,34 +65,12 @@ class RecordingEngine:
         self.num_advances += 1
 
 
-class Runtime:
-    """Calls at once."""
-
-    async def call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        """As ``api.Runtime``."""
-        return function(*values, **named)
-
-
-def group(uid: int, *scores: float | None) -> Group:
-    """Responses of 3 tokens, each of its own; None is a reward that failed."""
-    outcomes = [FAILED if s is None else RewardOutcome(RewardStatus.VALUE, s) for s in scores]
-    drawn = [
-        Completion(k, (10 * uid + k,) * 3, (-0.5,) * 3, FinishReason.STOP, 0)
-        for k in range(len(scores))
-    ]
-    samples = tuple(
-        Sample(Trajectory.of_single_turn((4,), completion), "", outcome)
-        for completion, outcome in zip(drawn, outcomes, strict=True)
-    )
-    return Group(Prompt(uid, uid, (4,), "", "source", ""), samples)
-
-
 def make_parts(engine: RecordingEngine, groups: Sequence[Group], *arguments: str) -> Any:
     """Only what the training half of a step reads."""
     keys = [f"data.train_batch_size={len(groups)}", "actor_rollout_ref.rollout.n=2", MINI]
     given: dict[str, Any] = {
         "config": load_config(RunConfig, [*keys, *arguments]).config,
-        "runtime": Runtime(),
+        "runtime": ImmediateRuntime(),
         "engines": Engines(engine, engine, None, engine),  # type: ignore[arg-type]
         "preferred_tokens": None,
         "memory": MemoryFit(),
@@ -109,12 +79,14 @@ def make_parts(engine: RecordingEngine, groups: Sequence[Group], *arguments: str
     return RunContext(**values)
 
 
-def update(groups: Sequence[Group], *arguments: str) -> tuple[RecordingEngine, list[UpdateReport]]:
+def update(
+    groups: Sequence[Group], *arguments: str, old_logp_R: Tensor | None = None
+) -> tuple[RecordingEngine, list[UpdateReport]]:
     """All optimizer steps on the groups, which make one batch."""
     engine = RecordingEngine()
     parts = make_parts(engine, groups, *arguments)
     experience = assign_credit(
-        lay_out(groups),
+        replace(lay_out(groups), old_logp_R=old_logp_R),
         config=parts.config,
         controller=initial_kl_controller(parts.config),
     )
@@ -122,7 +94,7 @@ def update(groups: Sequence[Group], *arguments: str) -> tuple[RecordingEngine, l
 
 
 def test_sequences_without_signal_are_not_computed_but_count_in_the_denominators() -> None:
-    engine, (report,) = update([group(0, 1.0, 0.0), group(1, 1.0, 1.0)])
+    engine, (report,) = update([scored_group(0, 1.0, 0.0), scored_group(1, 1.0, 1.0)])
     assert engine.scales == [LossScale(num_tokens=12, num_sequences=4)]
     assert engine.num_sequences == [2]
     assert report.metrics[COMPUTED_SHARE] == 0.5
@@ -132,20 +104,48 @@ def test_sequences_without_signal_are_not_computed_but_count_in_the_denominators
 
 def test_all_are_computed_if_the_loss_has_other_terms() -> None:
     entropy = "actor_rollout_ref.actor.entropy_coeff=0.01"
-    engine, (report,) = update([group(0, 1.0, 0.0), group(1, 1.0, 1.0)], entropy)
+    engine, (report,) = update([scored_group(0, 1.0, 0.0), scored_group(1, 1.0, 1.0)], entropy)
     assert engine.num_sequences == [4]
     assert report.metrics[COMPUTED_SHARE] == report.metrics["actor/entropy"] == 1.0
 
 
+def test_all_are_computed_if_the_loss_moves_tokens_of_advantage_0() -> None:
+    keys = ("policy_loss.loss_mode=dro", "policy_loss.dro_beta=0.1")
+    actor_keys = (f"actor_rollout_ref.actor.{key}" for key in keys)
+    engine, _ = update([scored_group(0, 1.0, 0.0), scored_group(1, 1.0, 1.0)], *actor_keys)
+    assert engine.num_sequences == [4]
+
+
+def test_rejected_tokens_and_sequences_count_in_the_denominators() -> None:
+    """One of four sequences is rejected, and one token of another."""
+    old_R = torch.full((12,), -0.5)
+    old_R[:3] = -9.0
+    old_R[4] = -9.0
+    rejects = [
+        "algorithm.rollout_correction.rollout_rs='seq_mean_k1,token_k1'",
+        "algorithm.rollout_correction.rollout_rs_threshold='0.01_20,0.5_2'",
+    ]
+    groups = [scored_group(0, 1.0, 0.0), scored_group(1, 1.0, 0.0)]
+    engine, (report,) = update(groups, *rejects, old_logp_R=old_R)
+    assert engine.scales == [LossScale(num_tokens=12, num_sequences=4)]
+    assert engine.num_sequences == [3]
+    assert report.metrics["actor/entropy"] == 12 / 8, "a mean over the tokens that were computed"
+
+
 def test_failed_rewards_count_in_no_denominator() -> None:
-    engine, (report,) = update([group(0, 1.0, 0.0), group(1, None, 0.0)])
+    engine, (report,) = update([scored_group(0, 1.0, 0.0), scored_group(1, None, 0.0)])
     assert engine.scales == [LossScale(num_tokens=9, num_sequences=3)]
     assert engine.num_sequences == [2]
     assert report.metrics[COMPUTED_SHARE] == pytest.approx(2 / 3)
 
 
 def test_each_mini_batch_has_its_own_denominators_and_the_schedule_advances_once() -> None:
-    groups = [group(0, 1.0, 0.0), group(1, None, 0.0), group(2, 1.0, 1.0), group(3, 0.0, 0.0)]
+    groups = [
+        scored_group(0, 1.0, 0.0),
+        scored_group(1, None, 0.0),
+        scored_group(2, 1.0, 1.0),
+        scored_group(3, 0.0, 0.0),
+    ]
     engine, reports = update(groups, "actor_rollout_ref.actor.ppo_epochs=2")
     assert [scale.num_sequences for scale in engine.scales] == [3, 4, 3, 4]
     assert engine.num_sequences == [2, 0, 2, 0]
@@ -155,19 +155,19 @@ def test_each_mini_batch_has_its_own_denominators_and_the_schedule_advances_once
 
 
 def test_shuffling_covers_a_batch_in_another_order_each_epoch() -> None:
-    groups = [group(uid, 1.0, 0.0) for uid in range(4)]
+    groups = [scored_group(uid, 1.0, 0.0) for uid in range(4)]
     keys = ("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=True")
     engine, _ = update(groups, *keys)
     first, second = engine.targets[:2], engine.targets[2:]
-    everything = [0, 1, 10, 11, 20, 21, 30, 31]
+    everything = [0, 1, 20, 21, 40, 41, 60, 61]
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == everything
     assert first != second
     unshuffled, _ = update(groups, keys[0])
-    assert unshuffled.targets == [[0, 1, 10, 11], [20, 21, 30, 31]] * 2
+    assert unshuffled.targets == [[0, 1, 20, 21], [40, 41, 60, 61]] * 2
 
 
 def test_tokens_of_the_ranks_are_told() -> None:
-    (_, reports) = update([group(1, 1.0, 0.0), group(2, 0.0, 1.0)])
+    (_, reports) = update([scored_group(1, 1.0, 0.0), scored_group(2, 0.0, 1.0)])
     tokens = 4 * (1 + 3)
     for name in ("min", "max", "mean", "balanced_min", "balanced_max"):
         assert reports[0].metrics[f"global_seqlen/{name}"] == tokens
@@ -175,11 +175,11 @@ def test_tokens_of_the_ranks_are_told() -> None:
 
 
 def test_log_probs_and_updates_are_those_of_the_sampling_temperature() -> None:
-    groups = [group(uid, 1.0, 0.0) for uid in range(4)]
+    groups = [scored_group(uid, 1.0, 0.0) for uid in range(4)]
     temperature = "actor_rollout_ref.rollout.temperature=0.7"
     engine = RecordingEngine()
     parts = make_parts(engine, groups, temperature)
     scores = asyncio.run(score_with_policy(parts, lay_out(groups)))
-    assert scores is not None and len(scores) == 24
+    assert scores.old_logp_R is not None and len(scores.old_logp_R) == 24
     assert engine.temperatures == [0.7]
     assert update(groups, temperature)[0].temperatures == [0.7, 0.7]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from tandem.types import (
     Sample,
     Trajectory,
 )
+from tests.fakes.pipeline import ImmediateRuntime
 from tests.unit.models.tiny_models import NATIVE
 
 KINDS = {
@@ -75,13 +76,6 @@ class Letters:
         return [[*map(ord, f"<{x}|{y}>")] for x, y in zip(contents, answers, strict=True)]
 
 
-class Runtime:
-    """Calls at once."""
-
-    async def call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        return function(*values, **named)
-
-
 def sample(token_ids: Sequence[int], reward: RewardOutcome = PENDING, text: str = "") -> Sample:
     completion = Completion(0, token_ids, (-0.5,) * len(token_ids), FinishReason.STOP, 0)
     return Sample(Trajectory.of_single_turn((), completion), text, reward)
@@ -105,7 +99,7 @@ def _after(prompt: Prompt, answer: Sample) -> Sample:
 def scored(model: Any, groups: Sequence[Group], *arguments: str, **rest: Any) -> list[Group]:
     given: dict[str, Any] = {
         "config": load_config(RunConfig, ["reward_model.enable=True", *arguments]).config,
-        "runtime": Runtime(),
+        "runtime": ImmediateRuntime(),
         "engines": Engines(model, model, None, model, reward_model=model),
         "memory": MemoryFit(),
         **rest,

@@ -42,7 +42,7 @@ class ReversingEngine:
         return [Completion(sample_id, (sample_id,), (-0.5,), FinishReason.STOP, self.version)]
 
     def settle(self) -> None:
-        raise AssertionError("whoever writes weights settles")
+        raise AssertionError("the writer of weights settles")
 
     def metrics(self) -> Mapping[str, float]:
         """Return nothing."""

@@ -15,7 +15,11 @@ from tandem.planner.search import Split, balanced_split, lower_bound_s, suggest
 from tandem.planner.task_times import TaskTimes
 
 GROUPS = (("actor-train", "logp"), ("ref_logp",), ("generate",))
-KEYS = ("actor_rollout_ref.actor.use_kl_loss=True", "data.val_files=[]")
+KEYS = (
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.rollout.n=1",
+    "data.val_files=[]",
+)
 CONFIG = load_config(RunConfig, KEYS).config
 TAIL = (0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 4.5)
 """Relative lengths of responses."""

@@ -109,6 +109,21 @@ def test_the_report_shows_what_the_run_left(tmp_path):
     assert page.data["rollouts"][0]["logp"] == [-0.25, -0.25]
 
 
+def test_a_banner_says_that_nothing_was_learnt_and_why(tmp_path):
+    idle = (
+        "critic/advantages/min",
+        "critic/advantages/max",
+        "critic/score/min",
+        "critic/score/max",
+    )
+    _metrics(tmp_path, 4, **dict.fromkeys(idle, 0.0), **{"response_length/clip_ratio": 1.0})
+    config = {"actor_rollout_ref": {"rollout": {"n": 8}}, "data": {"max_response_length": 16}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    visible = " ".join(" ".join(_page(tmp_path).visible).split())
+    assert "Nothing was learnt from the reward in 4 steps in a row, 1 to 4: every" in visible
+    assert "100 % of the responses have data.max_response_length=16 tokens" in visible
+
+
 def test_the_report_needs_no_network_and_no_other_file(tmp_path):
     _metrics(tmp_path, 3)
 
@@ -232,7 +247,7 @@ def test_an_output_that_cannot_be_written(tmp_path):
         write_report(tmp_path, tmp_path / "file" / "report.html")
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command_prints_the_path_of_the_report(tmp_path, capsys):
     _metrics(tmp_path, 2)
 
     assert run_command([str(tmp_path)]) == 0

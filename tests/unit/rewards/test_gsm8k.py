@@ -41,7 +41,7 @@ def judge(solution: str, ground_truth: str, **options: object) -> Mapping[str, A
         ("", "12", 0.0),
     ],
 )
-def test_strict(solution: str, ground_truth: str, expected: float):
+def test_strict_reads_the_number_after_the_mark(solution: str, ground_truth: str, expected: float):
     assert score(solution, ground_truth) == expected
 
 
@@ -60,7 +60,7 @@ def test_flexible_takes_the_last_number(solution: str, answer: str | None):
     assert extract_answer(solution, "flexible") == answer
 
 
-def test_options():
+def test_options_of_the_rule_change_the_score():
     assert score("#### 11", "12", format_score=0.1) == 0.1
     assert score("11", "12", format_score=0.1) == 0.0
     assert score("it is 12", "12", method="flexible") == 1.0

@@ -20,6 +20,7 @@ from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
 from tandem.rollout.sampler import DrawRule, draw_tokens
 from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams, Segments
+from tests.fakes.draining import drain_by_sample
 from tests.fakes.tiny_decoder import tiny_decoder
 
 VOCABULARY = 40
@@ -55,19 +56,12 @@ def _requests(
     ]
 
 
-def _drain(engine: NativeRolloutEngine) -> dict[int, Completion]:
-    finished: dict[int, Completion] = {}
-    while completions := engine.advance():
-        finished.update({completion.sample_id: completion for completion in completions})
-    return finished
-
-
 def _generate(
     decoder: Decoder, requests: list[GenerationRequest], config: NativeRolloutConfig = CONFIG
 ) -> dict[int, Completion]:
     engine = NativeRolloutEngine(decoder, config)
     engine.add(requests)
-    return _drain(engine)
+    return drain_by_sample(engine)
 
 
 def _single(length: int) -> PackedAttention:
@@ -185,7 +179,7 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples(decoder: Decoder) -> Non
     for max_num_seqs in (1, 5, 64):
         engine = NativeRolloutEngine(decoder, replace(CONFIG, max_num_seqs=max_num_seqs))
         engine.add(requests)
-        _drain(engine)
+        drain_by_sample(engine)
         assert engine.num_prefilled_tokens == prompt_tokens
 
 
@@ -194,7 +188,7 @@ def test_no_step_is_spent_on_finished_sequences(
 ) -> None:
     engine = NativeRolloutEngine(decoder, CONFIG)
     engine.add(_requests(10))
-    _drain(engine)
+    drain_by_sample(engine)
     tokens = sum(len(completion.token_ids) for completion in expected.values())
     assert engine.num_decoded_tokens == tokens - len(expected)
 
@@ -202,7 +196,7 @@ def test_no_step_is_spent_on_finished_sequences(
 def test_one_new_token_needs_no_decode_step(decoder: Decoder) -> None:
     engine = NativeRolloutEngine(decoder, CONFIG)
     engine.add(_requests(4, sampling=replace(SAMPLED, max_new_tokens=1)))
-    finished = _drain(engine)
+    finished = drain_by_sample(engine)
     assert {len(completion.token_ids) for completion in finished.values()} == {1}
     assert engine.num_decoded_tokens == 0
 
@@ -240,13 +234,13 @@ def test_the_engine_reads_the_decoders_own_storage(decoder: Decoder) -> None:
     engine = NativeRolloutEngine(decoder, CONFIG)
     greedy = replace(SAMPLED, temperature=0.0, max_new_tokens=3, ignore_eos=True)
     engine.add([GenerationRequest((0,), (2, 3, 4), greedy)])
-    before = _drain(engine)[0].token_ids
+    before = drain_by_sample(engine)[0].token_ids
     saved = decoder.final_norm.weight.detach().clone()
     with torch.no_grad():
         decoder.final_norm.weight.neg_()
     engine.set_weights_version(7)
     engine.add([GenerationRequest((1,), (2, 3, 4), greedy)])
-    after = _drain(engine)[1]
+    after = drain_by_sample(engine)[1]
     with torch.no_grad():
         decoder.final_norm.weight.copy_(saved)
     assert after.token_ids != before
@@ -258,7 +252,7 @@ def test_sequences_keep_the_version_they_began_with(decoder: Decoder) -> None:
     engine.add(_requests(2, n=3, sampling=replace(SAMPLED, ignore_eos=True)))
     first = {completion.sample_id: completion.weights_version for completion in engine.advance()}
     engine.set_weights_version(1)
-    later = {sample_id: c.weights_version for sample_id, c in _drain(engine).items()}
+    later = {sample_id: c.weights_version for sample_id, c in drain_by_sample(engine).items()}
     assert first == {0: 0, 1: 0}
     assert set(later.values()) == {1}
 
@@ -271,6 +265,6 @@ def test_a_large_cache_is_given_back_when_idle(
         engine = NativeRolloutEngine(decoder, CONFIG)
         for _ in range(2):
             engine.add(_requests(10))
-            _assert_same(_drain(engine), expected)
+            _assert_same(drain_by_sample(engine), expected)
             assert len(engine._cache.tokens_RC) == rows_kept
         assert engine.advance() == []

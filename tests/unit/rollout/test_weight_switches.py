@@ -13,6 +13,7 @@ import pytest
 from tandem.models.decoder import Decoder
 from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
 from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams
+from tests.fakes.draining import drain
 from tests.fakes.tiny_decoder import tiny_decoder
 from tests.unit.rollout.definition import assert_drawn, weights_of
 
@@ -32,13 +33,6 @@ REQUESTS = [
 def decoder() -> Decoder:
     """Two layers, four heads over two key/value heads, weights large enough for variety."""
     return tiny_decoder()
-
-
-def drain(engine: NativeRolloutEngine) -> list[Completion]:
-    finished: list[Completion] = []
-    while completions := engine.advance():
-        finished += completions
-    return finished
 
 
 @pytest.mark.parametrize("max_prefill_tokens", [1, 20, 512])

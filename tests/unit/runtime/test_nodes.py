@@ -42,6 +42,22 @@ def test_members_learn_the_address_and_the_end() -> None:
     late.close()
 
 
+def test_second_member_of_one_rank_is_refused() -> None:
+    plan = head_plan()
+    server = HeadServer(plan)
+    server.announce("10.0.0.1:6379")
+    first = MemberClient(member_plan(plan, 1))
+    assert first.receive() == {"ray": "10.0.0.1:6379"}
+    second = MemberClient(member_plan(plan, 1))
+    with pytest.raises(UserError, match="^NODE_RANK=1: another node .* a rank of its own"):
+        second.receive()
+    assert server.absent() == [2]
+    server.close(0)
+    assert first.receive() == {"exit": 0}
+    first.close()
+    second.close()
+
+
 def test_run_that_ends_before_it_has_a_cluster_tells_only_its_end() -> None:
     plan = head_plan()
     server = HeadServer(plan)

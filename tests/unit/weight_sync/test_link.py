@@ -293,7 +293,7 @@ def test_weights_in_use_end_the_transfer_everywhere() -> None:
     assert "process 1 (rank 1 of link weights): weights are in use for longer" in message
 
 
-def test_whoever_watches_can_end_a_link() -> None:
+def test_a_watcher_can_end_a_link() -> None:
     links: list[WeightLink] = []
     formed = threading.Barrier(3)
 

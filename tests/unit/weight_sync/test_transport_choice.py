@@ -137,7 +137,7 @@ def _planned(trains: str, generates: str, wanted: str) -> str:
     placement = place_run(config)
     try:
         check_run(config)
-        check_platforms(config)
+        check_platforms(config, place_run(config))
     except UserError:
         return ""
     (route,) = weight_routes(config, placement).values()

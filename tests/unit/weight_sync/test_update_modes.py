@@ -347,7 +347,7 @@ def test_21_who_waits_for_a_version_is_told_why_it_does_not_come(mode: dict[str,
 
 
 @pytest.mark.parametrize("mode", BESIDE, ids=str)
-def test_whoever_leaves_during_a_transfer_does_so_at_once_and_frees_the_others(
+def test_a_member_that_leaves_during_a_transfer_does_so_at_once_and_frees_the_others(
     mode: dict[str, Any],
 ) -> None:
     left = threading.Event()

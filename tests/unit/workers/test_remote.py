@@ -15,7 +15,7 @@ from tandem.types import (
     GenerationRequest,
     SamplingParams,
 )
-from tandem.workers.remote import RemoteRollout, RemoteStage, WeightWay
+from tandem.workers.remote import RemoteRollout, RemoteStage, WeightRoute
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=8)
 
@@ -82,9 +82,9 @@ def request(*sample_ids: int) -> GenerationRequest:
     return GenerationRequest(sample_ids, (1, 2), SAMPLING)
 
 
-def test_requests_go_to_whoever_has_the_least_to_do() -> None:
+def test_requests_go_to_the_worker_with_the_least_to_do() -> None:
     group = Group(2)
-    rollout = RemoteRollout(group, WeightWay([group]))
+    rollout = RemoteRollout(group, WeightRoute([group]))
     rollout.add([request(0, 1, 2), request(3), request(4)])
     while completions := rollout.advance(32):
         assert len(completions) == 1
@@ -93,9 +93,38 @@ def test_requests_go_to_whoever_has_the_least_to_do() -> None:
     assert {max_steps for _, _, max_steps in _of(group, "advance")} == {32}
 
 
+def parts_of(group: Group) -> list[list[tuple[int, ...]]]:
+    """The parts of requests that each worker was given."""
+    given: list[list[tuple[int, ...]]] = [[] for _ in range(group.size)]
+    for rank, _, mine in _of(group, "add"):
+        given[rank] += [r.sample_ids for r in mine]
+    return given
+
+
+def test_fewer_requests_than_idle_workers_are_divided_evenly() -> None:
+    group = Group(4)
+    rollout = RemoteRollout(group, WeightRoute([group]))
+    rollout.add([request(*range(5)), request(*range(5, 10)), request(*range(10, 15))])
+    parts = parts_of(group)
+    assert sorted(i for mine in parts for ids in mine for i in ids) == list(range(15))
+    assert sorted(sum(map(len, mine)) for mine in parts) == [3, 4, 4, 4]
+    collected: list[int] = []
+    while completions := rollout.advance(32):
+        collected += [completion.sample_id for completion in completions]
+    assert sorted(collected) == list(range(15))
+
+
+def test_a_request_stays_whole_while_no_worker_is_idle() -> None:
+    group = Group(2)
+    rollout = RemoteRollout(group, WeightRoute([group]))
+    rollout.add([request(0, 1), request(2, 3)])
+    rollout.add([request(*range(4, 9))])
+    assert parts_of(group) == [[(0, 1), (4, 5, 6, 7, 8)], [(2, 3)]]
+
+
 def test_without_staging_all_pools_take_weights_at_once() -> None:
     generating, training = Group(2), Group(1)
-    rollout = RemoteRollout(generating, WeightWay([training, generating]))
+    rollout = RemoteRollout(generating, WeightRoute([training, generating]))
     rollout.add([request(0, 1)])
     assert rollout.set_weights_version(3)
     for group in (generating, training):
@@ -106,8 +135,8 @@ def test_without_staging_all_pools_take_weights_at_once() -> None:
 def test_staged_weights_are_taken_by_each_worker_between_two_of_its_advances() -> None:
     generating, training, scoring = Group(2, delay=1), Group(1), Group(1)
     linked = [training, generating, scoring]
-    way = WeightWay(linked, [scoring], is_staged=True)
-    rollout, stage = RemoteRollout(generating, way), RemoteStage(linked)
+    route = WeightRoute(linked, [scoring], is_staged=True)
+    rollout, stage = RemoteRollout(generating, route), RemoteStage(linked)
     rollout.add([request(*range(6)), request(*range(6, 12))])
     stage.stage(1)
     drawn_by: list[int] = []
@@ -124,9 +153,9 @@ def test_staged_weights_are_taken_by_each_worker_between_two_of_its_advances() -
 
 def test_staged_weights_are_waited_for_without_work() -> None:
     generating, training = Group(2, delay=1000), Group(1)
-    way = WeightWay([training, generating], is_staged=True)
-    rollout = RemoteRollout(generating, way)
-    RemoteStage(way.linked).stage(4)
+    route = WeightRoute([training, generating], is_staged=True)
+    rollout = RemoteRollout(generating, route)
+    RemoteStage(route.linked).stage(4)
     assert rollout.set_weights_version(4)
     assert generating.in_use == {0: 4, 1: 4}
 
@@ -142,7 +171,7 @@ class QuickGroup(Group):
 
 def test_no_worker_waits_for_the_others_to_run_dry() -> None:
     group = QuickGroup(3)
-    rollout = RemoteRollout(group, WeightWay([group]))
+    rollout = RemoteRollout(group, WeightRoute([group]))
     rollout.add([request(0, 1), request(2, 3), request(4, 5)])
     collected = [rollout.advance(32)[0].sample_id for _ in range(6)]
     assert collected == [0, 2, 4, 1, 3, 5]
@@ -151,18 +180,18 @@ def test_no_worker_waits_for_the_others_to_run_dry() -> None:
 def test_each_worker_tells_what_it_has_to_do() -> None:
     none, next_, under_way = EngineWork.NONE, EngineWork.NEXT, EngineWork.UNDER_WAY
     group = QuickGroup(3)
-    rollout = RemoteRollout(group, WeightWay([group]))
-    rollout.add([request(0, 1), request(2)])
+    rollout = RemoteRollout(group, WeightRoute([group]))
+    rollout.add([request(0), request(1)])
     assert rollout.work() == [next_, next_, none]
     rollout.advance(32)
-    assert rollout.work() == [next_, under_way, none], "the first was collected from"
+    assert rollout.work() == [none, under_way, none], "the first was collected from"
     while rollout.advance(32):
         pass
     assert rollout.work() == [none] * 3
 
 
 def test_counters_of_all_workers_are_added_up() -> None:
-    rollout = RemoteRollout(group := QuickGroup(2), WeightWay([group]))
+    rollout = RemoteRollout(group := QuickGroup(2), WeightRoute([group]))
     assert rollout.metrics() == {}
     rollout.add([request(0, 1, 2), request(3)])
     while rollout.advance(32):
@@ -171,7 +200,7 @@ def test_counters_of_all_workers_are_added_up() -> None:
 
 
 def test_what_has_settled_comes_with_the_next_advances() -> None:
-    rollout = RemoteRollout(group := Group(2), WeightWay([]))
+    rollout = RemoteRollout(group := Group(2), WeightRoute([]))
     rollout.add([request(1), request(2), request(3), request(4)])
     (first,) = rollout.advance()
     assert EngineWork.UNDER_WAY in rollout.work()
@@ -190,7 +219,7 @@ def test_what_has_settled_comes_with_the_next_advances() -> None:
 def test_without_staging_what_is_under_way_is_collected_before_weights_come() -> None:
     """It would be computed before them anyway, and its worker would seem to go on meanwhile."""
     group = QuickGroup(2)
-    rollout = RemoteRollout(group, WeightWay([group]))
+    rollout = RemoteRollout(group, WeightRoute([group]))
     rollout.add([request(0, 1), request(2, 3)])
     rollout.advance(32)
     assert not rollout.set_weights_version(1)

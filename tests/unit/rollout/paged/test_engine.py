@@ -23,6 +23,7 @@ from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngin
 from tandem.rollout.paged.cache import PAGE_TOKENS
 from tandem.rollout.paged.engine import PagedRolloutEngine
 from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams
+from tests.fakes.draining import drain_by_sample
 from tests.fakes.tiny_decoder import tiny_decoder
 
 VOCABULARY = 40
@@ -57,13 +58,6 @@ def _request(
     return GenerationRequest(tuple(range(first_id, first_id + n)), prompt, sampling)
 
 
-def _drain(engine: PagedRolloutEngine | NativeRolloutEngine) -> dict[int, Completion]:
-    finished: dict[int, Completion] = {}
-    while completions := engine.advance():
-        finished.update({completion.sample_id: completion for completion in completions})
-    return finished
-
-
 def _generate(
     decoder: Decoder,
     requests: list[GenerationRequest],
@@ -75,7 +69,7 @@ def _generate(
         decoder, config, make_capturer=eager, num_multiprocessors=num_multiprocessors
     )
     engine.add(requests)
-    return _drain(engine)
+    return drain_by_sample(engine)
 
 
 def _expected(decoder: Decoder, requests: list[GenerationRequest]) -> dict[int, Completion]:
@@ -88,7 +82,7 @@ def _expected(decoder: Decoder, requests: list[GenerationRequest]) -> dict[int, 
     )
     engine = NativeRolloutEngine(decoder, config)
     engine.add(requests)
-    return _drain(engine)
+    return drain_by_sample(engine)
 
 
 def _assert_same(actual: dict[int, Completion], expected: dict[int, Completion]) -> None:
@@ -108,7 +102,7 @@ def test_tokens_are_those_of_the_dense_engine(decoder: Decoder) -> None:
     engine = PagedRolloutEngine(decoder, CONFIG, make_capturer=eager, num_multiprocessors=1)
     engine.add(requests)
     assert engine.num_prefilled_tokens == 0
-    finished = _drain(engine)
+    finished = drain_by_sample(engine)
     _assert_same(finished, _expected(decoder, requests))
     assert {c.finish_reason for c in finished.values()} == {FinishReason.STOP, FinishReason.LENGTH}
     assert engine.num_decoded_tokens == sum(len(c.token_ids) for c in finished.values())
@@ -127,7 +121,7 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples(decoder: Decoder) -> Non
     single = replace(SAMPLED, max_new_tokens=1)
     requests = [_request(0, n=3, length=PAGE_TOKENS + 3, sampling=single)]
     engine.add(requests)
-    _assert_same(_drain(engine), _expected(decoder, requests))
+    _assert_same(drain_by_sample(engine), _expected(decoder, requests))
     assert engine.num_prefilled_tokens == PAGE_TOKENS + 3
 
 
@@ -147,7 +141,7 @@ def test_preempted_sequences_continue_with_the_same_tokens(decoder: Decoder) -> 
     config = replace(CONFIG, max_cache_bytes=3 * PAGE_BYTES)
     engine = PagedRolloutEngine(decoder, config, make_capturer=eager, num_multiprocessors=1)
     engine.add(requests)
-    completions = _drain(engine)
+    completions = drain_by_sample(engine)
     assert engine.num_preempted == 1
     _assert_same(completions, _expected(decoder, requests))
 
@@ -164,7 +158,7 @@ def test_longer_requests_may_come_while_others_are_under_way(decoder: Decoder) -
     assert set(finished) == {0}
     engine.set_weights_version(4)
     engine.add([longer])
-    finished |= _drain(engine)
+    finished |= drain_by_sample(engine)
     _assert_same(finished, _expected(decoder, [*first, longer]))
     assert [finished[i].weights_version for i in range(3)] == [0, 0, 4]
 
@@ -173,12 +167,12 @@ def test_the_engine_reads_the_decoders_own_storage(decoder: Decoder) -> None:
     engine = PagedRolloutEngine(decoder, CONFIG, make_capturer=eager, num_multiprocessors=1)
     greedy = replace(SAMPLED, temperature=0.0, max_new_tokens=3, ignore_eos=True)
     engine.add([_request(0, sampling=greedy)])
-    before = _drain(engine)[0]
+    before = drain_by_sample(engine)[0]
     with torch.no_grad():
         decoder.final_norm.weight.neg_()
     expected = _expected(decoder, [_request(0, sampling=greedy)])
     engine.add([_request(0, sampling=greedy)])
-    after = _drain(engine)
+    after = drain_by_sample(engine)
     with torch.no_grad():
         decoder.final_norm.weight.neg_()
     assert after[0].token_ids != before.token_ids

@@ -19,6 +19,7 @@ from tandem.rollout.paged.cache import PAGE_TOKENS
 from tandem.rollout.paged.engine import WINDOW_TOKENS, PagedRolloutEngine
 from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import Completion, FinishReason, GenerationRequest, SamplingParams
+from tests.fakes.draining import drain
 from tests.fakes.tiny_decoder import tiny_decoder
 from tests.unit.rollout.definition import assert_drawn, weights_of
 
@@ -55,13 +56,6 @@ def request(
 
 def paged(decoder: Decoder, config: NativeRolloutConfig = CONFIG) -> PagedRolloutEngine:
     return PagedRolloutEngine(decoder, config, make_capturer=eager, num_multiprocessors=1)
-
-
-def drain(engine: PagedRolloutEngine) -> list[Completion]:
-    finished: list[Completion] = []
-    while completions := engine.advance():
-        finished += completions
-    return finished
 
 
 def test_each_prompt_is_prefilled_again_once_and_samples_behind_it(decoder: Decoder) -> None:

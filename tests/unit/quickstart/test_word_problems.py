@@ -8,16 +8,14 @@ from collections import Counter
 
 import pytest
 
-from tandem.quickstart.task import (
+from tandem.quickstart.word_problems import (
     MAX_FACTOR,
     MAX_TERM,
     TEMPLATES,
+    WORD_PROBLEMS,
     Problem,
     Step,
     correct,
-    demonstrations,
-    draw_problems,
-    draw_unseen_problems,
     stops_early,
     takes_wrong_sign,
 )
@@ -30,7 +28,7 @@ def last_number(answer: str) -> str:
 
 @pytest.fixture(scope="module")
 def problems() -> list[Problem]:
-    return draw_problems(2000, seed=3)
+    return WORD_PROBLEMS.draw(2000, seed=3)
 
 
 def test_every_line_of_arithmetic_is_true_in_every_answer(problems: list[Problem]) -> None:
@@ -71,7 +69,7 @@ def test_bad_habits_give_wrong_answers_nearly_always(problems: list[Problem]) ->
 
 
 def test_writers_are_mixed_as_weighted(problems: list[Problem]) -> None:
-    answers = [answer for _, answer in demonstrations(problems, seed=0)]
+    answers = [answer for _, answer in WORD_PROBLEMS.demonstrations(problems, seed=0)]
     pairs = list(zip(problems, answers, strict=True))
     good = sum(last_number(answer) == problem.result for problem, answer in pairs)
     short = sum(answer.count("\n") == 1 for answer in answers)
@@ -88,7 +86,7 @@ def test_numbers_stay_in_range_and_templates_are_even(problems: list[Problem]) -
 
 
 def test_held_out_combinations_never_meet_training(problems: list[Problem]) -> None:
-    unseen = draw_unseen_problems(100, seed=4)
+    unseen = WORD_PROBLEMS.draw_unseen(100, seed=4)
     trained = {(problem.template, problem.numbers) for problem in problems}
     held_out = {(problem.template, problem.numbers) for problem in unseen}
     assert len(held_out) == len(unseen) == 100
@@ -97,9 +95,9 @@ def test_held_out_combinations_never_meet_training(problems: list[Problem]) -> N
 
 
 def test_draws_are_repeatable_distinct_and_leave_out_what_they_are_told() -> None:
-    first = draw_problems(500, seed=9)
-    assert first == draw_problems(500, seed=9)
+    first = WORD_PROBLEMS.draw(500, seed=9)
+    assert first == WORD_PROBLEMS.draw(500, seed=9)
     questions = {problem.question for problem in first}
     assert len(questions) == 500
-    other = draw_problems(500, seed=9, but_not=questions)
+    other = WORD_PROBLEMS.draw(500, seed=9, but_not=questions)
     assert not questions & {problem.question for problem in other}

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys that choose a capability of verl that is not built: each with its harmless values.
+
+A harmless value leaves training as it is, so the key is accepted without effect. Any other value is
+refused, because the run would train something else than was asked for. The keys below a section of
+this table are read only by the capability and stand in ``schema.ignored``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Unbuilt:
+    """A capability that is not built.
+
+    Attributes:
+        capability: the name of the capability, as a subject of "is not built".
+        harmless: the values that do not ask for it; the first one is verl's default.
+        remedy: the way to the same aim, if there is one; "" for leaving the key out.
+    """
+
+    capability: str
+    harmless: tuple[Any, ...] = (False, None)
+    remedy: str = ""
+
+
+_QAT = Unbuilt("quantization-aware training")
+_ROUTER = Unbuilt("replay of a router's choices", ("disabled", None))
+_LORA = Unbuilt("LoRA", (0, None))
+_MTP = Unbuilt("multi-token prediction")
+_ENGINE = Unbuilt("a training engine other than FSDP", ("fsdp", "fsdp2", None))
+_LATE_SCHEDULE = Unbuilt("a learning rate schedule that counts from 1", (True, None))
+_RECORDED = Unbuilt("training on recorded rollouts")
+_AGENT = "a rollout by an agent"
+_AGENT_KEYS = ("agent_loop_config_path", "agent_loop_manager_class", "custom_async_server.path")
+_SERVED_MODEL = Unbuilt(
+    "a reward model behind a server", (None,), "Name the model in reward_model.model.path."
+)
+_OWN_MANAGER = "a class of your own as reward manager"
+_SCORE = "Compute the score in custom_reward_function.path."
+_FSDP_SECTION = {"qat.enable": _QAT, "strategy": _ENGINE}
+_DROPOUT = Unbuilt("dropout", (0, None))
+_OTHER_CONFIG = "Change config.json in a copy of the model's folder."
+_MODEL_SECTION = {
+    "lora.rank": _LORA,
+    "lora_adapter_path": Unbuilt("LoRA", (None,)),
+    "mtp.enable": _MTP,
+    "external_lib": Unbuilt("the import of a module before the model", (None,)),
+    "hf_config_path": Unbuilt("a config.json from another folder", (None,), _OTHER_CONFIG),
+    "tokenizer_path": Unbuilt("a tokenizer from another folder than the model", (None,)),
+    "override_config": Unbuilt("a change of the model's config.json", ({}, None), _OTHER_CONFIG),
+    **{
+        f"override_config.{key}": _DROPOUT
+        for key in (
+            "attention_dropout",
+            "attn_pdrop",
+            "embd_pdrop",
+            "hidden_dropout",
+            "resid_pdrop",
+        )
+    },
+}
+_OPTIM_SECTION = {
+    "zero_indexed_step": _LATE_SCHEDULE,
+    "optimizer_impl": Unbuilt("an optimizer of another package", ("torch.optim", None)),
+    "override_optimizer_config": Unbuilt("another argument of the optimizer", ({}, None)),
+}
+_OWN_CLASS = ("path", "name", "class_path", "class_name")
+_OWN_SAMPLER = Unbuilt("a sampler of your own", (None,), "Order the rows of the files.")
+_OWN_GENERATOR = Unbuilt("generation of training rows", (None,))
+_TOOLS = Unbuilt("tools", (None,))
+
+_ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
+    "data": {
+        "image_key": Unbuilt("training on images", ("images", None)),
+        "video_key": Unbuilt("training on videos", ("videos", None)),
+        "audio_key": Unbuilt("training on sound", ("audios", None)),
+        "tool_config_path": _TOOLS,
+        "function_tool_path": _TOOLS,
+        **{f"sampler.{key}": _OWN_SAMPLER for key in _OWN_CLASS},
+        **{f"datagen.{key}": _OWN_GENERATOR for key in _OWN_CLASS},
+    },
+    "algorithm": {"use_pf_ppo": Unbuilt("PF-PPO, which draws samples by their reward")},
+    "actor_rollout_ref.model": _MODEL_SECTION,
+    "actor_rollout_ref.actor.fsdp_config": _FSDP_SECTION,
+    "actor_rollout_ref.actor.optim": _OPTIM_SECTION,
+    "actor_rollout_ref.actor": {"qat.enable": _QAT, "router_replay.mode": _ROUTER},
+    "actor_rollout_ref.ref.fsdp_config": _FSDP_SECTION,
+    "actor_rollout_ref.ref": {
+        "model": Unbuilt("a reference that is another model than the actor", ({}, None)),
+        "router_replay.mode": _ROUTER,
+    },
+    "actor_rollout_ref.rollout": {
+        "agent.default_agent_loop": Unbuilt(_AGENT, ("single_turn_agent", None)),
+        **{f"agent.{key}": Unbuilt(_AGENT, (None,)) for key in _AGENT_KEYS},
+        "enable_rollout_routing_replay": Unbuilt("replay of a router's choices"),
+        "logprobs_mode": Unbuilt(
+            "a log-prob other than that of the drawn distribution", ("processed_logprobs", None)
+        ),
+        "nnodes": Unbuilt(
+            "a number of nodes for generation alone",
+            (0, None),
+            "Set actor_rollout_ref.hybrid_engine=False, which gives half of the devices to "
+            "generation; trainer.separated_node_ratios sets other shares.",
+        ),
+        "over_sample_rate": Unbuilt("the drop of the slowest samples", (0, None)),
+        "quantization": Unbuilt("a quantized rollout", (None,)),
+        "skip_rollout": _RECORDED,
+    },
+    "critic.model": {
+        **_MODEL_SECTION,
+        "rope_scaling": Unbuilt("a change of positions", ({}, None)),
+    },
+    "critic.model.fsdp_config": _FSDP_SECTION,
+    "critic.optim": _OPTIM_SECTION,
+    "reward_model.model": _MODEL_SECTION,
+    "reward_model": {
+        "sandbox_fusion.url": Unbuilt("a sandbox for reward code", (None,)),
+        "model_path": _SERVED_MODEL,
+        "reward_loop_source": Unbuilt(_OWN_MANAGER, ("register", None), _SCORE),
+        "reward_loop_module_path": Unbuilt(_OWN_MANAGER, (None,), _SCORE),
+        "reward_loop_class_name": Unbuilt(_OWN_MANAGER, ("custom_reward_manager", None), _SCORE),
+    },
+}
+UNBUILT_RUN: Mapping[str, Unbuilt] = {
+    **{f"{role}.{key}": entry for role, table in _ROLES.items() for key, entry in table.items()},
+    "distillation.enabled": Unbuilt("distillation from a teacher"),
+    "model_engine": Unbuilt(
+        "a training engine other than FSDP (Megatron, MindSpeed, TorchTitan, VeOmni)", ("dp", None)
+    ),
+    **{f"skip.{kind}.enable": _RECORDED for kind in ("rollout", "async_rollout", "rollout_tq")},
+    "trainer.v1.trainer_mode": Unbuilt(
+        "an asynchronous mode of verl's v1 trainer",
+        ("sync", None),
+        "Set trainer.async_pipeline=True trainer.generate_ahead_steps=1 "
+        "actor_rollout_ref.hybrid_engine=False for asynchronous training.",
+    ),
+    "trainer.v1.sampler.custom_sampler.path": Unbuilt("a sampler of your own", (None,)),
+}
+UNBUILT_SFT: Mapping[str, Unbuilt] = {
+    **{f"model.{key}": entry for key, entry in _MODEL_SECTION.items()},
+    **{f"engine.{key}": entry for key, entry in _FSDP_SECTION.items()},
+    **{f"optim.{key}": entry for key, entry in _OPTIM_SECTION.items()},
+}

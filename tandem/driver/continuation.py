@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison of a run's settings with those of the checkpoint that it continues from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from tandem.checkpoint.store import Checkpoint
+from tandem.config.check.continuation import ANOTHER_EXPERIMENT, Change, changed_settings
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
+from tandem.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+def require_same_experiment(
+    config: RunConfig | SftConfig, checkpoint: Checkpoint, *, total_steps: int
+) -> tuple[Change, ...]:
+    """Return the settings that changed since a checkpoint, and log them.
+
+    Raises:
+        UserError: the run trains, and they make another experiment without
+            ``trainer.resume_mode=resume_path``, or no step is left to train with them.
+    """
+    trainer, earlier = config.trainer, checkpoint.read_config()
+    if earlier is None:
+        logger.warning("%s has no configuration to compare with this one", checkpoint.folder)
+        return ()
+    changes = changed_settings(config, earlier)
+    others = [change for change in changes if change.key in ANOTHER_EXPERIMENT]
+    if others and trainer.resume_mode != "resume_path" and not trainer.val_only:
+        raise UserError(
+            "trainer.resume_mode",
+            trainer.resume_mode,
+            rule=f"{checkpoint.folder} belongs to another experiment ({_listed(others)})",
+            remedy="Set these keys back, choose another trainer.default_local_dir, or set "
+            "trainer.resume_mode=disable, which keeps the earlier run in a folder of its own. If "
+            "the change is meant, set trainer.resume_mode=resume_path and "
+            f"trainer.resume_from_path={checkpoint.folder}.",
+        )
+    if changes and checkpoint.step >= total_steps and not trainer.val_only:
+        raise UserError(
+            "trainer.total_training_steps",
+            total_steps,
+            rule=f"step {checkpoint.step} is trained already, and nothing would be trained with "
+            f"the settings that changed ({_listed(changes)})",
+            remedy="Raise it, or trainer.total_epochs, to train further steps; choose another "
+            "trainer.default_local_dir; or set trainer.resume_mode=disable to train anew, which "
+            "keeps the earlier run in a folder of its own.",
+        )
+    if changes:
+        logger.warning("settings changed since step %d: %s", checkpoint.step, _listed(changes))
+    return changes
+
+
+def _listed(changes: Sequence[Change]) -> str:
+    return ", ".join(map(str, changes))

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rewards of a run by its configuration: their check before the start, and their processes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from tandem.config.schema.imports import PACKAGE_PREFIX, PICKLE_SUFFIX
+from tandem.config.schema.run import RunConfig
+from tandem.data.prompts import PromptEntry
+from tandem.driver.execution import complete
+from tandem.pipeline.reward_phase import overlong_buffer
+from tandem.rewards.custom import RewardFunction
+from tandem.rewards.log import REWARD_LOG_FILE, LoggedRewards
+from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
+from tandem.rewards.rate_limit import RateLimitedRewards, RateLimits
+from tandem.rewards.routing import check_sources
+from tandem.rewards.scoring import RewardSpec
+from tandem.types import RewardRequest
+
+_MEBIBYTE = 1 << 20
+
+
+def check_rewards(config: RunConfig, entries: Sequence[PromptEntry]) -> None:
+    """Raise UserError unless the built-in rules or the user's functions can score ``entries``.
+
+    Functions are tried on the first entry: with its ground truth as the response, and if that
+    fails, with an empty response.
+    """
+    if not entries:
+        return
+    spec = reward_spec(config)
+    if not spec.functions:
+        check_sources({entry.data_source for entry in entries})
+        return
+    first = entries[0]
+    trials = [
+        RewardRequest(
+            first.data_source,
+            response,
+            first.ground_truth,
+            first.extra_info,
+            num_tokens=1,
+            prompt=first.messages,
+        )
+        for response in (str(first.ground_truth), "")
+    ]
+    complete(lambda: check_reward(spec, _limits(config), trials=trials))
+
+
+@asynccontextmanager
+async def open_rewards(config: RunConfig) -> AsyncIterator[LoggedRewards]:
+    """Yield the scorer of a run, whose processes end with the context."""
+    log = config.trainer.run_folder / REWARD_LOG_FILE
+    async with RewardPool(reward_spec(config), _limits(config, log=str(log))) as pool:
+        yield LoggedRewards(_rate_limited(config, pool), log)
+
+
+def reward_spec(config: RunConfig) -> RewardSpec:
+    """Return the reward functions and the shaping of the reward."""
+    custom = config.custom_reward_function
+    weights = custom.weights or (1.0,) * len(custom.path)
+    functions = tuple(
+        RewardFunction(
+            *_split(path, custom.name), weight=weight, reward_kwargs=custom.reward_kwargs
+        )
+        for path, weight in zip(custom.path, weights, strict=True)
+    )
+    is_batch = config.reward_model.reward_manager == "batch"
+    return RewardSpec(functions, overlong=overlong_buffer(config), needs_batch=is_batch)
+
+
+def _split(path: str, name: str) -> tuple[str, str]:
+    """Return file or module and function of ``reward.py:f``; a dotted path keeps its function."""
+    place, colon, function = path.rpartition(":")
+    if not colon or not function.isidentifier():
+        return path, name
+    is_file = place.endswith((".py", PICKLE_SUFFIX)) or place.startswith(PACKAGE_PREFIX)
+    return (place if is_file else path), function
+
+
+def _limits(config: RunConfig, *, log: str | None = None) -> RewardLimits:
+    reward = config.reward
+    return RewardLimits(
+        num_processes=reward.num_workers,
+        deadline_s=reward.timeout_s,
+        memory_limit_bytes=reward.memory_limit_mb * _MEBIBYTE,
+        log=log,
+    )
+
+
+def _rate_limited(config: RunConfig, pool: RewardPool) -> RewardPool | RateLimitedRewards:
+    reward = config.reward
+    if config.reward_model.reward_manager != "rate_limited":
+        return pool
+    limits = RateLimits(
+        reward.max_concurrent,
+        max_calls=reward.max_rpm,
+        max_tokens=reward.max_tpm,
+        tokens_per_call=reward.estimated_tokens_per_request,
+    )
+    return RateLimitedRewards(pool, limits)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python API: ``tandem.train`` and ``tandem.sft``, which run what the command line runs."""

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The callback ``on_step``: it sees the metrics of each step and may end the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tandem.driver.execution import StopSwitch
+from tandem.types import StepReport
+
+_TRAINING_METRIC = "training/epoch"
+"""A metric of every training step, which the record of a validation lacks."""
+
+
+class StopTraining(Exception):
+    """The exception by which ``on_step`` ends a run. The run saves a checkpoint and returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """The argument of ``on_step``.
+
+    Attributes:
+        step: the number of the training step, from 1.
+        metrics: its metrics by name; docs/metrics.md explains them.
+        validation: the metrics of the last validation that has ended; {} before the first.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    validation: Mapping[str, float]
+
+
+OnStep = Callable[[StepMetrics], object]
+
+
+class CallbackSink:
+    """A ``tandem.api.MetricSink`` that calls ``on_step`` after each training step.
+
+    Attributes:
+        error: the exception of the callback; it stops the run, which saves, and is raised later.
+    """
+
+    def __init__(self, on_step: OnStep | None, switch: StopSwitch) -> None:
+        self._on_step = on_step
+        self._switch = switch
+        self._validation: Mapping[str, float] = {}
+        self.error: Exception | None = None
+
+    def write(self, report: StepReport) -> None:
+        """Call the function, unless it has ended the run or ``report`` is only a validation."""
+        metrics = dict(report.metrics)
+        found = {name: value for name, value in metrics.items() if name.startswith("val")}
+        self._validation = found or self._validation
+        if self._on_step is None or self.error is not None or _TRAINING_METRIC not in metrics:
+            return
+        try:
+            self._on_step(StepMetrics(report.step, metrics, self._validation))
+        except Exception as error:
+            self.error = error
+            self._switch.press()
+
+    def close(self) -> None:
+        """Do nothing: the caller owns the function."""

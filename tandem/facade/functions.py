@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python functions as files, which reward processes load.
+
+A function of an importable module is stored as its name; a function of a notebook or a script is
+stored itself, with the globals that it uses.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
+from pathlib import Path
+from typing import Any, cast
+
+import cloudpickle
+
+from tandem.config.schema.imports import PICKLE_SUFFIX
+from tandem.errors import UserError
+from tandem.facade.rows import INPUTS_FOLDER, digest, write_once
+
+Reward = Callable[..., Any] | str | tuple[Callable[..., Any] | str, float]
+Rewards = Reward | Mapping[str, Reward] | Iterable[Reward]
+
+
+def reward_keys(rewards: Rewards, *, folder: Path) -> dict[str, Any]:
+    """Return the keys of reward functions, after writing those that are Python objects.
+
+    Args:
+        folder: the run folder.
+
+    Raises:
+        UserError: there is no entry, or one is no function with a weight, or cannot be sent to
+            another process.
+    """
+    paths: list[str] = []
+    weights: list[float] = []
+    named = _named(rewards)
+    if not named:
+        rule = "there is no function"
+        raise UserError("rewards", rule=rule, remedy="Leave rewards out for the built-in rules.")
+    for name, entry in named:
+        function, weight = entry if _has_weight(entry) else (entry, 1.0)
+        paths.append(_path(name, function, folder=folder))
+        weights.append(float(weight))
+    is_sum = any(weight != 1.0 for weight in weights)
+    return {
+        "custom_reward_function.path": paths,
+        **({"custom_reward_function.weights": weights} if is_sum else {}),
+    }
+
+
+def _named(rewards: Rewards) -> list[tuple[str, Any]]:
+    if isinstance(rewards, Mapping):
+        return list(cast(Mapping[str, Any], rewards).items())
+    is_one = callable(rewards) or isinstance(rewards, str) or _has_weight(rewards)
+    is_one = is_one or not isinstance(rewards, Iterable)
+    entries: list[Any] = [rewards] if is_one else list(cast(Iterable[Any], rewards))
+    return [(_name(entry), entry) for entry in entries]
+
+
+def _has_weight(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], Real)
+
+
+def _name(entry: Any) -> str:
+    function = entry[0] if isinstance(entry, tuple) else entry
+    name = getattr(function, "__name__", type(function).__name__)
+    return name if name.isidentifier() else "reward"
+
+
+def _path(name: str, function: Any, *, folder: Path) -> str:
+    if isinstance(function, str):
+        return function
+    if not callable(function):
+        raise UserError(
+            f"rewards[{name!r}]",
+            function,
+            rule="is not a function",
+            remedy="Give a function, or a pair of a function and its weight.",
+        )
+    if not name.isidentifier():
+        raise UserError("rewards", name, rule="is not a name", remedy="Use letters, digits and _.")
+    try:
+        content = cloudpickle.dumps(function)
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"rewards[{name!r}]",
+            rule=f"the function cannot be sent to another process ({error})",
+            remedy="Make connections, locks and models inside the function, or in a module that it "
+            "imports.",
+        ) from error
+    path = folder / INPUTS_FOLDER / f"{name}-{digest(content)}{PICKLE_SUFFIX}"
+    return f"{write_once(path, content)}:{name}"

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tandem.train`` and ``tandem.sft``: Python objects become files and keys, and the run of the
+command line follows.
+
+They block until the run has ended, in a script, a thread, or where an event loop is running. Errors
+are raised, and nothing here ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from tandem.config.parse.overrides import LoadedConfig
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
+from tandem.driver import sft as supervised
+from tandem.driver import train as reinforcement
+from tandem.driver.arguments import load_runnable
+from tandem.driver.execution import StopSwitch
+from tandem.driver.notices import notices
+from tandem.driver.run import Observer
+from tandem.errors import UserError
+from tandem.facade.callback import CallbackSink, OnStep, StopTraining
+from tandem.facade.functions import Rewards, reward_keys
+from tandem.facade.rows import Data, write_data
+from tandem.facade.run import Run
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = "trainer.default_local_dir"
+_OUTPUTS = Path("outputs")
+
+
+class Interrupted(KeyboardInterrupt):
+    """The end of a run by a signal, after it has saved its last step.
+
+    Attributes:
+        run: the handle of the run.
+        signal_number: the signal.
+    """
+
+    def __init__(self, run: Run, signal_number: int) -> None:
+        name = signal.Signals(signal_number).name
+        super().__init__(
+            f"{name}: the run was saved in {run.folder}; the same call with folder="
+            f"{str(run.folder)!r} continues it"
+        )
+        self.run = run
+        self.signal_number = signal_number
+
+
+def train(
+    *,
+    model: str | os.PathLike[str],
+    data: Data,
+    validation: Data | float | None = None,
+    rewards: Rewards | None = None,
+    on_step: OnStep | None = None,
+    keys: Mapping[str, Any] | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> Run:
+    """Train a model by reinforcement, as ``tandem train`` does; docs/python.md has examples.
+
+    Args:
+        model: a Hugging Face folder, or a name on the hub.
+        data: rows (mappings with prompt and ground_truth, or of verl's schema), or paths.
+        validation: rows, paths, or the share of ``data`` to validate on.
+        rewards: a function, a list of functions, or functions by name; each may be a pair with its
+            weight. None: the built-in rule of each row's data_source.
+        on_step: called after each step with ``StepMetrics``. It may raise ``StopTraining``.
+        keys: keys of ``tandem train`` with their values.
+        folder: the run folder; a run in it is continued. None: a new folder in ``outputs``.
+
+    Raises:
+        UserError: an argument, the data or the model cannot be used.
+        RunFailure: a process of the run failed.
+        Interrupted: a signal ended the run, after it was saved.
+    """
+    given = dict(keys or {})
+    run_folder = claim_folder("train", given, folder=folder)
+    files, held_out = write_data(data, validation, folder=run_folder, completes=True)
+    own = {
+        "actor_rollout_ref.model.path": os.fspath(model),
+        **_data_keys(files, held_out),
+        **({} if rewards is None else reward_keys(rewards, folder=run_folder)),
+    }
+    loaded = load_runnable(RunConfig, (), values=_merged(given, own, folder=run_folder))
+    return _run(loaded, reinforcement.run, on_step=on_step)
+
+
+def sft(
+    *,
+    model: str | os.PathLike[str],
+    data: Data,
+    validation: Data | float | None = None,
+    on_step: OnStep | None = None,
+    keys: Mapping[str, Any] | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> Run:
+    """Fine-tune a model on demonstrations, as ``tandem sft`` does.
+
+    The arguments and errors are those of ``train``. Rows have the columns that ``data.prompt_key``
+    and ``data.response_key`` name, or conversations with ``data.multiturn.enable``.
+    """
+    given = dict(keys or {})
+    run_folder = claim_folder("sft", given, folder=folder)
+    files, held_out = write_data(data, validation, folder=run_folder, completes=False)
+    own = {"model.path": os.fspath(model), **_data_keys(files, held_out)}
+    loaded = load_runnable(SftConfig, (), values=_merged(given, own, folder=run_folder))
+    return _run(loaded, supervised.run, on_step=on_step)
+
+
+def _data_keys(files: list[str], held_out: list[str]) -> dict[str, Any]:
+    return {"data.train_files": files, "data.val_files": held_out}
+
+
+def claim_folder(
+    command: str, given: Mapping[str, Any], *, folder: str | os.PathLike[str] | None
+) -> Path:
+    """Return the folder of the run; if neither argument nor key names one, make a new one, which
+    no other run that starts in this moment gets.
+    """
+    named = given.get(_FOLDER) if folder is None else folder
+    if named is not None:
+        return Path(named).expanduser()
+    stem = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        path = _OUTPUTS / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            break
+    return path
+
+
+def _merged(given: Mapping[str, Any], own: Mapping[str, Any], *, folder: Path) -> dict[str, Any]:
+    """Return all keys. Raise UserError if one is given by an argument and by ``keys``."""
+    flat = {
+        f"{key}.{name}": value
+        for key, section in given.items()
+        if isinstance(section, Mapping)
+        for name, value in cast(Mapping[str, Any], section).items()
+    }
+    for key, value in (*flat.items(), *given.items()):
+        if key not in own:
+            continue
+        raise UserError(
+            key,
+            value,
+            rule="another argument sets this key too",
+            remedy="Leave one of them out.",
+        )
+    if Path(given.get(_FOLDER, folder)).expanduser() != folder:
+        raise UserError(
+            _FOLDER, given[_FOLDER], rule="folder names another one", remedy="Leave one out."
+        )
+    return {**given, **own, _FOLDER: str(folder)}
+
+
+def _run(loaded: LoadedConfig[Any], start: Callable[..., int], *, on_step: OnStep | None) -> Run:
+    for notice in notices(loaded):
+        logger.warning("%s", notice)
+    switch = StopSwitch()
+    sink = CallbackSink(on_step, switch)
+    start(loaded.config, observer=Observer((sink,), switch))
+    run = Run(loaded.config.trainer.run_folder)
+    if sink.error is not None and not isinstance(sink.error, StopTraining):
+        sink.error.add_note(f"on_step raised this. The run was saved in {run.folder}.")
+        raise sink.error
+    if switch.signal_number is not None:
+        raise Interrupted(run, switch.signal_number)
+    return run

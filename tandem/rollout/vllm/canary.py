@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The canary: fixed tokens that are generated after each update, and must have the log-probs of the
+trainer's model.
+
+It finds weights that the engine loaded into the wrong place or did not use, which neither names nor
+checksums show.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from tandem.api import EngineFailure
+from tandem.models.language_model import LanguageModel
+from tandem.rollout.packing import pack
+from tandem.types import PackedBatch, TokenIds
+
+NUM_TOKENS = 8
+MAX_ERROR = {torch.float32: 1e-3}
+"""The largest mean difference of log-probs, by the dtype of the weights."""
+MAX_ROUNDED_ERROR = 0.2
+"""The largest mean difference in any other dtype."""
+
+
+def fixed_tokens(vocabulary: int) -> tuple[TokenIds, TokenIds]:
+    """Return the prompt and the tokens after it."""
+    ids = tuple((37 * index + 5) % vocabulary for index in range(2 * NUM_TOKENS))
+    return ids[:NUM_TOKENS], ids[NUM_TOKENS:]
+
+
+@torch.no_grad()
+def expected_log_probs(model: LanguageModel) -> Tensor:
+    """Return the log-probs (R,) of the fixed tokens under the trainer's model, on the CPU."""
+    prompt, response = fixed_tokens(model.lm_head_weight.shape[0])
+    packed = pack([prompt + response[:-1]], [0], prefix_starts=[0], device=torch.device("cpu"))
+    target_R = torch.tensor(response)
+    source_R = torch.arange(len(prompt) - 1, len(packed.token_T))
+    batch = PackedBatch(
+        token_ids_T=packed.token_T,
+        position_ids_T=packed.position_T,
+        segments=packed.segments,
+        source_R=source_R,
+        target_R=target_R,
+        sequence_R=torch.zeros_like(target_R),
+        num_sequences=1,
+    )
+    h_RD = model.hidden(batch)[source_R.to(model.lm_head_weight.device)]
+    logits_RV = F.linear(h_RD, model.lm_head_weight).float().cpu()
+    return torch.log_softmax(logits_RV, -1).gather(1, target_R[:, None])[:, 0]
+
+
+def require_equal(expected_R: Tensor, found_R: Tensor, *, version: int, dtype: torch.dtype) -> None:
+    """Raise EngineFailure if the log-probs differ by more than rounding, or are not finite."""
+    error = float((found_R - expected_R).abs().mean())
+    if not error <= MAX_ERROR.get(dtype, MAX_ROUNDED_ERROR):
+        raise EngineFailure(
+            f"vLLM: version {version} was not loaded as the trainer has it: log-probs of fixed "
+            f"tokens differ by {error:.1e} on average"
+        )

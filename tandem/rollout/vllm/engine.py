@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's ``LLMEngine`` as a rollout engine, in the process of the worker and on one device.
+
+There are no child processes and no ports. Tokens are drawn by the keyed draw of the native engines
+(``draw``), and weights come through vLLM's own loader (``weights``). After each update a canary
+must have the trainer's log-probs before any completion is returned (``canary``). Prefix caches are
+keyed by weights version, and emptied unless the engine keeps its cache.
+
+Tensor parallelism and several engines of one run are not built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.api import Capacity, EngineFacts, EngineFailure
+from tandem.rollout.completion import complete
+from tandem.rollout.factory import EngineSpec
+from tandem.rollout.feed import checkpoint_views
+from tandem.rollout.keyed_random import stream_keys
+from tandem.rollout.sampler import DrawRule
+from tandem.rollout.vllm.canary import NUM_TOKENS, expected_log_probs, fixed_tokens, require_equal
+from tandem.rollout.vllm.draw import GREEDY, Stream, processor_class
+from tandem.rollout.vllm.library import of_vllm
+from tandem.rollout.vllm.weights import VllmSink
+from tandem.types import Completion, GenerationRequest, SliceSpec, TokenIds
+
+_CANARY = "canary"
+_FIRST, _LATER = -1, 0
+"""Priorities: a canary does not wait for samples."""
+
+
+@dataclass(slots=True)
+class _Sample:
+    sample_id: int
+    prompt_ids: TokenIds
+    stream: Stream
+    eos_ids: TokenIds
+
+
+class VllmRolloutEngine:
+    """An ``api.RolloutEngine`` over a vLLM engine, which ``build`` makes."""
+
+    def __init__(self, spec: EngineSpec, engine: Any, *, streams: dict[str, Stream]) -> None:
+        """Take ``engine``, whose logits processor draws for ``streams``."""
+        self._spec, self._engine, self._streams = spec, engine, streams
+        config, cache = spec.config, engine.vllm_config.cache_config
+        self._keeps_cache = config.partial_rollout == "keep_cache"
+        self.facts = EngineFacts(
+            shares_weights=False,
+            draws_by_key=True,
+            stops_within_sequences=True,
+            keeps_cache=self._keeps_cache,
+        )
+        self.capacity = Capacity(config.max_num_seqs, cache.num_gpu_blocks * cache.block_size)
+        manifest = [
+            SliceSpec(name, view.dtype, tuple(view.shape), (0,) * view.ndim, tuple(view.shape))
+            for name, view in checkpoint_views(spec.model)
+        ]
+        worker = engine.model_executor.driver_worker
+        self._sink = VllmSink(worker, manifest, on_end=self._expect)
+        self._samples: dict[str, _Sample] = {}
+        self._finished: list[Completion] = []
+        self._expected_R: Tensor | None = None
+        self._version = -1
+        self._is_asleep = self._is_closed = False
+        self._num_prefilled_tokens = self._num_decoded_tokens = 0
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests."""
+        for request in requests:
+            sampling = request.sampling
+            keys = stream_keys(self._spec.config.seed, request.sample_ids).tolist()
+            eos_ids = () if sampling.ignore_eos else tuple(self._spec.eos_ids)
+            for sample_id, key in zip(request.sample_ids, keys, strict=True):
+                stream = Stream(key, DrawRule.of(sampling))
+                stream.use_version(self._version)
+                name = str(sample_id)
+                self._samples[name] = _Sample(sample_id, request.prompt_ids, stream, eos_ids)
+                length = sampling.max_new_tokens
+                self._request(
+                    name, request.prompt_ids, stream=stream, eos_ids=eos_ids, length=length
+                )
+
+    def advance(self, max_steps: int | None = None) -> list[Completion]:
+        """Generate until a sequence finishes, and until the canary has passed."""
+        num_steps = 0
+        while self._has_work() and num_steps != max_steps:
+            self._step()
+            num_steps += 1
+        if _CANARY in self._streams:
+            return []
+        finished, self._finished = self._finished, []
+        return finished
+
+    def settle(self) -> None:
+        """Return at once: nothing is computed between two steps."""
+
+    def set_weights_version(self, version: int) -> bool:
+        """Tag later tokens with ``version``, and check weights that have come."""
+        is_new = self._expected_R is not None and _CANARY not in self._streams
+        if version == self._version and not is_new:
+            return True
+        if not self._keeps_cache and not self._engine.reset_prefix_cache(
+            reset_running_requests=True
+        ):
+            raise EngineFailure("vLLM did not empty its prefix cache")
+        self._version = version
+        for sample in self._samples.values():
+            sample.stream.use_version(version)
+        if is_new:
+            prompt, forced = fixed_tokens(self._spec.model.lm_head_weight.shape[0])
+            stream = Stream(0, GREEDY, forced)
+            self._request(
+                _CANARY, prompt, stream=stream, eos_ids=(), length=NUM_TOKENS, priority=_FIRST
+            )
+        return True
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return how many tokens of finished sequences were prefilled and decoded."""
+        return {
+            "num_prefilled_tokens": self._num_prefilled_tokens,
+            "num_decoded_tokens": self._num_decoded_tokens,
+        }
+
+    def sink(self) -> VllmSink:
+        """Return where new weights go."""
+        return self._sink
+
+    def sleep(self) -> bool:
+        """Free weights and cache, unless there is something to generate."""
+        if self._samples or self._finished:
+            return False
+        self._drop_canary()
+        if not self._is_asleep and self._engine.vllm_config.model_config.enable_sleep_mode:
+            self._engine.sleep(level=2)
+        self._is_asleep = True
+        return True
+
+    def wake(self) -> None:
+        """Allocate weights and cache again."""
+        if self._is_asleep and self._engine.vllm_config.model_config.enable_sleep_mode:
+            self._engine.wake_up()
+        self._is_asleep = False
+
+    def close(self) -> None:
+        """Free the engine, and end the process group that vLLM opened."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._engine.engine_core.shutdown()
+        parallel_state = of_vllm("distributed", "parallel_state")
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+    def _has_work(self) -> bool:
+        if _CANARY in self._streams:
+            return bool(self._samples or self._finished)
+        return bool(self._samples) and not self._finished
+
+    def _request(
+        self,
+        name: str,
+        prompt_ids: TokenIds,
+        *,
+        stream: Stream,
+        eos_ids: TokenIds,
+        length: int,
+        priority: int = _LATER,
+    ) -> None:
+        self._streams[name] = stream
+        params = of_vllm("sampling_params", "SamplingParams")(
+            temperature=0.0,
+            max_tokens=length,
+            detokenize=False,
+            ignore_eos=not eos_ids,
+            stop_token_ids=list(eos_ids),
+            output_kind=of_vllm("sampling_params", "RequestOutputKind").FINAL_ONLY,
+            extra_args={"stream": name},
+        )
+        prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": str(self._version)}
+        try:
+            self._engine.add_request(name, prompt, params, priority=priority)
+        except ValueError as error:
+            raise EngineFailure(f"vLLM: {first_line(error)}") from error
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except RuntimeError as error:
+            raise EngineFailure(f"vLLM: {first_line(error)}") from error
+        for output in outputs:
+            if output.finished:
+                self._finish(output)
+
+    def _finish(self, output: Any) -> None:
+        stream = self._streams.pop(output.request_id)
+        token_ids = list(output.outputs[0].token_ids)
+        log_probs = stream.log_probs[: len(token_ids)]
+        if output.request_id == _CANARY:
+            dtype = self._spec.model.lm_head_weight.dtype
+            expected_R, self._expected_R = self._expected_R, None
+            assert expected_R is not None, "a canary runs only after an update"
+            found_R = torch.tensor(log_probs)
+            require_equal(expected_R, found_R, version=self._version, dtype=dtype)
+            return
+        sample = self._samples.pop(output.request_id)
+        self._num_prefilled_tokens += len(sample.prompt_ids) - (output.num_cached_tokens or 0)
+        self._num_decoded_tokens += len(token_ids)
+        self._finished.append(
+            complete(
+                sample.sample_id,
+                token_ids,
+                log_probs=log_probs,
+                eos_ids=sample.eos_ids,
+                versions=stream.versions,
+            )
+        )
+
+    def _expect(self) -> None:
+        self._drop_canary()
+        self._expected_R = expected_log_probs(self._spec.model)
+
+    def _drop_canary(self) -> None:
+        self._expected_R = None
+        if self._streams.pop(_CANARY, None) is not None:
+            self._engine.abort_request([_CANARY])
+
+
+def build(spec: EngineSpec) -> VllmRolloutEngine:
+    """Build the engine with vLLM in this process.
+
+    Raises:
+        EngineFailure: vLLM cannot serve the model on this device, or the run has several processes.
+    """
+    if torch.distributed.is_initialized():
+        raise EngineFailure("vLLM serves runs on one device only: set trainer.n_gpus_per_node=1")
+    streams: dict[str, Stream] = {}
+    random_state = torch.get_rng_state()
+    try:
+        executor = of_vllm("v1.executor.uniproc_executor", "UniProcExecutor")
+        arguments = of_vllm("", "EngineArgs")(
+            **engine_arguments(spec),
+            logits_processors=[processor_class(streams)],
+            # By its class: vLLM replaces the name on CPUs with that of an executor with processes.
+            distributed_executor_backend=executor,
+        )
+        vllm_config = arguments.create_engine_config(
+            of_vllm("usage.usage_lib", "UsageContext").ENGINE_CONTEXT
+        )
+        if vllm_config.use_v2_model_runner:
+            raise EngineFailure("vLLM: set the environment variable VLLM_USE_V2_MODEL_RUNNER=0")
+        engine = of_vllm("v1.engine.llm_engine", "LLMEngine")(
+            vllm_config, executor, log_stats=False, multiprocess_mode=False
+        )
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise EngineFailure(f"vLLM cannot serve {spec.folder}: {first_line(error)}") from error
+    finally:
+        torch.set_rng_state(random_state)  # vLLM seeds the process
+    return VllmRolloutEngine(spec, engine, streams=streams)
+
+
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Return the arguments of vLLM's ``EngineArgs`` for the keys of a run."""
+    config, on_device = spec.config, spec.platform.device_type != "cpu"
+    num_rows = config.max_num_seqs + 1  # one for the canary
+    return {
+        "model": str(spec.folder),
+        "dtype": str(spec.model.lm_head_weight.dtype).removeprefix("torch."),
+        "seed": config.seed & 0xFFFFFFFF,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "max_model_len": -1,
+        "max_num_seqs": num_rows,
+        "max_num_batched_tokens": max(num_rows, config.max_num_batched_tokens),
+        "kv_cache_memory_bytes": _cache_bytes(spec),
+        "enforce_eager": config.enforce_eager or not on_device,
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": config.free_cache_engine and on_device,
+        "scheduling_policy": "priority",
+        "async_scheduling": False,
+        "disable_log_stats": True,
+    }
+
+
+def _cache_bytes(spec: EngineSpec) -> int:
+    total = spec.platform.total_memory_bytes()
+    if spec.platform.device_type == "cpu":
+        return total // 16
+    weights = sum(view.nbytes for _, view in checkpoint_views(spec.model))
+    return max(1, int(total * spec.config.gpu_memory_utilization) - weights)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error, with its kind."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

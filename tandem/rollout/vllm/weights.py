@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The delivery of weights to vLLM through its own loader, by their names in checkpoint files.
+
+Fused, padded and packed layouts are vLLM's business. Names are accounted for in both directions:
+each tensor of the manifest must come, and each parameter of vLLM's model must be written. vLLM
+itself only logs a parameter that is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.api import EngineFailure
+from tandem.rollout.vllm.library import of_vllm
+from tandem.types import SliceSpec
+
+_RELOAD = "model_executor.model_loader.reload"
+
+
+class VllmSink:
+    """An ``api.WeightSink`` over the model of a vLLM worker in this process."""
+
+    def __init__(
+        self, worker: Any, manifest: Sequence[SliceSpec], *, on_end: Callable[[], None]
+    ) -> None:
+        self._worker = worker
+        self._manifest = manifest
+        self._on_end = on_end
+        self._missing: dict[str, None] = {}
+        self._unwritten: set[str] = set()
+
+    def manifest(self) -> Sequence[SliceSpec]:
+        """Return the tensors of a version."""
+        return self._manifest
+
+    def begin(self, version: int) -> None:
+        """Open vLLM's model for new weights. It cannot compute until ``end`` returns."""
+        model = self._model()
+        self._missing = dict.fromkeys(spec.name for spec in self._manifest)
+        # A tied head is listed apart from its embedding once the model is open.
+        self._unwritten = {name for name, _ in model.named_parameters()}
+        with self._context(), self._device():
+            of_vllm(_RELOAD, "initialize_layerwise_reload")(model)
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Load one tensor. vLLM holds a copy until the layer of the tensor is whole."""
+        if name not in self._missing:
+            raise EngineFailure(f"vLLM: weight {name} came twice, or is not in the manifest")
+        del self._missing[name]
+        with self._context(), self._device():
+            copy = tensor.to(self._worker.device, copy=True)
+            self._unwritten -= set(self._model().load_weights(iter([(name, copy)])) or ())
+
+    def end(self) -> None:
+        """Close the model, and refresh what vLLM derives from weights outside of its bracket."""
+        if self._missing:
+            raise EngineFailure(f"vLLM: weights are missing: {_some(self._missing)}")
+        if self._unwritten:
+            raise EngineFailure(f"vLLM: parameters were not written: {_some(self._unwritten)}")
+        model = self._model()
+        with self._context(), self._device():
+            finalize = of_vllm(_RELOAD, "finalize_layerwise_reload")
+            finalize(model, self._worker.vllm_config.model_config)
+            _refresh_tied_head(model)
+            _repack_experts(model)
+        self._on_end()
+
+    def _model(self) -> Any:
+        return self._worker.model_runner.get_model()
+
+    def _context(self) -> Any:
+        return of_vllm("config", "set_current_vllm_config")(self._worker.vllm_config)
+
+    def _device(self) -> torch.device:
+        return torch.device(self._worker.device)
+
+
+def _some(names: Sequence[str] | dict[str, None] | set[str]) -> str:
+    shown = sorted(names)[:3]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > len(shown) else "")
+
+
+def _refresh_tied_head(model: Any) -> None:
+    """Make the tied head from the new embedding.
+
+    Checkpoints name the embedding only, and vLLM keeps what it derived from the old weight, which
+    on CPUs is a packed copy.
+    """
+    head = getattr(model, "lm_head", None)
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    if head is None or embedding is None:
+        return
+    if getattr(head, "weight", None) is embedding.weight:
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _repack_experts(model: Any) -> None:
+    """Pack experts for their kernel on CPUs, which vLLM does at the first load only."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        is_plain = type(method).__name__ == "UnquantizedFusedMoEMethod"
+        if kernel is not None and is_plain and module.w13_weight.device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(module)

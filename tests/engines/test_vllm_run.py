@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GRPO run that generates with vLLM is the run of the native engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.commands import run_command
+from tests.fakes.tiny_policy import TINY, write_tiny_policy
+from tests.fakes.tiny_run import Material, metrics_of, repeatable, train_arguments
+
+pytest.importorskip("vllm", reason="needs vllm: make test-engines")
+
+VLLM = "tandem.rollout.vllm.engine:build"
+
+
+def _train(material: Material, folder: Path, name: str) -> dict[int, dict[str, float]]:
+    policy = write_tiny_policy(folder / f"policy {name[:6]}", size=replace(TINY, hidden=64))
+    keys = (
+        f"actor_rollout_ref.model.path={policy}",
+        f"actor_rollout_ref.rollout.name={name}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "trainer.total_training_steps=2",
+    )
+    run = folder / f"run {name[:6]}"
+    ended = run_command(train_arguments(material, run, *keys), folder=folder)
+    assert ended.code == 0, ended.stderr
+    return metrics_of(run)
+
+
+def test_a_run_with_vllm_is_that_of_the_native_engine(material: Material, tmp_path: Path) -> None:
+    expected, found = (_train(material, tmp_path, name) for name in ("native", VLLM))
+    for step, row in repeatable(expected).items():
+        for metric, value in row.items():
+            assert found[step][metric] == pytest.approx(value, abs=1e-4), (step, metric)
+    last = found[max(found)]
+    assert last["training/rollout_probs_diff_max"] < 1e-4

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions as files and keys."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tandem.errors import UserError
+from tandem.facade.functions import reward_keys
+from tests.fakes.rewards import constant, graded
+
+PATH, WEIGHTS = "custom_reward_function.path", "custom_reward_function.weights"
+
+
+def names(keys: dict[str, list[str]]) -> list[str]:
+    """Return the names of the functions."""
+    return [path.rpartition(":")[2] for path in keys[PATH]]
+
+
+def test_one_function_a_list_and_a_mapping(tmp_path: Path) -> None:
+    assert names(reward_keys(graded, folder=tmp_path)) == ["graded"]
+    several = reward_keys([graded, (constant, 0.5)], folder=tmp_path)
+    assert names(several) == ["graded", "constant"] and several[WEIGHTS] == [1.0, 0.5]
+    named = reward_keys({"right": graded, "brief": lambda response: 1.0}, folder=tmp_path)
+    assert names(named) == ["right", "brief"] and WEIGHTS not in named
+    half: Any = np.float32(0.5)
+    weighted = reward_keys((graded, half), folder=tmp_path)
+    assert names(weighted) == ["graded"] and weighted[WEIGHTS] == [0.5]
+    assert reward_keys("reward.py:correct", folder=tmp_path) == {PATH: ["reward.py:correct"]}
+
+
+def test_another_process_loads_a_function_with_its_globals(tmp_path: Path) -> None:
+    scale = 2.0
+    keys = reward_keys({"double": lambda response: scale * len(response)}, folder=tmp_path)
+    file = keys[PATH][0].rpartition(":")[0]
+    code = f"import pickle; print(pickle.load(open({file!r}, 'rb'))(response='abc'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "6.0\n"
+
+
+def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
+    lock = threading.Lock()
+    with pytest.raises(UserError, match=r"rewards\['held'\]: the function cannot be sent.*lock"):
+        reward_keys({"held": lambda response: lock.locked()}, folder=tmp_path)
+    with pytest.raises(UserError, match=r"rewards\['int'\]=3: is not a function"):
+        reward_keys([3], folder=tmp_path)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match=r"rewards\['int'\]=3: is not a function"):
+        reward_keys(3, folder=tmp_path)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match=r"rewards\['right'\]=.*is not a function"):
+        reward_keys({"right": (graded, "0.5")}, folder=tmp_path)  # pyright: ignore
+    with pytest.raises(UserError, match="rewards: there is no function"):
+        reward_keys([], folder=tmp_path)
+    with pytest.raises(UserError, match="'a b': is not a name"):
+        reward_keys({"a b": graded}, folder=tmp_path)

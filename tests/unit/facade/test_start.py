@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of the Python API, and what changing a table of tandem does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tandem
+from tandem.algorithms.advantages import ADVANTAGES
+from tandem.algorithms.losses import POLICY_LOSSES
+from tandem.errors import UserError
+from tandem.facade.start import claim_folder
+from tandem.metrics.sinks import LOGGERS
+from tandem.rewards.routing import RULES
+
+
+def test_every_name_can_be_had_and_others_are_errors() -> None:
+    for name in tandem.__all__:
+        assert getattr(tandem, name).__name__ == name
+    with pytest.raises(AttributeError, match="'tandem' has no attribute 'fit'"):
+        _ = tandem.fit  # pyright: ignore
+
+
+def test_importing_tandem_loads_nothing_heavy() -> None:
+    code = "import sys, tandem; print({'torch', 'pydantic', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("table", [ADVANTAGES, POLICY_LOSSES, LOGGERS, RULES])
+def test_tables_cannot_be_changed_which_worker_processes_would_not_see(table: Any) -> None:
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        table["mine"] = print
+
+
+def test_runs_that_start_together_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = [claim_folder("train", {}, folder=None) for _ in range(3)]
+    assert len(set(folders)) == 3 and all(folder.is_dir() for folder in folders)
+    assert claim_folder("train", {}, folder="mine") == Path("mine")
+
+
+def test_a_key_of_a_section_may_not_be_an_argument_too(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data.train_files='x': another argument sets this key too"):
+        tandem.train(
+            model="none",
+            data="rows.jsonl",
+            keys={"data": {"train_files": "x"}},
+            folder=tmp_path,
+        )
