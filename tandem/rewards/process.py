@@ -2,9 +2,8 @@
 """The parent's side of a reward process: requests go in, outcomes or a failure come back.
 
 It is a small state machine on the event loop: starting, serving, dead. ``pool`` decides which
-request caused a failure. Each process is a fresh interpreter (about 60 ms): it neither forks a
-process that holds a device nor imports the main program again. An answer carries the secret number
-of its job; any other message on the channel ends the process.
+request caused a failure. An answer carries the secret number of its job; any other message on the
+channel ends the process.
 """
 
 from __future__ import annotations
@@ -12,33 +11,21 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import pickle
 import secrets
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tandem.children.process import ChildProcess
 from tandem.errors import UserError
 from tandem.rewards.scoring import failure, timeout
-from tandem.rewards.worker import LENGTH_BYTES, NUMBER_BYTES, WorkerSetup
+from tandem.rewards.worker import NUMBER_BYTES, WorkerSetup
 from tandem.types import RewardOutcome, RewardRequest, RewardStatus
 
-# One thread: several processes run, and each thread of a math library allocates tens of MiB.
-_BOOTSTRAP = (
-    "import json, os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "os.environ.setdefault('OMP_NUM_THREADS', '1'); "
-    "sys.path[:] = json.loads(sys.argv[1]); "
-    "from tandem.rewards.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
-)
-_READ_BYTES = 1 << 16
+_PROGRAM = "tandem.rewards.worker"
 _START_DEADLINE_S = 60.0
 _CONCURRENT_GRACE_S = 0.5
-_EXIT_WAIT_S = 1.0
 
 
 class Batch:
@@ -135,14 +122,10 @@ class RewardProcess:
         self._deadline_s = setup.deadline_s
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._incoming, self._outgoing = b"", bytearray()
         self._timer: asyncio.TimerHandle | None = None
         self._silent_since_s = self._loop.time()
-        self._lifeline_fd: int | None
-        self._socket, self._lifeline_fd, self._process = _start_interpreter()
-        self._loop.add_reader(self._socket, self._receive)
-        self._add(pickle.dumps(setup))
-        self._flush()
+        self._child = ChildProcess(_PROGRAM, self)
+        self._child.send([pickle.dumps(setup)])
         self._watch()
 
     @property
@@ -154,64 +137,35 @@ class RewardProcess:
         """Send jobs to the process; outcomes arrive in order unless ``is_concurrent``."""
         if not self.in_flight:
             self._silent_since_s = self._loop.time()
+        messages = []
         for job in jobs:
             number = secrets.token_bytes(NUMBER_BYTES)
             self.in_flight[number.hex()] = job
-            self._add(number + job.payload)
-        self._flush()
+            messages.append(number + job.payload)
+        self._child.send(messages)
         self._watch()
 
     def kill(self) -> None:
         """Kill the process and all its children without waiting; idempotent."""
-        if self._lifeline_fd is None:
-            return
-        self._loop.remove_reader(self._socket)
-        self._loop.remove_writer(self._socket)
+        self._child.kill()
         if self._timer is not None:
             self._timer.cancel()
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._socket.close()
-        os.close(self._lifeline_fd)
-        self._lifeline_fd = None
 
     def reap(self, wait_s: float) -> bool:
         """Wait up to ``wait_s`` for the killed process; return whether it is gone."""
-        try:
-            self._process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        return self._child.reap(wait_s)
 
-    def _add(self, message: bytes) -> None:
-        self._outgoing += len(message).to_bytes(LENGTH_BYTES, "big") + message
-
-    def _flush(self) -> None:
-        try:
-            while self._outgoing:
-                del self._outgoing[: self._socket.send(self._outgoing)]
-        except BlockingIOError:
-            self._loop.add_writer(self._socket, self._flush)
-            return
-        except ConnectionError:
-            self._outgoing.clear()  # the process died; _receive will handle that
-        self._loop.remove_writer(self._socket)
-
-    def _receive(self) -> None:
-        try:
-            received = self._socket.recv(_READ_BYTES)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            received = b""
-        if not received:
-            self._end(self._died(), is_lost=True)
-            return
-        *lines, self._incoming = (self._incoming + received).split(b"\n")
+    def on_lines(self, lines: list[bytes]) -> None:
+        """See ``ChildListener``."""
         for line in lines:
-            if self._lifeline_fd is not None:
+            if not self._child.is_killed:
                 self._take(line)
-        if lines and self._lifeline_fd is not None and not self.in_flight:
+        if not self._child.is_killed and not self.in_flight:
             self._owner.on_idle(self)
+
+    def on_exit(self) -> None:
+        """See ``ChildListener``."""
+        self._end(failure(RewardStatus.ERROR, self._child.describe_end()), is_lost=True)
 
     def _take(self, line: bytes) -> None:
         try:
@@ -272,12 +226,7 @@ class RewardProcess:
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._check_silence)
         else:
-            self._end(timeout(self._deadline_s), is_lost=self._is_stopped())
-
-    def _is_stopped(self) -> bool:
-        """Return whether a signal such as SIGSTOP has stopped the process."""
-        look = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self._process.pid, look) is not None
+            self._end(timeout(self._deadline_s), is_lost=self._child.is_stopped())
 
     def _end(self, outcome: RewardOutcome, *, is_lost: bool = False) -> None:
         self.kill()
@@ -286,14 +235,6 @@ class RewardProcess:
         else:
             text = f"a reward process did not start: {outcome.detail}"
             self._owner.on_start_failed(self, RuntimeError(text))
-
-    def _died(self) -> RewardOutcome:
-        self.kill()
-        self.reap(_EXIT_WAIT_S)
-        code = self._process.returncode
-        if code is not None and code < 0:
-            return failure(RewardStatus.ERROR, f"process killed by {signal.Signals(-code).name}")
-        return failure(RewardStatus.ERROR, f"process ended with exit code {code}")
 
 
 def _outcome(fields: Sequence[Any]) -> RewardOutcome:
@@ -311,21 +252,3 @@ def _outcome(fields: Sequence[Any]) -> RewardOutcome:
         raise TypeError("an outcome's details are text")
     score = score if is_number else math.nan
     return RewardOutcome(RewardStatus(status), score, numbers, detail, prediction, texts)
-
-
-def _start_interpreter() -> tuple[socket.socket, int, subprocess.Popen[bytes]]:
-    ours, theirs = socket.socketpair()
-    their_lifeline_fd, lifeline_fd = os.pipe()
-    descriptors = (theirs.fileno(), their_lifeline_fd)
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *map(str, descriptors)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=descriptors,
-            start_new_session=True,
-        )
-    finally:
-        theirs.close()
-        os.close(their_lifeline_fd)
-    ours.setblocking(False)
-    return ours, lifeline_fd, process
