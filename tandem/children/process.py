@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tandem.children.child import LENGTH_BYTES
@@ -50,14 +50,17 @@ class ChildProcess:
 
     Args:
         module: the module whose ``main(channel_fd, lifeline_fd)`` is the program.
+        environment: all environment variables of the process.
     """
 
-    def __init__(self, module: str, listener: ChildListener) -> None:
+    def __init__(
+        self, module: str, listener: ChildListener, *, environment: Mapping[str, str]
+    ) -> None:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._incoming, self._outgoing = b"", bytearray()
         self._lifeline_fd: int | None
-        self._socket, self._lifeline_fd, self._process = _start_interpreter(module)
+        self._socket, self._lifeline_fd, self._process = _start_interpreter(module, environment)
         self._loop.add_reader(self._socket, self._receive)
 
     @property
@@ -130,7 +133,9 @@ class ChildProcess:
             self._listener.on_lines(lines)
 
 
-def _start_interpreter(module: str) -> tuple[socket.socket, int, subprocess.Popen[bytes]]:
+def _start_interpreter(
+    module: str, environment: Mapping[str, str]
+) -> tuple[socket.socket, int, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     their_lifeline_fd, lifeline_fd = os.pipe()
     descriptors = (theirs.fileno(), their_lifeline_fd)
@@ -139,6 +144,7 @@ def _start_interpreter(module: str) -> tuple[socket.socket, int, subprocess.Pope
         process = subprocess.Popen(
             [sys.executable, "-c", _BOOTSTRAP, *arguments],
             stdin=subprocess.DEVNULL,
+            env=environment,
             pass_fds=descriptors,
             start_new_session=True,
         )

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from tandem.children.environment import child_environment
 from tandem.config.schema.imports import PACKAGE_PREFIX, PICKLE_SUFFIX
 from tandem.config.schema.run import RunConfig
 from tandem.data.prompts import PromptEntry
@@ -16,7 +18,7 @@ from tandem.rewards.log import REWARD_LOG_FILE, LoggedRewards
 from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
 from tandem.rewards.rate_limit import RateLimitedRewards, RateLimits
 from tandem.rewards.routing import check_sources
-from tandem.rewards.scoring import RewardSpec
+from tandem.rewards.scoring import ENVIRONMENT_KEY, RewardSpec
 from tandem.types import RewardRequest
 
 _MEBIBYTE = 1 << 20
@@ -87,6 +89,7 @@ def _limits(config: RunConfig, *, log: str | None = None) -> RewardLimits:
         deadline_s=reward.timeout_s,
         memory_limit_bytes=reward.memory_limit_mb * _MEBIBYTE,
         log=log,
+        environment=child_environment(os.environ, reward.environment, key=ENVIRONMENT_KEY),
     )
 
 

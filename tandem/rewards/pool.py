@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
+from tandem.children.environment import ChildEnvironment
 from tandem.errors import UserError
 from tandem.rewards.custom import Signature
 from tandem.rewards.process import Batch, Job, RewardProcess, make_jobs
@@ -37,6 +38,7 @@ class RewardLimits:
         deadline_s: the time limit of a sample.
         memory_limit_bytes: the memory limit of a process; None without a limit.
         log: the file for the prints and the first traceback of each process; None for stderr.
+        environment: the environment variables of a process; none without it.
 
     Raises:
         UserError: a limit is not positive.
@@ -46,6 +48,7 @@ class RewardLimits:
     deadline_s: float
     memory_limit_bytes: int | None = None
     log: str | None = None
+    environment: ChildEnvironment = field(default_factory=ChildEnvironment)
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -73,7 +76,13 @@ class RewardPool:
 
     def __init__(self, spec: RewardSpec, limits: RewardLimits) -> None:
         self._limits = limits
-        self._setup = WorkerSetup(spec, limits.deadline_s, limits.memory_limit_bytes, limits.log)
+        self._setup = WorkerSetup(
+            spec,
+            limits.deadline_s,
+            limits.memory_limit_bytes,
+            log=limits.log,
+            withheld=limits.environment.withheld,
+        )
         self._takes_groups: bool | None = None
         self._pending: deque[Job] = deque()
         self._processes: list[RewardProcess] = []
@@ -202,7 +211,8 @@ class RewardPool:
         return min(free, key=lambda process: len(process.in_flight), default=None)
 
     def _start_process(self) -> RewardProcess:
-        process = RewardProcess(self._setup, self)
+        variables = self._limits.environment.variables
+        process = RewardProcess(self._setup, self, environment=variables)
         self._processes.append(process)
         return process
 

@@ -13,7 +13,7 @@ import json
 import math
 import pickle
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -115,7 +115,9 @@ class RewardProcess:
         takes_groups: whether the requests of one call are one job.
     """
 
-    def __init__(self, setup: WorkerSetup, owner: ProcessOwner) -> None:
+    def __init__(
+        self, setup: WorkerSetup, owner: ProcessOwner, *, environment: Mapping[str, str]
+    ) -> None:
         self.in_flight: dict[str, Job] = {}
         self.is_ready = False
         self.is_concurrent = self.takes_groups = False
@@ -124,7 +126,7 @@ class RewardProcess:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._silent_since_s = self._loop.time()
-        self._child = ChildProcess(_PROGRAM, self)
+        self._child = ChildProcess(_PROGRAM, self, environment=environment)
         self._child.send([pickle.dumps(setup)])
         self._watch()
 

@@ -14,12 +14,15 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tandem.children.environment import hint_at_withheld
 from tandem.config.schema.imports import describe
 from tandem.errors import UserError
 from tandem.rewards.custom import LoadedFunction, RewardFunction, Signature, load_function
 from tandem.rewards.routing import find_rule
 from tandem.types import RewardOutcome, RewardRequest, RewardStatus
 
+ENVIRONMENT_KEY = "reward.environment"
+"""The key that names the variables that reward functions may read."""
 _ACCURACY, _PRED, _SCORE = "acc", "pred", "score"
 _RESERVED = (_SCORE, _ACCURACY, _PRED)
 """The names of numbers with a meaning of their own, which no part may have."""
@@ -78,6 +81,7 @@ class Scorer:
         is_sum: whether the score is a weighted sum with named parts.
         is_concurrent: whether a function is a coroutine function: calls then overlap.
         on_error: called with each exception of a reward function.
+        withheld: the names of the variables of the run that this process does not have.
     """
 
     functions: tuple[LoadedFunction, ...]
@@ -85,6 +89,7 @@ class Scorer:
     is_sum: bool
     is_concurrent: bool
     on_error: Callable[[BaseException], None]
+    withheld: frozenset[str] = frozenset()
 
     @property
     def takes_groups(self) -> bool:
@@ -94,11 +99,20 @@ class Scorer:
     def describe(self, error: BaseException) -> str:
         """Describe an error in one line with the last line of the user's files, if it has one."""
         files = {file for function in self.functions if (file := function.file) is not None}
-        return describe(error, files)
+        hint = hint_at_withheld(error, self.withheld, key=ENVIRONMENT_KEY)
+        return f"{describe(error, files)}; {hint}" if hint else describe(error, files)
 
 
-def load_scorer(spec: RewardSpec, *, on_error: Callable[[BaseException], None]) -> Scorer:
+def load_scorer(
+    spec: RewardSpec,
+    *,
+    on_error: Callable[[BaseException], None],
+    withheld: frozenset[str] = frozenset(),
+) -> Scorer:
     """Load the functions of ``spec``.
+
+    Args:
+        withheld: the names of the variables of the run that this process does not have.
 
     Raises:
         UserError: a function cannot be loaded, two parts have one name, or no function takes a
@@ -117,7 +131,7 @@ def load_scorer(spec: RewardSpec, *, on_error: Callable[[BaseException], None]) 
     if is_sum:
         _check_parts(spec, functions)
     is_concurrent = any(function.is_async for function in functions)
-    return Scorer(functions, spec.overlong, is_sum, is_concurrent, on_error)
+    return Scorer(functions, spec.overlong, is_sum, is_concurrent, on_error, withheld)
 
 
 def score_requests(scorer: Scorer, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:

@@ -26,8 +26,10 @@ from tandem.children.child import (
     set_limits,
     write_prints_to,
 )
+from tandem.children.environment import hint_at_withheld
 from tandem.errors import NO_VALUE, UserError
 from tandem.rewards.scoring import (
+    ENVIRONMENT_KEY,
     RewardSpec,
     Scorer,
     load_scorer,
@@ -46,12 +48,14 @@ class WorkerSetup:
 
     Attributes:
         log: the file for prints and for the first traceback; None for stderr without traceback.
+        withheld: the names of the variables of the run that this process does not have.
     """
 
     spec: RewardSpec
     deadline_s: float
     memory_limit_bytes: int | None
     log: str | None = None
+    withheld: frozenset[str] = frozenset()
 
 
 def main(channel_fd: int, lifeline_fd: int) -> None:
@@ -68,10 +72,12 @@ def _work(channel: socket.socket) -> None:
     if setup.log is not None:
         write_prints_to(setup.log)
     try:
-        scorer = load_scorer(setup.spec, on_error=_ErrorLog(is_open=setup.log is not None))
+        log = _ErrorLog(is_open=setup.log is not None)
+        scorer = load_scorer(setup.spec, on_error=log, withheld=setup.withheld)
     except UserError as error:
         value = None if error.value is NO_VALUE else [error.value]
-        channel.sendall(encode_line({"error": [error.key, value, error.rule, error.remedy]}))
+        remedy = _hint(error, setup.withheld) or error.remedy
+        channel.sendall(encode_line({"error": [error.key, value, error.rule, remedy]}))
         return
     facts = {"is_concurrent": scorer.is_concurrent, "takes_groups": scorer.takes_groups}
     channel.sendall(encode_line(facts))
@@ -79,6 +85,13 @@ def _work(channel: socket.socket) -> None:
         asyncio.run(_serve_concurrently(channel, scorer, deadline_s=setup.deadline_s))
     else:
         _serve(channel, scorer)
+
+
+def _hint(error: UserError, withheld: frozenset[str]) -> str:
+    """Return the sentence for a function that does not load without a withheld variable."""
+    cause = error.__cause__
+    hint = "" if cause is None else hint_at_withheld(cause, withheld, key=ENVIRONMENT_KEY)
+    return f"{hint[0].upper()}{hint[1:]}." if hint else ""
 
 
 class _ErrorLog:

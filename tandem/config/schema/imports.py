@@ -148,7 +148,7 @@ def _import_path(section: str, path: str) -> ModuleType:
         raise UserError(
             f"{section}.path",
             path,
-            rule=f"does not import: {describe(error)}",
+            rule=f"does not import: {describe(error, [str(Path(path).expanduser())])}",
             remedy="Correct the file.",
         ) from error
 

@@ -33,6 +33,12 @@ class RewardConfig(BaseModel):
     memory_limit_mb: int = Field(
         default=1024, ge=64, description="Memory limit of one reward process in MiB."
     )
+    environment: Strings = Field(
+        default=(),
+        description="Names of environment variables that reward functions may read besides the "
+        "usual ones (docs/rewards.md), such as the key of a service; * stands for any characters.",
+        json_schema_extra=read_if("custom_reward_function.path!=[]"),
+    )
     max_concurrent: int = Field(
         default=1,
         ge=1,

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from tandem.config.check.rules import check_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
-from tandem.driver.rewards import reward_spec
+from tandem.data.prompts import PromptEntry
+from tandem.driver.rewards import check_rewards, reward_spec
 from tandem.errors import UserError
 
 PATH = "custom_reward_function.path"
@@ -51,3 +55,47 @@ def test_weights_go_with_the_functions() -> None:
 def test_keys_that_contradict_each_other(keys: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_run(load_config(RunConfig, keys).config)
+
+
+READERS = """
+import os
+
+def looks(data_source, solution_str, ground_truth, extra_info):
+    return 1 / (not {"WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"} & os.environ.keys())
+
+def needs(data_source, solution_str, ground_truth, extra_info):
+    return float(len(os.environ["JUDGE_KEY"]))
+"""
+AT_IMPORT = "import os\nKEY = os.environ['JUDGE_KEY']\ndef needs(*_, **__): return 1.0\n"
+
+
+@pytest.fixture
+def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "readers.py").write_text(READERS)
+    (tmp_path / "at_import.py").write_text(AT_IMPORT)
+    for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "JUDGE_KEY"):
+        monkeypatch.setenv(name, "secret")
+    return tmp_path
+
+
+def check(function: Path | str, *keys: str) -> None:
+    config = load_config(RunConfig, [f"{PATH}={function}", *keys]).config
+    row = PromptEntry(0, "my/task", "4", {}, "2+2?", "2+2?", np.zeros(1, np.int32))
+    check_rewards(config, [row])
+
+
+def test_a_reward_sees_no_secrets_but_those_that_are_named(readers: Path) -> None:
+    check(f"{readers}/readers.py:looks")
+    check(f"{readers}/readers.py:needs", "reward.environment=JUDGE_KEY")
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        check(f"{readers}/readers.py:looks", "reward.environment=[WANDB_*]")
+
+
+@pytest.mark.parametrize("file", ["readers.py", "at_import.py"])
+def test_a_reward_that_misses_a_variable_is_told_what_to_name(readers: Path, file: str) -> None:
+    with pytest.raises(UserError) as raised:
+        check(f"{readers}/{file}:needs")
+    message = str(raised.value)
+    assert f"KeyError: 'JUDGE_KEY' ({file}:" in message
+    assert "reward.environment=[JUDGE_KEY]" in message
+    assert "secret" not in message
