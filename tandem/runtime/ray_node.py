@@ -27,11 +27,15 @@ _LAST_LINES = 5
 _POLL_S = 0.02
 _ADDRESS_FILE = "ray_current_cluster"
 """The file in Ray's folder to which ``ray start`` writes the address of the cluster."""
+_RAY_START = "import sys; sys.modules['grpc'] = None; from ray.scripts.scripts import main; main()"
+"""The command ``ray`` without the package grpc, as if that were not installed. With grpc it opens a
+port, for Ray's client, at which it runs any code that it is sent.
+"""
 _SWITCHES = ("head", "no_monitor", "enable_resource_isolation")
 """Options of ``ray start`` that take no value."""
 
 _PORTS = range(20_000, 32_000)
-"""The ports for a head. Ray opens them seconds after they are chosen, and meanwhile no connection
+"""The ports for a head. Ray opens one seconds after it is chosen, and meanwhile no connection
 takes them: systems give ports from 32768 on to sockets that ask for any.
 """
 
@@ -86,7 +90,7 @@ class RayNode:
         flags = [_flag(name, value) for name, value in given.items() if value is not None]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``close``
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *filter(None, flags)],
+            [sys.executable, "-c", _RAY_START, "start", "--block", *filter(None, flags)],
             env=os.environ | ray_environment(role),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -126,10 +130,8 @@ def start_head(
         RayNodeError: Ray does not start, or does not accept the options.
     """
     folder = Path(tempfile.mkdtemp(prefix="tandem-ray-", dir=options.get("temp_dir")))
-    port, client_port = _free_ports()
     defaults = {
-        "port": port,
-        "ray_client_server_port": client_port,
+        "port": _free_port(),
         "include_dashboard": False,
         "include_log_monitor": False,
         "no_monitor": True,  # the autoscaler
@@ -159,12 +161,9 @@ def _flag(name: str, value: Any) -> str:
     return f"{flag}={json.dumps(value) if isinstance(value, Mapping) else value}"
 
 
-def _free_ports() -> list[int]:
-    """Return two free ports of ``_PORTS``. Raise RayNodeError if there are none."""
-    found: list[int] = []
+def _free_port() -> int:
+    """Return a free port of ``_PORTS``. Raise RayNodeError if there is none."""
     for port in random.SystemRandom().sample(_PORTS, k=len(_PORTS)):
         with suppress(OSError), socket.create_server(("", port)):
-            found.append(port)
-        if len(found) == 2:
-            return found
-    raise RayNodeError(f"no two ports of {_PORTS.start} to {_PORTS.stop - 1} are free")
+            return port
+    raise RayNodeError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free")

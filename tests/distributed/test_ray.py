@@ -216,4 +216,5 @@ def test_ray_starts_only_the_processes_that_are_needed(
     commands = json.loads(stdout)["commands"]
     assert any("gcs_server" in command for command in commands)
     assert not any("autoscaler" in command for command in commands)
+    assert not any("client.server" in command for command in commands)
     assert any("log_monitor.py" in command for command in commands) == is_wanted
