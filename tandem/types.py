@@ -202,6 +202,81 @@ class RewardRequest:
         return RewardRequest, (self.data_source, self.solution, *others)
 
 
+class ToolStatus(Enum):
+    """The outcome of one call of a tool. Only FAILED is the fault of the environment."""
+
+    OK = "ok"
+    MODEL_ERROR = "model_error"
+    TIMEOUT = "timeout"
+    LIMIT = "limit"
+    FAILED = "failed"
+
+
+class EpisodeEnd(Enum):
+    """The reason why an episode ended."""
+
+    ANSWER = "answer"
+    """The last turn called no tool."""
+    DONE = "done"
+    """The environment ended it."""
+    TURNS = "turns"
+    LENGTH = "length"
+    DEADLINE = "deadline"
+    FAILED = "failed"
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether the episode is no evidence about the policy, so that it has no reward."""
+        return self in (EpisodeEnd.DEADLINE, EpisodeEnd.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a turn asks for.
+
+    Attributes:
+        arguments: an object in JSON, as the model wrote it.
+    """
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantTurn:
+    """A turn of the policy as its environment sees it.
+
+    Attributes:
+        text: the text without its calls and without the token that closed the turn.
+        malformed: a line for each part that looked like a call and was none.
+    """
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    malformed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The answer of an environment to a turn.
+
+    Attributes:
+        messages: the messages that the policy reads next; none if the episode is done.
+        done: whether the environment ends the episode.
+        rewards: the rewards that tools or the environment gave to the turn.
+        statuses: the outcome of each call, with one entry for each malformed call.
+        detail: the cause in one line if a status is FAILED.
+    """
+
+    messages: tuple[Mapping[str, Any], ...] = ()
+    done: bool = False
+    rewards: tuple[float, ...] = ()
+    statuses: tuple[ToolStatus, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    detail: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Consecutive tokens of one origin: drawn by the policy, or given to it.
