@@ -161,7 +161,7 @@ _XML_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL
 
 
 def _read_xml(
-    block: str, value_of: Callable[[str, str, str], Any]
+    block: str, value_of: Callable[[tuple[str, str], str], Any]
 ) -> list[WrittenCall]:  # Qwen3-Coder and Seed
     calls = []
     position = 0
@@ -170,7 +170,7 @@ def _read_xml(
         pairs = _pairs(_XML_PARAMETER, match[2])
         if len(pairs) != match[2].count("<parameter="):
             raise CallRefused("has a parameter without </parameter>")
-        calls.append(_checked(name, {key: value_of(name, key, text) for key, text in pairs}))
+        calls.append(_checked(name, {key: value_of((name, key), text) for key, text in pairs}))
         position = match.end()
     if not calls or block[position:].strip():
         raise CallRefused("is not <function=NAME>...</function>")
@@ -178,21 +178,24 @@ def _read_xml(
 
 
 def _read_qwen3_coder(block: str, tools: Sequence[ToolSchema]) -> list[WrittenCall]:
-    def value_of(name: str, key: str, text: str) -> Any:
+    def value_of(place: tuple[str, str], text: str) -> Any:
         text = text.removeprefix("\n").removesuffix("\n")
-        return typed_value(text, _kind_of(tools, name, key=key, default="string"))
+        return typed_value(text, _kind_of(tools, place, default="string"))
 
     return _read_xml(block, value_of)
 
 
 def _read_seed(block: str, tools: Sequence[ToolSchema]) -> list[WrittenCall]:
-    return _read_xml(
-        block, lambda name, key, text: typed_value(text.strip(), _kind_of(tools, name, key=key))
-    )
+    return _read_xml(block, lambda place, text: typed_value(text.strip(), _kind_of(tools, place)))
 
 
-def _kind_of(tools: Sequence[ToolSchema], name: str, *, key: str, default: Any = None) -> Any:
-    """Return the type in the schema of a parameter, or ``default`` if no schema has one."""
+def _kind_of(tools: Sequence[ToolSchema], place: tuple[str, str], *, default: Any = None) -> Any:
+    """Return the type of a parameter, or ``default`` if no schema has it.
+
+    Args:
+        place: the names of the tool and of the parameter.
+    """
+    name, key = place
     for tool in tools:
         function = tool["function"]
         if function["name"] == name:
@@ -229,7 +232,7 @@ def _read_glm(block: str, tools: Sequence[ToolSchema]) -> list[WrittenCall]:
         raise CallRefused("is not a name with <arg_key> and <arg_value>")
     name = name.strip()
     arguments = {
-        key: typed_value(text.strip(), _kind_of(tools, name, key=key)) for key, text in pairs
+        key: typed_value(text.strip(), _kind_of(tools, (name, key))) for key, text in pairs
     }
     return [_checked(name, arguments)]
 
@@ -245,7 +248,7 @@ def _read_minimax(block: str, tools: Sequence[ToolSchema]) -> list[WrittenCall]:
         if len(pairs) != body.count("<parameter "):
             raise CallRefused("has a parameter without </parameter>")
         arguments = {
-            key: typed_value(text.strip(), _kind_of(tools, name, key=key)) for key, text in pairs
+            key: typed_value(text.strip(), _kind_of(tools, (name, key))) for key, text in pairs
         }
         calls.append(_checked(name, arguments))
     if not calls or len(calls) != block.count("<invoke "):
