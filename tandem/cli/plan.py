@@ -38,7 +38,6 @@ from tandem.driver.model_checks import (
     length_warnings,
     read_local_config,
     require_local_family,
-    rollout_warnings,
 )
 from tandem.errors import UserError
 from tandem.platforms.names import AUTO, VARIABLE, platform_name
@@ -92,8 +91,7 @@ def plan_arguments(arguments: Sequence[str]) -> Plan:
     loaded = load_arguments(RunConfig, arguments)
     hf_config = _local_config(loaded.config)
     _check_reward_model(loaded.config)
-    warnings = rollout_warnings(loaded.config, hf_config)
-    plan = _plan(loaded, hf_config, warnings=warnings)
+    plan = _plan(loaded, hf_config)
     _check_environment(plan)
     return plan
 
@@ -101,7 +99,7 @@ def plan_arguments(arguments: Sequence[str]) -> Plan:
 def plan_sft_arguments(arguments: Sequence[str]) -> Plan:
     """Return the plan for arguments of ``tandem sft``. Raise UserError if one is wrong."""
     loaded = load_arguments(SftConfig, arguments)
-    plan = _plan(loaded, _local_config(loaded.config), warnings=())
+    plan = _plan(loaded, _local_config(loaded.config))
     _check_environment(plan)
     return plan
 
@@ -149,8 +147,6 @@ def _check_reward_model(config: RunConfig) -> None:
 def _plan(
     loaded: LoadedConfig[RunConfig] | LoadedConfig[SftConfig],
     hf_config: Mapping[str, Any],
-    *,
-    warnings: Sequence[str],
 ) -> Plan:
     config, data = loaded.config, loaded.config.data
     paths: dict[str, str] = {}
@@ -170,7 +166,6 @@ def _plan(
             *(rows.problem for rows in (train, val) if rows.problem),
             *_unread_model(config, hf_config),
             *length_warnings(trained_model(config), hf_config),
-            *warnings,
         ],
         refusals=refusals(config),
     )

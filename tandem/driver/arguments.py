@@ -24,6 +24,7 @@ from tandem.config.parse.overrides import LoadedConfig, load_config
 from tandem.config.plan.plan import run_warnings
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
+from tandem.driver.engine_choice import require_engine, with_engine
 from tandem.errors import UserError
 from tandem.platforms.names import ALONE_IN_FLAGCX, AUTO, GPUS_OF_RAY, platform_name
 from tandem.runtime.resources import require_told_apart
@@ -43,7 +44,9 @@ def load_arguments(
         UserError: an argument is wrong, names a platform that does not exist, or contradicts
             another one; or a critic is set up, and the estimator that would need it is not named.
     """
-    loaded = _named_platforms(_validated(load_config(schema, arguments, values=values)))
+    loaded = with_engine(
+        _named_platforms(_validated(load_config(schema, arguments, values=values)))
+    )
     config = loaded.config
     if isinstance(config, SftConfig):
         check_sft(config)
@@ -51,7 +54,7 @@ def load_arguments(
     require_reader_of_critic(config, loaded.set_keys)
     check_run(config)
     check_platforms(config, place_run(config))
-    return loaded
+    return with_engine(loaded)
 
 
 def refusals(config: RunConfig | SftConfig) -> Iterator[UserError]:
@@ -87,12 +90,17 @@ def _named_platforms(loaded: LoadedConfig[ConfigT]) -> LoadedConfig[ConfigT]:
 def load_runnable(
     schema: type[ConfigT], arguments: Sequence[str], *, values: Mapping[str, Any] | None = None
 ) -> LoadedConfig[ConfigT]:
-    """Return the configuration of a command that runs: ``load_arguments`` without refusals."""
+    """Return the configuration of a command that runs: ``load_arguments`` without refusals.
+
+    Raises:
+        UserError: as ``load_arguments``, or the rollout engine that is named is missing.
+    """
     loaded = load_arguments(schema, arguments, values=values)
     for error in refusals(loaded.config):
         raise error
     if isinstance(loaded.config, SftConfig):
         return loaded
+    require_engine(loaded.config)
     return replace(loaded, warnings=(*loaded.warnings, *run_warnings(loaded.config)))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.driver import sft, train
+from tandem.driver.engine_choice import require_engine
 from tandem.driver.launch import planned_site
 from tandem.driver.run import CheckedRun, check_prepared
 
@@ -19,6 +20,8 @@ def check_here(config: RunConfig | SftConfig) -> CheckedRun:
     Raises:
         UserError: ``tandem train`` or ``tandem sft`` would refuse the run, with the same message.
     """
+    if isinstance(config, RunConfig):
+        require_engine(config)
     site = planned_site(config)
     if isinstance(config, SftConfig):
         return check_prepared(site, sft.prepare(config, fetches_weights=False))

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from tandem.config.derived.trained_model import TrainedModel
-from tandem.config.schema.families import NATIVE_FAMILIES, hf_rollout_warning, require_family
+from tandem.config.schema.families import NATIVE_FAMILIES, require_family
 from tandem.config.schema.rollout import RolloutConfig
-from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 
 _POSITION_KEYS = ("max_position_embeddings", "n_positions")
@@ -49,24 +48,6 @@ def require_local_family(
     require_family(
         hf_config, key=key, path=path, is_known=is_known, trust_remote_code=trust_remote_code
     )
-
-
-def rollout_warnings(config: RunConfig, hf_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a warning if transformers' generate serves the model and ``hf`` was not requested."""
-    family, roles = hf_config.get("model_type"), config.actor_rollout_ref
-    if family is None or family in NATIVE_FAMILIES or roles.rollout.name == "hf":
-        return ()
-    notice = hf_rollout_warning(family, is_intended=False)
-    return (f"actor_rollout_ref.model.path={roles.model.path!r}: {notice}",)
-
-
-def unread_engine_warnings(config: RunConfig, hf_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a notice if ``rollout.name=hf`` is set for a model that tandem's decoder computes."""
-    family, name = hf_config.get("model_type"), config.actor_rollout_ref.rollout.name
-    if name != "hf" or family not in NATIVE_FAMILIES:
-        return ()
-    key = "actor_rollout_ref.rollout.name=hf"
-    return (f"{key}: has no effect, because the native engine computes models of type {family!r}",)
 
 
 def require_end(eos_ids: Sequence[int], rollout: RolloutConfig, *, path: str, key: str) -> None:

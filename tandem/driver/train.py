@@ -28,8 +28,9 @@ from tandem.driver.auxiliary_models import (
     check_tokens,
     open_trained_model,
 )
+from tandem.driver.engine_choice import require_engine
 from tandem.driver.launch import run_on_site
-from tandem.driver.model_checks import require_end, unread_engine_warnings
+from tandem.driver.model_checks import require_end
 from tandem.driver.rewards import check_rewards, open_rewards
 from tandem.driver.run import LaunchedRun, Observer, PreparedRun, run_to_end
 from tandem.driver.run_folder import (
@@ -94,8 +95,7 @@ def prepare(config: RunConfig, *, fetches_weights: bool = True) -> PreparedRun:
     )
     rollout = config.actor_rollout_ref.rollout
     require_end(codec.eos_ids, rollout, path=model.config.path, key=model.key)
-    for warning in unread_engine_warnings(config, folder.hf_config):
-        logger.warning("%s", warning)
+    require_engine(config, folder.hf_config)
     by_model = config.reward_model.enable
     load = partial(
         load_prompts,

@@ -7,13 +7,14 @@ are in ``config.schema.rollout.ENGINES``. Any other engine is named by its dotte
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from tandem.api import RolloutEngine
-from tandem.config.schema.families import hf_rollout_warning
 from tandem.config.schema.imports import import_dotted
 from tandem.config.schema.rollout import ENGINES, RolloutConfig
 from tandem.errors import UserError
@@ -21,7 +22,8 @@ from tandem.models.decoder import Decoder, DecoderConfig
 from tandem.models.language_model import LanguageModel
 from tandem.platforms.capture import eager
 from tandem.platforms.record import Platform
-from tandem.rollout.hf import HfRolloutConfig, HfRolloutEngine
+from tandem.rollout.choice import choose_engine, hf_warning
+from tandem.rollout.hf import HfRolloutConfig, HfRolloutEngine, ModuleSink, empty_model
 from tandem.rollout.native.engine import NativeRolloutEngine
 from tandem.rollout.paged.cache import HEAD_DIMS
 from tandem.rollout.settings import NativeRolloutConfig
@@ -65,12 +67,17 @@ def build_engine(spec: EngineSpec) -> RolloutEngine:
 
 
 def build_by_family(spec: EngineSpec) -> RolloutEngine:
-    """Build the engine that serves the model's family, whatever the name of the engine is.
+    """Build the engine that suits the model's family (``choice.choose_engine``)."""
+    if spec.model.decoder is not None:
+        return build_native(spec)
+    choice = choose_engine({"model_type": spec.model.family, **_hf_config(spec.folder)})
+    if choice.name == "hf":
+        logger.warning("%s", hf_warning(choice.reason))
+    return resolve_name(ENGINES[choice.name])(spec)
 
-    Our own engines serve the families of our decoder, and transformers' generate serves all others.
-    """
-    if spec.model.decoder is None:
-        return build_hf(spec)
+
+def build_native(spec: EngineSpec) -> RolloutEngine:
+    """Build the engine of this package for the platform. The model must have our decoder."""
     return build_dense(spec) if spec.platform.kernels == "torch" else build_paged(spec)
 
 
@@ -92,12 +99,16 @@ def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: st
 
 
 def build_hf(spec: EngineSpec) -> RolloutEngine:
-    """Build the engine over transformers' generate."""
-    is_intended = spec.config.name == "hf"
-    level = logging.INFO if is_intended else logging.WARNING
-    logger.log(level, "%s", hf_rollout_warning(spec.model.family, is_intended=is_intended))
+    """Build the engine over transformers' generate.
+
+    It shares the weights of a model that transformers computes, and copies those of another.
+    """
     config = HfRolloutConfig(spec.config.seed, spec.eos_ids, max_num_seqs=spec.config.max_num_seqs)
-    return HfRolloutEngine(spec.model.module, config)
+    if spec.model.decoder is None:
+        return HfRolloutEngine(spec.model.module, config)
+    weight = spec.model.lm_head_weight
+    module = empty_model(spec.folder, dtype=weight.dtype, device=weight.device)
+    return HfRolloutEngine(module, config, sink=ModuleSink(module))
 
 
 def build_dense(spec: EngineSpec) -> RolloutEngine:
@@ -138,3 +149,9 @@ def _settings(spec: EngineSpec, *, cache_bytes: int) -> NativeRolloutConfig:
         max_cache_bytes=cache_bytes,
         keeps_cache=config.partial_rollout == "keep_cache",
     )
+
+
+def _hf_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a model's config.json; {} if there is none."""
+    path = folder / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

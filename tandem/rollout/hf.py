@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout by transformers' ``generate``, for families that our decoder does not compute.
+"""Rollout by transformers' ``generate``, for any family that transformers knows.
 
 Requests are generated in left-padded batches, without continuous batching or a shared prefill. A
 logits processor draws the tokens with the keyed sampler of the native engines. No other processor
@@ -14,17 +14,18 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from tandem.api import Capacity, EngineFacts
+from tandem.api import Capacity, EngineFacts, EngineFailure
 from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.sampler import Draw, DrawRule, draw_tokens
-from tandem.types import Completion, GenerationRequest, SamplingParams, TokenIds
+from tandem.types import Completion, GenerationRequest, SamplingParams, SliceSpec, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +43,57 @@ class _Sample:
     prompt_ids: TokenIds
 
 
-class HfRolloutEngine:
-    """An ``api.RolloutEngine`` over a ``PreTrainedModel``, which it never copies."""
+class ModuleSink:
+    """An ``api.WeightSink`` that copies tensors into a module whose names are those of files."""
 
-    facts = EngineFacts(shares_weights=True, draws_by_key=True, stops_within_sequences=False)
+    def __init__(self, module: nn.Module) -> None:
+        self._weights = {name: weight.detach() for name, weight in module.named_parameters()}
+        self._missing: set[str] = set()
+
+    def manifest(self) -> Sequence[SliceSpec]:
+        """Return the parameters of the module."""
+        return [
+            SliceSpec(name, own.dtype, tuple(own.shape), (0,) * own.ndim, tuple(own.shape))
+            for name, own in self._weights.items()
+        ]
+
+    def begin(self, version: int) -> None:
+        """Begin to take a version."""
+        self._missing = set(self._weights)
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Copy one tensor."""
+        self._weights[name].copy_(tensor)
+        self._missing.discard(name)
+
+    def end(self) -> None:
+        """Raise EngineFailure if a tensor is missing."""
+        if self._missing:
+            raise EngineFailure(f"transformers: weights are missing: {sorted(self._missing)[:3]}")
+
+
+class HfRolloutEngine:
+    """An ``api.RolloutEngine`` over a ``PreTrainedModel``."""
+
     capacity = Capacity(num_rows=None, cache_tokens=None)
 
-    def __init__(self, module: nn.Module, config: HfRolloutConfig) -> None:
+    def __init__(
+        self, module: nn.Module, config: HfRolloutConfig, *, sink: ModuleSink | None = None
+    ) -> None:
+        """Generate with ``module``, which is the trainer's unless new weights come by ``sink``."""
         self._module: Any = module
         self._config = config
+        self._sink = sink
         self._waiting: deque[GenerationRequest] = deque()
         self._weights_version = 0
         self._num_prefilled_tokens = self._num_decoded_tokens = 0
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The promises of the engine."""
+        return EngineFacts(
+            shares_weights=self._sink is None, draws_by_key=True, stops_within_sequences=False
+        )
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; nothing is computed."""
@@ -69,8 +109,9 @@ class HfRolloutEngine:
     def wake(self) -> None:
         """Do nothing."""
 
-    def sink(self) -> None:
-        """Return None: the module's own weights change."""
+    def sink(self) -> ModuleSink | None:
+        """Return where new weights go; None if those of the module change in place."""
+        return self._sink
 
     def close(self) -> None:
         """Do nothing."""
@@ -181,6 +222,13 @@ class _KeyedDraws:
         draw = draw_tokens(scores, self._uniform_BJ[:, len(self.done)], rule=self._rule)
         self.done.append(draw)
         return torch.full_like(scores, float("-inf")).scatter_(1, draw.token_B[:, None], 0.0)
+
+
+def empty_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Return transformers' model for a folder's config.json, with weights that mean nothing."""
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    module: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return module.to(device).requires_grad_(False)
 
 
 @contextmanager

@@ -38,6 +38,10 @@ def test_transformers_generate_keeps_its_promises(tmp_path: Path) -> None:
     assert check_engine(build_hf, tmp_path, make_model=_of_transformers) == []
 
 
+def test_transformers_generate_with_weights_of_its_own_keeps_its_promises(tmp_path: Path) -> None:
+    assert check_engine(build_hf, tmp_path) == []
+
+
 def test_an_engine_outside_of_tandem_keeps_its_promises(tmp_path: Path) -> None:
     assert check_engine(external_engine.build, tmp_path) == []
 

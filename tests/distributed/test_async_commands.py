@@ -55,7 +55,7 @@ def test_01_the_red_moe_command_trains_a_small_model_on_the_devices_it_names(
         "max_response_length": "12",
     }
     words = words_of(RED_MOE_COMMAND, tmp_path, **variables)
-    ended = run_command(["train", *map(smaller, words), *BESIDES], folder=tmp_path)
+    ended = run_command(["main_ppo", *map(smaller, words), *BESIDES], folder=tmp_path)
     assert ended.code == 0, ended.stderr
     run = tmp_path / "checkpoints/verl_async_rl_redmoe16b/run_1"
     rows = metrics_of(run)

@@ -233,19 +233,3 @@ def test_a_head_size_without_a_kernel_is_named_before_a_run_is_begun(
         "trainer.device=cpu",
         conditions=installed(tmp_path, "paged", PAGED),
     )
-
-
-def test_an_engine_that_is_not_built_is_said_to_be_without_effect(
-    material: Material, tmp_path: Path
-) -> None:
-    arguments = train_arguments(material, tmp_path / "run", "actor_rollout_ref.rollout.name=vllm")
-    ended = run_command(["plan", "--json", *arguments[1:]], folder=tmp_path)
-    assert ended.code == 0, ended.stderr
-    assert '"actor_rollout_ref.rollout.name": "engine not built yet' in ended.stdout
-    ended = run_command([*arguments, "trainer.device=musa"], folder=tmp_path)
-    notice = "actor_rollout_ref.rollout.name: engine not built yet: the native engine is used"
-    assert notice in " ".join(ended.stderr.split())
-    strategy = "actor_rollout_ref.actor.strategy=megatron"
-    assert_refused(
-        [*arguments, strategy], tmp_path, "strategy='megatron': is not built yet", "strategy=fsdp"
-    )

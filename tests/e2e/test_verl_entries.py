@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow as pa
@@ -52,6 +53,8 @@ def test_verls_quickstart_trains_ppo_with_its_critic(material: Material, tmp_pat
     assert ended.code == 0, ended.stderr
     defaults = "defaults of verl: algorithm.adv_estimator=gae actor_rollout_ref.rollout.n=1\n"
     assert defaults in ended.stderr
+    if find_spec("vllm") is None:
+        assert "rollout.name=vllm: vLLM is not installed, so tandem's native" in ended.stderr
     metrics = metrics_of(run)
     assert list(metrics) == [1, 2]
     assert metrics[1]["critic/vf_loss"] > 0

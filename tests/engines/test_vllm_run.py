@@ -14,7 +14,7 @@ from tests.fakes.tiny_run import Material, metrics_of, repeatable, train_argumen
 
 pytest.importorskip("vllm", reason="needs vllm: make test-engines")
 
-VLLM = "tandem.rollout.vllm.engine:build"
+VLLM = "vllm"
 
 
 def _train(material: Material, folder: Path, name: str) -> dict[int, dict[str, float]]:

@@ -25,7 +25,6 @@ from tandem.config.derived.pools import CRITIC, Placement, needed_tasks
 from tandem.config.derived.trained_model import place
 from tandem.config.schema.actor import LOSSES, Loss
 from tandem.config.schema.algorithm import ESTIMATORS, Estimator
-from tandem.config.schema.rollout import ENGINES_NOT_BUILT
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 
@@ -316,17 +315,6 @@ RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
         "this loss_mode is always aggregated by seq-mean-token-mean",
     ),
     *_microbatch_exclusions(RUN_MICROBATCHES),
-    Exclusion(
-        (f"{_ROLLOUT}.name",),
-        lambda c: c.actor_rollout_ref.rollout.name in ENGINES_NOT_BUILT,
-        "engine not built yet: the native engine is used",
-    ),
-    Exclusion(
-        (f"{_ROLLOUT}.name",),
-        lambda c: c.actor_rollout_ref.rollout.name == "hf",
-        "the model family decides: native if tandem's decoder computes it, else hf; setting hf "
-        "only confirms that this is intended",
-    ),
     Exclusion(
         (f"{_ROLLOUT}.seed",),
         _draws_nothing,

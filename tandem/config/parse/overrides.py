@@ -61,6 +61,7 @@ class LoadedConfig(Generic[ConfigT]):
         warnings: the warnings, one line each.
         verl_defaults: each key that has a default of verl instead of the schema's -> that value.
             The key is not in ``set_keys``, nor in the ``model_fields_set`` of its section.
+        follows_verl: whether the command or a file names one of verl's configurations.
     """
 
     config: ConfigT
@@ -68,6 +69,7 @@ class LoadedConfig(Generic[ConfigT]):
     unknown_keys: tuple[str, ...]
     warnings: tuple[str, ...]
     verl_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    follows_verl: bool = False
 
 
 def load_config(
@@ -108,6 +110,7 @@ def load_config(
         unknown_keys=tuple(written.unknown),
         warnings=(*(w for file in files for w in file.warnings), *written.warnings),
         verl_defaults=written.defaults,
+        follows_verl=written.follows_verl,
     )
 
 
@@ -146,6 +149,11 @@ class _Written:
         """The defaults of verl that are in use: key -> value."""
         given = self._verl_defaults.items()
         return {name: value for name, value in given if name not in self.spellings}
+
+    @property
+    def follows_verl(self) -> bool:
+        """Whether one of verl's configurations was named."""
+        return bool(self._verl_defaults)
 
     def add(self, assignment: Assignment) -> None:
         """Add one assignment. Raise UserError if its key is unknown."""

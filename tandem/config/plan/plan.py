@@ -216,6 +216,7 @@ def describe_run(config: RunConfig | SftConfig) -> dict[str, str]:
         "model": config.actor_rollout_ref.model.path,
         "algorithm": ", ".join(parts),
         "reward": ", ".join(rewards) or f"the rule of each row's {config.data.reward_fn_key}",
+        "rollout engine": config.actor_rollout_ref.rollout.name,
         **folder,
     }
 

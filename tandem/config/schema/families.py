@@ -52,15 +52,6 @@ def not_shardable(family: str, *, key: str, path: str) -> UserError:
     )
 
 
-def hf_rollout_warning(family: str, *, is_intended: bool) -> str:
-    """Return the warning that transformers generates, with a remedy unless ``is_intended``."""
-    message = (
-        "rollout by transformers' generate, which is slow on accelerators: the native engine "
-        f"does not compute this model of type {family!r}, only {', '.join(NATIVE_FAMILIES)}"
-    )
-    return message if is_intended else f"{message}. Set {_HF_ROLLOUT} if that is intended"
-
-
 def value_head(hf_config: Mapping[str, Any]) -> str | None:
     """Return ``CRITIC_CLASS`` or ``REWARD_CLASS``; None if the head is not a single number."""
     architectures: Any = hf_config.get("architectures") or ()

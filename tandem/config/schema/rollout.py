@@ -11,11 +11,17 @@ from pydantic import BaseModel, Field
 from tandem.config.schema.dotted import ByName
 from tandem.config.schema.fields import SECTION, VALIDATES, Seed, read_if
 
-ENGINES_NOT_BUILT = ("vllm", "sglang", "trtllm")
-ENGINES: Mapping[str, str] = dict.fromkeys(
-    ("native", "hf", *ENGINES_NOT_BUILT), "tandem.rollout.factory:build_by_family"
-)
+ENGINES: Mapping[str, str] = {
+    "auto": "tandem.rollout.factory:build_by_family",
+    "native": "tandem.rollout.factory:build_native",
+    "hf": "tandem.rollout.factory:build_hf",
+    "vllm": "tandem.rollout.vllm.engine:build",
+}
 """The names of rollout engines, each with the dotted path of the function that builds one."""
+ENGINES_NOT_BUILT: Mapping[str, str] = {"sglang": "SGLang", "trtllm": "TensorRT-LLM"}
+"""Engines that verl has besides: their names and their titles."""
+VERLS_ENGINES = ("vllm", *ENGINES_NOT_BUILT)
+"""The engines that verl's scripts name."""
 
 _SAMPLES = "do_sample=True"
 TopK = Annotated[
@@ -74,11 +80,11 @@ class RolloutConfig(BaseModel):
 
     model_config = SECTION
 
-    name: Annotated[str, ByName(ENGINES)] = Field(
-        default="native",
+    name: Annotated[str, ByName((*ENGINES, *ENGINES_NOT_BUILT))] = Field(
+        default="auto",
         description="Generation engine: a name, or the dotted path of a function that builds an "
-        "engine. The model family decides between native (tandem's decoder) and hf (transformers' "
-        "generate), whichever is named. The other names are not built yet.",
+        "engine. auto: native (tandem's decoder) if it computes the model, else vllm if it is "
+        "installed and computes it, else hf (transformers' generate).",
     )
     n: int = Field(
         default=8,

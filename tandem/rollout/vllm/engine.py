@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem.api import Capacity, EngineFacts, EngineFailure
+from tandem.platforms.environment import set_defaults
 from tandem.rollout.completion import complete
 from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import checkpoint_views
@@ -26,7 +27,7 @@ from tandem.rollout.keyed_random import stream_keys
 from tandem.rollout.sampler import DrawRule
 from tandem.rollout.vllm.canary import NUM_TOKENS, expected_log_probs, fixed_tokens, require_equal
 from tandem.rollout.vllm.draw import GREEDY, Stream, processor_class
-from tandem.rollout.vllm.library import of_vllm
+from tandem.rollout.vllm.library import ENVIRONMENT, of_vllm, undisturbed_process
 from tandem.rollout.vllm.weights import VllmSink
 from tandem.types import Completion, GenerationRequest, SliceSpec, TokenIds
 
@@ -240,29 +241,34 @@ def build(spec: EngineSpec) -> VllmRolloutEngine:
     """
     if torch.distributed.is_initialized():
         raise EngineFailure("vLLM serves runs on one device only: set trainer.n_gpus_per_node=1")
+    set_defaults(ENVIRONMENT)
     streams: dict[str, Stream] = {}
-    random_state = torch.get_rng_state()
     try:
-        executor = of_vllm("v1.executor.uniproc_executor", "UniProcExecutor")
-        arguments = of_vllm("", "EngineArgs")(
-            **engine_arguments(spec),
-            logits_processors=[processor_class(streams)],
-            # By its class: vLLM replaces the name on CPUs with that of an executor with processes.
-            distributed_executor_backend=executor,
-        )
-        vllm_config = arguments.create_engine_config(
-            of_vllm("usage.usage_lib", "UsageContext").ENGINE_CONTEXT
-        )
-        if vllm_config.use_v2_model_runner:
-            raise EngineFailure("vLLM: set the environment variable VLLM_USE_V2_MODEL_RUNNER=0")
-        engine = of_vllm("v1.engine.llm_engine", "LLMEngine")(
-            vllm_config, executor, log_stats=False, multiprocess_mode=False
-        )
+        with undisturbed_process():
+            engine = _start(spec, streams)
+    except EngineFailure:
+        raise
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise EngineFailure(f"vLLM cannot serve {spec.folder}: {first_line(error)}") from error
-    finally:
-        torch.set_rng_state(random_state)  # vLLM seeds the process
     return VllmRolloutEngine(spec, engine, streams=streams)
+
+
+def _start(spec: EngineSpec, streams: dict[str, Stream]) -> Any:
+    """Return vLLM's engine, whose logits processor draws for ``streams``."""
+    executor = of_vllm("v1.executor.uniproc_executor", "UniProcExecutor")
+    arguments = of_vllm("", "EngineArgs")(
+        **engine_arguments(spec),
+        logits_processors=[processor_class(streams)],
+        # By its class: vLLM replaces the name on CPUs with that of an executor with processes.
+        distributed_executor_backend=executor,
+    )
+    usage = of_vllm("usage.usage_lib", "UsageContext").ENGINE_CONTEXT
+    vllm_config = arguments.create_engine_config(usage)
+    if vllm_config.use_v2_model_runner:
+        raise EngineFailure("vLLM: unset the environment variable VLLM_USE_V2_MODEL_RUNNER")
+    return of_vllm("v1.engine.llm_engine", "LLMEngine")(
+        vllm_config, executor, log_stats=False, multiprocess_mode=False
+    )
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:

@@ -3,8 +3,24 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
+
+import numpy as np
+import torch
+
+ENVIRONMENT: Mapping[str, str] = {
+    # Tokens are drawn by a logits processor, which the second model runner lacks.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # The process also trains: its threads are not vLLM's to bind.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+"""The variables that vLLM reads in the process of a worker, unless the user has set them."""
 
 
 def of_vllm(module: str, name: str) -> Any:
@@ -14,3 +30,20 @@ def of_vllm(module: str, name: str) -> Any:
         module: the name of the module inside vLLM, e.g. ``v1.engine.llm_engine``; "" for the top.
     """
     return getattr(import_module(f"vllm.{module}" if module else "vllm"), name)
+
+
+@contextmanager
+def undisturbed_process() -> Iterator[None]:
+    """Keep the number of threads and the streams of random numbers, which vLLM sets as it starts.
+
+    Trainer and engine share the process.
+    """
+    num_threads = torch.get_num_threads()
+    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

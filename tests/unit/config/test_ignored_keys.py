@@ -218,13 +218,6 @@ def test_clip_ratio_loses_its_effect_only_to_both_sides() -> None:
     assert list(reasons(*one, f"{ACTOR}.clip_ratio_high=0.2")) == [f"{ACTOR}.clip_ratio"]
 
 
-def test_an_engine_that_is_not_built_is_named() -> None:
-    reason = "engine not built yet: the native engine is used"
-    assert reasons(f"{ROLLOUT}.name=sglang") == {f"{ROLLOUT}.name": reason}
-    assert "family decides" in reasons(f"{ROLLOUT}.name=hf")[f"{ROLLOUT}.name"]
-    assert reasons(f"{ROLLOUT}.name=native") == {}
-
-
 def test_more_keys_that_others_switch_off() -> None:
     dynamic = ("algorithm.filter_groups.enable=True", "data.gen_batch_size=9")
     assert list(reasons(*dynamic)) == ["data.gen_batch_size"]

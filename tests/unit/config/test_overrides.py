@@ -32,7 +32,7 @@ def test_defaults_are_verls_where_nothing_else_is_said() -> None:
     assert config == RunConfig()
     assert config.data.train_batch_size == 1024
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 256
-    assert config.actor_rollout_ref.rollout.name == "native"
+    assert config.actor_rollout_ref.rollout.name == "auto"
 
 
 def test_later_wins_defaults_then_recipe_then_command_line(tmp_path: Path) -> None:

@@ -70,7 +70,6 @@ def test_the_ascend_command_names_its_keys_without_effect(gsm8k_home: Path) -> N
         "actor_rollout_ref.model.use_remove_padding",
         "actor_rollout_ref.rollout.enable_chunked_prefill",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
-        "actor_rollout_ref.rollout.name",
         "algorithm.kl_ctrl.kl_coef",
     }
 

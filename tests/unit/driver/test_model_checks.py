@@ -23,7 +23,6 @@ from tandem.driver.model_checks import (
     require_end,
     require_known_tokens,
     require_local_family,
-    unread_engine_warnings,
 )
 from tandem.errors import UserError
 from tests.fakes.tiny_run import Material, sft_arguments, train_arguments
@@ -98,24 +97,6 @@ def test_a_family_that_transformers_knows_is_known_without_loading_it() -> None:
         require_local_family(own, key="k", path="p", trust_remote_code=False)
 
 
-def test_the_plan_says_that_the_native_engine_does_not_generate(tmp_path: Path) -> None:
-    def said(*arguments: str) -> list[str]:
-        warnings = plan_arguments([f"actor_rollout_ref.model.path={tmp_path}", *arguments]).warnings
-        return [line for line in warnings if "transformers' generate" in line]
-
-    config = tmp_path / "config.json"
-    config.write_text('{"model_type": "gpt2"}')
-    (line,) = said()
-    assert line.startswith(f"actor_rollout_ref.model.path='{tmp_path}': rollout by transformers'")
-    assert "type 'gpt2', only qwen2, qwen3, llama" in line
-    meant = "actor_rollout_ref.rollout.name=hf"
-    assert line.endswith(f". Set {meant} if that is intended")
-    for device in ("cuda", "cpu"):
-        assert said(f"trainer.device={device}") and not said(f"trainer.device={device}", meant)
-    config.write_text('{"model_type": "qwen3"}')
-    assert not said()
-
-
 def test_the_number_of_positions_can_be_replaced_unless_rotary_scaling_reads_it() -> None:
     key = "actor_rollout_ref.model.override_config.max_position_embeddings"
     keys = ["data.max_prompt_length=500", "data.max_response_length=500"]
@@ -147,11 +128,3 @@ def test_a_model_without_an_end_token_is_refused_unless_none_is_wanted() -> None
         require_end((), rollout, path="m", key="k")
     require_end((), rollout.model_copy(update={"ignore_eos": True}), path="m", key="k")
     require_end((2,), rollout, path="m", key="k")
-
-
-def test_an_engine_that_is_not_read_is_told() -> None:
-    config = load_config(RunConfig, ["actor_rollout_ref.rollout.name=hf"]).config
-    (notice,) = unread_engine_warnings(config, {"model_type": "qwen2"})
-    assert notice.startswith("actor_rollout_ref.rollout.name=hf: has no effect")
-    assert not unread_engine_warnings(config, {"model_type": "gpt2"})
-    assert not unread_engine_warnings(RunConfig(), {"model_type": "qwen2"})

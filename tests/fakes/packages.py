@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packages that look installed and cannot be imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def install_vllm(folder: Path, *, version: str = "0.32.0", classes: Sequence[str] = ()) -> Path:
+    """Put a vLLM that lists ``classes`` of models into ``folder``; returns the folder."""
+    models = folder / "vllm/model_executor/models/registry.py"
+    models.parent.mkdir(parents=True)
+    models.write_text("".join(f'    "{name}": ("file", "{name}"),\n' for name in classes))
+    (folder / "vllm/__init__.py").write_text("raise RuntimeError('vllm was imported')\n")
+    facts = folder / f"vllm-{version}.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return folder

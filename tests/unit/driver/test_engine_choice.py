@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engine generates: by the name, the model's family, and what is installed."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tandem.cli.plan import plan_arguments
+from tandem.config.parse.overrides import LoadedConfig
+from tandem.config.schema.run import RunConfig
+from tandem.driver.arguments import load_arguments, load_runnable
+from tandem.driver.engine_choice import require_engine
+from tandem.errors import UserError
+from tests.fakes.packages import install_vllm
+
+NAME = "actor_rollout_ref.rollout.name"
+INSTALL = "pip install 'vllm>=0.24,<0.33'"
+VERL = "--config-name=ppo_trainer"
+QWEN2, GPT2, ODD = (
+    {"model_type": family, "architectures": [f"{family.upper()}LMHeadModel"]}
+    for family in ("qwen2", "gpt2", "git")
+)
+"""The config.json of a family that our decoder computes, and of two that it does not."""
+is_without_vllm = pytest.mark.skipif(find_spec("vllm") is not None, reason="has vllm")
+
+
+def load(folder: Path, hf_config: dict[str, object], *arguments: str) -> LoadedConfig[RunConfig]:
+    (folder / "config.json").write_text(json.dumps(hf_config))
+    keys = (f"actor_rollout_ref.model.path={folder}", "trainer.n_gpus_per_node=1")
+    return load_arguments(RunConfig, [*keys, "algorithm.adv_estimator=grpo", *arguments])
+
+
+def chosen(loaded: LoadedConfig[RunConfig]) -> str:
+    return loaded.config.actor_rollout_ref.rollout.name
+
+
+def told(loaded: LoadedConfig[RunConfig]) -> list[str]:
+    return [line for line in loaded.warnings if "generate" in line]
+
+
+@is_without_vllm
+def test_auto_is_native_or_transformers_without_vllm(tmp_path: Path) -> None:
+    loaded = load(tmp_path, QWEN2)
+    assert (chosen(loaded), told(loaded)) == ("native", [])
+    loaded = load(tmp_path, GPT2)
+    assert chosen(loaded) == "hf"
+    (line,) = told(loaded)
+    assert line == (
+        "rollout by transformers' generate, which is slow on accelerators: the native engine "
+        "computes qwen2, qwen3, llama and not models of type 'gpt2', and vLLM is not installed "
+        f"({INSTALL}). Set {NAME}=hf if that is intended"
+    )
+    assert told(load(tmp_path, GPT2, f"{NAME}=hf")) == []
+
+
+def test_auto_is_vllm_where_only_vllm_is_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(install_vllm(tmp_path / "site", classes=GPT2["architectures"]))
+    assert chosen(load(tmp_path, QWEN2)) == "native"
+    loaded = load(tmp_path, GPT2)
+    assert (chosen(loaded), told(loaded)) == ("vllm", [])
+    loaded = load(tmp_path, ODD)
+    assert chosen(loaded) == "hf"
+    assert "vLLM 0.32.0 does not compute GITLMHeadModel. Set" in told(loaded)[0]
+
+
+def test_auto_stays_for_a_model_that_is_not_here() -> None:
+    assert chosen(load_arguments(RunConfig, ["actor_rollout_ref.model.path=some/model"])) == "auto"
+
+
+@is_without_vllm
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("vllm", f"vLLM is not installed. Install it with {INSTALL}, or leave the key out."),
+        ("sglang", "tandem has no engine over SGLang yet. Leave the key out"),
+        ("trtllm", "tandem has no engine over TensorRT-LLM yet. Leave the key out"),
+    ],
+)
+def test_a_named_engine_that_is_missing_is_refused(tmp_path: Path, name: str, reason: str) -> None:
+    arguments = [f"actor_rollout_ref.model.path={tmp_path}", f"{NAME}={name}"]
+    with pytest.raises(UserError, match="^" + NAME) as caught:
+        load_runnable(RunConfig, arguments)
+    assert str(caught.value).startswith(f"{NAME}='{name}': {reason}")
+
+
+def test_an_engine_that_does_not_fit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = load(tmp_path, GPT2, f"{NAME}=native").config
+    with pytest.raises(UserError, match=r"the native engine does not compute .* 'gpt2'"):
+        require_engine(native, GPT2)
+    monkeypatch.syspath_prepend(install_vllm(tmp_path / "site", version="0.40.1"))
+    with pytest.raises(UserError, match=r"vLLM 0.40.1 is installed, and >=0.24,<0.33 is supp"):
+        require_engine(load(tmp_path, QWEN2, f"{NAME}=vllm").config)
+
+
+@is_without_vllm
+def test_an_engine_that_verls_script_names_is_a_wish(tmp_path: Path) -> None:
+    loaded = load(tmp_path, QWEN2, VERL, f"{NAME}=vllm")
+    assert chosen(loaded) == "native"
+    assert told(loaded) == [
+        f"{NAME}=vllm: vLLM is not installed, so tandem's native engine generates. To use it: "
+        f"{INSTALL}"
+    ]
+    loaded = load(tmp_path, GPT2, VERL, f"{NAME}=sglang")
+    assert chosen(loaded) == "hf"
+    assert told(loaded) == [
+        f"{NAME}=sglang: tandem has no engine over SGLang yet, so transformers' generate generates"
+    ]
+    unknown = load_arguments(RunConfig, [VERL, "algorithm.adv_estimator=grpo", f"{NAME}=vllm"])
+    assert chosen(unknown) == "auto"
+    assert "so the engine that suits the model's family generates" in told(unknown)[0]
+
+
+def test_verls_script_gets_vllm_if_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(install_vllm(tmp_path / "site", classes=QWEN2["architectures"]))
+    loaded = load(tmp_path, QWEN2, VERL, f"{NAME}=vllm")
+    assert (chosen(loaded), told(loaded)) == ("vllm", [])
+
+
+@is_without_vllm
+def test_the_plan_names_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    plan = plan_arguments([f"actor_rollout_ref.model.path={tmp_path}"])
+    assert plan.run["rollout engine"] == "native"
