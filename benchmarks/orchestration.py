@@ -44,6 +44,7 @@ from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.data.wire import SentBatches
 from tandem.driver.rewards import open_rewards
 from tandem.driver.train import MAX_ROLLOUTS_RECORDED_PER_STEP
+from tandem.metrics.activity import Activity
 from tandem.metrics.jsonl import METRICS_FILE
 from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import open_sinks
@@ -183,7 +184,7 @@ def make_parts(
         keep_through_step=-1,
     )
     total_steps = NUM_WARMUP + options.steps
-    trainer = InstantTrainer(options.devices)
+    trainer, activity = InstantTrainer(options.devices), Activity()
     return RunContext(
         config=config,
         schedule=schedule_run(config, total_steps * options.prompts),
@@ -201,6 +202,7 @@ def make_parts(
             keep_through_step=-1,
             environment={},
             stream=sys.stdout,
+            activity=activity,
         ),
         recorder=Keeping(recorder),
         facts=ComputeFacts(None, "", num_devices=1, num_training_devices=1),
@@ -208,6 +210,7 @@ def make_parts(
         clock=time.perf_counter,
         allocated_bytes=lambda: 0,
         reserved_bytes=lambda: 0,
+        activity=activity,
     )
 
 

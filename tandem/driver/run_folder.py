@@ -29,6 +29,7 @@ from tandem.driver.continuation import require_same_experiment
 from tandem.driver.set_aside import set_aside, set_dumps_aside
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.errors import UserError
+from tandem.metrics.activity import Activity
 from tandem.metrics.jsonl import (
     BEFORE_FIRST_STEP,
     METRICS_FILE,
@@ -156,7 +157,7 @@ def begin_records(config: RunConfig | SftConfig, start: Start) -> None:
 
 
 def open_run_sinks(
-    trainer: TrainerConfig, start: Start, *, total_steps: int
+    trainer: TrainerConfig, start: Start, *, total_steps: int, activity: Activity
 ) -> Sequence[MetricSink]:
     """Open the sinks of a run's metrics. Raise UserError if one of them cannot start."""
     return open_sinks(
@@ -166,6 +167,7 @@ def open_run_sinks(
         keep_through_step=last_step_to_keep(trainer, start.checkpoint),
         environment=os.environ,
         stream=sys.stdout,
+        activity=activity,
     )
 
 

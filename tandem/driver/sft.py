@@ -17,6 +17,7 @@ from tandem.driver.auxiliary_models import check_tokens, open_trained_model
 from tandem.driver.launch import run_on_site
 from tandem.driver.run import LaunchedRun, Observer, PreparedRun, run_to_end
 from tandem.driver.run_folder import begin_records, is_logged, open_run_sinks
+from tandem.metrics.activity import Activity
 from tandem.metrics.sinks import require_loggers
 from tandem.pipeline.supervised import SupervisedContext, SupervisedLoop
 from tandem.workers.colocated import build_trainer
@@ -72,7 +73,9 @@ async def _open_loop(
     if checkpoint is not None:
         await run.runtime.call(engine.load, checkpoint.folder / "actor")
     begin_records(config, run.start)
-    sinks = (*open_run_sinks(config.trainer, run.start, total_steps=total_steps), *run.sinks)
+    activity = Activity()
+    sinks = open_run_sinks(config.trainer, run.start, total_steps=total_steps, activity=activity)
+    sinks = (*sinks, *run.sinks)
     context = SupervisedContext(
         config=config,
         schedule=prepared.schedule,
@@ -86,6 +89,7 @@ async def _open_loop(
         sinks=sinks,
         preferred_tokens=run.site.platform.microbatch_tokens,
         clock=time.perf_counter,
+        activity=activity,
     )
     try:
         loop = SupervisedLoop(context)

@@ -40,6 +40,7 @@ from tandem.driver.run_folder import (
     last_step_to_keep,
     open_run_sinks,
 )
+from tandem.metrics.activity import Activity
 from tandem.metrics.custom import require_metrics
 from tandem.metrics.records import RolloutRecorder
 from tandem.metrics.sinks import require_loggers
@@ -216,7 +217,8 @@ def _assemble(
     start, site, prepared = run.start, run.site, run.prepared
     codec = prepared.codec
     total_steps = prepared.schedule.total_training_steps
-    sinks = (*open_run_sinks(config.trainer, start, total_steps=total_steps), *run.sinks)
+    activity = Activity()
+    sinks = open_run_sinks(config.trainer, start, total_steps=total_steps, activity=activity)
     recorder = RolloutRecorder(
         config.trainer.run_folder,
         max_per_step=MAX_ROLLOUTS_RECORDED_PER_STEP,
@@ -234,7 +236,7 @@ def _assemble(
         codec=codec,
         rewards=rewards,
         store=start.store,
-        sinks=sinks,
+        sinks=(*sinks, *run.sinks),
         recorder=recorder,
         facts=ComputeFacts(
             None if decoder is None else _sizes_of(decoder),
@@ -246,6 +248,7 @@ def _assemble(
         clock=time.perf_counter,
         conversations=conversations,
         trace=_trace(config, resumes=start.checkpoint is not None),
+        activity=activity,
         allocated_bytes=lambda: running.peak_memory().allocated,
         reserved_bytes=lambda: running.peak_memory().reserved,
     )

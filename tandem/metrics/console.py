@@ -19,8 +19,10 @@ from rich.progress import (
     Task,
     TextColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
+from tandem.metrics.activity import Activity
 from tandem.metrics.number_format import format_number
 from tandem.types import StepReport
 
@@ -102,24 +104,42 @@ class VerlSink:
 class _Times(ProgressColumn):
     """The column ``0:43 elapsed, 1:20 left`` of the bar."""
 
+    def __init__(self) -> None:
+        super().__init__(Column(no_wrap=True))
+
     def render(self, task: Task) -> Text:
         """Return the elapsed and the expected time."""
         elapsed = task.finished_time if task.finished else task.elapsed
         return Text(f"{_clock(elapsed)} elapsed, {_clock(task.time_remaining)} left")
 
 
+class _CurrentPhase(ProgressColumn):
+    """The column ``generating 212/640`` of the bar, asked for whenever the bar is drawn."""
+
+    def __init__(self, activity: Activity) -> None:
+        super().__init__(Column())
+        self._activity = activity
+
+    def render(self, task: Task) -> Text:
+        """Return the phase that the run is in."""
+        text = f" {self._activity.describe()}"
+        return Text(text, no_wrap=True, overflow="ellipsis")
+
+
 class ProgressSink:
     """A ``tandem.api.MetricSink`` on a terminal: a progress bar below a line per step."""
 
-    def __init__(self, stream: TextIO, *, total_steps: int, first_step: int) -> None:
-        """Show a bar of ``total_steps``, of which ``first_step`` are done."""
+    def __init__(
+        self, stream: TextIO, *, total_steps: int, first_step: int, activity: Activity
+    ) -> None:
+        """Show a bar of ``total_steps``, of which ``first_step`` are done, and the phase."""
         self._console = Console(file=stream)
         self._progress = Progress(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=10),
-            TextColumn("{task.description}"),
             _Times(),
+            _CurrentPhase(activity),
             console=self._console,
         )
         self._task = self._progress.add_task("", total=total_steps, completed=first_step)
@@ -133,10 +153,8 @@ class ProgressSink:
         """Print the line of a step; advance the bar unless it has only validation metrics."""
         line = compact_line(report, width=self._console.width)
         self._console.print(Text(line, no_wrap=True, overflow="ellipsis"))
-        headline = [_render(field, report.metrics) for field in (_REWARD, _LOSS, _SPEED)]
-        if any(headline):
-            description = "  ".join(text for text in headline if text)
-            self._progress.update(self._task, completed=report.step, description=description)
+        if any(_render(field, report.metrics) for field in (_REWARD, _LOSS, _SPEED)):
+            self._progress.update(self._task, completed=report.step)
 
     def close(self) -> None:
         """Stop the bar and release the terminal; idempotent."""

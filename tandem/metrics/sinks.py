@@ -20,6 +20,7 @@ from tandem.api import MetricSink
 from tandem.config.schema.imports import describe, import_dotted, is_dotted
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
+from tandem.metrics.activity import Activity
 from tandem.metrics.console import LineSink, ProgressSink, VerlSink
 from tandem.metrics.jsonl import JsonlSink
 from tandem.metrics.tensorboard_sink import TensorBoardSink
@@ -44,6 +45,7 @@ class SinkSettings:
         total_steps: the number of training steps of the whole run.
         keep_through_step: the last step before a resume; -1 for a new run.
         stream: the console.
+        activity: the phase that the run is in, for a sink that draws between two steps.
     """
 
     trainer: TrainerConfig
@@ -52,6 +54,7 @@ class SinkSettings:
     keep_through_step: int
     environment: Mapping[str, str]
     stream: TextIO
+    activity: Activity
 
 
 def _open_tensorboard(settings: SinkSettings) -> MetricSink:
@@ -73,7 +76,12 @@ def _open_console(settings: SinkSettings) -> MetricSink:
     if not stream.isatty():
         return LineSink(stream, total_steps=settings.total_steps)
     first_step = max(settings.keep_through_step, 0)
-    return ProgressSink(stream, total_steps=settings.total_steps, first_step=first_step)
+    return ProgressSink(
+        stream,
+        total_steps=settings.total_steps,
+        first_step=first_step,
+        activity=settings.activity,
+    )
 
 
 def _open_verl(settings: SinkSettings) -> MetricSink:
@@ -179,6 +187,7 @@ def open_sinks(
     keep_through_step: int,
     environment: Mapping[str, str],
     stream: TextIO,
+    activity: Activity,
 ) -> tuple[GuardedSink, ...]:
     """Open every sink of a run; the arguments are the fields of ``SinkSettings``.
 
@@ -196,6 +205,7 @@ def open_sinks(
         keep_through_step=keep_through_step,
         environment=environment,
         stream=stream,
+        activity=activity,
     )
     for name in dict.fromkeys(trainer.logger):
         if is_dotted(name):

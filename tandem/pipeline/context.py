@@ -17,6 +17,7 @@ from tandem.api import Engines, MetricSink, Runtime
 from tandem.config.derived.schedule import Schedule
 from tandem.config.schema.run import RunConfig
 from tandem.data.prompts import PromptSource
+from tandem.metrics.activity import Activity
 from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TraceRecorder
 from tandem.pipeline.microbatches import MemoryFit
@@ -74,6 +75,7 @@ class RunContext:
         conversations: encodes text for a reward model; None if it reads the policy's tokens.
         memory: remembers which micro-batches fit the device.
         trace: records which role worked and which waited.
+        activity: tells the console which phase the run is in.
     """
 
     config: RunConfig
@@ -95,3 +97,4 @@ class RunContext:
     conversations: Conversations | None = None
     memory: MemoryFit = field(default_factory=MemoryFit)
     trace: TraceRecorder = field(default_factory=_no_trace)
+    activity: Activity = field(default_factory=Activity)

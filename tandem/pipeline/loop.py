@@ -15,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from tandem.algorithms.kl import AdaptiveKl, FixedKl, KlController, next_kl_controller
 from tandem.checkpoint.store import Checkpoint
 from tandem.config.schema.run import RunConfig
+from tandem.metrics.activity import Phase
 from tandem.metrics.learning import LearningWatch
 from tandem.metrics.records import dump_samples
 from tandem.metrics.reduction import update_metrics
@@ -160,7 +162,7 @@ class Pipeline:
         ``reward`` until the batch was complete.
         """
         begin_s = self._context.clock()
-        with self._context.trace.waiting("actor-train", "batch"):
+        with self._context.trace.waiting("actor-train", "batch"), self._collecting():
             batch = await upcoming
         if batch is None or self._stopping:
             return None
@@ -168,6 +170,21 @@ class Pipeline:
         self._timers.add("gen", generated_s - begin_s)
         self._timers.add("reward", max(batch.taken_s - generated_s, 0.0))
         return batch
+
+    def _collecting(self) -> AbstractContextManager[None]:
+        """Show how much of the next batch is there, if the samples of several steps are generated.
+
+        A batch that is not formed lacks a group, though enough others may be complete.
+        """
+        if self._config.trainer.max_lag == 0:
+            return nullcontext()
+        size = self._config.data.train_batch_size
+        num_samples = self._config.actor_rollout_ref.rollout.n
+        return self._context.activity.during(
+            Phase.COLLECTING,
+            total=size * num_samples,
+            done=lambda: min(self._buffer.num_complete, size - 1) * num_samples,
+        )
 
     async def _learn(self, batch: Batch, tasks: RunTasks) -> Experience | None:
         """Train one step and publish its weights; return None if the run stops before it."""
@@ -244,8 +261,11 @@ class Pipeline:
         """Publish the new weights; wait until they are in use if this step validates or is last."""
         is_last = self._step == self._context.schedule.total_training_steps
         is_required = is_last or self._context.schedule.is_test_step(self._step)
-        waiting = self._context.trace.waiting("actor-train", "sync")
-        with self._timers.section("update_weights"), waiting:
+        with (
+            self._timers.section("update_weights"),
+            self._context.trace.waiting("actor-train", "sync"),
+            self._context.activity.during(Phase.WEIGHTS),
+        ):
             await tasks.flow.publish(self._step, is_required=is_required)
 
     async def _end_step(self, experience: Experience, tasks: RunTasks) -> None:
@@ -270,6 +290,7 @@ class Pipeline:
         with (
             self._timers.section("save_checkpoint"),
             self._context.trace.span("actor-train", "save", details={"step": self._step}),
+            self._context.activity.during(Phase.SAVING),
             self._context.store.writing(self._step, state) as folder,
         ):
             await save_models(self._context, folder)

@@ -20,6 +20,7 @@ from tandem.config.schema.actor import ActorConfig
 from tandem.config.schema.critic import CriticConfig
 from tandem.data.balance import batch_cost, deal
 from tandem.data.packing import Plan, TrainSequence, in_sequence_order, pack_microbatches
+from tandem.metrics.activity import Phase
 from tandem.pipeline.batch import as_bools
 from tandem.pipeline.context import RunContext
 from tandem.pipeline.experience import Experience
@@ -104,15 +105,13 @@ async def take_steps(
         settings: the model's section, which determines the mini-batches.
         survey: completes the columns of each mini-batch, if the loss depends on all of it.
     """
-    num_sequences = len(experience.sequences)
     size = settings.ppo_mini_batch_size * context.config.actor_rollout_ref.rollout.n
-    seed = settings.data_loader_seed if settings.shuffle else None
+    minibatches = _cut(len(experience.sequences), size, settings=settings)
     is_counted, is_computed = as_bools(experience.batch.valid_N), as_bools(experience.computed_N)
+    phase = Phase.UPDATE_CRITIC if engine is context.engines.critic else Phase.UPDATE
     steps: list[OptimizerStep] = []
-    for epoch in range(settings.ppo_epochs):
-        order = _sequence_order(num_sequences, seed, epoch=epoch)
-        for start in range(0, num_sequences, size):
-            chosen = order[start : start + size]
+    with context.activity.during(phase, total=len(minibatches), done=lambda: len(steps)):
+        for chosen in minibatches:
             counted = [i for i in chosen if is_counted[i]]
             current = experience
             if survey is not None:
@@ -164,6 +163,14 @@ async def _take_step(
         )
 
     return await context.memory.run(update, [sequences[i] for i in computed], limits=limits)
+
+
+def _cut(num_sequences: int, size: int, *, settings: ActorConfig | CriticConfig) -> list[list[int]]:
+    """Return the sequences of each mini-batch, of all passes over the batch in order."""
+    seed = settings.data_loader_seed if settings.shuffle else None
+    orders = [_sequence_order(num_sequences, seed, epoch=i) for i in range(settings.ppo_epochs)]
+    starts = range(0, num_sequences, size)
+    return [order[start : start + size] for order in orders for start in starts]
 
 
 def _sequence_order(num_sequences: int, seed: int | None, *, epoch: int) -> list[int]:

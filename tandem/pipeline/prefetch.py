@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from tandem.metrics.activity import Phase
 from tandem.pipeline.batch import Batch, lay_out
 from tandem.pipeline.buffer import GroupBuffer
 from tandem.pipeline.context import RunContext
@@ -29,6 +30,14 @@ from tandem.pipeline.reward_phase import score_with_reward_model
 from tandem.types import Group
 
 T = TypeVar("T")
+
+_PHASES = {
+    "logp": Phase.LOG_PROBS,
+    "ref_logp": Phase.REFERENCE,
+    "reward model": Phase.REWARD_MODEL,
+    "values": Phase.VALUES,
+}
+"""The phase of each pass, by its name in the trace."""
 
 
 async def prepare_batch(
@@ -118,6 +127,7 @@ async def _timed(
 ) -> tuple[T, float]:
     """Await ``scores`` within a span of the trace; return them with the seconds they took."""
     begin_s = context.clock()
-    with context.trace.span(role, name or role):
+    name = name or role
+    with context.trace.span(role, name), context.activity.during(_PHASES[name]):
         scored = await scores
     return scored, context.clock() - begin_s

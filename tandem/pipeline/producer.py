@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from tandem.algorithms.filtering import is_informative
 from tandem.errors import UserError
+from tandem.metrics.activity import Phase
 from tandem.pipeline.admission import AdmissionGate
 from tandem.pipeline.buffer import GroupBuffer
 from tandem.pipeline.context import RunContext
@@ -128,11 +130,13 @@ class GroupProducer:
         baselines: Sequence[Answers | None] = [None] * len(prompts)
         if self._has_baseline:
             baselines = self._rollout.submit([self._baseline_request(prompt) for prompt in prompts])
-        async with asyncio.TaskGroup() as groups:
-            tasks = [
-                groups.create_task(self._finish_group(prompt, future, baseline=baseline))
-                for prompt, future, baseline in zip(prompts, futures, baselines, strict=True)
-            ]
+        tasks: list[asyncio.Task[Group | None]] = []
+        with self._show(tasks, num_prompts=len(prompts)):
+            async with asyncio.TaskGroup() as groups:
+                tasks += [
+                    groups.create_task(self._finish_group(prompt, future, baseline=baseline))
+                    for prompt, future, baseline in zip(prompts, futures, baselines, strict=True)
+                ]
         dropped = [group for task in tasks if (group := task.result()) is not None]
         if dropped:
             logger.info(
@@ -145,6 +149,28 @@ class GroupProducer:
         self._dropped_uids.extend(uids)
         self._check_dropped()
         return uids
+
+    @contextmanager
+    def _show(
+        self, tasks: Sequence[asyncio.Task[Group | None]], *, num_prompts: int
+    ) -> Generator[None, None, None]:
+        """Show how many samples are generated and scored, if they are those of one step."""
+        if self._context.config.trainer.max_lag > 0:
+            yield
+            return
+        activity, num_answers = self._context.activity, self._num_samples + self._has_baseline
+        total = num_prompts * num_answers
+
+        def scored() -> int:
+            return num_answers * sum(task.done() for task in tasks)
+
+        with (
+            activity.during(
+                Phase.GENERATING, total=total, done=lambda: total - self._rollout.num_unfinished
+            ),
+            activity.during(Phase.REWARDS, total=total, done=scored),
+        ):
+            yield
 
     def _request(self, prompt: Prompt) -> GenerationRequest:
         first = prompt.uid * self._num_samples

@@ -172,6 +172,11 @@ class RolloutLoop:
         self._look_for_work()
         return futures
 
+    @property
+    def num_unfinished(self) -> int:
+        """The number of sequences whose completions have not been collected."""
+        return len(self._pending)
+
     def take_metrics(self) -> dict[str, float]:
         """Return ``rollout/engine/*``: the growth of the engine's counters since the last call."""
         before, self._counters = self._counters, dict(self._engine.metrics())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from tandem.config.schema.sft import SftConfig
 from tandem.data.packing import Plan, TrainSequence, pack_microbatches
 from tandem.data.sft import SftSource
 from tandem.data.tokenizer import TextCodec
+from tandem.metrics.activity import Activity, Phase
 from tandem.metrics.throughput import StepTime, throughput_metrics
 from tandem.metrics.timers import Timers
 from tandem.pipeline.failures import DivergenceGuard
@@ -47,6 +48,7 @@ class SupervisedContext:
     sinks: Sequence[MetricSink]
     preferred_tokens: int | None
     clock: Callable[[], float]
+    activity: Activity = field(default_factory=Activity)
 
 
 class SupervisedLoop:
@@ -133,7 +135,8 @@ class SupervisedLoop:
                 engine.update, batches, SftLoss(), scale=scale, temperature=_TEMPERATURE
             )
 
-        report = await self._memory.run(update, sequences, limits=self._limits)
+        with self._context.activity.during(Phase.UPDATE):
+            report = await self._memory.run(update, sequences, limits=self._limits)
         await runtime.call(engine.advance_schedule)
         self._divergence.check(self._step + 1, [report])
         return report
@@ -170,7 +173,8 @@ class SupervisedLoop:
             batches = pack_microbatches(sequences, plan)
             return await runtime.call(engine.score, batches, _TEMPERATURE)
 
-        columns = await self._memory.run(score, sequences, limits=self._limits)
+        with self._context.activity.during(Phase.VALIDATING):
+            columns = await self._memory.run(score, sequences, limits=self._limits)
         total = sum(float(column_R.double().sum()) for column_R in columns)
         num_tokens = sum(s.num_loss_tokens for s in sequences)
         self._validation = {"val/loss": -total / num_tokens}
@@ -179,8 +183,11 @@ class SupervisedLoop:
     async def _save(self) -> None:
         data = self._context.source.state()
         state = {"step": self._step, "data": data, "metrics": self._metrics}
-        with self._context.store.writing(self._step, state) as folder:
-            context = self._context
+        context = self._context
+        with (
+            context.activity.during(Phase.SAVING),
+            context.store.writing(self._step, state) as folder,
+        ):
             await save_model(
                 context.runtime, context.engine, folder=folder / "actor", codec=context.codec
             )

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tandem.metrics.activity import Phase
 from tandem.metrics.records import dump_samples
 from tandem.metrics.validation import validation_metrics, validation_samples
 from tandem.pipeline.context import RunContext
@@ -78,7 +79,15 @@ class Validator:
         self, step: int, answers: Sequence[Answers], *, scoring: Sequence[asyncio.Task[Group]]
     ) -> Metrics:
         begin_s = self._context.clock()
-        with self._context.trace.span("validation", "validation", details={"step": step}):
+        num_samples = self._context.config.actor_rollout_ref.rollout.val_kwargs.n
+        with (
+            self._context.trace.span("validation", "validation", details={"step": step}),
+            self._context.activity.during(
+                Phase.VALIDATING,
+                total=len(scoring) * num_samples,
+                done=lambda: num_samples * sum(task.done() for task in scoring),
+            ),
+        ):
             await asyncio.gather(*answers, return_exceptions=True)
             await self._flow.unpin()
             await asyncio.gather(*scoring, return_exceptions=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.data.ledger import open_source
 from tandem.data.prompts import PromptEntry
+from tandem.metrics.activity import Activity
 from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TraceEvent, TraceRecorder
 from tandem.pipeline.context import RunContext, Store
@@ -168,6 +169,7 @@ class SimulatedSetup:
         is_validated: as in ``Pipeline.restore``.
         stop_s: the time at which the run is asked to stop.
         score: returns the reward of sample k of a row.
+        activity: shows the phase of the run.
     """
 
     groups: Sequence[Sequence[str]]
@@ -181,6 +183,7 @@ class SimulatedSetup:
     is_validated: bool = True
     stop_s: float | None = None
     score: Callable[[int, int], float] = _alternately
+    activity: Activity = field(default_factory=Activity)
 
 
 def simulate(config: RunConfig, times: SimulatedTimes, *, setup: SimulatedSetup) -> SimulatedRun:
@@ -240,6 +243,7 @@ def _context(
         allocated_bytes=lambda: 0,
         reserved_bytes=lambda: 0,
         trace=TraceRecorder(clock, sink=harness),
+        activity=setup.activity,
     )
 
 

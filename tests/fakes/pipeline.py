@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import MISSING, fields
 from typing import Any
 
+from tandem.pipeline.context import RunContext
 from tandem.types import (
     Completion,
     FinishReason,
@@ -27,6 +29,12 @@ class ImmediateRuntime:
     async def call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
         """Implement ``api.Runtime``."""
         return function(*values, **named)
+
+
+def partial_context(**given: Any) -> RunContext:
+    """Return a context with the given collaborators, and None for each other without a default."""
+    needed = [field.name for field in fields(RunContext) if field.default_factory is MISSING]
+    return RunContext(**{**dict.fromkeys(needed), **given})  # type: ignore[arg-type]
 
 
 def scored_group(uid: int, *scores: float | None) -> Group:

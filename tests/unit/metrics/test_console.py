@@ -4,6 +4,7 @@
 import io
 import logging
 
+from tandem.metrics.activity import Activity, Phase
 from tandem.metrics.console import LINE_WIDTH, LineSink, ProgressSink, VerlSink, compact_line
 from tandem.types import StepReport
 
@@ -51,7 +52,7 @@ def test_supervised_runs_show_their_loss():
 
 def test_the_bar_moves_and_ends_where_it_stands():
     terminal = _Terminal()
-    sink = ProgressSink(terminal, total_steps=10, first_step=4)
+    sink = ProgressSink(terminal, total_steps=10, first_step=4, activity=Activity())
     sink.write(StepReport(5, {"critic/score/mean": 0.5, "perf/throughput": 1000.0}))
     sink.close()
     sink.close()
@@ -79,7 +80,7 @@ def test_the_two_divergences_have_names_of_their_own():
 def test_a_step_is_one_line_of_a_narrow_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     terminal = _Terminal()
-    sink = ProgressSink(terminal, total_steps=10, first_step=0)
+    sink = ProgressSink(terminal, total_steps=10, first_step=0, activity=Activity())
     metrics = {f"val-core/source{number}/reward/mean@1": 0.25 for number in range(9)}
     sink.write(StepReport(1, {"critic/score/mean": 0.5, **metrics}))
     sink.close()
@@ -95,7 +96,7 @@ def test_log_messages_go_above_the_bar_while_it_is_shown(monkeypatch):
     handler = logging.StreamHandler(stderr)
     logging.getLogger().addHandler(handler)
     try:
-        sink = ProgressSink(terminal, total_steps=2, first_step=0)
+        sink = ProgressSink(terminal, total_steps=2, first_step=0, activity=Activity())
         logging.getLogger().warning("a reward printed this")
         sink.close()
         logging.getLogger().warning("the run has ended")
@@ -107,7 +108,7 @@ def test_log_messages_go_above_the_bar_while_it_is_shown(monkeypatch):
 
 def test_brackets_in_names_are_not_markup():
     terminal = _Terminal()
-    sink = ProgressSink(terminal, total_steps=2, first_step=0)
+    sink = ProgressSink(terminal, total_steps=2, first_step=0, activity=Activity())
     sink.write(StepReport(1, {"val-core/[/red]x/reward/mean@1": 0.5}))
     sink.close()
 
@@ -154,7 +155,7 @@ def test_the_line_is_verls():
 
 def test_a_validation_that_ends_late_moves_no_bar():
     terminal = _Terminal()
-    sink = ProgressSink(terminal, total_steps=10, first_step=0)
+    sink = ProgressSink(terminal, total_steps=10, first_step=0, activity=Activity())
     sink.write(StepReport(7, {"critic/score/mean": 0.5}))
     sink.write(StepReport(5, {"val-core/some/reward/mean@1": 0.25}))
     sink.close()
@@ -162,3 +163,27 @@ def test_a_validation_that_ends_late_moves_no_bar():
     shown = terminal.getvalue()
     assert "step 5  val some 0.25" in shown
     assert "7/10" in shown and "5/10" not in shown
+
+
+def test_the_bar_shows_the_phase_that_the_run_is_in_when_it_is_drawn(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal, activity, generated = _Terminal(), Activity(), [0]
+    sink = ProgressSink(terminal, total_steps=1000, first_step=999, activity=activity)
+    with activity.during(Phase.GENERATING, total=1280, done=lambda: generated[0]):
+        for generated[0] in (212, 1279):
+            sink._progress.refresh()
+    sink.close()
+
+    shown = terminal.getvalue()
+    assert "left  generating 212/1280" in shown and "left  generating 1279/1280" in shown
+    assert "generating" not in shown.splitlines()[-2], "nothing of it is left in the end"
+
+
+def test_a_pipe_shows_no_phase():
+    stream, activity = io.StringIO(), Activity()
+    sink = LineSink(stream, total_steps=2, clock=lambda: "12:34:56")
+    with activity.during(Phase.SAVING):
+        sink.write(StepReport(1, {"critic/score/mean": 0.5}))
+    sink.close()
+
+    assert stream.getvalue() == "12:34:56 step 1/2  reward 0.5\n"

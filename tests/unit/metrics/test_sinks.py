@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tandem.api import MetricSink
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
+from tandem.metrics.activity import Activity
 from tandem.metrics.console import LineSink
 from tandem.metrics.sinks import GuardedSink, open_sinks, require_loggers
 from tandem.types import StepReport
@@ -32,6 +33,7 @@ def _run(folder, loggers, steps, *, keep_through_step=-1, stream=None, environme
         keep_through_step=keep_through_step,
         environment=environment or {},
         stream=stream or io.StringIO(),
+        activity=Activity(),
     )
     for step in steps:
         for sink in sinks:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tandem.data.packing import pack
 from tandem.engines.single import SingleDeviceEngine
 from tandem.models.folder import open_model
 from tandem.pipeline.batch import Batch, lay_out
-from tandem.pipeline.context import Engines, RunContext
+from tandem.pipeline.context import Engines
 from tandem.pipeline.experience import Experience, assign_credit
 from tandem.pipeline.loop import initial_kl_controller
 from tandem.pipeline.microbatches import MemoryFit
@@ -42,7 +42,7 @@ from tandem.types import (
     Trajectory,
     UpdateReport,
 )
-from tests.fakes.pipeline import ImmediateRuntime
+from tests.fakes.pipeline import ImmediateRuntime, partial_context
 
 KEYS = (
     "data.train_batch_size=2",
@@ -179,7 +179,7 @@ def learn(folder: Path, *arguments: str) -> tuple[dict[str, Tensor], list[Update
         "engines": Engines(engine, engine, None, engine),  # type: ignore[arg-type]
         "memory": MemoryFit(),
     }
-    context = RunContext(**{f.name: given.get(f.name) for f in fields(RunContext)})
+    context = partial_context(**given)
     batch = lay_out(groups(), version=5)
     two_steps = load_config(RunConfig, [*KEYS, "actor_rollout_ref.actor.ppo_epochs=2"]).config
     scores = asyncio.run(score_with_policy(replace(context, config=two_steps), batch))

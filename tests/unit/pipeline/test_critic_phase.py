@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from tandem.api import Engines
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.pipeline.batch import lay_out
-from tandem.pipeline.context import RunContext
 from tandem.pipeline.experience import Experience, assign_credit
 from tandem.pipeline.loop import initial_kl_controller
 from tandem.pipeline.microbatches import MemoryFit
@@ -27,7 +26,7 @@ from tandem.types import (
     PackedBatch,
     UpdateReport,
 )
-from tests.fakes.pipeline import ImmediateRuntime, scored_group
+from tests.fakes.pipeline import ImmediateRuntime, partial_context, scored_group
 
 KEYS = (
     "algorithm.adv_estimator=gae",
@@ -78,7 +77,7 @@ def learn(*arguments: str, old_logp_R: Tensor | None = None) -> tuple[RecordingC
         "engines": Engines(critic, critic, None, critic, critic=critic),  # type: ignore[arg-type]
         "memory": MemoryFit(),
     }
-    parts = RunContext(**{f.name: given.get(f.name) for f in fields(RunContext)})
+    parts = partial_context(**given)
     batch = lay_out(GROUPS)
     values_R = asyncio.run(score_with_critic(parts, batch))
     experience = assign_credit(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from tandem.api import Engines
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.pipeline.batch import lay_out
-from tandem.pipeline.context import RunContext
 from tandem.pipeline.experience import assign_credit
 from tandem.pipeline.loop import initial_kl_controller
 from tandem.pipeline.microbatches import MemoryFit
@@ -27,7 +26,7 @@ from tandem.types import (
     PackedBatch,
     UpdateReport,
 )
-from tests.fakes.pipeline import ImmediateRuntime, scored_group
+from tests.fakes.pipeline import ImmediateRuntime, partial_context, scored_group
 
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
 
@@ -75,8 +74,7 @@ def make_parts(engine: RecordingEngine, groups: Sequence[Group], *arguments: str
         "preferred_tokens": None,
         "memory": MemoryFit(),
     }
-    values: dict[str, Any] = {f.name: given.get(f.name) for f in fields(RunContext)}
-    return RunContext(**values)
+    return partial_context(**given)
 
 
 def update(

@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
+from tandem.metrics.activity import Activity
 from tandem.metrics.trace import TraceRecorder
 from tandem.pipeline.admission import AdmissionGate
 from tandem.pipeline.buffer import BatchRule, GroupBuffer
@@ -78,6 +79,7 @@ def test_rewards_of_the_first_group_come_back_before_the_last_text_is_made() -> 
             codec=world,
             rewards=world,
             trace=TraceRecorder(lambda: 0.0, sink=None),
+            activity=Activity(),
             clock=lambda: 0.0,
         )
         rollout: Any = Rollout()

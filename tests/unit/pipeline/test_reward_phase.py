@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from tandem.engines.single import ReferenceModel
 from tandem.errors import UserError
 from tandem.models.folder import check_reward_folder, open_part
 from tandem.models.parallel import WHOLE
-from tandem.pipeline.context import RunContext
 from tandem.pipeline.failures import GENERATION_FAILED, PENDING
 from tandem.pipeline.microbatches import MemoryFit
 from tandem.pipeline.reward_phase import score_with_reward_model
@@ -41,7 +40,7 @@ from tandem.types import (
     Sample,
     Trajectory,
 )
-from tests.fakes.pipeline import ImmediateRuntime
+from tests.fakes.pipeline import ImmediateRuntime, partial_context
 from tests.unit.models.tiny_models import NATIVE
 
 KINDS = {
@@ -104,7 +103,7 @@ def scored(model: Any, groups: Sequence[Group], *arguments: str, **rest: Any) ->
         "memory": MemoryFit(),
         **rest,
     }
-    parts = RunContext(**{f.name: given.get(f.name) for f in fields(RunContext)})
+    parts = partial_context(**given)
     return asyncio.run(score_with_reward_model(parts, groups))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from tandem.api import Engines
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.pipeline.batch import Batch, lay_out
-from tandem.pipeline.context import RunContext
 from tandem.pipeline.experience import assign_credit
 from tandem.pipeline.loop import initial_kl_controller
 from tandem.pipeline.microbatches import MemoryFit
@@ -35,7 +34,7 @@ from tandem.types import (
     Trajectory,
     UpdateReport,
 )
-from tests.fakes.pipeline import ImmediateRuntime
+from tests.fakes.pipeline import ImmediateRuntime, partial_context
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
@@ -111,7 +110,7 @@ def trained(*arguments: str, old: bool = False, policy_lag: int = 0) -> Engine:
         "engines": Engines(engine, engine, None, engine),  # type: ignore[arg-type]
         "memory": MemoryFit(),
     }
-    context = RunContext(**{field.name: given.get(field.name) for field in fields(RunContext)})
+    context = partial_context(**given)
     batch = replace(batch_of(old=old), policy_lag=policy_lag)
     experience = assign_credit(batch, config=config, controller=initial_kl_controller(config))
     asyncio.run(update_policy(context, experience))
