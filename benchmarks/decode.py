@@ -2,14 +2,14 @@
 """Generation by the native engine on one accelerator: prefill, admission, decode, ends.
 
     python benchmarks/decode.py [--model qwen2.5-0.5b ...] [--workload S T] [--repeats 5]
-    [--rows 256 512] [--output FILE]
+    [--rows 256 512] [--quantization fp8] [--output FILE]
 
 Prints one JSON object and a table. A repeat generates the whole workload; the first two are warm-up
 (compilation, graph capture) and not counted. With ``--rows``, sequences of the workload follow each
 other in so many rows instead, as in asynchronous runs: the rate once they are of all ages. The
 floor adds up, position by position, the larger of matrix products at the measured rate and bytes
 (weights, cached keys and values) at the measured copy rate; where lengths are drawn, for the rows
-that are expected to be left.
+that are expected to be left. It is that of bf16, also with ``--quantization``.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from shapes import (
 )
 
 from tandem.models.operators import operators_for
+from tandem.models.quantized import QuantizedDecoder
 from tandem.platforms.select import select_platform
 from tandem.rollout.paged.engine import WINDOW_TOKENS, PagedRolloutEngine
 from tandem.rollout.settings import NativeRolloutConfig
@@ -73,7 +74,9 @@ def generate(engine: PagedRolloutEngine, requests: list[GenerationRequest]) -> l
     return completions
 
 
-def make_engine(shape: Shape, workload: Workload) -> PagedRolloutEngine:
+def make_engine(
+    shape: Shape, workload: Workload, *, quantization: str | None = None
+) -> PagedRolloutEngine:
     """The engine over random weights."""
     platform = select_platform("auto")
     decoder = random_decoder(
@@ -96,13 +99,16 @@ def make_engine(shape: Shape, workload: Workload) -> PagedRolloutEngine:
         config,
         make_capturer=platform.make_capturer,
         num_multiprocessors=platform.num_multiprocessors(),
+        quantized=None if quantization is None else QuantizedDecoder(decoder),
     )
 
 
-def run(name: str, workload_name: str, *, repeats: int) -> dict[str, object]:
+def run(
+    name: str, workload_name: str, *, repeats: int, quantization: str | None
+) -> dict[str, object]:
     """Measure one row of the table."""
     shape, workload = SHAPES[name], WORKLOADS[workload_name]
-    engine = make_engine(shape, workload)
+    engine = make_engine(shape, workload, quantization=quantization)
     rates, seconds, counts = [], [], []
     for repeat in range(NUM_WARMUP + repeats):
         requests = requests_of(workload, repeat)
@@ -126,6 +132,7 @@ def run(name: str, workload_name: str, *, repeats: int) -> dict[str, object]:
     return {
         "model": name,
         "workload": workload_name,
+        "quantization": quantization,
         "settings": asdict(workload),
         "tokens_per_s": statistics.median(rates),
         "all_tokens_per_s": rates,
@@ -142,14 +149,16 @@ def run(name: str, workload_name: str, *, repeats: int) -> dict[str, object]:
     }
 
 
-def run_continuously(name: str, workload_name: str, *, num_rows: int) -> dict[str, object]:
+def run_continuously(
+    name: str, workload_name: str, *, num_rows: int, quantization: str | None
+) -> dict[str, object]:
     """Measure one row: sequences follow each other, and an eighth more of them wait.
 
     ``num_rows`` is a multiple of the workload's samples.
     """
     workload = WORKLOADS[workload_name]
     batch = replace(workload, prompts=num_rows // workload.samples)
-    engine = make_engine(SHAPES[name], batch)
+    engine = make_engine(SHAPES[name], batch, quantization=quantization)
     queue = itertools.chain.from_iterable(requests_of(batch, seed) for seed in itertools.count())
     num_sent = num_ended = 0
 
@@ -175,6 +184,7 @@ def run_continuously(name: str, workload_name: str, *, num_rows: int) -> dict[st
     return {
         "model": name,
         "workload": workload_name,
+        "quantization": quantization,
         "settings": asdict(workload),
         "rows": num_rows,
         "tokens_per_s": num_tokens / elapsed,
@@ -193,15 +203,16 @@ def main() -> None:
     parser.add_argument("--workload", nargs="+", default=["S"], choices=WORKLOADS)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows", nargs="+", type=int, default=[])
+    parser.add_argument("--quantization", choices=["fp8"])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    rows = []
+    rows, quantization = [], arguments.quantization
     for workload, num_rows in itertools.product(arguments.workload, arguments.rows):
         if num_rows <= 0 or num_rows % WORKLOADS[workload].samples:
             parser.error(f"--rows {num_rows}: {workload} needs a multiple of its samples")
     for model in arguments.model:
         for workload, num_rows in itertools.product(arguments.workload, arguments.rows):
-            row = run_continuously(model, workload, num_rows=num_rows)
+            row = run_continuously(model, workload, num_rows=num_rows, quantization=quantization)
             rows.append(row)
             print(
                 f"{model} {workload}, {num_rows} rows: {row['tokens_per_s']:,.0f} tokens/s, "
@@ -209,7 +220,7 @@ def main() -> None:
                 flush=True,
             )
         for workload in [] if arguments.rows else arguments.workload:
-            row = run(model, workload, repeats=arguments.repeats)
+            row = run(model, workload, repeats=arguments.repeats, quantization=quantization)
             rows.append(row)
             print(
                 f"{model} {workload}: {row['tokens_per_s']:,.0f} tokens/s, {row['seconds']:.2f} s, "

@@ -46,6 +46,10 @@ ALGORITHMS = {
         f"{ACTOR}.clip_ratio_low=3e-4",
         f"{ACTOR}.clip_ratio_high=4e-4",
     ),
+    "grpo-fp8": (
+        f"{ACTOR}.clip_ratio_high=0.2",
+        "actor_rollout_ref.rollout.quantization=fp8",
+    ),
     "cispo": (
         f"{ACTOR}.policy_loss.loss_mode=cispo",
         f"{ACTOR}.clip_ratio_low=10",

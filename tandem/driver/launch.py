@@ -31,7 +31,7 @@ from tandem.models.folder import ModelFolder, require_decoder
 from tandem.platforms.record import Platform
 from tandem.platforms.registry import platform_named
 from tandem.platforms.select import AUTO, select_platform
-from tandem.rollout.factory import require_kernels
+from tandem.rollout.factory import require_kernels, require_quantization
 from tandem.runtime.cluster import ClusterPlan, ClusterSettings, NodeDevices, plan_cluster
 from tandem.runtime.failure import NodeFailure, WorkerFailure
 from tandem.runtime.inprocess import InProcessRuntime
@@ -286,6 +286,8 @@ def require_fit(
         generates = site.platforms[site.placement.pool_of("generate").name]
         key = f"{site.model.key}={str(model.path)!r}"
         require_kernels(model.decoder_config, generates, key=key)
+        rollout = site.config.actor_rollout_ref.rollout
+        require_quantization(rollout, model.decoder_config, platform=generates)
     if site.is_mixed:
         return
     for task, own in site.model.of_task.items():

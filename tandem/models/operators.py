@@ -24,6 +24,7 @@ from torch.nn import functional as F  # noqa: N812
 from tandem.errors import UserError
 from tandem.models.attention import PackedAttention
 from tandem.models.logprob import TokenLogProbs, token_log_probs
+from tandem.models.quantized_operators import TORCH_QUANTIZED, QuantizedOperators
 from tandem.platforms.record import Platform
 from tandem.types import Segments
 
@@ -71,6 +72,7 @@ class Operators:
         packed_attention: ``(segments, device) -> attention`` for one packed batch.
         token_log_probs: see ``logprob.token_log_probs``.
         logits: ``(h_RD, weight_VD) -> logits_RV`` in at least fp32, without gradients.
+        quantized: the operators of a decoder that generates in fp8.
     """
 
     add_norm: AddNorm
@@ -79,6 +81,7 @@ class Operators:
     packed_attention: MakeAttention
     token_log_probs: ScoreTokens
     logits: Callable[[Tensor, Tensor], Tensor]
+    quantized: QuantizedOperators
 
 
 def add_norm(
@@ -191,7 +194,7 @@ def logits(h_RD: Tensor, weight_VD: Tensor) -> Tensor:
     return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
 
 
-TORCH = Operators(add_norm, rotate, gate, PackedAttention, token_log_probs, logits)
+TORCH = Operators(add_norm, rotate, gate, PackedAttention, token_log_probs, logits, TORCH_QUANTIZED)
 
 
 def operators_for(platform: Platform) -> Operators:

@@ -43,6 +43,7 @@ class Platform:
         maps_memory: whether a process can map the memory of another one on the same device.
         compute_dtype: the precision of ``dtype=auto``.
         has_bfloat16: returns whether this process's device computes in bfloat16.
+        has_fp8: returns whether this process's device multiplies matrices of fp8 (e4m3).
         device_name: returns the chip's name, for reports and peak rates.
         total_memory_bytes: returns the memory of the device, used or not.
         memory_allocated_bytes, memory_reserved_bytes: return the peaks since the process started.
@@ -72,6 +73,7 @@ class Platform:
     maps_memory: bool
     compute_dtype: torch.dtype
     has_bfloat16: Callable[[], bool]
+    has_fp8: Callable[[], bool]
     device_name: Callable[[], str]
     total_memory_bytes: Callable[[], int]
     memory_allocated_bytes: Callable[[], int]
@@ -136,6 +138,10 @@ def _yes() -> bool:
     return True
 
 
+def no() -> bool:
+    return False
+
+
 def _zero() -> int:
     return 0
 
@@ -158,6 +164,10 @@ def _ignore(_: int) -> None:
 
 def _cuda_bfloat16() -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _cuda_fp8() -> bool:
+    return torch.cuda.get_device_capability() >= (8, 9)
 
 
 def _cuda_memory() -> int:
@@ -188,6 +198,7 @@ CPU = Platform(
     maps_memory=False,
     compute_dtype=torch.float32,
     has_bfloat16=_yes,
+    has_fp8=_yes,
     device_name=_host_name,
     total_memory_bytes=_host_memory,
     memory_allocated_bytes=_zero,
@@ -217,6 +228,7 @@ CUDA = Platform(
     maps_memory=True,
     compute_dtype=torch.bfloat16,
     has_bfloat16=_cuda_bfloat16,
+    has_fp8=_cuda_fp8,
     device_name=torch.cuda.get_device_name,
     total_memory_bytes=_cuda_memory,
     memory_allocated_bytes=torch.cuda.max_memory_allocated,

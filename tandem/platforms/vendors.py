@@ -18,7 +18,16 @@ import torch
 from tandem.platforms.capture import eager
 from tandem.platforms.isolation import NOSET, Visibility
 from tandem.platforms.names import ALIASES
-from tandem.platforms.record import CUDA, Platform, cuda_problem, device_uuid, no_uuid, nothing, one
+from tandem.platforms.record import (
+    CUDA,
+    Platform,
+    cuda_problem,
+    device_uuid,
+    no,
+    no_uuid,
+    nothing,
+    one,
+)
 
 ASCEND = Visibility(
     mode="mask",
@@ -83,6 +92,7 @@ def extension_platform(
         maps_memory=False,
         compute_dtype=torch.bfloat16,
         has_bfloat16=partial(_has_bfloat16, name),
+        has_fp8=no,
         device_name=ask("get_device_name"),
         total_memory_bytes=partial(_total_memory, name),
         memory_allocated_bytes=ask("max_memory_allocated"),
@@ -151,6 +161,7 @@ ROCM = replace(
     vendor="AMD",
     aliases=ALIASES["rocm"],
     probe=partial(cuda_problem, "rocm"),
+    has_fp8=no,
     kernels="torch",
     make_capturer=eager,
     device_uuid=no_uuid,

@@ -20,6 +20,7 @@ from tandem.config.schema.rollout import ENGINES, RolloutConfig
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder, DecoderConfig
 from tandem.models.language_model import LanguageModel
+from tandem.models.quantized import KEY, QuantizedDecoder, require_quantizable
 from tandem.platforms.capture import eager
 from tandem.platforms.record import Platform
 from tandem.rollout.choice import choose_engine, hf_warning
@@ -30,6 +31,9 @@ from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import TokenIds
 
 logger = logging.getLogger(__name__)
+
+NATIVE_NAMES = ("auto", "native")
+"""The names by which the native engine may be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,28 @@ def require_kernels(config: DecoderConfig | None, platform: Platform, *, key: st
     )
 
 
+def require_quantization(
+    config: RolloutConfig, decoder: DecoderConfig | None, *, platform: Platform
+) -> None:
+    """Raise UserError if the engine cannot generate in ``config.quantization``.
+
+    Args:
+        decoder: None for a model that transformers computes.
+    """
+    if config.quantization is None:
+        return
+    if config.name not in NATIVE_NAMES:
+        rule = f"only the native engine generates in it, not rollout.name={config.name}"
+    elif decoder is None:
+        rule = "transformers generates with this model, in the precision of its weights"
+    elif not platform.has_fp8():
+        rule = f"the {platform.name} device does not multiply fp8 matrices"
+    else:
+        require_quantizable(decoder)
+        return
+    raise UserError(KEY, config.quantization, rule=rule, remedy=f"Leave out {KEY}.")
+
+
 def build_hf(spec: EngineSpec) -> RolloutEngine:
     """Build the engine over transformers' generate.
 
@@ -115,7 +141,9 @@ def build_dense(spec: EngineSpec) -> RolloutEngine:
     """Build the engine of platforms without our kernels."""
     # Not the free memory: the batch size affects rounding, and a resumed run must repeat both.
     cache_bytes = spec.platform.total_memory_bytes() // 4
-    return NativeRolloutEngine(_decoder(spec), _settings(spec, cache_bytes=cache_bytes))
+    decoder = _decoder(spec)
+    settings = _settings(spec, cache_bytes=cache_bytes)
+    return NativeRolloutEngine(decoder, settings, quantized=_quantized(spec, decoder))
 
 
 def build_paged(spec: EngineSpec) -> RolloutEngine:
@@ -123,13 +151,16 @@ def build_paged(spec: EngineSpec) -> RolloutEngine:
     from tandem.rollout.paged.engine import PagedRolloutEngine
 
     decoder, platform, config = _decoder(spec), spec.platform, spec.config
+    quantized = _quantized(spec, decoder)
     weights_bytes = sum(weight.nbytes for weight in decoder.parameters())
+    weights_bytes += 0 if quantized is None else quantized.num_bytes
     share_bytes = int(platform.total_memory_bytes() * config.gpu_memory_utilization)
     return PagedRolloutEngine(
         decoder,
         _settings(spec, cache_bytes=max(0, share_bytes - weights_bytes)),
         make_capturer=eager if config.enforce_eager else platform.make_capturer,
         num_multiprocessors=platform.num_multiprocessors(),
+        quantized=quantized,
     )
 
 
@@ -137,6 +168,10 @@ def _decoder(spec: EngineSpec) -> Decoder:
     decoder = spec.model.decoder
     assert decoder is not None, "the dense and the paged engine need tandem's decoder"
     return decoder
+
+
+def _quantized(spec: EngineSpec, decoder: Decoder) -> QuantizedDecoder | None:
+    return None if spec.config.quantization is None else QuantizedDecoder(decoder)
 
 
 def _settings(spec: EngineSpec, *, cache_bytes: int) -> NativeRolloutConfig:

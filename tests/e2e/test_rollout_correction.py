@@ -79,3 +79,10 @@ def test_what_is_rejected_is_not_learned_from(material: Material, tmp_path: Path
     )
     assert empty[1]["rollout_corr/rollout_rs_seq_masked_fraction"] > 0.5
     assert all(weight.isfinite().all() for weight in weights.values())
+
+
+def test_generation_in_fp8_is_corrected(material: Material, tmp_path: Path) -> None:
+    metrics, _ = trained(material, tmp_path, "actor_rollout_ref.rollout.quantization=fp8")
+    for row in metrics.values():
+        assert 0 < row["rollout_corr/k3_kl"] < 0.05
+        assert 0.9 < row["rollout_corr/rollout_is_eff_sample_size"] < 1

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes Triton's interpreter run with numpy 2.4, which no longer turns an array of one element into
-an int; triton relies on that for the bounds of loops. And makes it several times faster: around
+an int; triton relies on that for the bounds of loops. It rounds to fp8 as a device does; triton
+loses the carry of a mantissa that is rounded up. And makes it several times faster: around
 every call of a function it replaces all names of its language and puts them back; it makes a table
 of all types whenever it asks for one, and describes the shape of each value anew; and it computes
 whether integers overflow, which it tells only when it debugs.
@@ -12,7 +13,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 
 def install() -> None:
@@ -29,6 +32,7 @@ def _install() -> None:
     stay_replaced(triton)
     find_types_once(triton)
     describe_shapes_once(triton.tl.core)
+    round_fp8_to_nearest(triton)
     builder = triton.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
@@ -58,6 +62,20 @@ def stay_replaced(interpreter: Any) -> None:
 
     interpreter._patch_lang = replace_once
     interpreter._patch_attr = replace_name
+
+
+def round_fp8_to_nearest(interpreter: Any) -> None:
+    """Conversions from fp32 to e4m3 are those of torch."""
+    convert_any, language = interpreter._convert_float, interpreter.tl
+
+    def convert(numbers: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source, target) != (language.float32, language.float8e4nv):
+            return convert_any(numbers, source, target, rounding)
+        wide = torch.from_numpy(np.frombuffer(numbers.tobytes(), dtype=np.float32).copy())
+        bits = wide.to(torch.float8_e4m3fn).view(torch.uint8)
+        return bits.numpy().reshape(numbers.shape)
+
+    interpreter._convert_float = convert
 
 
 def find_types_once(interpreter: Any) -> None:

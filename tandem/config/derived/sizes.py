@@ -53,6 +53,14 @@ class ModelSizes:
         return self.hidden * (heads * self.head_dim + 3 * self.inner)
 
     @property
+    def quantized_parameters(self) -> int:
+        """The number of parameters that a rollout in fp8 copies: all matrices of the layers but the
+        output projections of attention.
+        """
+        projections = self.num_layers * self.hidden * self.num_heads * self.head_dim
+        return self.num_layers * self.layer_parameters - projections
+
+    @property
     def embedding_parameters(self) -> int:
         """The number of parameters of the embedding and, if it is another matrix, of the head."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden

@@ -54,7 +54,8 @@ class MemoryPlan:
         critic: its weights and optimizer state, 0 without a critic. Its gradients and those of the
             policy do not exist at the same time; ``gradients`` is the larger of the two.
         rollout: the weights that generate, and a second copy that receives new weights if it is on
-            the device; 0 if the trained weights generate. With ``free_cache_engine``, if several
+            the device; 0 if the trained weights generate. The fp8 weights of
+            ``rollout.quantization`` are added. With ``free_cache_engine``, if several
             devices train and generate in turns, only the part that exceeds the space of training.
         cache: the keys and values of all concurrent sequences, with the same exception.
         activations: the activations of the largest micro-batch.
@@ -233,12 +234,19 @@ def _generating(
     prompts = -(-running // rollout.n)
     tokens = prompts * data.max_prompt_length + running * data.max_response_length
     cache = computed * sizes.cache_numbers_per_token * tokens
-    weights = computed * sizes.num_parameters
+    weights, quantized = computed * sizes.num_parameters, quantized_bytes(config, sizes)
     if available_bytes is not None:
         share = rollout.gpu_memory_utilization
-        cache = min(cache, max(0, int(share * available_bytes) - weights))
+        cache = min(cache, max(0, int(share * available_bytes) - weights - quantized))
     weights *= _device_copies(config, placement)
-    return MemoryPlan(rollout=0 if placement.is_one_process else weights, cache=cache)
+    own = 0 if placement.is_one_process else weights
+    return MemoryPlan(rollout=own + quantized, cache=cache)
+
+
+def quantized_bytes(config: RunConfig, sizes: ModelSizes) -> int:
+    """Return the bytes of the fp8 weights of generation; 0 without them."""
+    is_quantized = config.actor_rollout_ref.rollout.quantization is not None
+    return sizes.quantized_parameters if is_quantized else 0
 
 
 def _device_copies(config: RunConfig, placement: Placement) -> int:

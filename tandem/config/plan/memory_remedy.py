@@ -21,6 +21,7 @@ from tandem.config.plan.memory import (
     GIB,
     NO_MODELS,
     plan_memory,
+    quantized_bytes,
 )
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
@@ -107,7 +108,8 @@ def _least_generating(config: RunConfig, sizes: ModelSizes) -> tuple[int, int]:
     computed = BYTES[config.actor_rollout_ref.actor.fsdp_config.dtype]
     pages = -(-trained_model(config).max_tokens // CACHE_PAGE_TOKENS)
     cached = sizes.cache_numbers_per_token * pages * CACHE_PAGE_TOKENS
-    return computed * sizes.num_parameters, computed * cached
+    weights = computed * sizes.num_parameters + quantized_bytes(config, sizes)
+    return weights, computed * cached
 
 
 def _remedy(

@@ -64,8 +64,8 @@ class RolloutCorrectionConfig(BaseModel):
     )
     rollout_is: Literal["auto", "token", "sequence"] | None = Field(
         default="auto",
-        description="Level of importance weights. auto: token if rollouts may lag behind, else "
-        "null (verl: null).",
+        description="Level of importance weights. auto: token if rollouts may lag behind or are "
+        "quantized, else null (verl: null).",
     )
     rollout_is_threshold: float | str = Field(
         default=2.0,
@@ -117,15 +117,18 @@ class RolloutCorrectionConfig(BaseModel):
         """Whether tokens or sequences may be rejected."""
         return self.rollout_rs is not None or self.rollout_token_veto_threshold is not None
 
-    def level(self, *, may_lag: bool) -> Literal["token", "sequence"] | None:
+    def level(self, *, may_differ: bool) -> Literal["token", "sequence"] | None:
         """Return ``rollout_is`` with ``auto`` resolved.
+
+        Args:
+            may_differ: whether the rollout's policy is older than the trainer's, or quantized.
 
         None also in ``bypass_mode`` with ``ppo_clip``, where the ratio in the loss is the weight.
         """
         if self.bypass_mode and not self.reinforces:
             return None
         if self.rollout_is == "auto":
-            return "token" if may_lag else None
+            return "token" if may_differ else None
         return self.rollout_is
 
     @property

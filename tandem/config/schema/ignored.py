@@ -293,7 +293,7 @@ _ROLLOUT: Table = {
     "multi_stage_wake_up": (False, "the native engine shares its weights with the trainer"),
     "n_gpus_per_node": (8, "trainer.n_gpus_per_node decides"),
     "qat": _only_with("qat.enable=True"),
-    "quantization_config_file": _only_with("rollout.quantization"),
+    "quantization_config_file": (None, "rollout.quantization=fp8 needs no further settings"),
     "scheduling_policy": ("fcfs", "no result depends on the order of the sequences"),
     "skip_dump_dir": ("/tmp/rollout_dump", "only skip_rollout reads it, which is not built"),
 }

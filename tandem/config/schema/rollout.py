@@ -155,6 +155,13 @@ class RolloutConfig(BaseModel):
         description="Launch each operation of a decode step instead of replaying a captured graph; "
         "slower. No effect on platforms without graphs.",
     )
+    quantization: Literal["fp8"] | None = Field(
+        default=None,
+        description="Precision of the large matrix products of generation. fp8: weights with a "
+        "scale for each matrix and activations with a scale for each token; attention, its output "
+        "projection, embedding and head keep the precision of the policy. Training is not "
+        "quantized, and algorithm.rollout_correction.rollout_is=auto corrects the difference.",
+    )
     partial_rollout: Literal[True, False, "keep_cache"] = Field(
         default=True,
         description="Treatment of sequences that are being generated when new weights arrive. "

@@ -216,7 +216,9 @@ class RunConfig(BaseModel):
     @property
     def importance_level(self) -> Literal["token", "sequence"] | None:
         """``rollout_is`` with ``auto`` resolved; None if no importance weights are applied."""
-        return self.algorithm.rollout_correction.level(may_lag=self.trainer.max_lag > 0)
+        is_quantized = self.actor_rollout_ref.rollout.quantization is not None
+        may_differ = is_quantized or self.trainer.max_lag > 0
+        return self.algorithm.rollout_correction.level(may_differ=may_differ)
 
     @property
     def compares_policies(self) -> bool:

@@ -108,7 +108,6 @@ _ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
             "generation; trainer.separated_node_ratios sets other shares.",
         ),
         "over_sample_rate": Unbuilt("the drop of the slowest samples", (0, None)),
-        "quantization": Unbuilt("a quantized rollout", (None,)),
         "skip_rollout": _RECORDED,
     },
     "critic.model": {

@@ -8,6 +8,7 @@ from dataclasses import replace
 from tandem.models.kernels.gate import gate
 from tandem.models.kernels.logprob import logits, token_log_probs
 from tandem.models.kernels.norm import add_norm
+from tandem.models.kernels.quantized import TRITON_QUANTIZED
 from tandem.models.kernels.rotary import rotate
 from tandem.models.kernels.varlen import VarlenAttention
 from tandem.models.operators import TORCH
@@ -20,4 +21,5 @@ TRITON = replace(
     packed_attention=VarlenAttention,
     token_log_probs=token_log_probs,
     logits=logits,
+    quantized=TRITON_QUANTIZED,
 )

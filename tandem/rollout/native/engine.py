@@ -21,6 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tandem.api import Capacity, EngineFacts
 from tandem.models.decoder import Decoder
+from tandem.models.quantized import QuantizedDecoder
 from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.native.attention import DecodeAttention, PrefillAttention
@@ -53,9 +54,17 @@ class _Prefill:
 class NativeRolloutEngine:
     """An ``api.RolloutEngine`` on one device. It reads the decoder and never copies it."""
 
-    def __init__(self, decoder: Decoder, config: NativeRolloutConfig) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: NativeRolloutConfig,
+        *,
+        quantized: QuantizedDecoder | None = None,
+    ) -> None:
+        """Build the engine. ``quantized`` computes in place of ``decoder``, if given."""
         shape = CacheShape.of(decoder)
         self._decoder = decoder
+        self._quantized = quantized
         self._config = config
         self._device = shape.device
         self._cache = RowCache(shape)
@@ -91,6 +100,8 @@ class NativeRolloutEngine:
         if self._scheduler.has_work:
             return False
         self._cache.release()
+        if self._quantized is not None:
+            self._quantized.free()
         return True
 
     def wake(self) -> None:
@@ -105,6 +116,8 @@ class NativeRolloutEngine:
     def set_weights_version(self, version: int) -> bool:
         """Tag later tokens with ``version``. The next step recomputes the cache, unless kept."""
         self._is_outdated |= self._scheduler.set_weights_version(version)
+        if self._quantized is not None:
+            self._quantized.outdate()
         return True
 
     def metrics(self) -> Mapping[str, float]:
@@ -117,6 +130,8 @@ class NativeRolloutEngine:
     @torch.inference_mode()
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """Generate until a sequence finishes; see ``api.Rollout``."""
+        if self._quantized is not None:
+            self._quantized.update()
         if self._is_outdated:
             self._update_cache()
         completions: list[Completion] = []
@@ -166,7 +181,8 @@ class NativeRolloutEngine:
         """Return the hidden states (T, D) of the tokens that ``attention`` was packed for."""
         packed = attention.packed
         self.num_prefilled_tokens += len(packed.token_T)
-        return self._decoder(packed.token_T, packed.position_T, attention)
+        compute = self._quantized or self._decoder
+        return compute(packed.token_T, packed.position_T, attention)
 
     def _update_cache(self) -> None:
         """Recompute cached keys and values after a weight update, unless the cache is kept."""
@@ -279,7 +295,7 @@ class NativeRolloutEngine:
         attention.column = column
         token_B = cache.tokens_RC[:num_rows, column - cache.first_column]
         position_B = column - cache.facts_3R[0, :num_rows]
-        h_BD = self._decoder(token_B, position_B, attention)
+        h_BD = (self._quantized or self._decoder)(token_B, position_B, attention)
         logits_BV = F.linear(h_BD, self._decoder.lm_head_weight)
         scheduler.tick()
         if scheduler.column >= self._uniform_start + NUM_UNIFORMS:

@@ -24,6 +24,7 @@ from torch import Tensor
 from tandem.api import Capacity, EngineFacts
 from tandem.models.decoder import Decoder
 from tandem.models.operators import upload
+from tandem.models.quantized import QuantizedDecoder
 from tandem.platforms.capture import Capturer
 from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
@@ -67,6 +68,7 @@ class PagedRolloutEngine:
         *,
         make_capturer: Callable[[], Capturer],
         num_multiprocessors: int,
+        quantized: QuantizedDecoder | None = None,
         page_tokens: int = PAGE_TOKENS,
     ) -> None:
         """Build the engine. The first ``advance`` allocates its memory.
@@ -74,9 +76,11 @@ class PagedRolloutEngine:
         Args:
             make_capturer: makes a capturer for each set of buffers.
             num_multiprocessors: the device's; attention is divided among them.
+            quantized: computes in place of ``decoder``, whose weights it reads.
             page_tokens: tokens of a page of the cache.
         """
         self._decoder = decoder
+        self._quantized = quantized
         self._config = config
         self._make_capturer = make_capturer
         self._num_multiprocessors = num_multiprocessors
@@ -130,6 +134,8 @@ class PagedRolloutEngine:
         if self._scheduler.has_work or self._finished:
             return False
         self._store = self._step = self._flight = None
+        if self._quantized is not None:
+            self._quantized.free()
         return True
 
     def wake(self) -> None:
@@ -155,6 +161,8 @@ class PagedRolloutEngine:
             return True
         self.settle()
         self._weights_version = version
+        if self._quantized is not None:
+            self._quantized.outdate()
         self._is_outdated |= not self._config.keeps_cache
         return True
 
@@ -194,6 +202,8 @@ class PagedRolloutEngine:
         num_steps = min(WINDOW_TOKENS, max(wanted, default=0))
         if num_steps <= 0 and not new:
             return None
+        if self._quantized is not None:
+            self._quantized.update()
         store, step = self._memory()
         self._arrange(step, rows, num_kept=len(kept) if last is not None else 0)
         replay = step.prepare(len(rows), store, filtered=any(map(_is_filtered, rows)))
@@ -239,6 +249,7 @@ class PagedRolloutEngine:
             self._step = DecodeStep(
                 self._decoder,
                 self._make_capturer(),
+                quantized=self._quantized,
                 table_RN=torch.zeros(size, dtype=torch.int32, device=self._device),
                 window=window,
                 num_multiprocessors=self._num_multiprocessors,
@@ -305,7 +316,8 @@ class PagedRolloutEngine:
             make_attention=self._decoder.operators.packed_attention,
         )
         packed = attention.packed
-        h_TD = self._decoder(packed.token_T, packed.position_T, attention)
+        compute = self._quantized or self._decoder
+        h_TD = compute(packed.token_T, packed.position_T, attention)
         store.copy_tails([copy for entry in entries for copy in entry.tail_copies])
         self.num_prefilled_tokens += len(h_TD)
         return h_TD.index_select(0, packed.last_S)

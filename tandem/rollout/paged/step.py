@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.models.decoder import Decoder
+from tandem.models.quantized import QuantizedDecoder
 from tandem.platforms.capture import Capturer, Replay
 from tandem.rollout.paged.cache import (
     PAGE_TOKENS,
@@ -57,6 +58,7 @@ class _Buffers:
     """
 
     decoder: Decoder
+    compute: Decoder | QuantizedDecoder
     state: RowState
     window: Window
     row_R: Tensor
@@ -70,7 +72,8 @@ class _Buffers:
         size = len(rows.table_BN)
         divide_pages(rows)
         token_B = self.state.numbers[:size, RowState.TOKEN]
-        logits_BV = self.logits(self.decoder(token_B, rows.position_B, _PageAttention(store, rows)))
+        h_BD = self.compute(token_B, rows.position_B, _PageAttention(store, rows))
+        logits_BV = self.logits(h_BD)
         draw_next(
             logits_BV,
             self.state.rows(slice(size)),
@@ -84,6 +87,7 @@ class DecodeStep:
     """Captured steps over one set of buffers.
 
     Args:
+        quantized: computes in place of ``decoder``, if given.
         page_tokens: tokens of a page.
 
     Attributes:
@@ -100,6 +104,7 @@ class DecodeStep:
         table_RN: Tensor,
         window: Window,
         num_multiprocessors: int,
+        quantized: QuantizedDecoder | None = None,
         page_tokens: int = PAGE_TOKENS,
     ) -> None:
         max_rows = len(table_RN)
@@ -111,7 +116,8 @@ class DecodeStep:
         self.window = window
         self.table_RN = table_RN
         row_R = torch.arange(max_rows, dtype=torch.int32, device=device)
-        self._buffers = _Buffers(decoder, self.state, window, row_R)
+        compute = quantized or decoder
+        self._buffers = _Buffers(decoder, compute, self.state, window, row_R)
         config = decoder.config
         programs = num_programs(
             config.head_dim,

@@ -25,11 +25,12 @@ def config(*arguments: str) -> RunConfig:
     return load_config(RunConfig, arguments).config
 
 
-def test_weights_are_on_where_rollouts_may_lag_and_only_there() -> None:
+def test_weights_are_on_where_rollouts_may_differ_and_only_there() -> None:
     assert config().importance_level is None and not config().compares_policies
     assert config("trainer.generate_ahead_steps=2").importance_level is None
     assert config("trainer.async_pipeline=True").importance_level is None
     assert config(*LAG).importance_level == "token"
+    assert config("actor_rollout_ref.rollout.quantization=fp8").importance_level == "token"
     off = config(*LAG, f"{KEY}.rollout_is=null")
     assert off.importance_level is None and off.compares_policies
     assert config(f"{KEY}.rollout_is=sequence").importance_level == "sequence"

@@ -111,6 +111,16 @@ def test_half_moments_take_half() -> None:
     assert alone.optimizer == 4 * sizes().num_parameters
 
 
+def test_fp8_weights_of_generation_are_counted() -> None:
+    fp8, share = "actor_rollout_ref.rollout.quantization=fp8", 1 << 30
+    attention = 896 * (14 + 2 * 2) * 64
+    copies = 24 * (attention + 3 * 896 * 4864)
+    assert one(fp8).rollout - one().rollout == copies
+    plans = (plan_memory(config(*x), sizes(), available_bytes=4 * share) for x in ([], [fp8]))
+    caches = [plan.cache for (plan,) in (tuple(plans.values()) for plans in plans)]
+    assert caches[0] - caches[1] == copies
+
+
 def test_weights_that_rest_visit_where_activations_have_been() -> None:
     offload, parameters = f"{LAYOUT}.param_offload=True", sizes().num_parameters
     plan = one(offload)

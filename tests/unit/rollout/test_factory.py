@@ -13,14 +13,16 @@ import transformers
 
 from tandem.api import Rollout, RolloutEngine
 from tandem.config.schema.rollout import RolloutConfig
+from tandem.errors import UserError
 from tandem.models.folder import open_model
 from tandem.models.language_model import LanguageModel
 from tandem.platforms.record import CPU, Platform
-from tandem.rollout.factory import EngineSpec, build_engine
+from tandem.rollout.factory import EngineSpec, build_engine, require_quantization
 from tandem.rollout.feed import FedRollout, WeightFeed
 from tandem.rollout.hf import HfRolloutEngine
 from tandem.rollout.native.engine import NativeRolloutEngine
 from tandem.types import GenerationRequest, SamplingParams
+from tests.fakes.tiny_decoder import CONFIG
 
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=12)
 PROMPTS = ((5, 6, 7, 8), (11, 12), (20, 21, 22, 23, 24, 25, 26))
@@ -154,3 +156,36 @@ def test_sampling_settings_reach_the_engine(qwen2_folder: Path) -> None:
         assert len(first := engine.advance()) == 1
         tokens.append(first[0].token_ids)
     assert tokens[0] == tokens[1] != tokens[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "platform", "is_ours", "reason"),
+    [
+        ({}, replace(CPU, has_fp8=lambda: False), True, "does not multiply fp8"),
+        ({"name": "pack.engine:build"}, CPU, True, "only the native engine"),
+        ({"name": "hf"}, CPU, True, "only the native engine"),
+        ({}, CPU, False, "transformers generates"),
+    ],
+)
+def test_fp8_is_refused_where_nothing_computes_it(
+    changes: dict[str, str], platform: Platform, is_ours: bool, reason: str
+) -> None:
+    config = RolloutConfig.model_validate({"quantization": "fp8", **changes})
+    decoder = CONFIG if is_ours else None
+    with pytest.raises(UserError, match=reason):
+        require_quantization(config, decoder, platform=platform)
+    unquantized = config.model_copy(update={"quantization": None})
+    require_quantization(unquantized, decoder, platform=platform)
+
+
+def test_fp8_is_built_where_it_is_asked_for(qwen2_folder: Path) -> None:
+    model = open_model(str(qwen2_folder), dtype=torch.float32, device="cpu")
+    request = GenerationRequest((0,), PROMPTS[0], replace(GREEDY, ignore_eos=True))
+    log_probs = []
+    for quantization in (None, "fp8"):
+        engine = _build(model, RolloutConfig(quantization=quantization))
+        engine.add([request])
+        (completion,) = engine.advance()
+        log_probs.append(completion.log_probs[0])
+    assert log_probs[0] != log_probs[1]
+    assert log_probs[0] == pytest.approx(log_probs[1], abs=0.3)

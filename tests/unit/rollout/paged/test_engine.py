@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder
+from tandem.models.quantized import QuantizedDecoder
 from tandem.platforms.capture import eager
 from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
 from tandem.rollout.paged.cache import PAGE_TOKENS
@@ -202,3 +203,37 @@ def test_what_can_never_be_held_is_refused(decoder: Decoder) -> None:
     with pytest.raises(UserError, match=f"holds {PAGE_TOKENS} tokens.*gpu_memory_utilization"):
         engine.add([_request(0, length=PAGE_TOKENS)])
     assert engine.advance() == []
+
+
+def test_fp8_is_that_of_the_dense_engine_also_after_new_weights(device: torch.device) -> None:
+    sizes = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "hidden_size": 16}
+    decoder = tiny_decoder(vocab_size=VOCABULARY, **sizes).to(device)
+    with torch.no_grad():
+        decoder.embedding.weight.mul_(0.3)  # no two tokens are so likely that rounding decides
+    requests = [_request(0, n=2)]
+    paged = PagedRolloutEngine(
+        decoder,
+        CONFIG,
+        make_capturer=eager,
+        num_multiprocessors=1,
+        quantized=QuantizedDecoder(decoder),
+    )
+    dense = NativeRolloutEngine(decoder, CONFIG, quantized=QuantizedDecoder(decoder))
+    for version in (0, 1):
+        for engine in (paged, dense):
+            engine.set_weights_version(version)
+            engine.add(requests)
+        ours, theirs = drain_by_sample(paged), drain_by_sample(dense)
+        exact = _expected(decoder, requests)
+        for sample_id, completion in theirs.items():
+            assert ours[sample_id].token_ids == completion.token_ids
+            log_probs = torch.tensor(completion.log_probs)
+            # A number of fp8 between two steps may be rounded to either, here and there.
+            assert (torch.tensor(ours[sample_id].log_probs) - log_probs).abs().max() < 0.03
+            if exact[sample_id].token_ids == completion.token_ids:
+                assert not torch.equal(log_probs, torch.tensor(exact[sample_id].log_probs))
+        with torch.no_grad():
+            decoder.layers[0].down.weight.mul_(-1.0)
+    assert paged.sleep() and dense.sleep()
+    paged.add(requests)
+    assert drain_by_sample(paged).keys() == {0, 1}
