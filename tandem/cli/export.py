@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tandem export RUN --output FOLDER``: write the trained model of a run as a Hugging Face folder.
 
-With ``--critic``, write its critic.
+With ``--critic``, write its critic. Adapters (LoRA) are merged into their base.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tandem.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.engines.sharded_checkpoint import export_sharded
 from tandem.errors import UserError
+from tandem.models.adapters import is_adapter_folder, merge_adapter
 from tandem.models.weights import convert_folder
 
 _DTYPES = ("keep", "bfloat16", "float16", "float32")
@@ -40,7 +41,16 @@ def run(arguments: Sequence[str]) -> int:
             remedy="Leave --critic out, or train one with algorithm.adv_estimator=gae.",
         )
     require_whole(checkpoint, use="export {folder}")
-    if (folder / SHARDED_FILE).is_file():
+    if options.base is not None and not is_adapter_folder(folder):
+        raise UserError(
+            "--base",
+            str(options.base),
+            rule=f"{folder} has all weights, and no adapters to merge into a base",
+            remedy="Leave --base out.",
+        )
+    if is_adapter_folder(folder):
+        merge_adapter(folder, output, base=options.base, dtype=dtype)
+    elif (folder / SHARDED_FILE).is_file():
         export_sharded(folder, output, dtype=dtype)
     else:
         convert_folder(folder, output, dtype=dtype)
@@ -97,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
         help="write the critic, as token classification",
     )
     parser.add_argument("--output", type=Path, required=True, help="the folder to write")
+    parser.add_argument(
+        "--base", type=Path, help="base model of adapters (default: where it was in training)"
+    )
     parser.add_argument(
         "--dtype", choices=_DTYPES, default="keep", help="precision (default: as trained)"
     )

@@ -25,7 +25,7 @@ from tandem.driver.model_checks import (
     require_vocabulary,
 )
 from tandem.errors import UserError
-from tandem.models.folder import ModelFolder, check_folder
+from tandem.models.folder import ModelFolder, adapt_folder, check_folder
 from tandem.workers.deployment import policy_spec
 from tandem.workers.policies import policy_folder
 
@@ -55,6 +55,8 @@ def open_trained_model(
         fetches_weights=fetches_weights,
         key=model.key,
     )
+    if model.adapters is not None:
+        folder = adapt_folder(folder, model.adapters, seed=0)
     codec = load_codec(
         config.path,
         template_settings=template_settings,

@@ -87,6 +87,8 @@ def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem 
     problem = problem_of(name, hf_config)
     if name == "vllm" and problem is None and not place_run(config).is_one_process:
         return Problem("vLLM serves runs of one process only")
+    if name == "vllm" and problem is None and config.actor_rollout_ref.model.trains_adapters:
+        return Problem("vLLM does not get the adapters (LoRA) of a run")
     return problem
 
 

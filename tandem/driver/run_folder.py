@@ -38,7 +38,8 @@ from tandem.metrics.jsonl import (
     read_records,
 )
 from tandem.metrics.sinks import open_sinks
-from tandem.models.folder import ModelFolder, check_folder
+from tandem.models.adapters import is_adapter_folder
+from tandem.models.folder import ModelFolder, check_folder, require_same_adapters
 from tandem.pipeline.validation import VALIDATION_SECONDS
 from tandem.report.run_folder import CONFIG_FILE, SETTINGS_FILE
 
@@ -219,6 +220,9 @@ def require_fitting(
     """
     source.restore(checkpoint.read_state().get("data", {}))
     folder = checkpoint.folder / "actor"
+    if is_adapter_folder(folder) or model.start is not None:
+        require_same_adapters(folder, model, key=key)
+        return
     is_sharded = (folder / SHARDED_FILE).is_file()
     saved = check_folder(str(folder), load_weight=not is_sharded, key="trainer.resume_from_path")
     same_family = saved.hf_config["model_type"] == model.hf_config["model_type"]

@@ -33,7 +33,10 @@ def fingerprint(
         parameters: any region of each parameter, in order.
     """
     listed = [(region.name, region.shape, str(region.dtype)) for region in parameters]
-    return hashlib.sha256(repr((family, architecture, listed)).encode()).hexdigest()
+    identity: tuple[object, ...] = (family, architecture, listed)
+    if architecture is not None and architecture.adapters is not None:
+        identity = (*identity, architecture.adapters)
+    return hashlib.sha256(repr(identity).encode()).hexdigest()
 
 
 def read_state(

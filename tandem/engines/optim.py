@@ -22,6 +22,7 @@ from tandem.engines.adamw import AdamW, Moments
 from tandem.engines.muon import Matrix, Muon
 from tandem.engines.shards import ShardMap
 from tandem.errors import UserError
+from tandem.models.adapted import trained_parameters
 from tandem.models.decoder import parameter_shapes
 from tandem.models.language_model import LanguageModel
 from tandem.models.parallel import whole_config
@@ -101,7 +102,7 @@ class PolicyOptimizer:
             first: AdamW(
                 betas=config.betas,
                 weight_decay=decay,
-                stored=model.lm_head_weight.dtype,
+                stored=next(iter(trained_parameters(model.module).values())).dtype,
                 half_moments=config.moments_dtype == "bfloat16",
                 is_coupled=first == "Adam",
             )

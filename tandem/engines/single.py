@@ -3,7 +3,8 @@
 
 An update is a sum over micro-batches with global denominators: loss, gradients and metrics do not
 depend on the split into micro-batches. A step whose loss or gradient is not finite is skipped. A
-copy of the stored weights may compute in a lower precision. Gradients are then summed, and the
+copy of the stored weights may compute in a lower precision. Of a model with adapters, "weights" are
+the adapters alone. Gradients are then summed, and the
 optimizer steps, in the precision of the stored weights, which are on the device only during that
 step. There is no autocast, no loss scaling and no sharding.
 
@@ -34,7 +35,9 @@ from tandem.engines.optim import PolicyOptimizer, make_schedule
 from tandem.engines.shards import unsharded_map
 from tandem.engines.steps import Totals, backward, clip, report_step, score
 from tandem.errors import UserError
-from tandem.models.language_model import LanguageModel
+from tandem.models.adapted import trained_parameters
+from tandem.models.adapters import load_adapter
+from tandem.models.language_model import LanguageModel, NativeModel
 from tandem.models.weights import load_weights
 from tandem.types import LossScale, PackedBatch, UpdateReport
 
@@ -63,8 +66,8 @@ class SingleDeviceEngine:
         """
         self._model = model
         self._compute = model if compute is None else compute
-        self._computed = list(self._compute.module.parameters())
-        self._weights = dict(model.module.named_parameters())
+        self._computed = list(trained_parameters(self._compute.module).values())
+        self._weights = trained_parameters(model.module)
         self._sums: dict[str, Tensor] = {}
         self._offloaded: OffloadedParameters | None = None
         if offload_weights:
@@ -255,6 +258,9 @@ def _out_of_memory() -> UserError:
 @torch.no_grad()
 def _load_weights(model: LanguageModel, folder: Path) -> None:
     # In place, because other models may share the storage.
+    if isinstance(model, NativeModel) and model.config.adapters is not None:
+        load_adapter(model.config, folder, slices=model.trained_slices(), key="checkpoint")
+        return
     if model.decoder is not None:
         load_weights(model.decoder, folder, key="checkpoint")
         return

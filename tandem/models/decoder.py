@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
+from tandem.models.adapted import AdaptedLinear, AdapterConfig, is_adapter
 from tandem.models.operators import TORCH, Angles, Attention, Operators
 from tandem.models.rotary import RopeConfig, Rotary
 
@@ -62,6 +63,8 @@ class DecoderConfig:
     """Whether the head computes one number, as in critics and reward models; it is never tied."""
     has_value_bias: bool = field(default=True, repr=False)
     """Whether a value head has a bias."""
+    adapters: AdapterConfig | None = field(default=None, repr=False)
+    """The adapters, which are then the only trained parameters; None trains all of them."""
 
 
 class _Linear(nn.Linear):
@@ -79,19 +82,28 @@ class DecoderLayer(nn.Module):
         super().__init__()
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        linear = partial(_linear, config.adapters)
         self.index = index
         self.eps = eps
         self.head_split = (heads + kv_heads, kv_heads)
         self.qk_split = (heads, kv_heads)
         self.head_shape = (heads + 2 * kv_heads, head_dim)
         self.attention_norm = nn.RMSNorm(hidden, eps=eps)
-        self.qkv = _Linear(hidden, (heads + 2 * kv_heads) * head_dim, bias=config.qkv_bias)
+        self.qkv = linear(
+            f"layers.{index}.qkv", num_inputs=hidden, widths=widths, bias=config.qkv_bias
+        )
         self.q_norm = nn.RMSNorm(head_dim, eps=eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=eps) if config.qk_norm else None
-        self.o = _Linear(heads * head_dim, hidden, bias=config.o_bias)
+        self.o = linear(
+            f"layers.{index}.o", num_inputs=widths[0], widths=(hidden,), bias=config.o_bias
+        )
         self.mlp_norm = nn.RMSNorm(hidden, eps=eps)
-        self.gate_up = _Linear(hidden, 2 * inner, bias=config.mlp_bias)
-        self.down = _Linear(inner, hidden, bias=config.mlp_bias)
+        gate_up, down = f"layers.{index}.gate_up", f"layers.{index}.down"
+        self.gate_up = linear(
+            gate_up, num_inputs=hidden, widths=(inner, inner), bias=config.mlp_bias
+        )
+        self.down = linear(down, num_inputs=inner, widths=(hidden,), bias=config.mlp_bias)
 
     def forward(
         self,
@@ -173,6 +185,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.final_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = _head(config)
+        if config.adapters is not None:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(is_adapter(name))
 
     @property
     def lm_head_weight(self) -> Tensor:
@@ -202,6 +217,20 @@ class Decoder(nn.Module):
         x_TD, delta_TD = stream
         weight_D, eps = self.final_norm.weight, self.config.rms_norm_eps
         return self.operators.add_norm(x_TD, delta_TD, weight_D=weight_D, eps=eps)[0]
+
+
+def _linear(
+    adapters: AdapterConfig | None,
+    name: str,
+    *,
+    num_inputs: int,
+    widths: tuple[int, ...],
+    bias: bool,
+) -> nn.Module:
+    """Return a map of the layers, whose parts have ``widths`` outputs."""
+    if adapters is not None and adapters.parts(name):
+        return AdaptedLinear(num_inputs, widths, bias=bias, config=adapters, name=name)
+    return _Linear(num_inputs, sum(widths), bias=bias)
 
 
 def _head(config: DecoderConfig) -> nn.Linear | None:

@@ -18,8 +18,18 @@ from huggingface_hub import model_info, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from tandem.config.derived.adapters import Adapters, read_adapters
 from tandem.config.schema.families import not_shardable, require_family, require_value_head
 from tandem.errors import UserError
+from tandem.models.adapted import is_adapter
+from tandem.models.adapters import (
+    check_adapter,
+    draw_adapters,
+    is_adapter_folder,
+    load_adapter,
+    require_base,
+    with_adapters,
+)
 from tandem.models.decoder import DecoderConfig
 from tandem.models.families import FAMILIES, critic_config, decoder_config
 from tandem.models.hf import is_known_family, open_transformers_model, require_causal
@@ -52,6 +62,7 @@ class ModelFolder:
         decoder_config: None if transformers' modelling code computes the model.
         value_head_seed: the seed of the value head, for a critic that starts from a language model;
             None if the folder has all weights.
+        start: the adapters that the decoder's configuration has, None without any.
         key: the configuration key of the path, for messages.
     """
 
@@ -61,6 +72,22 @@ class ModelFolder:
     trust_remote_code: bool
     value_head_seed: int | None = None
     key: str = KEY
+    start: AdapterStart | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStart:
+    """The initial values of adapters.
+
+    Attributes:
+        folder: the folder of PEFT's form that has them; None draws them.
+        seed: the seed of drawn values.
+        key: the configuration key of ``folder``, for messages.
+    """
+
+    folder: Path | None
+    seed: int
+    key: str
 
 
 def check_folder(
@@ -98,6 +125,53 @@ def check_folder(
     if load_weight:
         _require_weights(checked, fetches_weights or is_local(path))
     return checked
+
+
+def adapt_folder(folder: ModelFolder, adapters: Adapters, *, seed: int) -> ModelFolder:
+    """Return a checked folder whose decoder has adapters.
+
+    Args:
+        seed: the seed of the adapters' initial values, if they have no folder.
+
+    Raises:
+        UserError: our decoder does not compute the model, no module is adapted, or the adapters of
+            a folder are of another base.
+    """
+    if folder.decoder_config is None:
+        model_type = folder.hf_config["model_type"]
+        raise UserError(
+            folder.key,
+            str(folder.path),
+            rule=f"adapters of a model of type {model_type!r} are not built",
+            remedy=f"Use a model of {', '.join(FAMILIES)}.",
+        )
+    config = with_adapters(folder.decoder_config, adapters)
+    key = f"{adapters.section}.lora_adapter_path"
+    if adapters.folder is not None:
+        check_adapter(config, adapters.folder, key=key)
+    start = AdapterStart(adapters.folder, seed, key)
+    return replace(folder, decoder_config=config, start=start)
+
+
+def require_same_adapters(saved: Path, model: ModelFolder, *, key: str) -> None:
+    """Raise UserError unless a checkpoint has the adapters of ``model``, trained on its base.
+
+    Args:
+        saved: the folder of the trained model in the checkpoint.
+        key: the configuration key of the model's path.
+    """
+    remedy = "Set the keys of the model back, or trainer.resume_mode=disable."
+    if not is_adapter_folder(saved) or model.start is None or model.decoder_config is None:
+        kinds = ("adapters", "all weights")
+        found, wanted = kinds if model.start is None else kinds[::-1]
+        rule = f"the checkpoint {saved.parent} has {found}, and {wanted} would be trained"
+        raise UserError(key, str(model.path), rule=rule, remedy=remedy)
+    section = key.removesuffix(".path")
+    adapters = read_adapters(saved, key="trainer.resume_from_path", section=section)
+    if with_adapters(model.decoder_config, adapters) != model.decoder_config:
+        rule = f"the checkpoint {saved.parent} has adapters of another rank, alpha or modules"
+        raise UserError(key, str(model.path), rule=rule, remedy=remedy)
+    require_base(saved, model.path, key=key)
 
 
 def check_critic_folder(
@@ -237,12 +311,14 @@ def open_part(
     device: torch.device | str,
     random_seed: int | None = None,
     operators: Operators = TORCH,
+    base_dtype: torch.dtype | None = None,
 ) -> LanguageModel:
     """Load only the part of a model that one process of ``layout`` holds.
 
     Args:
         device: on "meta", our decoder uses no memory and loads no weights. A caller that shards it
             further allocates its part and calls ``fill_slices``.
+        base_dtype: the precision of the frozen base of a decoder with adapters; None: ``dtype``.
 
     Raises:
         UserError: the layout does not fit the model, or the weights do not match config.json.
@@ -259,7 +335,7 @@ def open_part(
         model.module.to(device)
         return model
     decoder = local_decoder(config, layout.tensor, operators=operators)
-    allocate(decoder, dtype=dtype, device=device)
+    allocate(decoder, dtype=dtype, device=device, base_dtype=base_dtype)
     model = NativeModel(decoder, hf_config=folder.hf_config, source=folder.path, layout=layout)
     if torch.device(device).type != "meta":
         fill_slices(folder, model.held_slices(), random_seed=random_seed)
@@ -278,6 +354,8 @@ def fill_slices(
     """Load or draw slices of our decoder, as ``open_part`` does for a whole part."""
     config = folder.decoder_config
     assert config is not None, "transformers' models are not read in slices"
+    fill_adapters(folder, [held for held in slices if is_adapter(held.spec.name)])
+    slices = [held for held in slices if not is_adapter(held.spec.name)]
     if random_seed is not None:
         draw_slices(config, slices, seed=random_seed)
         return
@@ -286,6 +364,17 @@ def fill_slices(
         draw_slices(config, head, seed=folder.value_head_seed, names=_HEAD)
         slices = [held for held in slices if held.spec.name not in _HEAD]
     load_slices(_config_of_files(folder), folder.path, slices=slices, key=folder.key)
+
+
+def fill_adapters(folder: ModelFolder, slices: Sequence[HeldSlice]) -> None:
+    """Load or draw the initial values of slices of adapters."""
+    config, start = folder.decoder_config, folder.start
+    if config is None or start is None:
+        return
+    if start.folder is None:
+        draw_adapters(config, slices, seed=start.seed)
+    else:
+        load_adapter(config, start.folder, slices=slices, key=start.key)
 
 
 def resolve_folder(path: str, *, key: str = KEY, fetches_weights: bool = True) -> Path:

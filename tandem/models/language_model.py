@@ -9,7 +9,7 @@ generate with the native rollout engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from tandem.models.adapted import is_adapter, trained_parameters
+from tandem.models.adapters import save_adapter
 from tandem.models.decoder import Decoder, DecoderConfig, Granularity
 from tandem.models.logprob import squared_probabilities
 from tandem.models.operators import Operators, upload
@@ -84,7 +86,10 @@ class LanguageModel(Protocol):
         ...
 
     def in_dtype(self, dtype: torch.dtype) -> LanguageModel:
-        """Return a copy on the same device in another precision, or self if it has that one."""
+        """Return a copy on the same device in another precision, or self if it has that one.
+
+        Of a model with adapters only they are copied; the base is shared and keeps its precision.
+        """
         ...
 
     def hidden(self, packed: PackedBatch) -> Tensor:
@@ -104,6 +109,8 @@ class LanguageModel(Protocol):
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write a complete Hugging Face folder into an existing folder.
+
+        A model with adapters writes only them, in PEFT's form.
 
         Args:
             dtype: the precision of the file; None keeps the module's.
@@ -162,12 +169,37 @@ class NativeModel:
         return self.decoder.operators
 
     def in_dtype(self, dtype: torch.dtype) -> LanguageModel:
-        weight = self.decoder.lm_head_weight
-        if weight.dtype == dtype:
+        trained = trained_parameters(self.decoder)
+        if next(iter(trained.values())).dtype == dtype:
             return self
+        if self.config.adapters is not None:
+            return self.with_own_adapters(dtype)
         decoder = local_decoder(self.config, self.layout.tensor, operators=self.operators)
-        allocate(decoder, dtype=dtype, device=weight.device)
+        allocate(decoder, dtype=dtype, device=self.lm_head_weight.device)
         decoder.load_state_dict(self.decoder.state_dict())
+        return self._around(decoder)
+
+    def with_own_adapters(self, dtype: torch.dtype) -> NativeModel:
+        """Return a model over the same base weights with a copy of the adapters in ``dtype``."""
+        decoder = local_decoder(self.config, self.layout.tensor, operators=self.operators)
+        copies = {
+            name: parameter.detach().to(dtype, copy=True)
+            for name, parameter in trained_parameters(self.decoder).items()
+        }
+        decoder.load_state_dict({**self.decoder.state_dict(), **copies}, assign=True)
+        return self._around(decoder)
+
+    def base(self) -> NativeModel:
+        """Return the base without adapters, over the same storage."""
+        config = replace(self.config, adapters=None)
+        decoder = local_decoder(config, self.layout.tensor, operators=self.operators)
+        weights = self.decoder.state_dict()
+        own = {name: weights[name] for name in weights if not is_adapter(name)}
+        decoder.load_state_dict(own, assign=True)
+        decoder.requires_grad_(False)
+        return self._around(decoder)
+
+    def _around(self, decoder: Decoder) -> NativeModel:
         return NativeModel(
             decoder, hf_config=self._hf_config, source=self._source, layout=self.layout
         )
@@ -185,6 +217,11 @@ class NativeModel:
             for name, parameter in self.decoder.named_parameters()
             for held in slices_of_rows(regions[name], parameter)
         ]
+
+    def trained_slices(self) -> list[HeldSlice]:
+        """Return ``held_slices`` of the trained parameters: of the adapters, if there are any."""
+        trained = trained_parameters(self.decoder)
+        return [held for held in self.held_slices() if held.spec.name in trained]
 
     def unsharded(self, weights: Mapping[str, Tensor]) -> NativeModel:
         """Return the whole model with the given weights of the unsharded decoder."""
@@ -211,6 +248,15 @@ class NativeModel:
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         assert self.layout.tensor.size == 1, "a part of a model cannot be saved: unshard it first"
+        if self.config.adapters is not None:
+            assert dtype is None, "adapters are written in their own precision"
+            save_adapter(
+                self.config,
+                folder,
+                adapters=trained_parameters(self.decoder),
+                base=self._source,
+            )
+            return
         save_hf_folder(self.decoder, folder, dtype=dtype)
         write_config(self._hf_config, folder, dtype=dtype or self.decoder.embedding.weight.dtype)
         copy_companions(self._source, folder)

@@ -119,7 +119,9 @@ class _AddNorm(torch.autograd.Function):
             return grad_sum_TD, grad_sum_TD if has_delta else None, None, None
         grad_TD, weight_D = grad_h_TD.to(inverse_T1.dtype), weight_D.to(inverse_T1.dtype)
         product_TD = grad_TD * sum_TD
-        grad_weight_D = torch.mv(product_TD.T, inverse_T1[:, 0])
+        grad_weight_D = None  # of a frozen weight
+        if ctx.needs_input_grad[2]:
+            grad_weight_D = torch.mv(product_TD.T, inverse_T1[:, 0]).to(grad_h_TD.dtype)
         mean_T1 = (
             torch.mv(product_TD, weight_D)[:, None].mul_(inverse_T1.pow(3)).div_(len(weight_D))
         )
@@ -127,7 +129,7 @@ class _AddNorm(torch.autograd.Function):
         if grad_sum_TD is not None:
             grad_TD += grad_sum_TD
         grad_TD = grad_TD.to(sum_TD.dtype)
-        return grad_TD, grad_TD if has_delta else None, grad_weight_D.to(grad_h_TD.dtype), None
+        return grad_TD, grad_TD if has_delta else None, grad_weight_D, None
 
 
 def _inverse_rms(x_TD: Tensor, eps: float) -> Tensor:

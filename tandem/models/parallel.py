@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tandem.config.derived.sizes import division_errors
 from tandem.errors import UserError
+from tandem.models.adapters import adapter_tensors
 from tandem.models.decoder import DecoderConfig, parameter_shapes
 from tandem.models.families import FAMILIES
 from tandem.models.weights import file_tensors
@@ -36,6 +37,10 @@ _CUT_DIMENSION = {
     ("gate_up", "bias"): 0,
     ("o", "weight"): 1,
     ("down", "weight"): 1,
+    ("qkv", "lora_b"): 0,
+    ("gate_up", "lora_b"): 0,
+    ("o", "lora_a"): 1,
+    ("down", "lora_a"): 1,
 }
 """The dimensions that tensor parallelism splits. Every process holds all other parameters whole."""
 
@@ -135,7 +140,7 @@ def tensor_regions(
     ``config`` is the configuration of the unsharded decoder.
     """
     spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-    for part in file_tensors(config):
+    for part in (*file_tensors(config), *adapter_tensors(config)):
         spans[part.parameter].append((part.start, part.rows))
     regions: dict[str, Regions] = {}
     for name, shape in parameter_shapes(config).items():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from tandem.models.adapted import AdaptedLinear, adapted_linear
 from tandem.models.collectives import sum_gradients, sum_values
 from tandem.models.decoder import Decoder, DecoderConfig, DecoderLayer
 from tandem.models.operators import Operators
@@ -32,13 +33,21 @@ def local_decoder(config: DecoderConfig, peers: Peers, *, operators: Operators) 
 
 
 def _connect(layer: DecoderLayer, peers: Peers) -> None:
-    layer.register_module("qkv", _ColumnParallel(layer.qkv, peers))
-    layer.register_module("gate_up", _ColumnParallel(layer.gate_up, peers))
-    layer.register_module("o", _RowParallel(layer.o, peers))
-    layer.register_module("down", _RowParallel(layer.down, peers))
+    for name in ("qkv", "gate_up", "o", "down"):
+        layer.register_module(
+            name, _parallel(getattr(layer, name), peers, cuts_inputs=name in ("o", "down"))
+        )
     if layer.q_norm is not None and layer.k_norm is not None:
         layer.register_module("q_norm", _NormOfHeads(layer.q_norm, peers))
         layer.register_module("k_norm", _NormOfHeads(layer.k_norm, peers))
+
+
+def _parallel(linear: nn.Module, peers: Peers, *, cuts_inputs: bool) -> nn.Module:
+    if isinstance(linear, AdaptedLinear):
+        adapted = _AdaptedRowParallel if cuts_inputs else _AdaptedColumnParallel
+        return adapted(linear, peers)
+    assert isinstance(linear, nn.Linear), "a map of a layer is plain or adapted"
+    return (_RowParallel if cuts_inputs else _ColumnParallel)(linear, peers)
 
 
 class _ColumnParallel(nn.Module):
@@ -53,6 +62,26 @@ class _ColumnParallel(nn.Module):
         return F.linear(sum_gradients(x_TD, self._peers), self.weight, self.bias)
 
 
+class _AdaptedColumnParallel(nn.Module):
+    """A column-parallel map with adapters: A is whole, and B has the rows of the outputs."""
+
+    def __init__(self, linear: AdaptedLinear, peers: Peers) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.lora_a, self.lora_b = linear.lora_a, linear.lora_b
+        self._addition, self._peers = linear.addition, peers
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return adapted_linear(
+            sum_gradients(x_TD, self._peers),
+            self.weight,
+            bias_N=self.bias,
+            lora_a_RD=sum_gradients(self.lora_a, self._peers),
+            lora_b_Mr=self.lora_b,
+            addition=self._addition,
+        )
+
+
 class _RowParallel(nn.Module):
     """A linear map with some of the inputs. The bias is added to the sum of the peers' outputs."""
 
@@ -63,6 +92,28 @@ class _RowParallel(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         y_TD = sum_values(F.linear(x_TD, self.weight), self._peers)
+        return y_TD if self.bias is None else y_TD + self.bias
+
+
+class _AdaptedRowParallel(nn.Module):
+    """A row-parallel map with adapters: A has the columns of the inputs, and B is whole."""
+
+    def __init__(self, linear: AdaptedLinear, peers: Peers) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.lora_a, self.lora_b = linear.lora_a, linear.lora_b
+        self._addition, self._peers = linear.addition, peers
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        partial_TD = adapted_linear(
+            x_TD,
+            self.weight,
+            bias_N=None,
+            lora_a_RD=self.lora_a,
+            lora_b_Mr=sum_gradients(self.lora_b, self._peers),
+            addition=self._addition,
+        )
+        y_TD = sum_values(partial_TD, self._peers)
         return y_TD if self.bias is None else y_TD + self.bias
 
 

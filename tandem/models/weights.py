@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tandem.config.derived.adapters import ADAPTER_CONFIG, base_of
 from tandem.errors import UserError
+from tandem.models.adapted import is_adapter
 from tandem.models.decoder import Decoder, DecoderConfig, draw_parameter, parameter_shapes
 from tandem.types import HeldSlice, SliceSpec
 
@@ -46,7 +48,6 @@ COMPANION_FILES = (
 )
 """The files of a model folder that training does not change."""
 
-ADAPTER_FILE = "adapter_config.json"
 TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """The names of weights in torch's own format, which only transformers' modelling code reads."""
 _LFS_POINTER = b"version https://git-lfs"
@@ -120,13 +121,26 @@ def file_tensors(config: DecoderConfig) -> Iterator[FileTensor]:
         yield FileTensor("lm_head.weight", "lm_head.weight", 0, config.vocab_size)
 
 
-def allocate(decoder: Decoder, *, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Allocate uninitialised weights for a decoder on the meta device."""
+def allocate(
+    decoder: Decoder,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    base_dtype: torch.dtype | None = None,
+) -> None:
+    """Allocate uninitialised weights for a decoder on the meta device.
+
+    Args:
+        dtype: the precision of trained weights.
+        base_dtype: the precision of the frozen weights of a decoder with adapters; None: ``dtype``.
+    """
     # Not ``to_empty``, which imports sympy and takes half a second.
     for module in decoder.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
-            empty = torch.empty(weight.shape, dtype=dtype, device=device)
-            module.register_parameter(name, nn.Parameter(empty))
+            own = dtype if weight.requires_grad else base_dtype or dtype
+            empty = torch.empty(weight.shape, dtype=own, device=device)
+            kept = nn.Parameter(empty, requires_grad=weight.requires_grad)
+            module.register_parameter(name, kept)
 
 
 def file_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -154,14 +168,15 @@ def load_slices(
     Raises:
         UserError: see ``load_weights``.
     """
-    wanted = _by_name(slices)
+    wanted = slices_by_name(slices)
     sources = {source.name: source for source in file_tensors(config)}
     files = weight_files(folder, key=key)
     _check_tensors(folder, files, expected=_file_shapes(config), key=key)
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for source in (sources[name] for name in sources.keys() & tensors.keys()):
-                _read(tensors.get_slice(source.name), source, slices=wanted[source.parameter])
+                values = tensors.get_slice(source.name)
+                read_slices(values, source, slices=wanted[source.parameter])
 
 
 def draw_slices(
@@ -178,10 +193,10 @@ def draw_slices(
     Args:
         names: the only parameters that consume random numbers; None for all.
     """
-    wanted = _by_name(slices)
+    wanted = slices_by_name(slices)
     generator = torch.Generator().manual_seed(seed)
     for name, shape in parameter_shapes(config).items():
-        if names is not None and name not in names:
+        if is_adapter(name) or (names is not None and name not in names):
             continue
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         draw_parameter(name, whole, config=config, generator=generator)
@@ -221,12 +236,20 @@ def save_hf_folder(
         _write_json(index, folder / INDEX_FILE)
 
 
-def convert_folder(source: Path, folder: Path, *, dtype: str | None = None) -> None:
+def convert_folder(
+    source: Path,
+    folder: Path,
+    *,
+    dtype: str | None = None,
+    change: Callable[[str, Tensor], Tensor] | None = None,
+) -> None:
     """Copy a model folder with its weights in another precision, file by file.
 
     Args:
         folder: the folder to write, created if it does not exist.
         dtype: torch's name of a precision, such as ``bfloat16``; None keeps each tensor's own.
+        change: ``(name, tensor) -> tensor`` in at least fp32, applied before the cast; None keeps
+            the values.
 
     Raises:
         UserError: ``source`` is not a complete model folder.
@@ -239,7 +262,11 @@ def convert_folder(source: Path, folder: Path, *, dtype: str | None = None) -> N
     total_bytes = 0
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            copies = {x: _file_copy(tensors.get_tensor(x), target) for x in tensors.keys()}  # noqa: SIM118
+            found = {x: tensors.get_tensor(x) for x in tensors.keys()}  # noqa: SIM118
+        copies = {
+            name: _file_copy(change(name, x) if change else x, target or x.dtype)
+            for name, x in found.items()
+        }
         _write_tensors(copies, folder / file.name)
         total_bytes += sum(tensor.nbytes for tensor in copies.values())
     if (source / INDEX_FILE).is_file():
@@ -252,9 +279,12 @@ def convert_folder(source: Path, folder: Path, *, dtype: str | None = None) -> N
 def read_config(folder: Path, *, key: str = KEY) -> dict[str, Any]:
     """Read config.json. Raise UserError if it is missing or has no model_type."""
     file = folder / "config.json"
-    if not file.is_file() and (folder / ADAPTER_FILE).is_file():
-        rule = f"it is an adapter such as LoRA ({ADAPTER_FILE}), not a whole model"
-        remedy = f"Merge it into {_base_of(folder)} (peft: merge_and_unload) and use the result."
+    if not file.is_file() and (folder / ADAPTER_CONFIG).is_file():
+        rule = f"it is an adapter such as LoRA ({ADAPTER_CONFIG}), not a whole model"
+        base = base_of(folder) or "its base model"
+        remedy = (
+            f"Set {key} to {base}, and {key.removesuffix('path')}lora_adapter_path to this folder."
+        )
         raise _error(folder, rule, key=key, remedy=remedy)
     if not file.is_file():
         raise _error(folder, "the folder has no config.json", key=key)
@@ -265,16 +295,6 @@ def read_config(folder: Path, *, key: str = KEY) -> dict[str, Any]:
     if not isinstance(hf_config, dict) or not isinstance(hf_config.get("model_type"), str):
         raise _error(folder, "config.json must have a model_type", key=key)
     return hf_config
-
-
-def _base_of(folder: Path) -> str:
-    """Return the name of the model that an adapter belongs to."""
-    try:
-        content = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        content = {}
-    named = content.get("base_model_name_or_path") if isinstance(content, dict) else None
-    return str(named or "its base model")
 
 
 def write_config(hf_config: Mapping[str, Any], folder: Path, *, dtype: torch.dtype | None) -> None:
@@ -325,15 +345,20 @@ def _whole(name: str, parameter: Tensor) -> HeldSlice:
     return HeldSlice(spec, parameter.detach())
 
 
-def _by_name(slices: Iterable[HeldSlice]) -> defaultdict[str, list[HeldSlice]]:
+def slices_by_name(slices: Iterable[HeldSlice]) -> defaultdict[str, list[HeldSlice]]:
+    """Return slices by the name of their parameter."""
     named: defaultdict[str, list[HeldSlice]] = defaultdict(list)
     for held in slices:
         named[held.spec.name].append(held)
     return named
 
 
-def _read(tensor: Any, source: FileTensor, *, slices: list[HeldSlice]) -> None:
-    """Copy a file tensor into slices; read only the rows and columns that they need."""
+def read_slices(tensor: Any, source: FileTensor, *, slices: list[HeldSlice]) -> None:
+    """Copy a file tensor into slices of its parameter; read only what they need.
+
+    Args:
+        tensor: a tensor, or a slice of a file that safetensors opened.
+    """
     for held in slices:
         (first, *columns), (rows, *widths) = held.spec.offset, held.spec.size
         start = max(first, source.start)

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from tandem.api import EngineFailure, RolloutEngine, WeightSink
+from tandem.errors import UserError
+from tandem.models.adapted import is_adapter, trained_parameters
 from tandem.models.language_model import LanguageModel
 from tandem.models.weights import file_views
 from tandem.types import Completion, GenerationRequest
@@ -25,7 +27,15 @@ class WeightFeed:
 
         Raises:
             EngineFailure: a tensor is missing, is unexpected, or has another shape.
+            UserError: the model has adapters, which the sink does not take.
         """
+        if any(map(is_adapter, trained_parameters(model.module))):
+            raise UserError(
+                "actor_rollout_ref.rollout.name",
+                rule="this engine has weights of its own, and adapters (LoRA) reach only engines "
+                "that compute with the trainer's",
+                remedy="Leave it out, or train all weights.",
+            )
         self._model = model
         self._sink = sink
         self._names = [spec.name for spec in sink.manifest()]

@@ -4,7 +4,7 @@
 The rollout generates with the trainer's module: an update takes effect at once, without a copy. If
 that module has a lower precision than the stored weights, the update ends by rounding into it. A
 rollout engine with its own weights receives them after each update instead. Reference, critic and
-reward model are separate models.
+reward model are separate models; the reference of adapters shares the storage of their base.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from tandem.rollout.feed import FedRollout, WeightFeed
 from tandem.types import TokenIds
 from tandem.workers.deployment import policy_spec, trainer_spec
 from tandem.workers.job import PolicySpec, TrainerSpec
-from tandem.workers.policies import compute_dtype, open_policy, policy_folder, stored_dtype
+from tandem.workers.policies import (
+    compute_dtype,
+    open_initial,
+    open_policy,
+    policy_folder,
+    stored_dtype,
+    trained_dtype,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +61,9 @@ def build_colocated(
     sink = engine.sink()
     rollout: Rollout = engine if sink is None else FedRollout(engine, WeightFeed(model, sink))
     reference = critic = reward_model = None
-    if config.needs_reference:
+    if config.needs_reference and policy.policy.adapters is not None:
+        reference = ReferenceModel(open_initial(policy.policy, model))
+    elif config.needs_reference:
         frozen = policy_spec(config, placement, task="ref_logp")
         # The initial weights are read again: a resumed run must have the same reference.
         stored = stored_dtype(policy.policy.layout, platform, section=policy.policy.section)
@@ -93,9 +102,9 @@ def _open_trainer(
     spec: TrainerSpec, platform: Platform
 ) -> tuple[SingleDeviceEngine, LanguageModel]:
     policy, layout, settings = spec.policy, spec.policy.layout, spec.policy.model
-    dtype = stored_dtype(layout, platform, section=policy.section)
-    stored = open_policy(policy, platform, dtype=dtype)
-    model = stored.in_dtype(compute_dtype(layout, platform, section=policy.section))
+    dtype = compute_dtype(layout, platform, section=policy.section)
+    stored = open_policy(policy, platform, dtype=trained_dtype(policy, platform), base_dtype=dtype)
+    model = stored.in_dtype(dtype)
     model.set_gradient_checkpointing(
         settings.enable_gradient_checkpointing, settings.recompute_granularity
     )

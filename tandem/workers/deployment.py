@@ -49,6 +49,8 @@ def policy_spec(config: RunConfig | SftConfig, placement: Placement, *, task: st
         section=model.section,
         value_head_seed=seed if task == CRITIC else None,
         is_reward_model=is_reward_model,
+        adapters=None if task in (CRITIC, REWARD_MODEL) else trained.adapters,
+        adapter_seed=seed,
     )
 
 

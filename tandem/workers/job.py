@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.config.derived.adapters import Adapters
 from tandem.config.derived.pools import RankLayout
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.model import ModelConfig
@@ -25,6 +26,8 @@ class PolicySpec:
         section: the section of the keys that ``layout`` came from, for messages.
         value_head_seed: the seed of a critic's value head; see
             ``models.folder.check_critic_folder``.
+        adapters: the adapters that are trained instead of the weights; None trains all weights.
+        adapter_seed: the seed of the adapters' initial values.
     """
 
     model: ModelConfig
@@ -34,6 +37,8 @@ class PolicySpec:
     section: str
     value_head_seed: int | None = None
     is_reward_model: bool = False
+    adapters: Adapters | None = None
+    adapter_seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,14 @@ import torch
 
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.engines.fsdp_model import FsdpModel, FsdpSpec, open_fsdp_model
+from tandem.models.adapted import trained_parameters
 from tandem.models.folder import (
     ModelFolder,
+    adapt_folder,
     check_critic_folder,
     check_folder,
     check_reward_folder,
+    fill_adapters,
     open_part,
 )
 from tandem.models.language_model import LanguageModel, NativeModel
@@ -48,12 +51,15 @@ def policy_folder(spec: PolicySpec, *, fetches_weights: bool = True) -> ModelFol
             key="reward_model.model.path",
         )
     if spec.value_head_seed is None:
-        return check_folder(
+        folder = check_folder(
             model.path,
             trust_remote_code=trusts,
             load_weight=loads,
             fetches_weights=fetches_weights,
         )
+        if spec.adapters is None:
+            return folder
+        return adapt_folder(folder, spec.adapters, seed=spec.adapter_seed)
     return check_critic_folder(
         model.path,
         seed=spec.value_head_seed,
@@ -64,8 +70,17 @@ def policy_folder(spec: PolicySpec, *, fetches_weights: bool = True) -> ModelFol
     )
 
 
-def open_policy(spec: PolicySpec, platform: Platform, *, dtype: torch.dtype) -> LanguageModel:
+def open_policy(
+    spec: PolicySpec,
+    platform: Platform,
+    *,
+    dtype: torch.dtype,
+    base_dtype: torch.dtype | None = None,
+) -> LanguageModel:
     """Open a whole model in ``dtype`` on the device of this process.
+
+    Args:
+        base_dtype: the precision of the frozen base under adapters; None: ``dtype``.
 
     Raises:
         UserError: the model cannot be loaded.
@@ -77,7 +92,24 @@ def open_policy(spec: PolicySpec, platform: Platform, *, dtype: torch.dtype) -> 
         device=platform.device_type,
         random_seed=spec.random_seed,
         operators=operators_for(platform),
+        base_dtype=base_dtype,
     )
+
+
+def open_initial(spec: PolicySpec, model: LanguageModel) -> NativeModel:
+    """Return the policy that adapters start from, over the storage of a model with adapters.
+
+    It is the base, with a frozen copy of the adapter that the run starts from if there is one. A
+    resumed run has the same one.
+    """
+    assert isinstance(model, NativeModel), "a model with adapters has tandem's decoder"
+    folder = policy_folder(spec)
+    if folder.start is None or folder.start.folder is None:
+        return model.base()
+    initial = model.with_own_adapters(trained_parameters(model.decoder).popitem()[1].dtype)
+    with torch.no_grad():
+        fill_adapters(folder, initial.trained_slices())
+    return initial
 
 
 def open_policy_part(
@@ -119,8 +151,21 @@ def open_received(
     return NativeModel(decoder, hf_config=folder.hf_config, source=folder.path)
 
 
+def trained_dtype(spec: PolicySpec, platform: Platform) -> torch.dtype:
+    """Return the precision of trained weights, gradients and optimizer.
+
+    Adapters are always float32: their updates are too small for less.
+
+    Raises:
+        UserError: the device cannot compute in it.
+    """
+    if spec.adapters is not None:
+        return torch.float32
+    return stored_dtype(spec.layout, platform, section=spec.section)
+
+
 def stored_dtype(layout: FsdpConfig, platform: Platform, *, section: str) -> torch.dtype:
-    """Return the precision of trained weights, gradients and optimizer. Warn if it is low.
+    """Return the configured precision of stored weights. Warn if it is low.
 
     Args:
         section: the section of the keys that ``layout`` came from, for messages.

@@ -21,7 +21,6 @@ NEEDS = {
     "grpo_qwen2_5_vl_3b": IMAGES,
     "grpo_qwen2_5_vl_7b": IMAGES,
     "grpo_qwen2_5_vl_32b": IMAGES,
-    "sft_qwen3_8b_peft": "model.lora_rank",
 }
 """A part of the refusal of a recipe that needs a capability that is not built."""
 IMAGE_MODEL = {

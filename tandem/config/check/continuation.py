@@ -28,6 +28,11 @@ ANOTHER_EXPERIMENT = frozenset(
         "reward_model.enable",
         "reward_model.model.path",
         "model.path",
+        *(
+            f"{section}.{key}"
+            for section in ("actor_rollout_ref.model", "model")
+            for key in ("lora_rank", "lora_alpha", "lora_adapter_path")
+        ),
     }
 )
 """The keys that say what is optimized. A run that changes one of them is another experiment."""

@@ -35,7 +35,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _CORRECTION = "algorithm.rollout_correction"
 _SHARDING = ("fsdp_size", "reshard_after_forward", "forward_prefetch")
 _LOSS_KEYS = dict.fromkeys(key for traits in LOSSES.values() for key in traits.reads)
-_LORA = "not built yet: LoRA; all weights are trained"
+_ADAPTER_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +245,33 @@ def _layout_exclusions(
         )
 
 
+def _adapter_exclusions(section: str, *, layout: str) -> Iterator[Exclusion]:
+    """Yield the exclusions of the keys of adapters in ``section``."""
+    model = attrgetter(section)
+    yield Exclusion(
+        tuple(f"{section}.{key}" for key in _ADAPTER_KEYS[1:]),
+        lambda c: not model(c).trains_adapters,
+        f"{section}.lora_rank=0: all weights are trained",
+    )
+    yield Exclusion(
+        tuple(f"{section}.{key}" for key in _ADAPTER_KEYS),
+        lambda c: model(c).lora_adapter_path is not None,
+        f"the adapter of {section}.lora_adapter_path says it",
+    )
+    yield Exclusion(
+        (f"{layout}.model_dtype",),
+        lambda c: model(c).trains_adapters,
+        "adapters are stored in float32, and their base in the precision of the passes: dtype",
+    )
+
+
+def _unbuilt_adapters(section: str, role: str) -> Iterator[Exclusion]:
+    keys = (*_ADAPTER_KEYS, "lora_adapter_path")
+    yield Exclusion(
+        tuple(f"{section}.{key}" for key in keys), _always, f"not built yet: adapters of {role}"
+    )
+
+
 ONE_PROCESS = "there is one process: nothing is dealt, gathered or transferred"
 
 _SHARED = (
@@ -260,14 +287,13 @@ _SHARED = (
 )
 
 RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
+    *_adapter_exclusions("actor_rollout_ref.model", layout=f"{_ACTOR}.fsdp_config"),
+    *_unbuilt_adapters("critic.model", "a critic"),
+    *_unbuilt_adapters("reward_model.model", "a reward model"),
     Exclusion(
-        (
-            "actor_rollout_ref.model.lora_rank",
-            "critic.model.lora_rank",
-            "reward_model.model.lora_rank",
-        ),
-        _always,
-        _LORA,
+        ("actor_rollout_ref.ref.fsdp_config",),
+        lambda c: c.actor_rollout_ref.model.trains_adapters and _is_one_process(c),
+        "the reference computes with the trainer's base",
     ),
     Exclusion((f"{_ROLLOUT}.multi_turn.enable",), _always, "not built yet: multi-turn rollouts"),
     Exclusion(
@@ -367,7 +393,7 @@ RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
 """The exclusions of ``tandem train``; the first that holds for a key gives the reason."""
 
 SFT_EXCLUSIONS: tuple[Exclusion, ...] = (
-    Exclusion(("model.lora_rank",), _always, _LORA),
+    *_adapter_exclusions("model", layout="engine"),
     *_optimizer_exclusions("optim"),
     *_microbatch_exclusions(SFT_MICROBATCHES),
     Exclusion(

@@ -18,9 +18,10 @@ from tandem.config.derived.microbatches import (
     limits,
 )
 from tandem.config.derived.pools import CRITIC, place_run
-from tandem.config.derived.trained_model import trained_model
+from tandem.config.derived.trained_model import place, trained_model
 from tandem.config.schema.correction import correction_errors
 from tandem.config.schema.model import ModelConfig
+from tandem.config.schema.optim import OptimConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.config.schema.trainer import TrainerConfig
@@ -72,6 +73,8 @@ def _run_errors(config: RunConfig) -> Iterator[UserError]:
     yield from _token_errors(config)
     yield from _sampling_errors(config)
     yield from _loss_errors(config)
+    roles = config.actor_rollout_ref
+    yield from _adapter_errors(roles.model, roles.actor.optim, section=f"{_ACTOR}.optim")
     yield from correction_errors(config.algorithm.rollout_correction)
     yield from _critic_errors(config)
     yield from _reward_function_errors(config)
@@ -106,6 +109,22 @@ def _mini_batch_errors(section: str, mini: int, *, batch: int) -> Iterator[UserE
             mini,
             rule=f"must divide data.train_batch_size={batch}",
             remedy=f"Set {key}={fitting} or data.train_batch_size={batch - batch % mini}.",
+        )
+
+
+def _adapter_errors(model: ModelConfig, optim: OptimConfig, *, section: str) -> Iterator[UserError]:
+    """Yield an error if the optimizer of adapters is another one than AdamW or Adam.
+
+    Args:
+        section: the section of the keys of ``optim``.
+    """
+    if model.trains_adapters and optim.optimizer == "Muon":
+        yield UserError(
+            f"{section}.optimizer",
+            "Muon",
+            rule="it would orthogonalise the two factors of an adapter, which is another method "
+            "than LoRA",
+            remedy=f"Set {section}.optimizer=AdamW, or train all weights.",
         )
 
 
@@ -368,6 +387,7 @@ def _validation_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _sft_errors(config: SftConfig) -> Iterator[UserError]:
+    yield from _adapter_errors(config.model, config.optim, section="optim")
     yield from _template_errors(config.data.apply_chat_template_kwargs)
     bounds = limits(config, "actor-train")
     yield from _limit_errors(
@@ -413,22 +433,53 @@ def unbuilt_run(config: RunConfig) -> Iterator[UserError]:
         yield UserError(
             key, True, rule="multi-turn rollouts are not built yet", remedy=f"Set {key}=False."
         )
-    yield from _unbuilt_model(roles.model, prefix="actor_rollout_ref.model")
+    yield from _unnamed_model(roles.model, prefix="actor_rollout_ref.model")
+    yield from _adapters_of_many(config)
+    if roles.model.trains_adapters and roles.rollout.quantization is not None:
+        yield UserError(
+            f"{_ROLLOUT}.quantization",
+            roles.rollout.quantization,
+            rule="adapters (LoRA) over quantized weights are not built",
+            remedy="Leave it out, or train all weights.",
+        )
     if config.uses_critic:
-        yield from _unbuilt_model(config.critic.model, prefix="critic.model")
+        yield from _unbuilt_adapters(config.critic.model, prefix="critic.model")
+        yield from _unnamed_model(config.critic.model, prefix="critic.model")
     if config.reward_model.enable:
-        yield from _unbuilt_model(config.reward_model.model, prefix="reward_model.model")
+        yield from _unbuilt_adapters(config.reward_model.model, prefix="reward_model.model")
+        yield from _unnamed_model(config.reward_model.model, prefix="reward_model.model")
 
 
 def unbuilt_sft(config: SftConfig) -> Iterator[UserError]:
     """Yield an error for each feature that ``tandem sft`` needs and that is not built yet."""
-    return _unbuilt_model(config.model, prefix="model")
+    yield from _unnamed_model(config.model, prefix="model")
+    yield from _adapters_of_many(config)
 
 
-def _unbuilt_model(model: ModelConfig, *, prefix: str) -> Iterator[UserError]:
+def _adapters_of_many(config: RunConfig | SftConfig) -> Iterator[UserError]:
+    """Yield an error if several processes would train adapters."""
+    model = trained_model(config)
+    if model.config.trains_adapters and not place(config).is_one_process:
+        yield UserError(
+            "trainer.n_gpus_per_node",
+            config.trainer.n_gpus_per_node,
+            rule="adapters (LoRA) on several devices are not built yet",
+            remedy="Set trainer.n_gpus_per_node=1 trainer.nnodes=1.",
+        )
+
+
+def _unbuilt_adapters(model: ModelConfig, *, prefix: str) -> Iterator[UserError]:
+    """Yield an error if a model that is not the policy has adapters."""
+    rule = "adapters of this model are not built yet"
     if model.lora_rank > 0:
         key = f"{prefix}.lora_rank"
-        yield UserError(key, model.lora_rank, rule="LoRA is not built yet", remedy=f"Set {key}=0.")
+        yield UserError(key, model.lora_rank, rule=rule, remedy=f"Set {key}=0.")
+    if model.lora_adapter_path is not None:
+        key = f"{prefix}.lora_adapter_path"
+        yield UserError(key, model.lora_adapter_path, rule=rule, remedy="Leave it out.")
+
+
+def _unnamed_model(model: ModelConfig, *, prefix: str) -> Iterator[UserError]:
     if not model.path:
         yield UserError(
             f"{prefix}.path",

@@ -18,7 +18,12 @@ _SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_atte
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes of a dense decoder."""
+    """The sizes of a dense decoder.
+
+    Attributes:
+        adapters: the number of parameters of adapters, which are then the only trained ones; 0
+            trains all weights.
+    """
 
     num_layers: int
     hidden: int
@@ -28,6 +33,7 @@ class ModelSizes:
     head_dim: int
     vocabulary: int
     tied: bool
+    adapters: int = 0
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelSizes | None:
@@ -69,6 +75,11 @@ class ModelSizes:
     def num_parameters(self) -> int:
         """The number of parameters of layers, embedding and head."""
         return self.num_layers * self.layer_parameters + self.embedding_parameters
+
+    @property
+    def num_trained(self) -> int:
+        """The number of trained parameters."""
+        return self.adapters or self.num_parameters
 
     @property
     def cache_numbers_per_token(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tandem.config.derived.adapters import Adapters, adapters_of
 from tandem.config.derived.pools import (
     CRITIC,
     REWARD_MODEL,
@@ -64,6 +65,15 @@ class TrainedModel:
     max_tokens_key: str
     of_task: Mapping[str, ModelOfTask]
     timeout_s: float
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters that are trained instead of the weights; None trains all weights.
+
+        Raises:
+            UserError: the adapter to start from cannot be used.
+        """
+        return adapters_of(self.config, section=self.key.removesuffix(".path"))
 
     @property
     def name(self) -> str:

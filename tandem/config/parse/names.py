@@ -72,6 +72,17 @@ ALIASES: dict[str, str] = {
     "trainer.sperated_node_ratios": "trainer.separated_node_ratios",
     "trainer.sperated_node_tasks": "trainer.separated_node_tasks",
     "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
+    **{
+        f"{model}.lora.{part}": f"{model}.{key}"
+        for model in ("actor_rollout_ref.model", "critic.model", "reward_model.model", "model")
+        for part, key in {
+            "rank": "lora_rank",
+            "alpha": "lora_alpha",
+            "target_modules": "target_modules",
+            "exclude_modules": "exclude_modules",
+            "adapter_path": "lora_adapter_path",
+        }.items()
+    },
 }
 """Spelling -> key or section. A spelling applies only if the schema does not define it itself."""
 

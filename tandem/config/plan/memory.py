@@ -45,12 +45,14 @@ class MemoryPlan:
     Attributes:
         weights: the shard of the trained weights. A run of one process also holds a copy in the
             precision of the passes, if that differs. With ``param_offload``, the stored weights
-            count only as far as they exceed the space of activations and logits.
+            count only as far as they exceed the space of activations and logits. With adapters:
+            their fp32 values and copies, and the shard of their base.
         gradients: the shard of the gradients; in a run of one process as many bytes as weights.
         optimizer: two moments per weight, in their own precision. With ``optimizer_offload`` they
             count only as far as they exceed the remaining space of activations and logits.
         gathered: the layers that are gathered at the same time, with their gradients.
-        reference, reward_model: the shards of these frozen models, 0 without them.
+        reference, reward_model: the shards of these frozen models, 0 without them. The reference of
+            adapters shares the base on the devices that train or generate.
         critic: its weights and optimizer state, 0 without a critic. Its gradients and those of the
             policy do not exist at the same time; ``gradients`` is the larger of the two.
         rollout: the weights that generate, and a second copy that receives new weights if it is on
@@ -95,7 +97,7 @@ class _Model:
 
     @property
     def stored(self) -> int:
-        return BYTES[self.config.model_dtype]
+        return BYTES["float32" if self.sizes.adapters else self.config.model_dtype]
 
     @property
     def computed(self) -> int:
@@ -103,8 +105,18 @@ class _Model:
 
     @property
     def held_parameters(self) -> int:
-        """The number of parameters on one device between passes."""
+        """The number of parameters on one device between passes, without adapters."""
         return self.sizes.num_parameters // (self.ranks.tensor_parallel * self.ranks.num_shards)
+
+    @property
+    def held_trained(self) -> int:
+        """The number of trained parameters on one device between passes."""
+        return self.sizes.num_trained // (self.ranks.tensor_parallel * self.ranks.num_shards)
+
+    @property
+    def held_base(self) -> int:
+        """The bytes of the frozen base of adapters between passes; 0 if all weights are trained."""
+        return self.computed * self.held_parameters if self.sizes.adapters else 0
 
     @property
     def held_frozen(self) -> int:
@@ -116,6 +128,7 @@ class _Model:
     def visiting(self) -> int:
         """The bytes of gathered layers: embedding, head, the current layer and the next one."""
         parameters = self.sizes.embedding_parameters + 2 * self.sizes.layer_parameters
+        parameters += 2 * self.sizes.adapters // self.sizes.num_layers
         return self.computed * parameters // self.ranks.tensor_parallel
 
     @property
@@ -132,10 +145,13 @@ class _Model:
         """
         split = self.ranks.tensor_parallel
         largest = max(self.sizes.embedding_parameters, self.sizes.layer_parameters) // split
+        if self.sizes.adapters:
+            largest = self.sizes.adapters // self.sizes.num_layers // split
         if self.config.reshard_after_forward:
             return self.visiting + (self.computed + self.stored) * largest
-        summed = (self.computed + BYTES["float32"]) * self.sizes.num_parameters // split
-        return summed + self.computed * largest
+        summed = self.computed * (self.sizes.num_parameters + self.sizes.adapters)
+        summed += BYTES["float32"] * self.sizes.num_trained
+        return summed // split + self.computed * largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +180,9 @@ def plan_memory(
         available_bytes: the memory of a device; ``rollout.gpu_memory_utilization`` is the share for
             weights and cache. None if no device is known.
     """
-    placement = place(config)
+    placement, adapters = place(config), trained_model(config).adapters
+    if adapters is not None:
+        sizes = replace(sizes, adapters=adapters.num_parameters(sizes))
     if isinstance(config, SftConfig):
         model = _Model(sizes, config.engine, placement.layouts["actor-train"])
         training = _policy_training(config, model)
@@ -200,7 +218,8 @@ def _of_pool(
         model = _Model(sizes, roles.ref.fsdp_config, layouts["ref_logp"])
         tokens = training_tokens(config, "actor-train", ranks=model.ranks.sequence_parallel)
         plan = _scoring(plan, model, tokens=tokens, placement=placement)
-        plan = replace(plan, reference=_frozen(model, placement))
+        shares = sizes.adapters and {"actor-train", "generate"} & {*pool.tasks}
+        plan = replace(plan, reference=0 if shares else _frozen(model, placement))
     scorer = scorer_of(pool)
     if scorer in ("generate", "logp"):
         model = _Model(sizes, roles.actor.fsdp_config, layouts["logp"])
@@ -234,7 +253,8 @@ def _generating(
     prompts = -(-running // rollout.n)
     tokens = prompts * data.max_prompt_length + running * data.max_response_length
     cache = computed * sizes.cache_numbers_per_token * tokens
-    weights, quantized = computed * sizes.num_parameters, quantized_bytes(config, sizes)
+    weights = computed * (sizes.num_parameters + sizes.adapters)
+    quantized = quantized_bytes(config, sizes)
     if available_bytes is not None:
         share = rollout.gpu_memory_utilization
         cache = min(cache, max(0, int(share * available_bytes) - weights - quantized))
@@ -313,15 +333,15 @@ def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> 
     )
     activations = max(plan.activations, model.computed * training.tokens * numbers)
     moment = model.stored if optim.moments_dtype == "auto" else BYTES[optim.moments_dtype]
-    optimizer = 2 * moment * model.held_parameters
+    optimizer = 2 * moment * model.held_trained
     plan = replace(plan, activations=activations, logits=LOGITS_BYTES)
     room = activations + LOGITS_BYTES  # while the optimizer steps
     if placement.is_one_process:
-        kept, computed = (x * model.sizes.num_parameters for x in (model.stored, model.computed))
+        kept, computed = (x * model.sizes.num_trained for x in (model.stored, model.computed))
         held = kept if kept == computed else kept + computed
         visits = model.config.param_offload and kept != computed
         visiting = min(kept, room) if visits else 0
-        plan = replace(plan, weights=held - visiting, gradients=held)
+        plan = replace(plan, weights=held - visiting + model.held_base, gradients=held)
         room -= visiting
     if model.config.optimizer_offload:
         optimizer = max(0, optimizer - room)
@@ -329,10 +349,10 @@ def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> 
     if placement.is_one_process:
         return plan
     plan = replace(plan, gathered=max(plan.gathered, model.gathered_in_training))
-    held = model.stored * model.held_parameters
+    held = model.stored * model.held_trained
     if model.config.offload_policy:
         return replace(plan, optimizer=0)
-    return replace(plan, weights=held, gradients=held)
+    return replace(plan, weights=held + model.held_base, gradients=held)
 
 
 def _recomputed(model: ModelConfig) -> RecomputeGranularity | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a run: steps, batches, pools, memory, effects of keys, warnings.
 
-It is computed from the configuration of ``tandem train`` or ``tandem sft``. No process is started
-and no file is read.
+It is computed from the configuration of ``tandem train`` or ``tandem sft``. No process is started,
+and no file is read but the description of an adapter to start from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem.config.check.rules import check_run, check_sft
 from tandem.config.derived.pools import Placement, Pool, auxiliary_layouts, place_run
 from tandem.config.derived.schedule import Schedule, schedule_run
 from tandem.config.derived.sizes import ModelSizes
-from tandem.config.derived.trained_model import place
+from tandem.config.derived.trained_model import place, trained_model
 from tandem.config.parse.overrides import LoadedConfig
 from tandem.config.plan.memory import NO_MODELS, MemoryPlan, plan_memory
 from tandem.config.schema.run import RunConfig
@@ -34,6 +34,8 @@ COUNTED_BEFORE_FILTER = (
     "there may be fewer"
 )
 """The warning of a plan whose prompts have not been tokenised."""
+SLOW_ADAPTERS = 5e-6
+"""The learning rate below which a plan warns about adapters."""
 UNREAD_MODEL = (
     "no such folder here; the plan does not check its family, tokenizer, division over devices and "
     "memory"
@@ -161,7 +163,7 @@ def make_plan(
     train_rows = _taken(num_train_rows, config.data.train_max_samples)
     if isinstance(config, SftConfig):
         check_sft(config)
-        own_warnings = _device_warnings(config)
+        own_warnings = (*_device_warnings(config), *adapter_warnings(config))
     else:
         check_run(config)
         own_warnings = _plan_warnings(config, has_rows=train_rows is not None)
@@ -195,7 +197,7 @@ def _plan_warnings(config: RunConfig, *, has_rows: bool) -> Iterator[str]:
 
 def describe_run(config: RunConfig | SftConfig) -> dict[str, str]:
     """Return what a run trains, by which algorithm and reward, and where it writes."""
-    folder = {"run folder": str(config.trainer.run_folder)}
+    folder = {"run folder": str(config.trainer.run_folder)} | _describe_adapters(config)
     if isinstance(config, SftConfig):
         return {"model": config.model.path, "algorithm": "supervised fine-tuning"} | folder
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
@@ -219,6 +221,33 @@ def describe_run(config: RunConfig | SftConfig) -> dict[str, str]:
         "rollout engine": config.actor_rollout_ref.rollout.name,
         **folder,
     }
+
+
+def _describe_adapters(config: RunConfig | SftConfig) -> dict[str, str]:
+    """Return the adapters that are trained, and the reference of a run with them."""
+    adapters = trained_model(config).adapters
+    if adapters is None:
+        return {}
+    rule = adapters.targets if isinstance(adapters.targets, str) else ", ".join(adapters.targets)
+    start = "new" if adapters.folder is None else f"from {adapters.folder}"
+    text = f"LoRA, rank {adapters.rank}, scale {adapters.scale:g}, {start}, on {rule}"
+    described = {"trained": f"{text}; the model's weights stay as they are"}
+    if isinstance(config, RunConfig) and config.needs_reference:
+        initial = "the model" if adapters.folder is None else "the model with that adapter"
+        described["reference"] = f"{initial}, over the same weights"
+    return described
+
+
+def adapter_warnings(config: RunConfig | SftConfig) -> Iterator[str]:
+    """Yield a warning if adapters have a learning rate that is usual for all weights."""
+    model = trained_model(config)
+    own = model.of_task["actor-train"]
+    if model.config.trains_adapters and own.optim is not None and own.optim.lr < SLOW_ADAPTERS:
+        key = f"{own.section.rpartition('.')[0]}.optim.lr".lstrip(".")
+        yield (
+            f"{key}={own.optim.lr:g}: adapters usually learn at about ten times the rate of all "
+            "weights, which is 1e-5 or more"
+        )
 
 
 def _taken(num_rows: int | None, max_samples: int) -> int | None:
@@ -261,6 +290,7 @@ def _device_warnings(config: RunConfig | SftConfig) -> Iterator[str]:
 def run_warnings(config: RunConfig) -> Iterator[str]:
     """Yield a warning, one line each, for settings that are allowed but rarely intended."""
     yield from _pool_warnings(config, place_run(config))
+    yield from adapter_warnings(config)
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     val_kwargs = rollout.val_kwargs
     if rollout.n == 1 and config.algorithm.estimator.prefers_groups:

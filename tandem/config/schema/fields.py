@@ -51,6 +51,12 @@ def _listed_groups(value: Any) -> Any:
     return tuple(_listed(group) for group in value) if isinstance(value, list | tuple) else value  # pyright: ignore
 
 
+def _module_rule(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+        return tuple(part.strip(" '\"") for part in value[1:-1].split(","))  # a list in quotes
+    return tuple(value) if isinstance(value, list) else value  # pyright: ignore
+
+
 def _dtype_name(value: Any) -> Any:
     return _DTYPES.get(value, value) if isinstance(value, str) else value
 
@@ -92,6 +98,9 @@ Strings = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 
 StringGroups = Annotated[tuple[Strings, ...], BeforeValidator(_listed_groups)]
 """A list of groups of strings; a single string is a group of one."""
+
+ModuleRule = Annotated[str | tuple[str, ...], BeforeValidator(_module_rule)]
+"""A regular expression of whole names, or a list of last parts of names; ``all-linear`` is text."""
 
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_dtype_name)]
 """A number format; ``auto`` is bfloat16 on accelerators and float32 on CPUs."""

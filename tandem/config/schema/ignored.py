@@ -70,6 +70,7 @@ _PARTS = ("model", "optimizer", "extra")
 
 _CHECKPOINT_KEYS: Table = {
     **_all(_CHECKPOINT, {"save_contents": _PARTS, "load_contents": _PARTS, "async_save": False}),
+    "save_lora_only": (False, "a checkpoint of adapters never holds their base"),
     "strict": (True, "a checkpoint is always loaded whole, and every tensor must be there"),
     "mbridge_config": ({}, _MEGATRON),
 }
@@ -80,18 +81,26 @@ _MODEL: Table = {
     "use_shm": (False, "weights are mapped from their files"),
     "torch_dtype": (None, "fsdp_config.model_dtype decides"),
     "tiled_mlp": ({}, "not built yet: it saves memory, and no result depends on it"),
-    "lora": _only_with("lora.rank above 0"),
+    **_all(
+        "trainer and generation compute base and adapters apart, with the same code",
+        {"lora.merge": False, "lora.dropout_position": "pre", "lora.a2a_experimental": False},
+    ),
+    **_all(
+        "adapters start as peft starts them, and are float32 with copies in fsdp_config.dtype",
+        {"lora.lora_A_init_method": "xavier", "lora.lora_B_init_method": "zero"},
+    ),
+    "lora.dtype": (None, "adapters are float32, with copies in fsdp_config.dtype"),
+    **_all(
+        "the base is always frozen",
+        {
+            f"lora.freeze_{part}": True
+            for part in ("language_model", "vision_model", "vision_projection")
+        },
+    ),
+    "lora.fully_sharded_loras": (False, "adapters are sharded as the weights of their layer"),
     "mtp": _only_with("mtp.enable=True"),
     "enable_activation_offload": (False, NOT_BUILT),
     **_all(_FUSED, {"use_liger": False, "use_fused_kernels": False, "fused_kernel_options": {}}),
-    **_all(
-        "not built yet: LoRA; all weights are trained",
-        {
-            "lora_alpha": 16,
-            "target_modules": ("all-linear",),
-            "exclude_modules": (),
-        },
-    ),
 }
 _OPTIM: Table = {
     **_unset(

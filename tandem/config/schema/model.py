@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``actor_rollout_ref.model.*``: the model folder, and the recomputation of activations."""
+"""``actor_rollout_ref.model.*``: the model folder, its adapters, and the recomputation of
+activations.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from tandem.config.schema.fields import SECTION, read_if
+from tandem.config.schema.fields import SECTION, ModuleRule, read_if
 
 RecomputeGranularity = Literal["full", "feed_forward", "pointwise"]
 
@@ -60,5 +62,33 @@ class ModelConfig(BaseModel):
         default_factory=OverrideConfig, description="Replacements of values of config.json."
     )
     lora_rank: int = Field(
-        default=0, ge=0, description="Rank of LoRA, which is not built yet: must be 0."
+        default=0,
+        ge=0,
+        description="Rank of the adapters (LoRA) that are trained instead of the weights. 0: the "
+        "adapters of lora_adapter_path if that is set, else all weights.",
     )
+    lora_alpha: float = Field(
+        default=16,
+        gt=0,
+        description="Numerator of the factor of the adapters: lora_alpha / lora_rank.",
+    )
+    target_modules: ModuleRule = Field(
+        default="all-linear",
+        description="Linear maps of the layers that get adapters. all-linear: all; a list of last "
+        "parts of names, e.g. [q_proj,v_proj]; or a regular expression that matches whole names.",
+    )
+    exclude_modules: ModuleRule | None = Field(
+        default=None,
+        description="Maps that get no adapters although target_modules matches them, in the same "
+        "form.",
+    )
+    lora_adapter_path: str | None = Field(
+        default=None,
+        description="Folder of an adapter to start from, as peft saves it. Rank, alpha and target "
+        "modules are those of the folder.",
+    )
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters are trained instead of the weights."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None

@@ -30,7 +30,10 @@ class Unbuilt:
 
 _QAT = Unbuilt("quantization-aware training")
 _ROUTER = Unbuilt("replay of a router's choices", ("disabled", None))
-_LORA = Unbuilt("LoRA", (0, None))
+_DORA = Unbuilt(
+    "an adapter of another kind than LoRA", ("lora", "canonical_lora", "vlm_lora", None)
+)
+_LORA_DROPOUT = Unbuilt("dropout of adapters", (0, None))
 _MTP = Unbuilt("multi-token prediction")
 _ENGINE = Unbuilt("a training engine other than FSDP", ("fsdp", "fsdp2", None))
 _LATE_SCHEDULE = Unbuilt("a learning rate schedule that counts from 1", (True, None))
@@ -46,8 +49,9 @@ _FSDP_SECTION = {"qat.enable": _QAT, "strategy": _ENGINE}
 _DROPOUT = Unbuilt("dropout", (0, None))
 _OTHER_CONFIG = "Change config.json in a copy of the model's folder."
 _MODEL_SECTION = {
-    "lora.rank": _LORA,
-    "lora_adapter_path": Unbuilt("LoRA", (None,)),
+    "lora.type": _DORA,
+    "lora.dropout": _LORA_DROPOUT,
+    "target_parameters": Unbuilt("adapters of raw parameters", (None, [])),
     "mtp.enable": _MTP,
     "external_lib": Unbuilt("the import of a module before the model", (None,)),
     "hf_config_path": Unbuilt("a config.json from another folder", (None,), _OTHER_CONFIG),

@@ -202,10 +202,10 @@ def test_token_limits_matter_only_for_passes_that_are_made() -> None:
     ("argument", "message"),
     [
         (f"{ACTOR}.strategy=megatron", f"is not built yet. Set {ACTOR}.strategy=fsdp."),
-        ("reward_model={enable:True,model:{lora_rank:8}}", "reward_model.model.lora_rank=8: LoRA"),
+        ("reward_model={enable:True,model:{lora_rank:8}}", "reward_model.model.lora_rank=8: adapt"),
         (f"{ROLLOUT}.multi_turn.enable=True", "multi-turn rollouts are not built yet"),
-        ("actor_rollout_ref.model.lora_rank=8", "LoRA is not built yet"),
-        ("critic={enable:True,model:{lora_rank:8}}", "critic.model.lora_rank=8: LoRA is not built"),
+        ("critic={enable:True,model:{lora_rank:8}}", "critic.model.lora_rank=8: adapters of this"),
+        ("critic={enable:True,model:{lora_adapter_path:a}}", "critic.model.lora_adapter_path='a'"),
     ],
 )
 def test_what_is_not_built_passes_the_plan_and_stops_training(argument: str, message: str) -> None:

@@ -201,7 +201,7 @@ def test_weights_of_a_wrong_kind_are_named_with_the_way_out(tmp_path):
 def test_an_adapter_and_a_model_of_another_task_are_named(tmp_path):
     base = {"base_model_name_or_path": "some/base"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(base))
-    refused(tmp_path, "it is an adapter such as LoRA .* Merge it into some/base")
+    refused(tmp_path, "it is an adapter such as LoRA .* to some/base, and .*lora_adapter_path to")
     for model_type, name in (
         ("bert", "BertForMaskedLM"),
         ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapters (LoRA) that a model's keys ask for, and PEFT's description of saved ones.
+
+A module is named as in Hugging Face's code, e.g. ``model.layers.0.self_attn.q_proj``. This file
+reads only JSON. Sizes and values of adapters are in the room ``models``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from tandem.config.derived.sizes import ModelSizes
+from tandem.config.schema.model import ModelConfig
+from tandem.errors import UserError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+_MODULES = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+"""The linear maps of a layer in the order of the decoder's parameters."""
+_FUSED = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Megatron's names of fused maps, which ``lora.target_modules`` may have."""
+_REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "use_dora": ("DoRA", (False, None)),
+    "use_qalora": ("QA-LoRA", (False, None)),
+    "modules_to_save": ("modules that are saved whole (modules_to_save)", ([], None)),
+    "rank_pattern": ("a rank for some modules (rank_pattern)", ({}, None)),
+    "alpha_pattern": ("an alpha for some modules (alpha_pattern)", ({}, None)),
+    "bias": ("trained biases (bias)", ("none", None)),
+    "lora_bias": ("biases of adapters (lora_bias)", (False, None)),
+    "fan_in_fan_out": ("transposed weights (fan_in_fan_out)", (False, None)),
+    "target_parameters": ("adapters of raw parameters (target_parameters)", ([], None)),
+    "layers_to_transform": ("adapters of some layers (layers_to_transform)", ([], None)),
+    "layer_replication": ("repeated layers (layer_replication)", ([], None)),
+    "trainable_token_indices": ("trained tokens (trainable_token_indices)", ([], {}, None)),
+    "alora_invocation_tokens": ("activated LoRA (alora_invocation_tokens)", ([], None)),
+    "arrow_config": ("Arrow (arrow_config)", ({}, None)),
+    "kasa_config": ("KaSA (kasa_config)", ({}, None)),
+    "use_bdlora": ("block-diagonal LoRA (use_bdlora)", (False, None)),
+    "velora_config": ("VeLoRA (velora_config)", ({}, None)),
+    "monteclora_config": ("MonteCLoRA (monteclora_config)", ({}, None)),
+    "init_lora_weights": (
+        "initial values that change the base (init_lora_weights)",
+        (True, False, None, "gaussian", "eva", "orthogonal"),
+    ),
+    "megatron_config": ("Megatron's layers (megatron_config)", ({}, None)),
+}
+"""PEFT's fields that ask for what is not built: the words for it, and the values that do not."""
+_DROPOUT = "lora_dropout"
+
+Rule = str | tuple[str, ...]
+"""A rule for names of modules: a regular expression of the whole name, or a list of last parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The adapters of a model.
+
+    Attributes:
+        rank: the inner dimension r of the product B A.
+        alpha: the numerator of the scale.
+        has_root_scale: whether the scale is alpha / sqrt(r) (rsLoRA) instead of alpha / r.
+        targets: the adapted modules; ``ALL_LINEAR`` means all linear maps of the layers.
+        excludes: the modules that are not adapted although ``targets`` matches them.
+        folder: the folder of PEFT's form that they start from; None draws them.
+        section: the section of the model's keys, for messages.
+    """
+
+    rank: int
+    alpha: float
+    has_root_scale: bool
+    targets: Rule
+    excludes: Rule
+    folder: Path | None
+    section: str
+
+    @property
+    def scale(self) -> float:
+        """The factor of the products B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.has_root_scale else self.rank)
+
+    def includes(self, module: str) -> bool:
+        """Return whether a module of the layers is adapted."""
+        if _matches(self.excludes, module):
+            return False
+        return self.targets == ALL_LINEAR or _matches(self.targets, module)
+
+    def modules(self, num_layers: int) -> tuple[str, ...]:
+        """Return the names of the adapted modules in order.
+
+        Raises:
+            UserError: no module is adapted, or a name of the keys is that of no module.
+        """
+        names = list(_layer_modules(num_layers))
+        self._require_known(names)
+        found = tuple(name for name in names if self.includes(name))
+        if not found:
+            raise UserError(
+                f"{self.section}.target_modules",
+                _shown(self.targets),
+                rule=f"no linear map of the model's {num_layers} layers matches it and not "
+                f"exclude_modules={_shown(self.excludes)}",
+                remedy=f"Name some of {', '.join(_suffixes())}, or set {ALL_LINEAR}.",
+            )
+        return found
+
+    def num_parameters(self, sizes: ModelSizes) -> int:
+        """Return the number of trained parameters: rank x (inputs + outputs) of each module."""
+        heads, kv_heads = (n * sizes.head_dim for n in (sizes.num_heads, sizes.num_kv_heads))
+        widths = {
+            "q_proj": sizes.hidden + heads,
+            "k_proj": sizes.hidden + kv_heads,
+            "v_proj": sizes.hidden + kv_heads,
+            "o_proj": heads + sizes.hidden,
+            "gate_proj": sizes.hidden + sizes.inner,
+            "up_proj": sizes.hidden + sizes.inner,
+            "down_proj": sizes.inner + sizes.hidden,
+        }
+        modules = self.modules(sizes.num_layers)
+        return self.rank * sum(widths[name.rpartition(".")[2]] for name in modules)
+
+    def _require_known(self, names: Sequence[str]) -> None:
+        """Raise UserError for an entry of ``targets`` that is the name of no module."""
+        for entry in () if isinstance(self.targets, str) else self.targets:
+            if not any(_matches((entry,), name) for name in names):
+                raise UserError(
+                    f"{self.section}.target_modules",
+                    entry,
+                    rule="no linear map of the layers has this name (embedding and head are not "
+                    "adapted)",
+                    remedy=f"Name some of {', '.join(_suffixes())}, or set {ALL_LINEAR}.",
+                )
+
+
+def adapters_of(model: ModelConfig, *, section: str) -> Adapters | None:
+    """Return the adapters of a model; None if all its weights are trained.
+
+    Args:
+        section: the section of the model's keys, for messages.
+
+    Raises:
+        UserError: the adapter to start from cannot be read, has another rank, or has what is not
+            built.
+    """
+    if model.lora_adapter_path is not None:
+        return _saved(model, section=section)
+    if not model.lora_rank:
+        return None
+    return Adapters(
+        model.lora_rank,
+        float(model.lora_alpha),
+        has_root_scale=False,
+        targets=_checked(model.target_modules, f"{section}.target_modules"),
+        excludes=_checked(model.exclude_modules or (), f"{section}.exclude_modules"),
+        folder=None,
+        section=section,
+    )
+
+
+def _saved(model: ModelConfig, *, section: str) -> Adapters:
+    """Return the adapters of the folder ``lora_adapter_path``."""
+    key = f"{section}.lora_adapter_path"
+    folder = Path(model.lora_adapter_path or "").expanduser()
+    found = read_adapters(folder, key=key, section=section)
+    if model.lora_rank not in (0, found.rank):
+        raise UserError(
+            f"{section}.lora_rank",
+            model.lora_rank,
+            rule=f"the adapter in {folder} has rank {found.rank}",
+            remedy=f"Leave {section}.lora_rank out, or set it to {found.rank}.",
+        )
+    return found
+
+
+def read_adapters(folder: Path, *, key: str, section: str) -> Adapters:
+    """Read the description of a saved adapter.
+
+    Args:
+        key: the configuration key of the folder, for messages.
+
+    Raises:
+        UserError: it is missing or damaged, or has what is not built.
+    """
+    content = _read_description(folder, key=key)
+    for name, (capability, harmless) in _REFUSED.items():
+        if content.get(name) not in harmless:
+            raise _error(folder, f"{ADAPTER_CONFIG}: {capability}: not built", key=key)
+    if content.get(_DROPOUT):
+        raise _error(
+            folder,
+            f"{ADAPTER_CONFIG}: {_DROPOUT}={content[_DROPOUT]}: dropout is not built, because "
+            "generation and training would compute different policies",
+            key=key,
+            remedy=f"Set {_DROPOUT} to 0 in a copy of the folder.",
+        )
+    rank, alpha = content.get("r"), content.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
+        rule = f"{ADAPTER_CONFIG} must have r of 1 or more and a positive lora_alpha"
+        raise _error(folder, f"{rule}, not r={rank} and lora_alpha={alpha}", key=key)
+    targets = content.get("target_modules")
+    return Adapters(
+        rank,
+        float(alpha),
+        has_root_scale=bool(content.get("use_rslora")),
+        targets=_checked(targets if isinstance(targets, str) else tuple(targets or ()), key),
+        excludes=_checked(_rule(content.get("exclude_modules")), key),
+        folder=folder,
+        section=section,
+    )
+
+
+def base_of(folder: Path) -> str:
+    """Return the path or name of an adapter's base model; "" if it does not say one."""
+    try:
+        content = _parsed(folder)
+    except (OSError, ValueError):
+        content = {}
+    return str(content.get("base_model_name_or_path") or "")
+
+
+def _read_description(folder: Path, *, key: str) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise _error(folder, "no such folder", key=key, remedy="Name a folder that peft saved.")
+    try:
+        content = _parsed(folder)
+    except FileNotFoundError as error:
+        remedy = "Name a folder that peft saved."
+        raise _error(folder, f"it has no {ADAPTER_CONFIG}", key=key, remedy=remedy) from error
+    except (OSError, ValueError) as error:
+        raise _error(folder, f"{ADAPTER_CONFIG} cannot be read ({error})", key=key) from error
+    if content.get("peft_type") != "LORA":
+        kind = content.get("peft_type")
+        raise _error(folder, f"{ADAPTER_CONFIG}: peft_type={kind}: only LORA is built", key=key)
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        remedy = "Save it as safetensors."
+        raise _error(folder, f"it has no {ADAPTER_WEIGHTS}", key=key, remedy=remedy)
+    return content
+
+
+def _parsed(folder: Path) -> dict[str, Any]:
+    """Return a description as JSON; {} if it is another value than an object."""
+    content: Any = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    return cast(dict[str, Any], content) if isinstance(content, dict) else {}
+
+
+def _rule(value: Any) -> Rule:
+    return value if isinstance(value, str) else tuple(value or ())
+
+
+def _checked(rule: Rule, key: str) -> Rule:
+    """Replace Megatron's names by Hugging Face's; raise UserError for a broken expression."""
+    if rule in (ALL_LINEAR, (ALL_LINEAR,)):
+        return ALL_LINEAR
+    if isinstance(rule, tuple):
+        return tuple(part for entry in rule for part in _FUSED.get(entry, (entry,)))
+    try:
+        re.compile(rule)
+    except re.error as error:
+        reason = f"is no regular expression ({error})"
+        remedy = "Give an expression that matches whole names, or a list of names."
+        raise UserError(key, rule, rule=reason, remedy=remedy) from error
+    return rule
+
+
+def _matches(rule: Rule, module: str) -> bool:
+    if isinstance(rule, str):
+        return re.fullmatch(rule, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in rule)
+
+
+def _layer_modules(num_layers: int) -> Iterator[str]:
+    for index in range(num_layers):
+        for part, names in _MODULES.items():
+            for name in names:
+                yield f"model.layers.{index}.{part}.{name}"
+
+
+def _suffixes() -> tuple[str, ...]:
+    return tuple(name for names in _MODULES.values() for name in names)
+
+
+def _shown(rule: Rule) -> str:
+    return rule if isinstance(rule, str) else f"[{','.join(rule)}]"
+
+
+def _error(folder: Path, rule: str, *, key: str, remedy: str = "") -> UserError:
+    return UserError(
+        key, str(folder), rule=rule, remedy=remedy or "Use a plain LoRA adapter, as peft saves it."
+    )

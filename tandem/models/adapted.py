@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear maps with adapters (LoRA): y = W x + b, and scale B A x added to some rows of y.
+
+Weight and bias are frozen. A fused map has an adapter for each of its adapted parts, e.g. for query
+and value but not for key. All of them together are two trained tensors: ``lora_a`` stacks the
+matrices A, and ``lora_b`` the matrices B. The products are never merged into W: in bf16 an update
+of a thousandth of |W| would lose four fifths of itself to rounding.
+
+Shapes: T tokens, D inputs, N outputs, P adapted parts, R = P x rank, M outputs of adapted parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F  # noqa: N812
+
+_SUFFIXES = (".lora_a", ".lora_b")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The adapters of a decoder.
+
+    Attributes:
+        rank: the inner dimension r of each product B A.
+        alpha: the numerator of the products' factor; see ``Adapters.scale``.
+        has_root_scale: whether the factor is alpha / sqrt(r) (rsLoRA) instead of alpha / r.
+        maps: the adapted maps by name, e.g. ``layers.0.qkv``, each with the indices of its adapted
+            parts in order.
+    """
+
+    rank: int
+    alpha: float
+    has_root_scale: bool
+    maps: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def scale(self) -> float:
+        """The factor of the products B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.has_root_scale else self.rank)
+
+    def parts(self, name: str) -> tuple[int, ...]:
+        """Return the indices of the adapted parts of a map."""
+        return dict(self.maps).get(name, ())
+
+
+@dataclass(frozen=True, slots=True)
+class AddedRows:
+    """The place of a part: rows of the map's output, of ``lora_a`` and of ``lora_b``."""
+
+    output: slice
+    a: slice
+    b: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """The parts of a map that have adapters, and the factor of their products."""
+
+    parts: tuple[AddedRows, ...]
+    scale: float
+
+    @classmethod
+    def of(
+        cls, widths: Sequence[int], indices: Sequence[int], *, rank: int, scale: float
+    ) -> Addition:
+        """Return the addition to a map whose parts have ``widths`` rows."""
+        parts, b = [], 0
+        for place, index in enumerate(indices):
+            start, rows = sum(widths[:index]), widths[index]
+            a = slice(place * rank, (place + 1) * rank)
+            parts.append(AddedRows(slice(start, start + rows), a, slice(b, b + rows)))
+            b += rows
+        return cls(tuple(parts), scale)
+
+
+class AdaptedLinear(nn.Module):
+    """A linear map with frozen weights and trained adapters; it has no hooks, as ``_Linear``."""
+
+    def __init__(
+        self,
+        num_inputs: int,
+        widths: Sequence[int],
+        *,
+        bias: bool,
+        config: AdapterConfig,
+        name: str,
+    ) -> None:
+        """Create the map ``name`` with ``sum(widths)`` outputs."""
+        super().__init__()
+        indices = config.parts(name)
+        num_added = sum(widths[index] for index in indices)
+        self.weight = _frozen_parameter((sum(widths), num_inputs))
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", _frozen_parameter((sum(widths),)) if bias else None)
+        self.lora_a = nn.Parameter(torch.empty(len(indices) * config.rank, num_inputs))
+        self.lora_b = nn.Parameter(torch.empty(num_added, config.rank))
+        self.addition = Addition.of(widths, indices, rank=config.rank, scale=config.scale)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        own: Any = self._parameters
+        return adapted_linear(
+            x_TD,
+            own["weight"],
+            bias_N=own["bias"],
+            lora_a_RD=own["lora_a"],
+            lora_b_Mr=own["lora_b"],
+            addition=self.addition,
+        )
+
+
+def adapted_linear(
+    x_TD: Tensor,
+    weight_ND: Tensor,
+    *,
+    bias_N: Tensor | None,
+    lora_a_RD: Tensor,
+    lora_b_Mr: Tensor,
+    addition: Addition,
+) -> Tensor:
+    """Return the outputs (T, N). Weight and bias get no gradient."""
+    if torch.is_grad_enabled():
+        frozen = _Frozen(weight_ND, bias_N, addition)
+        return _AddAdapters.apply(x_TD, lora_a_RD, lora_b_Mr, frozen)
+    y_TN = F.linear(x_TD, weight_ND, bias_N)
+    _add(
+        y_TN, _inner(x_TD, lora_a_RD, scale=addition.scale), lora_b_Mr=lora_b_Mr, addition=addition
+    )
+    return y_TN
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of a decoder belongs to an adapter."""
+    return name.endswith(_SUFFIXES)
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that training changes: the adapters if there are any, else all."""
+    named = dict(module.named_parameters())
+    return {name: named[name] for name in named if is_adapter(name)} or named
+
+
+def _inner(x_TD: Tensor, lora_a_RD: Tensor, *, scale: float) -> Tensor:
+    """Return scale A x of all parts, (T, R)."""
+    return F.linear(x_TD, lora_a_RD).mul_(scale)
+
+
+def _add(y_TN: Tensor, h_TR: Tensor, *, lora_b_Mr: Tensor, addition: Addition) -> None:
+    # Into the result of the base with one rounding, in trainer and rollout alike.
+    for part in addition.parts:
+        y_TN[:, part.output].addmm_(h_TR[:, part.a], lora_b_Mr[part.b].T)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frozen:
+    """The arguments without gradients: they do not change, so autograd need not know them."""
+
+    weight_ND: Tensor
+    bias_N: Tensor | None
+    addition: Addition
+
+
+class _AddAdapters(torch.autograd.Function):
+    """The outputs y = W x + b + B h with h = scale A x, and the gradients of x, A and B.
+
+    dh = B^T dy, dB = dy h^T, dA = scale dh x^T, dx = W^T dy + scale A^T dh.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, lora_a_RD: Tensor, lora_b_Mr: Tensor, frozen: _Frozen
+    ) -> Tensor:
+        y_TN = F.linear(x_TD, frozen.weight_ND, frozen.bias_N)
+        h_TR = _inner(x_TD, lora_a_RD, scale=frozen.addition.scale)
+        _add(y_TN, h_TR, lora_b_Mr=lora_b_Mr, addition=frozen.addition)
+        ctx.addition = frozen.addition
+        ctx.save_for_backward(x_TD, frozen.weight_ND, h_TR, lora_a_RD, lora_b_Mr)
+        return y_TN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TN: Tensor) -> Any:
+        x_TD, weight_ND, h_TR, lora_a_RD, lora_b_Mr = ctx.saved_tensors
+        grad_h_TR, grad_b_Mr = torch.empty_like(h_TR), torch.empty_like(lora_b_Mr)
+        for part in ctx.addition.parts:
+            own_TN = grad_TN[:, part.output]
+            torch.mm(own_TN, lora_b_Mr[part.b], out=grad_h_TR[:, part.a])
+            torch.mm(own_TN.T, h_TR[:, part.a], out=grad_b_Mr[part.b])
+        grad_h_TR.mul_(ctx.addition.scale)
+        grad_a_RD = grad_h_TR.T @ x_TD
+        grad_x_TD = None
+        if ctx.needs_input_grad[0]:
+            grad_x_TD = (grad_TN @ weight_ND).addmm_(grad_h_TR, lora_a_RD)
+        return grad_x_TD, grad_a_RD, grad_b_Mr, None
+
+
+def _frozen_parameter(shape: tuple[int, ...]) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)

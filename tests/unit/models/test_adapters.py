@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters against the released peft: L1 (log-probs, gradients), L2 (files), L4 (the base)."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tandem.config.derived.adapters import ADAPTER_WEIGHTS, Adapters, Rule
+from tandem.models.adapted import trained_parameters
+from tandem.models.adapters import adapter_tensors
+from tandem.models.language_model import score_batch
+from tests.fakes.tiny_adapters import ALL, SECTION, open_adapted, spread_b
+from tests.unit.models.tiny_models import NATIVE, pack_shared, sample_sequences, write_hf
+
+
+def _adapters(rank: int, targets: Rule, *, excludes: Rule = (), root: bool = False) -> Adapters:
+    return Adapters(rank, 16.0, root, targets, excludes, folder=None, section=SECTION)
+
+
+CASES = {
+    "qwen2_tied-r8": ("qwen2_tied", _adapters(8, "all-linear")),
+    "qwen3_biases-r4-rslora": ("qwen3_biases", _adapters(4, "all-linear", root=True)),
+    "llama_biases_tied-r1": ("llama_biases_tied", _adapters(1, "all-linear")),
+    "qwen2_untied-list": ("qwen2_untied", _adapters(4, ("q_proj", "v_proj", "down_proj"))),
+    "qwen2_tied-regex": ("qwen2_tied", _adapters(4, r".*\.(gate|up)_proj")),
+    "llama-exclude-regex": ("llama", _adapters(4, "all-linear", excludes=r".*\.0\..*")),
+    "qwen3_tied-exclude-list": ("qwen3_tied", _adapters(4, "all-linear", excludes=("k_proj",))),
+}
+
+
+@pytest.fixture(params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any, Adapters]:
+    """A base folder, peft's model on it with random adapters, and ours with the same rules."""
+    name, adapters = CASES[request.param]
+    hf = write_hf(NATIVE[name](), tmp_path / "base")
+    listed = adapters.targets if isinstance(adapters.targets, str) else list(adapters.targets)
+    left = adapters.excludes if isinstance(adapters.excludes, str) else list(adapters.excludes)
+    config = peft.LoraConfig(
+        r=adapters.rank,
+        lora_alpha=16,
+        use_rslora=adapters.has_root_scale,
+        target_modules=listed,
+        exclude_modules=left or None,
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(hf, config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(0.0, 0.05, generator=generator)
+    model.save_pretrained(str(tmp_path / "theirs"))
+    return tmp_path, model, adapters
+
+
+def _their_log_probs(model: Any) -> Tensor:
+    prompts, responses = sample_sequences()
+    found = []
+    for prompt, group in zip(prompts, responses, strict=True):
+        for response in group:
+            row = torch.tensor(prompt + response)
+            logits = model(row[None]).logits[0]
+            log_probs = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+            found.append(log_probs.gather(1, row[len(prompt) :, None])[:, 0])
+    return torch.cat(found)
+
+
+def _our_log_probs(model: Any) -> Tensor:
+    batch = pack_shared(*sample_sequences())
+    return score_batch(model, batch, temperature=1.0, with_entropy=False).score_R
+
+
+# fp64 is bounded by transformers' rotary angles, which are fp32.
+@pytest.mark.parametrize(
+    ("dtype", "of_log_probs", "of_gradients"),
+    [(torch.float64, 2e-6, 3e-6), (torch.float32, 1e-5, 1e-5)],
+    ids=["fp64", "fp32"],
+)
+def test_l1_log_probs_and_gradients_equal_pefts(
+    pair: tuple[Path, Any, Adapters],
+    dtype: torch.dtype,
+    of_log_probs: float,
+    of_gradients: float,
+) -> None:
+    folder, theirs, adapters = pair
+    theirs = theirs.to(dtype)
+    ours = open_adapted(
+        folder / "base", replace(adapters, folder=folder / "theirs"), dtype=dtype, base_dtype=dtype
+    )
+    mine, wanted = _our_log_probs(ours), _their_log_probs(theirs)
+    assert (mine.double() - wanted.double()).abs().max() <= of_log_probs
+    weights = torch.linspace(-1, 1, len(mine), dtype=torch.float64)
+    (mine * weights).sum().backward()
+    (wanted * weights).sum().backward()
+    named = {key.replace(".default", ""): p for key, p in theirs.named_parameters()}
+    own, table = trained_parameters(ours.decoder), list(adapter_tensors(ours.config))
+    assert len(table) == sum(p.requires_grad for p in named.values())
+    for tensor in table:
+        whole, expected = own[tensor.parameter].grad, named[tensor.name].grad
+        assert whole is not None
+        gradient = whole[tensor.start : tensor.start + tensor.rows]
+        assert (gradient - expected).abs().max() <= of_gradients * expected.abs().max(), tensor.name
+
+
+def test_l2_peft_reads_our_folder_and_we_read_pefts(pair: tuple[Path, Any, Adapters]) -> None:
+    folder, theirs, adapters = pair
+    ours = open_adapted(folder / "base", replace(adapters, folder=folder / "theirs"))
+    (folder / "ours").mkdir()
+    ours.save(folder / "ours")
+    mine, wanted = (load_file(folder / x / ADAPTER_WEIGHTS) for x in ("ours", "theirs"))
+    assert mine.keys() == wanted.keys()
+    assert all(torch.equal(mine[name], wanted[name]) for name in mine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = peft.PeftModel.from_pretrained(theirs.unload(), folder / "ours")
+    again = {k.replace(".default", ""): v for k, v in loaded.state_dict().items() if "lora_" in k}
+    assert {k: v.tolist() for k, v in again.items()} == {k: v.tolist() for k, v in mine.items()}
+    described = open_adapted(folder / "base", replace(_read(folder / "ours")))
+    assert described.config == ours.config
+
+
+def _read(folder: Path) -> Adapters:
+    from tandem.config.derived.adapters import read_adapters
+
+    return read_adapters(folder, key="adapter", section=SECTION)
+
+
+def test_drawn_adapters_are_pefts_initial_values_and_change_nothing(tmp_path: Path) -> None:
+    write_hf(NATIVE["qwen2_tied"](), tmp_path)
+    model = open_adapted(tmp_path, ALL)
+    for name, parameter in trained_parameters(model.decoder).items():
+        if name.endswith("lora_b"):
+            assert not parameter.any()
+        else:
+            bound = parameter.shape[1] ** -0.5
+            assert 0.9 * bound < parameter.abs().max() <= bound
+    assert torch.equal(_our_log_probs(model), _our_log_probs(model.base()))
+
+
+def test_l4_base_and_copies_share_the_storage_of_the_base(tmp_path: Path) -> None:
+    write_hf(NATIVE["qwen2_tied"](), tmp_path)
+    model = open_adapted(tmp_path, ALL, base_dtype=torch.bfloat16)
+    spread_b(model)
+    computed, base = model.in_dtype(torch.bfloat16), model.base()
+    own = dict(model.decoder.named_parameters())
+    for other in (computed, base):
+        for name, parameter in other.module.named_parameters():
+            is_shared = parameter.data_ptr() == own[name].data_ptr()
+            assert is_shared == ("lora" not in name), name
+    plain = [p for n, p in own.items() if "lora" not in n]
+    assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in plain)
+    assert all(p.dtype == torch.float32 for p in trained_parameters(model.decoder).values())
+    with torch.no_grad():
+        assert not torch.equal(_our_log_probs(computed), _our_log_probs(base))
