@@ -13,10 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from httpx import HTTPError
-from huggingface_hub import model_info, snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.utils import validate_repo_id
 
 from tandem.config.derived.adapters import Adapters, read_adapters
 from tandem.config.schema.families import not_shardable, require_family, require_value_head
@@ -389,42 +385,18 @@ def resolve_folder(path: str, *, key: str = KEY, fetches_weights: bool = True) -
     """
     if is_local(path):
         return Path(path).expanduser()
-    try:
-        validate_repo_id(path)
-    except HFValidationError as error:
-        raise UserError(key, path, rule="no such folder", remedy="Check the path.") from error
+    # Most folders are local, and the client of the hub takes a while to load.
+    from tandem.models.hub import cached_snapshot, download
+
     wanted = [name for name in _DOWNLOADED if fetches_weights or name != _WEIGHTS]
-    return _cached(path) or _fetch(path, key, files=wanted)
-
-
-def _cached(path: str) -> Path | None:
-    """Return the snapshot in the hub's cache if it has weights and not only the tokenizer."""
-    try:
-        folder = Path(snapshot_download(path, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
-    return folder if _has_weights(folder) else None
+    cached = cached_snapshot(path, key=key)
+    if cached is not None and _has_weights(cached):  # and not the tokenizer only
+        return cached
+    return download(path, key, files=wanted)
 
 
 def _has_weights(folder: Path) -> bool:
     return any(folder.glob(_WEIGHTS)) or _has_any(folder, TORCH_FILES)
-
-
-def _fetch(path: str, key: str, *, files: list[str]) -> Path:
-    try:
-        # This request fails quickly. A download from an unreachable hub retries for 30 s.
-        model_info(path, timeout=10)
-        return Path(snapshot_download(path, allow_patterns=files))
-    except (OSError, ValueError, HTTPError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(
-            key,
-            path,
-            rule="neither a local folder, nor in the Hugging Face cache, nor available from the "
-            f"hub ({reason})",
-            remedy="Give a folder, or download the model on a machine with network access: "
-            f"hf download {path}",
-        ) from error
 
 
 def _has_any(folder: Path, names: tuple[str, ...]) -> bool:

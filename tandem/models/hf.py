@@ -11,13 +11,13 @@ Shapes: T packed tokens, B rows, M padded tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -28,12 +28,23 @@ from tandem.models.parallel import WHOLE
 from tandem.models.weights import KEY, copy_companions
 from tandem.types import PackedBatch, Segments
 
+if TYPE_CHECKING:
+    import transformers
+
 _PROBE_IDS = (1, 2, 0, 3)
+
+
+def load_transformers() -> Any:
+    """Import and return the package transformers.
+
+    Loading it takes 0.7 s, which processes need not spend whose models our decoder computes.
+    """
+    return importlib.import_module("transformers")
 
 
 def is_known_family(model_type: str) -> bool:
     """Return whether transformers has a config class for this ``model_type``."""
-    return model_type in transformers.CONFIG_MAPPING
+    return model_type in load_transformers().CONFIG_MAPPING
 
 
 def require_causal(hf_config: Mapping[str, Any], *, key: str, path: str) -> None:
@@ -44,8 +55,8 @@ def require_causal(hf_config: Mapping[str, Any], *, key: str, path: str) -> None
     named = hf_config.get("architectures") or ()
     if not named or "auto_map" in hf_config:
         return
-    settings = transformers.CONFIG_MAPPING[hf_config["model_type"]]
-    known: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(settings, ())
+    settings = load_transformers().CONFIG_MAPPING[hf_config["model_type"]]
+    known: Any = load_transformers().MODEL_FOR_CAUSAL_LM_MAPPING.get(settings, ())
     classes = known if isinstance(known, tuple) else (known,)
     if any(one.__name__ in named for one in classes):
         return
@@ -161,7 +172,9 @@ def open_transformers_model(
     """
     trust = {"trust_remote_code": trust_remote_code}
     try:
-        hf_config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **trust)
+        hf_config = load_transformers().AutoConfig.from_pretrained(
+            folder, local_files_only=True, **trust
+        )
         _refuse_softcapping(folder, hf_config)
         _switch_off_dropout(hf_config)
         if random_seed is None:
@@ -181,7 +194,7 @@ def open_transformers_model(
 
 
 def _load(folder: Path, hf_config: Any, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded: Any = load_transformers().AutoModelForCausalLM.from_pretrained(
         folder,
         config=hf_config,
         dtype=dtype,
@@ -204,7 +217,7 @@ def _load(folder: Path, hf_config: Any, *, dtype: torch.dtype, trust_remote_code
 def _draw(hf_config: Any, seed: int, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(
+        return load_transformers().AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, trust_remote_code=trust_remote_code
         )
 

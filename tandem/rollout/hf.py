@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from tandem.api import Capacity, EngineFacts, EngineFailure
+from tandem.models.hf import load_transformers
 from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.sampler import Draw, DrawRule, draw_tokens
@@ -170,13 +170,13 @@ class HfRolloutEngine:
             self._module.generate(
                 torch.tensor(rows, device=device),
                 attention_mask=torch.tensor(mask, device=device),
-                generation_config=transformers.GenerationConfig(
+                generation_config=load_transformers().GenerationConfig(
                     max_new_tokens=sampling.max_new_tokens,
                     do_sample=False,
                     eos_token_id=None if sampling.ignore_eos else list(self._config.eos_ids),
                     pad_token_id=0,
                 ),
-                logits_processor=transformers.LogitsProcessorList([draws]),
+                logits_processor=load_transformers().LogitsProcessorList([draws]),
             )
         return draws.done
 
@@ -226,6 +226,7 @@ class _KeyedDraws:
 
 def empty_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Return transformers' model for a folder's config.json, with weights that mean nothing."""
+    transformers = load_transformers()
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     module: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     return module.to(device).requires_grad_(False)
@@ -235,7 +236,7 @@ def empty_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> nn
 def _undisturbed(module: Any) -> Iterator[None]:
     """Suspend the model's generation defaults, which change scores, and its training mode."""
     defaults, training = module.generation_config, module.training
-    module.generation_config = transformers.GenerationConfig()
+    module.generation_config = load_transformers().GenerationConfig()
     module.eval()
     try:
         yield

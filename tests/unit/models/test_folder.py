@@ -224,8 +224,8 @@ def test_weights_on_the_hub_are_left_there_by_a_plan(tmp_path, monkeypatch):
         (snapshot / "model.safetensors").unlink()
         return str(snapshot)
 
-    monkeypatch.setattr("tandem.models.folder.model_info", lambda path, timeout: None)
-    monkeypatch.setattr("tandem.models.folder.snapshot_download", download)
+    monkeypatch.setattr("tandem.models.hub.model_info", lambda path, timeout: None)
+    monkeypatch.setattr("tandem.models.hub.snapshot_download", download)
     assert check_folder(name, fetches_weights=False).decoder_config is not None
     with pytest.raises(UserError, match="has no model.safetensors"):
         check_folder(name)
