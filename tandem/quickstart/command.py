@@ -3,8 +3,8 @@
 
 It makes problems, a tokenizer and a random model of 0.16 M parameters, fine-tunes the model on
 demonstrations of mixed quality, trains it with GRPO, and evaluates it on held-out problems. Each
-step does what a public command does, on ordinary files, which stay in the folder. The last line of
-the output is one JSON object.
+step does what a public command does, on ordinary files, which stay in the folder. The closing words
+go to standard error, and the last line of standard output is one JSON object.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from tandem.checkpoint.store import CheckpointStore
 from tandem.config.derived.pools import place_run
+from tandem.config.derived.schedule import schedule_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
@@ -30,13 +31,21 @@ from tandem.driver.notices import configure_logging
 from tandem.driver.run import run_prepared
 from tandem.errors import UserError
 from tandem.pipeline.progress import RunSummary
-from tandem.quickstart.materials import DATA_SOURCE, TASKS, Materials, prepare
+from tandem.quickstart.closing import Accuracies, describe_end
+from tandem.quickstart.materials import DATA_SOURCE, NUM_TRAIN, TASKS, Materials, prepare
 from tandem.report.report import write_report
 from tandem.report.run_folder import REPORT_FILE, SUMMARY_FILE, read_run
 
 _HERE = Path(__file__).parent
 _GRPO = str(_HERE / "grpo.yaml")
-_ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@1"
+_ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@"
+"""The name of the metric, which the number of samples of a problem completes."""
+_KEYS_OF_FILES = (
+    "actor_rollout_ref.model.path",
+    "data.train_files",
+    "data.val_files",
+    "trainer.default_local_dir",
+)
 
 
 class _Interrupted(Exception):
@@ -56,21 +65,35 @@ def run(arguments: Sequence[str]) -> int:
     start_s = time.perf_counter()
     folder: Path = options.folder
     _check_overrides(options.overrides)
+    _say(f"1/4 making {TASKS[options.task].name}, a tokenizer and a random model")
+    materials = prepare(folder / "materials", seed=options.seed, task=TASKS[options.task])
     try:
-        summary = _run(folder, task=options.task, seed=options.seed, overrides=options.overrides)
+        accuracies = _train(materials, folder, seed=options.seed, overrides=options.overrides)
     except _Interrupted as stop:
         return stop.exit_code
-    summary["seconds"] = round(time.perf_counter() - start_s, 1)
-    run_folder = folder / "grpo"
+    seconds, run_folder = time.perf_counter() - start_s, folder / "grpo"
+    summary = {
+        "accuracy_before": accuracies.before,
+        "accuracy_after": accuracies.after,
+        "unseen_numbers_before": accuracies.unseen_before,
+        "unseen_numbers_after": accuracies.unseen_after,
+        "seed": options.seed,
+        "parameters": materials.num_parameters,
+        "seconds": round(seconds, 1),
+    }
     (run_folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2))
-    summary["report"] = str(write_report(run_folder, run_folder / REPORT_FILE))
-    print(json.dumps(summary))
+    model, report = _trained_model(run_folder), write_report(run_folder, run_folder / REPORT_FILE)
+    _say(
+        describe_end(accuracies, run_folder=run_folder, model=model, report=report, seconds=seconds)
+    )
+    print(json.dumps({**summary, "report": str(report), "model": str(model)}))
     return 0
 
 
-def _run(folder: Path, *, task: str, seed: int, overrides: Sequence[str]) -> dict[str, float | str]:
-    _say(f"1/4 making {TASKS[task].name}, a tokenizer and a random model")
-    materials = prepare(folder / "materials", seed=seed, task=TASKS[task])
+def _train(
+    materials: Materials, folder: Path, *, seed: int, overrides: Sequence[str]
+) -> Accuracies:
+    """Train the model in ``folder``, on demonstrations and then with GRPO, and evaluate it."""
     _say(f"2/4 supervised warm-up of {materials.num_parameters:,} parameters")
     warm = warm_start(materials, folder / "sft", seed=seed)
     _say("3/4 reinforcement learning with GRPO")
@@ -88,15 +111,9 @@ def _run(folder: Path, *, task: str, seed: int, overrides: Sequence[str]) -> dic
     after = _accuracy_on_unseen(
         materials, _trained_model(folder / "grpo"), folder=folder / "unseen_after"
     )
-    accuracies = [value for _, value in read_run(folder / "grpo").columns[_ACCURACY]]
-    return {
-        "accuracy_before": accuracies[0],
-        "accuracy_after": accuracies[-1],
-        "unseen_numbers_before": before,
-        "unseen_numbers_after": after,
-        "seed": seed,
-        "parameters": materials.num_parameters,
-    }
+    columns = read_run(folder / "grpo").columns
+    (values,) = (column for name, column in columns.items() if name.startswith(_ACCURACY))
+    return Accuracies(values[0][1], values[-1][1], before, after)
 
 
 def warm_start(materials: Materials, folder: Path, *, seed: int) -> Path:
@@ -125,16 +142,40 @@ def _grpo_config(
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Raise UserError if the overrides are wrong or need several devices."""
+    """Raise UserError if the overrides are wrong, need several devices, or leave no result."""
+    given = {word.partition("=")[0].lstrip("+~"): word.partition("=")[2] for word in overrides}
+    for key in filter(given.__contains__, _KEYS_OF_FILES):
+        raise UserError(
+            key,
+            given[key],
+            rule="the quickstart makes this itself",
+            remedy="Leave it out; --folder chooses the folder of all files.",
+        )
     placeholders = ("actor_rollout_ref.model.path=.", "data.train_files=.", "data.val_files=.")
     config = load_config(RunConfig, [_GRPO, *placeholders, *overrides]).config
-    if not place_run(config).is_one_process or config.trainer.nnodes > 1:
+    trainer = config.trainer
+    if not place_run(config).is_one_process or trainer.nnodes > 1:
         raise UserError(
-            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}, trainer.nnodes",
-            config.trainer.nnodes,
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, trainer.nnodes",
+            trainer.nnodes,
             rule="the quickstart trains in one process",
             remedy="Leave them out, or use tandem train with the files that the quickstart makes.",
         )
+    schedule = schedule_run(config, NUM_TRAIN)
+    needed = (
+        ("trainer.val_only", trainer.val_only, not trainer.val_only),
+        ("trainer.val_before_train", trainer.val_before_train, schedule.validates_before_training),
+        ("trainer.test_freq", trainer.test_freq, schedule.test_freq > 0),
+        ("trainer.save_freq", trainer.save_freq, schedule.saves_at_end),
+    )
+    for key, value, is_fine in needed:
+        if not is_fine:
+            raise UserError(
+                key,
+                value,
+                rule="the quickstart needs a trained model, and its accuracy before and after",
+                remedy="Leave it out.",
+            )
 
 
 def _accuracy_on_unseen(materials: Materials, model: Path, *, folder: Path) -> float:
@@ -142,7 +183,8 @@ def _accuracy_on_unseen(materials: Materials, model: Path, *, folder: Path) -> f
     config = _grpo_config(
         materials, model, test=materials.test_unseen, folder=folder, overrides=overrides
     )
-    return _finished(run_prepared(local_site(config), train.prepare(config))).validation[_ACCURACY]
+    validation = _finished(run_prepared(local_site(config), train.prepare(config))).validation
+    return validation[f"{_ACCURACY}1"]
 
 
 def _finished(ended: Ended[RunSummary]) -> RunSummary:

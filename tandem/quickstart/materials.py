@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tandem.data.files import write_parquet
+from tandem.errors import UserError
 from tandem.quickstart.counting import COUNTING
 from tandem.quickstart.model import write_model
 from tandem.quickstart.sorting import SORTING
@@ -61,10 +62,21 @@ def prepare(folder: Path, *, seed: int, task: Task[Any] = WORD_PROBLEMS) -> Mate
             ``test_unseen.parquet``; made if it does not exist.
         seed: the seed of the initial weights, the demonstrations and the training prompts.
         task: the kind of problems.
+
+    Raises:
+        UserError: the folder cannot be written.
     """
     model = folder / "model"
-    model.mkdir(parents=True, exist_ok=True)
-    num_parameters = _write_policy(model, seed, task=task)
+    try:
+        model.mkdir(parents=True, exist_ok=True)
+        num_parameters = _write_policy(model, seed, task=task)
+    except OSError as error:
+        raise UserError(
+            "--folder",
+            str(folder),
+            rule=f"cannot be written ({error.strerror or error})",
+            remedy="Choose another folder, or free some space.",
+        ) from error
     materials = Materials(
         model=model,
         demonstrations=folder / "sft.parquet",

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The closing words of the quickstart: what was made, and what to type next. Nothing is printed."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.quickstart.materials import NUM_TEST, NUM_UNSEEN
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracies:
+    """The shares of correct answers before and after GRPO.
+
+    Attributes:
+        before, after: on problems of the training's kind.
+        unseen_before, unseen_after: on numbers that occur in no training problem.
+    """
+
+    before: float
+    after: float
+    unseen_before: float
+    unseen_after: float
+
+
+def describe_end(
+    accuracies: Accuracies, *, run_folder: Path, model: Path, report: Path, seconds: float
+) -> str:
+    """Return the sentences that a user reads at the end; with short paths, 80 columns suffice.
+
+    Args:
+        run_folder: the folder of the GRPO run.
+        model: the folder of the trained model.
+        seconds: the time that the whole quickstart took.
+    """
+    run = shlex.quote(str(run_folder))
+    lines = (
+        "",
+        f"In {seconds:.0f} s, a model was made, fine-tuned on examples, and trained with GRPO.",
+        f"It solves {_percent(accuracies.after)} of {NUM_TEST} held-out problems; "
+        f"before GRPO it solved {_percent(accuracies.before)}.",
+        f"It solves {_percent(accuracies.unseen_after)} of {NUM_UNSEEN} problems with unseen "
+        f"numbers; before, {_percent(accuracies.unseen_before)}.",
+        "",
+        f"The report is {report}. It opens in a browser.",
+        f"The model is in {model}.",
+        "",
+        "Next, type one of these:",
+        f"  tandem export {run} --output my-model",
+        "      to write the model as a Hugging Face folder",
+        "  tandem prepare gsm8k --output ~/data/gsm8k",
+        "      to fetch a real data set, for tandem plan and tandem train",
+        "",
+    )
+    return "\n".join(lines)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
