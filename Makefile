@@ -2,7 +2,8 @@
 # Each target makes .venv and installs what it needs by itself; all it asks for is a Python of 3.11 or newer.
 #
 #   make quickstart   train a small language model by reinforcement and report on it (no GPU, no downloads)
-#   make test         the whole test suite
+#   make test         the test suite
+#   make test-deep    more variants of runs of several processes
 #   make test-gpu     what needs a GPU, and the kernels' tests on it
 #   make test-engines rollout engines of others on the CPU, in .venv-engines (1 GB more)
 #   make test-wheel   the wheel in a fresh environment
@@ -39,14 +40,18 @@ export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: quickstart test test-gpu test-engines test-wheel check manual bench clean
+.PHONY: quickstart test test-deep test-gpu test-engines test-wheel check manual bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(RUN_STAMP)
 	@$(BIN)/tandem quickstart
 
 test: $(DEV_STAMP)
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not deep" -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+
+test-deep: $(DEV_STAMP)
+	@$(BIN)/python -m pytest -m deep -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS) \
+	    tests/chaos tests/distributed
 
 test-gpu: $(DEV_STAMP)
 	@$(BIN)/python -m pytest tests/gpu tests/unit/models/kernels tests/unit/rollout/paged $(PYTEST_ARGS)

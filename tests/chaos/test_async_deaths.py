@@ -71,9 +71,13 @@ FAILURES = {
     "logp": Failure(("logp", "actor-train+ref_logp", "generate"), "score", 2),
     "ref_logp": Failure(("ref_logp", "actor-train+logp", "generate"), "score", 2),
 }
+VARIANTS = (
+    "actor-train",
+    *(pytest.param(role, marks=pytest.mark.deep) for role in ("generate", "logp", "ref_logp")),
+)
 
 
-@pytest.mark.parametrize("role", FAILURES)
+@pytest.mark.parametrize("role", VARIANTS)
 def test_12_the_death_of_any_process_ends_the_run(
     material: Material, tmp_path: Path, role: str
 ) -> None:
@@ -89,7 +93,7 @@ def test_12_the_death_of_any_process_ends_the_run(
     assert none_left(str(run))
 
 
-@pytest.mark.parametrize("role", FAILURES)
+@pytest.mark.parametrize("role", VARIANTS)
 def test_12_an_error_in_any_process_ends_the_run(
     material: Material, tmp_path: Path, role: str
 ) -> None:
@@ -121,6 +125,7 @@ def check_end(ended: Ended, place: dict[str, Any], *, role: str, says: str) -> r
     return found
 
 
+@pytest.mark.deep
 def test_12_and_23_who_dies_in_a_save_leaves_the_checkpoint_before_and_sigterm_a_new_one(
     material: Material, tmp_path: Path
 ) -> None:

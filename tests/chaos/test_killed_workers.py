@@ -57,6 +57,7 @@ DEATHS = {
 }
 
 
+@pytest.mark.deep
 def test_12_and_23_a_run_that_dies_at_every_stage_is_the_run_that_never_did(
     material: Material, tmp_path: Path
 ) -> None:

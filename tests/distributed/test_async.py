@@ -92,7 +92,12 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "rounds, apart": (*SETTINGS, *ROUNDS, *APART),
     "rounds, with rollout": (*SETTINGS, *ROUNDS, *WITH_ROLLOUT),
 }
-WITH_A_LAG = ("asynchronous", "staged", "turns", "turns of two", "turns, cache kept")
+DEEP = ("staged", "turns of two", "turns, cache kept")
+WITH_A_LAG = (
+    "asynchronous",
+    "turns",
+    *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP),
+)
 Run = Callable[[str], Path]
 
 
@@ -132,6 +137,7 @@ def test_04_no_lag_is_the_synchronous_run_bit_by_bit(finished: Run) -> None:
     assert_same(finished("in turn"), finished("no lag"))
 
 
+@pytest.mark.deep
 def test_each_generating_process_is_seen_by_itself(material: Material, tmp_path: Path) -> None:
     run = train(
         material,
@@ -232,6 +238,7 @@ def test_10_reference_scores_of_the_next_batch_are_computed_during_an_update(
     assert len(overlaps) >= NUM_BATCHES // 2
 
 
+@pytest.mark.deep
 def test_10_and_22_devices_of_its_own_change_nothing_of_what_the_reference_says(
     finished: Run,
 ) -> None:
@@ -241,6 +248,7 @@ def test_10_and_22_devices_of_its_own_change_nothing_of_what_the_reference_says(
     assert lags[1:] == [0, 1, *[LAG] * (NUM_BATCHES - 2)]
 
 
+@pytest.mark.deep
 def test_10_two_devices_that_generate_and_hold_the_reference_say_the_same(finished: Run) -> None:
     """Up to rounding: they divide the sequences."""
     alone, shared = (metrics_of(finished(name)) for name in ("rounds", "rounds, with rollout"))
@@ -249,7 +257,7 @@ def test_10_two_devices_that_generate_and_hold_the_reference_say_the_same(finish
         assert learning == pytest.approx({n: shared[step][n] for n in learning}, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["turns", "turns of two"])
+@pytest.mark.parametrize("name", ["turns", pytest.param("turns of two", marks=pytest.mark.deep)])
 def test_in_turns_nothing_is_generated_while_the_trainer_trains(finished: Run, name: str) -> None:
     run = finished(name)
     tracks = ["generate/0", "generate/1"][: 2 if name == "turns of two" else 1]

@@ -114,6 +114,7 @@ def test_14_validation_without_a_reward_is_refused(material: Material, tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.deep
 def test_24_a_kl_penalty_in_the_reward_trains_three_steps_behind(
     material: Material, tmp_path: Path
 ) -> None:
@@ -167,6 +168,7 @@ def test_24_a_critic_and_kl_in_the_reward_take_asynchronous_steps(
     assert list(metrics_of(run)) == [1, 2, 3, 4]
 
 
+@pytest.mark.deep
 def test_24_a_reward_model_scores_three_asynchronous_steps(
     material: Material, tmp_path: Path
 ) -> None:
@@ -199,6 +201,7 @@ def test_24_a_reward_model_scores_three_asynchronous_steps(
     assert len({record["score"] for record in recorded.values()}) == len(recorded)
 
 
+@pytest.mark.deep
 def test_24_scores_of_a_reward_model_do_not_depend_on_the_number_of_devices(
     material: Material, tmp_path: Path
 ) -> None:

@@ -17,6 +17,8 @@ from tests.fakes.tiny_run import Material, metrics_of, train_arguments
 NUM_STEPS = 96
 TARGET = 0.8
 WINDOW = 8
+pytestmark = pytest.mark.deep
+
 CORRECTION = "algorithm.rollout_correction.rollout_is"
 SETTINGS = (
     "trainer.device=cpu",

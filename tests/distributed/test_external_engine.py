@@ -74,7 +74,9 @@ def native(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder / "run"
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", ["one process", "two devices", pytest.param("two pools", marks=pytest.mark.deep)]
+)
 def test_an_external_engine_trains_as_ours_does(
     native: Path, material: Material, tmp_path: Path, place: str
 ) -> None:
@@ -103,7 +105,9 @@ def num_response_tokens(row: dict[str, float]) -> float:
     return 16 * row["response_length/mean"]
 
 
-@pytest.mark.parametrize("place", ["one process", "two devices"])
+@pytest.mark.parametrize(
+    "place", ["one process", pytest.param("two devices", marks=pytest.mark.deep)]
+)
 def test_an_engine_whose_process_dies_ends_the_run_with_one_line(
     material: Material, tmp_path: Path, place: str
 ) -> None:

@@ -78,7 +78,13 @@ def require_apart(told: list[dict[str, Any]], *, vendor: str) -> list[str]:
     return ids
 
 
-@pytest.mark.parametrize("switch", [{}, {"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"}])
+SWITCHES = (
+    {},
+    pytest.param({"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"}, marks=pytest.mark.deep),
+)
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
 def test_a13_masked_workers_of_a_slice_see_their_device_alone(
     doubles: Callable[..., Platform], switch: dict[str, str]
 ) -> None:
@@ -89,6 +95,7 @@ def test_a13_masked_workers_of_a_slice_see_their_device_alone(
         assert (one["seen"], one["environment"][NPU]) == (1, physical)
 
 
+@pytest.mark.deep
 def test_a13_selecting_workers_of_a_slice_use_theirs_by_index(
     doubles: Callable[..., Platform],
 ) -> None:

@@ -40,6 +40,9 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=True"
 Run = Callable[..., Path]
 
 
+MODES = ((), pytest.param((BYPASS,), marks=pytest.mark.deep))
+
+
 @pytest.fixture(scope="module")
 def finished(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The folder of a run, made when it is first asked for."""
@@ -76,7 +79,7 @@ def test_the_bounds_tell_another_learning_rate_and_a_missing_step(finished: Run)
     assert "rollout_corr/rollout_is_std" in told and "actor/pg_loss" in told
 
 
-@pytest.mark.parametrize("mode", [(), (BYPASS,)], ids=["decoupled", "bypass"])
+@pytest.mark.parametrize("mode", MODES, ids=["decoupled", "bypass"])
 def test_a15_every_sample_is_one_version_old(finished: Run, mode: tuple[str, ...]) -> None:
     run = finished(*VENDORS, *mode)
     tags = {(r["step"], r["weights_version"]) for r in read_lines(run / "rollouts.jsonl")}
@@ -85,7 +88,7 @@ def test_a15_every_sample_is_one_version_old(finished: Run, mode: tuple[str, ...
     assert all(not r["switches"] for r in read_lines(run / "rollouts.jsonl"))
 
 
-@pytest.mark.parametrize("mode", [(), (BYPASS,)], ids=["decoupled", "bypass"])
+@pytest.mark.parametrize("mode", MODES, ids=["decoupled", "bypass"])
 def test_a15_weights_change_between_rounds_and_the_last_step_launches_none(
     finished: Run, mode: tuple[str, ...]
 ) -> None:

@@ -92,10 +92,11 @@ def test_a14_a_platform_that_no_node_has_is_refused_with_what_there_is(
     ("arguments", "without", "says"),
     [
         (VENDORS, ("flagcxDeviceHandleInit", "flagcxHandleInit"), "exports no function that makes"),
-        (
+        pytest.param(
             ("trainer.device=musa", "pools.transport=flagcx"),
             None,
             "FLAGCX_PATH",
+            marks=pytest.mark.deep,
         ),
     ],
     ids=["of an unknown version, though nobody asked for it", "asked for and not there"],
@@ -139,6 +140,7 @@ def write_flagcx_plug_in(folder: Path) -> None:
     )
 
 
+@pytest.mark.deep
 def test_collectives_inside_a_pool_are_flagcxs_where_that_is_wanted(
     material: Material, vendors: Conditions, tmp_path: Path
 ) -> None:

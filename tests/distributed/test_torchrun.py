@@ -74,7 +74,16 @@ def has_trained(run: Path) -> bool:
     return metrics.exists() and "train/loss" in metrics.read_text()
 
 
-@pytest.mark.parametrize("victim", ["torchrun", "first process", "second process"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "torchrun",
+        *(
+            pytest.param(rank, marks=pytest.mark.deep)
+            for rank in ("first process", "second process")
+        ),
+    ],
+)
 def test_the_end_of_one_process_is_the_end_of_all(
     victim: str, material: Material, tmp_path: Path
 ) -> None:

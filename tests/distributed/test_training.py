@@ -79,11 +79,12 @@ def largest_difference(one: Path, other: Path) -> float:
     return max(gaps)
 
 
-@pytest.mark.parametrize("place", ["two", "four"])
+@pytest.mark.parametrize("place", ["two", pytest.param("four", marks=pytest.mark.deep)])
 def test_results_do_not_depend_on_the_number_of_devices(finished: Run, place: str) -> None:
     assert largest_difference(finished("one"), finished(place)) < 1e-5
 
 
+@pytest.mark.deep
 def test_a_group_that_several_devices_generate_is_the_same(finished: Run) -> None:
     assert largest_difference(finished("few_on_one"), finished("few_on_four")) < 1e-5
 

@@ -39,7 +39,7 @@ def in_place(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return _run(material, tmp_path_factory.mktemp("in_place"), *PLACES)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["host", pytest.param("second copy", marks=pytest.mark.deep)])
 def test_16_a_run_computes_the_same_however_weights_move(
     in_place: Path, material: Material, tmp_path: Path, mode: str
 ) -> None:
