@@ -15,8 +15,8 @@ import psutil
 from tests.fakes.commands import Command
 from tests.fakes.patience import PATIENCE_S
 
-MARK = "TANDEM_TEST_MARK"
-"""A variable that all processes of a run inherit."""
+MARK = "XDG_TANDEM_TEST_MARK"
+"""A variable that all processes of a run inherit, those of rewards because of how it begins."""
 
 MOST_SECONDS_TO_END = PATIENCE_S
 """A run ends within seconds of a death; the time limits of its waits are longer than this."""

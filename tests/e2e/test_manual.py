@@ -69,6 +69,11 @@ def files_of(page: Path) -> Iterator[tuple[str, str]]:
             yield names[-1], match["text"]
 
 
+def exports_of(page: Path) -> dict[str, str]:
+    """Return the variables that a page exports."""
+    return dict(re.findall(r"^export (\w+)=(.*)$", page.read_text("utf-8"), re.MULTILINE))
+
+
 def keys_of(page: Path) -> list[str]:
     """Return the words of the first block of a page that consists of keys."""
     texts = (match["text"] for match in BLOCK.finditer(page.read_text("utf-8")))
@@ -108,7 +113,8 @@ class Reader:
 
     def unchanged(self, words: list[str], *, codes: tuple[int, ...] = (0,)) -> None:
         home = {"HOME": str(self.folder), "PYTHONPATH": str(self.folder)}
-        ended = run_command(words, folder=self.folder, conditions=Conditions(environment=home))
+        conditions = Conditions(environment=exports_of(self.page) | home)
+        ended = run_command(words, folder=self.folder, conditions=conditions)
         assert ended.code in codes, f"{shlex.join(words)}\n{ended.stdout}\n{ended.stderr}"
 
     def train(self, words: list[str]) -> None:
@@ -131,7 +137,7 @@ class Reader:
     def sft(self, words: list[str]) -> None:
         self.unchanged(
             [
-                *words,
+                *(word for word in words if word != "..." and not word.startswith("model.path=")),
                 f"model.partial_pretrain={self.material.policy}",
                 f"data.train_files={self.material.demonstrations}",
                 f"data.val_files={self.material.demonstrations}",
@@ -192,6 +198,8 @@ class Reader:
                 placed += [key.replace("$HOME", str(self.folder)) for key in keys_of(self.page)]
             elif word == "reward_model.model.path=FOLDER":
                 placed.append(f"reward_model.model.path={_judge(self.material, judge)}")
+            elif "/global_step_" in word:  # of a longer run than the tiny one
+                placed.append(re.sub(r"global_step_\d+", "global_step_1", word))
             else:
                 is_recipe = word.endswith(".yaml") and not (self.folder / word).exists()
                 placed.append(str(ROOT / word) if is_recipe else word)

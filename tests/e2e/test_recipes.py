@@ -62,11 +62,13 @@ def tiny_training(material: Material, run: Path) -> list[str]:
     ]
 
 
-def tiny_tuning(material: Material, run: Path) -> list[str]:
+def tiny_tuning(recipe: Path, material: Material, run: Path) -> list[str]:
+    has_turns = "multiturn" in recipe.read_text("utf-8")
+    rows = material.conversations if has_turns else material.demonstrations
     return [
         f"model.path={material.policy}",
-        f"data.train_files={material.conversations}",
-        f"data.val_files={material.conversations}",
+        f"data.train_files={rows}",
+        f"data.val_files={rows}",
         "data.train_batch_size=8",
         "data.max_length=128",
         "engine.ulysses_sequence_parallel_size=1",
@@ -95,7 +97,7 @@ def test_a_recipe_of_reinforcement_trains(recipe: Path, material: Material, tmp_
 @pytest.mark.parametrize("recipe", recipes("sft"), ids=lambda path: path.stem)
 def test_a_recipe_of_fine_tuning_trains(recipe: Path, material: Material, tmp_path: Path) -> None:
     ended = run_command(
-        ["sft", str(recipe), *tiny_tuning(material, tmp_path / "run")], folder=tmp_path
+        ["sft", str(recipe), *tiny_tuning(recipe, material, tmp_path / "run")], folder=tmp_path
     )
     if needed := NEEDS.get(recipe.stem):
         check_refusal(ended, needed)

@@ -30,7 +30,7 @@ def test_the_example_tells_right_from_wrong_and_weighs_the_format(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (ROOT / page).read_text("utf-8")
-    (file,) = FILE.finditer(text)
+    file = next(FILE.finditer(text))
     (tmp_path / file["name"]).write_text(file["text"], "utf-8")
     monkeypatch.chdir(tmp_path)
     command = text[file.end() :].replace("\\\n", " ")
