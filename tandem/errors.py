@@ -55,4 +55,16 @@ def _listed(value: object) -> str:
 
 
 class RunFailure(Exception):
-    """A failure of a process or a node. Its first line names the step, the place and the cause."""
+    """A failure of a process or a node. Its first line names the step, the place and the cause.
+
+    Attributes:
+        step: the step that failed; None outside of steps.
+        restarts_elsewhere: whether the node that drives the run starts it again.
+    """
+
+    def __init__(
+        self, text: str, *, step: int | None = None, restarts_elsewhere: bool = False
+    ) -> None:
+        super().__init__(text)
+        self.step = step
+        self.restarts_elsewhere = restarts_elsewhere

@@ -11,7 +11,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
@@ -36,11 +37,13 @@ class Command:
         module: the module with ``run(arguments) -> exit code``.
         parser: a module with ``parse(arguments)``, whose result is passed to ``run``; "" if ``run``
             takes the arguments themselves.
+        restarts: whether ``run`` may be started again, as ``trainer.max_restarts`` says.
     """
 
     module: str
     summary: str
     parser: str = ""
+    restarts: bool = False
 
 
 COMMANDS = MappingProxyType(
@@ -50,11 +53,13 @@ COMMANDS = MappingProxyType(
             "tandem.driver.train",
             "reinforcement learning: [RECIPE.yaml] key=value ...",
             parser="tandem.cli.train",
+            restarts=True,
         ),
         "sft": Command(
             "tandem.driver.sft",
             "supervised fine-tuning: [RECIPE.yaml] key=value ...",
             parser="tandem.cli.sft",
+            restarts=True,
         ),
         "plan": Command(
             "tandem.cli.plan_here",
@@ -93,8 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_reported(words: Sequence[str]) -> int:
     """Run one command. Return the exit code; print an error of the user as one line."""
+    return _reported(lambda: _dispatch(words))
+
+
+def _reported(body: Callable[[], int]) -> int:
     try:
-        code = _dispatch(words)
+        code = body()
         sys.stdout.flush()  # here, where a BrokenPipeError is still caught
         return code
     except UserError as error:
@@ -160,16 +169,32 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         )
     # Otherwise torch's C++ warns on stderr about host names without an address.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    gc.disable()  # imports make a million objects to visit and no garbage
+    with _no_collection():
+        parser = import_module(command.parser) if command.parser else None
+        parsed: Any = arguments if parser is None else parser.parse(arguments)
+    if command.parser:  # a sign of life: the imports that follow take seconds
+        print(f"tandem {__version__}: {name}", file=sys.stderr, flush=True)
+    if command.restarts and parsed.trainer.max_restarts > 0:
+        restarting = import_module("tandem.cli.restarting")
+        return restarting.run_restarting(parsed, lambda: _load(command), reported=_reported)
+    return _load(command)(parsed)
+
+
+def _load(command: Command) -> Callable[..., int]:
+    """Import the function that runs a command."""
+    with _no_collection():
+        return import_module(command.module).run
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Turn the garbage collector off for imports: they make a million objects and no garbage."""
+    gc.disable()
     try:
-        parsed = import_module(command.parser).parse(arguments) if command.parser else arguments
-        if command.parser:  # a sign of life: the imports that follow take seconds
-            print(f"tandem {__version__}: {name}", file=sys.stderr, flush=True)
-        run: Callable[[Any], int] = import_module(command.module).run
+        yield
     finally:
         gc.freeze()
         gc.enable()
-    return run(parsed)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def host_store(*, timeout_s: float) -> TCPStore:
 
 
 def share_port(host: str, port: int, *, key: str, is_first: bool, timeout_s: float) -> int:
-    """Return a port of the first host that was free, the same on every host.
+    """Return a port of the first host that was free, the same on every host and in every call.
 
     Args:
         host, port: the address of a store that runs on the first host.
@@ -34,7 +34,7 @@ def share_port(host: str, port: int, *, key: str, is_first: bool, timeout_s: flo
         UserError: the store does not answer, or the first host does not choose, in time.
     """
     store = connect_store(host, port, timeout_s=timeout_s)
-    if is_first:
+    if is_first and not store.check([key]):
         with socket.create_server(("", 0)) as server:
             store.set(key, str(server.getsockname()[1]))
     try:

@@ -21,7 +21,7 @@ from tandem.config.check.rules import (
 )
 from tandem.config.derived.pools import Placement, place_run
 from tandem.config.parse.overrides import LoadedConfig, load_config
-from tandem.config.plan.plan import adapter_warnings, run_warnings
+from tandem.config.plan.plan import run_warnings
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.driver.engine_choice import require_engine, with_engine
@@ -99,9 +99,8 @@ def load_runnable(
     for error in refusals(loaded.config):
         raise error
     config = loaded.config
-    if isinstance(config, SftConfig):
-        return replace(loaded, warnings=(*loaded.warnings, *adapter_warnings(config)))
-    require_engine(config)
+    if isinstance(config, RunConfig):
+        require_engine(config)
     return replace(loaded, warnings=(*loaded.warnings, *run_warnings(config)))
 
 

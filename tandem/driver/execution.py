@@ -48,6 +48,11 @@ class StopSwitch:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Future[None]] = set()
 
+    @property
+    def is_pressed(self) -> bool:
+        """Whether a signal or the owner has asked for a stop."""
+        return self._is_pressed
+
     def on_stop(self, stop: Callable[[], Awaitable[None]]) -> None:
         """Call ``stop`` when the switch is pressed; at once if it already was.
 

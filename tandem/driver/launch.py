@@ -97,8 +97,16 @@ class RunSite:
         return sum(pool.num_devices for pool in self.placement.used_pools)
 
 
-def run_on_site(config: RunConfig | SftConfig, body: Callable[[RunSite], int]) -> int:
+def run_on_site(
+    config: RunConfig | SftConfig,
+    body: Callable[[RunSite], int],
+    *,
+    will_restart: Callable[[], bool] = lambda: False,
+) -> int:
     """Run ``body`` on the node that drives the run; other nodes add their devices until it ends.
+
+    Args:
+        will_restart: whether a failure at this moment will be followed by another start.
 
     Returns:
         the exit code, the same on all nodes.
@@ -123,9 +131,12 @@ def run_on_site(config: RunConfig | SftConfig, body: Callable[[RunSite], int]) -
             cluster,
             lambda head: body(replace(site, head=head)),
             platforms=tuple(site.platforms.values()),
+            will_restart=will_restart,
         )
-    except (WorkerFailure, NodeFailure) as failure:
+    except WorkerFailure as failure:
         raise RunFailure(str(failure)) from None
+    except NodeFailure as failure:
+        raise RunFailure(str(failure), restarts_elsewhere=failure.restarts_elsewhere) from None
 
 
 def planned_site(config: RunConfig | SftConfig) -> RunSite:
@@ -148,6 +159,7 @@ def _plan_cluster(site: RunSite) -> ClusterPlan:
         devices_per_node=trainer.n_gpus_per_node,
         wait_s=trainer.ray_wait_register_center_timeout,
         timeout_s=site.model.timeout_s,
+        restarts=trainer.max_restarts > 0,
         ray_init=site.config.ray_kwargs.ray_init,
     )
     cluster = _cluster_of_launch(settings)
@@ -263,7 +275,8 @@ def name_step(step: Callable[[], int]) -> Iterator[None]:
         cause = first_cause(error)
         if not isinstance(cause, (WorkerFailure, EngineFailure)):
             raise
-        raise RunFailure(f"step {step()}: {cause}") from None
+        number = step()
+        raise RunFailure(f"step {number}: {cause}", step=number) from None
 
 
 def require_fit(

@@ -21,6 +21,7 @@ from tandem.data.tokenizer import TextCodec
 from tandem.driver.ending import describe_end
 from tandem.driver.execution import Ended, StopSwitch, execute
 from tandem.driver.launch import RunSite, name_step, require_fit, start_processes
+from tandem.driver.restarts import Restarts
 from tandem.driver.run_folder import Start, inspect_run_folder, open_run_folder
 from tandem.models.folder import ModelFolder
 from tandem.pipeline.progress import RunSummary
@@ -60,15 +61,22 @@ class PreparedRun:
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """The caller of a run, who sees its metrics and may stop it.
+    """The caller of a run, who sees its metrics, may stop it, and may start it again.
 
     Attributes:
         sinks: receivers of the metrics, besides those of ``trainer.logger``.
         switch: a switch that stops the run.
+        restarts: the restarts by the caller; None without any.
     """
 
     sinks: Sequence[MetricSink] = ()
     switch: StopSwitch = field(default_factory=StopSwitch)
+    restarts: Restarts[Any] | None = None
+
+    def will_restart(self) -> bool:
+        """Return whether the caller would start the run again after a failure at this moment."""
+        asked_to_stop = self.switch.is_pressed
+        return not asked_to_stop and self.restarts is not None and self.restarts.is_possible
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +126,7 @@ def check_prepared(site: RunSite, prepared: PreparedRun) -> CheckedRun:
     return CheckedRun(site, prepared, checkpoint)
 
 
-def run_to_end(site: RunSite, prepared: PreparedRun, *, observer: Observer | None = None) -> int:
+def run_to_end(site: RunSite, prepared: PreparedRun, *, observer: Observer) -> int:
     """Train as ``run_prepared`` does, say where the model is, and return the exit code."""
     ended = run_prepared(site, prepared, observer=observer)
     total_steps = prepared.schedule.total_training_steps
@@ -171,6 +179,8 @@ async def _train(
             LaunchedRun(prepared, start, site, runtime, groups, observer.sinks)
         ) as loop,
     ):
+        if observer.restarts is not None:
+            observer.restarts.write_records()
         observer.switch.on_stop(loop.stop)
         with name_step(lambda: loop.step):
             return await loop.run()

@@ -21,11 +21,19 @@ from tandem.metrics.jsonl import BEFORE_FIRST_STEP, METRICS_FILE, truncate_after
 from tandem.metrics.records import ROLLOUTS_FILE
 from tandem.metrics.sinks import EVENTS_FOLDER
 from tandem.metrics.trace import TRACE_FILE
-from tandem.report.run_folder import REPORT_FILE, SETTINGS_FILE, SUMMARY_FILE
+from tandem.report.run_folder import REPORT_FILE, RESTARTS_FILE, SETTINGS_FILE, SUMMARY_FILE
 from tandem.rewards.log import REWARD_LOG_FILE
 
 _RECORDS = (METRICS_FILE, ROLLOUTS_FILE, SETTINGS_FILE)
-_OTHERS = (TRACE_FILE, CONFIG_NAME, SUMMARY_FILE, REPORT_FILE, REWARD_LOG_FILE, EVENTS_FOLDER)
+_OTHERS = (
+    TRACE_FILE,
+    CONFIG_NAME,
+    SUMMARY_FILE,
+    REPORT_FILE,
+    RESTARTS_FILE,
+    REWARD_LOG_FILE,
+    EVENTS_FOLDER,
+)
 _DUMP = re.compile(r"(\d+)\.jsonl")
 
 

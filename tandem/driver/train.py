@@ -74,7 +74,12 @@ class RunningEngines:
 
 def run(config: RunConfig, *, observer: Observer | None = None) -> int:
     """Train; return 0, or 128 plus the number of the signal that stopped the run."""
-    return run_on_site(config, lambda site: run_to_end(site, prepare(config), observer=observer))
+    seen_by = observer or Observer()
+    return run_on_site(
+        config,
+        lambda site: run_to_end(site, prepare(config), observer=seen_by),
+        will_restart=seen_by.will_restart,
+    )
 
 
 def prepare(config: RunConfig, *, fetches_weights: bool = True) -> PreparedRun:

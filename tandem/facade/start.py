@@ -9,6 +9,7 @@ are raised, and nothing here ends the process.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -26,6 +27,7 @@ from tandem.driver import train as reinforcement
 from tandem.driver.arguments import load_runnable
 from tandem.driver.execution import StopSwitch
 from tandem.driver.notices import notices
+from tandem.driver.restarts import Restarts, failure_of
 from tandem.driver.run import Observer
 from tandem.errors import UserError
 from tandem.facade.callback import CallbackSink, OnStep, StopTraining
@@ -169,7 +171,9 @@ def _run(loaded: LoadedConfig[Any], start: Callable[..., int], *, on_step: OnSte
         logger.warning("%s", notice)
     switch = StopSwitch()
     sink = CallbackSink(on_step, switch)
-    start(loaded.config, observer=Observer((sink,), switch))
+    config, restarts = loaded.config, Restarts(loaded.config)
+    while config is not None:
+        config = _start(config, start, observer=Observer((sink,), switch, restarts))
     run = Run(loaded.config.trainer.run_folder)
     if sink.error is not None and not isinstance(sink.error, StopTraining):
         sink.error.add_note(f"on_step raised this. The run was saved in {run.folder}.")
@@ -177,3 +181,22 @@ def _run(loaded: LoadedConfig[Any], start: Callable[..., int], *, on_step: OnSte
     if switch.signal_number is not None:
         raise Interrupted(run, switch.signal_number)
     return run
+
+
+def _start(config: Any, start: Callable[..., int], *, observer: Observer) -> Any:
+    """Run to the end; return None, or the configuration to start again with after a failure."""
+    restarts = observer.restarts
+    assert restarts is not None, "the caller gives them"
+    try:
+        start(config, observer=observer)
+        return None
+    except Exception as error:
+        is_final = isinstance(error, UserError) or observer.switch.is_pressed
+        failure = failure_of(error)
+        following = None if is_final else restarts.after(failure)
+        if following is None:
+            raise
+    logger.warning("the run failed: %s", failure.cause)
+    restarts.write_records()
+    gc.collect()  # what the failed start holds in cycles, on devices too
+    return following

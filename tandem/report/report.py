@@ -89,6 +89,7 @@ def render(run: RunData, forecast: Sequence[tuple[str, str]] = ()) -> str:
             for record in run.settings
             for key, (before, after) in record["changed"].items()
         ],
+        restarts=run.restarts,
         num_recorded=len(run.rollouts),
         num_shown=len(rollouts),
         data=script_json(data),

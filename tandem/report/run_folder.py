@@ -2,7 +2,7 @@
 """The reader of a run folder, whose run may still be active.
 
 ``metrics.jsonl`` is required; ``rollouts.jsonl``, ``trace.json``, ``config.json``,
-``settings.jsonl`` and ``summary.json`` are optional.
+``settings.jsonl``, ``restarts.jsonl`` and ``summary.json`` are optional.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tandem.metrics.trace import TRACE_FILE, read_trace
 
 CONFIG_FILE = "config.json"
 SETTINGS_FILE = "settings.jsonl"
+RESTARTS_FILE = "restarts.jsonl"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 
@@ -37,6 +38,8 @@ class RunData:
         trace: the events of ``trace.json``.
         settings: the records of ``settings.jsonl``, one for each start whose settings differ from
             those of the steps before: ``{"step": 4, "changed": {key: [before, after]}}``.
+        restarts: the records of ``restarts.jsonl``, one for each time that the run started again by
+            itself: ``{"restart": 1, "step": 4, "time": ..., "cause": ..., "continues_after": 2}``.
         config, summary: the contents of their files; {} for a missing file.
     """
 
@@ -46,6 +49,7 @@ class RunData:
     rollouts: Sequence[Mapping[str, Any]]
     trace: Sequence[Mapping[str, Any]]
     settings: Sequence[Mapping[str, Any]]
+    restarts: Sequence[Mapping[str, Any]]
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
 
@@ -76,6 +80,7 @@ def read_run(folder: Path) -> RunData:
         rollouts=[record for record in read_records(folder / ROLLOUTS_FILE) if "step" in record],
         trace=read_trace(folder / TRACE_FILE),
         settings=read_records(folder / SETTINGS_FILE),
+        restarts=read_records(folder / RESTARTS_FILE),
         config=_read_object(folder / CONFIG_FILE),
         summary=_read_object(folder / SUMMARY_FILE),
     )

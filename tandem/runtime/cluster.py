@@ -30,6 +30,7 @@ class ClusterSettings:
         devices_per_node: ``trainer.n_gpus_per_node``.
         wait_s: ``trainer.ray_wait_register_center_timeout``.
         timeout_s: ``nccl_timeout``, which also bounds how long a worker may hang.
+        restarts: whether a failed run may start again, as ``trainer.max_restarts`` says.
         ray_init: ``ray_kwargs.ray_init``, the keyword arguments of ray.init.
     """
 
@@ -37,6 +38,7 @@ class ClusterSettings:
     devices_per_node: int
     wait_s: float = 300
     timeout_s: float = 600
+    restarts: bool = False
     ray_init: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property

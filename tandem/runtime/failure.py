@@ -90,7 +90,15 @@ class WorkerFailure(Exception):
 
 
 class NodeFailure(Exception):
-    """The run ended on a member node: the head vanished, or the node's own Ray ended."""
+    """The run ended on a member node: the head vanished, or the node's own Ray ended.
+
+    Attributes:
+        restarts_elsewhere: whether the head starts the run again, so that this node must follow.
+    """
+
+    def __init__(self, text: str, *, restarts_elsewhere: bool = False) -> None:
+        super().__init__(text)
+        self.restarts_elsewhere = restarts_elsewhere
 
 
 @dataclass(frozen=True, slots=True)

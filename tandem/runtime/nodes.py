@@ -6,9 +6,9 @@ Ray cluster, wait for the end of the run, and exit with its exit code. The Ray p
 end with the command on that node, however it ends.
 
 The head listens at MASTER_ADDR. Each member keeps one connection for the whole run. If it closes,
-the other side is gone. A message is a line of JSON. The member sends ``{"rank": r}``. The head
-sends ``{"ray": address}`` once its Ray runs and ``{"exit": code}`` at the end, or ``{"refused":
-rule}``. ADR 0005 says why ``ray symmetric-run`` does not replace this.
+the other side is gone. Messages are lines of JSON. The member sends ``{"rank": r}``. The head sends
+``{"ray": address}`` once its Ray runs; at the end ``{"exit": code}``, with ``"again": true`` if it
+starts the run again; or ``{"refused": rule}``. ADR 0005 compares this with ``ray symmetric-run``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing, suppress
 from typing import Any
 
@@ -33,6 +33,7 @@ from tandem.runtime.ray_node import RayNode
 _RETRY_S = 0.3
 _HELLO_S = 5.0
 _SHUTDOWN_S = 5.0
+_NOTICE_S = 60.0
 _KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 """A peer that the network has lost is noticed after 10 s of silence."""
 
@@ -42,30 +43,36 @@ def run_on_nodes(
     body: Callable[[HeadServer | None], int],
     *,
     platforms: Collection[Platform],
+    will_restart: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run ``body`` on the node that drives; return its exit code, on every node.
 
     Args:
         body: its argument is the server for the members, None if the run has no members.
         platforms: the platforms of the run's pools.
+        will_restart: whether a failure at this moment will be followed by another start.
 
     Raises:
         UserError: the nodes do not find each other.
-        NodeFailure: on a member: the head vanished, or this node's Ray ended.
+        NodeFailure: on a member: the head vanished or starts the run again, or this node's Ray
+            ended.
     """
     if plan.role == "member":
         return _join(plan, platforms)
     if plan.role != "head":
         return body(None)
     server = HeadServer(plan)
-    exit_code = 1
+    exit_code, again = 1, False
     try:
         exit_code = body(server)
     except UserError:
         exit_code = 2
         raise
+    except Exception:
+        again = will_restart()
+        raise
     finally:
-        server.close(exit_code)
+        server.close(exit_code, again=again)
     return exit_code
 
 
@@ -74,7 +81,7 @@ def _join(plan: ClusterPlan, platforms: Collection[Platform]) -> int:
     with closing(MemberClient(plan)) as client:
         message = client.receive()
         if "exit" in message:
-            return message["exit"]
+            return _exit_code(message)
         resources = node_resources(
             find_devices(platforms), num_cores=os.cpu_count() or 1, settings=plan.settings
         )
@@ -89,13 +96,22 @@ def _wait_for_end(client: MemberClient, node: RayNode) -> int:
     try:
         ready, _, _ = select.select([client.connection, ray_ended], [], [])
         if client.connection not in ready:
-            # At the end of a run, Ray's head ends just before the exit code is sent.
-            ready, _, _ = select.select([client.connection], [], [], _SHUTDOWN_S)
+            # At the end of a run, Ray's head ends just before the exit code is sent. A head that
+            # restarts sends its message when it has noticed that this node's Ray is gone.
+            wait_s = _NOTICE_S if client.plan.settings.restarts else _SHUTDOWN_S
+            ready, _, _ = select.select([client.connection], [], [], wait_s)
     finally:
         os.close(ray_ended)
     if ready:
-        return client.receive()["exit"]
+        return _exit_code(client.receive())
     raise NodeFailure("\n".join(["this node's Ray ended before the run did", *node.last_lines()]))
+
+
+def _exit_code(message: Mapping[str, Any]) -> int:
+    """Return the exit code of a message. Raise NodeFailure if the head starts the run again."""
+    if message.get("again"):
+        raise NodeFailure("the first node starts the run again", restarts_elsewhere=True)
+    return message["exit"]
 
 
 class HeadServer:
@@ -111,7 +127,7 @@ class HeadServer:
         self._num_nodes = plan.settings.num_nodes
         self._present: set[int] = set()
         self._ray_address = ""
-        self._exit_code: int | None = None
+        self._end: dict[str, Any] | None = None
         self._changed = threading.Condition()
         try:
             self._server = socket.create_server(("", port))
@@ -137,10 +153,14 @@ class HeadServer:
         with self._changed:
             return sorted(set(range(1, self._num_nodes)) - self._present)
 
-    def close(self, exit_code: int) -> None:
-        """Send the exit code to the members, and end the threads."""
+    def close(self, exit_code: int, *, again: bool = False) -> None:
+        """Send the exit code to the members, and end the threads.
+
+        Args:
+            again: whether the run starts again, so that the members must come back.
+        """
         with self._changed:
-            self._exit_code = exit_code
+            self._end = {"exit": exit_code} | ({"again": True} if again else {})
             self._changed.notify_all()
         self._closing.close()
         for thread in self._threads:
@@ -169,13 +189,13 @@ class HeadServer:
                     _send(connection, {"refused": "another node of this run has this rank"})
                     return
                 self._present.add(rank)
-                self._changed.wait_for(lambda: self._ray_address or self._exit_code is not None)
+                self._changed.wait_for(lambda: self._ray_address or self._end is not None)
                 ray_address = self._ray_address
             if ray_address:
                 _send(connection, {"ray": ray_address})
             with self._changed:
-                self._changed.wait_for(lambda: self._exit_code is not None)
-            _send(connection, {"exit": self._exit_code})
+                self._changed.wait_for(lambda: self._end is not None)
+            _send(connection, self._end or {})
 
 
 class MemberClient:
@@ -205,7 +225,8 @@ class MemberClient:
         except (OSError, ValueError) as error:
             raise NodeFailure(
                 f"the first node ({self.plan.address}) vanished, and the run with it: "
-                "it was ended, or the network to it is down"
+                "it was ended, or the network to it is down",
+                restarts_elsewhere=self.plan.settings.restarts,
             ) from error
         if "refused" in message:
             raise UserError(

@@ -21,6 +21,7 @@ from tests.fakes.patience import PATIENCE_S
 from tests.fakes.tiny_run import (
     Material,
     metrics_of,
+    read_lines,
     repeatable,
     sft_arguments,
     train_arguments,
@@ -119,6 +120,22 @@ def test_23_killed_before_random_file_operations(
     check_same_run(run, whole_run(recipe))
 
 
+@pytest.mark.parametrize("recipe", ["grpo", "sft"])
+def test_a_killed_run_starts_again_by_itself(
+    recipe: str, whole_run: WholeRun, material: Material, tmp_path: Path
+) -> None:
+    """Each of its processes is killed at the same file operation, and comes further than before."""
+    run = tmp_path / "run"
+    arguments = [*RECIPES[recipe](material, run), f"trainer.max_restarts={MAX_ATTEMPTS}"]
+    ended = run_command(arguments, folder=tmp_path, conditions=Conditions(die_at=55))
+    assert ended.code == 0, ended.stderr
+    restarts = read_lines(run / "restarts.jsonl")
+    assert [restart["restart"] for restart in restarts] == list(range(1, len(restarts) + 1))
+    assert restarts[0]["cause"] == "the process of the run was killed by SIGKILL"
+    assert len(ended.errors) == len(restarts)
+    check_same_run(run, whole_run(recipe))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_22_killed_at_random_times(
     recipe: str, whole_run: WholeRun, material: Material, tmp_path: Path
@@ -148,7 +165,9 @@ def test_a_signal_saves_the_last_finished_step(
 ) -> None:
     number, save_freq = stop
     run = tmp_path / "run"
-    arguments = [*RECIPES[recipe](material, run), f"trainer.save_freq={save_freq}"]
+    # A signal reaches the run through the process that would start it again after a failure.
+    keys = (f"trainer.save_freq={save_freq}", f"trainer.max_restarts={stop[0] == signal.SIGTERM:d}")
+    arguments = [*RECIPES[recipe](material, run), *keys]
     ended = run_until_signal(arguments, number, folder=tmp_path)
     assert ended.code == 128 + number, ended.stderr
     last = max(metrics_of(run))

@@ -24,7 +24,7 @@ from tests.chaos.processes import (
     wait_for_place,
 )
 from tests.fakes.commands import Command, Conditions, run_command
-from tests.fakes.tiny_run import Material, metrics_of, repeatable, train_arguments
+from tests.fakes.tiny_run import Material, metrics_of, read_lines, repeatable, train_arguments
 
 SPLIT = (
     "trainer.n_gpus_per_node=3",
@@ -57,12 +57,40 @@ DEATHS = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    ended = run_command(train_arguments(material, folder / "run", *SPLIT), folder=folder)
+    assert ended.code == 0, ended.stderr
+    return folder / "run"
+
+
+@pytest.mark.deep
+def test_a_run_whose_worker_dies_starts_again_by_itself(
+    whole: Path, material: Material, tmp_path: Path
+) -> None:
+    mark, run = uuid.uuid4().hex, tmp_path / "run"
+    arguments = train_arguments(material, run, *SPLIT, "trainer.max_restarts=2")
+    environment = dying("actor-train", 1, "update", 3) | {MARK: mark}
+    conditions = Conditions(environment=environment)
+    ended = run_command(arguments, folder=tmp_path, conditions=conditions)
+    assert ended.code == 0, ended.stderr
+    (line,), (restart,) = ended.errors, read_lines(run / "restarts.jsonl")
+    assert line == f"error: {restart['cause']}" and restart["step"] == 3
+    assert repeatable(metrics_of(run)) == repeatable(metrics_of(whole))
+    for checkpoint in whole.glob("global_step_*"):
+        for name in ("actor/__0_0.distcp", "actor/__1_0.distcp", "pipeline.json"):
+            ours, theirs = (path / checkpoint.name / name for path in (run, whole))
+            assert ours.read_bytes() == theirs.read_bytes(), f"{checkpoint.name}/{name} differs"
+    assert none_left(mark)
+
+
 @pytest.mark.deep
 def test_12_and_23_a_run_that_dies_at_every_stage_is_the_run_that_never_did(
-    material: Material, tmp_path: Path
+    whole: Path, material: Material, tmp_path: Path
 ) -> None:
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert run_command(train_arguments(material, whole, *SPLIT), folder=whole).code == 0
+    run = tmp_path / "run"
     arguments = train_arguments(material, run, *SPLIT)
     for stage, death in DEATHS.items():
         check_death(arguments, death, run=run, folder=tmp_path / stage)

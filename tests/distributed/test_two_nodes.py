@@ -10,17 +10,27 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
 
-from tests.fakes.tiny_run import Material, metrics_of, sft_arguments, train_arguments
+from tests.chaos.processes import dying
+from tests.fakes.patience import LIMIT_S, PATIENCE_S
+from tests.fakes.tiny_run import (
+    Material,
+    metrics_of,
+    read_lines,
+    sft_arguments,
+    train_arguments,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBNET = "10.213.77"
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -29,9 +39,12 @@ class Hosts:
 
     names: tuple[str, str]
 
-    def start(self, rank: int, command: Sequence[str]) -> subprocess.Popen[str]:
+    def start(
+        self, rank: int, command: Sequence[str], *, environment: Mapping[str, str] = NOTHING
+    ) -> subprocess.Popen[str]:
         """The common command on one of them."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        inherited |= environment
         launched = {"MASTER_ADDR": f"{SUBNET}.1", "MASTER_PORT": "29713", "NODE_RANK": str(rank)}
         return subprocess.Popen(
             ["ip", "netns", "exec", self.names[rank], sys.executable, "-m", *command],
@@ -104,15 +117,20 @@ def train(material: Material, run: Path, *overrides: str) -> tuple[str, ...]:
     return ("tandem.cli.main", *arguments)
 
 
-def test_two_nodes_train_together_and_end_alike(
+def test_two_nodes_train_together_start_again_together_and_end_alike(
     hosts: Hosts, material: Material, tmp_path: Path
 ) -> None:
+    """The process of the second node dies in step 3; the first node starts the run again."""
     run = tmp_path / "run"
-    member = hosts.start(1, train(material, run))
-    head = hosts.start(0, train(material, run))
-    _, stderr = head.communicate(timeout=120)
+    keys = ("trainer.max_restarts=3", "trainer.save_freq=1")  # Ray may fail on a busy machine
+    dies = dying("actor-train+generate", 1, "update", 3)
+    member = hosts.start(1, train(material, run, *keys), environment=dies)
+    head = hosts.start(0, train(material, run, *keys), environment=dies)
+    _, stderr = head.communicate(timeout=4 * LIMIT_S)
     assert head.returncode == 0, stderr
-    assert member.wait(timeout=20) == 0
+    assert member.wait(timeout=PATIENCE_S) == 0
+    restart = read_lines(run / "restarts.jsonl")[-1]
+    assert restart["step"] == 3 and restart["continues_after"] == 2
     assert sorted(metrics_of(run)) == [1, 2, 3]
     places = json.loads((run / "placement.json").read_text())
     assert sorted(place["node"] for place in places) == [0, 1]

@@ -19,11 +19,13 @@ import pytest
 
 import tandem
 from tandem.data.files import read_rows
+from tandem.engines.single import SingleDeviceEngine
 from tests.fakes.commands import run_command
-from tests.fakes.rewards import graded
+from tests.fakes.rewards import broken, graded
 from tests.fakes.tiny_run import (
     Material,
     metrics_of,
+    read_lines,
     repeatable,
     sft_arguments,
     train_arguments,
@@ -256,3 +258,47 @@ def test_wrong_arguments_are_refused_with_their_names(material: Material, tmp_pa
             train(material, tmp_path, **changes)
         assert caught.value.key == key
         assert caught.value.rule and caught.value.remedy
+
+
+def test_a_failed_run_starts_again_in_the_same_process(
+    material: Material, tmp_path: Path, of_command: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine fails in step 3 once; then in every step, so that no checkpoint is written."""
+    calls: list[int] = []
+    fails_at = {3}
+
+    def update(engine: SingleDeviceEngine, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(calls) + 1)
+        if calls[-1] in fails_at:
+            raise RuntimeError("as a test wants")
+        return original(engine, *args, **kwargs)
+
+    original = SingleDeviceEngine.update
+    monkeypatch.setattr(SingleDeviceEngine, "update", update)
+    keys = KEYS | {"trainer.max_restarts": 5, "trainer.save_freq": 1}
+    run = train(material, tmp_path, keys=keys)
+    assert repeatable(metrics_of(tmp_path)) == of_command
+    (restart,) = read_lines(tmp_path / "restarts.jsonl")
+    assert (restart["step"], restart["continues_after"]) == (3, 2)
+    assert restart["cause"] == "RuntimeError: as a test wants"
+    assert restart["cause"] in run.report().read_text()
+
+    calls.clear()
+    fails_at.update(range(2, 9))
+    with pytest.raises(RuntimeError, match="as a test wants"):
+        train(material, tmp_path, keys=keys | {"trainer.total_training_steps": 8})
+    assert calls == [1, 2, 3], "no step was trained after the first restart"
+
+
+def test_mistakes_and_requests_are_not_followed_by_a_restart(
+    material: Material, tmp_path: Path
+) -> None:
+    def stop(_: tandem.StepMetrics) -> None:
+        raise ValueError("enough")
+
+    keys = KEYS | {"trainer.max_restarts": 5}
+    with pytest.raises(ValueError, match="enough"):
+        train(material, tmp_path / "stopped", on_step=stop, keys=keys)
+    with pytest.raises(tandem.UserError, match="out of order"):
+        train(material, tmp_path / "wrong", rewards=broken, keys=keys)
+    assert not list(tmp_path.rglob("restarts.jsonl"))

@@ -40,6 +40,7 @@ ANOTHER_EXPERIMENT = frozenset(
 _KEYS_OF_A_START = frozenset(
     {
         "trainer.default_local_dir",
+        "trainer.max_restarts",
         "trainer.resume_mode",
         "trainer.resume_from_path",
         "trainer.val_only",

@@ -163,10 +163,9 @@ def make_plan(
     train_rows = _taken(num_train_rows, config.data.train_max_samples)
     if isinstance(config, SftConfig):
         check_sft(config)
-        own_warnings = (*_device_warnings(config), *adapter_warnings(config))
     else:
         check_run(config)
-        own_warnings = _plan_warnings(config, has_rows=train_rows is not None)
+    own_warnings = _plan_warnings(config, has_rows=train_rows is not None)
     return Plan(
         num_train_rows=train_rows,
         num_val_rows=_taken(num_val_rows, config.data.val_max_samples),
@@ -188,8 +187,8 @@ def make_plan(
     )
 
 
-def _plan_warnings(config: RunConfig, *, has_rows: bool) -> Iterator[str]:
-    if has_rows and config.data.filter_overlong_prompts:
+def _plan_warnings(config: RunConfig | SftConfig, *, has_rows: bool) -> Iterator[str]:
+    if isinstance(config, RunConfig) and has_rows and config.data.filter_overlong_prompts:
         yield COUNTED_BEFORE_FILTER
     yield from _device_warnings(config)
     yield from run_warnings(config)
@@ -287,10 +286,21 @@ def _device_warnings(config: RunConfig | SftConfig) -> Iterator[str]:
             yield f"{key}={platform}: {UNCHECKED_DEVICE}"
 
 
-def run_warnings(config: RunConfig) -> Iterator[str]:
+def run_warnings(config: RunConfig | SftConfig) -> Iterator[str]:
     """Yield a warning, one line each, for settings that are allowed but rarely intended."""
-    yield from _pool_warnings(config, place_run(config))
+    trainer = config.trainer
+    if trainer.max_restarts > 0 and not trainer.saves:
+        yield (
+            f"trainer.max_restarts={trainer.max_restarts}: a restart begins with the first step, "
+            f"because trainer.save_freq={trainer.save_freq} saves no step before the last one"
+        )
     yield from adapter_warnings(config)
+    if isinstance(config, RunConfig):
+        yield from _pool_warnings(config, place_run(config))
+        yield from _algorithm_warnings(config)
+
+
+def _algorithm_warnings(config: RunConfig) -> Iterator[str]:
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     val_kwargs = rollout.val_kwargs
     if rollout.n == 1 and config.algorithm.estimator.prefers_groups:

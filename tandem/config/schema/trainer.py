@@ -105,6 +105,13 @@ class TrainerConfig(BaseModel):
         description="Folder global_step_N of a checkpoint.",
         json_schema_extra=read_if("resume_mode=resume_path"),
     )
+    max_restarts: int = Field(
+        default=0,
+        ge=0,
+        description="Number of times that a failed run starts again by itself, from its newest "
+        "checkpoint: never after a wrong input or a signal, and not twice from one checkpoint.",
+        json_schema_extra=read_if(TRAINS),
+    )
     seed: Seed = Field(
         default=1,
         ge=0,

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tandem.comm.deadline import Deadline, GroupError, report_failure
-from tandem.comm.store import connect_store, host_store
+from tandem.comm.store import connect_store, host_store, share_port
 from tandem.errors import UserError
 
 
@@ -20,6 +20,15 @@ def test_a12_clients_meet_at_the_hosted_store_and_nobody_else_gets_its_port() ->
     assert second.get("key") == b"value"
     with pytest.raises(OSError, match="in use"):
         socket.create_server(("0.0.0.0", server.port))
+
+
+def test_hosts_agree_on_a_port_for_all_starts_of_a_run() -> None:
+    server = host_store(timeout_s=5)
+    where = ("127.0.0.1", server.port)
+    for _ in range(2):
+        first = share_port(*where, key="port", is_first=True, timeout_s=5)
+        other = share_port(*where, key="port", is_first=False, timeout_s=5)
+        assert first == other == int(server.get("port"))
 
 
 def test_a_store_that_cannot_be_reached_is_the_users_mistake() -> None:

@@ -42,7 +42,12 @@ def test_every_changed_key_is_named_with_both_values() -> None:
 
 def test_keys_of_a_single_start_do_not_count() -> None:
     earlier = json.loads(settings_json(run_config()))
-    keys = ("default_local_dir=/elsewhere", "resume_mode=disable", "val_only=True")
+    keys = (
+        "default_local_dir=/elsewhere",
+        "resume_mode=disable",
+        "val_only=True",
+        "max_restarts=2",
+    )
     assert changed_settings(run_config(*(f"trainer.{key}" for key in keys)), earlier) == ()
 
 

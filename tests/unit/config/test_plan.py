@@ -116,6 +116,7 @@ def test_the_plan_says_that_a_loss_needs_a_pass_over_each_mini_batch() -> None:
             "pool logp: its 1 device(s) stay idle, as the update is strictly on-policy",
         ),
         (["+new.key=1"], "new.key: unknown, has no effect"),
+        (["trainer.max_restarts=2"], "max_restarts=2: a restart begins with the first step"),
     ],
 )
 def test_what_deserves_a_look_is_a_warning(arguments: list[str], warning: str) -> None:

@@ -16,7 +16,14 @@ from tandem.metrics.jsonl import BEFORE_FIRST_STEP, read_records
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
 NAME = "before-2026-01-02-030405"
-OWN_FILES = ("config.json", "report.html", "rewards.log", "summary.json", "trace.json")
+OWN_FILES = (
+    "config.json",
+    "report.html",
+    "restarts.jsonl",
+    "rewards.log",
+    "summary.json",
+    "trace.json",
+)
 JSONL_FILES = ("metrics.jsonl", "rollouts.jsonl", "settings.jsonl")
 
 

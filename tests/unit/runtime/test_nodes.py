@@ -105,3 +105,21 @@ def test_taken_port_is_named() -> None:
         pytest.raises(UserError, match=f"MASTER_PORT={plan.host_and_port[1]}"),
     ):
         HeadServer(plan)
+
+
+def test_members_come_back_if_the_run_starts_again_or_the_head_may_be_replaced() -> None:
+    plan = head_plan()
+    server = HeadServer(plan)
+    member = MemberClient(member_plan(plan, 1))
+    server.close(1, again=True)
+    assert member.receive() == {"exit": 1, "again": True}
+    member.close()
+    for restarts in (False, True):
+        settings = replace(plan.settings, restarts=restarts)
+        with socket.create_server(plan.host_and_port) as vanishing:
+            member = MemberClient(replace(member_plan(plan, 1), settings=settings))
+            vanishing.accept()[0].close()
+        with pytest.raises(NodeFailure, match="vanished") as failure:
+            member.receive()
+        assert failure.value.restarts_elsewhere == restarts
+        member.close()
