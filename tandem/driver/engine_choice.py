@@ -13,11 +13,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from tandem.config.derived.pools import place_run
+from tandem.config.derived.trained_model import trained_model
 from tandem.config.parse.overrides import LoadedConfig
 from tandem.config.schema.rollout import VERLS_ENGINES
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
-from tandem.driver.model_checks import read_local_config
+from tandem.driver.model_checks import max_positions, read_local_config
 from tandem.errors import UserError
 from tandem.rollout.choice import (
     EngineChoice,
@@ -26,6 +27,7 @@ from tandem.rollout.choice import (
     hf_warning,
     problem_of,
 )
+from tandem.rollout.vllm.keys import ALLOW_UNTESTED, check_arguments
 
 ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
 
@@ -66,30 +68,42 @@ def with_engine(loaded: LoadedConfig[ConfigT]) -> LoadedConfig[ConfigT]:
 
 
 def require_engine(config: RunConfig, hf_config: Mapping[str, Any] | None = None) -> None:
-    """Raise UserError if the named engine is missing, or does not compute the model.
+    """Raise UserError if the named engine is missing, does not compute the model, or does not take
+    an argument that was set for it.
 
     Args:
         hf_config: the content of the model's config.json, if it is known.
     """
+    rollout = config.actor_rollout_ref.rollout
     problem = _problem(config, hf_config)
     if problem is None:
+        if rollout.name == "vllm":
+            check_arguments(rollout.engine_kwargs.vllm)
         return
     remedy = "Leave the key out, and tandem chooses an engine."
     if problem.install:
         remedy = f"Install it with {problem.install}, or leave the key out."
-    name = config.actor_rollout_ref.rollout.name
-    raise UserError(_KEY, name, rule=problem.reason, remedy=remedy)
+    raise UserError(_KEY, rollout.name, rule=problem.reason, remedy=remedy)
 
 
 def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem | None:
     """Return why the named engine cannot be used; None if nothing is known against it."""
-    name = config.actor_rollout_ref.rollout.name
-    problem = problem_of(name, hf_config)
-    if name == "vllm" and problem is None and not place_run(config).is_one_process:
+    rollout = config.actor_rollout_ref.rollout
+    allows_untested = bool(rollout.engine_kwargs.vllm.get(ALLOW_UNTESTED, False))
+    problem = problem_of(rollout.name, hf_config, allows_untested=allows_untested)
+    if rollout.name != "vllm" or problem is not None:
+        return problem
+    if not place_run(config).is_one_process:
         return Problem("vLLM serves runs of one process only")
-    if name == "vllm" and problem is None and config.actor_rollout_ref.model.trains_adapters:
+    if config.actor_rollout_ref.model.trains_adapters:
         return Problem("vLLM does not get the adapters (LoRA) of a run")
-    return problem
+    model, limit = trained_model(config), max_positions(hf_config or {})
+    if limit is not None and model.max_tokens > limit:
+        return Problem(
+            f"{model.max_tokens_key} = {model.max_tokens}, and vLLM computes at most "
+            f"the {limit} positions that the model is made for"
+        )
+    return None
 
 
 def _replaced(named: str, problem: Problem, *, by: str) -> str:

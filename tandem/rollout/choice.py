@@ -105,11 +105,14 @@ def hf_warning(reason: str) -> str:
     )
 
 
-def problem_of(name: str, hf_config: Mapping[str, Any] | None = None) -> Problem | None:
+def problem_of(
+    name: str, hf_config: Mapping[str, Any] | None = None, *, allows_untested: bool = False
+) -> Problem | None:
     """Return why the engine ``name`` cannot be used here; None if nothing is known against it.
 
     Args:
         hf_config: the content of the model's config.json, if it is known.
+        allows_untested: whether any version of a package will do.
     """
     if name in ENGINES_NOT_BUILT:
         return Problem(f"tandem has no engine over {ENGINES_NOT_BUILT[name]} yet")
@@ -117,7 +120,9 @@ def problem_of(name: str, hf_config: Mapping[str, Any] | None = None) -> Problem
     if name == "native" and family is not None and family not in NATIVE_FAMILIES:
         return Problem(f"the native engine does not compute models of type {family!r}")
     package = PACKAGES.get(name)
-    return None if package is None else _problem_of_package(package, hf_config or {})
+    if package is None:
+        return None
+    return _problem_of_package(package, hf_config or {}, allows_untested=allows_untested)
 
 
 def installed_version(package: Package) -> str | None:
@@ -132,11 +137,14 @@ def installed_version(package: Package) -> str | None:
     return None
 
 
-def _problem_of_package(package: Package, hf_config: Mapping[str, Any]) -> Problem | None:
+def _problem_of_package(
+    package: Package, hf_config: Mapping[str, Any], *, allows_untested: bool
+) -> Problem | None:
     version = installed_version(package)
     if version is None:
         return Problem(f"{package.title} is not installed", package.install)
-    if not SpecifierSet(package.versions).contains(Version(version).base_version):
+    is_tested = SpecifierSet(package.versions).contains(Version(version).base_version)
+    if not is_tested and not allows_untested:
         reason = f"{package.title} {version} is installed, and {package.versions} is supported"
         return Problem(reason, package.install)
     classes: Sequence[str] = hf_config.get("architectures") or ()

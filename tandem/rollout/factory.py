@@ -49,6 +49,8 @@ class EngineSpec:
         config: the keys ``actor_rollout_ref.rollout.*``.
         eos_ids: the tokens that end a response.
         platform: the platform of the device.
+        max_length: the length of the longest sequence, prompt and response, in tokens; None if it
+            is not known.
     """
 
     model: LanguageModel
@@ -56,6 +58,7 @@ class EngineSpec:
     config: RolloutConfig
     eos_ids: TokenIds
     platform: Platform
+    max_length: int | None = None
 
 
 def build_engine(spec: EngineSpec) -> RolloutEngine:

@@ -13,6 +13,7 @@ import logging
 
 from tandem.api import Engines, Rollout
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL, Placement
+from tandem.config.derived.trained_model import trained_model
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.engines.single import ReferenceModel, SingleDeviceEngine
@@ -56,6 +57,7 @@ def build_colocated(
         config=config.actor_rollout_ref.rollout,
         eos_ids=eos_ids,
         platform=platform,
+        max_length=trained_model(config).max_tokens,
     )
     engine = build_engine(spec)
     sink = engine.sink()

@@ -107,6 +107,7 @@ def pool_jobs(
             roles.rollout.model_copy(update={"free_cache_engine": config.frees_cache}),
             eos_ids,
             scores=scorer_of(generating) == "generate",
+            max_length=trained_model(config).max_tokens,
         )
 
     def job(pool: Pool) -> WorkerJob:

@@ -57,6 +57,7 @@ class RolloutSpec:
     Attributes:
         layout: the trainer's layout, whose precision the rollout uses.
         scores: whether the same weights compute old log-probs between two updates.
+        max_length: the length of the longest sequence, in tokens.
     """
 
     model: ModelConfig
@@ -64,6 +65,7 @@ class RolloutSpec:
     config: RolloutConfig
     eos_ids: TokenIds
     scores: bool
+    max_length: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,6 +285,7 @@ class Worker:
                 config=spec.config,
                 eos_ids=spec.eos_ids,
                 platform=self._platform,
+                max_length=spec.max_length,
             )
         )
         return LinkedRollout(engine, policy, scores=spec.scores)

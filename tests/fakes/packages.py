@@ -6,12 +6,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+VLLM_ARGUMENTS = ("model", "block_size", "compilation_config", "disable_cascade_attn")
+
 
 def install_vllm(folder: Path, *, version: str = "0.32.0", classes: Sequence[str] = ()) -> Path:
     """Put a vLLM that lists ``classes`` of models into ``folder``; returns the folder."""
     models = folder / "vllm/model_executor/models/registry.py"
     models.parent.mkdir(parents=True)
     models.write_text("".join(f'    "{name}": ("file", "{name}"),\n' for name in classes))
+    (folder / "vllm/engine").mkdir()
+    arguments = "".join(f"    {name}: int = 0\n" for name in VLLM_ARGUMENTS)
+    (folder / "vllm/engine/arg_utils.py").write_text(f"class EngineArgs:\n{arguments}")
     (folder / "vllm/__init__.py").write_text("raise RuntimeError('vllm was imported')\n")
     facts = folder / f"vllm-{version}.dist-info"
     facts.mkdir()

@@ -252,18 +252,11 @@ _ACTOR: Table = {
     **_all(_PROFILER, {"profiler": {}, "profile": {}}),
 }
 _ROLLOUT: Table = {
-    "dtype": (
-        "auto",
-        "the rollout uses the trainer's weights; actor.fsdp_config.dtype decides",
-    ),
     "mode": ("async", "one pipeline serves both; the lag is trainer.generate_ahead_steps"),
     "calculate_log_probs": (False, "log-probs of sampled tokens are always returned"),
     "max_model_len": (None, "it is data.max_prompt_length + data.max_response_length"),
     "prompt_length": (None, "it is data.max_prompt_length"),
     "response_length": (None, "it is data.max_response_length"),
-    "enable_chunked_prefill": (True, "the native engine prefills whole prompts"),
-    "enable_prefix_caching": (True, "samples of one prompt always share it"),
-    "load_format": ("dummy", "the rollout takes the trainer's weights before it generates"),
     "layered_summon": (False, "weights are transferred in buckets of a fixed size"),
     **_all(
         "each device of the pool that generates is a replica of the native engine",
@@ -278,9 +271,18 @@ _ROLLOUT: Table = {
         None,
         "deprecated in verl; use log_prob_micro_batch_size_per_gpu",
     ),
-    **_all(
-        "it tunes an engine that is not built yet; the native engine does not need it",
-        {"disable_log_stats": True, "skip_tokenizer_init": True, "engine_kwargs": {}},
+    "skip_tokenizer_init": (True, "engines get and return token ids"),
+    "engine_kwargs": ({}, "it tunes an engine that is not built yet"),
+    **_below(
+        "engine_kwargs.vllm",
+        {
+            "disable_mm_preprocessor_cache": (False, "vLLM has it no longer; prompts are text"),
+            "swap_space": (4, "vLLM has it no longer"),
+            **_all(
+                "only vLLM's server reads it",
+                {"tool_call_parser": None, "enable_auto_tool_choice": False},
+            ),
+        },
     ),
     **_all(_MULTI_TURN, {"multi_turn": {}, "agent": {}, "agent.custom_async_server": {}}),
     "trace": ({}, NOT_BUILT),
@@ -293,7 +295,6 @@ _ROLLOUT: Table = {
             {"backend": "naive", "custom_backend_module": None, "engine_kwargs": {}},
         ),
     ),
-    "cudagraph_capture_sizes": (None, "the native engine captures the sizes that it meets"),
     "disaggregation": ({}, "not built yet: each device reads prompts and generates"),
     "full_determinism": (False, _DETERMINISTIC),
     "layer_name_map": ({}, _MEGATRON),

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from tandem.config.schema.dotted import ByName
-from tandem.config.schema.fields import SECTION, VALIDATES, Seed, read_if
+from tandem.config.schema.fields import SECTION, VALIDATES, Dtype, Seed, read_if
 
 ENGINES: Mapping[str, str] = {
     "auto": "tandem.rollout.factory:build_by_family",
@@ -65,6 +65,19 @@ class ValKwargs(BaseModel):
     top_p: TopP = 1.0
 
 
+class EngineKwargs(BaseModel):
+    """``engine_kwargs.*``: arguments of engines that are not tandem's own."""
+
+    model_config = SECTION
+
+    vllm: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Arguments of vLLM's EngineArgs. allow_untested=True allows versions of vLLM "
+        "that tandem was not tested with.",
+        json_schema_extra=read_if("actor_rollout_ref.rollout.name=vllm"),
+    )
+
+
 class MultiTurnConfig(BaseModel):
     """``multi_turn.*``: conversations with tools."""
 
@@ -116,6 +129,46 @@ class RolloutConfig(BaseModel):
     )
     max_num_batched_tokens: int = Field(
         default=8192, ge=1, description="Maximum number of prompt tokens per prefill pass."
+    )
+    dtype: Dtype = Field(
+        default="auto",
+        description="Precision of generation. auto: that of the trainer's passes.",
+        json_schema_extra=read_if(
+            "name=vllm: the rollout uses the trainer's weights; actor.fsdp_config.dtype decides"
+        ),
+    )
+    enable_chunked_prefill: bool = Field(
+        default=True,
+        description="Read long prompts in parts, between the decode steps of other sequences.",
+        json_schema_extra=read_if("name=vllm: the native engine prefills whole prompts"),
+    )
+    enable_prefix_caching: bool = Field(
+        default=True,
+        description="Keep the keys and values of prompts for later requests with the same "
+        "beginning and weights.",
+        json_schema_extra=read_if("name=vllm: samples of one prompt always share it"),
+    )
+    load_format: str = Field(
+        default="dummy",
+        description="Where the engine's first weights come from. dummy: from the trainer alone; "
+        "auto, safetensors: from the files of the model first.",
+        json_schema_extra=read_if(
+            "name=vllm: the rollout takes the trainer's weights before it generates"
+        ),
+    )
+    disable_log_stats: bool = Field(
+        default=True,
+        description="False: vLLM's own counters are logged as rollout/engine/*.",
+        json_schema_extra=read_if("name=vllm"),
+    )
+    cudagraph_capture_sizes: tuple[int, ...] | None = Field(
+        default=None,
+        description="Numbers of sequences for which decode steps are captured. null: vLLM's.",
+        json_schema_extra=read_if("name=vllm: the native engine captures the sizes that it meets"),
+    )
+    engine_kwargs: EngineKwargs = Field(
+        default_factory=EngineKwargs,
+        description="Arguments of engines that are not tandem's own.",
     )
     log_prob_micro_batch_size_per_gpu: int | None = Field(
         default=None,

@@ -8,6 +8,8 @@ checksums show.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
@@ -18,15 +20,17 @@ from tandem.rollout.packing import pack
 from tandem.types import PackedBatch, TokenIds
 
 NUM_TOKENS = 8
-MAX_ERROR = {torch.float32: 1e-3}
-"""The largest mean difference of log-probs, by the dtype of the weights."""
+CANARY_LENGTH = 2 * NUM_TOKENS
+"""The number of tokens of the prompt and the tokens after it."""
+MAX_ERROR = 1e-3
+"""The largest mean difference of log-probs if trainer and engine compute in fp32."""
 MAX_ROUNDED_ERROR = 0.2
-"""The largest mean difference in any other dtype."""
+"""The largest mean difference if one of them does not."""
 
 
 def fixed_tokens(vocabulary: int) -> tuple[TokenIds, TokenIds]:
     """Return the prompt and the tokens after it."""
-    ids = tuple((37 * index + 5) % vocabulary for index in range(2 * NUM_TOKENS))
+    ids = tuple((37 * index + 5) % vocabulary for index in range(CANARY_LENGTH))
     return ids[:NUM_TOKENS], ids[NUM_TOKENS:]
 
 
@@ -51,10 +55,17 @@ def expected_log_probs(model: LanguageModel) -> Tensor:
     return torch.log_softmax(logits_RV, -1).gather(1, target_R[:, None])[:, 0]
 
 
-def require_equal(expected_R: Tensor, found_R: Tensor, *, version: int, dtype: torch.dtype) -> None:
-    """Raise EngineFailure if the log-probs differ by more than rounding, or are not finite."""
+def require_equal(
+    expected_R: Tensor, found_R: Tensor, *, version: int, dtypes: Iterable[torch.dtype]
+) -> None:
+    """Raise EngineFailure if the log-probs differ by more than rounding, or are not finite.
+
+    Args:
+        dtypes: the dtypes of trainer and engine.
+    """
+    bound = MAX_ERROR if set(dtypes) == {torch.float32} else MAX_ROUNDED_ERROR
     error = float((found_R - expected_R).abs().mean())
-    if not error <= MAX_ERROR.get(dtype, MAX_ROUNDED_ERROR):
+    if not error <= bound:
         raise EngineFailure(
             f"vLLM: version {version} was not loaded as the trainer has it: log-probs of fixed "
             f"tokens differ by {error:.1e} on average"

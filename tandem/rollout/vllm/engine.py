@@ -11,11 +11,13 @@ Tensor parallelism and several engines of one run are not built.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from tandem.api import Capacity, EngineFacts, EngineFailure
@@ -25,11 +27,14 @@ from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import checkpoint_views
 from tandem.rollout.keyed_random import stream_keys
 from tandem.rollout.sampler import DrawRule
+from tandem.rollout.vllm.arguments import engine_arguments
 from tandem.rollout.vllm.canary import NUM_TOKENS, expected_log_probs, fixed_tokens, require_equal
 from tandem.rollout.vllm.draw import GREEDY, Stream, processor_class
 from tandem.rollout.vllm.library import ENVIRONMENT, of_vllm, undisturbed_process
 from tandem.rollout.vllm.weights import VllmSink
 from tandem.types import Completion, GenerationRequest, SliceSpec, TokenIds
+
+logger = logging.getLogger(__name__)
 
 _CANARY = "canary"
 _FIRST, _LATER = -1, 0
@@ -59,8 +64,9 @@ class VllmRolloutEngine:
             keeps_cache=self._keeps_cache,
         )
         self.capacity = Capacity(config.max_num_seqs, cache.num_gpu_blocks * cache.block_size)
+        self._dtype: torch.dtype = engine.vllm_config.model_config.dtype
         manifest = [
-            SliceSpec(name, view.dtype, tuple(view.shape), (0,) * view.ndim, tuple(view.shape))
+            SliceSpec(name, self._dtype, tuple(view.shape), (0,) * view.ndim, tuple(view.shape))
             for name, view in checkpoint_views(spec.model)
         ]
         worker = engine.model_executor.driver_worker
@@ -204,11 +210,11 @@ class VllmRolloutEngine:
         token_ids = list(output.outputs[0].token_ids)
         log_probs = stream.log_probs[: len(token_ids)]
         if output.request_id == _CANARY:
-            dtype = self._spec.model.lm_head_weight.dtype
+            dtypes = (self._spec.model.lm_head_weight.dtype, self._dtype)
             expected_R, self._expected_R = self._expected_R, None
             assert expected_R is not None, "a canary runs only after an update"
             found_R = torch.tensor(log_probs)
-            require_equal(expected_R, found_R, version=self._version, dtype=dtype)
+            require_equal(expected_R, found_R, version=self._version, dtypes=dtypes)
             return
         sample = self._samples.pop(output.request_id)
         self._num_prefilled_tokens += len(sample.prompt_ids) - (output.num_cached_tokens or 0)
@@ -242,6 +248,7 @@ def build(spec: EngineSpec) -> VllmRolloutEngine:
     if torch.distributed.is_initialized():
         raise EngineFailure("vLLM serves runs on one device only: set trainer.n_gpus_per_node=1")
     set_defaults(ENVIRONMENT)
+    _warn_of_precision(spec)
     streams: dict[str, Stream] = {}
     try:
         with undisturbed_process():
@@ -267,42 +274,24 @@ def _start(spec: EngineSpec, streams: dict[str, Stream]) -> Any:
     if vllm_config.use_v2_model_runner:
         raise EngineFailure("vLLM: unset the environment variable VLLM_USE_V2_MODEL_RUNNER")
     return of_vllm("v1.engine.llm_engine", "LLMEngine")(
-        vllm_config, executor, log_stats=False, multiprocess_mode=False
+        vllm_config, executor, log_stats=not spec.config.disable_log_stats, multiprocess_mode=False
     )
 
 
-def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Return the arguments of vLLM's ``EngineArgs`` for the keys of a run."""
-    config, on_device = spec.config, spec.platform.device_type != "cpu"
-    num_rows = config.max_num_seqs + 1  # one for the canary
-    return {
-        "model": str(spec.folder),
-        "dtype": str(spec.model.lm_head_weight.dtype).removeprefix("torch."),
-        "seed": config.seed & 0xFFFFFFFF,
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "max_model_len": -1,
-        "max_num_seqs": num_rows,
-        "max_num_batched_tokens": max(num_rows, config.max_num_batched_tokens),
-        "kv_cache_memory_bytes": _cache_bytes(spec),
-        "enforce_eager": config.enforce_eager or not on_device,
-        "enable_prefix_caching": True,
-        "enable_sleep_mode": config.free_cache_engine and on_device,
-        "scheduling_policy": "priority",
-        "async_scheduling": False,
-        "disable_log_stats": True,
-    }
-
-
-def _cache_bytes(spec: EngineSpec) -> int:
-    total = spec.platform.total_memory_bytes()
-    if spec.platform.device_type == "cpu":
-        return total // 16
-    weights = sum(view.nbytes for _, view in checkpoint_views(spec.model))
-    return max(1, int(total * spec.config.gpu_memory_utilization) - weights)
+def _warn_of_precision(spec: EngineSpec) -> None:
+    own = str(spec.model.lm_head_weight.dtype).removeprefix("torch.")
+    if spec.config.dtype not in ("auto", own):
+        logger.warning(
+            "actor_rollout_ref.rollout.dtype=%s: the trainer computes in %s, so that the log-probs "
+            "of generation and training differ more than by rounding (training/rollout_probs_diff)",
+            spec.config.dtype,
+            own,
+        )
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error, with its kind."""
+    """Return an error in one line, with its kind."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return ": ".join((*map(str, first["loc"]), first["msg"]))
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

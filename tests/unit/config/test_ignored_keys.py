@@ -112,10 +112,11 @@ def test_every_read_if_switches_its_key_on_and_off(
         arguments = [text for other in others for text in overrides_of(schema, other, holds=True)]
         arguments += overrides_of(schema, condition, holds=holds)
         default = in_override_grammar(key.default)
-        own = f"{key.name}={'{a:1}' if key.is_open else default or 'x'}"
+        name = f"{key.name}.a" if key.is_open else key.name
+        own = f"{name}={1 if key.is_open else default or 'x'}"
         loaded = load_config(schema, [own, *arguments])
         assert condition.holds(loaded.config) == holds
-        return reasons_of(loaded).get(key.name)
+        return reasons_of(loaded).get(name)
 
     assert reason(holds=False) == condition.reason
     assert reason(holds=True) not in [other.reason for other in key.read_if]

@@ -47,7 +47,8 @@ ASYNC_KEYS_OF_SEED_2 = {
 
 
 def planned(command: str, folder: Path, **variables: str) -> dict[str, Any]:
-    plan = plan_arguments(words_of(command, folder, **variables)).to_dict()
+    words = ["--config-name=ppo_trainer", *words_of(command, folder, **variables)]
+    plan = plan_arguments(words).to_dict()
     return json.loads(json.dumps(plan))
 
 

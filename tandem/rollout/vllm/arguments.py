@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of a run as arguments of vLLM's ``EngineArgs``. vLLM is not imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.rollout.factory import EngineSpec
+from tandem.rollout.feed import checkpoint_views
+from tandem.rollout.vllm.canary import CANARY_LENGTH
+from tandem.rollout.vllm.keys import passed_arguments
+
+
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Return the arguments for the keys ``actor_rollout_ref.rollout.*`` and the platform."""
+    config, on_device = spec.config, spec.platform.device_type != "cpu"
+    num_rows = config.max_num_seqs + 1  # one for the canary
+    length = None if spec.max_length is None else max(spec.max_length, CANARY_LENGTH)
+    longest_prefill = 0 if config.enable_chunked_prefill else length or 0
+    dtype = str(spec.model.lm_head_weight.dtype).removeprefix("torch.")
+    arguments = {
+        "model": str(spec.folder),
+        "dtype": dtype if config.dtype == "auto" else config.dtype,
+        "seed": config.seed & 0xFFFFFFFF,
+        "load_format": "dummy" if config.load_format.startswith("dummy") else config.load_format,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "max_model_len": -1 if length is None else length,
+        "max_num_seqs": num_rows,
+        "max_num_batched_tokens": max(num_rows, config.max_num_batched_tokens, longest_prefill),
+        "kv_cache_memory_bytes": _cache_bytes(spec),
+        "enforce_eager": config.enforce_eager or not on_device,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_sleep_mode": config.free_cache_engine and on_device,
+        "scheduling_policy": "priority",  # a canary does not wait for samples
+        "async_scheduling": False,  # each token has the version that was in use when it was drawn
+        "disable_log_stats": config.disable_log_stats,
+    }
+    if config.cudagraph_capture_sizes is not None:
+        arguments["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
+    return arguments | passed_arguments(config.engine_kwargs.vllm)
+
+
+def _cache_bytes(spec: EngineSpec) -> int:
+    """Return the size of the cache. What is free at the moment has no influence on it."""
+    total = spec.platform.total_memory_bytes()
+    if spec.platform.device_type == "cpu":
+        return total // 16
+    weights = sum(view.nbytes for _, view in checkpoint_views(spec.model))
+    return max(1, int(total * spec.config.gpu_memory_utilization) - weights)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of ``engine_kwargs.vllm`` before anything is loaded.
+
+The arguments that vLLM knows are read from the text of the installed package. Importing vLLM takes
+ten seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import UserError
+
+SECTION = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+ALLOW_UNTESTED = "allow_untested"
+"""An entry of tandem's own."""
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_LENGTHS = "data.max_prompt_length and data.max_response_length"
+_MODEL = "actor_rollout_ref.model.path"
+_MEMORY = f"{_ROLLOUT}.gpu_memory_utilization"
+_HAS_KEY: Mapping[str, str] = {
+    **{
+        name: f"{_ROLLOUT}.{name}"
+        for name in (
+            "dtype",
+            "seed",
+            "load_format",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "enforce_eager",
+            "enable_chunked_prefill",
+            "enable_prefix_caching",
+            "cudagraph_capture_sizes",
+            "disable_log_stats",
+            "gpu_memory_utilization",
+        )
+    },
+    "kv_cache_memory_bytes": _MEMORY,
+    "enable_sleep_mode": f"{_ROLLOUT}.free_cache_engine",
+    "max_model_len": _LENGTHS,
+    "model": _MODEL,
+    "tokenizer": _MODEL,
+    "tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
+    "data_parallel_size": "trainer.n_gpus_per_node",
+}
+"""Arguments that have a key of their own -> that key."""
+_IS_TANDEMS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("logits_processors", "logprobs_mode", "max_logprobs", "speculative_config"),
+        "tandem draws the tokens and returns their log-probs",
+    ),
+    **dict.fromkeys(
+        ("generation_config", "override_generation_config"),
+        "sampling follows the keys of the run, not the files of the model",
+    ),
+    **dict.fromkeys(
+        ("skip_tokenizer_init", "tokens_only", "runner", "convert"),
+        "vLLM gets and returns token ids",
+    ),
+    **dict.fromkeys(
+        ("async_scheduling", "scheduling_policy", "scheduler_cls"),
+        "each token must have the version that drew it, and the check of new weights comes first",
+    ),
+    **dict.fromkeys(
+        ("worker_cls", "worker_extension_cls", "weight_transfer_config"),
+        "tandem gives vLLM its weights",
+    ),
+    **dict.fromkeys(
+        (
+            "distributed_executor_backend",
+            "pipeline_parallel_size",
+            "master_addr",
+            "master_port",
+            "nnodes",
+            "node_rank",
+        ),
+        "vLLM runs in the processes of tandem",
+    ),
+    **dict.fromkeys(
+        ("quantization", "quantization_config", "enable_lora"),
+        "a quantized rollout and LoRA are not built",
+    ),
+}
+"""Arguments that nobody else may set -> the reason."""
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raise UserError if ``engine_kwargs.vllm`` has an entry that vLLM or tandem does not take."""
+    known = known_arguments() if given else frozenset[str]()
+    for name, value in given.items():
+        if name in _HAS_KEY:
+            rule, remedy = "has a key of its own", f"Set {_HAS_KEY[name]} instead."
+        elif name in _IS_TANDEMS:
+            rule, remedy = f"is set by tandem: {_IS_TANDEMS[name]}", "Leave it out."
+        elif name == ALLOW_UNTESTED or not known or name in known:
+            continue
+        else:
+            rule, remedy = "is no argument of vLLM's EngineArgs", _nearest(name, known)
+        raise UserError(f"{SECTION}.{name}", value, rule=rule, remedy=remedy)
+
+
+def passed_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of ``engine_kwargs.vllm`` that are vLLM's. null means vLLM's default."""
+    return {k: value for k, value in given.items() if k != ALLOW_UNTESTED and value is not None}
+
+
+def known_arguments() -> frozenset[str]:
+    """Return the names of the installed vLLM's EngineArgs; none if its source is not there."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    path = Path(spec.origin).parent / "engine/arg_utils.py"
+    return frozenset(_fields(path)) if path.is_file() else frozenset()
+
+
+def _fields(path: Path) -> Iterator[str]:
+    """Yield the annotated names of the class EngineArgs in a file."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            for entry in node.body:
+                if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
+                    yield entry.target.id
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    near = get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    return f"Nearest: {', '.join(near)}." if near else "Leave it out."
