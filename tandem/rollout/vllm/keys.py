@@ -121,11 +121,12 @@ def known_arguments() -> frozenset[str]:
 
 def _fields(path: Path) -> Iterator[str]:
     """Yield the annotated names of the class EngineArgs in a file."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
-            for entry in node.body:
-                if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
-                    yield entry.target.id
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    entries = (entry for node in classes if node.name == "EngineArgs" for entry in node.body)
+    for entry in entries:
+        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
+            yield entry.target.id
 
 
 def _nearest(name: str, known: Collection[str]) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -18,7 +19,8 @@ ENVIRONMENT: Mapping[str, str] = {
     # The process also trains: its threads are not vLLM's to bind.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    # At each update it would warn of layers without weights; the sink accounts for all names.
+    "VLLM_LOGGING_LEVEL": "ERROR",
 }
 """The variables that vLLM reads in the process of a worker, unless the user has set them."""
 
@@ -38,12 +40,15 @@ def undisturbed_process() -> Iterator[None]:
 
     Trainer and engine share the process.
     """
-    num_threads = torch.get_num_threads()
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads = set_num_threads  # on CPUs vLLM puts a function there that warns
+        set_num_threads(num_threads)
         torch.set_rng_state(of_torch)
         random.setstate(of_python)
         np.random.set_state(of_numpy)
