@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,6 +191,17 @@ def open_transformers_model(
             remedy="Use a causal language model that it supports.",
         ) from error
     return TransformersModel(model, folder)
+
+
+def transformers_views(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in checkpoint files, tensor) of every weight of transformers' model.
+
+    Modules may hold several tensors of a file as one, for instance all experts of a layer. Tied
+    weights come once. Tensors are views where the file has parts of a parameter.
+    """
+    conversion = importlib.import_module("transformers.core_model_loading")
+    parameters = {name: weight.detach() for name, weight in module.named_parameters()}
+    yield from conversion.revert_weight_conversion(module, parameters).items()
 
 
 def _load(folder: Path, hf_config: Any, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 from tandem.api import EngineFailure, RolloutEngine, WeightSink
 from tandem.errors import UserError
 from tandem.models.adapted import is_adapter, trained_parameters
+from tandem.models.hf import transformers_views
 from tandem.models.language_model import LanguageModel
 from tandem.models.weights import file_views
 from tandem.types import Completion, GenerationRequest
@@ -95,5 +96,4 @@ def checkpoint_views(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     if model.decoder is not None:
         yield from file_views(model.decoder)
     else:
-        for name, parameter in model.module.named_parameters():
-            yield name, parameter.detach()
+        yield from transformers_views(model.module)
