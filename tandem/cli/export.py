@@ -10,7 +10,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint, require_whole
+from tandem.checkpoint.store import require_whole
+from tandem.cli.trained import find_trained
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.engines.sharded_checkpoint import export_sharded
 from tandem.errors import UserError
@@ -23,7 +24,7 @@ _DTYPES = ("keep", "bfloat16", "float16", "float32")
 def run(arguments: Sequence[str]) -> int:
     """Write the folder and print its path. Raise UserError if the run has no checkpoint."""
     options = _parser().parse_args(arguments)
-    checkpoint = _find(options.run, options.step)
+    checkpoint = find_trained(options.run, options.step)
     output: Path = options.output
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(
@@ -48,50 +49,30 @@ def run(arguments: Sequence[str]) -> int:
             rule=f"{folder} has all weights, and no adapters to merge into a base",
             remedy="Leave --base out.",
         )
-    if is_adapter_folder(folder):
-        merge_adapter(folder, output, base=options.base, dtype=dtype)
-    elif (folder / SHARDED_FILE).is_file():
-        export_sharded(folder, output, dtype=dtype)
-    else:
-        convert_folder(folder, output, dtype=dtype)
+    write_model(folder, output, base=options.base, dtype=dtype)
     print(output)
     return 0
 
 
-def _find(run_folder: Path, step: int | None) -> Checkpoint:
-    if run_folder.name.startswith("global_step_"):
-        if step is not None:
-            raise UserError(
-                "--step",
-                step,
-                rule=f"RUN={str(run_folder)!r} is a single checkpoint",
-                remedy="Leave --step out, or name the folder of the run.",
-            )
-        return open_checkpoint(run_folder)
-    if step is not None:
-        return _checkpoint_of(run_folder, step)
-    latest = CheckpointStore(run_folder).latest()
-    if latest is None:
-        raise UserError(
-            "RUN",
-            str(run_folder),
-            rule="has no checkpoint",
-            remedy="Train with trainer.save_freq=-1, which saves the last step, or 1 or more.",
-        )
-    return latest
+def write_model(
+    folder: Path, output: Path, *, base: Path | None = None, dtype: str | None = None
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder.
 
+    Args:
+        folder: the folder of the model in the checkpoint.
+        base: the base of adapters; None: where it was in training.
+        dtype: torch's name of a precision; None: as trained.
 
-def _checkpoint_of(run_folder: Path, step: int) -> Checkpoint:
-    folder = run_folder / f"global_step_{step}"
-    if not folder.is_dir():
-        others = ", ".join(sorted(path.name for path in run_folder.glob("global_step_*")))
-        raise UserError(
-            "--step",
-            step,
-            rule=f"{run_folder} has no {folder.name}",
-            remedy=f"It has: {others or 'none'}.",
-        )
-    return open_checkpoint(folder)
+    Raises:
+        UserError: the checkpoint is incomplete, or the base is missing.
+    """
+    if is_adapter_folder(folder):
+        merge_adapter(folder, output, base=base, dtype=dtype)
+    elif (folder / SHARDED_FILE).is_file():
+        export_sharded(folder, output, dtype=dtype)
+    else:
+        convert_folder(folder, output, dtype=dtype)
 
 
 def _parser() -> argparse.ArgumentParser:

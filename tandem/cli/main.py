@@ -68,6 +68,11 @@ COMMANDS = MappingProxyType(
         ),
         "keys": Command("tandem.cli.keys", "list keys with their meaning: [sft] [WORD ...]"),
         "prepare": Command("tandem.cli.prepare", "write a data set: gsm8k --output FOLDER"),
+        "sample": Command(
+            "tandem.cli.sample_here",
+            "print what a trained model answers: RUN_FOLDER PROMPT",
+            parser="tandem.cli.sample",
+        ),
         "report": Command("tandem.cli.report", "make the HTML report of a run: RUN_FOLDER"),
         "compare": Command("tandem.cli.compare", "compare two runs of one recipe: RUN_A RUN_B"),
         "export": Command("tandem.cli.export", "write a checkpoint as a Hugging Face model folder"),

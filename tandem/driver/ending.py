@@ -26,8 +26,9 @@ def describe_end(
         reason = "nothing was trained" if summary.last_step == 0 else "trainer.save_freq=0"
         return (f"{state}; no checkpoint was written: {reason}", report)
     continues = "; the same command continues from there" if summary.stopped_early else ""
+    sample = f"next: {_command('sample', trainer.run_folder)} PROMPT"
     export = f"next: {_command('export', trainer.run_folder)} --output MODEL"
-    return (f"{state}; {saved}{continues}", report, export)
+    return (f"{state}; {saved}{continues}", report, sample, export)
 
 
 def _saved_folder(run_folder: Path, *, step: int) -> str | None:

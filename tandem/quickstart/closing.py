@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +27,23 @@ class Accuracies:
 
 
 def describe_end(
-    accuracies: Accuracies, *, run_folder: Path, model: Path, report: Path, seconds: float
+    accuracies: Accuracies,
+    *,
+    run_folder: Path,
+    model: Path,
+    report: Path,
+    seconds: float,
+    question: str,
 ) -> str:
-    """Return the sentences that a user reads at the end; with short paths, 80 columns suffice.
+    """Return the sentences that a user reads at the end.
 
     Args:
         run_folder: the folder of the GRPO run.
         model: the folder of the trained model.
         seconds: the time that the whole quickstart took.
+        question: a question that the model may be asked.
     """
-    run = shlex.quote(str(run_folder))
+    run, asked = shlex.quote(str(run_folder)), json.dumps(question)
     lines = (
         "",
         f"In {seconds:.0f} s, a model was made, fine-tuned on examples, and trained with GRPO.",
@@ -48,6 +56,8 @@ def describe_end(
         f"The model is in {model}.",
         "",
         "Next, type one of these:",
+        f"  tandem sample {run} {asked}",
+        "      to ask the model something",
         f"  tandem export {run} --output my-model",
         "      to write the model as a Hugging Face folder",
         "  tandem prepare gsm8k --output ~/data/gsm8k",

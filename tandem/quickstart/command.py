@@ -32,7 +32,15 @@ from tandem.driver.run import run_prepared
 from tandem.errors import UserError
 from tandem.pipeline.progress import RunSummary
 from tandem.quickstart.closing import Accuracies, describe_end
-from tandem.quickstart.materials import DATA_SOURCE, NUM_TRAIN, TASKS, Materials, prepare
+from tandem.quickstart.materials import (
+    DATA_SOURCE,
+    NUM_TEST,
+    NUM_TRAIN,
+    TASKS,
+    TEST_SEED,
+    Materials,
+    prepare,
+)
 from tandem.report.report import write_report
 from tandem.report.run_folder import REPORT_FILE, SUMMARY_FILE, read_run
 
@@ -84,7 +92,14 @@ def run(arguments: Sequence[str]) -> int:
     (run_folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2))
     model, report = _trained_model(run_folder), write_report(run_folder, run_folder / REPORT_FILE)
     _say(
-        describe_end(accuracies, run_folder=run_folder, model=model, report=report, seconds=seconds)
+        describe_end(
+            accuracies,
+            run_folder=run_folder,
+            model=model,
+            report=report,
+            seconds=seconds,
+            question=_short_question(options.task),
+        )
     )
     print(json.dumps({**summary, "report": str(report), "model": str(model)}))
     return 0
@@ -198,6 +213,13 @@ def _trained_model(run_folder: Path) -> Path:
     checkpoint = CheckpointStore(run_folder).latest()
     assert checkpoint is not None, f"{run_folder} was trained"
     return checkpoint.folder / "actor"
+
+
+def _short_question(task: str) -> str:
+    """Return the shortest held-out question."""
+    return min(
+        (problem.question for problem in TASKS[task].draw(NUM_TEST, seed=TEST_SEED)), key=len
+    )
 
 
 def _say(text: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from tandem.api import EngineFailure, RolloutEngine, WeightSink
+from tandem.api import EngineFailure, Rollout, RolloutEngine, WeightSink
 from tandem.errors import UserError
 from tandem.models.adapted import is_adapter, trained_parameters
 from tandem.models.hf import transformers_views
@@ -56,6 +56,16 @@ class WeightFeed:
         for name in self._names:
             self._sink.take(name, offered[name])
         self._sink.end()
+
+
+def with_weights_of(model: LanguageModel, engine: RolloutEngine) -> Rollout:
+    """Return an engine that has shared the weights of ``model``, or else receives them.
+
+    Raises:
+        EngineFailure, UserError: the engine cannot receive them; see ``WeightFeed``.
+    """
+    sink = engine.sink()
+    return engine if sink is None else FedRollout(engine, WeightFeed(model, sink))
 
 
 class FedRollout:

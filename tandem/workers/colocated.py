@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 
-from tandem.api import Engines, Rollout
+from tandem.api import Engines
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL, Placement
 from tandem.config.derived.trained_model import trained_model
 from tandem.config.schema.run import RunConfig
@@ -20,7 +20,7 @@ from tandem.engines.single import ReferenceModel, SingleDeviceEngine
 from tandem.models.language_model import LanguageModel
 from tandem.platforms.record import Platform
 from tandem.rollout.factory import EngineSpec, build_engine
-from tandem.rollout.feed import FedRollout, WeightFeed
+from tandem.rollout.feed import with_weights_of
 from tandem.types import TokenIds
 from tandem.workers.deployment import policy_spec, trainer_spec
 from tandem.workers.job import PolicySpec, TrainerSpec
@@ -60,8 +60,7 @@ def build_colocated(
         max_length=trained_model(config).max_tokens,
     )
     engine = build_engine(spec)
-    sink = engine.sink()
-    rollout: Rollout = engine if sink is None else FedRollout(engine, WeightFeed(model, sink))
+    rollout = with_weights_of(model, engine)
     reference = critic = reward_model = None
     if config.needs_reference and policy.policy.adapters is not None:
         reference = ReferenceModel(open_initial(policy.policy, model))

@@ -106,6 +106,7 @@ class Reader:
             "compare": self.compare,
             "report": self.unchanged,
             "export": self.unchanged,
+            "sample": self.sample,
             "keys": self.unchanged,
         }.get(command)
         assert tiny is not None, f"no test knows how to run {shlex.join(words)}"
@@ -146,6 +147,9 @@ class Reader:
                 *HOST,
             ]
         )
+
+    def sample(self, words: list[str]) -> None:
+        self.unchanged([*words, "--max-tokens", "2", "--device", "cpu"])
 
     def quickstart(self, words: list[str]) -> None:
         folder = words[words.index("--folder") + 1] if "--folder" in words else "outputs/quickstart"

@@ -30,6 +30,7 @@ PRELOADED = (
     "tandem.cli.sft",
     "tandem.driver.sft",
     "tandem.cli.export",
+    "tandem.cli.sample_here",
     "tandem.cli.report",
     "torch._dynamo",  # which torch loads for more than a second when layers are computed again
 )

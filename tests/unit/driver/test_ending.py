@@ -31,6 +31,7 @@ def test_a_finished_run_names_its_model(tmp_path: Path) -> None:
     assert lines_after(run, saved=4) == (
         f"step 4 of 9; the model is in {run}/global_step_4/actor",
         f"next: tandem report '{run}'",
+        f"next: tandem sample '{run}' PROMPT",
         f"next: tandem export '{run}' --output MODEL",
     )
 

@@ -48,10 +48,12 @@ def test_the_closing_words_fit_a_terminal() -> None:
         model=run / "global_step_140/actor",
         report=run / "report.html",
         seconds=113.4,
+        question="Sort the digits 8529.",
     )
     assert "In 113 s," in text
     assert "solves 96.5 % of 256 held-out problems; before GRPO it solved 9.0 %." in text
     assert "solves 97.5 % of 200 problems with unseen numbers; before, 9.5 %." in text
+    assert '  tandem sample outputs/quickstart/grpo "Sort the digits 8529."\n' in text
     assert "  tandem export outputs/quickstart/grpo --output my-model\n" in text
     assert max(map(len, text.splitlines())) <= 80
 
