@@ -117,7 +117,10 @@ def summarise(curves: dict[str, Curve]) -> dict[str, object]:
 
 
 def plot(results: dict[str, dict[str, dict[str, object]]], path: Path) -> None:
-    """Draw the mean over seeds of every curve, one panel for each task."""
+    """Draw the mean over seeds of every curve, one panel for each task.
+
+    The steps are numbers, or texts as in a JSON file that was read back.
+    """
     from matplotlib import pyplot  # noqa: PLC0415
 
     figure, axes = pyplot.subplots(
@@ -127,9 +130,9 @@ def plot(results: dict[str, dict[str, dict[str, object]]], path: Path) -> None:
     for panel, (task, algorithms) in zip(panels, results.items(), strict=True):
         for algorithm, result in algorithms.items():
             curves = list(result["curves"].values())  # pyright: ignore
-            steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+            steps = sorted(set.intersection(*(set(curve) for curve in curves)), key=int)
             means = [statistics.fmean(curve[step] for curve in curves) for step in steps]
-            panel.plot(steps, means, label=algorithm)
+            panel.plot([int(step) for step in steps], means, label=algorithm)
         panel.set_title(task)
         panel.set_xlabel("training step")
         panel.grid(alpha=0.3)
