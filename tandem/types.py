@@ -40,6 +40,7 @@ class Prompt:
         ground_truth: the value that the reward compares the response with.
         extra_info: further columns of the row, passed to the reward unchanged.
         messages: the prompt before the chat template, as the row holds it.
+        agent: the agent that answers it; "" for a single turn.
 
     Example:
         >>> Prompt(uid=0, row=17, token_ids=(1, 2), text="hi", data_source="openai/gsm8k",
@@ -54,6 +55,7 @@ class Prompt:
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict[str, Any])
     messages: Sequence[Mapping[str, Any]] | str = ()
+    agent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,19 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request for all samples of one prompt, which share its prefill."""
+    """A request for all samples of one prompt, which share its prefill.
+
+    Attributes:
+        first_index: the number of tokens at the end of ``prompt_ids`` that belong to the response:
+            earlier turns of the sample. Random numbers go on behind them, so none is used twice.
+        continues: whether the caller may ask for another turn of a sample when one is finished.
+    """
 
     sample_ids: tuple[int, ...]
     prompt_ids: TokenIds
     sampling: SamplingParams
+    first_index: int = 0
+    continues: bool = False
 
 
 class FinishReason(Enum):
@@ -203,7 +213,7 @@ class RewardRequest:
 
 
 class ToolStatus(Enum):
-    """The outcome of one call of a tool. Only FAILED is the fault of the environment."""
+    """The outcome of a call of a tool. Only FAILED is the fault of the environment."""
 
     OK = "ok"
     MODEL_ERROR = "model_error"
@@ -213,12 +223,10 @@ class ToolStatus(Enum):
 
 
 class EpisodeEnd(Enum):
-    """The reason why an episode ended."""
+    """The reason why an episode ended; DONE if its environment ended it."""
 
     ANSWER = "answer"
-    """The last turn called no tool."""
     DONE = "done"
-    """The environment ended it."""
     TURNS = "turns"
     LENGTH = "length"
     DEADLINE = "deadline"
@@ -232,11 +240,7 @@ class EpisodeEnd(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that a turn asks for.
-
-    Attributes:
-        arguments: an object in JSON, as the model wrote it.
-    """
+    """A call that a turn asks for; ``arguments`` is an object in JSON."""
 
     call_id: str
     name: str
@@ -247,9 +251,7 @@ class ToolCall:
 class AssistantTurn:
     """A turn of the policy as its environment sees it.
 
-    Attributes:
-        text: the text without its calls and without the token that closed the turn.
-        malformed: a line for each part that looked like a call and was none.
+    ``text`` is without calls; ``malformed`` has a line for each part that looked like a call.
     """
 
     text: str
@@ -262,9 +264,9 @@ class Observation:
     """The answer of an environment to a turn.
 
     Attributes:
-        messages: the messages that the policy reads next; none if the episode is done.
+        messages: the messages that the policy reads next.
         done: whether the environment ends the episode.
-        rewards: the rewards that tools or the environment gave to the turn.
+        rewards: the rewards of the turn, if tools or the environment give any.
         statuses: the outcome of each call, with one entry for each malformed call.
         detail: the cause in one line if a status is FAILED.
     """
@@ -273,8 +275,28 @@ class Observation:
     done: bool = False
     rewards: tuple[float, ...] = ()
     statuses: tuple[ToolStatus, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRecord:
+    """The course of an episode beside its tokens.
+
+    Attributes:
+        detail: the cause of a failure in one line.
+        messages: all but the prompt.
+        rewards, statuses: as in ``Observation``, of all turns.
+        num_turns: the number of turns as verl counts them: of policy and environment, and 1.
+        wait_s: the seconds in which the policy waited for the environment.
+    """
+
+    end: EpisodeEnd
+    detail: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    rewards: tuple[float, ...] = ()
+    statuses: tuple[ToolStatus, ...] = ()
+    num_turns: int = 2
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +317,7 @@ class Trajectory:
     """All tokens of one sample, in order.
 
     It begins with given tokens and holds at least one completion. A single-turn trajectory has two
-    spans: the given prompt and the drawn response.
+    spans, the given prompt and the drawn response, and no record of an episode.
 
     Example:
         The prompt (1, 2) is given, a call (3, 4) is drawn, its result (5,) is given and an answer
@@ -308,6 +330,7 @@ class Trajectory:
 
     sample_id: int
     spans: tuple[Span, ...]
+    episode: EpisodeRecord | None = None
 
     def __post_init__(self) -> None:
         if not self.spans or self.spans[0].completion is not None or not self.completions:

@@ -107,6 +107,26 @@ def call_id(number: int) -> str:
     return f"c{number:08d}"  # the length that Mistral's templates demand
 
 
+def message_of_turn(turn: AssistantTurn) -> dict[str, Any]:
+    """Return a turn as a message."""
+    message: dict[str, Any] = {"role": "assistant", "content": turn.text}
+    if turn.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in turn.calls
+        ]
+    return message
+
+
+def result_message(identity: str, name: str, *, text: str) -> dict[str, Any]:
+    """Return the message with the result of a call."""
+    return {"role": "tool", "tool_call_id": identity, "name": name, "content": text}
+
+
 def _cut(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

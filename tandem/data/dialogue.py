@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.data.call_formats import ToolSchema, call_id
+from tandem.data.call_formats import ToolSchema, call_id, result_message
 from tandem.data.tokenizer import ChatRefused, Message, TextCodec
 
 _QUESTION: Message = {"role": "user", "content": "u"}
@@ -216,9 +216,4 @@ def _probe_messages(kind: str) -> list[Message]:
     if kind == USER:
         return [{"role": "user", "content": "Wn4Bx"}]
     count = 2 if kind == TWO_TOOLS else 1
-    return [result_message(call_id(i), "calc", f"Wn4Bx{i}") for i in range(count)]
-
-
-def result_message(identity: str, name: str, text: str) -> Message:
-    """Return the message with the result of a call."""
-    return {"role": "tool", "tool_call_id": identity, "name": name, "content": text}
+    return [result_message(call_id(i), "calc", text=f"Wn4Bx{i}") for i in range(count)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ from tandem.types import Prompt
 
 logger = logging.getLogger(__name__)
 
+SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
+_TURNS = "actor_rollout_ref.rollout.multi_turn"
 NO_SOURCE = "custom"
 """The data source of rows without one."""
 _OTHER_MEDIA = ("images", "videos", "audios")
@@ -37,7 +39,7 @@ class PromptEntry:
 
     Attributes:
         row: the number of its row, counted over all files.
-        data_source, ground_truth, extra_info, messages, text: as in ``Prompt``.
+        data_source, ground_truth, extra_info, messages, text, agent: as in ``Prompt``.
         token_ids: int32 (prompt length,); a tuple would need ten times the memory.
     """
 
@@ -48,6 +50,7 @@ class PromptEntry:
     messages: Chat | str
     text: str
     token_ids: np.ndarray
+    agent: str = ""
 
     @property
     def content(self) -> bytes:
@@ -63,7 +66,46 @@ class PromptEntry:
             ground_truth=self.ground_truth,
             extra_info=self.extra_info,
             messages=self.messages,
+            agent=self.agent,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRule:
+    """The agents that rows may name, and the tools that their prompts are rendered with.
+
+    Attributes:
+        default: the agent of a row without ``agent_name``; "" for a single turn.
+        schemas: the schema of each tool by its name.
+        has_environment: whether there are tools or simulated users at all.
+    """
+
+    default: str = ""
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    has_environment: bool = False
+
+    def agent_of(self, row: Row, *, prompt: Any) -> str:
+        """Return the agent of a row; raise RowFault if there is none of its name."""
+        named = row.get("agent_name")
+        agent = self.default if named is None else named
+        if agent in ("", SINGLE_TURN):
+            return ""
+        if agent != TOOL_AGENT:
+            rule = f"names the agent {agent!r}; the agents are {SINGLE_TURN} and {TOOL_AGENT}"
+            raise RowFault(rule, "Correct agent_name.")
+        if not self.has_environment:
+            rule = f"names the agent {TOOL_AGENT}, and the run has no tools"
+            raise RowFault(rule, f"Set {_TURNS}.tool_config_path or {_TURNS}.function_tool_path.")
+        if isinstance(prompt, str):
+            rule = "has a prompt that is text, and an agent needs a list of messages"
+            raise RowFault(rule)
+        return agent
+
+    def settings_of(self, row: Row) -> Mapping[str, Any]:
+        """Return the arguments of the chat template for a row of an agent."""
+        selected = (row.get("extra_info") or {}).get("tool_selection")
+        tools = [self.schemas[name] for name in self.schemas if not selected or name in selected]
+        return {"tools": tools} if tools else {}
 
 
 PromptSource = Source[Prompt]
@@ -77,6 +119,7 @@ def load_prompts(
     validation: bool = False,
     by_model: bool = False,
     by_function: bool = False,
+    agents: AgentRule | None = None,
 ) -> list[PromptEntry]:
     """Read, check, render, tokenise, filter and truncate the training or the validation prompts.
 
@@ -88,6 +131,7 @@ def load_prompts(
             and validation skips the rows that only a model can score.
         by_function: whether functions of the user score rows instead of rules. Rows then need
             neither ground truth nor data source.
+        agents: the agents of the run; None for single turns only.
 
     Raises:
         UserError: a file cannot be read, a row lacks its prompt or what its rule needs, the chat
@@ -98,13 +142,17 @@ def load_prompts(
     if by_model and validation:
         used = _with_rules(used)
     by_rule = not by_function and (validation or not by_model)
+    rule = agents or AgentRule()
+    agent_of: dict[int, str] = {}
     for number, row in used.rows.items():
         try:
             _check(row, config, by_rule=by_rule)
+            agent_of[number] = rule.agent_of(row, prompt=row[config.prompt_key])
         except RowFault as fault:
             raise used.source.fault(number, fault) from fault
     chats = {number: row[config.prompt_key] for number, row in used.rows.items()}
-    texts = _render(chats, codec, source=used.source)
+    settings = {n: rule.settings_of(used.rows[n]) for n, agent in agent_of.items() if agent}
+    texts = _render(chats, codec, source=used.source, settings=settings)
     plain = [isinstance(chat, str) for chat in chats.values()]
     if any(plain) and codec.has_chat_template:
         _warn_of_text(plain, used.source)
@@ -117,6 +165,7 @@ def load_prompts(
             messages=chats[number],
             text=text,
             token_ids=np.array(ids, dtype=np.int32),
+            agent=agent_of[number],
         )
         for (number, row), text, ids in zip(
             used.rows.items(), texts, codec.encode(texts, plain=plain), strict=True
@@ -207,14 +256,28 @@ def _check(row: Row, config: DataConfig, *, by_rule: bool) -> None:
         raise RowFault("has an extra_info that is not a mapping")
 
 
-def _render(chats: Mapping[int, Chat | str], codec: TextCodec, *, source: RowSource) -> list[str]:
-    templated = {row: chat for row, chat in chats.items() if not isinstance(chat, str)}
-    try:
-        rendered = iter(codec.render(list(templated.values())))
-    except ChatRefused as error:
-        fault = RowFault(str(error))
-        raise source.fault(list(templated)[error.position], fault) from error
-    texts = [chat if isinstance(chat, str) else next(rendered) for chat in chats.values()]
+def _render(
+    chats: Mapping[int, Chat | str],
+    codec: TextCodec,
+    *,
+    source: RowSource,
+    settings: Mapping[int, Mapping[str, Any]],
+) -> list[str]:
+    """Return the text of each prompt; rows with the same settings are rendered together."""
+    alike: dict[str, dict[int, Chat]] = {}
+    for row, chat in chats.items():
+        if not isinstance(chat, str):
+            key = json.dumps(settings[row]) if row in settings else "{}"
+            alike.setdefault(key, {})[row] = chat
+    rendered: dict[int, str] = {}
+    for arguments, templated in alike.items():
+        try:
+            of_alike = codec.render(list(templated.values()), settings=json.loads(arguments))
+        except ChatRefused as error:
+            fault = RowFault(str(error))
+            raise source.fault(list(templated)[error.position], fault) from error
+        rendered.update(zip(templated, of_alike, strict=True))
+    texts = [chat if isinstance(chat, str) else rendered[row] for row, chat in chats.items()]
     for row, text in zip(chats, texts, strict=True):
         try:
             text.encode()

@@ -23,6 +23,7 @@ from tandem.config.schema.run import RunConfig
 from tandem.data.ledger import draw_by_row, open_source
 from tandem.data.prompts import PromptEntry, load_prompts
 from tandem.data.tokenizer import TextCodec
+from tandem.driver.agents import AgentPlan, open_agents, plays_episodes, prepare_agents
 from tandem.driver.auxiliary_models import (
     check_auxiliary_models,
     check_tokens,
@@ -48,6 +49,7 @@ from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TRACE_FILE, TraceFile, TraceRecorder
 from tandem.models.decoder import DecoderConfig
 from tandem.pipeline.context import Rewards, RunContext
+from tandem.pipeline.conversing import Conversing
 from tandem.pipeline.loop import Pipeline
 from tandem.workers.colocated import build_colocated
 from tandem.workers.deployment import remote_engines
@@ -103,12 +105,14 @@ def prepare(config: RunConfig, *, fetches_weights: bool = True) -> PreparedRun:
     require_end(codec.eos_ids, rollout, path=model.config.path, key=model.key)
     require_engine(config, folder.hf_config)
     by_model = config.reward_model.enable
+    agents = prepare_agents(config, codec)
     load = partial(
         load_prompts,
         config.data,
         codec,
         by_model=by_model,
         by_function=bool(config.custom_reward_function.path),
+        agents=None if agents is None else agents.rule,
     )
     train_entries = load()
     schedule = schedule_run(config, len(train_entries))
@@ -129,6 +133,7 @@ def prepare(config: RunConfig, *, fetches_weights: bool = True) -> PreparedRun:
         config,
         validation=validation_entries,
         conversations=auxiliary.conversations,
+        agents=agents if plays_episodes(agents, entries) else None,
     )
     return PreparedRun(folder, codec, source, schedule, open_loop, auxiliary.folders)
 
@@ -140,6 +145,7 @@ async def _open_loop(
     *,
     validation: Sequence[PromptEntry],
     conversations: TextCodec | None,
+    agents: AgentPlan | None,
 ) -> AsyncIterator[Pipeline]:
     checkpoint, runtime = run.start.checkpoint, run.runtime
     async with _open_engines(config, run) as running:
@@ -148,7 +154,8 @@ async def _open_loop(
             if running.engines.critic is not None:
                 await runtime.call(running.engines.critic.load, checkpoint.folder / "critic")
         begin_records(config, run.start)
-        async with open_rewards(config) as rewards:
+        opened = open_agents(config, agents, codec=run.prepared.codec)
+        async with open_rewards(config) as rewards, opened as conversing:
             parts = _assemble(
                 config,
                 run,
@@ -156,6 +163,7 @@ async def _open_loop(
                 rewards=rewards,
                 validation=validation,
                 conversations=conversations,
+                conversing=conversing,
             )
             pipeline = Pipeline(parts)
             try:
@@ -218,6 +226,7 @@ def _assemble(
     rewards: Rewards,
     validation: Sequence[PromptEntry],
     conversations: TextCodec | None,
+    conversing: Conversing | None,
 ) -> RunContext:
     start, site, prepared = run.start, run.site, run.prepared
     codec = prepared.codec
@@ -252,6 +261,7 @@ def _assemble(
         preferred_tokens=site.platform.microbatch_tokens,
         clock=time.perf_counter,
         conversations=conversations,
+        conversing=conversing,
         trace=_trace(config, resumes=start.checkpoint is not None),
         activity=activity,
         allocated_bytes=lambda: running.peak_memory().allocated,

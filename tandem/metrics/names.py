@@ -89,6 +89,21 @@ METRICS = (
     Metric("reward/errors", "samples", "samples whose reward failed for another reason"),
     Metric("reward/failures", "samples", "samples without a reward"),
     Metric("reward/zero_variance_group_ratio", _SHARE, "groups whose samples all score the same"),
+    Metric(
+        f"num_turns/{_STATISTIC}", "turns", "turns of an episode's policy and environment, and 1"
+    ),
+    Metric("agent/calls/<mean|max>", "calls", "the calls of tools of an episode"),
+    Metric(
+        "agent/calls/<ok|model_error|timeout|limit|failed>", "calls", "the calls with this outcome"
+    ),
+    Metric("agent/malformed_share", _SHARE, "calls that were malformed, unknown or wrong"),
+    Metric(
+        "agent/end/<answer|done|turns|length|deadline|failed>", _SHARE, "episodes that ended so"
+    ),
+    Metric("agent/failed", "samples", "episodes without a reward: a tool failed, or too late"),
+    Metric("agent/wait_s/<mean|max>", _SECONDS, "the wait of an episode for its environment"),
+    Metric("agent/drawn_tokens/mean", _TOKENS, "the tokens that the policy drew in an episode"),
+    Metric("agent/given_share", _SHARE, "response tokens that the environment gave"),
     Metric(f"<response|prompt>_length/{_STATISTIC}", _TOKENS, "the lengths"),
     Metric("<response|prompt>_length/clip_ratio", _SHARE, "sequences of the maximum length"),
     Metric(f"response_length_non_aborted/{_STATISTIC}", _TOKENS, "the lengths above 0"),
@@ -183,6 +198,8 @@ METRICS = (
         "",
         "the best, the worst or the majority of n samples, by bootstrap",
     ),
+    Metric(f"val-aux/num_turns/{_STATISTIC}", "turns", "the same of validation episodes"),
+    Metric("val-aux/agent/calls/mean", "calls", "the calls of tools of a validation episode"),
     Metric("val-aux/<source>/failures/count", "samples", "validation samples without a reward"),
 )
 

@@ -20,6 +20,7 @@ from tandem.data.prompts import PromptSource
 from tandem.metrics.activity import Activity
 from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TraceRecorder
+from tandem.pipeline.conversing import Conversing
 from tandem.pipeline.microbatches import MemoryFit
 from tandem.types import Group, Prompt, RewardOutcome, RewardRequest
 
@@ -73,6 +74,7 @@ class RunContext:
         clock: returns seconds; only differences are used.
         allocated_bytes, reserved_bytes: return the peaks of the device allocator.
         conversations: encodes text for a reward model; None if it reads the policy's tokens.
+        conversing: what episodes of several turns need; None if there are none.
         memory: remembers which micro-batches fit the device.
         trace: records which role worked and which waited.
         activity: tells the console which phase the run is in.
@@ -95,6 +97,7 @@ class RunContext:
     allocated_bytes: Callable[[], int]
     reserved_bytes: Callable[[], int]
     conversations: Conversations | None = None
+    conversing: Conversing | None = None
     memory: MemoryFit = field(default_factory=MemoryFit)
     trace: TraceRecorder = field(default_factory=_no_trace)
     activity: Activity = field(default_factory=Activity)

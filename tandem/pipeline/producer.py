@@ -21,6 +21,13 @@ from tandem.metrics.activity import Phase
 from tandem.pipeline.admission import AdmissionGate
 from tandem.pipeline.buffer import GroupBuffer
 from tandem.pipeline.context import RunContext
+from tandem.pipeline.episodes import (
+    Answers,
+    EpisodePlayer,
+    outcome_of_end,
+    reward_context,
+    trajectories_of,
+)
 from tandem.pipeline.failures import (
     GENERATION_FAILED,
     PENDING,
@@ -30,7 +37,6 @@ from tandem.pipeline.failures import (
 )
 from tandem.pipeline.rollout_loop import RolloutLoop
 from tandem.types import (
-    Completion,
     FinishReason,
     GenerationRequest,
     Group,
@@ -46,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 BASELINE_SAMPLE_ID_BASE = 1 << 59
 """The first sample id of greedy baselines. Their range ends where that of validation begins."""
-
-Answers = asyncio.Future[tuple[Completion, ...]]
 
 
 class GroupProducer:
@@ -75,6 +79,7 @@ class GroupProducer:
         self._context = context
         self._gate = gate
         self._rollout = rollout
+        self._player = EpisodePlayer(rollout, context.conversing, trace=context.trace)
         self._buffer = buffer
         self._version = version
         self._num_samples = context.config.actor_rollout_ref.rollout.n
@@ -126,10 +131,11 @@ class GroupProducer:
 
     async def _produce_once(self, prompts: Sequence[Prompt]) -> list[int]:
         """Complete the groups of ``prompts`` and return the draws of those that were dropped."""
-        futures = self._rollout.submit([self._request(prompt) for prompt in prompts])
+        futures = self._player.start(prompts, [self._request(prompt) for prompt in prompts])
         baselines: Sequence[Answers | None] = [None] * len(prompts)
         if self._has_baseline:
-            baselines = self._rollout.submit([self._baseline_request(prompt) for prompt in prompts])
+            requests = [self._baseline_request(prompt) for prompt in prompts]
+            baselines = self._player.start(prompts, requests)
         tasks: list[asyncio.Task[Group | None]] = []
         with self._show(tasks, num_prompts=len(prompts)):
             async with asyncio.TaskGroup() as groups:
@@ -189,15 +195,16 @@ class GroupProducer:
 
         A reward model scores later, when there is a batch.
         """
-        completions = [*await future, *(() if baseline is None else await baseline)]
+        answers = [*await future, *(() if baseline is None else await baseline)]
+        trajectories = trajectories_of(prompt, answers)
         generated_s = self._context.clock()
         with self._context.trace.span("reward", "reward"):
             # One group is decoded per iteration of the event loop. Meanwhile the rewards of groups
             # that ended at the same time are requested and returned.
             async with self._decoding:
-                texts = self._context.codec.decode([c.token_ids for c in completions])
+                texts = decode_drawn(self._context, trajectories)
                 await asyncio.sleep(0)
-            scored = await self._score(prompt, completions, texts=texts)
+            scored = await self._score(prompt, trajectories, texts=texts)
         group = Group(prompt, scored[: self._num_samples])
         if not await self._may_go_on(group):
             return None
@@ -219,12 +226,11 @@ class GroupProducer:
         return self.failure is None
 
     async def _score(
-        self, prompt: Prompt, completions: Sequence[Completion], *, texts: Sequence[str]
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], *, texts: Sequence[str]
     ) -> tuple[Sample, ...]:
         if self._context.config.reward_model.enable:
-            outcomes = [PENDING] * len(texts)
-            return _judged(prompt, completions, texts=texts, outcomes=outcomes)
-        return await score_texts(self._context, prompt, completions=completions, texts=texts)
+            return _judged(trajectories, texts, outcomes=[PENDING] * len(texts))
+        return await score_texts(self._context, prompt, trajectories=trajectories, texts=texts)
 
     def _check_dropped(self) -> None:
         config = self._context.config
@@ -255,53 +261,65 @@ def training_sampling(context: RunContext) -> SamplingParams:
     )
 
 
+def decode_drawn(context: RunContext, trajectories: Sequence[Trajectory]) -> list[str]:
+    """Return the text that the policy drew in each trajectory, its turns joined by a newline."""
+    turns = [trajectory.completions for trajectory in trajectories]
+    texts = iter(context.codec.decode([turn.token_ids for of_one in turns for turn in of_one]))
+    return ["\n".join(next(texts) for _ in of_one) for of_one in turns]
+
+
 async def score_samples(
-    context: RunContext, prompt: Prompt, *, completions: Sequence[Completion]
+    context: RunContext, prompt: Prompt, *, trajectories: Sequence[Trajectory]
 ) -> tuple[Sample, ...]:
-    """Decode and score the completions of one prompt."""
-    texts = context.codec.decode([completion.token_ids for completion in completions])
-    return await score_texts(context, prompt, completions=completions, texts=texts)
+    """Decode and score the trajectories of one prompt."""
+    texts = decode_drawn(context, trajectories)
+    return await score_texts(context, prompt, trajectories=trajectories, texts=texts)
 
 
 async def score_texts(
     context: RunContext,
     prompt: Prompt,
     *,
-    completions: Sequence[Completion],
+    trajectories: Sequence[Trajectory],
     texts: Sequence[str],
 ) -> tuple[Sample, ...]:
-    """Score the completions of one prompt with its rule or function."""
+    """Score the trajectories of one prompt with its rule or function.
+
+    A reward reads drawn text only: a tool that returns the answer earns nothing. A failed episode
+    is not scored.
+    """
+    faults = [outcome_of_end(trajectory) for trajectory in trajectories]
     requests = [
         RewardRequest(
             data_source=prompt.data_source,
             solution=text,
             ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
-            num_tokens=len(completion.token_ids),
+            extra_info=reward_context(prompt, trajectory),
+            num_tokens=len(trajectory.response_ids),
             prompt=prompt.messages,
         )
-        for completion, text in zip(completions, texts, strict=True)
+        for trajectory, text, fault in zip(trajectories, texts, faults, strict=True)
+        if fault is None
     ]
-    outcomes = await context.rewards.score(requests)
-    return _judged(prompt, completions, texts=texts, outcomes=outcomes)
+    scored = iter(await context.rewards.score(requests))
+    outcomes = [next(scored) if fault is None else fault for fault in faults]
+    return _judged(trajectories, texts, outcomes=outcomes)
 
 
 def _judged(
-    prompt: Prompt,
-    completions: Sequence[Completion],
-    *,
+    trajectories: Sequence[Trajectory],
     texts: Sequence[str],
+    *,
     outcomes: Sequence[RewardOutcome],
 ) -> tuple[Sample, ...]:
-    """Return samples with their outcomes; a failed generation gets ``GENERATION_FAILED``."""
-    failed = [completion.finish_reason is FinishReason.FAILED for completion in completions]
+    """Return samples with their outcomes; a failed generation or episode has none of its own."""
     return tuple(
-        Sample(
-            Trajectory.of_single_turn(prompt.token_ids, completion),
-            text,
-            GENERATION_FAILED if has_failed else outcome,
-        )
-        for completion, text, outcome, has_failed in zip(
-            completions, texts, outcomes, failed, strict=True
-        )
+        Sample(trajectory, text, _fault_of(trajectory) or outcome)
+        for trajectory, text, outcome in zip(trajectories, texts, outcomes, strict=True)
     )
+
+
+def _fault_of(trajectory: Trajectory) -> RewardOutcome | None:
+    if any(drawn.finish_reason is FinishReason.FAILED for drawn in trajectory.completions):
+        return GENERATION_FAILED
+    return outcome_of_end(trajectory)

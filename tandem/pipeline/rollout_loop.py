@@ -31,6 +31,7 @@ that proves that a sequence was lost."""
 class _Pending:
     """A request whose completions are being collected."""
 
+    sample_ids: tuple[int, ...]
     request: GenerationRequest
     future: asyncio.Future[tuple[Completion, ...]]
     finished: dict[int, Completion] = field(default_factory=dict[int, Completion])
@@ -113,9 +114,11 @@ class RolloutLoop:
                 version of ``use_weights``
     ==========  =========================  ==========  ===========================================
 
-    GENERATING sends requests to the engine and advances it. DRAINING only advances it. PAUSED does
-    neither, except that it advances the engine while a version is on its way, because the engine
-    may have to collect its sequences before it can take the version.
+    GENERATING sends requests to the engine and advances it. DRAINING only advances it, and sends
+    the further turns of samples that were begun, which end under the weights they began with. A
+    sample whose request ``continues`` is open from the end of a turn until its next one or until
+    ``forget``. PAUSED does neither, except that it advances the engine while a version is on its
+    way, because the engine may have to collect its sequences before it can take the version.
 
     Args:
         pace: the recorder of when sequences end.
@@ -145,6 +148,7 @@ class RolloutLoop:
         self._num_rows = num_rows
         self._pending: dict[int, _Pending] = {}
         self._unsent: list[GenerationRequest] = []
+        self._open: set[int] = set()
         self._num_sent = 0
         self._idle_advances = 0
         self._state = LoopState.GENERATING
@@ -162,12 +166,7 @@ class RolloutLoop:
         Returns:
             One future a request, with its completions in the order of ``sample_ids``.
         """
-        loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[tuple[Completion, ...]]] = []
-        for request in requests:
-            pending = _Pending(request, loop.create_future())
-            self._pending.update(dict.fromkeys(request.sample_ids, pending))
-            futures.append(pending.future)
+        futures = [self._expect(request, request.sample_ids) for request in requests]
         self._unsent.extend(requests)
         self._look_for_work()
         return futures
@@ -176,6 +175,38 @@ class RolloutLoop:
     def num_unfinished(self) -> int:
         """The number of sequences whose completions have not been collected."""
         return len(self._pending)
+
+    def submit_apart(
+        self, request: GenerationRequest
+    ) -> list[asyncio.Future[tuple[Completion, ...]]]:
+        """Queue a request whose samples are awaited one by one.
+
+        Further turns go before requests for new samples: they are older, and engines may hold their
+        caches.
+
+        Returns:
+            One future a sample, with one completion.
+        """
+        futures = [self._expect(request, (sample_id,)) for sample_id in request.sample_ids]
+        self._open.difference_update(request.sample_ids)
+        num_further = sum(one.first_index > 0 for one in self._unsent)
+        place = num_further if request.first_index else len(self._unsent)
+        self._unsent.insert(place, request)
+        self._look_for_work()
+        return futures
+
+    async def forget(self, sample_ids: Iterable[int]) -> None:
+        """Close samples that get no further turn."""
+        self._open.difference_update(sample_ids)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _expect(
+        self, request: GenerationRequest, sample_ids: tuple[int, ...]
+    ) -> asyncio.Future[tuple[Completion, ...]]:
+        pending = _Pending(sample_ids, request, asyncio.get_running_loop().create_future())
+        self._pending.update(dict.fromkeys(sample_ids, pending))
+        return pending.future
 
     def take_metrics(self) -> dict[str, float]:
         """Return ``rollout/engine/*``: the growth of the engine's counters since the last call."""
@@ -206,7 +237,7 @@ class RolloutLoop:
         """Send no more requests until ``use_weights``; return once the engine has no sequence."""
         self._leave_generating(LoopState.DRAINING)
         async with self._changed:
-            await self._changed.wait_for(lambda: self._num_sent == 0)
+            await self._changed.wait_for(lambda: self._num_sent == 0 and not self._open)
 
     async def pause(self) -> None:
         """Start no advance until ``use_weights``; return once none is running."""
@@ -234,8 +265,7 @@ class RolloutLoop:
             self._is_calling = True
             if self._wanted_version is not None:
                 await self._switch(self._wanted_version)
-            if self._unsent and self._state is LoopState.GENERATING:
-                requests, self._unsent = self._unsent, []
+            if requests := self._take_requests():
                 self._pace.begin(requests, is_alone=self._num_sent == 0)
                 self._num_sent += sum(len(request.sample_ids) for request in requests)
                 await self._runtime.call(self._engine.add, requests)
@@ -248,6 +278,15 @@ class RolloutLoop:
                 self._changed.notify_all()
             self._look_for_work()
 
+    def _take_requests(self) -> list[GenerationRequest]:
+        """Remove and return the requests that may be sent now."""
+        if self._state is LoopState.PAUSED:
+            return []
+        is_draining = self._state is LoopState.DRAINING
+        taken = [one for one in self._unsent if one.first_index or not is_draining]
+        self._unsent = [one for one in self._unsent if is_draining and not one.first_index]
+        return taken
+
     def _leave_generating(self, state: LoopState) -> None:
         if self._state is not LoopState.GENERATING:
             raise RuntimeError(f"the rollout cannot go from {self._state.name} to {state.name}")
@@ -259,7 +298,9 @@ class RolloutLoop:
 
     def _look_for_work(self) -> None:
         has_work = bool(self._num_sent) and self._state is not LoopState.PAUSED
-        has_requests = bool(self._unsent) and self._state is LoopState.GENERATING
+        is_generating = self._state is LoopState.GENERATING
+        is_draining = self._state is LoopState.DRAINING
+        has_requests = any(is_generating or (is_draining and r.first_index) for r in self._unsent)
         if has_work or has_requests or self._wanted_version is not None:
             self._has_work.set()
         else:
@@ -286,7 +327,9 @@ class RolloutLoop:
             self._pace.end(len(completion.token_ids))
             pending = self._pending.pop(completion.sample_id)
             pending.finished[completion.sample_id] = completion
-            ids = pending.request.sample_ids
+            if pending.request.continues and not pending.future.cancelled():
+                self._open.add(completion.sample_id)
+            ids = pending.sample_ids
             if len(pending.finished) == len(ids) and not pending.future.cancelled():
                 pending.future.set_result(tuple(pending.finished[i] for i in ids))
 

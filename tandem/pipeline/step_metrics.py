@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.metrics.custom import StepBatch, custom_metrics
+from tandem.metrics.episodes import episode_metrics
 from tandem.metrics.rollouts import (
     advantage_metrics,
     length_metrics,
@@ -52,6 +53,7 @@ def batch_metrics(
             max_prompt_length=data.max_prompt_length,
             max_response_length=data.max_response_length,
         ),
+        **episode_metrics(groups),
         **value_metrics(experience),
         **rollout_difference(experience),
         **experience.correction_metrics,

@@ -46,7 +46,7 @@ class RunTasks:
             context.runtime,
             spans=EngineSpans(context.trace, engines.work),
             pace=self.pace,
-            is_bounded=max_lag > 0,
+            is_bounded=max_lag > 0 or context.conversing is not None,
             num_rows=None if rule.finishes_on_old_weights else engines.num_rows,
         )
         self.flow = WeightFlow(

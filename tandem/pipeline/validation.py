@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.metrics.activity import Phase
+from tandem.metrics.episodes import episode_metrics
 from tandem.metrics.records import dump_samples
 from tandem.metrics.validation import validation_metrics, validation_samples
 from tandem.pipeline.context import RunContext
+from tandem.pipeline.episodes import Answers, EpisodePlayer, trajectories_of
 from tandem.pipeline.failures import require_fresh, warn_of_failed_rewards
-from tandem.pipeline.producer import Answers, score_samples
+from tandem.pipeline.producer import score_samples
 from tandem.pipeline.rollout_loop import RolloutLoop
 from tandem.pipeline.weights import WeightFlow
 from tandem.types import (
@@ -46,7 +48,7 @@ class Validator:
 
     def __init__(self, context: RunContext, rollout: RolloutLoop, *, flow: WeightFlow) -> None:
         self._context = context
-        self._rollout = rollout
+        self._player = EpisodePlayer(rollout, context.conversing, trace=context.trace)
         self._flow = flow
         self.metrics: Metrics = {}
         self._under_way: list[asyncio.Future[Any]] = []
@@ -62,12 +64,13 @@ class Validator:
         context = self._context
         num_samples = context.config.actor_rollout_ref.rollout.val_kwargs.n
         prompts, sampling = context.validation_prompts, validation_sampling(context)
-        answers = self._rollout.submit(validation_requests(prompts, num_samples, sampling=sampling))
+        requests = validation_requests(prompts, num_samples, sampling=sampling)
+        answers = self._player.start(prompts, requests)
         scoring = [
             group.create_task(_score(context, prompt, future=future))
             for prompt, future in zip(prompts, answers, strict=True)
         ]
-        self._under_way = [one for one in self._under_way if not one.done()] + answers + scoring
+        self._under_way = [one for one in self._under_way if not one.done()] + [*answers, *scoring]
         return group.create_task(self._validate(step, answers, scoring=scoring))
 
     def drop(self) -> None:
@@ -119,7 +122,10 @@ class Validator:
 
 def summarize(groups: Sequence[Group]) -> dict[str, float]:
     """Return verl's ``val-core`` and ``val-aux`` metrics of validated groups."""
-    return validation_metrics(validation_samples(groups))
+    episodes = episode_metrics(groups)
+    kept = ("num_turns/mean", "num_turns/max", "num_turns/min", "agent/calls/mean")
+    turns = {f"val-aux/{name}": episodes[name] for name in kept if name in episodes}
+    return {**validation_metrics(validation_samples(groups)), **turns}
 
 
 def validation_sampling(context: RunContext) -> SamplingParams:
@@ -152,4 +158,5 @@ def validation_requests(
 
 
 async def _score(context: RunContext, prompt: Prompt, *, future: Answers) -> Group:
-    return Group(prompt, await score_samples(context, prompt, completions=await future))
+    trajectories = trajectories_of(prompt, await future)
+    return Group(prompt, await score_samples(context, prompt, trajectories=trajectories))

@@ -18,12 +18,14 @@ class Accuracies:
     Attributes:
         before, after: on problems of the training's kind.
         unseen_before, unseen_after: on numbers that occur in no training problem.
+        without_tool: the same after training, with a tool that always fails; None without one.
     """
 
     before: float
     after: float
     unseen_before: float
     unseen_after: float
+    without_tool: float | None = None
 
 
 def describe_end(
@@ -51,6 +53,7 @@ def describe_end(
         f"before GRPO it solved {_percent(accuracies.before)}.",
         f"It solves {_percent(accuracies.unseen_after)} of {NUM_UNSEEN} problems with unseen "
         f"numbers; before, {_percent(accuracies.unseen_before)}.",
+        *_without_tool(accuracies),
         "",
         f"The report is {report}. It opens in a browser.",
         f"The model is in {model}.",
@@ -69,3 +72,10 @@ def describe_end(
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+def _without_tool(accuracies: Accuracies) -> list[str]:
+    if accuracies.without_tool is None:
+        return []
+    share = _percent(accuracies.without_tool)
+    return [f"With a tool that always fails, it solves {share} of them."]

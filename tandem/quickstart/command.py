@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,10 +42,13 @@ from tandem.quickstart.materials import (
     Materials,
     prepare,
 )
+from tandem.quickstart.task import ToolUse
 from tandem.report.report import write_report
 from tandem.report.run_folder import REPORT_FILE, SUMMARY_FILE, read_run
 
 _HERE = Path(__file__).parent
+_FUNCTIONS = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
+_WITHOUT = "unseen_numbers_without_tool"
 _GRPO = str(_HERE / "grpo.yaml")
 _ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@"
 """The name of the metric, which the number of samples of a problem completes."""
@@ -76,15 +80,23 @@ def run(arguments: Sequence[str]) -> int:
     _say(f"1/4 making {TASKS[options.task].name}, a tokenizer and a random model")
     materials = prepare(folder / "materials", seed=options.seed, task=TASKS[options.task])
     try:
-        accuracies = _train(materials, folder, seed=options.seed, overrides=options.overrides)
+        accuracies = _train(
+            materials,
+            folder,
+            tools=TASKS[options.task].tools,
+            seed=options.seed,
+            overrides=options.overrides,
+        )
     except _Interrupted as stop:
         return stop.exit_code
     seconds, run_folder = time.perf_counter() - start_s, folder / "grpo"
+    without = {} if accuracies.without_tool is None else {_WITHOUT: accuracies.without_tool}
     summary = {
         "accuracy_before": accuracies.before,
         "accuracy_after": accuracies.after,
         "unseen_numbers_before": accuracies.unseen_before,
         "unseen_numbers_after": accuracies.unseen_after,
+        **without,
         "seed": options.seed,
         "parameters": materials.num_parameters,
         "seconds": round(seconds, 1),
@@ -106,11 +118,20 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _train(
-    materials: Materials, folder: Path, *, seed: int, overrides: Sequence[str]
+    materials: Materials,
+    folder: Path,
+    *,
+    tools: ToolUse | None,
+    seed: int,
+    overrides: Sequence[str],
 ) -> Accuracies:
     """Train the model in ``folder``, on demonstrations and then with GRPO, and evaluate it."""
     _say(f"2/4 supervised warm-up of {materials.num_parameters:,} parameters")
-    warm = warm_start(materials, folder / "sft", seed=seed)
+    warm = warm_start(
+        materials, folder / "sft", seed=seed, keys=() if tools is None else tools.sft_keys
+    )
+    if tools is not None:
+        overrides = (*tools.grpo_keys, f"{_FUNCTIONS}={tools.function_file}", *overrides)
     _say("3/4 reinforcement learning with GRPO")
     seeds = (f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}")
     grpo = _grpo_config(
@@ -122,18 +143,25 @@ def _train(
     )
     _finished(run_prepared(local_site(grpo), train.prepare(grpo)))
     _say("4/4 evaluation on unseen combinations of numbers")
-    before = _accuracy_on_unseen(materials, warm, folder=folder / "unseen_before")
-    after = _accuracy_on_unseen(
-        materials, _trained_model(folder / "grpo"), folder=folder / "unseen_after"
-    )
+    trained = _trained_model(folder / "grpo")
+    of_episodes = () if tools is None else _episode_keys(overrides)
+    evaluate = partial(_accuracy_on_unseen, materials, overrides=of_episodes)
+    before = evaluate(warm, folder=folder / "unseen_before")
+    after = evaluate(trained, folder=folder / "unseen_after")
+    without: float | None = None
+    if tools is not None:
+        keys = (*of_episodes, f"{_FUNCTIONS}={tools.broken_file}")
+        broken = folder / "unseen_without_tool"
+        without = _accuracy_on_unseen(materials, trained, folder=broken, overrides=keys)
     columns = read_run(folder / "grpo").columns
     (values,) = (column for name, column in columns.items() if name.startswith(_ACCURACY))
-    return Accuracies(values[0][1], values[-1][1], before, after)
+    return Accuracies(values[0][1], values[-1][1], before, after, without)
 
 
-def warm_start(materials: Materials, folder: Path, *, seed: int) -> Path:
+def warm_start(materials: Materials, folder: Path, *, seed: int, keys: Sequence[str] = ()) -> Path:
     """Train the random model on demonstrations in ``folder``; return the trained model's folder."""
     keys = (
+        *keys,
         f"model.path={materials.model}",
         f"data.train_files={materials.demonstrations}",
         f"data.seed={seed}",
@@ -193,8 +221,16 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             )
 
 
-def _accuracy_on_unseen(materials: Materials, model: Path, *, folder: Path) -> float:
-    overrides = ("trainer.val_only=True", "trainer.logger=[]")
+def _episode_keys(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides that episodes depend on."""
+    sections = ("data.max_", "actor_rollout_ref.rollout.multi_turn", _FUNCTIONS)
+    return tuple(key for key in overrides if key.startswith(sections))
+
+
+def _accuracy_on_unseen(
+    materials: Materials, model: Path, *, folder: Path, overrides: Sequence[str]
+) -> float:
+    overrides = (*overrides, "trainer.val_only=True", "trainer.logger=[]")
     config = _grpo_config(
         materials, model, test=materials.test_unseen, folder=folder, overrides=overrides
     )

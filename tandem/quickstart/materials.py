@@ -7,6 +7,7 @@ Face folder with tokenizer and random model. No question of the tests occurs in 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,21 @@ from typing import Any
 
 from tandem.data.files import write_parquet
 from tandem.errors import UserError
+from tandem.quickstart.calculator import CALCULATOR
 from tandem.quickstart.counting import COUNTING
 from tandem.quickstart.model import write_model
 from tandem.quickstart.sorting import SORTING
 from tandem.quickstart.task import AnyProblem, Task
-from tandem.quickstart.tokenizer import END_ID, PAD_ID, save_tokenizer, train_tokenizer
+from tandem.quickstart.tokenizer import (
+    CHAT_TEMPLATE,
+    END_ID,
+    PAD_ID,
+    SPECIAL_TOKENS,
+    TOOL_TAGS,
+    TOOL_TEMPLATE,
+    save_tokenizer,
+    train_tokenizer,
+)
 from tandem.quickstart.word_problems import WORD_PROBLEMS
 
 NUM_DEMONSTRATIONS = 20_000
@@ -37,7 +48,7 @@ DATA_SOURCE = "openai/gsm8k"
 """The data source of GSM8K, whose reward compares the number after the last ``####``."""
 
 TASKS: Mapping[str, Task[Any]] = MappingProxyType(
-    {"words": WORD_PROBLEMS, "sorting": SORTING, "counting": COUNTING}
+    {"words": WORD_PROBLEMS, "sorting": SORTING, "counting": COUNTING, "calculator": CALCULATOR}
 )
 """The tasks by name."""
 
@@ -91,7 +102,7 @@ def prepare(folder: Path, *, seed: int, task: Task[Any] = WORD_PROBLEMS) -> Mate
     shown = task.draw(NUM_DEMONSTRATIONS, seed=100 + seed, but_not=tested)
     unseen = task.draw_unseen(NUM_UNSEEN, seed=UNSEEN_SEED)
     pairs = task.demonstrations(shown, seed=seed)
-    rows = [{"question": question, "answer": answer} for question, answer in pairs]
+    rows: list[dict[str, Any]] = [_demonstration(*pair, task=task) for pair in pairs]
     write_parquet(rows, materials.demonstrations, key="--folder")
     _write_prompts(materials.train, train, task=task, split="train")
     _write_prompts(materials.test, test, task=task, split="test")
@@ -102,10 +113,33 @@ def prepare(folder: Path, *, seed: int, task: Task[Any] = WORD_PROBLEMS) -> Mate
 def _write_policy(folder: Path, seed: int, *, task: Task[Any]) -> int:
     """Write tokenizer and random weights; return the number of parameters."""
     problems = task.draw(NUM_TOKENIZER_TEXTS, seed=TOKENIZER_SEED)
-    tokenizer = train_tokenizer(f"{p.question}\n{task.correct(p)}" for p in problems)
-    save_tokenizer(tokenizer, folder)
+    special, template = SPECIAL_TOKENS, CHAT_TEMPLATE
+    texts = [f"{p.question}\n{task.correct(p)}" for p in problems]
+    if task.tools is not None:
+        special, template = (*SPECIAL_TOKENS, *TOOL_TAGS), TOOL_TEMPLATE
+        answered = [(p.question, write(p)) for p in problems for write, _ in task.writers]
+        texts = [text for pair in answered for text in _texts(task.tools.messages_of(*pair))]
+    tokenizer = train_tokenizer(texts, special_tokens=special)
+    save_tokenizer(tokenizer, folder, chat_template=template)
     num_tokens = tokenizer.get_vocab_size()
     return write_model(folder, num_tokens=num_tokens, eos_id=END_ID, pad_id=PAD_ID, seed=seed)
+
+
+def _demonstration(question: str, answer: str, *, task: Task[Any]) -> dict[str, Any]:
+    if task.tools is None:
+        return {"question": question, "answer": answer}
+    return {"messages": task.tools.messages_of(question, answer)}
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the texts between the special tokens of a conversation."""
+    texts: list[str] = []
+    for message in messages:
+        texts.append(message["content"])
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            texts.append("\n" + json.dumps(function) + "\n")
+    return texts
 
 
 def _write_prompts(
@@ -117,6 +151,7 @@ def _write_prompts(
             "data_source": DATA_SOURCE,
             "prompt": [{"role": "user", "content": problem.question}],
             "ability": "math",
+            **({} if task.tools is None else {"agent_name": "tool_agent"}),
             "reward_model": {"style": "rule", "ground_truth": problem.result},
             "extra_info": {
                 "split": split,

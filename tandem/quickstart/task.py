@@ -12,7 +12,8 @@ import random
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 HELD_OUT_ONE_IN = 20
 """One in this many combinations of numbers is held out of the training data."""
@@ -41,6 +42,23 @@ P = TypeVar("P", bound=AnyProblem)
 
 
 @dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tool of a task, with the demonstrations and the keys of recipes that go with it.
+
+    Attributes:
+        messages_of: turns question and answer of a demonstration into messages with calls.
+        function_file, broken_file: the files of the tool, and of one that always fails.
+        sft_keys, grpo_keys: the keys of the recipes that differ.
+    """
+
+    messages_of: Callable[[str, str], list[dict[str, Any]]]
+    function_file: Path
+    broken_file: Path
+    sft_keys: Sequence[str]
+    grpo_keys: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Task(Generic[P]):
     """A kind of problems.
 
@@ -50,12 +68,14 @@ class Task(Generic[P]):
         correct: writes the worked answer.
         writers: functions that write the answers of demonstrations, with their weights; most make
             mistakes.
+        tools: what a task has whose answers call a tool; None for a task of single turns.
     """
 
     name: str
     draw_one: Callable[[random.Random], P]
     correct: Callable[[P], str]
     writers: Sequence[tuple[Callable[[P], str], float]]
+    tools: ToolUse | None = None
 
     def draw(self, count: int, *, seed: int, but_not: Collection[str] = ()) -> list[P]:
         """Draw ``count`` problems with different texts and no held-out combination of numbers.

@@ -8,7 +8,7 @@ a response and ``<|endoftext|>`` pads. Training takes a tenth of a second, witho
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import (
@@ -43,7 +43,29 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+TOOL_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+TOOL_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|im_start|>user\n<tool_response>\n' + message['content'] }}"
+    "{{ '\n</tool_response><|im_end|>\n' }}"
+    "{% else %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>\n{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
+    "{{ call['function']['arguments'] | tojson }}{{ '}\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Qwen's form of calls and results. The tools are not described: the model knows the only one."""
+
+
+def train_tokenizer(
+    texts: Iterable[str], *, special_tokens: Sequence[str] = SPECIAL_TOKENS
+) -> Tokenizer:
     """Train a tokenizer of at most ``MAX_VOCAB`` entries, the bytes included.
 
     Special tokens take the first ids.
@@ -59,7 +81,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=MAX_VOCAB,
-        special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
+        special_tokens=[AddedToken(token, special=True) for token in special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -67,7 +89,9 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+def save_tokenizer(
+    tokenizer: Tokenizer, folder: Path, *, chat_template: str = CHAT_TEMPLATE
+) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` into an existing folder."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -76,7 +100,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "pad_token": PAD,
         "additional_special_tokens": [TURN_START],
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     text = json.dumps(settings, indent=2) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")

@@ -55,6 +55,12 @@ CHARTS = (
     ChartSpec("Learning", "Response length", "mean, tokens", {"response_length/mean": "tokens"}),
     ChartSpec(
         "Learning",
+        "Calls of tools",
+        "mean per episode",
+        {"agent/calls/mean": "training", "val-aux/agent/calls/mean": "validation"},
+    ),
+    ChartSpec(
+        "Learning",
         "Groups without a signal",
         "share whose samples score the same",
         {"reward/zero_variance_group_ratio": "share"},

@@ -41,6 +41,7 @@ class HfRolloutConfig:
 class _Sample:
     sample_id: int
     prompt_ids: TokenIds
+    first_index: int
 
 
 class ModuleSink:
@@ -154,7 +155,10 @@ class HfRolloutEngine:
             request = self._waiting[0]
             if samples and len(samples) + len(request.sample_ids) > self._config.max_num_seqs:
                 break
-            samples += [_Sample(sample_id, request.prompt_ids) for sample_id in request.sample_ids]
+            samples += [
+                _Sample(sample_id, request.prompt_ids, request.first_index)
+                for sample_id in request.sample_ids
+            ]
             self._waiting.popleft()
         return samples
 
@@ -211,7 +215,12 @@ class _KeyedDraws:
         sampling: SamplingParams,
         device: torch.device,
     ) -> None:
-        keys_B = stream_keys(seed, [sample.sample_id for sample in samples], device=device)
+        keys_B = stream_keys(
+            seed,
+            [sample.sample_id for sample in samples],
+            first_indices=[sample.first_index for sample in samples],
+            device=device,
+        )
         positions_J = torch.arange(sampling.max_new_tokens, device=device)
         self._uniform_BJ = uniforms(keys_B, positions_J.expand(len(samples), -1))
         self._rule = DrawRule.of(sampling)

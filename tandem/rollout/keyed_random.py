@@ -21,12 +21,25 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def stream_keys(
-    seed: int, sample_ids: Sequence[int], *, device: torch.device | str = "cpu"
+    seed: int,
+    sample_ids: Sequence[int],
+    *,
+    first_indices: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return one key per sample, int64 (B,), for ``uniforms``."""
+    """Return one key per sample, int64 (B,), for ``uniforms``.
+
+    Args:
+        first_indices: the position in each sample's stream that counts as position 0: the tokens of
+            earlier turns have used the numbers before it. None for 0.
+    """
     seed_tensor = torch.tensor(_signed(seed), dtype=torch.int64, device=device)
     ids_B = torch.tensor([_signed(sample_id) for sample_id in sample_ids], device=device)
-    return splitmix64(splitmix64(seed_tensor) + ids_B * _signed(_INCREMENT))
+    keys_B = splitmix64(splitmix64(seed_tensor) + ids_B * _signed(_INCREMENT))
+    if first_indices is None or not any(first_indices):
+        return keys_B
+    # ``uniforms`` adds the same increment for each position.
+    return keys_B + torch.tensor(first_indices, device=device) * _signed(_INCREMENT)
 
 
 def uniforms(keys_B: Tensor, positions_BJ: Tensor) -> Tensor:

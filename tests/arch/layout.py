@@ -16,6 +16,7 @@ ROOMS = (
     "metrics",
     "data",
     "children",
+    "agents",
     "rewards",
     "algorithms",
     "models",
@@ -52,6 +53,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "metrics": frozenset({"types", "api", "config"}),
     "data": frozenset({"types", "config"}),
     "children": frozenset({"types"}),
+    "agents": frozenset({"types", "api", "config", "data", "children"}),
     "rewards": frozenset({"types", "config", "children"}),
     "algorithms": frozenset({"types", "config"}),
     "models": frozenset({"types", "config", "platforms"}),
@@ -60,7 +62,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "rollout": frozenset({"types", "api", "config", "platforms", "comm", "models", "weight_sync"}),
     "checkpoint": frozenset({"types", "api", "config"}),
     "pipeline": frozenset(
-        {"types", "api", "config", "data", "rewards", "algorithms", "metrics", "checkpoint"}
+        {"types", "api", "config", "data", "agents", "rewards"}
+        | {"algorithms", "metrics", "checkpoint"}
     ),
     "report": frozenset({"types", "config", "metrics"}),
     "planner": frozenset(

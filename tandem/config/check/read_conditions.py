@@ -295,7 +295,6 @@ RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
         lambda c: c.actor_rollout_ref.model.trains_adapters and _is_one_process(c),
         "the reference computes with the trainer's base",
     ),
-    Exclusion((f"{_ROLLOUT}.multi_turn.enable",), _always, "not built yet: multi-turn rollouts"),
     Exclusion(
         (f"{_ACTOR}.megatron.expert_model_parallel_size",),
         _always,

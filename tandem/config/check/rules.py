@@ -428,11 +428,6 @@ def unbuilt_run(config: RunConfig) -> Iterator[UserError]:
     if roles.actor.strategy == "megatron":
         key = f"{_ACTOR}.strategy"
         yield UserError(key, "megatron", rule="is not built yet", remedy=f"Set {key}=fsdp.")
-    if roles.rollout.multi_turn.enable:
-        key = f"{_ROLLOUT}.multi_turn.enable"
-        yield UserError(
-            key, True, rule="multi-turn rollouts are not built yet", remedy=f"Set {key}=False."
-        )
     yield from _unnamed_model(roles.model, prefix="actor_rollout_ref.model")
     yield from _adapters_of_many(config)
     if roles.model.trains_adapters and roles.rollout.quantization is not None:

@@ -176,7 +176,6 @@ _ENGINES: Table = {
         {"mindspeed": {}, "torchtitan": {}, "veomni": {}},
     ),
 }
-_MULTI_TURN = "not built yet: multi-turn rollouts"
 _SHARED_TRAINER: Table = {
     "max_critic_ckpt_to_keep": (
         None,
@@ -212,6 +211,7 @@ _DATA: Table = {
             "dataloader_num_workers": 8,
             "return_raw_input_ids": False,
             "return_raw_chat": True,
+            "need_tools_kwargs": False,
             "return_full_prompt": False,
         },
     ),
@@ -225,7 +225,11 @@ _DATA: Table = {
     ),
     "trust_remote_code": (False, "actor_rollout_ref.model.trust_remote_code decides"),
     "tokenizer": (None, "the tokenizer is that of actor_rollout_ref.model.path"),
-    "continuous_token": ({}, "not built yet: multi-turn rollouts with tools"),
+    "continuous_token": ({}, "turns are always appended to the tokens before them"),
+    **_all(
+        "prompts are rendered with the tools of actor_rollout_ref.rollout.multi_turn",
+        {"tool_config_path": None, "function_tool_path": None},
+    ),
     "use_shm": (False, "files are read once, where they are"),
 }
 _ACTOR: Table = {
@@ -284,7 +288,18 @@ _ROLLOUT: Table = {
             ),
         },
     ),
-    **_all(_MULTI_TURN, {"multi_turn": {}, "agent": {}, "agent.custom_async_server": {}}),
+    **_all(
+        "no version of verl that is in use reads it",
+        {
+            "multi_turn.num_repeat_rollouts": None,
+            "multi_turn.completion_callback": None,
+            "multi_turn.max_turns": None,
+            "multi_turn.enable_tokenization_sanity_check": None,
+            "agent.custom_async_server": {},
+            "agent.custom_async_server.path": None,
+            "agent.custom_async_server.name": None,
+        },
+    ),
     "trace": ({}, NOT_BUILT),
     "profiler": ({}, _PROFILER),
     "prometheus": ({}, "not built yet: metrics of the engine are metrics of the run"),

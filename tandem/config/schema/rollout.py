@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from tandem.config.schema.dotted import ByName
-from tandem.config.schema.fields import SECTION, VALIDATES, Dtype, Seed, read_if
+from tandem.config.schema.fields import SECTION, VALIDATES, Dtype, Seed, Strings, read_if
 
 ENGINES: Mapping[str, str] = {
     "auto": "tandem.rollout.factory:build_by_family",
@@ -65,6 +65,23 @@ class ValKwargs(BaseModel):
     top_p: TopP = 1.0
 
 
+_TALKS = (
+    "has_environment=True: there are no tools and no simulated users, as "
+    "multi_turn.tool_config_path, function_tool_path and interaction_config_path are null"
+)
+CallFormatName = Literal[
+    "hermes",
+    "gpt-oss",
+    "qwen3_coder",
+    "glm",
+    "seed",
+    "minimax",
+    "kimi",
+    "deepseek_v4",
+    "gemma4",
+]
+
+
 class EngineKwargs(BaseModel):
     """``engine_kwargs.*``: arguments of engines that are not tandem's own."""
 
@@ -79,12 +96,107 @@ class EngineKwargs(BaseModel):
 
 
 class MultiTurnConfig(BaseModel):
-    """``multi_turn.*``: conversations with tools."""
+    """``multi_turn.*``: conversations with tools and simulated users (docs/agents.md)."""
 
     model_config = SECTION
 
     enable: bool = Field(
-        default=False, description="Multi-turn rollouts, which are not built yet: must be False."
+        default=False,
+        description="Let rows without agent_name be answered in several turns, with the tools and "
+        "interactions below.",
+    )
+    max_assistant_turns: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum number of turns of the policy; calls of the last one are not "
+        "executed. null: only data.max_response_length limits them.",
+        json_schema_extra=read_if(_TALKS),
+    )
+    max_user_turns: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum number of answers by tools and users; the policy has one more turn "
+        "after the last. null: no limit.",
+        json_schema_extra=read_if(_TALKS),
+    )
+    max_parallel_calls: int = Field(
+        default=1,
+        ge=1,
+        description="Number of calls of one turn that are executed; the others are answered so.",
+        json_schema_extra=read_if(_TALKS),
+    )
+    max_tool_response_length: int = Field(
+        default=256,
+        ge=1,
+        description="Maximum length of the result of a call in characters; longer ones are cut.",
+        json_schema_extra=read_if(_TALKS),
+    )
+    tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
+        default="middle",
+        description="Part of a long result that is cut away. left: the last characters remain; "
+        "right: the first ones; middle: both ends. (verl before 0.8: left keeps the left end.)",
+        json_schema_extra=read_if(_TALKS),
+    )
+    tool_config_path: str | None = Field(
+        default=None,
+        description="YAML file of tools: classes in the form of verl's BaseTool.",
+    )
+    function_tool_path: str | None = Field(
+        default=None,
+        description="Python file of tools: functions with the decorator @function_tool.",
+    )
+    interaction_config_path: str | None = Field(
+        default=None,
+        description="YAML file of simulated users: classes in the form of verl's BaseInteraction.",
+    )
+    format: CallFormatName = Field(
+        default="hermes",
+        description="Form in which the model writes calls.",
+        json_schema_extra=read_if(_TALKS),
+    )
+    tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = Field(
+        default="strict",
+        description="What happens if the chat template cannot carry calls and results. strict: an "
+        "error before training; ignore_strippable: a warning; disable: nothing.",
+        json_schema_extra=read_if(_TALKS),
+    )
+    tool_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="Time limit of one call in seconds, unless the config of the tool has a "
+        "timeout.",
+        json_schema_extra=read_if(_TALKS),
+    )
+
+
+class AgentConfig(BaseModel):
+    """``agent.*``: the episodes of several turns."""
+
+    model_config = SECTION
+
+    num_workers: int = Field(
+        default=8,
+        ge=1,
+        description="Maximum number of processes that run tools and simulated users.",
+        json_schema_extra=read_if(_TALKS),
+    )
+    default_agent_loop: Literal["single_turn_agent", "tool_agent"] | None = Field(
+        default=None,
+        description="Agent of rows without agent_name. null: tool_agent with "
+        "multi_turn.enable=True, else single_turn_agent.",
+    )
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Time in seconds that an episode may take after its first turn. One that takes "
+        "longer has no reward and does not count.",
+        json_schema_extra=read_if(_TALKS),
+    )
+    environment: Strings = Field(
+        default=(),
+        description="Names of environment variables that tools may read besides the usual ones, as "
+        "in reward.environment.",
+        json_schema_extra=read_if(_TALKS),
     )
 
 
@@ -249,4 +361,7 @@ class RolloutConfig(BaseModel):
     )
     multi_turn: MultiTurnConfig = Field(
         default_factory=MultiTurnConfig, description="Conversations with tools."
+    )
+    agent: AgentConfig = Field(
+        default_factory=AgentConfig, description="Episodes of several turns."
     )

@@ -165,6 +165,13 @@ class RunConfig(BaseModel):
         return self.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
 
     @property
+    def has_environment(self) -> bool:
+        """Whether there are tools or simulated users, so that rows may be answered with them."""
+        turns = self.actor_rollout_ref.rollout.multi_turn
+        paths = (turns.tool_config_path, turns.function_tool_path, turns.interaction_config_path)
+        return any(path is not None for path in paths)
+
+    @property
     def uses_critic(self) -> bool:
         """Whether a critic is trained; if ``critic.enable`` is null, the estimator decides."""
         enable = self.critic.enable

@@ -38,8 +38,9 @@ _MTP = Unbuilt("multi-token prediction")
 _ENGINE = Unbuilt("a training engine other than FSDP", ("fsdp", "fsdp2", None))
 _LATE_SCHEDULE = Unbuilt("a learning rate schedule that counts from 1", (True, None))
 _RECORDED = Unbuilt("training on recorded rollouts")
-_AGENT = "a rollout by an agent"
-_AGENT_KEYS = ("agent_loop_config_path", "agent_loop_manager_class", "custom_async_server.path")
+_AGENT = "an agent of your own"
+_AGENT_KEYS = ("agent_loop_config_path", "agent_loop_manager_class")
+_TOOL_AGENT = "Name a tool in multi_turn.tool_config_path or multi_turn.function_tool_path."
 _SERVED_MODEL = Unbuilt(
     "a reward model behind a server", (None,), "Name the model in reward_model.model.path."
 )
@@ -76,15 +77,12 @@ _OPTIM_SECTION = {
 _OWN_CLASS = ("path", "name", "class_path", "class_name")
 _OWN_SAMPLER = Unbuilt("a sampler of your own", (None,), "Order the rows of the files.")
 _OWN_GENERATOR = Unbuilt("generation of training rows", (None,))
-_TOOLS = Unbuilt("tools", (None,))
 
 _ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
     "data": {
         "image_key": Unbuilt("training on images", ("images", None)),
         "video_key": Unbuilt("training on videos", ("videos", None)),
         "audio_key": Unbuilt("training on sound", ("audios", None)),
-        "tool_config_path": _TOOLS,
-        "function_tool_path": _TOOLS,
         **{f"sampler.{key}": _OWN_SAMPLER for key in _OWN_CLASS},
         **{f"datagen.{key}": _OWN_GENERATOR for key in _OWN_CLASS},
     },
@@ -99,8 +97,12 @@ _ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
         "router_replay.mode": _ROUTER,
     },
     "actor_rollout_ref.rollout": {
-        "agent.default_agent_loop": Unbuilt(_AGENT, ("single_turn_agent", None)),
-        **{f"agent.{key}": Unbuilt(_AGENT, (None,)) for key in _AGENT_KEYS},
+        **{f"agent.{key}": Unbuilt(_AGENT, (None,), _TOOL_AGENT) for key in _AGENT_KEYS},
+        "multi_turn.use_inference_chat_template": Unbuilt(
+            "a new rendering of the conversation for each turn",
+            (False, None),
+            "Leave it out: turns are appended to the tokens before them.",
+        ),
         "enable_rollout_routing_replay": Unbuilt("replay of a router's choices"),
         "logprobs_mode": Unbuilt(
             "a log-prob other than that of the drawn distribution", ("processed_logprobs", None)

@@ -271,7 +271,10 @@ class NativeRolloutEngine:
     def _write_facts(self, first_row: int, rows: Sequence[Row]) -> None:
         columns = torch.tensor([[row.start for row in rows], [row.first for row in rows]])
         keys_n = stream_keys(
-            self._config.seed, [row.sample_id for row in rows], device=self._device
+            self._config.seed,
+            [row.sample_id for row in rows],
+            first_indices=[row.first_index for row in rows],
+            device=self._device,
         )
         facts_3n = self._cache.facts_3R[:, first_row : first_row + len(rows)]
         facts_3n[:2] = columns.to(self._device)

@@ -29,6 +29,7 @@ class Row:
         first: the column of its first generated token.
         last: the column of the last token that it may generate.
         weights_version: the version that was in use when it entered.
+        first_index: as in ``GenerationRequest``.
         switches: (column, version) pairs: the first column of each later version.
     """
 
@@ -41,6 +42,7 @@ class Row:
     rule: DrawRule
     weights_version: int
     switches: tuple[tuple[int, int], ...] = ()
+    first_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +238,17 @@ class Scheduler:
         ignore_eos, version = request.sampling.ignore_eos, self._weights_version
         prompt_ids = request.prompt_ids
         self.rows += [
-            Row(sample_id, prompt_ids, start, column, last, ignore_eos, rule, version)
+            Row(
+                sample_id,
+                prompt_ids,
+                start,
+                column,
+                last,
+                ignore_eos,
+                rule,
+                version,
+                first_index=request.first_index,
+            )
             for sample_id in request.sample_ids[:count]
         ]
         self._rules[rule] += count

@@ -273,7 +273,9 @@ class PagedRolloutEngine:
         if new:
             numbers = torch.tensor([_numbers(row) for row in new])
             numbers[:, RowState.STREAM_KEY] = stream_keys(
-                self._config.seed, [row.sample_id for row in new]
+                self._config.seed,
+                [row.sample_id for row in new],
+                first_indices=[row.first_index for row in new],
             )
             settings = torch.tensor([(row.sampling.temperature, row.sampling.top_p) for row in new])
             state.numbers[num_kept : len(rows)] = upload(numbers, self._device)

@@ -33,6 +33,7 @@ class Running:
         pages: the pages that it owns, in order.
         holders: the samples of its prompt that own pages; one list for all of them.
         version_starts: (index, version) of the first token that each version drew.
+        first_index: as in ``GenerationRequest``.
     """
 
     sample_id: int
@@ -45,6 +46,7 @@ class Running:
     pages: list[int] = field(default_factory=list[int])
     holders: list[Running] = field(default_factory=list["Running"], repr=False)
     version_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    first_index: int = 0
 
     @property
     def num_remaining(self) -> int:
@@ -170,6 +172,7 @@ class PagedScheduler:
                         request.sampling,
                         self._page_tokens,
                         holders=holders,
+                        first_index=request.first_index,
                     )
                     for sample_id in request.sample_ids
                 )

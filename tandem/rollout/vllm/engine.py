@@ -82,7 +82,10 @@ class VllmRolloutEngine:
         """Queue requests."""
         for request in requests:
             sampling = request.sampling
-            keys = stream_keys(self._spec.config.seed, request.sample_ids).tolist()
+            starts = [request.first_index] * len(request.sample_ids)
+            keys = stream_keys(
+                self._spec.config.seed, request.sample_ids, first_indices=starts
+            ).tolist()
             eos_ids = () if sampling.ignore_eos else tuple(self._spec.eos_ids)
             for sample_id, key in zip(request.sample_ids, keys, strict=True):
                 stream = Stream(key, DrawRule.of(sampling))

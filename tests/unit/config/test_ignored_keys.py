@@ -59,6 +59,10 @@ PROPERTIES = {
         f"{ACTOR}.ppo_mini_batch_size=512",
         f"{ACTOR}.ppo_mini_batch_size=1024",
     ),
+    "has_environment": (
+        "actor_rollout_ref.rollout.multi_turn.function_tool_path=tools.py",
+        "actor_rollout_ref.rollout.multi_turn.function_tool_path=null",
+    ),
     "needs_reference": (f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.use_kl_loss=False"),
     "trainer.saves": ("trainer.save_freq=1", "trainer.save_freq=0"),
     "trainer.max_lag": (
@@ -394,7 +398,8 @@ def test_the_reference_is_laid_out_as_the_actor_unless_it_is_told_otherwise() ->
     [
         "data.sampler.class_path=mine.py",
         "data.image_key=pictures",
-        "data.tool_config_path=tools.yaml",
+        "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=True",
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml",
         "algorithm.use_pf_ppo=True",
         "actor_rollout_ref.model.external_lib=mine",
         "actor_rollout_ref.model.tokenizer_path=other",

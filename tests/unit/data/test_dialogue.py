@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tandem.data.dialogue import TOOL, TWO_TOOLS, USER, Dialogue, DialogueRefused, result_message
+from tandem.data.call_formats import result_message
+from tandem.data.dialogue import TOOL, TWO_TOOLS, USER, Dialogue, DialogueRefused
 from tandem.data.tokenizer import TextCodec
 from tests.fakes.made_tokenizers import TEMPLATES, codec_for
 
@@ -83,7 +84,7 @@ def turn(name: str, count: int) -> dict[str, Any]:
 
 
 def results(count: int) -> list[dict[str, Any]]:
-    return [dict(result_message(f"c{i:08d}", "calc", f"4{i}")) for i in range(count)]
+    return [dict(result_message(f"c{i:08d}", "calc", text=f"4{i}")) for i in range(count)]
 
 
 def render(codec: TextCodec, chat: list[dict[str, Any]], *, prompts: bool) -> str:

@@ -80,6 +80,7 @@ def test_rewards_of_the_first_group_come_back_before_the_last_text_is_made() -> 
             rewards=world,
             trace=TraceRecorder(lambda: 0.0, sink=None),
             activity=Activity(),
+            conversing=None,
             clock=lambda: 0.0,
         )
         rollout: Any = Rollout()

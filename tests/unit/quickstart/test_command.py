@@ -63,7 +63,7 @@ def test_the_last_line_is_one_object_and_the_words_before_it_are_elsewhere(
 ) -> None:
     for number in ("NUM_DEMONSTRATIONS", "NUM_TRAIN", "NUM_TEST", "NUM_UNSEEN"):
         monkeypatch.setattr(materials, number, 32)
-    monkeypatch.setattr(command, "warm_start", lambda materials, folder, seed: materials.model)
+    monkeypatch.setattr(command, "warm_start", lambda materials, folder, **_: materials.model)
     keys = ("data.train_batch_size=4", "data.max_response_length=4", "trainer.test_freq=1")
     mini = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
     steps = "trainer.total_training_steps=1"

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool of child processes that environments live in.
+
+Episodes are spread evenly. An episode whose environment has state stays with its process; any other
+one takes its next step wherever there is room. A process with a call that hangs gets no new steps
+and is killed when nothing on it depends on it. A process that dies takes its stateful episodes
+along: they have failed. A step of a stateless one is tried once more. Nothing here waits without
+an end: each step has a deadline, after which its process is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from tandem.agents.setup import EnvironmentSetup, Task
+from tandem.agents.worker import NUMBER_BYTES, End, Step
+from tandem.children.process import ChildProcess
+from tandem.data.call_formats import ToolSchema, result_message
+from tandem.errors import UserError
+from tandem.types import AssistantTurn, Observation, ToolStatus
+
+_PROGRAM = "tandem.agents.worker"
+_START_DEADLINE_S = 60.0
+_STEP_GRACE_S = 5.0
+_END_WAIT_S = 5.0
+_REAP_WAIT_S = 5.0
+
+
+class EnvironmentLost(Exception):
+    """The error of a step whose process died; its text says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    observation: Observation
+    is_stateful: bool
+    num_hung: int
+
+
+class _Process:
+    """An environment process: steps in flight, and the episodes whose state it holds."""
+
+    def __init__(self, pool: EnvironmentPool) -> None:
+        self._pool = pool
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[list[ToolSchema]] = loop.create_future()
+        self.in_flight: dict[str, asyncio.Future[Any]] = {}
+        self.episodes: set[tuple[int, int]] = set()
+        self.is_retired = False
+        self.child = ChildProcess(_PROGRAM, self, environment=pool.environment)
+        self.child.send([pickle.dumps(pool.setup)])
+        self._timer = loop.call_later(_START_DEADLINE_S, self._end, "no greeting within 60 s")
+
+    async def ask(self, request: Step | End) -> Any:
+        """Send a request and return the fields of its answer; raise EnvironmentLost."""
+        if self.child.is_killed:
+            raise EnvironmentLost("its process has ended")
+        number = secrets.token_bytes(NUMBER_BYTES)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.in_flight[number.hex()] = answer
+        self.child.send([number + pickle.dumps(request)])
+        try:
+            return await answer
+        finally:
+            self.in_flight.pop(number.hex(), None)
+
+    def on_lines(self, lines: list[bytes]) -> None:
+        """See ``ChildListener``."""
+        for line in lines:
+            if self.child.is_killed:
+                return
+            try:
+                self._take(json.loads(line))
+            except (ValueError, TypeError, LookupError, RecursionError):
+                self._end("something wrote to the channel of its process")
+
+    def on_exit(self) -> None:
+        """See ``ChildListener``."""
+        self._end(self.child.describe_end())
+
+    def kill(self, reason: str) -> None:
+        """Kill the process; its requests fail with ``reason``."""
+        self._end(reason)
+
+    def _take(self, message: Any) -> None:
+        if self.ready.done():
+            number, fields = message
+            answer = self.in_flight[number]
+            if not answer.done():
+                answer.set_result(fields)
+            return
+        self._timer.cancel()
+        if "error" in message:
+            key, value, rule, remedy = message["error"]
+            error = UserError(key, *value or (), rule=rule, remedy=remedy)
+            self.child.kill()
+            self._fail(error)
+            return
+        self.ready.set_result(list(message["schemas"]))
+
+    def _end(self, reason: str) -> None:
+        self._timer.cancel()
+        self.child.kill()
+        self._fail(EnvironmentLost(reason))
+
+    def _fail(self, error: Exception) -> None:
+        if not self.ready.done():
+            self.ready.set_exception(error)
+            self.ready.exception()  # seen, even if nobody waits for it
+        for answer in self.in_flight.values():
+            if not answer.done():
+                answer.set_exception(error)
+        self._pool.on_ended(self)
+
+
+class EnvironmentPool:
+    """The environments of a run, in at most ``num_processes`` child processes.
+
+    Attributes:
+        environment: the environment variables of the processes.
+
+    Example:
+        >>> async with EnvironmentPool(setup, num_processes=2) as pool:
+        ...     session = pool.open(task)
+        ...     observation = await session.step(turn)
+        ...     await session.close()
+    """
+
+    def __init__(
+        self, setup: EnvironmentSetup, *, num_processes: int, environment: Mapping[str, str]
+    ) -> None:
+        self.setup = setup
+        self.environment = environment
+        self._num_processes = num_processes
+        self._processes: list[_Process] = []
+        self._dying: list[_Process] = []
+
+    async def __aenter__(self) -> EnvironmentPool:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> list[ToolSchema]:
+        """Start a process, and return the schemas of the tools.
+
+        Raises:
+            UserError: a tool cannot be loaded.
+        """
+        if not self._processes:
+            self._start_process()
+        try:
+            return await asyncio.shield(self._processes[0].ready)
+        except EnvironmentLost as error:
+            raise RuntimeError(f"an environment process did not start: {error}") from error
+
+    def open(self, task: Task) -> EnvironmentSession:
+        """Return the environment of an episode. No process holds it before its first step."""
+        return EnvironmentSession(self, task)
+
+    async def close(self) -> None:
+        """Kill all processes and wait until they are gone; idempotent."""
+        for process in list(self._processes):
+            process.kill("the environments are closed")
+        dying, self._dying = self._dying, []
+        for process in dying:
+            await asyncio.to_thread(process.child.reap, _REAP_WAIT_S)
+
+    def on_ended(self, process: _Process) -> None:
+        """Forget a process that was killed or died."""
+        if process in self._processes:
+            self._processes.remove(process)
+        self._dying = [dead for dead in self._dying if not dead.child.reap(0)] + [process]
+
+    def choose(self) -> _Process:
+        """Return the process for the next step of an episode that no process holds."""
+        usable = [process for process in self._processes if not process.is_retired]
+        best = min(usable, key=_load, default=None)
+        if best is None or (_load(best) > 0 and len(usable) < self._num_processes):
+            return self._start_process()
+        return best
+
+    def retire(self, process: _Process) -> None:
+        """Give a process no new episodes, and kill it once nothing depends on it."""
+        process.is_retired = True
+        if not process.in_flight and not process.episodes:
+            process.kill("a call of it hangs")
+
+    def step_limit_s(self, turn: AssistantTurn) -> float:
+        """Return the time after which the process of a step is killed."""
+        limits = self.setup.limits
+        longest_s = max(
+            [limits.timeout_s, *(_timeout_of(spec.config) for spec in self.setup.tools)]
+        )
+        num_calls = min(len(turn.calls), limits.max_parallel_calls)
+        return max(num_calls, 1) * longest_s + _STEP_GRACE_S
+
+    def _start_process(self) -> _Process:
+        process = _Process(self)
+        self._processes.append(process)
+        return process
+
+
+class EnvironmentSession:
+    """The environment of one episode, as the pipeline sees it."""
+
+    def __init__(self, pool: EnvironmentPool, task: Task) -> None:
+        self._pool = pool
+        self._task = task
+        self._held_by: _Process | None = None
+        self._last: _Process | None = None
+
+    async def step(self, turn: AssistantTurn) -> Observation:
+        """Answer a turn. A lost process or a tool that raised is an observation with FAILED."""
+        if self._held_by is not None:
+            return await self._try(self._held_by, turn, lost="its state is lost: ")
+        process = self._pool.choose()
+        observation = await self._try(process, turn)
+        is_lost = process.child.is_killed and ToolStatus.FAILED in observation.statuses
+        return await self._try(self._pool.choose(), turn) if is_lost else observation
+
+    async def close(self) -> None:
+        """Release what the environment holds, without waiting longer than a few seconds."""
+        process, self._held_by = self._held_by or self._last, None
+        if process is None:
+            return
+        try:
+            async with asyncio.timeout(_END_WAIT_S):
+                await process.ask(End(self._task.episode_id))
+        except (TimeoutError, EnvironmentLost):
+            process.is_retired = True
+        process.episodes.discard(self._task.episode_id)
+        if process.is_retired:
+            self._pool.retire(process)
+
+    async def _try(self, process: _Process, turn: AssistantTurn, *, lost: str = "") -> Observation:
+        self._last = process
+        try:
+            await asyncio.shield(process.ready)
+            async with asyncio.timeout(limit_s := self._pool.step_limit_s(turn)):
+                fields = await process.ask(Step(self._task, turn))
+            answer = _read_answer(fields)
+        except EnvironmentLost as error:
+            return _failure(f"{lost}{error}")
+        except TimeoutError:
+            process.kill(f"a step took longer than {limit_s:g} s")
+            if self._held_by is not None:
+                return _failure(f"its process hung for {limit_s:g} s")
+            return _hung(turn, self._pool.step_limit_s(turn))
+        if answer.is_stateful:
+            self._held_by = process
+            process.episodes.add(self._task.episode_id)
+        if answer.num_hung:
+            self._pool.retire(process)
+        return answer.observation
+
+
+def _load(process: _Process) -> int:
+    return len(process.in_flight) + len(process.episodes)
+
+
+def _timeout_of(fields: Mapping[str, Any]) -> float:
+    value = fields.get("timeout")
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _failure(detail: str) -> Observation:
+    return Observation(done=True, statuses=(ToolStatus.FAILED,), detail=detail)
+
+
+def _hung(turn: AssistantTurn, limit_s: float) -> Observation:
+    """Return the answer to calls that stopped a whole process, which the policy reads."""
+    text = f"No result within {limit_s:g} s."
+    messages = tuple(result_message(call.call_id, call.name, text=text) for call in turn.calls)
+    statuses = (ToolStatus.TIMEOUT,) * len(messages)
+    return Observation(messages, done=not messages, statuses=statuses)
+
+
+def _read_answer(fields: Mapping[str, Any]) -> _Answer:
+    messages: Sequence[Mapping[str, Any]] = fields["messages"]
+    observation = Observation(
+        tuple(messages),
+        done=bool(fields["done"]),
+        rewards=tuple(float(value) for value in fields["rewards"]),
+        statuses=tuple(ToolStatus(value) for value in fields["statuses"]),
+        detail=str(fields["detail"]),
+    )
+    return _Answer(observation, bool(fields["is_stateful"]), int(fields["num_hung"]))

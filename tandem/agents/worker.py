@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of an environment process: turns come in, observations go out.
+
+Input is an ``EnvironmentSetup``, then steps and ends of episodes, each after a secret number.
+Output is JSON lines: a greeting with the schemas of the tools, then an answer for each message.
+Steps of several episodes run at the same time; an episode is made at its first step. The program
+imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.agents.environment import ToolEnvironment, interaction_of, load_interactions
+from tandem.agents.setup import EnvironmentSetup, Task
+from tandem.agents.tools import LoadedTool, ToolFailed, load_tools
+from tandem.children.child import (
+    encode_line,
+    open_channel,
+    receive_concurrently,
+    receive_first,
+    set_limits,
+    write_prints_to,
+)
+from tandem.errors import NO_VALUE, UserError
+from tandem.types import AssistantTurn, Observation, ToolStatus
+
+NUMBER_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A turn of an episode to answer."""
+
+    task: Task
+    turn: AssistantTurn
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of an episode."""
+
+    episode_id: tuple[int, int]
+
+
+def main(channel_fd: int, lifeline_fd: int) -> None:
+    """Serve steps until the other end of the channel closes."""
+    try:
+        _work(open_channel(channel_fd, lifeline_fd))
+    except ConnectionError:
+        return  # the parent is gone
+
+
+def _work(channel: socket.socket) -> None:
+    setup: EnvironmentSetup = pickle.loads(receive_first(channel))
+    set_limits(memory_limit_bytes=None)
+    if setup.log is not None:
+        write_prints_to(setup.log)
+    try:
+        tools = load_tools(setup)
+        interactions = load_interactions(setup.interactions)
+    except UserError as error:
+        value = None if error.value is NO_VALUE else [error.value]
+        channel.sendall(encode_line({"error": [error.key, value, error.rule, error.remedy]}))
+        return
+    channel.sendall(encode_line({"schemas": [tool.schema for tool in tools.values()]}))
+    asyncio.run(_Server(setup, tools=tools, interactions=interactions).serve(channel))
+
+
+class _Server:
+    """The episodes of this process."""
+
+    def __init__(
+        self,
+        setup: EnvironmentSetup,
+        *,
+        tools: dict[str, LoadedTool],
+        interactions: dict[str, Any],
+    ) -> None:
+        self._setup = setup
+        self._tools = tools
+        self._interactions = interactions
+        self._episodes: dict[tuple[int, int], ToolEnvironment] = {}
+        self._has_logged = setup.log is None
+
+    async def serve(self, channel: socket.socket) -> None:
+        """Answer messages as they come, each in a task of its own."""
+        reader, writer = await asyncio.open_connection(sock=channel)
+
+        async def answer(message: bytes) -> None:
+            request: Step | End = pickle.loads(message[NUMBER_BYTES:])
+            if isinstance(request, Step):
+                content = await self._step(request)
+            else:
+                content = await self._end(request.episode_id)
+            writer.write(encode_line([message[:NUMBER_BYTES].hex(), content]))
+
+        async with asyncio.TaskGroup() as tasks:
+            async for message in receive_concurrently(reader):
+                tasks.create_task(answer(message))
+
+    async def _step(self, request: Step) -> dict[str, Any]:
+        try:
+            episode = self._episodes.get(request.task.episode_id)
+            if episode is None:
+                episode = ToolEnvironment(
+                    request.task,
+                    tools=self._tools,
+                    interaction=interaction_of(request.task, self._interactions),
+                    limits=self._setup.limits,
+                )
+                self._episodes[request.task.episode_id] = episode
+            observation = await episode.step(request.turn)
+        except ToolFailed as error:
+            return _fields(_failed(error), is_stateful=False, num_hung=0)
+        if observation.detail:
+            self._log(observation.detail)
+        return _fields(observation, is_stateful=episode.is_stateful, num_hung=episode.num_hung)
+
+    async def _end(self, episode_id: tuple[int, int]) -> dict[str, Any]:
+        episode = self._episodes.pop(episode_id, None)
+        if episode is not None:
+            failure = await episode.close()
+            if failure:
+                self._log(failure)
+        return {}
+
+    def _log(self, text: str) -> None:
+        """Write the first failure of this process to its log."""
+        if not self._has_logged:
+            self._has_logged = True
+            os.write(2, f"The first error of environment process {os.getpid()}:\n{text}\n".encode())
+
+
+def _failed(error: ToolFailed) -> Observation:
+    return Observation(done=True, statuses=(ToolStatus.FAILED,), detail=str(error))
+
+
+def _fields(observation: Observation, *, is_stateful: bool, num_hung: int) -> dict[str, Any]:
+    return {
+        "messages": [dict(message) for message in observation.messages],
+        "done": observation.done,
+        "rewards": list(observation.rewards),
+        "statuses": [status.value for status in observation.statuses],
+        "detail": observation.detail,
+        "is_stateful": is_stateful,
+        "num_hung": num_hung,
+    }

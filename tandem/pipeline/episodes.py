@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes: the turns of the policy and of its environment, up to a trajectory.
+
+An episode asks the engine for a turn, parses it, lets the environment answer, and appends the
+tokens of the answer. It waits for the engine, or for its environment; both waits end, because the
+environment has a deadline for each step and the episode has one for all of them. The prompts that
+a deadline or a failed tool ends have no reward and are out of the baseline of their group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from tandem.agents.pool import EnvironmentSession
+from tandem.agents.setup import Task
+from tandem.data.call_formats import message_of_turn, parse_turn
+from tandem.data.dialogue import DialogueRefused
+from tandem.errors import RunFailure
+from tandem.metrics.trace import TraceRecorder
+from tandem.pipeline.conversing import Conversing
+from tandem.pipeline.rollout_loop import RolloutLoop
+from tandem.types import (
+    AssistantTurn,
+    Completion,
+    EpisodeEnd,
+    EpisodeRecord,
+    FinishReason,
+    GenerationRequest,
+    Observation,
+    Prompt,
+    RewardOutcome,
+    RewardStatus,
+    Span,
+    ToolStatus,
+    Trajectory,
+)
+
+Answers = asyncio.Future[Any]
+"""The answers to a request, a tuple: completions of single turns, or trajectories of episodes."""
+
+MAX_FIRST_FAILURES = 8
+"""The number of steps of environments, the first of a run, that all fail and end the run."""
+
+
+class EpisodePlayer:
+    """The player of all requests of a run: single turns, and episodes of several turns.
+
+    Args:
+        conversing: what agents need; None if every row is a single turn.
+    """
+
+    def __init__(
+        self, rollout: RolloutLoop, conversing: Conversing | None, *, trace: TraceRecorder
+    ) -> None:
+        self._rollout = rollout
+        self._conversing = conversing
+        self._trace = trace
+        self._num_failures: int | None = 0
+
+    def start(
+        self, prompts: Sequence[Prompt], requests: Sequence[GenerationRequest]
+    ) -> Sequence[Answers]:
+        """Queue the first turns together; return the answers to each request.
+
+        They are completions of a single turn, or trajectories of episodes.
+        """
+        if self._conversing is None:
+            return self._rollout.submit(requests)
+        return [
+            self._start_one(prompt, request)
+            for prompt, request in zip(prompts, requests, strict=True)
+        ]
+
+    def _start_one(self, prompt: Prompt, request: GenerationRequest) -> Answers:
+        if not prompt.agent:
+            (future,) = self._rollout.submit([request])
+            return future
+        request = replace(request, continues=True)
+        turns = self._rollout.submit_apart(request)
+        playing = self._play_all(prompt, request, turns=turns)
+        return asyncio.get_running_loop().create_task(playing)
+
+    async def _play_all(
+        self,
+        prompt: Prompt,
+        request: GenerationRequest,
+        *,
+        turns: Sequence[asyncio.Future[tuple[Completion, ...]]],
+    ) -> tuple[Trajectory, ...]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(
+                    self._play(prompt, replace(request, sample_ids=(sample_id,)), turn=turn)
+                )
+                for sample_id, turn in zip(request.sample_ids, turns, strict=True)
+            ]
+        return tuple(task.result() for task in tasks)
+
+    async def _play(
+        self,
+        prompt: Prompt,
+        request: GenerationRequest,
+        *,
+        turn: asyncio.Future[tuple[Completion, ...]],
+    ) -> Trajectory:
+        assert self._conversing is not None, "an agent plays only with what it needs"
+        (sample_id,) = request.sample_ids
+        episode = _Episode(prompt, request, conversing=self._conversing)
+        session = self._conversing.environments.open(episode.task)
+        try:
+            while True:
+                (completion,) = await turn
+                said = episode.take(completion)
+                if episode.end is None:
+                    await self._answer(episode, session, said=said)
+                if episode.end is not None:
+                    return episode.trajectory()
+                (turn,) = self._rollout.submit_apart(episode.next_request())
+        finally:
+            await self._rollout.forget((sample_id,))
+            await session.close()
+
+    async def _answer(
+        self, episode: _Episode, session: EnvironmentSession, *, said: AssistantTurn
+    ) -> None:
+        """Let the environment answer a turn, within the deadline of the episode."""
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        try:
+            async with asyncio.timeout_at(episode.ends_s):
+                observation = await session.step(said)
+        except TimeoutError:
+            observation = None
+        episode.wait_s += loop.time() - begin_s
+        if observation is None:
+            limit_s = episode.conversing.limits.timeout_s
+            episode.finish(EpisodeEnd.DEADLINE, f"the episode took longer than {limit_s:g} s")
+            return
+        self._watch(observation)
+        episode.observe(observation)
+
+    def _watch(self, observation: Observation) -> None:
+        """Raise RunFailure if the first steps of the environments of a run all fail."""
+        if self._num_failures is None:
+            return
+        if ToolStatus.FAILED not in observation.statuses:
+            self._num_failures = None
+            return
+        self._num_failures += 1
+        if self._num_failures >= MAX_FIRST_FAILURES:
+            raise RunFailure(
+                f"the first {MAX_FIRST_FAILURES} steps of environments have failed; the last: "
+                f"{observation.detail}"
+            )
+
+
+def trajectories_of(prompt: Prompt, answers: Sequence[Completion | Trajectory]) -> list[Trajectory]:
+    """Return the trajectories of the answers to one prompt."""
+    return [
+        Trajectory.of_single_turn(prompt.token_ids, one) if isinstance(one, Completion) else one
+        for one in answers
+    ]
+
+
+class _Episode:
+    """The state of one episode: its spans, messages and counts."""
+
+    def __init__(
+        self, prompt: Prompt, request: GenerationRequest, *, conversing: Conversing
+    ) -> None:
+        (sample_id,) = request.sample_ids
+        tools = conversing.tools_of(prompt.extra_info)
+        self.conversing = conversing
+        self.task = Task(
+            messages=() if isinstance(prompt.messages, str) else tuple(prompt.messages),
+            data_source=prompt.data_source,
+            extra_info=prompt.extra_info,
+            seed=prompt.uid,
+            episode_id=(prompt.uid, sample_id),
+            tools=tools,
+        )
+        self.end: EpisodeEnd | None = None
+        self.ends_s = math.inf
+        self.wait_s = 0.0
+        self._request = request
+        self._dialogue = conversing.dialogue_of(tools)
+        self._schemas = [conversing.schemas[name] for name in tools]
+        self._spans: list[Span] = [Span(request.prompt_ids)]
+        self._messages: list[Mapping[str, Any]] = []
+        self._rewards: list[float] = []
+        self._statuses: list[ToolStatus] = []
+        self._num_calls = self._num_user_turns = self._num_assistant_turns = 0
+        self._detail = ""
+
+    @property
+    def _num_response_tokens(self) -> int:
+        return sum(len(span.token_ids) for span in self._spans[1:])
+
+    def take(self, completion: Completion) -> AssistantTurn:
+        """Append a drawn turn, and end the episode if it may not go on after it."""
+        if self.ends_s == math.inf:
+            now_s = asyncio.get_running_loop().time()
+            self.ends_s = now_s + self.conversing.limits.timeout_s
+        self._spans.append(Span(completion.token_ids, completion))
+        self._num_assistant_turns += 1
+        said = self._parse(completion)
+        self._num_calls += len(said.calls)
+        self._messages.append(message_of_turn(said))
+        limits = self.conversing.limits
+        calls = bool(said.calls or said.malformed)
+        if completion.finish_reason is FinishReason.FAILED:
+            self.finish(EpisodeEnd.FAILED, "the generation failed: its logits are not finite")
+        elif self._num_response_tokens >= self._request.sampling.max_new_tokens:
+            self.finish(EpisodeEnd.LENGTH)
+        elif not calls and not self.conversing.has_users:
+            self.finish(EpisodeEnd.ANSWER)
+        elif limits.are_reached(self._num_assistant_turns, self._num_user_turns):
+            self.finish(EpisodeEnd.TURNS)
+        return said
+
+    def observe(self, observation: Observation) -> None:
+        """Append the answer of the environment, unless it ends the episode or does not fit."""
+        self._rewards += observation.rewards
+        self._statuses += observation.statuses
+        if ToolStatus.FAILED in observation.statuses:
+            self.finish(EpisodeEnd.FAILED, observation.detail)
+            return
+        if observation.done or not observation.messages:
+            self.finish(EpisodeEnd.DONE)
+            return
+        try:
+            last_id = self._spans[-1].token_ids[-1]
+            given = self._dialogue.between(observation.messages, last_id=last_id)
+        except DialogueRefused as error:
+            self.finish(EpisodeEnd.FAILED, f"the chat template {error}")
+            return
+        if self._num_response_tokens + len(given) >= self._request.sampling.max_new_tokens:
+            self.finish(EpisodeEnd.LENGTH)
+            return
+        self._num_user_turns += 1
+        self._messages += observation.messages
+        self._spans.append(Span(array("i", given)))
+
+    def finish(self, end: EpisodeEnd, detail: str = "") -> None:
+        """End the episode."""
+        self.end, self._detail = end, detail
+
+    def next_request(self) -> GenerationRequest:
+        """Return the request for the next turn: all tokens so far, id for id."""
+        drawn = self._num_response_tokens
+        sampling = self._request.sampling
+        left = sampling.max_new_tokens - drawn
+        return replace(
+            self._request,
+            prompt_ids=tuple(chain.from_iterable(span.token_ids for span in self._spans)),
+            sampling=replace(sampling, max_new_tokens=left),
+            first_index=drawn,
+        )
+
+    def trajectory(self) -> Trajectory:
+        """Return the spans and the record of the ended episode."""
+        assert self.end is not None, "the episode has ended"
+        record = EpisodeRecord(
+            end=self.end,
+            detail=self._detail,
+            messages=tuple(self._messages),
+            rewards=tuple(self._rewards),
+            statuses=tuple(self._statuses),
+            num_turns=self._num_assistant_turns + self._num_user_turns + 1,
+            wait_s=self.wait_s,
+        )
+        return Trajectory(self.task.episode_id[1], tuple(self._spans), record)
+
+    def _parse(self, completion: Completion) -> AssistantTurn:
+        codec = self.conversing.codec
+        ids = completion.token_ids
+        is_closed = len(ids) > 0 and ids[-1] in codec.eos_ids
+        text, end = codec.decode([ids, ids[-1:] if is_closed else []], skip_special=False)
+        return parse_turn(
+            text,
+            self.conversing.call_format,
+            tools=self._schemas,
+            end_texts=(end,) if end else (),
+            first_call=self._num_calls,
+        )
+
+
+def outcome_of_end(trajectory: Trajectory) -> RewardOutcome | None:
+    """Return the reward of an episode that is no evidence about the policy; else None."""
+    record = trajectory.episode
+    if record is None or not record.end.is_fault:
+        return None
+    is_late = record.end is EpisodeEnd.DEADLINE
+    status = RewardStatus.TIMEOUT if is_late else RewardStatus.ERROR
+    return RewardOutcome(status, math.nan, detail=record.detail)
+
+
+def reward_context(prompt: Prompt, trajectory: Trajectory) -> Mapping[str, Any]:
+    """Return ``extra_info`` for the reward: the row's, and the course of the episode."""
+    record = trajectory.episode
+    if record is None:
+        return prompt.extra_info
+    return {
+        **prompt.extra_info,
+        "num_turns": record.num_turns,
+        "messages": [dict(message) for message in record.messages],
+        "tool_rewards": list(record.rewards),
+        "turn_scores": list(record.rewards),
+    }

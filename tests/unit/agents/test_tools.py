@@ -1,0 +1,505 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools in child processes: verl's classes of three versions, limits and failures (M9, M10, M12).
+
+The processes are real. Each test starts one or two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.agents.pool import EnvironmentPool
+from tandem.agents.setup import (
+    EnvironmentSetup,
+    InteractionSpec,
+    Task,
+    ToolLimits,
+    ToolSpec,
+    TruncateSide,
+    read_interaction_file,
+    read_tool_file,
+)
+from tandem.agents.tools import cut_text
+from tandem.errors import UserError
+from tandem.types import AssistantTurn, Observation, ToolCall, ToolStatus
+
+CLASSES = '''
+import asyncio, os, time
+from typing import Any
+from uuid import uuid4
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+from verl.interactions.base import BaseInteraction
+
+class OldCounter(BaseTool):
+    """A tool of verl 0.5: create gets its arguments one by one; results are texts."""
+
+    def __init__(self, config, tool_schema):
+        super().__init__(config, tool_schema)
+        self.counts = {}
+
+    async def create(self, instance_id=None, start=0, **kwargs):
+        instance_id = instance_id or str(uuid4())
+        self.counts[instance_id] = start
+        return instance_id
+
+    @rollout_trace_op
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.counts[instance_id] += 1
+        return f"{self.counts[instance_id]}", 0.5, {}
+
+    async def release(self, instance_id, **kwargs):
+        del self.counts[instance_id]
+        with open(self.config["notes"], "a") as file:
+            file.write("r")
+
+class NewEcho(BaseTool):
+    """A tool of verl 0.9: create gets create_kwargs, execute gets agent_data; it has a schema."""
+
+    def get_openai_tool_schema(self):
+        return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": {
+            "name": "echo", "description": "d", "parameters": {"type": "object",
+            "properties": {"text": {"type": "string"}}, "required": ["text"]}}})
+
+    async def create(self, instance_id=None, **kwargs):
+        self.prefix = kwargs.get("create_kwargs", {}).get("prefix", "")
+        return instance_id or str(uuid4()), ToolResponse()
+
+    async def execute(self, instance_id, parameters, *, agent_data):
+        return ToolResponse(text=self.prefix + parameters["text"]), None, {}
+
+class Strict(BaseInteraction):
+    async def start_interaction(self, instance_id=None, ground_truth=None, **kwargs):
+        self.truth = ground_truth
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        answer = messages[-1]["content"]
+        if answer == self.truth:
+            return True, "Right.", 1.0, {}
+        return False, "Wrong, try again.", 0.0, {}
+
+    async def finalize_interaction(self, instance_id, **kwargs):
+        with open(self.config["notes"], "a") as file:
+            file.write("f")
+'''
+FUNCTIONS = '''
+import asyncio, os, time
+from verl.tools.function_tool import function_tool
+
+@function_tool
+def add(a: int, b: int = 1) -> str:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+@function_tool("wait")
+async def slow(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return f"waited {seconds}"
+
+@function_tool
+def hang(seconds: float) -> str:
+    """Block a thread.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return "awake"
+
+@function_tool
+def give(what: str) -> str:
+    """Return something odd.
+
+    Args:
+        what: Which.
+    """
+    odd = {"none": None, "bytes": b"abc", "dict": {"x": 1}, "long": "0123456789" * 10_000_000,
+           "reward": ("text", 0.25, {}), "four": (1, 2, 3, 4)}
+    if what == "pid":
+        return os.getpid()
+    if what == "raise":
+        raise KeyError("gone")
+    if what == "die":
+        os._exit(3)
+    if what == "torch":
+        import sys
+        return ",".join(name for name in ("torch", "transformers") if name in sys.modules)
+    return odd[what]
+'''
+COUNTER = {
+    "type": "function",
+    "function": {"name": "count", "description": "d", "parameters": {"type": "object"}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tools")
+    (folder / "made_tools.py").write_text(CLASSES)
+    (folder / "functions.py").write_text(FUNCTIONS)
+    return folder
+
+
+@pytest.fixture
+def functions(folder: Path) -> EnvironmentSetup:
+    limits = ToolLimits(max_parallel_calls=3, max_characters=40, timeout_s=10.0)
+    return EnvironmentSetup(function_path=str(folder / "functions.py"), limits=limits)
+
+
+@pytest.fixture
+def classes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentSetup:
+    monkeypatch.syspath_prepend(str(folder))
+    notes = {"notes": str(tmp_path / "notes")}
+    return EnvironmentSetup(
+        tools=(
+            ToolSpec("made_tools.OldCounter", notes, COUNTER),
+            ToolSpec("made_tools.NewEcho", {}, None),
+        ),
+        interactions=(InteractionSpec("strict", "made_tools.Strict", notes),),
+        limits=ToolLimits(max_parallel_calls=2),
+    )
+
+
+def in_pool(
+    setup: EnvironmentSetup,
+    work: Callable[[EnvironmentPool], Coroutine[Any, Any, Any]],
+    *,
+    num_processes: int = 1,
+) -> Any:
+    async def main() -> Any:
+        variables = dict(os.environ)
+        pool = EnvironmentPool(setup, num_processes=num_processes, environment=variables)
+        async with pool:
+            return await work(pool)
+
+    return asyncio.run(main())
+
+
+def task(tools: Sequence[str] = (), number: int = 0, **extra_info: Any) -> Task:
+    names = tuple(tools) or ("add", "wait", "hang", "give", "count", "echo")
+    return Task(({"role": "user", "content": "q"},), "s", extra_info, 0, (0, number), names)
+
+
+def turn(*calls: tuple[str, dict[str, Any]], malformed: tuple[str, ...] = ()) -> AssistantTurn:
+    made = [ToolCall(f"c{i}", name, json.dumps(given)) for i, (name, given) in enumerate(calls)]
+    return AssistantTurn("", tuple(made), malformed)
+
+
+def texts(observation: Observation) -> list[str]:
+    return [message["content"] for message in observation.messages]
+
+
+def play(setup: EnvironmentSetup, *turns: AssistantTurn, of: Task | None = None) -> Any:
+    async def work(pool: EnvironmentPool) -> list[Observation]:
+        session = pool.open(of or task())
+        observations = [await session.step(each) for each in turns]
+        await session.close()
+        return observations
+
+    return in_pool(setup, work)
+
+
+def test_m9_an_instance_lives_for_a_trajectory_and_is_released_once(
+    classes: EnvironmentSetup, tmp_path: Path
+) -> None:
+    kwargs = {"count": {"create_kwargs": {"start": 5}}, "echo": {"create_kwargs": {"prefix": ">"}}}
+    of = task(tools_kwargs=kwargs, interaction_kwargs={"name": "strict", "ground_truth": "42"})
+    observations = play(
+        classes,
+        turn(("count", {})),
+        turn(("count", {}), ("echo", {"text": "hi"})),
+        turn(("count", {})),
+        of=of,
+    )
+    assert [texts(one) for one in observations] == [["6"], ["7", ">hi"], ["8"]]
+    assert [one.rewards for one in observations] == [(0.5,)] * 3
+    assert (tmp_path / "notes").read_text() == "r"
+
+
+def test_m9_interactions_answer_turns_without_calls_and_are_always_finalized(
+    classes: EnvironmentSetup, tmp_path: Path
+) -> None:
+    of = task(interaction_kwargs={"name": "strict", "ground_truth": "42"})
+    wrong, right = play(classes, AssistantTurn("41"), AssistantTurn("42"), of=of)
+    assert (texts(wrong), wrong.rewards, wrong.done) == (["Wrong, try again."], (0.0,), False)
+    assert wrong.messages[0]["role"] == "user"
+    assert (right.rewards, right.done) == ((1.0,), True)
+    assert (tmp_path / "notes").read_text() == "f"
+
+
+def test_m9_schemas_come_from_signatures_docstrings_and_classes(
+    functions: EnvironmentSetup, classes: EnvironmentSetup
+) -> None:
+    first = in_pool(functions, lambda pool: pool.start())[0]
+    assert first == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "The first."},
+                    "b": {"type": "integer", "description": "The second."},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+    names = [one["function"]["name"] for one in in_pool(classes, lambda pool: pool.start())]
+    assert names == ["count", "echo"]
+
+
+def test_m10_results_keep_the_order_of_calls_and_extra_calls_are_answered(
+    functions: EnvironmentSetup,
+) -> None:
+    (seen,) = play(
+        functions,
+        turn(
+            ("wait", {"seconds": 0.3}),
+            ("add", {"a": 1, "b": 2}),
+            ("wait", {"seconds": 0.01}),
+            ("add", {"a": 5}),
+            malformed=("A call is not valid JSON: '{'.",),
+        ),
+    )
+    assert texts(seen)[:4] == [
+        "waited 0.3",
+        "3",
+        "waited 0.01",
+        "Not run: at most 3 calls of a turn are.",
+    ]
+    assert texts(seen)[4].startswith("A call is not valid JSON: '{'. The tools are: add, ")
+    assert [message["tool_call_id"] for message in seen.messages][:4] == ["c0", "c1", "c2", "c3"]
+    assert [status.value for status in seen.statuses] == [
+        "ok",
+        "ok",
+        "ok",
+        "limit",
+        "model_error",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"),
+    [
+        ("left", "(truncated)...6789"),
+        ("right", "0123...(truncated)"),
+        ("middle", "01...(truncated)...89"),
+    ],
+)
+def test_m10_the_side_that_is_cut_away(side: TruncateSide, kept: str) -> None:
+    assert cut_text("0123456789", 4, side=side) == kept
+    assert cut_text("0123", 4, side=side) == "0123"
+
+
+def test_mistakes_of_the_model_are_answered_and_odd_results_are_texts(
+    functions: EnvironmentSetup,
+) -> None:
+    cases = [
+        (("nothing", {}), "Unknown tool 'nothing'. The tools are:", ToolStatus.MODEL_ERROR),
+        (("add", {}), "The arguments of add are wrong: 'a' is missing.", ToolStatus.MODEL_ERROR),
+        (("add", {"a": "1"}), "'a' must be of the type integer", ToolStatus.MODEL_ERROR),
+        (("add", {"a": 1, "c": 1}), "there is no 'c'", ToolStatus.MODEL_ERROR),
+        (("give", {"what": "none"}), "", ToolStatus.OK),
+        (("give", {"what": "bytes"}), "abc", ToolStatus.OK),
+        (("give", {"what": "dict"}), '{"x": 1}', ToolStatus.OK),
+        (("give", {"what": "long"}), "...(truncated)...", ToolStatus.OK),
+        (("give", {"what": "reward"}), "text", ToolStatus.OK),
+        (("give", {"what": "torch"}), "", ToolStatus.OK),
+    ]
+    observations = play(functions, *(turn(call) for call, _, _ in cases))
+    for (call, text, status), seen in zip(cases, observations, strict=True):
+        assert seen.statuses == (status,) and text in texts(seen)[0], (call, seen)
+        assert len(texts(seen)[0]) < 200
+    assert observations[-2].rewards == (0.25,)
+    assert texts(observations[-1]) == [""], "children import neither torch nor transformers"
+
+
+def test_m14_an_exception_of_a_tool_is_a_failure_that_names_it(functions: EnvironmentSetup) -> None:
+    raised, odd, fine = play(
+        functions,
+        turn(("give", {"what": "raise"})),
+        turn(("give", {"what": "four"})),
+        turn(("add", {"a": 1})),
+    )
+    assert raised.statuses == (ToolStatus.FAILED,)
+    assert raised.detail == "the tool give: KeyError: 'gone' (functions.py:47)"
+    assert "a tuple of 4 values" in odd.detail
+    assert fine.statuses == (ToolStatus.OK,)
+
+
+def test_m12_hanging_calls_time_out_alone_and_leave_no_process(folder: Path) -> None:
+    """A coroutine, and a thread that cannot be ended: its process is replaced."""
+    limits = ToolLimits(max_parallel_calls=3, timeout_s=0.3)
+    setup = EnvironmentSetup(function_path=str(folder / "functions.py"), limits=limits)
+    before = {*psutil.Process().children()}
+
+    async def work(pool: EnvironmentPool) -> list[Observation]:
+        sessions = [pool.open(task(number=i)) for i in range(6)]
+        calls = [
+            turn(("wait", {"seconds": 60}), ("add", {"a": 1})),
+            turn(("hang", {"seconds": 60})),
+            turn(("add", {"a": 2})),
+        ]
+        seen = await asyncio.gather(
+            *(session.step(calls[i % 3]) for i, session in enumerate(sessions))
+        )
+        seen += [await sessions[1].step(turn(("add", {"a": 7})))]
+        for session in sessions:
+            await session.close()
+        return seen
+
+    begin_s = time.monotonic()
+    seen = in_pool(setup, work, num_processes=2)
+    assert time.monotonic() - begin_s < 30
+    for i, one in enumerate(seen[:6]):
+        statuses = [status.value for status in one.statuses]
+        assert statuses == [["timeout", "ok"], ["timeout"], ["ok"]][i % 3]
+    assert texts(seen[1]) == ["No result within 0.3 s."]
+    assert texts(seen[6]) == ["8"]
+    assert {*psutil.Process().children()} <= before
+
+
+def test_m13_a_killed_process_fails_only_episodes_with_state(
+    classes: EnvironmentSetup, functions: EnvironmentSetup
+) -> None:
+    async def kill_in_a_call(pool: EnvironmentPool) -> tuple[Observation, Observation]:
+        session = pool.open(task())
+        (pid,) = texts(await session.step(turn(("give", {"what": "pid"}))))
+        waiting = asyncio.create_task(session.step(turn(("wait", {"seconds": 0.5}))))
+        await asyncio.sleep(0.1)
+        os.kill(int(pid), signal.SIGKILL)
+        again = await waiting
+        return again, await session.step(turn(("add", {"a": 1})))
+
+    again, later = in_pool(functions, kill_in_a_call)
+    assert (texts(again), texts(later)) == (["waited 0.5"], ["2"])
+
+    async def kill_between(pool: EnvironmentPool) -> list[Observation]:
+        user = {"name": "strict"}
+        held, fresh = (pool.open(task(number=i, interaction_kwargs=user)) for i in range(2))
+        await held.step(turn(("count", {})))
+        for child in psutil.Process().children():
+            child.kill()
+        return [await held.step(turn(("count", {}))), await fresh.step(turn(("count", {})))]
+
+    lost, fresh = in_pool(classes, kill_between)
+    assert lost.statuses == (ToolStatus.FAILED,)
+    assert lost.detail.startswith("its state is lost: ")
+    assert texts(fresh) == ["1"]
+
+
+def test_a_tool_that_ends_its_process_twice_has_failed(functions: EnvironmentSetup) -> None:
+    died, fine = play(functions, turn(("give", {"what": "die"})), turn(("add", {"a": 1})))
+    assert died.statuses == (ToolStatus.FAILED,)
+    assert died.detail == "process ended with exit code 3"
+    assert texts(fine) == ["2"]
+
+
+def start(setup: EnvironmentSetup) -> None:
+    in_pool(setup, lambda pool: pool.start())
+
+
+BAD_FUNCTIONS = {
+    "x = 1": "has no function with the decorator @function_tool",
+    "raise RuntimeError('no')": "does not import: RuntimeError: no",
+    "from tandem.agents.verl_names import function_tool\n@function_tool\ndef f(x):\n  'd'\n": (
+        "the parameter 'x' of the tool 'f' has no type"
+    ),
+    "from tandem.agents.verl_names import function_tool\n@function_tool\ndef f(*x):\n  'd'\n": (
+        r"the tool 'f' has \*x, which no schema expresses"
+    ),
+}
+
+
+@pytest.mark.parametrize("source", BAD_FUNCTIONS)
+def test_files_of_functions_that_cannot_be_used(tmp_path: Path, source: str) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text(source)
+    with pytest.raises(UserError, match=f"function_tool_path=.*{BAD_FUNCTIONS[source]}"):
+        start(EnvironmentSetup(function_path=str(file)))
+
+
+def test_a_class_that_cannot_be_imported_names_the_class() -> None:
+    setup = EnvironmentSetup(tools=(ToolSpec("no_such.Tool", {}, None),))
+    with pytest.raises(UserError, match=r"tool_config_path='no_such.Tool': cannot be imported"):
+        start(setup)
+
+
+BAD_FILES = {
+    "tools: [": "is not valid YAML",
+    "tool: []": "has no list under 'tools'",
+    "tools: [{config: {}}]": r"tools\[0\] has no class_name",
+    "tools: [{class_name: a.B, confg: {}}]": r"tools\[0\] has an unknown field 'confg'",
+    "tools: [{class_name: B}]": "is not package.module.Class",
+    "tools: [{class_name: a.B, config: {type: mcp}}]": "tools of the type 'mcp' are not built",
+    "tools: [{class_name: a.B, tool_schema: {type: function}}]": "has no function with a name",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_yaml_files_with_mistakes(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tools.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=f"tool_config_path=.*{BAD_FILES[text]}"):
+        read_tool_file(str(file))
+
+
+def test_m8_yaml_of_verl_is_read_as_it_is(tmp_path: Path) -> None:
+    """The spelling ``item`` of verl's search example is kept, as schemas may have any field."""
+    file = tmp_path / "tools.yaml"
+    file.write_text(
+        "tools:\n"
+        '  - class_name: "verl.tools.search_tool.SearchTool"\n'
+        "    config:\n      retrieval_service_url: http://127.0.0.1:8000/retrieve\n"
+        "      num_workers: 120\n      timeout: 30\n      type: native\n"
+        "    tool_schema:\n      type: function\n      function:\n        name: search\n"
+        "        description: Searches.\n        parameters:\n          type: object\n"
+        "          properties:\n            query_list:\n              type: array\n"
+        "              item:\n                type: string\n              description: d\n"
+        "          required:\n            - query_list\n"
+    )
+    (spec,) = read_tool_file(str(file))
+    assert spec.config["timeout"] == 30 and spec.config["type"] == "native"
+    assert spec.schema is not None
+    properties = spec.schema["function"]["parameters"]["properties"]
+    assert properties["query_list"]["item"] == {"type": "string"}
+    users = tmp_path / "users.yaml"
+    users.write_text(
+        'interaction:\n  - name: "gsm8k"\n'
+        '    class_name: "verl.interactions.gsm8k_interaction.Gsm8kInteraction"\n    config: {}\n'
+        '  - class_name: "a.b.WeatherInteraction"\n    config: {}\n'
+    )
+    assert [one.name for one in read_interaction_file(str(users))] == ["gsm8k", "weather"]
+
+
+def test_an_episode_without_steps_needs_no_process() -> None:
+    async def work(pool: EnvironmentPool) -> set[psutil.Process]:
+        before = {*psutil.Process().children()}
+        await pool.open(task()).close()
+        return {*psutil.Process().children()} - before
+
+    assert in_pool(EnvironmentSetup(), work) == set()
