@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -99,16 +99,12 @@ def inspect_run_folder(
     key: str,
     total_steps: int,
 ) -> Checkpoint | None:
-    """Return the checkpoint that a run would resume, None for a new run; write nothing.
+    """Return the checkpoint that a run would resume, None for a new run; leave nothing behind.
 
     Arguments and errors are those of ``open_run_folder``, and ``source`` is restored as there.
     """
     folder = config.trainer.run_folder
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise _unwritable(folder, NotADirectoryError(f"{existing} is a file"))
-    if not os.access(existing, os.W_OK):
-        raise _no_right(folder)
+    _try_writing(folder)
     require_free(folder)
     store = CheckpointStore(folder)
     start = _start(config, source, store=store, model=model, key=key, total_steps=total_steps)
@@ -140,6 +136,18 @@ def require_writable(folder: Path) -> None:
         raise _unwritable(folder, error) from error
     if not os.access(folder, os.W_OK):
         raise _no_right(folder)
+
+
+def _try_writing(folder: Path) -> None:
+    """Make the folder of a run as a start does, and remove the folders that were made."""
+    absolute = folder.absolute()
+    missing = [path for path in (absolute, *absolute.parents) if not os.path.exists(path)]
+    try:
+        require_writable(folder)
+    finally:
+        for path in missing:
+            with suppress(OSError):  # it was not made, or another run has begun in it
+                path.rmdir()
 
 
 def begin_records(config: RunConfig | SftConfig, start: Start) -> None:

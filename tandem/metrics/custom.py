@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tandem.config.schema.imports import import_dotted
+from tandem.config.schema.imports import import_dotted, import_function
 from tandem.errors import UserError
 from tandem.metrics.names import find_metric
 from tandem.types import Group
@@ -42,9 +42,9 @@ class StepBatch:
 
 
 def require_metrics(names: Sequence[str]) -> None:
-    """Raise UserError unless every function of ``trainer.metrics`` can be imported."""
+    """Raise UserError unless every function of ``trainer.metrics`` can be imported and called."""
     for name in names:
-        import_dotted(_KEY, name)
+        import_function(_KEY, name, arguments=("batch",))
 
 
 def custom_metrics(names: Sequence[str], batch: StepBatch) -> dict[str, float]:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TextIO
 
 from tandem.api import MetricSink
-from tandem.config.schema.imports import describe, import_dotted, is_dotted
+from tandem.config.schema.imports import describe, import_dotted, import_function, is_dotted
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.errors import UserError
 from tandem.metrics.activity import Activity
@@ -147,7 +147,7 @@ def require_loggers(names: Sequence[str]) -> None:
     """
     for name in names:
         if is_dotted(name):
-            import_dotted(_KEY, name)
+            import_function(_KEY, name, arguments=("settings",))
             continue
         if name not in LOGGERS:
             raise UserError(

@@ -90,7 +90,12 @@ def loss_traits(loss_mode: str) -> Loss:
     Raises:
         UserError: the user's function cannot be imported.
     """
-    return traits_of("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, known=LOSSES)
+    return traits_of(
+        "actor_rollout_ref.actor.policy_loss.loss_mode",
+        loss_mode,
+        known=LOSSES,
+        arguments=("terms", "settings"),
+    )
 
 
 class PolicyLossConfig(BaseModel):

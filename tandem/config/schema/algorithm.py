@@ -171,4 +171,9 @@ class AlgorithmConfig(BaseModel):
     @property
     def estimator(self) -> Estimator:
         """The traits of ``adv_estimator``; raises UserError if it cannot be imported."""
-        return traits_of("algorithm.adv_estimator", self.adv_estimator, known=ESTIMATORS)
+        return traits_of(
+            "algorithm.adv_estimator",
+            self.adv_estimator,
+            known=ESTIMATORS,
+            arguments=("inputs", "settings"),
+        )

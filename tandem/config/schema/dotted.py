@@ -7,30 +7,36 @@ are needed (``imports``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, GetCoreSchemaHandler
 
-from tandem.config.schema.imports import DOTTED_FORM, import_dotted, is_dotted
+from tandem.config.schema.imports import DOTTED_FORM, import_function, is_dotted
 from tandem.errors import UserError
 
 Traits = TypeVar("Traits")
 
 
-def traits_of(key: str, name: str, *, known: Mapping[str, Traits]) -> Traits:
+def traits_of(
+    key: str, name: str, *, known: Mapping[str, Traits], arguments: Sequence[str]
+) -> Traits:
     """Return the traits of ``name``, the value of ``key``.
 
     They are an entry of ``known``, or the attribute ``traits`` of the user's object. An object
     without this attribute has the default traits.
 
+    Args:
+        arguments: the names of the arguments with which the user's object is called.
+
     Raises:
-        UserError: ``name`` is a dotted path that cannot be imported, or has other traits.
+        UserError: ``name`` is a dotted path that cannot be imported, takes other arguments or has
+            other traits.
     """
     if name in known:
         return known[name]
     kind = type(next(iter(known.values())))
-    traits = getattr(import_dotted(key, name), "traits", kind())
+    traits = getattr(import_function(key, name, arguments=arguments), "traits", kind())
     if not isinstance(traits, kind):
         raise UserError(
             key,

@@ -15,7 +15,7 @@ import pickle
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
@@ -79,6 +79,30 @@ def import_dotted(key: str, name: str) -> Callable[..., Any]:
             rule="is neither a class nor a function",
             remedy=f"Define {attribute} as one, or correct the name.",
         )
+    return found
+
+
+def import_function(key: str, name: str, *, arguments: Sequence[str]) -> Callable[..., Any]:
+    """Import what ``import_dotted`` does, and check that it can be called with ``arguments``.
+
+    Raises:
+        UserError: see ``import_dotted``; or it takes other arguments.
+    """
+    found = import_dotted(key, name)
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # some functions of C have none
+        return found
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        called = f"({', '.join(arguments)})"
+        raise UserError(
+            key,
+            name,
+            rule=f"cannot be called with {called}: {error}",
+            remedy=f"Define it as {name.partition(':')[2]}{called}.",
+        ) from error
     return found
 
 

@@ -17,7 +17,7 @@ from tandem.config.check.rules import check_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.actor import LOSSES, Loss
 from tandem.config.schema.algorithm import ESTIMATORS, Estimator
-from tandem.config.schema.imports import import_dotted, is_dotted
+from tandem.config.schema.imports import import_dotted, import_function, is_dotted
 from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 
@@ -25,14 +25,14 @@ ESTIMATOR = "algorithm.adv_estimator"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
-def plain() -> None:
+def plain(inputs: object, settings: object) -> None:
     """A function without traits."""
 
 
 def with_traits(traits: object) -> Callable[[], None]:
     """A function with traits."""
 
-    def function() -> None: ...
+    def function(inputs: object, settings: object) -> None: ...
 
     function.traits = traits  # pyright: ignore[reportFunctionMemberAccess]
     return function
@@ -104,6 +104,24 @@ def test_what_cannot_be_imported_is_refused_in_one_line(
         check_run(config)
     assert (caught.value.key, caught.value.value) == (ESTIMATOR, path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "rule"),
+    [
+        ("os.path:basename", r"cannot be called with \(inputs, settings\): too many positional"),
+        ("shutil:move", ""),
+        ("builtins:max", ""),
+    ],
+)
+def test_a_function_that_takes_other_arguments_is_refused(path: str, rule: str) -> None:
+    """A function of C may have no signature, and a third argument a default."""
+    if not rule:
+        assert callable(import_function("key", path, arguments=("inputs", "settings")))
+        return
+    with pytest.raises(UserError, match=rule) as caught:
+        check_run(load_config(RunConfig, [f"{ESTIMATOR}={path}"]).config)
+    assert caught.value.remedy == "Define it as basename(inputs, settings)."
 
 
 def test_a_dotted_path_names_an_object() -> None:

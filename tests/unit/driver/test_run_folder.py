@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tandem.checkpoint.store import Checkpoint
-from tandem.driver.run_folder import is_logged, is_validated
+from tandem.config.schema.run import RunConfig
+from tandem.driver.run_folder import inspect_run_folder, is_logged, is_validated, open_run_folder
+from tandem.errors import UserError
 from tandem.metrics.jsonl import METRICS_FILE
 
 LOGGED = {"step": 4, "actor/loss": 1.0}
@@ -33,3 +36,40 @@ def test_a_step_may_be_logged_without_its_validation(
     checkpoint = Checkpoint(tmp_path / "global_step_4", step=4)
     assert (is_logged(checkpoint, tmp_path), is_validated(checkpoint, tmp_path)) == expected
     assert is_validated(checkpoint, tmp_path / "another")
+
+
+def _config(folder: Path) -> RunConfig:
+    trainer = {"default_local_dir": str(folder), "resume_mode": "disable"}
+    return RunConfig.model_validate({"trainer": trainer})
+
+
+@pytest.mark.parametrize("name", ["file/run", "file", "x" * 300, "new/" + "x" * 300])
+def test_the_plan_refuses_a_folder_that_cannot_be_made_as_a_run_does(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    unread: Any = None
+    rest: dict[str, Any] = {"model": unread, "key": "", "total_steps": 1}
+    said: list[str] = []
+    with pytest.raises(UserError) as planned:
+        inspect_run_folder(_config(tmp_path / name), unread, **rest)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    said.append(str(planned.value))
+    with (
+        pytest.raises(UserError) as started,
+        open_run_folder(_config(tmp_path / name), unread, **rest),
+    ):
+        pass
+    assert said == [str(started.value)]
+    assert said[0].startswith("trainer.default_local_dir=")
+
+
+def test_the_plan_leaves_no_folder_behind(tmp_path: Path) -> None:
+    unread: Any = None
+    config = _config(tmp_path / "some/new/run")
+    assert inspect_run_folder(config, unread, model=unread, key="", total_steps=1) is None
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "some").mkdir()
+    inspect_run_folder(config, unread, model=unread, key="", total_steps=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["some"]
+    assert list((tmp_path / "some").iterdir()) == []
