@@ -160,6 +160,13 @@ def adapters_of(model: ModelConfig, *, section: str) -> Adapters | None:
         return _saved(model, section=section)
     if not model.lora_rank:
         return None
+    if not model.lora_alpha:
+        raise UserError(
+            f"{section}.lora_alpha",
+            model.lora_alpha,
+            rule="must be above 0: adapters are multiplied by lora_alpha / lora_rank",
+            remedy=f"Set {section}.lora_alpha=16 (the default).",
+        )
     return Adapters(
         model.lora_rank,
         float(model.lora_alpha),

@@ -69,7 +69,7 @@ class ModelConfig(BaseModel):
     )
     lora_alpha: float = Field(
         default=16,
-        gt=0,
+        ge=0,
         description="Numerator of the factor of the adapters: lora_alpha / lora_rank.",
     )
     target_modules: ModuleRule = Field(

@@ -65,6 +65,12 @@ def write_adapter(folder: Path, content: Mapping[str, Any] | str, *, weights: bo
 def test_without_keys_all_weights_are_trained() -> None:
     assert trained_model(config()).adapters is None
     assert trained_model(config(f"{MODEL}.lora_alpha=32")).adapters is None
+    assert trained_model(config(f"{MODEL}.lora_rank=0", f"{MODEL}.lora_alpha=0")).adapters is None
+
+
+def test_adapters_multiplied_by_zero_are_refused() -> None:
+    with pytest.raises(UserError, match=r"lora_alpha=0.0: must be above 0"):
+        _ = trained_model(config(RANK, f"{MODEL}.lora_alpha=0")).adapters
 
 
 def test_verls_two_spellings_mean_the_same() -> None:
