@@ -11,6 +11,7 @@ import pytest
 
 from tandem.config.derived.pools import place_run
 from tandem.config.parse.overrides import load_config
+from tandem.config.plan.plan import describe_run
 from tandem.config.schema.run import RunConfig
 from tandem.driver import train
 from tandem.driver.launch import local_site
@@ -107,3 +108,12 @@ def test_input_is_refused_before_training(
     with pytest.raises(UserError, match=message) as caught:
         train.prepare(config)
     assert "\n" not in str(caught.value)
+
+
+def test_the_plan_names_tools_bounds_and_deadlines(materials: Materials, tmp_path: Path) -> None:
+    keys = (*WITH_TOOL, f"{TURNS}.max_user_turns=3")
+    described = describe_run(configured(materials, tmp_path, *keys))
+    assert described["tools"] == f"{TOOL_FILE}; calls as hermes"
+    assert described["episodes"] == "at most 3 answers, 24 tokens, drawn and given"
+    assert described["deadlines"] == "30 s a call, 600 s an episode, in up to 8 processes"
+    assert "tools" not in describe_run(configured(materials, tmp_path))

@@ -218,7 +218,39 @@ def describe_run(config: RunConfig | SftConfig) -> dict[str, str]:
         "algorithm": ", ".join(parts),
         "reward": ", ".join(rewards) or f"the rule of each row's {config.data.reward_fn_key}",
         "rollout engine": config.actor_rollout_ref.rollout.name,
+        **_describe_episodes(config),
         **folder,
+    }
+
+
+def _describe_episodes(config: RunConfig) -> dict[str, str]:
+    """Return the tools of a run, the bounds of its episodes, and their deadlines."""
+    if not config.has_environment:
+        return {}
+    rollout = config.actor_rollout_ref.rollout
+    turns, agent = rollout.multi_turn, rollout.agent
+    files = (turns.tool_config_path, turns.function_tool_path, turns.interaction_config_path)
+    bounds = [
+        f"at most {most} {what}"
+        for most, what in (
+            (turns.max_assistant_turns, "turns of the policy"),
+            (turns.max_user_turns, "answers"),
+        )
+        if most is not None
+    ]
+    bounds.append(f"{config.data.max_response_length} tokens, drawn and given")
+    cut = {
+        "left": "the last characters remain",
+        "right": "the first ones remain",
+        "middle": "both ends remain",
+    }
+    return {
+        "tools": f"{', '.join(file for file in files if file)}; calls as {turns.format}",
+        "episodes": ", ".join(bounds),
+        "results of calls": f"at most {turns.max_tool_response_length} characters; of longer ones "
+        f"{cut[turns.tool_response_truncate_side]}",
+        "deadlines": f"{turns.tool_timeout_s:g} s a call, {agent.timeout_s:g} s an episode, in up "
+        f"to {agent.num_workers} processes",
     }
 
 

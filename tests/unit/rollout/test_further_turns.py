@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three turns of a sample in both native engines against full forward passes (M3).
+
+The tokens are those that one seed draws without any engine, and each log-prob is the trainer's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from tandem.api import RolloutEngine
+from tandem.data.packing import TrainSequence, pack
+from tandem.models.attention import PackedAttention
+from tandem.models.decoder import Decoder
+from tandem.platforms.capture import eager
+from tandem.rollout.keyed_random import stream_keys, uniforms
+from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
+from tandem.rollout.paged.cache import PAGE_TOKENS
+from tandem.rollout.paged.engine import PagedRolloutEngine
+from tandem.rollout.sampler import DrawRule, draw_tokens
+from tandem.types import Completion, GenerationRequest, SamplingParams, Span, Trajectory
+from tests.fakes.draining import drain_by_sample
+from tests.fakes.tiny_decoder import tiny_decoder
+
+VOCABULARY, SEED, EOS = 40, 11, (0, 1, 2, 3)
+SAMPLED = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=24)
+GIVEN = ((7, 8, 9), (30, 5))
+PROMPTS = {1: (5, 6, 7, 8), 2: (9,), 3: (12, 13, 14, 15, 16, 17, 18)}
+CONFIG = NativeRolloutConfig(
+    seed=SEED,
+    eos_ids=EOS,
+    max_num_seqs=8,
+    max_num_batched_tokens=512,
+    max_cache_bytes=256 * 2 * 2 * PAGE_TOKENS * 16 * 4,
+)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return tiny_decoder(
+        vocab_size=VOCABULARY, num_heads=3, num_kv_heads=1, head_dim=16, tie_embeddings=False
+    )
+
+
+def engine_of(name: str, decoder: Decoder) -> RolloutEngine:
+    if name == "native":
+        return NativeRolloutEngine(decoder, CONFIG)
+    return PagedRolloutEngine(decoder, CONFIG, make_capturer=eager, num_multiprocessors=1)
+
+
+def play(engine: RolloutEngine) -> dict[int, Trajectory]:
+    """Three turns of each sample; turns of several samples share the batch."""
+    spans: dict[int, list[Span]] = {key: [Span(prompt)] for key, prompt in PROMPTS.items()}
+    for turn in range(3):
+        engine.add([request_of(key, spans[key]) for key in spans])
+        for key, completion in drain_by_sample(engine).items():
+            spans[key].append(Span(completion.token_ids, completion))
+            if turn < 2:
+                spans[key].append(Span(GIVEN[turn]))
+    return {key: Trajectory(key, tuple(of_one)) for key, of_one in spans.items()}
+
+
+def request_of(sample_id: int, spans: list[Span]) -> GenerationRequest:
+    ids = tuple(chain.from_iterable(span.token_ids for span in spans))
+    drawn = len(ids) - len(PROMPTS[sample_id])
+    sampling = replace(SAMPLED, max_new_tokens=min(6, SAMPLED.max_new_tokens - drawn))
+    return GenerationRequest((sample_id,), ids, sampling, first_index=drawn, continues=True)
+
+
+def hidden(decoder: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
+    packed = pack([TrainSequence(0, ids, (0,))])
+    return decoder(packed.token_ids_T, packed.position_ids_T, PackedAttention(packed.segments))
+
+
+@torch.no_grad()
+def drawn_without_an_engine(decoder: Decoder, sample_id: int) -> list[int]:
+    """Each token from a full forward pass and the number of its index in the response."""
+    ids = PROMPTS[sample_id]
+    key = stream_keys(SEED, [sample_id])
+    for turn in range(3):
+        for _ in range(6):
+            index = len(ids) - len(PROMPTS[sample_id])
+            logits = F.linear(hidden(decoder, ids)[-1:], decoder.lm_head_weight)
+            uniform = uniforms(key, torch.tensor([[index]]))[0]
+            ids = (*ids, int(draw_tokens(logits, uniform, rule=DrawRule.of(SAMPLED)).token_B))
+            if ids[-1] in EOS:
+                break
+        ids = (*ids, *(GIVEN[turn] if turn < 2 else ()))
+    return list(ids[len(PROMPTS[sample_id]) :])
+
+
+@pytest.mark.parametrize("name", ["native", "paged"])
+@torch.no_grad()
+def test_m3_three_turns_draw_the_tokens_of_full_passes_with_the_trainers_log_probs(
+    decoder: Decoder, name: str
+) -> None:
+    trajectories = play(engine_of(name, decoder))
+    for sample_id, trajectory in trajectories.items():
+        assert list(trajectory.response_ids) == drawn_without_an_engine(decoder, sample_id)
+        sequence = TrainSequence(
+            sample_id,
+            trajectory.prompt_ids,
+            trajectory.response_ids,
+            trajectory.loss_mask,
+        )
+        packed = pack([sequence])
+        attention = PackedAttention(packed.segments)
+        h_TD = decoder(packed.token_ids_T, packed.position_ids_T, attention)
+        logits_RV = F.linear(h_TD[packed.source_R], decoder.lm_head_weight)
+        logp_R = logits_RV.log_softmax(-1).gather(1, packed.target_R[:, None])[:, 0]
+        drawn = [logp for one in trajectory.completions for logp in one.log_probs]
+        assert drawn == pytest.approx(logp_R.tolist(), abs=5e-5)
+        assert all(isinstance(one, Completion) for one in trajectory.completions)
