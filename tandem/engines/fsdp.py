@@ -28,9 +28,10 @@ from tandem.engines.adamw import Moments
 from tandem.engines.checkpoint import SHARDED_FILE, fingerprint, read_state
 from tandem.engines.fsdp_model import FsdpModel, idle_batch
 from tandem.engines.optim import PolicyOptimizer, make_schedule
-from tandem.engines.sharded_checkpoint import load_sharded, save_sharded
+from tandem.engines.sharded_checkpoint import load_sharded, read_adapters, save_sharded
 from tandem.engines.shards import view_of
 from tandem.engines.steps import Totals, backward, clip, report_step
+from tandem.models.adapters import load_adapter, save_adapter
 from tandem.models.language_model import score_batch
 from tandem.models.parallel import is_whole, slices_of_rows
 from tandem.models.weights import copy_companions, load_slices, write_config
@@ -67,6 +68,13 @@ class FsdpEngine:
     ) -> list[Tensor]:
         """Return log-probs, or values, of the response tokens: fp32 (R,) per batch, on the CPU."""
         return self._model.score(batches, temperature=temperature, num_rounds=num_rounds)
+
+    def score_initial(
+        self, batches: Sequence[PackedBatch], temperature: float, *, num_rounds: int | None = None
+    ) -> list[Tensor]:
+        """Score as ``score`` does, with the adapters that the run started from."""
+        with self._model.initial_adapters():
+            return self.score(batches, temperature, num_rounds=num_rounds)
 
     def update(
         self,
@@ -125,6 +133,12 @@ class FsdpEngine:
         )
         if self._model.spec.rank == 0:
             source, stored = self._model.folder, self._model.spec.stored
+            if source.start is not None:
+                config = self._model.language_model.config
+                save_adapter(
+                    config, folder, adapters=read_adapters(folder, config), base=source.path
+                )
+                return
             write_config(source.hf_config, folder, dtype=stored)
             copy_companions(source.path, folder)
 
@@ -148,8 +162,9 @@ class FsdpEngine:
         self._take_moments(state["optimizer"])
         self._schedule_step = state["schedule_step"]
         config = self._model.language_model.config
+        load = load_slices if config.adapters is None else load_adapter
         with torch.no_grad():
-            load_slices(config, folder, slices=self._model.held_slices(), key="checkpoint")
+            load(config, folder, slices=self._model.held_slices(), key="checkpoint")
 
     def _accumulate(
         self,

@@ -31,8 +31,9 @@ from torch.distributed.tensor import DTensor
 
 from tandem.config.derived.pools import RankLayout
 from tandem.config.schema.fsdp import FsdpConfig
-from tandem.engines.shards import RankShardMap
+from tandem.engines.shards import RankShardMap, regions_of_rank
 from tandem.engines.steps import score
+from tandem.models.adapted import trained_parameters
 from tandem.models.decoder import Decoder
 from tandem.models.folder import ModelFolder, fill_slices, open_part, require_decoder
 from tandem.models.language_model import NativeModel
@@ -47,7 +48,8 @@ class FsdpSpec:
 
     Attributes:
         layout: the layout of the pool, whose default world this process has joined as ``rank``.
-        stored: the precision of the weights, their gradients and the optimizer.
+        stored: the precision of the trained weights, their gradients and the optimizer. The frozen
+            base of adapters has that of the passes.
         compute: the precision of the forward and backward pass.
     """
 
@@ -75,16 +77,17 @@ class FsdpModel:
             model.config, spec.layout, rank=spec.rank, dtype=spec.stored, group=_copy_group(spec)
         )
         self._decoder = model.decoder
+        self._initial: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """Return this rank's part of each parameter: views, valid until weights are moved."""
-        return {name: _local(parameter) for name, parameter in self._decoder.named_parameters()}
+        """Return this rank's part of each trained parameter: views, valid until they are moved."""
+        return {name: _local(x) for name, x in trained_parameters(self._decoder).items()}
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of ``weights()``; zeros for missing ones."""
-        gradients = {name: p.grad for name, p in self._decoder.named_parameters()}
+        gradients = {name: p.grad for name, p in trained_parameters(self._decoder).items()}
         return {
             name: torch.zeros_like(part) if gradients[name] is None else _local(gradients[name])
             for name, part in self.weights().items()
@@ -100,6 +103,41 @@ class FsdpModel:
         return [
             x for name, part in self.weights().items() for x in slices_of_rows(regions[name], part)
         ]
+
+    @torch.no_grad()
+    def fill(self, *, random_seed: int | None) -> None:
+        """Load or draw this rank's part of all parameters, the frozen ones too."""
+        spec = self.spec
+        config, layout = self.language_model.config, spec.layout
+        regions = regions_of_rank(config, layout, rank=spec.rank, dtype=spec.stored)
+        slices = [
+            held
+            for name, parameter in self._decoder.named_parameters()
+            for held in slices_of_rows(regions[name], _local(parameter))
+        ]
+        fill_slices(self.folder, slices, random_seed=random_seed)
+        start = self.folder.start
+        if start is not None and start.folder is not None:
+            self._initial = {name: part.clone() for name, part in self.weights().items()}
+
+    @contextmanager
+    def initial_adapters(self) -> Iterator[None]:
+        """Compute with the adapters that the run started from, for the duration of the context.
+
+        New ones had no effect, because B was zero. Collective: all ranks enter it together.
+        """
+        self.onload()
+        with torch.no_grad():
+            trained = {name: part.clone() for name, part in self.weights().items()}
+            for name, part in self.weights().items():
+                if self._initial:
+                    part.copy_(self._initial[name])
+                elif name.endswith(".lora_b"):
+                    part.zero_()
+        yield
+        with torch.no_grad():  # not after an error, which ends the run
+            for name, part in self.weights().items():
+                part.copy_(trained[name])
 
     def announce_backward(self, *, is_last: bool) -> None:
         """Prepare the forward and backward pass of a micro-batch.
@@ -185,15 +223,16 @@ def open_fsdp_model(
         dtype=spec.stored,
         device="meta",
         operators=operators,
+        base_dtype=spec.compute,
     )
     assert isinstance(model, NativeModel), "a model with a decoder config is our own"
-    model.decoder.requires_grad_(not frozen)
+    if frozen:
+        model.decoder.requires_grad_(False)
     _shard(model.decoder, spec)
     model.decoder.to_empty(device=_home(spec))
     model.device = spec.device
     sharded = FsdpModel(model, folder, spec=spec)
-    with torch.no_grad():
-        fill_slices(folder, sharded.held_slices(), random_seed=random_seed)
+    sharded.fill(random_seed=random_seed)
     return sharded
 
 

@@ -41,7 +41,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from tandem.engines.checkpoint import SHARDED_FILE, incomplete, require_model
 from tandem.engines.optim import PolicyOptimizer
-from tandem.models.decoder import Decoder, parameter_shapes
+from tandem.models.adapted import is_adapter
+from tandem.models.decoder import Decoder, DecoderConfig, parameter_shapes
 from tandem.models.families import decoder_config
 from tandem.models.language_model import NativeModel
 from tandem.models.parallel import Regions, slices_of_rows, tensor_regions
@@ -167,6 +168,23 @@ def export_sharded(source: Path, folder: Path, *, dtype: str | None = None) -> N
     folder.mkdir(parents=True, exist_ok=True)
     model = NativeModel(decoder, hf_config=hf_config, source=source).unsharded(weights)
     model.save(folder, None if dtype is None else getattr(torch, dtype))
+
+
+def read_adapters(source: Path, config: DecoderConfig) -> dict[str, Tensor]:
+    """Return the whole adapters of a checkpoint, in one process.
+
+    Raises:
+        UserError: the checkpoint is incomplete.
+    """
+    dtype = getattr(torch, read_record(source).dtype)
+    regions = tensor_regions(config, rank=0, size=1, dtype=dtype)
+    adapters = {
+        name: torch.empty(shape, dtype=dtype)
+        for name, shape in parameter_shapes(config).items()
+        if is_adapter(name)
+    }
+    _read(source, {name: slices_of_rows(regions[name], part) for name, part in adapters.items()})
+    return adapters
 
 
 def _stored(

@@ -23,6 +23,7 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from tandem.config.derived.pools import RankLayout
+from tandem.models.adapted import trained_names
 from tandem.models.decoder import DecoderConfig
 from tandem.models.parallel import Regions, is_whole, slices_of_rows, tensor_regions
 from tandem.types import SliceSpec
@@ -109,7 +110,7 @@ def regions_of_rank(
 
 
 class RankShardMap:
-    """The ``ShardMap`` of one rank of a pool.
+    """The ``ShardMap`` of one rank of a pool, of the trained parameters.
 
     Attributes:
         regions: the regions of this rank.
@@ -130,12 +131,12 @@ class RankShardMap:
         group: ProcessGroup | None,
     ) -> None:
         self.place = place_of(layout, rank)
-        self.regions: Mapping[str, Regions] = regions_of_rank(
-            config, layout, rank=rank, dtype=dtype
+        self.regions: Mapping[str, Regions] = _trained(
+            regions_of_rank(config, layout, rank=rank, dtype=dtype)
         )
         self._group = group
         tensor, size = self.place.tensor, layout.tensor_parallel
-        self.shares = tensor_regions(config, rank=tensor, size=size, dtype=dtype)
+        self.shares = _trained(tensor_regions(config, rank=tensor, size=size, dtype=dtype))
         members = range(layout.num_shards * layout.tensor_parallel)
         self._members = [regions_of_rank(config, layout, rank=r, dtype=dtype) for r in members]
 
@@ -157,6 +158,10 @@ class RankShardMap:
             for held in slices_of_rows(regions[name], rows):
                 view_of(whole, held.spec).copy_(held.tensor)
         return whole
+
+
+def _trained(regions: Mapping[str, Regions]) -> dict[str, Regions]:
+    return {name: regions[name] for name in trained_names(regions)}
 
 
 def with_first_rows(regions: Regions) -> Iterator[tuple[int, SliceSpec]]:

@@ -12,7 +12,7 @@ Shapes: T tokens, D inputs, N outputs, P adapted parts, R = P x rank, M outputs 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,10 +141,16 @@ def is_adapter(name: str) -> bool:
     return name.endswith(_SUFFIXES)
 
 
+def trained_names(names: Iterable[str]) -> list[str]:
+    """Return the names of parameters that training changes: adapters if there are any, else all."""
+    every = list(names)
+    return [name for name in every if is_adapter(name)] or every
+
+
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that training changes: the adapters if there are any, else all."""
+    """Return the parameters that training changes; see ``trained_names``."""
     named = dict(module.named_parameters())
-    return {name: named[name] for name in named if is_adapter(name)} or named
+    return {name: named[name] for name in trained_names(named)}
 
 
 def _inner(x_TD: Tensor, lora_a_RD: Tensor, *, scale: float) -> Tensor:

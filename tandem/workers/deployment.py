@@ -11,7 +11,14 @@ from dataclasses import replace
 from itertools import accumulate
 
 from tandem.api import Capacity, Engines, WorkerGroup
-from tandem.config.derived.pools import CRITIC, REWARD_MODEL, Placement, Pool, scorer_of
+from tandem.config.derived.pools import (
+    CRITIC,
+    REWARD_MODEL,
+    Placement,
+    Pool,
+    reference_of,
+    scorer_of,
+)
 from tandem.config.derived.trained_model import trained_model
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.rollout import RolloutConfig
@@ -41,6 +48,9 @@ def policy_spec(config: RunConfig | SftConfig, placement: Placement, *, task: st
     trained, seed = trained_model(config), config.trainer.seed
     model = trained.of_task.get(task, trained.of_task["actor-train"])
     is_reward_model = task == REWARD_MODEL
+    adapters = None if task in (CRITIC, REWARD_MODEL) else trained.adapters
+    if task == "ref_logp" and adapters is not None and adapters.folder is None:
+        adapters = None  # new ones have no effect
     return PolicySpec(
         model.config,
         model.layout,
@@ -49,7 +59,7 @@ def policy_spec(config: RunConfig | SftConfig, placement: Placement, *, task: st
         section=model.section,
         value_head_seed=seed if task == CRITIC else None,
         is_reward_model=is_reward_model,
-        adapters=None if task in (CRITIC, REWARD_MODEL) else trained.adapters,
+        adapters=adapters,
         adapter_seed=seed,
     )
 
@@ -102,13 +112,19 @@ def pool_jobs(
         links = _links(config, placement, crosses=is_mixed)
         roles, generating = config.actor_rollout_ref, placement.pool_of("generate")
         rollouts[generating.name] = RolloutSpec(
-            roles.model,
-            settled(roles.actor.fsdp_config),
+            policy("actor-train"),
             roles.rollout.model_copy(update={"free_cache_engine": config.frees_cache}),
             eos_ids,
             scores=scorer_of(generating) == "generate",
             max_length=trained_model(config).max_tokens,
+            is_reference=reference_of(generating, config=config) == "generate",
         )
+
+    def reference(pool: Pool) -> PolicySpec | None:
+        """Return the reference, unless it computes with the base of adapters."""
+        if isinstance(config, SftConfig) or reference_of(pool, config=config) != "ref_logp":
+            return None
+        return policy("ref_logp")
 
     def job(pool: Pool) -> WorkerJob:
         auxiliary = placement.layouts if "actor-train" in pool.tasks else {}
@@ -120,7 +136,7 @@ def pool_jobs(
             critic=trainer(CRITIC) if CRITIC in auxiliary else None,
             reward_model=policy(REWARD_MODEL) if REWARD_MODEL in auxiliary else None,
             scorer=policy("logp") if scorer_of(pool) == "logp" else None,
-            reference=policy("ref_logp") if "ref_logp" in pool.tasks else None,
+            reference=reference(pool),
             rollout=rollouts.get(pool.name),
             link=links.get(pool.name),
         )

@@ -8,9 +8,12 @@ the next version, unless it also scores.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from tandem.api import EngineFailure, RolloutEngine
+from tandem.models.adapted import trained_parameters
 from tandem.models.language_model import NativeModel
 from tandem.rollout.feed import WeightFeed
 from tandem.weight_sync.gate import WeightGate
@@ -34,7 +37,8 @@ class LinkedRollout:
         self.policy = policy
         sink = engine.sink()
         self._feed = None if sink is None else WeightFeed(policy, sink)
-        self._memory = ParameterMemory(policy.module)
+        # The base of adapters stays: nothing would bring it back.
+        self._memory = ParameterMemory(trained_parameters(policy.module).values())
         self._keeps_policy = sink is None or scores
 
     def prepare(self) -> None:
@@ -76,10 +80,10 @@ class LinkedRollout:
 
 
 class ParameterMemory:
-    """The memory of a module's parameters. Freeing it keeps the tensor objects."""
+    """The memory of parameters. Freeing it keeps the tensor objects."""
 
-    def __init__(self, module: nn.Module) -> None:
-        storages = [weight.untyped_storage() for weight in module.parameters()]
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        storages = [weight.untyped_storage() for weight in parameters]
         self._storages = {storage.data_ptr(): storage for storage in storages}.values()
         self._sizes = [storage.nbytes() for storage in self._storages]
 

@@ -55,17 +55,19 @@ class RolloutSpec:
     """A policy that generates, unsharded in each process. Its weights come through the link.
 
     Attributes:
-        layout: the trainer's layout, whose precision the rollout uses.
+        policy: the trained policy. The rollout uses its precision, and reads the base of its
+            adapters itself, because the link carries them alone.
+        is_reference: whether the base also computes the reference of a run with adapters.
         scores: whether the same weights compute old log-probs between two updates.
         max_length: the length of the longest sequence, in tokens.
     """
 
-    model: ModelConfig
-    layout: FsdpConfig
+    policy: PolicySpec
     config: RolloutConfig
     eos_ids: TokenIds
     scores: bool
     max_length: int
+    is_reference: bool = False
 
 
 @dataclass(frozen=True, slots=True)

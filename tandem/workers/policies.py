@@ -8,6 +8,7 @@ stored in the compute precision.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -21,6 +22,7 @@ from tandem.models.folder import (
     check_folder,
     check_reward_folder,
     fill_adapters,
+    fill_slices,
     open_part,
 )
 from tandem.models.language_model import LanguageModel, NativeModel
@@ -30,7 +32,8 @@ from tandem.models.tensor_parallel import local_decoder
 from tandem.models.weights import allocate
 from tandem.platforms.record import Platform
 from tandem.platforms.select import resolve_dtype
-from tandem.workers.job import PolicySpec, RolloutSpec
+from tandem.types import HeldSlice
+from tandem.workers.job import PolicySpec
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +124,7 @@ def open_policy_part(
         UserError: the model cannot be loaded, or not sharded over the ranks.
     """
     compute = compute_dtype(spec.layout, platform, section=spec.section)
-    stored = compute if frozen else stored_dtype(spec.layout, platform, section=spec.section)
+    stored = compute if frozen else trained_dtype(spec, platform)
     part = FsdpSpec(
         config=spec.layout,
         layout=spec.ranks,
@@ -139,16 +142,36 @@ def open_policy_part(
     )
 
 
+def received_folder(spec: PolicySpec) -> ModelFolder:
+    """Return the folder of a policy that the weight link fills; only a base needs its weights."""
+    if spec.adapters is not None:
+        return policy_folder(spec)
+    model = spec.model
+    return check_folder(model.path, trust_remote_code=model.trust_remote_code, load_weight=False)
+
+
+def changing_slices(model: NativeModel | FsdpModel) -> Callable[[], list[HeldSlice]]:
+    """Return the function that lists what the weight link changes in a policy."""
+    return model.trained_slices if isinstance(model, NativeModel) else model.held_slices
+
+
 def open_received(
-    spec: RolloutSpec, folder: ModelFolder, *, platform: Platform, device: torch.device
+    spec: PolicySpec, folder: ModelFolder, *, platform: Platform, device: torch.device
 ) -> NativeModel:
-    """Open a whole policy with uninitialized weights, which the weight link fills."""
+    """Open a whole policy with uninitialized weights, which the weight link fills.
+
+    The base of adapters is loaded, and they have their initial values.
+    """
     config = folder.decoder_config
     assert config is not None, "a policy spread over processes has tandem's decoder"
     decoder = local_decoder(config, ALONE, operators=operators_for(platform))
     allocate(decoder, dtype=compute_dtype(spec.layout, platform), device=device)
     decoder.requires_grad_(False)
-    return NativeModel(decoder, hf_config=folder.hf_config, source=folder.path)
+    model = NativeModel(decoder, hf_config=folder.hf_config, source=folder.path)
+    if folder.start is not None:
+        with torch.no_grad():
+            fill_slices(folder, model.held_slices(), random_seed=spec.random_seed)
+    return model
 
 
 def trained_dtype(spec: PolicySpec, platform: Platform) -> torch.dtype:

@@ -30,7 +30,7 @@ from tandem.engines.fsdp import FsdpEngine
 from tandem.engines.fsdp_model import FsdpModel
 from tandem.engines.steps import score
 from tandem.errors import UserError
-from tandem.models.folder import check_folder
+from tandem.models.language_model import NativeModel
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import Platform
 from tandem.rollout.factory import EngineSpec, build_engine
@@ -46,7 +46,13 @@ from tandem.weight_sync.link import WeightLink, open_link
 from tandem.workers.generation import LinkedRollout
 from tandem.workers.job import LinkSpec, PolicySpec, RolloutSpec, TrainerSpec, WorkerJob
 from tandem.workers.linking import link_place
-from tandem.workers.policies import open_policy_part, open_received
+from tandem.workers.policies import (
+    changing_slices,
+    open_initial,
+    open_policy_part,
+    open_received,
+    received_folder,
+)
 from tandem.workers.remote import PeakMemory
 
 
@@ -87,6 +93,9 @@ class Worker:
             if spec is not None
         }
         self._rollout = self._open_rollout(job.rollout)
+        self._initial: NativeModel | None = None
+        if job.rollout is not None and self._rollout is not None and job.rollout.is_reference:
+            self._initial = open_initial(job.rollout.policy, self._rollout.policy)
         self._sleeps = (
             job.rollout is not None
             and self._trainer is not None
@@ -125,6 +134,11 @@ class Worker:
             policy = self._generating().policy
             with self._whole_version():
                 return [score(policy, batch, temperature=temperature) for batch in batches]
+        if self._initial is not None and task == "ref_logp":
+            return [score(self._initial, batch, temperature=temperature) for batch in batches]
+        if task == "ref_logp" and task not in self._frozen:
+            trainer = self._training("actor-train")
+            return trainer.score_initial(batches, temperature, num_rounds=num_rounds)
         frozen = self._frozen[task]
         whole = self._whole_version() if task == "logp" else nullcontext()
         with frozen.on_device(), whole:
@@ -274,10 +288,8 @@ class Worker:
     def _open_rollout(self, spec: RolloutSpec | None) -> LinkedRollout | None:
         if spec is None:
             return None
-        folder = check_folder(
-            spec.model.path, trust_remote_code=spec.model.trust_remote_code, load_weight=False
-        )
-        policy = open_received(spec, folder, platform=self._platform, device=self._device)
+        folder = received_folder(spec.policy)
+        policy = open_received(spec.policy, folder, platform=self._platform, device=self._device)
         engine = build_engine(
             EngineSpec(
                 model=policy,
@@ -302,7 +314,7 @@ class Worker:
             link_place(spec, self._place, platform=self._platform, device=self._device),
             tensors=LinkTensors(
                 sends=nothing if trained is None else trained.held_slices,
-                receives=nothing if receiver is None else receiver.held_slices,
+                receives=nothing if receiver is None else changing_slices(receiver),
                 settle=nothing if rollout is None else rollout.engine.settle,
             ),
             settings=spec.settings,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.api import Loss
+from tandem.config.derived.adapters import Adapters
 from tandem.config.derived.pools import rank_layout
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.optim import OptimConfig
@@ -20,7 +21,14 @@ from tandem.engines.fsdp import FsdpEngine
 from tandem.engines.fsdp_model import FsdpModel, FsdpSpec, open_fsdp_model
 from tandem.engines.shards import view_of
 from tandem.engines.single import SingleDeviceEngine
-from tandem.models.folder import ModelFolder, check_critic_folder, check_folder, open_part
+from tandem.models.adapted import trained_parameters
+from tandem.models.folder import (
+    ModelFolder,
+    adapt_folder,
+    check_critic_folder,
+    check_folder,
+    open_part,
+)
 from tandem.models.parallel import WHOLE
 from tandem.types import PackedBatch, SliceSpec, UpdateReport
 from tests.unit.engines.minibatch import LOSS, SCALE, VALUE_LOSS, cut_batches
@@ -35,6 +43,7 @@ class Case:
     """A way to train: from a model folder, by ``config``, with micro-batches of some sequences.
 
     ``is_critic``: whether to train a critic that is initialised from the folder's model.
+    ``adapters``: what to train instead of the weights, with a spread B.
     """
 
     folder: Path
@@ -44,6 +53,7 @@ class Case:
     max_sequences: int = 3
     recompute: bool = False
     is_critic: bool = False
+    adapters: Adapters | None = None
 
     @property
     def loss(self) -> Loss:
@@ -55,6 +65,8 @@ class Case:
         """The folder, checked."""
         folder = str(self.folder)
         is_critic = self.is_critic
+        if self.adapters is not None:
+            return adapt_folder(check_folder(folder), self.adapters, seed=3)
         return check_critic_folder(folder, seed=7, key="k") if is_critic else check_folder(folder)
 
 
@@ -92,14 +104,16 @@ def open_sharded_model(
 
 def open_single(case: Case) -> tuple[SingleDeviceEngine, dict[str, Tensor]]:
     """Return the engine that the sharded ones must equal, and its weights, in use."""
-    stored = open_part(case.model, WHOLE, dtype=torch.float32, device="cpu")
+    stored = open_part(
+        case.model, WHOLE, dtype=torch.float32, device="cpu", base_dtype=case.compute
+    )
     engine = SingleDeviceEngine(
         stored,
         case.optim,
         total_training_steps=TOTAL_STEPS,
         compute=stored.in_dtype(case.compute),
     )
-    return engine, {name: p.detach() for name, p in stored.module.named_parameters()}
+    return engine, {name: p.detach() for name, p in trained_parameters(stored.module).items()}
 
 
 def deal(case: Case, engine: FsdpEngine, *, rank: int, size: int) -> tuple[list[PackedBatch], int]:

@@ -21,7 +21,7 @@ from tandem.config.derived.microbatches import (
     MicrobatchKeys,
     limits,
 )
-from tandem.config.derived.pools import CRITIC, Placement, needed_tasks
+from tandem.config.derived.pools import CRITIC, Placement, needed_tasks, reference_of
 from tandem.config.derived.trained_model import place
 from tandem.config.schema.actor import LOSSES, Loss
 from tandem.config.schema.algorithm import ESTIMATORS, Estimator
@@ -245,6 +245,13 @@ def _layout_exclusions(
         )
 
 
+def _shares_base(config: RunConfig) -> bool:
+    placement = _placement(config)
+    if placement is None or "ref_logp" not in placement.layouts:
+        return False
+    return reference_of(placement.pool_of("ref_logp"), config=config) != "ref_logp"
+
+
 def _adapter_exclusions(section: str, *, layout: str) -> Iterator[Exclusion]:
     """Yield the exclusions of the keys of adapters in ``section``."""
     model = attrgetter(section)
@@ -292,8 +299,8 @@ RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
     *_unbuilt_adapters("reward_model.model", "a reward model"),
     Exclusion(
         ("actor_rollout_ref.ref.fsdp_config",),
-        lambda c: c.actor_rollout_ref.model.trains_adapters and _is_one_process(c),
-        "the reference computes with the trainer's base",
+        _shares_base,
+        "the reference computes with the base of the adapters, which is there already",
     ),
     Exclusion(
         (f"{_ACTOR}.megatron.expert_model_parallel_size",),

@@ -18,7 +18,7 @@ from tandem.config.derived.microbatches import (
     limits,
 )
 from tandem.config.derived.pools import CRITIC, place_run
-from tandem.config.derived.trained_model import place, trained_model
+from tandem.config.derived.trained_model import trained_model
 from tandem.config.schema.correction import correction_errors
 from tandem.config.schema.model import ModelConfig
 from tandem.config.schema.optim import OptimConfig
@@ -429,7 +429,6 @@ def unbuilt_run(config: RunConfig) -> Iterator[UserError]:
         key = f"{_ACTOR}.strategy"
         yield UserError(key, "megatron", rule="is not built yet", remedy=f"Set {key}=fsdp.")
     yield from _unnamed_model(roles.model, prefix="actor_rollout_ref.model")
-    yield from _adapters_of_many(config)
     if roles.model.trains_adapters and roles.rollout.quantization is not None:
         yield UserError(
             f"{_ROLLOUT}.quantization",
@@ -447,20 +446,7 @@ def unbuilt_run(config: RunConfig) -> Iterator[UserError]:
 
 def unbuilt_sft(config: SftConfig) -> Iterator[UserError]:
     """Yield an error for each feature that ``tandem sft`` needs and that is not built yet."""
-    yield from _unnamed_model(config.model, prefix="model")
-    yield from _adapters_of_many(config)
-
-
-def _adapters_of_many(config: RunConfig | SftConfig) -> Iterator[UserError]:
-    """Yield an error if several processes would train adapters."""
-    model = trained_model(config)
-    if model.config.trains_adapters and not place(config).is_one_process:
-        yield UserError(
-            "trainer.n_gpus_per_node",
-            config.trainer.n_gpus_per_node,
-            rule="adapters (LoRA) on several devices are not built yet",
-            remedy="Set trainer.n_gpus_per_node=1 trainer.nnodes=1.",
-        )
+    return _unnamed_model(config.model, prefix="model")
 
 
 def _unbuilt_adapters(model: ModelConfig, *, prefix: str) -> Iterator[UserError]:

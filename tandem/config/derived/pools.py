@@ -237,12 +237,29 @@ def scorer_of(pool: Pool) -> str | None:
     return next(task for task in ("actor-train", "generate", "logp") if task in pool.tasks)
 
 
+def reference_of(pool: Pool, *, config: RunConfig) -> str | None:
+    """Return the task whose weights compute the reference in this pool; None without one.
+
+    Adapters do not change their base: where a process trains or generates with them, the reference
+    computes with the same base. Otherwise it is ``ref_logp``, which holds weights of its own.
+    """
+    if "ref_logp" not in pool.tasks:
+        return None
+    has_adapters = config.actor_rollout_ref.model.trains_adapters
+    shared = ("actor-train", "generate") if has_adapters else ()
+    return next((task for task in shared if task in pool.tasks), "ref_logp")
+
+
 def _layout(task: str, pool: Pool, *, config: RunConfig) -> RankLayout:
     roles = config.actor_rollout_ref
-    weights = scorer_of(pool) if task == "logp" else task
+    weights = task
+    if task == "logp":
+        weights = scorer_of(pool)
+    elif task == "ref_logp":
+        weights = reference_of(pool, config=config)
     if weights == "generate":
         return RankLayout(pool.num_devices, tensor_parallel=1, sequence_parallel=1, num_shards=1)
-    layout = roles.ref.fsdp_config if task == "ref_logp" else roles.actor.fsdp_config
+    layout = roles.ref.fsdp_config if weights == "ref_logp" else roles.actor.fsdp_config
     return rank_layout(layout, pool.num_devices)
 
 

@@ -17,6 +17,7 @@ from tandem.config.derived.pools import (
     Pool,
     RankLayout,
     auxiliary_layouts,
+    reference_of,
     scorer_of,
 )
 from tandem.config.derived.sizes import ModelSizes
@@ -218,7 +219,7 @@ def _of_pool(
         model = _Model(sizes, roles.ref.fsdp_config, layouts["ref_logp"])
         tokens = training_tokens(config, "actor-train", ranks=model.ranks.sequence_parallel)
         plan = _scoring(plan, model, tokens=tokens, placement=placement)
-        shares = sizes.adapters and {"actor-train", "generate"} & {*pool.tasks}
+        shares = reference_of(pool, config=config) != "ref_logp"
         plan = replace(plan, reference=0 if shares else _frozen(model, placement))
     scorer = scorer_of(pool)
     if scorer in ("generate", "logp"):

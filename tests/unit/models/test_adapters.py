@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tandem.config.derived.adapters import ADAPTER_WEIGHTS, Adapters, Rule
+from tandem.config.derived.sizes import ModelSizes
 from tandem.models.adapted import trained_parameters
 from tandem.models.adapters import adapter_tensors
 from tandem.models.language_model import score_batch
@@ -26,6 +27,16 @@ def _adapters(rank: int, targets: Rule, *, excludes: Rule = (), root: bool = Fal
     return Adapters(rank, 16.0, root, targets, excludes, folder=None, section=SECTION)
 
 
+_SIZES = ModelSizes(
+    num_layers=2,
+    hidden=32,
+    inner=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocabulary=67,
+    tied=True,
+)
 CASES = {
     "qwen2_tied-r8": ("qwen2_tied", _adapters(8, "all-linear")),
     "qwen3_biases-r4-rslora": ("qwen3_biases", _adapters(4, "all-linear", root=True)),
@@ -144,6 +155,14 @@ def test_drawn_adapters_are_pefts_initial_values_and_change_nothing(tmp_path: Pa
             bound = parameter.shape[1] ** -0.5
             assert 0.9 * bound < parameter.abs().max() <= bound
     assert torch.equal(_our_log_probs(model), _our_log_probs(model.base()))
+
+
+def test_l10_the_weight_link_lists_adapters_alone(tmp_path: Path) -> None:
+    write_hf(NATIVE["qwen2_tied"](), tmp_path)
+    model = open_adapted(tmp_path, ALL)
+    sent = sum(held.tensor.nbytes for held in model.trained_slices())
+    assert sent == sum(x.nbytes for x in trained_parameters(model.decoder).values())
+    assert 4 * ALL.num_parameters(_SIZES) == sent
 
 
 def test_l4_base_and_copies_share_the_storage_of_the_base(tmp_path: Path) -> None:

@@ -49,13 +49,13 @@ def test_every_pool_computes_in_what_the_trainer_computes_in() -> None:
     mixed = jobs(generate=CPU)
     assert mixed["generate"].platform is CPU
     assert mixed["generate"].rollout is not None
-    assert mixed["generate"].rollout.layout.dtype == "bfloat16"
+    assert mixed["generate"].rollout.policy.layout.dtype == "bfloat16"
     named = jobs("actor_rollout_ref.actor.fsdp_config.dtype=float32", generate=CPU)
     assert named["generate"].rollout is not None
-    assert named["generate"].rollout.layout.dtype == "float32"
+    assert named["generate"].rollout.policy.layout.dtype == "float32"
     alike = jobs()
     assert alike["generate"].rollout is not None
-    assert alike["generate"].rollout.layout.dtype == "auto"
+    assert alike["generate"].rollout.policy.layout.dtype == "auto"
 
 
 def test_the_link_counts_the_pools_that_share_weights_and_knows_how_they_are_joined() -> None:
