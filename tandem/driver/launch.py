@@ -217,8 +217,15 @@ def _warn_of_few_cores(site: RunSite, node: int) -> None:
     num_cores = os.cpu_count() or 1
     if num_processes > num_cores:
         wanted = f"trainer.n_gpus_per_node={site.config.trainer.n_gpus_per_node}"
-        text = "%s: %d processes share the %d cores of the host. Lower it, except in a test."
-        logger.warning(text, wanted, num_processes, num_cores)
+        reason = " (no accelerator was found)" if site.config.trainer.device == AUTO else ""
+        logger.warning(
+            "%s: %d processes share the %d cores of the host%s. One process trains faster here: "
+            "trainer.n_gpus_per_node=1.",
+            wanted,
+            num_processes,
+            num_cores,
+            reason,
+        )
 
 
 def local_site(config: RunConfig | SftConfig) -> RunSite:

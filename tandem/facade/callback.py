@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tandem.driver.execution import StopSwitch
 from tandem.types import StepReport
+
+logger = logging.getLogger(__name__)
 
 _TRAINING_METRIC = "training/epoch"
 """A metric of every training step, which the record of a validation lacks."""
@@ -40,13 +43,14 @@ class CallbackSink:
 
     Attributes:
         error: the exception of the callback; it stops the run, which saves, and is raised later.
+            ``sys.exit`` counts as one.
     """
 
     def __init__(self, on_step: OnStep | None, switch: StopSwitch) -> None:
         self._on_step = on_step
         self._switch = switch
         self._validation: Mapping[str, float] = {}
-        self.error: Exception | None = None
+        self.error: Exception | SystemExit | None = None
 
     def write(self, report: StepReport) -> None:
         """Call the function, unless it has ended the run or ``report`` is only a validation."""
@@ -57,8 +61,10 @@ class CallbackSink:
             return
         try:
             self._on_step(StepMetrics(report.step, metrics, self._validation))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.error = error
+            if isinstance(error, SystemExit):
+                logger.warning("on_step called sys.exit: the run is saved, and the program ends")
             self._switch.press()
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ def reward_keys(rewards: Rewards, *, folder: Path) -> dict[str, Any]:
 
     Raises:
         UserError: there is no entry, or one is no function with a weight, or cannot be sent to
-            another process.
+            another process, or two share a name.
     """
     paths: list[str] = []
     weights: list[float] = []
@@ -39,6 +39,7 @@ def reward_keys(rewards: Rewards, *, folder: Path) -> dict[str, Any]:
     if not named:
         rule = "there is no function"
         raise UserError("rewards", rule=rule, remedy="Leave rewards out for the built-in rules.")
+    _require_different([name for name, entry in named if not _is_path(entry)])
     for name, entry in named:
         function, weight = entry if _has_weight(entry) else (entry, 1.0)
         paths.append(_path(name, function, folder=folder))
@@ -67,6 +68,20 @@ def _name(entry: Any) -> str:
     function = entry[0] if isinstance(entry, tuple) else entry
     name = getattr(function, "__name__", type(function).__name__)
     return name if name.isidentifier() else "reward"
+
+
+def _is_path(entry: Any) -> bool:
+    return isinstance(entry[0] if isinstance(entry, tuple) else entry, str)
+
+
+def _require_different(names: list[str]) -> None:
+    """Raise UserError if two functions share a name, by which their metrics are told apart."""
+    for name in (name for name in names if names.count(name) > 1):
+        raise UserError(
+            "rewards",
+            rule=f"two functions have the name {name!r} (a lambda has none of its own)",
+            remedy='Give a dict with a name for each: rewards={"right": ..., "short": ...}.',
+        )
 
 
 def _path(name: str, function: Any, *, folder: Path) -> str:

@@ -36,6 +36,15 @@ def test_one_function_a_list_and_a_mapping(tmp_path: Path) -> None:
     assert reward_keys("reward.py:correct", folder=tmp_path) == {PATH: ["reward.py:correct"]}
 
 
+def test_two_functions_of_one_name_are_told_apart_by_a_dict(tmp_path: Path) -> None:
+    lambdas: list[Any] = [lambda response: 1.0, (lambda response: 0.0, 0.5)]
+    for rewards in (lambdas, [graded, graded]):
+        with pytest.raises(UserError, match="two functions have the name") as caught:
+            reward_keys(rewards, folder=tmp_path)
+        assert 'Give a dict with a name for each: rewards={"right": ...' in caught.value.remedy
+    reward_keys(["reward.py:f", "reward.py:g"], folder=tmp_path)
+
+
 def test_another_process_loads_a_function_with_its_globals(tmp_path: Path) -> None:
     scale = 2.0
     keys = reward_keys({"double": lambda response: scale * len(response)}, folder=tmp_path)
