@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.errors import UserError
 from tandem.models.decoder import Decoder, DecoderConfig, DecoderLayer
@@ -131,17 +131,22 @@ class QuantizedDecoder:
         return operators.last_norm(x_TD, delta, weight_D=norm, eps=decoder.config.rms_norm_eps)
 
 
-def _maps(layer: DecoderLayer) -> tuple[torch.nn.Linear, torch.nn.Linear, torch.nn.Linear]:
-    return layer.qkv, layer.gate_up, layer.down
+def _maps(layer: DecoderLayer) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+    """Return the maps that are quantized. A run with adapters has none, by the rules of keys."""
+    qkv, gate_up, down = layer.qkv, layer.gate_up, layer.down
+    assert isinstance(qkv, nn.Linear) and isinstance(gate_up, nn.Linear)
+    assert isinstance(down, nn.Linear)
+    return qkv, gate_up, down
 
 
 def _head_layout(layer: DecoderLayer) -> HeadLayout:
     heads, kv_heads = layer.qk_split
+    qkv, _, _ = _maps(layer)
     return HeadLayout(
         heads,
         kv_heads,
         layer.head_shape[1],
-        bias_N=layer.qkv.bias,
+        bias_N=qkv.bias,
         q_norm_E=None if layer.q_norm is None else layer.q_norm.weight,
         k_norm_E=None if layer.k_norm is None else layer.k_norm.weight,
         eps=layer.eps,
