@@ -13,6 +13,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.engines.sharded_checkpoint import export_sharded
 from tandem.errors import UserError
+from tandem.models.adapters import is_adapter_folder, merge_adapter
 from tandem.planner.advice import forecast_rows
 from tandem.report.report import write_report
 from tandem.report.run_folder import read_run
@@ -60,7 +61,7 @@ class Run:
     def model_folder(self) -> Path:
         """The Hugging Face folder of the latest checkpoint.
 
-        A checkpoint of several devices is exported beside it, once.
+        A checkpoint of several devices, or of adapters, is exported beside it, once.
 
         Raises:
             UserError: the run has no checkpoint.
@@ -74,12 +75,13 @@ class Run:
                 remedy="Train without trainer.save_freq=0.",
             )
         model = latest.folder / "actor"
-        if not (model / SHARDED_FILE).is_file():
+        has_adapters = is_adapter_folder(model)
+        if not has_adapters and not (model / SHARDED_FILE).is_file():
             return model
         exported = self.folder / f"model_step_{latest.step}"
         if not exported.exists():
             partial = exported.with_name(f".{exported.name}.{os.getpid()}.partial")
-            export_sharded(model, partial)
+            (merge_adapter if has_adapters else export_sharded)(model, partial)
             partial.rename(exported)
         return exported
 

@@ -16,6 +16,7 @@ from tandem.checkpoint.store import CheckpointStore
 from tandem.cli import export
 from tandem.config.derived.adapters import ADAPTER_WEIGHTS
 from tandem.errors import UserError
+from tandem.facade.run import Run
 from tandem.models.adapters import BASE_FILE, merge_adapter
 from tandem.models.language_model import NativeModel
 from tandem.models.weights import WEIGHTS_FILE
@@ -106,3 +107,10 @@ def test_a_moved_base_is_named_by_an_option(trained: Path) -> None:
     arguments = [str(trained / "run"), "--output", str(trained / "out")]
     assert export.run([*arguments, "--base", str(trained / "moved")]) == 0
     assert (trained / "out" / WEIGHTS_FILE).is_file()
+
+
+def test_the_model_folder_of_a_python_run_is_merged(trained: Path) -> None:
+    folder = Run(trained / "run").model_folder
+    assert folder.name == "model_step_1"
+    merged, base = (load_file(x / WEIGHTS_FILE) for x in (folder, trained / "base"))
+    assert merged.keys() == base.keys()
