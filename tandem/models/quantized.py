@@ -132,11 +132,13 @@ class QuantizedDecoder:
 
 
 def _maps(layer: DecoderLayer) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-    """Return the maps that are quantized. A run with adapters has none, by the rules of keys."""
-    qkv, gate_up, down = layer.qkv, layer.gate_up, layer.down
-    assert isinstance(qkv, nn.Linear) and isinstance(gate_up, nn.Linear)
-    assert isinstance(down, nn.Linear)
-    return qkv, gate_up, down
+    """Return the maps that are quantized."""
+    return _linear(layer.qkv), _linear(layer.gate_up), _linear(layer.down)
+
+
+def _linear(module: nn.Module) -> nn.Linear:
+    assert isinstance(module, nn.Linear), "adapters beside quantized weights are refused"
+    return module
 
 
 def _head_layout(layer: DecoderLayer) -> HeadLayout:
