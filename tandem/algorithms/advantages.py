@@ -282,13 +282,14 @@ def gae(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
 
 
 def optimal_token_baseline(inputs: AdvantageInputs, settings: AlgorithmConfig) -> Advantages:
-    """Subtract from the return of the t-th drawn token the baseline of its group with the least
-    variance (arXiv:2602.07078).
+    """Subtract from each return the baseline that minimizes the variance of the gradient
+    (arXiv:2602.07078).
 
-    The baseline is the mean of the group's returns from their t-th tokens on, weighted by the sums
-    of ``1 - 2 p + sum of squared probabilities`` up to there, an estimate of the squared norm of
-    the gradient. Importance weights enter it squared. A token has no baseline if no other response
-    of its group is as long.
+    The baseline of the t-th tokens of a group is the weighted mean of the returns from these tokens
+    on. The weight of a response is the sum of ``1 - 2 p + sum of squared probabilities`` over its
+    tokens up to the t-th, which estimates the squared norm of the gradient; with importance
+    weights, each summand is multiplied by the square of its weight. A token has no baseline if no
+    other response of its group is as long.
     """
     assert inputs.old_logp_R is not None and inputs.squares_R is not None, "it needs both"
     groups, sequence_R = _group_statistics(inputs), inputs.sequence_R

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of tokens by the covariance of their advantage and log-prob (arXiv:2505.22617).
 
-The entropy of a policy falls by this covariance. A few tokens have a very large one: ``clip_cov``
-takes the gradient of some of them away, ``kl_cov`` keeps them near the old policy. Means and choice
-cover a whole mini-batch under the current policy, as in the paper, not a micro-batch.
+The entropy of a policy falls in proportion to this covariance, which is very large for a few
+tokens. ``clip_cov`` removes the gradient of some of them, and ``kl_cov`` keeps them near the old
+policy. The means and the choice are over a whole mini-batch under the current policy, as in the
+paper, and do not depend on micro-batches.
 
 Shapes: R response tokens.
 """
@@ -21,7 +22,7 @@ from tandem.config.schema.actor import ActorConfig
 def mark_tokens(
     terms: PolicyTerms, settings: ActorConfig, *, loss_mode: str, random: np.random.Generator
 ) -> Tensor:
-    """Return which tokens of a mini-batch ``clip_cov`` or ``kl_cov`` treats apart, bool (R,).
+    """Return which tokens of a mini-batch ``clip_cov`` or ``kl_cov`` treats separately, bool (R,).
 
     Args:
         terms: all tokens of the mini-batch, on the CPU.

@@ -179,8 +179,8 @@ def dppo_tv(terms: PolicyTerms, settings: ActorConfig) -> TokenLosses:
 
 
 def dppo_kl(terms: PolicyTerms, settings: ActorConfig) -> TokenLosses:
-    """Drop tokens as ``dppo_tv`` with another measure: the KL of the old policy from the current
-    one, for a choice between the token and all others (arXiv:2602.04879).
+    """Drop tokens as ``dppo_tv`` does, with another measure: the KL of the old policy from the
+    current one, for a choice between the token and all others (arXiv:2602.04879).
     """
     logp_R = terms.logp_R.detach()
     new_R, old_R = logp_R.exp(), terms.old_logp_R.exp()
@@ -220,7 +220,7 @@ def clipped_ratio(terms: PolicyTerms, settings: ActorConfig) -> Tensor:
 
 
 def clip_cov(terms: PolicyTerms, settings: ActorConfig) -> TokenLosses:
-    """Clip as PPO, and take the gradient of marked tokens away (arXiv:2505.22617).
+    """Clip as PPO does, and remove the gradient of marked tokens (arXiv:2505.22617).
 
     ``clipped_R`` is the marked tokens, as in verl.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The child's side of a limited process: its channel, its end with the parent, and its limits.
 
-Programs of child processes use it and never import torch. What they print goes to a log, else to
+Programs of child processes use it and never import torch. Their output goes to a log, else to
 stderr. A process always ends with its parent: the parent holds the other end of a pipe, and the
 kernel signals this process group when that end closes.
 """
@@ -44,7 +44,7 @@ def set_limits(*, memory_limit_bytes: int | None) -> None:
 
 
 def write_prints_to(log: str) -> None:
-    """Append what this process and its children print to ``log``."""
+    """Append the output of this process and its children to ``log``."""
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError:
@@ -82,7 +82,7 @@ async def receive_concurrently(reader: asyncio.StreamReader) -> AsyncIterator[by
 
 
 def encode_line(message: Any) -> bytes:
-    """Encode an answer as a line of JSON; what JSON lacks becomes text."""
+    """Encode an answer as a line of JSON; values of other types become text."""
     return json.dumps(message, default=str).encode() + b"\n"
 
 

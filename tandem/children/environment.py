@@ -49,7 +49,7 @@ class ChildEnvironment:
 def child_environment(
     environment: Mapping[str, str], named: Sequence[str] = (), *, key: str
 ) -> ChildEnvironment:
-    """Return what passes of ``environment``: the allowed variables and those that are named.
+    """Return the variables of ``environment`` that pass always or by name, and the others' names.
 
     Args:
         named: names, which may hold ``*`` for any characters; the value of ``key``.

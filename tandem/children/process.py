@@ -4,8 +4,8 @@
 Messages to the child are bytes with a length before them; the child answers with lines. Nothing
 that a child writes is unpickled. Each process is a fresh interpreter (about 60 ms): it neither
 forks a process that holds a device nor imports the main program again. It leads a process group of
-its own, which is killed as a whole, and ends with this process (``child``). What the messages mean,
-and how long an answer may take, is the business of the listener.
+its own, which is killed as a whole, and ends with this process (``child``). The listener interprets
+the messages and enforces time limits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ChildListener(Protocol):
         ...
 
     def on_exit(self) -> None:
-        """Handle that the process has closed its channel, which it does only by ending."""
+        """Handle the end of the process, which has closed its channel."""
         ...
 
 
@@ -99,7 +99,7 @@ class ChildProcess:
         return os.waitid(os.P_PID, self._process.pid, look) is not None
 
     def describe_end(self) -> str:
-        """Kill what is left of a process that has ended; return how it ended."""
+        """Kill the children of a process that has ended; return how it ended."""
         self.kill()
         self.reap(_EXIT_WAIT_S)
         code = self._process.returncode

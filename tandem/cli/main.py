@@ -122,7 +122,7 @@ def _reported(body: Callable[[], int]) -> int:
             raise
         print(
             f"error: import {error.name}: the package is missing. Install tandem's requirements "
-            "(pip install tandem-rl); tandem doctor lists what is missing and what it is for.",
+            "(pip install . in a checkout); tandem doctor lists missing packages and their uses.",
             file=sys.stderr,
         )
         return EXIT_USER_ERROR
@@ -177,7 +177,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     with _no_collection():
         parser = import_module(command.parser) if command.parser else None
         parsed: Any = arguments if parser is None else parser.parse(arguments)
-    if command.parser:  # a sign of life: the imports that follow take seconds
+    if command.parser:  # show that the command has started: the imports that follow take seconds
         print(f"tandem {__version__}: {name}", file=sys.stderr, flush=True)
     if command.restarts and parsed.trainer.max_restarts > 0:
         restarting = import_module("tandem.cli.restarting")

@@ -63,7 +63,7 @@ def _start(config: Any, load: Callable[[], Run], *, restarts: Restarts[Any], sen
 
 
 def _failure(end: ChildEnd) -> Failure | None:
-    """Return what the child failed of; None if it ended well, by a mistake or by request."""
+    """Return the failure of the child; None after success, a user error or a request to stop."""
     if end.killed_by is not None and end.killed_by not in _ASK_TO_STOP:
         cause = f"the process of the run was killed by {end.killed_by.name}"
         print(f"error: {cause}", file=sys.stderr)

@@ -53,7 +53,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """A model and the settings under which its run sampled; the defaults are those of no run."""
+    """A model and the settings with which its run sampled; the defaults are for one of no run."""
 
     model: str
     temperature: float = 1.0
@@ -117,7 +117,7 @@ def _require(options: argparse.Namespace) -> None:
 
 
 def _find(run: str, step: int | None) -> _Trained:
-    """Return the newest model of a run, or a model that is no run's."""
+    """Return the newest model of a run, or a model that belongs to no run."""
     folder = Path(run).expanduser()
     if step is None and (_is_model(folder) or _is_name(run, folder)):
         return _Trained(run)
@@ -127,7 +127,7 @@ def _find(run: str, step: int | None) -> _Trained:
 
 
 def _is_model(folder: Path) -> bool:
-    """Return whether a folder is that of a model; those of runs and checkpoints have settings."""
+    """Return whether a folder holds a model; config.json of a run or a checkpoint has settings."""
     try:
         return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -135,7 +135,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def _is_name(run: str, folder: Path) -> bool:
-    """Return whether RUN may name a model on the hub: OWNER/NAME, and no folder OWNER is here."""
+    """Return whether RUN may be a model on the hub: OWNER/NAME, where OWNER is no local folder."""
     parts = run.split("/")
     return len(parts) == 2 and all(parts) and not folder.exists() and not folder.parent.exists()
 

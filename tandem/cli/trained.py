@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint that a command means by RUN: a run's folder, or one of its ``global_step_N``."""
+"""The checkpoint that the argument RUN names: a run's folder, or one of its ``global_step_N``."""
 
 from __future__ import annotations
 

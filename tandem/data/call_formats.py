@@ -2,7 +2,7 @@
 """The formats in which models write calls of tools, with the names of verl's ``multi_turn.format``.
 
 A parser reads the text of one turn, decoded with its special tokens. A part that looks like a call
-and is none becomes a line of ``AssistantTurn.malformed`` and is never dropped in silence: the
+but is not one becomes a line of ``AssistantTurn.malformed`` and is never dropped in silence: the
 environment answers it. Values of formats that have no types are typed by the schema of the tool.
 """
 
@@ -26,7 +26,7 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class CallRefused(ValueError):
-    """The error of a text that is no call. Its text completes "a call"."""
+    """The error of a text that is not a call. Its message completes "a call"."""
 
 
 @dataclass(frozen=True, slots=True)

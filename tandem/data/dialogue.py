@@ -63,7 +63,7 @@ class Dialogue:
         self._write_arguments = self._find_writer()
 
     def between(self, messages: Sequence[Message], *, last_id: int) -> list[int]:
-        """Return the tokens that are given after a turn, up to the begin of the next turn.
+        """Return the tokens that are given after a turn, up to the beginning of the next turn.
 
         Args:
             messages: the results of tools, in the order of the calls, or a message of the user.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``rollout.name``: ``auto`` becomes an engine, and a named engine must be there.
 
-verl's scripts all name vLLM or SGLang. With verl's defaults such a name is a wish: another engine
-generates, with a warning, if the package is missing. In a command of tandem's own it is an error.
+verl's scripts all name vLLM or SGLang. With verl's defaults such a name is a preference: if the
+package is missing, another engine generates, and a warning says so. In tandem's own commands a
+missing engine is an error.
 Nothing here imports torch.
 """
 
@@ -87,7 +88,7 @@ def require_engine(config: RunConfig, hf_config: Mapping[str, Any] | None = None
 
 
 def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem | None:
-    """Return why the named engine cannot be used; None if nothing is known against it."""
+    """Return why the named engine cannot be used; None if no such reason is known."""
     rollout = config.actor_rollout_ref.rollout
     allows_untested = bool(rollout.engine_kwargs.vllm.get(ALLOW_UNTESTED, False))
     problem = problem_of(rollout.name, hf_config, allows_untested=allows_untested)

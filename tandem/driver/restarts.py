@@ -2,7 +2,7 @@
 """The restarts of a failed run: whether there is another one, from where, and their records.
 
 A run is started again at most ``trainer.max_restarts`` times, and only if a checkpoint was written
-since the last restart: what fails twice at one place fails a third time. The caller starts it:
+since the last restart: a run that fails twice at one place would fail again. The caller starts it:
 ``cli.restarting`` in a new process, ``facade.start`` in this one. Nothing here imports torch.
 """
 
@@ -162,7 +162,7 @@ def _checkpoints(folder: Path) -> Sequence[Path]:
 
 
 def _state_of(path: Path) -> _FileState | None:
-    """Return what tells a file from another one that had its name before; None without a file."""
+    """Return the identity of a file, which changes if the file is replaced; None without a file."""
     try:
         found = path.stat()
     except OSError:

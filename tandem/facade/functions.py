@@ -30,7 +30,7 @@ def reward_keys(rewards: Rewards, *, folder: Path) -> dict[str, Any]:
         folder: the run folder.
 
     Raises:
-        UserError: there is no entry, or one is no function with a weight, or cannot be sent to
+        UserError: there is no entry, or one is not a function with a weight, or cannot be sent to
             another process, or two share a name.
     """
     paths: list[str] = []

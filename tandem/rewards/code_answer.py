@@ -49,7 +49,7 @@ class ProgramLimits:
     """The limits of a program: for each test, and ``budget_s`` for all of its tests together.
 
     Tests that the budget leaves out are not passed. It is less than the default time limit of a
-    reward, so that a slow program is a wrong answer and no failure.
+    reward, so that a slow program is a wrong answer, not a failure of the reward.
     """
 
     cpu_s: int = 5

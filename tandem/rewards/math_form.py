@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expressions that are no plain numbers, compared by math-verify, and how simple they are.
 
-An answer must be finished, as it could restate its question otherwise: it leaves no arithmetic to
-carry out (two numbers to add, multiply or divide, a number to a whole power, a fraction to reduce,
-a factorial, a sum, a whole root), no like terms and no factor 0. An answer that is not finished
-counts if it has no more operations than the ground truth.
+An answer must be finished, because it could otherwise restate the question: it leaves no arithmetic
+to carry out (two numbers to add, multiply or divide, a number to a whole power, a fraction to
+reduce, a factorial, a sum, a whole root), no like terms and no factor 0. An answer that is not
+finished counts if it has no more operations than the ground truth.
 
 math-verify is imported on first use, which takes half a second. Its time limits are switched off,
 because the pool enforces the deadline.

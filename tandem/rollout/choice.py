@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of the rollout engine, by the family of the model and by what is installed.
 
-Nothing is imported to find out: vLLM alone takes ten seconds. The tables of other packages are read
-as text.
+The choice imports no engine, because vLLM alone takes ten seconds. It reads the tables of other
+packages as text.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EngineChoice:
 
     Attributes:
         name: a name of ``config.schema.rollout.ENGINES``.
-        reason: why no earlier one generates; "" for the native engine.
+        reason: why the engines that ``auto`` prefers do not generate; "" for the native engine.
     """
 
     name: str
@@ -98,7 +98,7 @@ def choose_engine(hf_config: Mapping[str, Any]) -> EngineChoice:
 
 
 def hf_warning(reason: str) -> str:
-    """Return the warning that transformers generates, although nobody asked for it."""
+    """Return the warning that transformers generates because ``auto`` found no other engine."""
     return (
         f"rollout by transformers' generate, which is slow on accelerators: {reason}. Set "
         "actor_rollout_ref.rollout.name=hf if that is intended"
@@ -108,7 +108,7 @@ def hf_warning(reason: str) -> str:
 def problem_of(
     name: str, hf_config: Mapping[str, Any] | None = None, *, allows_untested: bool = False
 ) -> Problem | None:
-    """Return why the engine ``name`` cannot be used here; None if nothing is known against it.
+    """Return why the engine ``name`` cannot be used here; None if no such reason is known.
 
     Args:
         hf_config: the content of the model's config.json, if it is known.

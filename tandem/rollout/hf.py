@@ -234,7 +234,7 @@ class _KeyedDraws:
 
 
 def empty_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return transformers' model for a folder's config.json, with weights that mean nothing."""
+    """Return transformers' model for a folder's config.json, with random weights."""
     transformers = load_transformers()
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     module: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -344,7 +344,7 @@ def _load_ray(plan: ClusterPlan) -> ModuleType:
             plan.settings.sizes_key,
             plan.settings.num_nodes,
             rule=f"a run of several processes needs Ray ({error})",
-            remedy="Install it with `pip install 'tandem-rl[cluster]'`, or set both to 1.",
+            remedy="Run `pip install '.[cluster]'` in a checkout of tandem, or set both to 1.",
         ) from error
     return ray
 

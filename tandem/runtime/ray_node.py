@@ -35,8 +35,8 @@ _SWITCHES = ("head", "no_monitor", "enable_resource_isolation")
 """Options of ``ray start`` that take no value."""
 
 _PORTS = range(20_000, 32_000)
-"""The ports for a head. Ray opens one seconds after it is chosen, and meanwhile no connection
-takes them: systems give ports from 32768 on to sockets that ask for any.
+"""The ports for a head. Ray opens its port some seconds after the choice. Meanwhile no connection
+takes a port of this range: systems assign ports from 32768 on to sockets that ask for any.
 """
 
 _ANY_WORKER_PORTS = {"min_worker_port": 0, "max_worker_port": 0}

@@ -2,7 +2,7 @@
 """A command that torchrun started, with one process for each device of a node.
 
 A run has a process of its own for each device, and one process drives them. Hence the process of
-local rank 0 runs the command for all devices of its node. The others wait and take over its exit
+local rank 0 runs the command for all devices of its node. The others wait and exit with its exit
 code. If one of them fails, torchrun ends the rest, as it does with any program.
 
 The processes of a node meet at a socket that the kernel removes with its owner, so that an end by
@@ -26,7 +26,7 @@ _EXIT_FAILURE = 1
 _EXIT_INTERRUPTED = 130
 _RETRY_S = 0.05
 _LATE_S = 60.0
-"""The time in which a process must have started that torchrun started beside one that is done."""
+"""The longest time between the end of a process and the start of another one of the same launch."""
 
 
 @dataclass(frozen=True, slots=True)

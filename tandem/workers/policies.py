@@ -177,7 +177,7 @@ def open_received(
 def trained_dtype(spec: PolicySpec, platform: Platform) -> torch.dtype:
     """Return the precision of trained weights, gradients and optimizer.
 
-    Adapters are always float32: their updates are too small for less.
+    Adapters are always float32, because a lower precision would round their updates away.
 
     Raises:
         UserError: the device cannot compute in it.

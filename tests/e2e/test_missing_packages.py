@@ -51,5 +51,5 @@ def test_several_processes_without_ray(material: Material, tmp_path: Path) -> No
         ended,
         "trainer.n_gpus_per_node=2, trainer.nnodes=1",
         "No module named 'ray'",
-        "pip install 'tandem-rl[cluster]'",
+        "pip install '.[cluster]'",
     )

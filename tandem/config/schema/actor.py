@@ -114,13 +114,13 @@ class PolicyLossConfig(BaseModel):
         default=0.0002,
         gt=0,
         le=1,
-        description="Share of the tokens of a mini-batch whose gradient clip_cov takes away.",
+        description="Share of the tokens of a mini-batch whose gradient clip_cov removes.",
     )
     clip_cov_lb: float = Field(
-        default=1.0, description="Lower bound of the covariance of the tokens that clip_cov takes."
+        default=1.0, description="Lower bound of the covariance of tokens that clip_cov may choose."
     )
     clip_cov_ub: float = Field(
-        default=5.0, description="Upper bound of the covariance of the tokens that clip_cov takes."
+        default=5.0, description="Upper bound of the covariance of tokens that clip_cov may choose."
     )
     kl_cov_ratio: float = Field(
         default=0.0002,

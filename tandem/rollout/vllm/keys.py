@@ -84,7 +84,7 @@ _IS_TANDEMS: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("quantization", "quantization_config", "enable_lora"),
-        "a quantized rollout and LoRA are not built",
+        "with vLLM, quantization and LoRA are not built",
     ),
 }
 """Arguments that nobody else may set -> the reason."""

@@ -26,17 +26,17 @@ ENVIRONMENT: Mapping[str, str] = {
 
 
 def of_vllm(module: str, name: str) -> Any:
-    """Return the object of a name in a module of vLLM.
+    """Import and return an object of vLLM.
 
     Args:
-        module: the name of the module inside vLLM, e.g. ``v1.engine.llm_engine``; "" for the top.
+        module: the name of its module in vLLM, e.g. ``v1.engine.llm_engine``; "" for vLLM itself.
     """
     return getattr(import_module(f"vllm.{module}" if module else "vllm"), name)
 
 
 @contextmanager
 def undisturbed_process() -> Iterator[None]:
-    """Keep the number of threads and the streams of random numbers, which vLLM sets as it starts.
+    """Restore the number of threads and the random states that vLLM changes when it starts.
 
     Trainer and engine share the process.
     """

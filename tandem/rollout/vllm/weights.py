@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The delivery of weights to vLLM through its own loader, by their names in checkpoint files.
 
-Fused, padded and packed layouts are vLLM's business. Names are accounted for in both directions:
-each tensor of the manifest must come, and each parameter of vLLM's model must be written. vLLM
-itself only logs a parameter that is skipped.
+vLLM handles fused, padded and packed layouts. The sink checks names in both directions: each tensor
+of the manifest must arrive, and each parameter of vLLM's model must be written. vLLM itself only
+logs a parameter that is skipped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class VllmSink:
             self._unwritten -= set(self._model().load_weights(iter([(name, copy)])) or ())
 
     def end(self) -> None:
-        """Close the model, and refresh what vLLM derives from weights outside of its bracket."""
+        """Close the model, and recompute derived tensors that vLLM's reload leaves unchanged."""
         if self._missing:
             raise EngineFailure(f"vLLM: weights are missing: {_some(self._missing)}")
         if self._unwritten:

@@ -34,7 +34,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("worker_extension_cls", "a.B", "is set by tandem: tandem gives vLLM its weights"),
         ("distributed_executor_backend", "mp", "is set by tandem: vLLM runs in the processes"),
         ("speculative_config", {}, "is set by tandem: tandem draws the tokens"),
-        ("quantization", "fp8", "is set by tandem: a quantized rollout and LoRA are not built"),
+        ("quantization", "fp8", "is set by tandem: with vLLM, quantization and LoRA are not built"),
         ("max_num_seqs", 4, f"has a key of its own. Set {ROLLOUT}.max_num_seqs instead."),
         ("kv_cache_memory_bytes", 4, f"Set {ROLLOUT}.gpu_memory_utilization instead."),
         ("max_model_len", 4, "Set data.max_prompt_length and data.max_response_length instead."),
