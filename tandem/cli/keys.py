@@ -27,8 +27,8 @@ SCHEMAS: dict[str, type[BaseModel]] = {"train": RunConfig, "plan": RunConfig, "s
 def run(arguments: Sequence[str]) -> int:
     """Print the keys whose name or description has all words; return the exit code.
 
-    The word ``sft`` at the beginning means the keys of ``tandem sft``. Keys whose name has all
-    words come alone, if there are any.
+    The word ``sft`` at the beginning means the keys of ``tandem sft``. If the names of some keys
+    have all words, only those keys are printed.
     """
     schema = SftConfig if arguments[:1] == ["sft"] else RunConfig
     words = [word.lower() for word in (arguments[1:] if schema is SftConfig else arguments)]

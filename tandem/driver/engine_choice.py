@@ -95,9 +95,9 @@ def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem 
     if rollout.name != "vllm" or problem is not None:
         return problem
     if not place_run(config).is_one_process:
-        return Problem("vLLM serves runs of one process only")
+        return Problem("vLLM generates only in runs of one process")
     if config.actor_rollout_ref.model.trains_adapters:
-        return Problem("vLLM does not get the adapters (LoRA) of a run")
+        return Problem("vLLM with adapters (LoRA) is not built")
     model, limit = trained_model(config), max_positions(hf_config or {})
     if limit is not None and model.max_tokens > limit:
         return Problem(

@@ -184,7 +184,7 @@ def _own_devices(site: RunSite) -> tuple[NodeDevices, ...]:
 
 
 def _cluster_of_launch(settings: ClusterSettings) -> ClusterPlan:
-    """Return the role of this process; torchrun's options give it that on several nodes."""
+    """Return the role of this process, which torchrun's options define on several nodes."""
     node = launched_node(os.environ)
     if node is None or node.num_nodes == 1:
         return plan_cluster(settings, os.environ)

@@ -41,7 +41,7 @@ class Batch:
             trained on it, int64.
         old_logp_R: the log-probs under the policy before its update, fp32; None before they are
             computed, and if nothing reads them. The same holds for the next three.
-        squares_R: the sums of squared probabilities of that policy in the place of each token.
+        squares_R: the sums of squared probabilities of that policy at each token.
         ref_logp_R: the log-probs under the reference, fp32.
         values_R: the critic's values before its update, fp32.
         taken_s: when the batch was formed, in seconds by the clock of the run.

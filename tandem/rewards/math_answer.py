@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of mathematics: whether the answer of a response is the ground truth.
 
-The rules differ in where they look for the answer (``math_text``) and agree on what is right, which
-is more than equal text (verl's rule) and less than equal value:
+The rules differ in where they look for the answer (``math_text``) and compare it in the same way,
+which accepts more than equal text (verl's rule) but not every expression of equal value:
 
 - a ground truth that is a number takes a number (``math_number``), written in any way;
 - lists are compared part by part and in order, and in any order if the ground truth is a set;

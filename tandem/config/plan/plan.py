@@ -2,7 +2,7 @@
 """The plan of a run: steps, batches, pools, memory, effects of keys, warnings.
 
 It is computed from the configuration of ``tandem train`` or ``tandem sft``. No process is started,
-and no file is read but the description of an adapter to start from.
+and the only file that is read is the description of an adapter to start from.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ def build(spec: EngineSpec) -> VllmRolloutEngine:
         EngineFailure: vLLM cannot serve the model on this device, or the run has several processes.
     """
     if torch.distributed.is_initialized():
-        raise EngineFailure("vLLM serves runs on one device only: set trainer.n_gpus_per_node=1")
+        raise EngineFailure("vLLM generates on one device only: set trainer.n_gpus_per_node=1")
     set_defaults(ENVIRONMENT)
     _warn_of_precision(spec)
     streams: dict[str, Stream] = {}
