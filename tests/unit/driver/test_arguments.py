@@ -33,7 +33,7 @@ def test_a_default_validation_file_that_is_missing_means_no_validation(
 def test_a_plan_loads_what_training_refuses() -> None:
     arguments = [
         "actor_rollout_ref.model.path=m",
-        "actor_rollout_ref.rollout.multi_turn.enable=True",
+        "actor_rollout_ref.actor.strategy=megatron",
     ]
     (refused,) = refusals(load_arguments(RunConfig, arguments).config)
     with pytest.raises(UserError) as caught:
