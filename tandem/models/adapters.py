@@ -201,7 +201,7 @@ def merge_adapter(
             rule="the base model of these adapters is not there",
             remedy="Name the folder that it is in now by --base FOLDER.",
         )
-    require_base(source, base, key="--base")
+    require_base(source, base, key="--base", value=base)
     with _opened(source, key="checkpoint") as tensors:
         factors = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
 
@@ -233,14 +233,18 @@ def read_base(folder: Path, *, key: str) -> BaseModel:
         ) from error
 
 
-def require_base(folder: Path, base: Path, *, key: str) -> None:
-    """Raise UserError unless ``base`` has the weights that a checkpoint was trained on."""
+def require_base(folder: Path, base: Path, *, key: str, value: Path) -> None:
+    """Raise UserError unless ``base`` has the weights that a checkpoint was trained on.
+
+    Args:
+        key, value: what the user has to change, for the message.
+    """
     trained_on = read_base(folder, key=key)
     if trained_on.digest != base_digest(base):
         raise UserError(
             key,
-            str(folder),
-            rule=f"its adapters were trained on other weights than those in {base}",
+            str(value),
+            rule=f"the adapters of {folder} were trained on other weights than those in {base}",
             remedy=f"Use {trained_on.path} as it was, or start again.",
         )
 

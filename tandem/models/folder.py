@@ -167,7 +167,7 @@ def require_same_adapters(saved: Path, model: ModelFolder, *, key: str) -> None:
     if with_adapters(model.decoder_config, adapters) != model.decoder_config:
         rule = f"the checkpoint {saved.parent} has adapters of another rank, alpha or modules"
         raise UserError(key, str(model.path), rule=rule, remedy=remedy)
-    require_base(saved, model.path, key=key)
+    require_base(saved, model.path, key=key, value=saved)
 
 
 def check_critic_folder(

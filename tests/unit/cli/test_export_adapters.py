@@ -87,7 +87,10 @@ def _cut(folder: Path) -> None:
     ("damage", "message"),
     [
         (_move_base, "--base='.*base': the base model of these adapters is not there. Name"),
-        (_change_base, "its adapters were trained on other weights than those in .*base"),
+        (
+            _change_base,
+            "--base='.*base': the adapters of .* were trained on other weights than those in .*base",
+        ),
         (_remove(BASE_FILE), f"{BASE_FILE} cannot be read"),
         (_remove(ADAPTER_WEIGHTS), f"it has no {ADAPTER_WEIGHTS}"),
         (_cut, f"{ADAPTER_WEIGHTS} cannot be read"),
