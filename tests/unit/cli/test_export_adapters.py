@@ -89,7 +89,7 @@ def _cut(folder: Path) -> None:
         (_move_base, "--base='.*base': the base model of these adapters is not there. Name"),
         (
             _change_base,
-            "--base='.*base': the adapters of .* were trained on other weights than those in .*base",
+            "--base='.*base': the adapters of .* were trained on other weights",
         ),
         (_remove(BASE_FILE), f"{BASE_FILE} cannot be read"),
         (_remove(ADAPTER_WEIGHTS), f"it has no {ADAPTER_WEIGHTS}"),
