@@ -151,7 +151,7 @@ CALCULATOR = Task(
         sft_keys=(
             "data.multiturn.enable=True",
             "data.max_length=192",
-            "trainer.total_training_steps=300",
+            "trainer.total_training_steps=400",
         ),
         grpo_keys=(
             "data.train_batch_size=16",
@@ -160,7 +160,7 @@ CALCULATOR = Task(
             f"{_ROLLOUT}.multi_turn.enable=True",
             f"{_ROLLOUT}.multi_turn.max_assistant_turns=4",
             f"{_ROLLOUT}.agent.num_workers=1",
-            "trainer.total_training_steps=60",
+            "trainer.total_training_steps=40",
         ),
     ),
 )
