@@ -167,7 +167,6 @@ def command_line(options: argparse.Namespace, task: Path, *, run_folder: Path) -
         *(sys.executable, "-m", "tandem.trainer.main_ppo"),
         "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.model.path={task.parent / content['model']}",
-        f"actor_rollout_ref.model.enable_gradient_checkpointing={options.checkpointing}",
         f"data.train_files={task / 'prompts.jsonl'}",
         "data.val_files=[]",
         f"data.train_batch_size={options.devices * content['prompts']}",
@@ -175,8 +174,6 @@ def command_line(options: argparse.Namespace, task: Path, *, run_folder: Path) -
         f"data.max_response_length={content['response']}",
         f"custom_reward_function.path={task / 'reward.py'}",
         f"{actor}.ppo_mini_batch_size={options.devices * content['prompts']}",
-        f"{actor}.use_dynamic_bsz=True",
-        f"{actor}.ppo_max_token_len_per_gpu={options.budget}",
         f"{actor}.optim.lr={options.lr}",
         # A second pass over the batch makes the trainer score it before the first one.
         f"{actor}.ppo_epochs={2 if options.mismatch else 1}",
@@ -190,7 +187,20 @@ def command_line(options: argparse.Namespace, task: Path, *, run_folder: Path) -
         "trainer.save_freq=0",
         "trainer.logger=[console]",
         "trainer.resume_mode=disable",
+        *memory_keys(options),
         *options.keys,
+    ]
+
+
+def memory_keys(options: argparse.Namespace) -> list[str]:
+    """Return the keys of recomputation and of micro-batches, unless the run sets them itself."""
+    if options.own_memory:
+        return []
+    actor = "actor_rollout_ref.actor"
+    return [
+        f"actor_rollout_ref.model.enable_gradient_checkpointing={options.checkpointing}",
+        f"{actor}.use_dynamic_bsz=True",
+        f"{actor}.ppo_max_token_len_per_gpu={options.budget}",
     ]
 
 
@@ -289,6 +299,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=24576, help="tokens of a micro-batch")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument(
+        "--own-memory", action="store_true", help="give no memory key: the run sets its own"
+    )
     parser.add_argument(
         "--mismatch", action="store_true", help="score rollouts too; the update passes twice then"
     )

@@ -20,6 +20,8 @@ from tandem.config.check.read_conditions import ONE_PROCESS
 from tandem.config.derived.pools import Placement
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import TrainedModel, place, trained_model
+from tandem.config.plan.memory import GIB, plan_memory
+from tandem.config.plan.memory_choice import choose_memory
 from tandem.config.plan.memory_remedy import require_cache, require_memory
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
@@ -286,15 +288,18 @@ def name_step(step: Callable[[], int]) -> Iterator[None]:
         raise RunFailure(f"step {number}: {cause}", step=number) from None
 
 
-def require_fit(
+def fitted(
     site: RunSite, model: ModelFolder, *, auxiliary: Mapping[str, ModelFolder] | None = None
-) -> None:
-    """Raise UserError if the devices cannot hold or compute the models in their layouts.
+) -> RunSite:
+    """Return the site with the memory keys that a run on one device sets itself.
 
     The workers, not this function, check memory and precision if pools have several platforms.
 
     Args:
         auxiliary: the other models, by task.
+
+    Raises:
+        UserError: the devices cannot hold or compute the models in their layouts.
     """
     others = auxiliary or {}
     if site.cluster is not None:
@@ -309,24 +314,63 @@ def require_fit(
         rollout = site.config.actor_rollout_ref.rollout
         require_quantization(rollout, model.decoder_config, platform=generates)
     if site.is_mixed:
-        return
+        return site
     for task, own in site.model.of_task.items():
         if task in layouts:
             require_precision(own.layout, site.platform, section=own.section)
     sizes = known["actor-train"]
     if not site.platform.has_own_memory or sizes is None:
-        return
+        return site
     available_bytes = site.platform.total_memory_bytes()
+    own_sizes = {name: own for name in others if (own := known[name]) is not None}
+    recomputes_parts = model.decoder_config is not None
+    site = _with_memory_keys(
+        site,
+        sizes,
+        auxiliary=own_sizes,
+        available_bytes=available_bytes,
+        recomputes_parts=recomputes_parts,
+    )
     require_memory(
         site.config,
         sizes,
-        auxiliary={name: own for name in others if (own := known[name]) is not None},
+        auxiliary=own_sizes,
         available_bytes=available_bytes,
-        recomputes_parts=model.decoder_config is not None,
+        recomputes_parts=recomputes_parts,
     )
     has_pages = site.platform.kernels == "triton" and model.decoder_config is not None
     if has_pages and isinstance(site.config, RunConfig):
         require_cache(site.config, sizes, available_bytes=available_bytes)
+    return site
+
+
+def _with_memory_keys(
+    site: RunSite,
+    sizes: ModelSizes,
+    *,
+    auxiliary: Mapping[str, ModelSizes],
+    available_bytes: int,
+    recomputes_parts: bool,
+) -> RunSite:
+    """Return the site with the chosen memory keys, and say which they are."""
+    config, chosen = choose_memory(
+        site.config,
+        sizes,
+        auxiliary=auxiliary,
+        available_bytes=available_bytes,
+        recomputes_parts=recomputes_parts,
+    )
+    if not chosen:
+        return site
+    plans = plan_memory(config, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
+    planned = max(plan.total for plan in plans.values())
+    logger.info(
+        "chosen to fit %.0f GiB (%.0f planned): %s",
+        available_bytes / GIB,
+        planned / GIB,
+        " ".join(f"{key}={value}" for key, value in chosen.items()),
+    )
+    return replace(site, config=config)
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ from tandem.data.ledger import Source
 from tandem.data.tokenizer import TextCodec
 from tandem.driver.ending import describe_end
 from tandem.driver.execution import Ended, StopSwitch, execute
-from tandem.driver.launch import RunSite, name_step, require_fit, start_processes
+from tandem.driver.launch import RunSite, fitted, name_step, start_processes
 from tandem.driver.restarts import Restarts
 from tandem.driver.run_folder import Start, inspect_run_folder, open_run_folder
 from tandem.models.folder import ModelFolder
@@ -47,8 +47,8 @@ class PreparedRun:
     Attributes:
         model: the model that is trained.
         auxiliary: the other models, by their names in a placement's layouts.
-        open_loop: builds the engines and the loop of the command, which continues after the
-            checkpoint of the run, and closes them in the end.
+        open_loop: builds the engines and the loop of the command for the configuration of the
+            launched run. The loop continues after the checkpoint of the run.
     """
 
     model: ModelFolder
@@ -115,7 +115,7 @@ def check_prepared(site: RunSite, prepared: PreparedRun) -> CheckedRun:
     Raises:
         UserError: the run folder, a model or the devices cannot be used.
     """
-    require_fit(site, prepared.model, auxiliary=prepared.auxiliary)
+    site = fitted(site, prepared.model, auxiliary=prepared.auxiliary)
     checkpoint = inspect_run_folder(
         site.config,
         prepared.source,
@@ -144,7 +144,7 @@ def run_prepared(
         UserError: the run folder, a model or the devices cannot be used.
         RunFailure, WorkerFailure: a process of the run failed, in a step or at startup.
     """
-    require_fit(site, prepared.model, auxiliary=prepared.auxiliary)
+    site = fitted(site, prepared.model, auxiliary=prepared.auxiliary)
     folder = open_run_folder(
         site.config,
         prepared.source,

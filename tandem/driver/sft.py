@@ -58,15 +58,17 @@ def prepare(config: SftConfig, *, fetches_weights: bool = True) -> PreparedRun:
         model, folder, token_ids=[example.token_ids for example in (*examples, *validation)]
     )
     source = open_source(examples, config.data, total_epochs=config.trainer.total_epochs)
-    open_loop = partial(_open_loop, config, validation=validation)
+    open_loop = partial(_open_loop, validation=validation)
     return PreparedRun(folder, codec, source, schedule, open_loop)
 
 
 @asynccontextmanager
 async def _open_loop(
-    config: SftConfig, run: LaunchedRun, *, validation: Sequence[SftExample]
+    run: LaunchedRun, *, validation: Sequence[SftExample]
 ) -> AsyncIterator[SupervisedLoop]:
-    checkpoint, prepared, placement = run.start.checkpoint, run.prepared, run.site.placement
+    config, placement = run.site.config, run.site.placement
+    assert isinstance(config, SftConfig), "the site is that of this command"
+    checkpoint, prepared = run.start.checkpoint, run.prepared
     total_steps = prepared.schedule.total_training_steps
     engine = (
         await run.runtime.call(

@@ -130,7 +130,6 @@ def prepare(config: RunConfig, *, fetches_weights: bool = True) -> PreparedRun:
     source = open_source(train_entries, config.data, total_epochs=config.trainer.total_epochs)
     open_loop = partial(
         _open_loop,
-        config,
         validation=validation_entries,
         conversations=auxiliary.conversations,
         agents=agents if plays_episodes(agents, entries) else None,
@@ -140,14 +139,14 @@ def prepare(config: RunConfig, *, fetches_weights: bool = True) -> PreparedRun:
 
 @asynccontextmanager
 async def _open_loop(
-    config: RunConfig,
     run: LaunchedRun,
     *,
     validation: Sequence[PromptEntry],
     conversations: TextCodec | None,
     agents: AgentPlan | None,
 ) -> AsyncIterator[Pipeline]:
-    checkpoint, runtime = run.start.checkpoint, run.runtime
+    config, checkpoint, runtime = run.site.config, run.start.checkpoint, run.runtime
+    assert isinstance(config, RunConfig), "the site is that of this command"
     async with _open_engines(config, run) as running:
         if checkpoint is not None:
             await runtime.call(running.engines.train.load, checkpoint.folder / "actor")

@@ -63,24 +63,47 @@ class AdamW:
             for name, parts in moments.items()
         }
 
-    @torch.no_grad()
     def step(
         self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, rate: float
     ) -> None:
         """Update the weights in place."""
         self.moments = self.moments or self.zero_moments(weights)
+        self.step_with(self.moments, weights, gradients=gradients, rate=rate)
+
+    @torch.no_grad()
+    def step_with(
+        self,
+        moments: Moments,
+        weights: Mapping[str, Tensor],
+        *,
+        gradients: Mapping[str, Tensor],
+        rate: float,
+        first_index: int = 0,
+    ) -> None:
+        """Update weights and their ``moments`` in place.
+
+        Args:
+            weights: some of all weights, in order.
+            first_index: the number of weights before them.
+        """
         parts = list(weights.values())
-        first, second, steps = (self.moments[x] for x in ("exp_avg", "exp_avg_sq", "step"))
+        first, second, steps = (moments[x] for x in ("exp_avg", "exp_avg_sq", "step"))
         columns = (parts, [gradients[name].contiguous() for name in weights], first, second)
         if not self._half_moments:
             self._update(columns, steps, rate=rate)
             return
         # The step number seeds the rounding: a resumed run draws the same random numbers, and so do
         # ranks with the same weights, whose parts have the same sizes in the same order.
-        generator = torch.Generator(parts[0].device).manual_seed(int(steps[0]))
+        seed = int(steps[0]) + (first_index << 32)
+        generator = torch.Generator(parts[0].device).manual_seed(seed)
         for chunk in _chunks(columns, limit=CHUNK_NUMBERS):
             self._update_rounded(chunk, steps[0], rate=rate, generator=generator)
         torch._foreach_add_(steps, 1.0)  # pyright: ignore[reportPrivateImportUsage]
+
+    @property
+    def moments_dtype(self) -> torch.dtype:
+        """The precision of the moments."""
+        return self._moments_dtype
 
     def zero_moments(self, weights: Mapping[str, Tensor]) -> Moments:
         """Return the moments before the first step."""

@@ -2,16 +2,53 @@
 """Parameters of one device that stay in host memory while they are not used.
 
 They remain the same ``nn.Parameter`` objects; only their storage moves. No other tensor may share
-that storage, because each offload replaces it.
+that storage, because each offload replaces it. Copies are queued: ``wait`` before the host reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+
+_LARGEST_PIECE = 1 << 32
+_ALIGNMENT = 256
+"""In bytes, of each tensor in a piece."""
+
+
+class HostMemory:
+    """Memory of the host for many tensors, in few pieces.
+
+    Pinned memory is copied several times faster, and torch rounds each allocation of it to a power
+    of two, which would take twice as much for most tensors.
+    """
+
+    def __init__(self, total_bytes: int, *, pinned: bool) -> None:
+        """Prepare memory for about ``total_bytes``, of which nothing is allocated yet."""
+        self._pinned = pinned
+        self._piece_bytes = min(_LARGEST_PIECE, 1 << max(0, total_bytes - 1).bit_length())
+        self._pieces: list[Tensor] = []
+        self._used: list[int] = []
+
+    def empty_like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor of the same shape on the host, in ``dtype`` if given."""
+        dtype = tensor.dtype if dtype is None else dtype
+        num_bytes = tensor.numel() * dtype.itemsize
+        piece, begin = self._reserve(max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT)
+        return self._pieces[piece][begin : begin + num_bytes].view(dtype).view(tensor.shape)
+
+    def _reserve(self, num_bytes: int) -> tuple[int, int]:
+        """Return the first piece with room, and the offset there."""
+        for index, (piece, used) in enumerate(zip(self._pieces, self._used, strict=True)):
+            if used + num_bytes <= len(piece):
+                self._used[index] += num_bytes
+                return index, used
+        size = max(self._piece_bytes, 1 << (num_bytes - 1).bit_length())
+        self._pieces.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+        self._used.append(num_bytes)
+        return len(self._pieces) - 1, 0
 
 
 class OffloadedParameters:
@@ -23,35 +60,58 @@ class OffloadedParameters:
         self._device = self._parameters[0].device
         self._frozen = frozen
         # The buffers on the host are kept: allocating pinned memory is slow.
-        self._hosted = [_host_memory(part) for part in self._parameters]
-        self._offload(copies=True)
+        total_bytes = sum(part.nbytes for part in self._parameters)
+        memory = HostMemory(total_bytes, pinned=self._device.type != "cpu")
+        self._hosted = [memory.empty_like(part) for part in self._parameters]
+        self._offload(slice(None), copies=True)
+        self.wait()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Onload the parameters for the duration of the context."""
-        self._onload()
+        self.place(slice(None), [self._copied(part) for part in self._parameters])
         try:
             yield
         finally:
-            self._offload(copies=not self._frozen)
+            self._offload(slice(None), copies=not self._frozen)
+
+    def hosted(self, chosen: slice) -> list[Tensor]:
+        """Return the values of consecutive parameters in host memory."""
+        return self._hosted[chosen]
 
     @torch.no_grad()
-    def _onload(self) -> None:
-        for parameter in self._parameters:
-            values = torch.empty_like(parameter, device=self._device)
-            _set_values(parameter, values.copy_(parameter, non_blocking=True))
+    def place(self, chosen: slice, values: Sequence[Tensor]) -> None:
+        """Let consecutive parameters have ``values``, which share their memory from now on."""
+        for parameter, value in zip(self._parameters[chosen], values, strict=True):
+            _set_values(parameter, value)
+
+    def wait(self) -> None:
+        """Wait until the host's memory has all values."""
+        wait_for(self._device)
 
     @torch.no_grad()
-    def _offload(self, *, copies: bool) -> None:
-        for parameter, hosted in zip(self._parameters, self._hosted, strict=True):
+    def _copied(self, parameter: nn.Parameter) -> Tensor:
+        values = torch.empty_like(parameter, device=self._device)
+        return values.copy_(parameter, non_blocking=True)
+
+    @torch.no_grad()
+    def _offload(self, chosen: slice, *, copies: bool) -> None:
+        pairs = zip(self._parameters[chosen], self._hosted[chosen], strict=True)
+        for parameter, hosted in pairs:
             if copies:
-                hosted.copy_(parameter)
+                hosted.copy_(parameter, non_blocking=True)
             _set_values(parameter, hosted)
 
 
 def on_device(parameters: OffloadedParameters | None) -> AbstractContextManager[None]:
     """Return ``parameters.on_device()``, or a context without effect if nothing is offloaded."""
     return nullcontext() if parameters is None else parameters.on_device()
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for the work that is queued on ``device``."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
@@ -64,9 +124,3 @@ def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
         torch.utils.swap_tensors(
             parameter, nn.Parameter(values, requires_grad=parameter.requires_grad)
         )
-
-
-def _host_memory(parameter: Tensor) -> Tensor:
-    # Copies from and to pinned memory are several times faster.
-    pinned = parameter.device.type != "cpu"
-    return torch.empty_like(parameter, device="cpu", requires_grad=False, pin_memory=pinned)

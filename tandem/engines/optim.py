@@ -124,6 +124,17 @@ class PolicyOptimizer:
             optimizer.moments = _moved(optimizer.moments, next(iter(own.values())).device)
             optimizer.step(own, gradients, rate=self._peak_rates[name] * rate_factor)
 
+    @property
+    def alone(self) -> AdamW | None:
+        """The optimizer of all weights, whose steps treat each number alone; None with Muon."""
+        (first, *others) = self._optimizers.values()
+        return first if isinstance(first, AdamW) and not others else None
+
+    def rate_of(self, optimizer: AdamW, *, rate_factor: float) -> float:
+        """Return the learning rate of one of the optimizers."""
+        (name,) = (name for name, own in self._optimizers.items() if own is optimizer)
+        return self._peak_rates[name] * rate_factor
+
     def offload(self) -> None:
         """Move the moments to the host's memory until the next step."""
         for optimizer in self._optimizers.values():

@@ -13,7 +13,7 @@ Shapes: R response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from tandem.engines.offload import OffloadedParameters, on_device
 from tandem.engines.optim import PolicyOptimizer, make_schedule
 from tandem.engines.shards import unsharded_map
 from tandem.engines.steps import Totals, backward, clip, report_step, score
+from tandem.engines.streaming import StreamedStep
 from tandem.errors import UserError
 from tandem.models.adapted import trained_parameters
 from tandem.models.adapters import load_adapter
@@ -77,6 +78,7 @@ class SingleDeviceEngine:
         self._shard_map = unsharded_map(self._weights)
         self._optimizer = PolicyOptimizer(model, config, shard_map=self._shard_map)
         self._offload_optimizer = offload_optimizer
+        self._streamed = self._stream_steps() if offload_optimizer or offload_weights else None
         self._schedule = make_schedule(config, total_training_steps)
         self._learning_rate = config.lr
         self._clip_norm = config.clip_grad
@@ -188,12 +190,33 @@ class SingleDeviceEngine:
             self._collect_gradients()
         return totals
 
+    def _stream_steps(self) -> StreamedStep | None:
+        """Return the steps by parts; None for Muon, whose steps need whole matrices."""
+        adam = self._optimizer.alone
+        if adam is None:
+            return None
+        return StreamedStep(
+            adam,
+            self._weights,
+            device=self._device,
+            offloaded=self._offloaded,
+            hosts_moments=self._offload_optimizer,
+        )
+
     def _step(self, gradients: dict[str, Tensor], *, rate_factor: float) -> None:
+        adam, streamed = self._optimizer.alone, self._streamed
+        if adam is not None and streamed is not None:
+            rate = self._optimizer.rate_of(adam, rate_factor=rate_factor)
+            for weights in streamed.parts(gradients, rate=rate):
+                self._update_compute_weights(weights)
+            return
         with on_device(self._offloaded):
             self._optimizer.step(self._weights, gradients, rate_factor=rate_factor)
             if self._offload_optimizer:
                 self._optimizer.offload()
             self._update_compute_weights()
+        if self._offloaded is not None:
+            self._offloaded.wait()
 
     @torch.no_grad()
     def _collect_gradients(self) -> None:
@@ -210,10 +233,12 @@ class SingleDeviceEngine:
             computed.grad = None
 
     @torch.no_grad()
-    def _update_compute_weights(self) -> None:
-        """Copy the stored weights into the weights of the forward pass, in place."""
-        if self._compute is not self._model:
-            for kept, computed in zip(self._weights.values(), self._computed, strict=True):
+    def _update_compute_weights(self, chosen: Mapping[str, Tensor] | None = None) -> None:
+        """Copy the stored weights, or some, into the weights of the forward pass, in place."""
+        if self._compute is self._model:
+            return
+        for (name, kept), computed in zip(self._weights.items(), self._computed, strict=True):
+            if chosen is None or name in chosen:
                 computed.copy_(kept)
 
     def _fingerprint(self) -> str:

@@ -16,8 +16,10 @@ pytest.importorskip("pydantic", reason="the engine's configuration needs pydanti
 
 from tandem.config.derived.sizes import ModelSizes
 from tandem.data.packing import TrainSequence
+from tandem.engines import streaming
 from tandem.engines.adamw import AdamW, round_stochastically
 from tandem.engines.offload import OffloadedParameters
+from tandem.engines.streaming import StreamedStep
 from tandem.models.decoder import Granularity
 from tandem.models.language_model import score_batch
 from tandem.types import PackedBatch
@@ -151,6 +153,49 @@ def test_half_moments_learn_as_whole_ones_and_twice_the_same(machine: Machine) -
         found.append(weights["x"])
     assert torch.equal(found[1], found[2])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=20 * 1e-3 * 0.02)
+
+
+def test_a_step_by_parts_is_that_of_all_at_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of the next part and of the last one run beside the step of a part."""
+    monkeypatch.setattr(streaming, "OPTIMIZER_PART_NUMBERS", 3 << 20)
+    num_weights, size = (8, 64) if machine.trial else (40, 1 << 20)
+    generator = torch.Generator(machine.device).manual_seed(0)
+
+    def draw() -> list[torch.Tensor]:
+        return [
+            torch.randn(size, device=machine.device, generator=generator)
+            for _ in range(num_weights)
+        ]
+
+    start = draw()
+    gradients = [{str(i): x for i, x in enumerate(draw())} for _ in range(4)]
+
+    def optimizer() -> AdamW:
+        return AdamW(betas=(0.9, 0.99), weight_decay=0.1, stored=torch.float32)
+
+    expected = {str(i): x.clone() for i, x in enumerate(start)}
+    at_once = optimizer()
+    for gradient in gradients:
+        at_once.step(expected, gradient, rate=1e-2)
+    weights = {str(i): torch.nn.Parameter(x.clone()) for i, x in enumerate(start)}
+    by_parts = StreamedStep(
+        optimizer(),
+        weights,
+        device=machine.device,
+        offloaded=OffloadedParameters(weights.values()),
+        hosts_moments=True,
+    )
+    copies = {name: torch.empty_like(x) for name, x in expected.items()}
+    for gradient in gradients:
+        for part in by_parts.parts(gradient, rate=1e-2):
+            for name, weight in part.items():
+                copies[name].copy_(weight.detach())
+    for name, weight in weights.items():
+        assert weight.device.type == "cpu"
+        assert torch.equal(weight.detach().to(machine.device), expected[name])
+        assert torch.equal(copies[name], expected[name])
 
 
 def test_offloaded_weights_leave_the_device(machine: Machine, tmp_path: Path) -> None:

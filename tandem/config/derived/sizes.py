@@ -13,6 +13,10 @@ from tandem.errors import UserError
 CACHE_PAGE_TOKENS = 64
 """The number of tokens in a page of the rollout engine's paged cache."""
 
+OPTIMIZER_PART_NUMBERS = 1 << 28
+"""The number of weights of a part, if weights or moments rest on the host and visit the device. A
+larger matrix is a part of its own."""
+
 _SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 
 
@@ -70,6 +74,14 @@ class ModelSizes:
     def embedding_parameters(self) -> int:
         """The number of parameters of the embedding and, if it is another matrix, of the head."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    @property
+    def visiting_parameters(self) -> int:
+        """The most weights that are on the device for an optimizer's step by parts: one part that
+        is stepped, the next one and the last one.
+        """
+        largest = max(OPTIMIZER_PART_NUMBERS, self.vocabulary * self.hidden)
+        return min(self.num_parameters, largest + 2 * OPTIMIZER_PART_NUMBERS)
 
     @property
     def num_parameters(self) -> int:

@@ -45,12 +45,13 @@ class MemoryPlan:
 
     Attributes:
         weights: the shard of the trained weights. A run of one process also holds a copy in the
-            precision of the passes, if that differs. With ``param_offload``, the stored weights
-            count only as far as they exceed the space of activations and logits. With adapters:
-            their fp32 values and copies, and the shard of their base.
+            precision of the passes, if that differs. With ``param_offload``, the part of the stored
+            weights that visits the device counts only as far as it exceeds the space of activations
+            and logits. With adapters: their fp32 values and copies, and the shard of their base.
         gradients: the shard of the gradients; in a run of one process as many bytes as weights.
-        optimizer: two moments per weight, in their own precision. With ``optimizer_offload`` they
-            count only as far as they exceed the remaining space of activations and logits.
+        optimizer: two moments per weight, in their own precision. With ``optimizer_offload``, the
+            part that visits counts only as far as it exceeds the remaining space of activations and
+            logits. In a run of several processes, or with Muon, all visit at once.
         gathered: the layers that are gathered at the same time, with their gradients.
         reference, reward_model: the shards of these frozen models, 0 without them. The reference of
             adapters shares the base on the devices that train or generate.
@@ -337,15 +338,20 @@ def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> 
     optimizer = 2 * moment * model.held_trained
     plan = replace(plan, activations=activations, logits=LOGITS_BYTES)
     room = activations + LOGITS_BYTES  # while the optimizer steps
+    visitors = model.held_trained
     if placement.is_one_process:
+        if optim.optimizer != "Muon":
+            visitors = min(visitors, model.sizes.visiting_parameters)
         kept, computed = (x * model.sizes.num_trained for x in (model.stored, model.computed))
         held = kept if kept == computed else kept + computed
-        visits = model.config.param_offload and kept != computed
-        visiting = min(kept, room) if visits else 0
-        plan = replace(plan, weights=held - visiting + model.held_base, gradients=held)
-        room -= visiting
+        weights = held
+        if model.config.param_offload and kept != computed:
+            visiting = model.stored * visitors
+            weights = computed + max(0, visiting - room)
+            room = max(0, room - visiting)
+        plan = replace(plan, weights=weights + model.held_base, gradients=held)
     if model.config.optimizer_offload:
-        optimizer = max(0, optimizer - room)
+        optimizer = max(0, 2 * moment * visitors - room)
     plan = replace(plan, optimizer=optimizer)
     if placement.is_one_process:
         return plan

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
-
-from pydantic import BaseModel
+from typing import Any
 
 from tandem.config.derived.microbatches import (
     microbatch_keys,
@@ -23,6 +21,7 @@ from tandem.config.plan.memory import (
     plan_memory,
     quantized_bytes,
 )
+from tandem.config.plan.memory_choice import with_overrides
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
@@ -42,8 +41,6 @@ _ALSO_SET = {
     },
 }
 """Auxiliary model -> prefix of the policy's keys -> prefix of its own; the first match counts."""
-
-ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
 def require_memory(
@@ -122,9 +119,8 @@ def _remedy(
 ) -> str:
     """Return the first candidate that makes the run fit, as a sentence."""
     for candidate in candidates:
-        changed, overrides = config, _for_all(config, candidate)
-        for key, value in overrides.items():
-            changed = _with(changed, key.split("."), value=value)
+        overrides = _for_all(config, candidate)
+        changed = with_overrides(config, overrides)
         plans = plan_memory(changed, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
         if all(plan.total <= available_bytes for plan in plans.values()):
             return f"Set {' '.join(f'{key}={value}' for key, value in overrides.items())}."
@@ -184,10 +180,3 @@ def _candidates(
             yield {keys.dynamic: True, keys.tokens: budget} | extra
             budget = max(shortest, budget // 2)
         yield {keys.dynamic: True, keys.tokens: shortest} | extra
-
-
-def _with(config: ConfigT, path: list[str], *, value: Any) -> ConfigT:
-    """Return a copy of ``config`` with one key changed."""
-    name, *below = path
-    inner = _with(dict(config)[name], below, value=value) if below else value
-    return config.model_copy(update={name: inner})

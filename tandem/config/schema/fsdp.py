@@ -24,11 +24,13 @@ class FsdpConfig(BaseModel):
 
     param_offload: bool = Field(
         default=False,
-        description="Keep the weights in host memory while no pass uses them.",
+        description="Keep the weights in host memory while no pass uses them. Not set, on one "
+        "accelerator: chosen to fit its memory.",
     )
     optimizer_offload: bool = Field(
         default=False,
-        description="Keep the optimizer state in host memory between steps.",
+        description="Keep the optimizer state in host memory between steps. Not set, on one "
+        "accelerator: chosen to fit its memory.",
     )
     offload_policy: bool = Field(
         default=False,

@@ -42,7 +42,8 @@ class ModelConfig(BaseModel):
     )
     enable_gradient_checkpointing: bool = Field(
         default=True,
-        description="Recompute activations in the backward pass: less memory, more time.",
+        description="Recompute activations in the backward pass: less memory, more time. Not set, "
+        "on one accelerator: chosen to fit its memory.",
     )
     recompute_granularity: RecomputeGranularity = Field(
         default="full",

@@ -151,7 +151,7 @@ def gate(product: Product, *, max_columns: int = _COLUMNS) -> QuantizedTokens:
         BLOCK=block,
         LARGEST=LARGEST,
         SMALLEST=SMALLEST_SCALE,
-        num_warps=min(max(block // 1024, 4), 16),
+        num_warps=4 if block <= 16384 else 8,
     )
     return y
 

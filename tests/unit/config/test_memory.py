@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tandem.config.derived.sizes import ModelSizes
+from tandem.config.derived.sizes import OPTIMIZER_PART_NUMBERS, ModelSizes
 from tandem.config.parse.overrides import load_config
 from tandem.config.plan.memory import GIB, MemoryPlan, plan_memory
 from tandem.config.plan.memory_remedy import CACHE_PAGE_TOKENS, require_cache, require_memory
@@ -121,16 +123,25 @@ def test_fp8_weights_of_generation_are_counted() -> None:
     assert caches[0] - caches[1] == copies
 
 
-def test_weights_that_rest_visit_where_activations_have_been() -> None:
+def test_a_part_of_what_rests_visits_where_activations_have_been() -> None:
     offload, parameters = f"{LAYOUT}.param_offload=True", sizes().num_parameters
     plan = one(offload)
     assert (plan.weights, plan.gradients) == (2 * parameters, 6 * parameters)
     both = one(offload, f"{LAYOUT}.optimizer_offload=True", f"{LAYOUT}.model_dtype=float32")
     assert both.optimizer == 0
-    small = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=640", offload)
-    tight = one(*small, f"{LAYOUT}.optimizer_offload=True")
+    rests = (offload, f"{LAYOUT}.optimizer_offload=True")
+    small = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=640"
+    tight = one(small, *rests)
     room = tight.activations + tight.logits
     assert tight.weights + tight.optimizer == (2 + 4 + 8) * parameters - room
+    wide = replace(sizes(), num_layers=240)
+    visiting = 3 * OPTIMIZER_PART_NUMBERS
+    assert wide.visiting_parameters == visiting < wide.num_parameters
+    (plan,) = plan_memory(config(small, *rests), wide).values()
+    room = plan.activations + plan.logits
+    assert plan.weights + plan.optimizer == 2 * wide.num_parameters + max(0, 12 * visiting - room)
+    (whole,) = plan_memory(config(small, *rests, MUON), wide).values()
+    assert whole.weights + whole.optimizer == 14 * wide.num_parameters - room
     shared = one(offload, f"{LAYOUT}.dtype=float32")
     assert shared.weights == 4 * parameters
     assert one(KL, f"{REF}.param_offload=True").reference == 0
@@ -177,6 +188,7 @@ def test_sizes_that_are_not_said_are_not_guessed() -> None:
     assert ModelSizes.of({}) is None
 
 
+MUON = "actor_rollout_ref.actor.optim.optimizer=Muon"
 LAYOUT = "actor_rollout_ref.actor.fsdp_config"
 REF = "actor_rollout_ref.ref.fsdp_config"
 FOUR = "trainer.n_gpus_per_node=4"

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,7 +22,7 @@ from tandem.config.derived.sizes import ModelSizes
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
-from tandem.driver.launch import RunSite, local_site, require_fit, run_on_site
+from tandem.driver.launch import RunSite, fitted, local_site, run_on_site
 from tandem.errors import UserError
 from tandem.models.families import decoder_config
 from tandem.models.folder import ModelFolder, check_folder
@@ -143,7 +144,7 @@ def foreign(tmp_path: Path) -> ModelFolder:
 def test_a_model_that_cannot_be_spread_is_named_by_the_commands_key(foreign: ModelFolder) -> None:
     for site, key in ((run_site(), "actor_rollout_ref.model.path"), (sft_site(), "model.path")):
         with pytest.raises(UserError, match=f"^{key}='{foreign.path}': .*cannot be sharded"):
-            require_fit(site, foreign)
+            fitted(site, foreign)
 
 
 def refusal(check: Callable[[], None]) -> str:
@@ -184,4 +185,33 @@ def test_a_layout_that_does_not_divide_is_named_by_the_commands_key(
     actor = f"actor_rollout_ref.actor.fsdp_config.{size}"
     for site, setting in ((run_site(actor), actor), (sft_site(f"engine.{size}"), f"engine.{size}")):
         with pytest.raises(UserError, match=f"^{setting}: it must divide"):
-            require_fit(site, folder)
+            fitted(site, folder)
+
+
+def test_a_run_on_one_accelerator_sets_memory_keys_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sizes = {
+        "num_hidden_layers": 28,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    }
+    model = ModelFolder(Path("m"), sizes, None, trust_remote_code=False)
+    config = load_config(RunConfig, ["actor_rollout_ref.model.path=m"]).config
+    placement = place_run(config)
+
+    def site(memory_gib: int) -> RunSite:
+        own = replace(CPU, has_own_memory=True, total_memory_bytes=lambda: memory_gib << 30)
+        platforms = {pool.name: own for pool in placement.used_pools}
+        return RunSite(config, platforms, placement, cluster=None)
+
+    with caplog.at_level("INFO"):
+        chosen = fitted(site(250), model)
+    assert chosen.config != config
+    (record,) = [record for record in caplog.messages if "chosen to fit 250 GiB" in record]
+    assert "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True" in record
+    with pytest.raises(UserError, match="this run needs about"):
+        fitted(site(30), model)

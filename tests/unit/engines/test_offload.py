@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tandem.config.schema.optim import OptimConfig
-from tandem.engines.offload import OffloadedParameters
+from tandem.engines import streaming
+from tandem.engines.offload import HostMemory, OffloadedParameters
 from tandem.engines.single import ReferenceModel, SingleDeviceEngine
 from tandem.models.folder import open_model
 from tandem.models.language_model import LanguageModel
@@ -24,14 +25,14 @@ def _model(folder: Path) -> LanguageModel:
 
 
 def _engine(
-    folder: Path, *, offload: bool
+    folder: Path, *, offload: bool, optim: OptimConfig = OPTIM
 ) -> tuple[SingleDeviceEngine, LanguageModel, LanguageModel]:
     """Return an engine, the fp32 model that it keeps, and the model that it computes with."""
     kept = _model(folder)
     computed = kept.in_dtype(torch.bfloat16)
     engine = SingleDeviceEngine(
         kept,
-        OPTIM,
+        optim,
         total_training_steps=10,
         compute=computed,
         offload_weights=offload,
@@ -94,6 +95,46 @@ def test_training_is_the_same_bit_by_bit_and_the_stored_weights_are_offloaded(
         assert _places(kept) == hosted and _places(computed) == generating
     for one, other in zip(kept.module.parameters(), same.module.parameters(), strict=True):
         assert torch.equal(one, other) and one.grad is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"moments_dtype": "bfloat16"}, {"optimizer": "Muon"}])
+def test_steps_by_parts_train_the_same(
+    tiny_policy_folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]
+) -> None:
+    monkeypatch.setattr(streaming, "OPTIMIZER_PART_NUMBERS", 3000)
+    optim = OptimConfig.model_validate({"lr": 1e-3, **changes})
+    offloading, kept, computed = _engine(tiny_policy_folder, offload=True, optim=optim)
+    staying, same, _ = _engine(tiny_policy_folder, offload=False, optim=optim)
+    for _ in range(3):
+        _step(offloading)
+        _step(staying)
+    # Moments of bf16 are rounded by other random numbers, to a 256th.
+    bound = 3 * 1e-3 / 64 if "moments_dtype" in changes else 0.0
+    for one, other in zip(kept.module.parameters(), same.module.parameters(), strict=True):
+        assert (one - other).abs().mean() <= bound
+    for one, other in zip(kept.module.parameters(), computed.module.parameters(), strict=True):
+        assert torch.equal(one.bfloat16(), other)
+
+
+def test_parts_are_whole_weights_in_order() -> None:
+    sizes = (5, 1, 4, 20, 3, 3)
+    weights = {str(i): torch.zeros(size) for i, size in enumerate(sizes)}
+    parts = [slice(0, 3), slice(3, 4), slice(4, 6)]
+    assert list(streaming.parts_of(weights, limit=10)) == parts
+    assert list(streaming.parts_of({}, limit=10)) == []
+
+
+def test_host_memory_is_shared_by_many_tensors_without_overlap() -> None:
+    memory = HostMemory(5000, pinned=False)
+    given = [torch.randn(shape) for shape in ((30, 7), (), (1000,), (3, 5), (0, 4), (2000,))]
+    taken = [memory.empty_like(tensor) for tensor in given]
+    half = memory.empty_like(given[0], torch.bfloat16)
+    for copy, tensor in zip(taken, given, strict=True):
+        copy.copy_(tensor)
+    half.copy_(given[0])
+    assert all(map(torch.equal, taken, given))
+    assert half.dtype == torch.bfloat16 and half.shape == given[0].shape
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (*taken, half)}) <= 3
 
 
 def test_checkpoints_are_taken_and_read_offloaded(tiny_policy_folder: Path, tmp_path: Path) -> None:

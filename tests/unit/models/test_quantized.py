@@ -6,6 +6,7 @@ The products are those of torch on a CPU. The kernels have tests of their own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from tandem.errors import UserError
+from tandem.models.adapted import AdapterConfig
 from tandem.models.decoder import Decoder
-from tandem.models.quantized import QuantizedDecoder
+from tandem.models.quantized import QuantizedDecoder, require_quantizable
 from tandem.types import Segments
-from tests.fakes.tiny_decoder import tiny_decoder
+from tests.fakes.tiny_decoder import CONFIG, tiny_decoder
 
 NUM_TOKENS = 24
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "initializer_range": 0.08}
@@ -79,7 +81,12 @@ def test_copies_are_freed_and_made_again() -> None:
     torch.testing.assert_close(_log_probs(decoder, quantized), before)
 
 
-@pytest.mark.parametrize("changes", [{"mlp_bias": True}, {"intermediate_size": 40}])
+ADAPTED = AdapterConfig(4, 8.0, False, maps=(("qkv", (0,)),))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mlp_bias": True}, {"intermediate_size": 40}, {"adapters": ADAPTED}]
+)
 def test_other_models_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="actor_rollout_ref.rollout.quantization='fp8'"):
-        QuantizedDecoder(tiny_decoder(**SIZES | changes))
+        require_quantizable(replace(CONFIG, **SIZES | changes))

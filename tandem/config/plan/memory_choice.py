@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory keys that a run on one device sets itself: recomputation, micro-batches, offloading.
+
+Only keys that the user has left alone are chosen, and only such as change no result but rounding.
+Of the settings that fit, by the plan of the memory, the one with the least predicted cost is taken.
+The memory of the device decides, not what is free of it, so that a run can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from tandem.config.derived.microbatches import limits, microbatch_keys
+from tandem.config.derived.sizes import ModelSizes
+from tandem.config.derived.trained_model import place, trained_model
+from tandem.config.plan.memory import NO_MODELS, plan_memory
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
+
+RECOMPUTE_COSTS = {None: 0.0, "pointwise": 0.05, "feed_forward": 0.13, "full": 0.18}
+"""The part that is recomputed -> the time that it adds to an update (docs/performance.md)."""
+HALVING_COST = 0.02
+"""The time that half as large micro-batches add to an update; it is chosen, not measured."""
+LEAST_TOKENS = 8192
+"""No smaller size of micro-batches is chosen, because kernels would not fill a device."""
+SHARE = 0.92
+"""The share of the device's memory that a choice may plan, as peaks were up to 8 % above plans."""
+OFFLOAD_COSTS = {"param_offload": 13e3, "optimizer_offload": 27e3}
+"""The key -> the tokens whose update takes as long as its copies.
+
+A parameter takes 6 operations a token, at 500 TFLOP/s, and 8 or 16 bytes a step at 50 GB/s.
+"""
+
+ConfigT = TypeVar("ConfigT", bound=RunConfig | SftConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Overrides, and their predicted cost as a share of an update."""
+
+    overrides: Mapping[str, Any]
+    cost: float
+
+
+def choose_memory(
+    config: ConfigT,
+    sizes: ModelSizes,
+    *,
+    available_bytes: int,
+    auxiliary: Mapping[str, ModelSizes] = NO_MODELS,
+    recomputes_parts: bool = True,
+) -> tuple[ConfigT, Mapping[str, Any]]:
+    """Return the configuration with memory keys for a device of this size, and these keys.
+
+    It is ``config`` itself, with no keys, if nothing is to be chosen or nothing fits.
+
+    Args:
+        sizes, auxiliary: as in ``plan_memory``.
+        recomputes_parts: whether the model can recompute parts of layers, not only whole layers.
+    """
+    if not place(config).is_one_process:
+        return config, {}
+    candidates = _candidates(config, recomputes_parts=recomputes_parts)
+    for candidate in sorted(candidates, key=lambda candidate: candidate.cost):
+        changed = with_overrides(config, candidate.overrides)
+        plans = plan_memory(changed, sizes, auxiliary=auxiliary, available_bytes=available_bytes)
+        if all(plan.total <= SHARE * available_bytes for plan in plans.values()):
+            chosen = _changes(config, candidate.overrides)
+            return (changed if chosen else config), chosen
+    return config, {}
+
+
+def with_overrides(config: ConfigT, overrides: Mapping[str, Any]) -> ConfigT:
+    """Return a copy of ``config`` with some keys changed."""
+    for key, value in overrides.items():
+        config = _with_key(config, key.split("."), value=value)
+    return config
+
+
+def _with_key(config: Any, path: list[str], *, value: Any) -> Any:
+    name, *below = path
+    inner = _with_key(dict(config)[name], below, value=value) if below else value
+    return config.model_copy(update={name: inner})
+
+
+def _candidates(config: RunConfig | SftConfig, *, recomputes_parts: bool) -> Iterator[_Candidate]:
+    trained = trained_model(config)
+    own = trained.of_task["actor-train"]
+    model = trained.key.removesuffix(".path")
+    tokens = _tokens_of_update(config)
+    ways = product(
+        _recomputations(config, model, recomputes_parts=recomputes_parts),
+        _budgets(config),
+        _offloads(config, own.section),
+    )
+    for recomputation, budget, offload in ways:
+        copied = sum(OFFLOAD_COSTS[key.rpartition(".")[2]] for key in offload if offload[key])
+        yield _Candidate(
+            {**recomputation.overrides, **budget.overrides, **offload},
+            recomputation.cost + budget.cost + copied / tokens,
+        )
+
+
+def _recomputations(
+    config: RunConfig | SftConfig, section: str, *, recomputes_parts: bool
+) -> Iterator[_Candidate]:
+    enable, granularity = (
+        f"{section}.{name}" for name in ("enable_gradient_checkpointing", "recompute_granularity")
+    )
+    if _is_set(config, enable) or _is_set(config, granularity):
+        yield _Candidate({}, 0.0)
+        return
+    for part, cost in RECOMPUTE_COSTS.items():
+        if part is None:
+            yield _Candidate({enable: False}, cost)
+        elif recomputes_parts or part == "full":
+            yield _Candidate({enable: True, granularity: part}, cost)
+
+
+def _budgets(config: RunConfig | SftConfig) -> Iterator[_Candidate]:
+    """Yield smaller micro-batches that are filled by tokens, unless their size is the user's."""
+    keys = microbatch_keys(config, "actor-train")
+    yield _Candidate({}, 0.0)
+    largest = limits(config, "actor-train").max_tokens
+    if largest is None or _is_set(config, keys.tokens):
+        return
+    tokens, cost = largest // 2, HALVING_COST
+    shortest = max(LEAST_TOKENS, trained_model(config).max_tokens)
+    while tokens >= shortest:
+        yield _Candidate({keys.tokens: tokens}, cost)
+        tokens, cost = tokens // 2, cost + HALVING_COST
+
+
+def _offloads(config: RunConfig | SftConfig, section: str) -> Iterator[Mapping[str, bool]]:
+    keys = [key for name in OFFLOAD_COSTS if not _is_set(config, key := f"{section}.{name}")]
+    for chosen in product((False, True), repeat=len(keys)):
+        yield {key: True for key, value in zip(keys, chosen, strict=True) if value}
+
+
+def _tokens_of_update(config: RunConfig | SftConfig) -> int:
+    """Return the tokens of an optimizer step, each sequence at its greatest length."""
+    longest = trained_model(config).max_tokens
+    if isinstance(config, SftConfig):
+        return config.data.train_batch_size * longest
+    roles = config.actor_rollout_ref
+    return roles.actor.ppo_mini_batch_size * roles.rollout.n * longest
+
+
+def _value(config: RunConfig | SftConfig, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = dict(value)[name]
+    return value
+
+
+def _is_set(config: RunConfig | SftConfig, key: str) -> bool:
+    """Return whether the user has set a key."""
+    section, _, name = key.rpartition(".")
+    parent: BaseModel = _value(config, section)
+    return name in parent.model_fields_set
+
+
+def _changes(config: RunConfig | SftConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the overrides that differ from the configuration."""
+    return {key: value for key, value in overrides.items() if _value(config, key) != value}

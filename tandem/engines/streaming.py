@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer step whose weights and moments visit the device in parts.
+
+What rests in host memory is copied to the device for the step of its part and back, so that the
+device holds few of the weights at a time instead of all. The next part arrives and the last one
+leaves while a part is stepped. Results are those of a step at once, bit for bit if moments have the
+precision of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.config.derived.sizes import OPTIMIZER_PART_NUMBERS
+from tandem.engines.adamw import AdamW, Moments
+from tandem.engines.offload import HostMemory, OffloadedParameters, wait_for
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """A part on the device.
+
+    Attributes:
+        chosen: its place in the order of all weights.
+        weights: None if the weights rest on the device.
+        arrived: None on a CPU.
+    """
+
+    chosen: slice
+    weights: Sequence[Tensor] | None
+    moments: Moments
+    arrived: torch.Event | None
+
+
+class _Lanes:
+    """The streams by which parts come and go; a CPU has none, and its copies are immediate."""
+
+    def __init__(self, device: torch.device) -> None:
+        has_streams = device.type != "cpu"
+        self._device = device
+        self._coming, self._going = (
+            torch.Stream(device) if has_streams else None for _ in range(2)
+        )
+
+    def coming(self) -> AbstractContextManager[object]:
+        """Queue copies after all work that was queued so far."""
+        return self._on(self._coming)
+
+    def going(self) -> AbstractContextManager[object]:
+        """Queue copies after all work that was queued so far."""
+        return self._on(self._going)
+
+    def arrival(self) -> torch.Event | None:
+        """Return an event after the copies that come."""
+        return None if self._coming is None else self._coming.record_event()
+
+    def await_arrival(self, visit: _Visit) -> None:
+        """Let the device wait for a part."""
+        if visit.arrived is not None:
+            torch.accelerator.current_stream(self._device).wait_event(visit.arrived)
+
+    def hold(self, tensor: Tensor) -> None:
+        """Keep the memory of a freed tensor until it has left."""
+        if self._going is not None:
+            tensor.record_stream(self._going)
+
+    def _on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
+        if stream is None:
+            return nullcontext()
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        return stream
+
+
+class HostedMoments:
+    """The moments of an optimizer in host memory; its ``moments`` are these tensors."""
+
+    def __init__(
+        self, optimizer: AdamW, weights: Mapping[str, Tensor], *, device: torch.device
+    ) -> None:
+        """Allocate zeros, or copies of the moments that ``optimizer`` has.
+
+        The numbers of steps, which are scalars, are on ``device``.
+        """
+        dtype = optimizer.moments_dtype
+        total_bytes = 2 * dtype.itemsize * sum(weight.numel() for weight in weights.values())
+        memory = HostMemory(total_bytes, pinned=device.type != "cpu")
+        given = optimizer.moments
+        self.moments: Moments = {
+            "exp_avg": [memory.empty_like(weight, dtype) for weight in weights.values()],
+            "exp_avg_sq": [memory.empty_like(weight, dtype) for weight in weights.values()],
+            "step": [torch.zeros((), device=device) for _ in weights],
+        }
+        for name, parts in self.moments.items():
+            for index, part in enumerate(parts):
+                if given:
+                    part.copy_(given[name][index])
+                else:
+                    part.zero_()
+        optimizer.moments = self.moments
+
+    def are_of(self, optimizer: AdamW) -> bool:
+        """Return whether the optimizer still has these tensors, and not those of a checkpoint."""
+        return optimizer.moments is self.moments
+
+
+class StreamedStep:
+    """The steps of one optimizer over weights that may rest in host memory."""
+
+    def __init__(
+        self,
+        optimizer: AdamW,
+        weights: Mapping[str, Tensor],
+        *,
+        device: torch.device,
+        offloaded: OffloadedParameters | None,
+        hosts_moments: bool,
+    ) -> None:
+        """Prepare steps. The first one allocates the moments.
+
+        Args:
+            weights: all weights, in the order of ``offloaded`` and of the moments.
+            offloaded: the weights, if they rest in host memory.
+            hosts_moments: whether the moments rest there.
+        """
+        self._optimizer = optimizer
+        self._weights = weights
+        self._device = device
+        self._offloaded = offloaded
+        self._hosts_moments = hosts_moments
+        self._hosted: HostedMoments | None = None
+        self._lanes = _Lanes(device)
+
+    def parts(
+        self, gradients: Mapping[str, Tensor], *, rate: float
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """Step part by part, and yield the weights of each while they are on the device.
+
+        The step of a part has been queued when it is yielded. In the end, the host has all values.
+        """
+        self._prepare_moments()
+        names, optimizer = list(self._weights), self._optimizer
+        slices = list(parts_of(self._weights, limit=OPTIMIZER_PART_NUMBERS))
+        coming = self._fetch(slices[0]) if slices else None
+        for following in [*slices[1:], None]:
+            visit = coming
+            if visit is None:
+                break
+            coming = None if following is None else self._fetch(following)
+            self._lanes.await_arrival(visit)
+            if self._offloaded is not None and visit.weights is not None:
+                self._offloaded.place(visit.chosen, visit.weights)
+            weights = {name: self._weights[name] for name in names[visit.chosen]}
+            first = visit.chosen.start
+            optimizer.step_with(
+                visit.moments, weights, gradients=gradients, rate=rate, first_index=first
+            )
+            yield weights
+            self._send_back(visit)
+        wait_for(self._device)
+
+    @torch.no_grad()
+    def _fetch(self, chosen: slice) -> _Visit:
+        """Queue the copies of a part to the device."""
+        hosted = None if self._offloaded is None else self._offloaded.hosted(chosen)
+        resting = {name: parts[chosen] for name, parts in self._optimizer.moments.items()}
+        weights = None if hosted is None else [self._room(part) for part in hosted]
+        moments = {name: [self._room(part) for part in parts] for name, parts in resting.items()}
+        pairs = [*zip(hosted or (), weights or (), strict=True)]
+        for name, parts in resting.items():
+            pairs += zip(parts, moments[name], strict=True)
+        with self._lanes.coming():
+            for source, target in pairs:
+                if target is not source:
+                    target.copy_(source, non_blocking=True)
+        return _Visit(chosen, weights, moments, self._lanes.arrival())
+
+    def _room(self, part: Tensor) -> Tensor:
+        """Return memory on the device for a part, or the part itself if it is there."""
+        # On a CPU, where both are the same device, offloaded weights move all the same.
+        is_there = part.device == self._device and self._device.type != "cpu"
+        return part if is_there else torch.empty_like(part, device=self._device)
+
+    @torch.no_grad()
+    def _send_back(self, visit: _Visit) -> None:
+        """Queue the copies of a part to the host, and free it on the device once they are done."""
+        chosen, offloaded = visit.chosen, self._offloaded
+        pairs: list[tuple[Tensor, Tensor]] = []
+        if offloaded is not None and visit.weights is not None:
+            hosted = offloaded.hosted(chosen)
+            pairs += zip(hosted, visit.weights, strict=True)
+        for name, parts in self._optimizer.moments.items():
+            pairs += zip(parts[chosen], visit.moments[name], strict=True)
+        with self._lanes.going():
+            for target, source in pairs:
+                if target is not source:
+                    target.copy_(source, non_blocking=True)
+                    self._lanes.hold(source)
+        if offloaded is not None:
+            offloaded.place(chosen, offloaded.hosted(chosen))
+
+    def _prepare_moments(self) -> None:
+        optimizer = self._optimizer
+        if not self._hosts_moments:
+            if not optimizer.moments:
+                optimizer.moments = _moments_on(self._device, optimizer, weights=self._weights)
+            return
+        if self._hosted is None or not self._hosted.are_of(optimizer):
+            self._hosted = HostedMoments(optimizer, self._weights, device=self._device)
+
+
+def _moments_on(
+    device: torch.device, optimizer: AdamW, *, weights: Mapping[str, Tensor]
+) -> Moments:
+    """Return the moments before the first step on ``device``, wherever the weights are."""
+    dtype = optimizer.moments_dtype
+
+    def zeros() -> list[Tensor]:
+        return [torch.zeros_like(x, dtype=dtype, device=device) for x in weights.values()]
+
+    steps = [torch.zeros((), device=device) for _ in weights]
+    return {"exp_avg": zeros(), "exp_avg_sq": zeros(), "step": steps}
+
+
+def parts_of(weights: Mapping[str, Tensor], *, limit: int) -> Iterator[slice]:
+    """Yield the parts of all weights, as slices of their order.
+
+    Args:
+        limit: the most numbers of a part; a larger weight is a part of its own.
+    """
+    start = stop = numbers = 0
+    for weight in weights.values():
+        if stop > start and numbers + weight.numel() > limit:
+            yield slice(start, stop)
+            start, numbers = stop, 0
+        numbers += weight.numel()
+        stop += 1
+    if stop > start:
+        yield slice(start, stop)

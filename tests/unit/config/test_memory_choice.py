@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory keys that a run on one device sets itself, and those that it leaves to the user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.config.derived.sizes import ModelSizes
+from tandem.config.parse.overrides import load_config
+from tandem.config.plan.memory import GIB, plan_memory
+from tandem.config.plan.memory_choice import SHARE, choose_memory
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
+
+HALF_BILLION = ModelSizes(24, 896, 4864, 14, 2, 64, 151936, True)
+SEVEN_BILLION = ModelSizes(28, 3584, 18944, 28, 4, 128, 152064, False)
+ARGUMENTS = (
+    "data.train_batch_size=64",
+    "data.max_prompt_length=128",
+    "data.max_response_length=512",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+)
+MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+ENABLE, GRANULARITY = f"{MODEL}.enable_gradient_checkpointing", f"{MODEL}.recompute_granularity"
+WEIGHTS, MOMENTS = (f"{ACTOR}.fsdp_config.{x}_offload" for x in ("param", "optimizer"))
+TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
+
+
+def choose(
+    *arguments: str, gib: float, sizes: ModelSizes = SEVEN_BILLION, **settings: Any
+) -> dict[str, Any]:
+    """Return the chosen keys for a device of this size, whose plan fits it."""
+    config = load_config(RunConfig, [*ARGUMENTS, *arguments]).config
+    available = int(gib * GIB)
+    changed, keys = choose_memory(config, sizes, available_bytes=available, **settings)
+    (plan,) = plan_memory(changed, sizes, available_bytes=available).values()
+    assert plan.total <= SHARE * available or not keys
+    if not keys:
+        assert changed is config
+    return dict(keys)
+
+
+def test_7b_fits_one_device_of_141_gb_without_a_key() -> None:
+    assert choose(gib=139.8) == {ENABLE: False, TOKENS: 8192, WEIGHTS: True, MOMENTS: True}
+
+
+def test_where_there_is_room_nothing_is_recomputed_or_offloaded() -> None:
+    assert choose(gib=80, sizes=HALF_BILLION) == {ENABLE: False}
+    assert choose(gib=1000) == {ENABLE: False}
+
+
+def test_the_smaller_the_device_the_more_is_recomputed() -> None:
+    long = ("data.max_response_length=8000", f"{TOKENS}=8192")
+    sizes = HALF_BILLION
+    found = [choose(*long, gib=gib, sizes=sizes).get(GRANULARITY) for gib in (90, 40, 30)]
+    assert found == [None, "pointwise", "feed_forward"]
+    whole = choose(*long, gib=30, sizes=sizes, recomputes_parts=False)
+    assert not {ENABLE, GRANULARITY} & whole.keys()  # everything, as by default
+
+
+def test_keys_of_the_user_stay() -> None:
+    theirs = (f"{ENABLE}=True", f"{TOKENS}=16384", f"{WEIGHTS}=True", f"{MOMENTS}=False")
+    assert choose(*theirs, gib=250) == {}
+    assert choose(*theirs[:2], gib=139.8) == {MOMENTS: True}
+    assert choose(f"{GRANULARITY}=pointwise", gib=1000) == {}
+    counted = f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"
+    assert TOKENS not in choose(counted, gib=139.8)
+
+
+def test_what_does_not_fit_is_left_to_the_refusal() -> None:
+    assert choose(gib=60) == {}
+
+
+def test_short_updates_do_not_wait_for_copies() -> None:
+    """With 1280 tokens an update, copies would take longer than recomputing everything."""
+    one = ("data.train_batch_size=1", f"{ACTOR}.ppo_mini_batch_size=1")
+    few = (*one, "actor_rollout_ref.rollout.n=2")
+    keys = choose(*few, gib=31, sizes=HALF_BILLION)
+    assert not {WEIGHTS, MOMENTS} & keys.keys()
+
+
+def test_several_devices_choose_nothing() -> None:
+    assert choose("trainer.n_gpus_per_node=2", gib=139.8) == {}
+
+
+def test_fine_tuning_has_keys_of_its_own() -> None:
+    arguments = ("data.max_length=1024", "data.micro_batch_size_per_gpu=4", "model.path=m")
+    config = load_config(SftConfig, arguments).config
+    _, keys = choose_memory(config, SEVEN_BILLION, available_bytes=int(139.8 * GIB))
+    assert keys == {"engine.optimizer_offload": True, "model.enable_gradient_checkpointing": False}
+
+
+@pytest.mark.parametrize("key", [ENABLE, WEIGHTS])
+def test_a_chosen_key_is_reported_only_if_it_changes(key: str) -> None:
+    keys = choose(gib=139.8)
+    default = load_config(RunConfig, ARGUMENTS).config
+    value = {ENABLE: default.actor_rollout_ref.model.enable_gradient_checkpointing}.get(key, False)
+    assert keys[key] != value
