@@ -277,6 +277,11 @@ class Source(Generic[Drawn_co]):
         """The epoch of the latest draw, from 0."""
         return self._ledger.epoch
 
+    @property
+    def num_in_flight(self) -> int:
+        """The number of open draws."""
+        return self._ledger.num_in_flight
+
     def draw(self, count: int) -> list[Drawn_co]:
         """Draw the next ``count`` entries, or fewer at the end of the last epoch."""
         return [self._entries[draw.row].as_draw(draw.uid) for draw in self._ledger.draw(count)]

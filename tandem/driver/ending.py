@@ -21,6 +21,8 @@ def describe_end(
         return (report,)
     stopped = "stopped after " if summary.stopped_early else ""
     state = f"{stopped}step {summary.last_step} of {total_steps}"
+    if summary.num_left:
+        state += f"; {summary.num_left} prompt(s) left over at the end of the data"
     saved = _saved_folder(trainer.run_folder, step=summary.last_step)
     if saved is None:
         reason = "nothing was trained" if summary.last_step == 0 else "trainer.save_freq=0"

@@ -57,6 +57,7 @@ class Pipeline:
         self._config = context.config
         self._step = self._step_under_way = 0
         self._saved_step = -1
+        self._num_left = 0
         self._validated_step = 0
         self._controller = initial_kl_controller(context.config)
         self._divergence = DivergenceGuard(
@@ -124,7 +125,7 @@ class Pipeline:
             tasks.close()
         if tasks.producer.failure is not None:
             raise tasks.producer.failure
-        return RunSummary(self._step, self._stopping, tasks.validator.metrics)
+        return RunSummary(self._step, self._stopping, tasks.validator.metrics, self._num_left)
 
     async def _validate_before_training(self, tasks: RunTasks) -> None:
         schedule, step = self._context.schedule, self._step
@@ -347,11 +348,15 @@ class Pipeline:
         schedule = self._context.schedule
         early = self._step < schedule.total_training_steps
         if early and not self._stopping:
+            self._context.source.mark_dropped(tasks.producer.take_dropped())
+            self._num_left = self._context.source.num_in_flight
             logger.warning(
-                "the data ended at step %d of %d, because dropped groups used it up; raise "
+                "the data ended at step %d of %d, because dropped groups used it up; %d prompt(s) "
+                "are left over, too few for a batch, and are not trained on; raise "
                 "trainer.total_epochs",
                 self._step,
                 schedule.total_training_steps,
+                self._num_left,
             )
             await tasks.flow.wait_in_use()
             if self._step != self._validated_step and schedule.test_freq > 0:

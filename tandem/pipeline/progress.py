@@ -20,11 +20,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The result of a run. ``validation`` holds the last validation's metrics, {} without any."""
+    """The result of a run.
+
+    Attributes:
+        validation: the last validation's metrics, {} without any.
+        num_left: the number of prompts that the data ended with, too few for a batch. They stay
+            open: a run that continues after more epochs draws them again.
+    """
 
     last_step: int
     stopped_early: bool
     validation: Mapping[str, float]
+    num_left: int = 0
 
 
 def resume(source: Source[Any], checkpoint: Checkpoint) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from tandem.planner.engines import SimulatedTimes
 from tandem.planner.simulation import SimulatedRun, simulate
 from tandem.types import Prompt
 from tests.sim.schedules import (
+    APART,
     BATCH,
     SAMPLES,
     config,
@@ -108,6 +109,31 @@ def test_11_dropped_groups_are_replaced_until_the_data_ends(lag: int, test_freq:
     assert not [uid for uid in trained_uids(run) if uid % 4 == 3]
     assert len(set(trained_uids(run))) == 7 * BATCH
     assert max(lags(run)) <= lag
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("groups", [APART, (("generate", "logp", "actor-train"), ("ref_logp",))])
+def test_11_prompts_that_fill_no_batch_are_counted_and_stay_open(
+    lag: int, groups: tuple[tuple[str, ...], ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """30 of 40 groups are informative: 7 batches of 4 and 2 left over. More epochs draw those."""
+    store = CheckpointStore(tmp_path)
+    setup = replace(small_setup(10, groups), score=every_fourth_alike, store=store)
+    keys = (*DROPS, "trainer.save_freq=100")
+    run = simulate(config(lag, *keys, num_steps=10), uneven(3), setup=setup)
+    assert run.summary.last_step == 7 and run.summary.num_left == 2
+    assert "; 2 prompt(s) are left over" in caplog.text
+    checkpoint = open_checkpoint(tmp_path / "global_step_7")
+    ledger = checkpoint.read_state()["data"]
+    informative = [uid for uid in range(40) if uid % 4 != 3]
+    assert sorted([*trained_uids(run), *ledger["open"]]) == informative
+    again = simulate(
+        config(lag, *keys, "trainer.total_epochs=2", num_steps=10),
+        uneven(4),
+        setup=replace(setup, checkpoint=checkpoint),
+    )
+    assert set(ledger["open"]) <= set(trained_uids(again))
+    assert again.summary.num_left == 0
 
 
 @pytest.mark.parametrize("lag", [0, 2])

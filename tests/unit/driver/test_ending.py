@@ -15,7 +15,13 @@ from tandem.pipeline.progress import RunSummary
 
 
 def lines_after(
-    run: Path, *, saved: int | None, stopped: bool = False, step: int = 4, **trainer: object
+    run: Path,
+    *,
+    saved: int | None,
+    stopped: bool = False,
+    step: int = 4,
+    num_left: int = 0,
+    **trainer: object,
 ) -> tuple[str, ...]:
     if saved is not None:
         with CheckpointStore(run).writing(saved, {}) as folder:
@@ -23,7 +29,7 @@ def lines_after(
             if trainer.pop("sharded", False):
                 (folder / "actor" / SHARDED_FILE).write_text("{}")
     config = TrainerConfig.model_validate({"default_local_dir": str(run), **trainer})
-    return describe_end(config, RunSummary(step, stopped, {}), total_steps=9)
+    return describe_end(config, RunSummary(step, stopped, {}, num_left), total_steps=9)
 
 
 def test_a_finished_run_names_its_model(tmp_path: Path) -> None:
@@ -34,6 +40,11 @@ def test_a_finished_run_names_its_model(tmp_path: Path) -> None:
         f"next: tandem sample '{run}' PROMPT",
         f"next: tandem export '{run}' --output MODEL",
     )
+
+
+def test_prompts_that_are_left_over_are_counted(tmp_path: Path) -> None:
+    first = lines_after(tmp_path, saved=4, num_left=3)[0]
+    assert first.startswith("step 4 of 9; 3 prompt(s) left over at the end of the data; the model")
 
 
 def test_a_stopped_run_says_where_it_goes_on(tmp_path: Path) -> None:
