@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tandem.engines.checkpoint import SHARDED_FILE, incomplete, require_model
+from tandem.engines.metadata_reader import MetadataReader
 from tandem.engines.optim import PolicyOptimizer
 from tandem.models.adapted import is_adapter
 from tandem.models.decoder import Decoder, DecoderConfig, parameter_shapes
@@ -214,7 +215,7 @@ def _stored_moment(
 def _read(folder: Path, stored: Stored) -> None:
     try:
         with _without_warnings():
-            load({}, storage_reader=FileSystemReader(folder), planner=_Load(stored), no_dist=True)
+            load({}, storage_reader=MetadataReader(folder), planner=_Load(stored), no_dist=True)
     except (CheckpointException, OSError, EOFError, UnpicklingError) as error:
         raise incomplete(folder, f"it cannot be read ({_first_cause(error)})") from error
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from tandem.config.schema.optim import OptimConfig
 from tandem.engines.checkpoint import SHARDED_FILE
@@ -124,6 +127,55 @@ def test_an_incomplete_checkpoint_is_refused(
     with pytest.raises(UserError, match="cannot be read") as refusal:
         trained.restore(tmp_path)
     assert "\n" not in str(refusal.value), name
+
+
+class Hostile:
+    """An object whose unpickling calls a function."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda mark: Hostile(os.mkdir, mark),
+        lambda mark: Hostile(getattr, Hostile(__import__, "os"), "mkdir"),
+        lambda mark: Metadata({"a": Hostile(os.mkdir, mark)}, storage_data={}),  # pyright: ignore
+        lambda mark: Hostile(torch.load, mark),
+        lambda mark: Hostile(eval, f"__import__('os').mkdir({mark!r})"),
+    ],
+)
+def test_no_file_of_a_checkpoint_runs_code(
+    tiny_policy_folder: Path, tmp_path: Path, make: Callable[[str], object]
+) -> None:
+    """Neither the index nor the tensors, whose pickles are read by torch with ``weights_only``."""
+    trained, mark = Trained(tiny_policy_folder, steps=1), tmp_path / "was here"
+    hostile = make(str(mark))
+    for name in (".metadata", "__0_0.distcp"):
+        folder = tmp_path / name.strip("._")
+        folder.mkdir()
+        trained.store(folder)
+        if name == ".metadata":
+            (folder / name).write_bytes(pickle.dumps(hostile))
+        else:
+            torch.save(hostile, folder / name)
+        with pytest.raises(UserError, match="cannot be read") as refusal:
+            trained.restore(folder)
+        assert "\n" not in str(refusal.value)
+        assert not mark.exists()
+
+
+def test_an_index_of_something_else_is_refused(tiny_policy_folder: Path, tmp_path: Path) -> None:
+    trained = Trained(tiny_policy_folder, steps=1)
+    trained.store(tmp_path)
+    for content in (pickle.dumps([1]), pickle.dumps(torch.Size([1])), b"", b"no pickle"):
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises(UserError, match="cannot be read"):
+            trained.restore(tmp_path)
 
 
 def test_a_foreign_checkpoint_is_refused(tiny_policy_folder: Path, tmp_path: Path) -> None:
