@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from tandem.api import Capacity, Engines, WorkerGroup
+from tandem.comm.store import StorePlace
 from tandem.config.derived.pools import (
     CRITIC,
     REWARD_MODEL,
@@ -78,7 +79,7 @@ def pool_jobs(
     placement: Placement,
     *,
     platforms: Mapping[str, Platform],
-    store: tuple[str, int],
+    store: StorePlace,
     eos_ids: TokenIds,
     total_steps: int,
 ) -> dict[str, WorkerJob]:
@@ -86,7 +87,7 @@ def pool_jobs(
 
     Args:
         platforms: the platform of each of these pools.
-        store: host and port of the driver's store.
+        store: the place of the driver's store.
     """
     training = platforms[placement.pool_of("actor-train").name]
     is_mixed = len({platform.name for platform in platforms.values()}) > 1
