@@ -388,7 +388,7 @@ def test_sft_refuses_in_the_same_way(
 def test_export_and_report_of_nothing(tmp_path: Path, finished: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
     ended = run_command(["export", nowhere, "--output", "model"], folder=tmp_path)
-    check_refusal(ended, f"RUN='{nowhere}'", "trainer.save_freq")
+    check_refusal(ended, f"RUN='{nowhere}'", "no such folder")
     check_refusal(run_command(["report", nowhere], folder=tmp_path), f"RUN='{nowhere}'")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
