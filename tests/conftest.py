@@ -74,11 +74,12 @@ def _strict(config: pytest.Config, report: Report) -> Report:
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
-    """The same random numbers in every test, whatever ran before it."""
+    """The same random numbers and arithmetic in every test, whatever ran before it."""
     random.seed(0)
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
         torch.set_num_threads(1)
+        torch.set_flush_denormal(False)
         if torch.accelerator.is_available():
             torch.manual_seed(0)
         else:  # the same, but for the caller's stack that it keeps for each device that may come
