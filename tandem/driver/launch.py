@@ -41,7 +41,6 @@ from tandem.runtime.nodes import HeadServer, run_on_nodes
 from tandem.runtime.probe_devices import find_devices
 from tandem.runtime.ray import RayRuntime
 from tandem.runtime.resources import fits, marker_of, node_needs, refusal, this_machine
-from tandem.runtime.token import token_file
 from tandem.runtime.torchrun import launched_node
 from tandem.types import TokenIds
 from tandem.workers.deployment import pool_jobs
@@ -134,7 +133,6 @@ def run_on_site(
             cluster,
             lambda head: body(replace(site, head=head)),
             platforms=tuple(site.platforms.values()),
-            token_file=token_file(config.trainer.run_folder),
             will_restart=will_restart,
         )
     except WorkerFailure as failure:
@@ -404,12 +402,12 @@ async def start_processes(
         head=site.head,
     )
     try:
-        store = host_store(runtime.address, timeout_s=site.cluster.settings.wait_s)
+        store = host_store(timeout_s=site.cluster.settings.wait_s)
         jobs = pool_jobs(
             site.config,
             site.placement,
             platforms=site.platforms,
-            store=store.place,
+            store=(runtime.address, store.port),
             eos_ids=eos_ids,
             total_steps=total_steps,
         )

@@ -45,7 +45,6 @@ from tandem.runtime.ray_cluster import (
     start_ray,
 )
 from tandem.runtime.ray_node import RayNode, ray_environment
-from tandem.runtime.token import own_token, token_environment
 from tandem.runtime.waiting import Call, Waits, Worker
 from tandem.runtime.worker_process import (
     Build,
@@ -145,13 +144,12 @@ class RayRuntime:
         self._closing = threading.Lock()
         self._is_open = True
         self._node: RayNode | None = None
-        token = head.token if head else own_token(os.environ)
-        ray = _load_ray(plan, token)
+        ray = _load_ray(plan)
         assert not ray.is_initialized(), "a process has one runtime on Ray at a time"
         try:
             with interruptible():
                 devices = functools.partial(_find_devices, plan, self._platforms.values())
-                self._node = start_ray(ray, plan, devices=devices, token=token)
+                self._node = start_ray(ray, plan, devices=devices)
                 self.address: str = ray.util.get_node_ip_address()
                 if head is not None:
                     head.announce(ray.get_runtime_context().gcs_address)
@@ -335,10 +333,9 @@ def _find_devices(plan: ClusterPlan, platforms: Collection[Platform]) -> Sequenc
     return find_devices(platforms) if plan.devices is None else plan.devices
 
 
-def _load_ray(plan: ClusterPlan, token: str) -> ModuleType:
-    """Import Ray, silenced, with the token of the cluster. Raise UserError if it is missing."""
-    own = {} if plan.role == "existing" else token_environment(token, os.environ)
-    for name, value in (ray_environment(plan.role) | own).items():
+def _load_ray(plan: ClusterPlan) -> ModuleType:
+    """Import Ray with its messages silenced. Raise UserError if it is not installed."""
+    for name, value in ray_environment(plan.role).items():
         os.environ.setdefault(name, value)
     try:
         import ray

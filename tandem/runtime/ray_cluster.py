@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.errors import UserError
 from tandem.platforms.place import WorkerPlace
 from tandem.runtime.cluster import ClusterPlan, ClusterSettings, NodeDevices, node_resources
-from tandem.runtime.ray_node import RayNode, RayNodeError, address_here, start_head
+from tandem.runtime.ray_node import RayNode, RayNodeError, start_head
 from tandem.runtime.resources import (
     NodeState,
     Resources,
@@ -94,17 +95,12 @@ def interruptible() -> Iterator[None]:
 
 
 def start_ray(
-    ray: ModuleType,
-    plan: ClusterPlan,
-    *,
-    devices: Callable[[], Sequence[NodeDevices]],
-    token: str,
+    ray: ModuleType, plan: ClusterPlan, *, devices: Callable[[], Sequence[NodeDevices]]
 ) -> RayNode | None:
     """Connect to the cluster of the plan, after starting its head for ``local`` and ``head``.
 
     Args:
         devices: finds the devices of this node.
-        token: the secret of a cluster that this call starts.
 
     Returns:
         the head's processes, which the caller closes; None if the cluster exists already.
@@ -122,7 +118,7 @@ def start_ray(
     options |= _head_options(plan, given=given, devices=devices())
     try:
         role = "head" if plan.role == "head" else "local"
-        node, address = start_head(options, role=role, token=token)
+        node, address = start_head(options, role=role)
     except RayNodeError as error:
         raise _not_accepted(given, error) if given else error from None
     others = {name: value for name, value in given.items() if name not in _NODE_OPTIONS}
@@ -365,8 +361,12 @@ def _named_address(plan: ClusterPlan) -> dict[str, str]:
     Ray then determines the address itself.
     """
     host, _ = plan.host_and_port
-    address = address_here(host)
-    return {"node_ip_address": address} if address else {}
+    try:
+        address = socket.gethostbyname(host)
+        socket.create_server((address, 0)).close()
+    except OSError:
+        return {}
+    return {"node_ip_address": address}
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import accumulate
 
 from tandem.api import Capacity, Engines, WorkerGroup
-from tandem.comm.store import StorePlace
 from tandem.config.derived.pools import (
     CRITIC,
     REWARD_MODEL,
@@ -79,7 +78,7 @@ def pool_jobs(
     placement: Placement,
     *,
     platforms: Mapping[str, Platform],
-    store: StorePlace,
+    store: tuple[str, int],
     eos_ids: TokenIds,
     total_steps: int,
 ) -> dict[str, WorkerJob]:
@@ -87,7 +86,7 @@ def pool_jobs(
 
     Args:
         platforms: the platform of each of these pools.
-        store: the place of the driver's store.
+        store: host and port of the driver's store.
     """
     training = platforms[placement.pool_of("actor-train").name]
     is_mixed = len({platform.name for platform in platforms.values()}) > 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.comm.store import StorePlace
 from tandem.config.derived.adapters import Adapters
 from tandem.config.derived.pools import RankLayout
 from tandem.config.schema.fsdp import FsdpConfig
@@ -93,7 +92,7 @@ class WorkerJob:
 
     Attributes:
         platform: the platform of the pool's devices.
-        store: the place of the driver's store.
+        store: host and port of the driver's store.
         timeout_s: the time limit of every collective.
         critic, reward_model: the models besides the policy, in the pool that trains.
         scorer: the policy in training, in a pool that neither trains nor generates.
@@ -101,7 +100,7 @@ class WorkerJob:
     """
 
     platform: Platform
-    store: StorePlace
+    store: tuple[str, int]
     timeout_s: float
     trainer: TrainerSpec | None = None
     critic: TrainerSpec | None = None

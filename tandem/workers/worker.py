@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from tandem.api import Capacity, Loss
 from tandem.comm.flagcx_plugin import pool_library
+from tandem.comm.store import connect_store
 from tandem.comm.world import WorldPlace, join_world
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL
 from tandem.engines.fsdp import FsdpEngine
@@ -68,7 +69,7 @@ class Worker:
         self._timeout_s = job.timeout_s
         self._platform = job.platform
         self._device = _device(self._platform, place)
-        store = job.store.connect(timeout_s=job.timeout_s)
+        store = connect_store(*job.store, timeout_s=job.timeout_s)
         join_world(
             store,
             WorldPlace(

@@ -13,11 +13,9 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -138,9 +136,8 @@ def be_refused_a_node() -> int:
         with RayRuntime(alone, platform=CPU, pools={"train": [0, 1]}, head=head):
             return 0
 
-    token_file = Path(tempfile.mkdtemp()) / "token"
     try:
-        run_on_nodes(alone, body, platforms=[CPU], token_file=token_file)
+        run_on_nodes(alone, body, platforms=[CPU])
     except UserError as error:
         say(error=str(error))
     return 0
@@ -168,15 +165,12 @@ def wait_for_a_node() -> int:
 
 
 def start_a_head() -> int:
-    """Report the commands of all processes of a cluster, and whether they ask for its token."""
+    """Report the commands of all processes of a cluster."""
     ray_init = json.loads(os.environ["TANDEM_TEST_RAY_INIT"])
     plan = plan_cluster(ClusterSettings(1, 1, ray_init=ray_init), {})
     with RayRuntime(plan, platform=CPU, pools={"train": [0]}):
         children = psutil.Process().children(recursive=True)
-        commands = [" ".join(process.cmdline()) for process in children]
-        servers = [process for process in children if process.name() in ("gcs_server", "raylet")]
-        modes = [process.environ().get("RAY_AUTH_MODE") for process in servers]
-        say(commands=commands, modes=modes)
+        say(commands=[" ".join(process.cmdline()) for process in children])
     return 0
 
 

@@ -213,9 +213,7 @@ def test_ray_starts_only_the_processes_that_are_needed(
     driver = run_driver("start_a_head", TANDEM_TEST_RAY_INIT=json.dumps(ray_init))
     stdout, stderr = driver.communicate(timeout=90)
     assert driver.returncode == 0, stderr
-    said = json.loads(stdout)
-    commands = said["commands"]
-    assert said["modes"] == ["token", "token"]
+    commands = json.loads(stdout)["commands"]
     assert any("gcs_server" in command for command in commands)
     assert not any("autoscaler" in command for command in commands)
     assert not any("client.server" in command for command in commands)
