@@ -41,7 +41,7 @@ class MetadataReader(FileSystemReader):
         super().__init__(folder)
         self._folder = folder
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         with (self._folder / METADATA_FILE).open("rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
