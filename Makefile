@@ -62,7 +62,7 @@ test-engines: export VLLM_NO_USAGE_STATS = 1
 test-engines: export VLLM_LOGGING_LEVEL = ERROR
 test-engines: export TORCHDYNAMO_DISABLE = 1
 test-engines: $(ENGINES_STAMP)
-	@$(ENGINES_VENV)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+	@$(ENGINES_VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/engines $(PYTEST_ARGS)
 
 test-wheel: | $(BIN)/python
 	@TORCH_ARGS='$(TORCH_ARGS)' scripts/test_wheel $(WHEEL_PYTHONS)
