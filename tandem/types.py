@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The immutable values that the subpackages exchange. Importing them does not import torch.
+"""The immutable values that rooms exchange. Importing them does not import torch.
 
 Shape letters: N sequences, S segments, T packed tokens, R loss tokens (of a policy: the tokens that
 it drew), n samples of one prompt. A name ends in the letters of its tensor's shape.
@@ -108,8 +108,7 @@ class FinishReason(Enum):
 class Completion:
     """A finished response of a rollout engine.
 
-    ``token_ids`` and ``log_probs`` should be ``array``s ("i" and "f"). Pickling and packing lists
-    of Python numbers takes as long as generating them.
+    ``token_ids`` and ``log_probs`` should be ``array``s ("i" and "f"): lists are slow to pickle.
 
     Attributes:
         sample_id: the id of the sample.
@@ -131,8 +130,7 @@ class Completion:
     def version_runs(self) -> tuple[tuple[int, int], ...]:
         """The (version, number of tokens) pairs that cover the tokens, in their order.
 
-        Example:
-            5 tokens, weights_version=3, switches=((2, 4),): ((3, 2), (4, 3)).
+        Example: 5 tokens, weights_version=3, switches=((2, 4),): ((3, 2), (4, 3)).
         """
         if not self.switches:
             return ((self.weights_version, len(self.token_ids)),)
@@ -288,6 +286,7 @@ class EpisodeRecord:
         rewards, statuses: as in ``Observation``, of all turns.
         num_turns: the number of turns as verl counts them: of policy and environment, and 1.
         wait_s: the seconds in which the policy waited for the environment.
+        forks: the reason of each fork of the conversation.
     """
 
     end: EpisodeEnd
@@ -297,6 +296,7 @@ class EpisodeRecord:
     statuses: tuple[ToolStatus, ...] = ()
     num_turns: int = 2
     wait_s: float = 0.0
+    forks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,8 +304,7 @@ class Span:
     """Consecutive tokens of one origin: drawn by the policy, or given to it.
 
     Attributes:
-        completion: the completion with exactly these tokens; None for given tokens, which carry no
-            loss.
+        completion: the completion with exactly these tokens; None for given tokens.
     """
 
     token_ids: Sequence[int]
@@ -316,8 +315,11 @@ class Span:
 class Trajectory:
     """All tokens of one sample, in order.
 
-    It begins with given tokens and holds at least one completion. A single-turn trajectory has two
-    spans, the given prompt and the drawn response, and no record of an episode.
+    It begins with given tokens and holds a completion. A single turn has two spans and no record.
+
+    Attributes:
+        parents: the index of the span before each one, -1 for none; () if each follows the last.
+            Two spans with one parent are a fork (``data.span_tree``).
 
     Example:
         The prompt (1, 2) is given, a call (3, 4) is drawn, its result (5,) is given and an answer
@@ -331,6 +333,7 @@ class Trajectory:
     sample_id: int
     spans: tuple[Span, ...]
     episode: EpisodeRecord | None = None
+    parents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.spans or self.spans[0].completion is not None or not self.completions:
@@ -551,8 +554,7 @@ class UpdateReport:
     """The report of one optimizer step.
 
     Attributes:
-        metrics: the metrics of the loss.
-        grad_norm: the norm of the gradient before clipping.
+        metrics, grad_norm: the metrics of the loss, and the norm of the gradient before clipping.
         skipped: whether the step was skipped because loss or gradient was not finite.
     """
 

@@ -81,6 +81,15 @@ class Dialogue:
             raise DialogueRefused("renders nothing between two turns")
         return ids[1:] if ids[0] == last_id else ids
 
+    def encode_whole(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a whole conversation, up to the beginning of the next turn.
+
+        Earlier turns are rendered as the template renders them, which may differ from what was
+        drawn. Raise DialogueRefused if the template refuses the conversation.
+        """
+        chat = [_with_arguments(message, self._write_arguments) for message in messages]
+        return self._codec.encode([self._render(chat, prompts=True)])[0]
+
     def probe(self, kinds: Sequence[str] = (TOOL, TWO_TOOLS, USER)) -> tuple[ProbedFact, ...]:
         """Try the rule on the template, for each kind of what may follow a turn."""
         return tuple(self._probe(kind) for kind in kinds)
@@ -206,6 +215,23 @@ def _turn_with_calls(
         for index, result in enumerate(results)
     ]
     return {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": calls}
+
+
+def _with_arguments(message: Message, write_arguments: Callable[[Any], Any]) -> Message:
+    """Return a message whose calls have their arguments, objects, as the template takes them."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": write_arguments(call["function"]["arguments"]),
+            },
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _answer() -> Message:

@@ -2,7 +2,7 @@
 """Packing of sequences into micro-batches without padding, with the flat columns of their tokens.
 
 Adjacent sequences of one prompt share its tokens. ``in_sequence_order`` restores the order of the
-sequences, so that no result depends on the plan.
+sequences, so that no result depends on the plan. A sequence with branches stays in one micro-batch.
 
 Shapes: N sequences, T packed tokens, R loss tokens.
 """
@@ -38,22 +38,37 @@ class TrainSequence:
         prompt_ids: the tokens of the prompt, at least one.
         response_ids: the tokens after the prompt, possibly none.
         loss_mask: whether each token of the response carries loss; None if all do.
+        branches: the other rows of a conversation that forked. They count as tokens of this
+            sequence, behind its own, and have no branches.
     """
 
     prompt_key: int
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
     loss_mask: tuple[bool, ...] | None = None
+    branches: tuple[TrainSequence, ...] = ()
+
+    @property
+    def num_response_tokens(self) -> int:
+        """The number of tokens beside those of the prompt, with all tokens of the branches."""
+        return len(self.response_ids) + sum(row.num_tokens for row in self.branches)
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of prompt and response."""
-        return len(self.prompt_ids) + len(self.response_ids)
+        """The number of tokens of prompt, response and branches."""
+        return len(self.prompt_ids) + self.num_response_tokens
 
     @property
     def num_loss_tokens(self) -> int:
         """The number of tokens that carry loss."""
-        return len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)
+        own = len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)
+        return own + sum(row.num_loss_tokens for row in self.branches)
+
+    @property
+    def longest_row(self) -> int:
+        """The number of tokens of the longest row."""
+        own = len(self.prompt_ids) + len(self.response_ids)
+        return max([own, *(row.num_tokens for row in self.branches)])
 
 
 def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None) -> PackedBatch:
@@ -61,7 +76,8 @@ def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None)
 
     A prompt with several responses is one segment, followed by a segment for each response with the
     prompt as prefix. A prompt with a single response shares its segment. The last token of a
-    response predicts nothing and is left out.
+    response predicts nothing and is left out. Branches stand behind all sequences, so that they do
+    not part responses that share a prompt; their loss tokens are those of their sequence.
 
     Args:
         columns: the columns (R,) of exactly these sequences in this order.
@@ -70,9 +86,12 @@ def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None)
         ValueError: there is no sequence, a prompt is empty, two prompts have one key, or a mask or
             the columns have another length.
     """
-    first_N = _starts_group(sequences)
-    responses = [_ids(sequence.response_ids) for sequence in sequences]
-    prompt_N = np.array([len(sequence.prompt_ids) for sequence in sequences])
+    branching = [i for i, sequence in enumerate(sequences) for _ in sequence.branches]
+    owner_N = np.array([*range(len(sequences)), *branching])
+    rows = [*sequences, *chain.from_iterable(sequence.branches for sequence in sequences)]
+    first_N = _starts_group(rows)
+    responses = [_ids(row.response_ids) for row in rows]
+    prompt_N = np.array([len(row.prompt_ids) for row in rows])
     response_N = np.array([len(response) for response in responses])
     # Two chunks per sequence: its prompt (only where a group starts) and its response.
     fed_N = np.maximum(response_N - 1, 0)
@@ -84,17 +103,20 @@ def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None)
     num_tokens = int(chunk_lengths.sum())
     chunk_positions = np.stack([np.zeros_like(prompt_N), prompt_N], axis=1).ravel()
     position_T = np.arange(num_tokens) - np.repeat(chunk_starts - chunk_positions, chunk_lengths)
-    token_T = np.concatenate(_fed_tokens(sequences, responses, first_N=first_N), dtype=np.int64)
+    token_T = np.concatenate(_fed_tokens(rows, responses, first_N=first_N), dtype=np.int64)
 
     source_R = _ranges(response_start_N - 1, response_N)
     target_R = np.concatenate(responses, dtype=np.int64)
     responds_N = response_N > 0
     first_token_N = _exclusive_sum(response_N)[responds_N]
     source_R[first_token_N] = (prompt_start_N + prompt_N - 1)[responds_N]
-    sequence_R = np.repeat(np.arange(len(sequences)), response_N)
-    keep_R = _loss_mask(sequences)
+    sequence_R = np.repeat(owner_N, response_N)
+    keep_R = _loss_mask(rows)
     if keep_R is not None:
         target_R, source_R, sequence_R = target_R[keep_R], source_R[keep_R], sequence_R[keep_R]
+    if branching:
+        order_R = np.argsort(sequence_R, kind="stable")
+        target_R, source_R, sequence_R = target_R[order_R], source_R[order_R], sequence_R[order_R]
     _check_columns(columns, len(target_R))
     return PackedBatch(
         token_ids_T=torch.from_numpy(token_T),
@@ -150,6 +172,8 @@ def plan_microbatches(
     groups = _groups(sequences)
     if max_tokens is not None:
         _check_budget(sequences, max_tokens, key=key)
+        # A sequence with branches may exceed the limit as a whole.
+        max_tokens = max([max_tokens, *(sequence.num_tokens for sequence in sequences)])
     if multiple_of > 1:
         by_tokens = max_tokens is not None
         measure = Measure(max_tokens if by_tokens else max_sequences, by_tokens, by_cost)
@@ -318,7 +342,7 @@ def _group_lengths(
         GroupLengths(
             members=tuple(group),
             prompt_tokens=len(sequences[group[0]].prompt_ids),
-            response_tokens=tuple(len(sequences[i].response_ids) for i in group),
+            response_tokens=tuple(sequences[i].num_response_tokens for i in group),
         )
         for group in groups
     ]
@@ -326,12 +350,12 @@ def _group_lengths(
 
 def _num_tokens(sequences: Sequence[TrainSequence], members: Sequence[int]) -> int:
     """Return the number of packed tokens of ``members``, which share a prompt."""
-    responses = sum(len(sequences[i].response_ids) for i in members)
+    responses = sum(sequences[i].num_response_tokens for i in members)
     return len(sequences[members[0]].prompt_ids) + responses
 
 
 def _check_budget(sequences: Sequence[TrainSequence], max_tokens: int, *, key: str) -> None:
-    longest = max(sequence.num_tokens for sequence in sequences)
+    longest = max(sequence.longest_row for sequence in sequences)
     if longest > max_tokens:
         raise UserError(
             key,
@@ -348,7 +372,7 @@ def _split(
     parts: list[list[int]] = []
     room = 0
     for i in group:
-        length = len(sequences[i].response_ids)
+        length = sequences[i].num_response_tokens
         if not parts or length > room:
             parts.append([])
             room = max_tokens - len(sequences[i].prompt_ids)

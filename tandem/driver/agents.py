@@ -121,6 +121,7 @@ async def open_agents(
                 rollout.agent.timeout_s,
             ),
             has_users=bool(plan.setup.interactions),
+            renders_anew=rollout.multi_turn.use_inference_chat_template,
         )
 
 

@@ -22,6 +22,7 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
     waits = [record.wait_s for record in records]
     statuses = Counter(status for record in records for status in record.statuses)
     ends = Counter(record.end for record in records)
+    forks = Counter(reason for record in records for reason in record.forks)
     return {
         "num_turns/mean": statistics.fmean(turns),
         "num_turns/max": max(turns),
@@ -31,6 +32,7 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **{f"agent/calls/{status.value}": float(n) for status, n in statuses.items()},
         "agent/malformed_share": statuses[ToolStatus.MODEL_ERROR] / max(sum(calls), 1.0),
         **{f"agent/end/{end.value}": n / len(records) for end, n in ends.items()},
+        **{f"agent/forks/{reason}": float(count) for reason, count in forks.items()},
         "agent/failed": float(sum(record.end.is_fault for record in records)),
         "agent/wait_s/mean": statistics.fmean(waits),
         "agent/wait_s/max": max(waits),

@@ -100,6 +100,7 @@ METRICS = (
     Metric(
         "agent/end/<answer|done|turns|length|deadline|failed>", _SHARE, "episodes that ended so"
     ),
+    Metric("agent/forks/<reason>", "forks", "conversations that went on from other tokens"),
     Metric("agent/failed", "samples", "episodes without a reward: a tool failed, or too late"),
     Metric("agent/wait_s/<mean|max>", _SECONDS, "the wait of an episode for its environment"),
     Metric("agent/drawn_tokens/mean", _TOKENS, "the tokens that the policy drew in an episode"),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tandem.algorithms.sequences import sum_by_sequence
 from tandem.data.packing import TrainSequence
+from tandem.data.span_tree import rows_of
 from tandem.types import Completion, Group, Prompt, RewardOutcome, RewardStatus, Trajectory
 
 
@@ -26,7 +27,7 @@ class Batch:
 
     Attributes:
         groups: the groups.
-        sequences: the N sequences.
+        sequences: the N sequences, one for each sample, with its branches if it forked.
         sequence_R: the sequence of each token, int64, ascending.
         group_N: the uid of each sequence's prompt, int64.
         scores_N: the scores as the reward gave them, fp32, NaN without a value.
@@ -92,8 +93,11 @@ def lay_out(groups: Sequence[Group], *, version: int = 0) -> Batch:
         version: the version of the weights that are about to be trained.
     """
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
-    sequences = [sequence_of(prompt, sample.trajectory) for prompt, sample in samples]
-    completions = [drawn for _, sample in samples for drawn in sample.trajectory.completions]
+    rows_N = [rows_of(sample.trajectory) for _, sample in samples]
+    sequences = [
+        _sequence_of_rows(prompt, rows) for (prompt, _), rows in zip(samples, rows_N, strict=True)
+    ]
+    completions = [drawn for rows in rows_N for row in rows for drawn in row.completions]
     lengths_N = torch.tensor([sequence.num_loss_tokens for sequence in sequences])
     log_probs = [np.asarray(completion.log_probs, np.float32) for completion in completions]
     has_value = [sample.reward.status is RewardStatus.VALUE for _, sample in samples]
@@ -119,12 +123,27 @@ def sequence_of(prompt: Prompt, trajectory: Trajectory) -> TrainSequence:
     """Return the sequence of a trajectory; its drawn tokens carry loss.
 
     Trajectories that begin with the tokens of ``prompt`` share its key, so that the prompt is
-    computed once. A trajectory whose prompt an environment has changed has a key of its own.
+    computed once. A trajectory whose prompt an environment has changed has a key of its own, and so
+    has each branch of a conversation that forked.
     """
-    prompt_ids = trajectory.prompt_ids
+    return _sequence_of_rows(prompt, rows_of(trajectory))
+
+
+def _sequence_of_rows(prompt: Prompt, rows: Sequence[Trajectory]) -> TrainSequence:
+    first, *others = rows
+    prompt_ids = first.prompt_ids
     shares = prompt_ids is prompt.token_ids or tuple(prompt_ids) == prompt.token_ids
-    key = prompt.uid if shares else -1 - trajectory.sample_id
-    return TrainSequence(key, prompt_ids, trajectory.response_ids, trajectory.loss_mask)
+    key = prompt.uid if shares else -1 - first.sample_id
+    branches = [
+        TrainSequence(_branch_key(row, number), row.prompt_ids, row.response_ids, row.loss_mask)
+        for number, row in enumerate(others, start=1)
+    ]
+    return TrainSequence(key, prompt_ids, first.response_ids, first.loss_mask, tuple(branches))
+
+
+def _branch_key(row: Trajectory, number: int) -> int:
+    """Return a key that no other row has; sample ids are below 2^62."""
+    return -1 - row.sample_id - (number << 62)
 
 
 def _lags(completions: Sequence[Completion], version: int) -> Tensor:

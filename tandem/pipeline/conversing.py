@@ -38,6 +38,8 @@ class Conversing:
     Attributes:
         schemas: the schema of each tool by its name.
         has_users: whether simulated users answer turns without calls.
+        renders_anew: whether the whole conversation is rendered again after a message of the user.
+            Where that gives other tokens than the conversation has, it forks.
     """
 
     codec: TextCodec
@@ -46,6 +48,7 @@ class Conversing:
     schemas: Mapping[str, ToolSchema]
     limits: TurnLimits
     has_users: bool = False
+    renders_anew: bool = False
     dialogues: dict[tuple[str, ...], Dialogue] = field(
         default_factory=dict[tuple[str, ...], Dialogue]
     )

@@ -14,13 +14,13 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from tandem.agents.pool import EnvironmentSession
 from tandem.agents.setup import Task
 from tandem.data.call_formats import message_of_turn, parse_turn
 from tandem.data.dialogue import DialogueRefused
+from tandem.data.span_tree import ROOT, SpanTree
 from tandem.errors import RunFailure
 from tandem.metrics.trace import TraceRecorder
 from tandem.pipeline.conversing import Conversing
@@ -36,13 +36,15 @@ from tandem.types import (
     Prompt,
     RewardOutcome,
     RewardStatus,
-    Span,
     ToolStatus,
     Trajectory,
 )
 
 Answers = asyncio.Future[Any]
 """The answers to a request, a tuple: completions of single turns, or trajectories of episodes."""
+
+RENDERED = "rendered"
+"""The reason of a fork: the template renders earlier turns otherwise than they were drawn."""
 
 MAX_FIRST_FAILURES = 8
 """The number of steps of environments, the first of a run, that all fail and end the run."""
@@ -191,7 +193,9 @@ class _Episode:
         self._request = request
         self._dialogue = conversing.dialogue_of(tools)
         self._schemas = [conversing.schemas[name] for name in tools]
-        self._spans: list[Span] = [Span(request.prompt_ids)]
+        self._tree = SpanTree()
+        self._tip = self._tree.give(request.prompt_ids, after=ROOT)
+        self._forks: list[str] = []
         self._messages: list[Mapping[str, Any]] = []
         self._rewards: list[float] = []
         self._statuses: list[ToolStatus] = []
@@ -200,14 +204,15 @@ class _Episode:
 
     @property
     def _num_response_tokens(self) -> int:
-        return sum(len(span.token_ids) for span in self._spans[1:])
+        """The number of tokens behind the prompt; after a fork, those of all branches."""
+        return self._tree.num_tokens - len(self._request.prompt_ids)
 
     def take(self, completion: Completion) -> AssistantTurn:
         """Append a drawn turn, and end the episode if it may not go on after it."""
         if self.ends_s == math.inf:
             now_s = asyncio.get_running_loop().time()
             self.ends_s = now_s + self.conversing.limits.timeout_s
-        self._spans.append(Span(completion.token_ids, completion))
+        self._tip = self._tree.draw(completion, after=self._tip)
         self._num_assistant_turns += 1
         said = self._parse(completion)
         self._num_calls += len(said.calls)
@@ -235,17 +240,28 @@ class _Episode:
             self.finish(EpisodeEnd.DONE)
             return
         try:
-            last_id = self._spans[-1].token_ids[-1]
-            given = self._dialogue.between(observation.messages, last_id=last_id)
+            after, given = self._place(observation.messages)
         except DialogueRefused as error:
             self.finish(EpisodeEnd.FAILED, f"the chat template {error}")
             return
         if self._num_response_tokens + len(given) >= self._request.sampling.max_new_tokens:
             self.finish(EpisodeEnd.LENGTH)
             return
+        if after != self._tip:
+            self._forks.append(RENDERED)
         self._num_user_turns += 1
         self._messages += observation.messages
-        self._spans.append(Span(array("i", given)))
+        self._tip = self._tree.give(array("i", given), after=after)
+
+    def _place(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
+        """Return the span that the messages follow, and their tokens."""
+        if not self.conversing.renders_anew or messages[0]["role"] == "tool":
+            last_id = self._tree.spans[self._tip].token_ids[-1]
+            return self._tip, self._dialogue.between(messages, last_id=last_id)
+        chat = [*self.task.messages, *self._messages, *messages]
+        ids = self._dialogue.encode_whole(chat)
+        after, num_shared = self._tree.find(ids)
+        return after, ids[num_shared:]
 
     def finish(self, end: EpisodeEnd, detail: str = "") -> None:
         """End the episode."""
@@ -258,7 +274,7 @@ class _Episode:
         left = sampling.max_new_tokens - drawn
         return replace(
             self._request,
-            prompt_ids=tuple(chain.from_iterable(span.token_ids for span in self._spans)),
+            prompt_ids=tuple(self._tree.ids_to(self._tip)),
             sampling=replace(sampling, max_new_tokens=left),
             first_index=drawn,
         )
@@ -274,8 +290,10 @@ class _Episode:
             statuses=tuple(self._statuses),
             num_turns=self._num_assistant_turns + self._num_user_turns + 1,
             wait_s=self.wait_s,
+            forks=tuple(self._forks),
         )
-        return Trajectory(self.task.episode_id[1], tuple(self._spans), record)
+        parents = tuple(self._tree.parents) if self._forks else ()
+        return Trajectory(self.task.episode_id[1], tuple(self._tree.spans), record, parents)
 
     def _parse(self, completion: Completion) -> AssistantTurn:
         codec = self.conversing.codec

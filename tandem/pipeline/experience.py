@@ -136,21 +136,27 @@ def _computed(batch: Batch, advantages_R: Tensor, *, config: RunConfig) -> Tenso
 def _without_rejected(experience: Experience, kept_R: Tensor) -> Experience:
     """Leave out rejected tokens, and sequences that have no token left."""
     batch, flags = experience.batch, iter(as_bools(kept_R))
-    masks = [_masked(sequence, flags) for sequence in batch.sequences]
+    sequences = [_masked(sequence, flags) for sequence in batch.sequences]
     remains_N = batch.sum_tokens(kept_R.float()) > 0
     return replace(
         experience,
-        sequences=[
-            replace(row, loss_mask=mask) for row, mask in zip(batch.sequences, masks, strict=True)
-        ],
+        sequences=sequences,
         columns=experience.columns.map(lambda column_R: column_R[kept_R]),
         computed_N=experience.computed_N & remains_N,
         kept_R=kept_R,
     )
 
 
-def _masked(sequence: TrainSequence, kept: Iterator[bool]) -> tuple[bool, ...]:
-    """Return a sequence's loss mask without rejected tokens; ``kept`` has a flag per loss token."""
-    if sequence.loss_mask is None:
-        return tuple(islice(kept, len(sequence.response_ids)))
-    return tuple(carries_loss and next(kept) for carries_loss in sequence.loss_mask)
+def _masked(sequence: TrainSequence, kept: Iterator[bool]) -> TrainSequence:
+    """Return a sequence whose loss masks leave out rejected tokens.
+
+    Args:
+        kept: a flag for each loss token, those of the sequence itself before those of its branches.
+    """
+    mask = sequence.loss_mask
+    if mask is None:
+        mask = tuple(islice(kept, len(sequence.response_ids)))
+    else:
+        mask = tuple(carries_loss and next(kept) for carries_loss in mask)
+    branches = tuple(_masked(row, kept) for row in sequence.branches)
+    return replace(sequence, loss_mask=mask, branches=branches)

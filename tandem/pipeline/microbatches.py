@@ -175,6 +175,6 @@ def _num_tokens(sequences: Sequence[TrainSequence], members: Sequence[int]) -> i
     total, last = 0, None
     for sequence in (sequences[i] for i in members):
         shared = sequence.prompt_key == last
-        total += len(sequence.response_ids) + (0 if shared else len(sequence.prompt_ids))
+        total += sequence.num_response_tokens + (0 if shared else len(sequence.prompt_ids))
         last = sequence.prompt_key
     return total

@@ -97,10 +97,15 @@ async def _scores(context: RunContext, answers: Sequence[Answer]) -> Tensor:
 
 
 def _with_scored_token(sequence: TrainSequence) -> TrainSequence:
-    """Append one loss token: its score is computed at the last token of the response."""
-    ids = array("i", sequence.response_ids)
+    """Append one loss token: its score is computed at the last token of the response.
+
+    Of a conversation that forked, the row that ended last is scored.
+    """
+    row = sequence.branches[-1] if sequence.branches else sequence
+    ids = array("i", row.response_ids)
     ids.append(_ANY_TOKEN)
-    return replace(sequence, response_ids=ids, loss_mask=(False,) * (len(ids) - 1) + (True,))
+    mask = (False,) * (len(ids) - 1) + (True,)
+    return replace(row, response_ids=ids, loss_mask=mask, branches=())
 
 
 def _rendered(conversations: Conversations, answers: Sequence[Answer]) -> list[TrainSequence]:

@@ -97,7 +97,7 @@ def speed_metrics(
     """
     groups, sequences = experience.batch.groups, experience.batch.sequences
     num_prompt_tokens = sum(len(group.prompt.token_ids) * len(group.samples) for group in groups)
-    num_response_tokens = sum(len(sequence.response_ids) for sequence in sequences)
+    num_response_tokens = sum(sequence.num_response_tokens for sequence in sequences)
     lengths = [sequence.num_tokens for sequence in sequences]
     return {
         **timing_metrics(

@@ -160,6 +160,13 @@ class MultiTurnConfig(BaseModel):
         "error before training; ignore_strippable: a warning; disable: nothing.",
         json_schema_extra=read_if(_TALKS),
     )
+    use_inference_chat_template: bool = Field(
+        default=False,
+        description="Render the whole conversation again after a message of a simulated user. "
+        "Where the template then changes earlier turns (it drops thoughts), the conversation "
+        "forks, and earlier tokens are computed twice. False: the message is appended.",
+        json_schema_extra=read_if(_TALKS),
+    )
     tool_timeout_s: float = Field(
         default=30.0,
         gt=0,

@@ -98,11 +98,6 @@ _ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
     },
     "actor_rollout_ref.rollout": {
         **{f"agent.{key}": Unbuilt(_AGENT, (None,), _TOOL_AGENT) for key in _AGENT_KEYS},
-        "multi_turn.use_inference_chat_template": Unbuilt(
-            "a new rendering of the conversation for each turn",
-            (False, None),
-            "Leave it out: turns are appended to the tokens before them.",
-        ),
         "enable_rollout_routing_replay": Unbuilt("replay of a router's choices"),
         "logprobs_mode": Unbuilt(
             "a log-prob other than that of the drawn distribution", ("processed_logprobs", None)

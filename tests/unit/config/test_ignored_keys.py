@@ -398,7 +398,6 @@ def test_the_reference_is_laid_out_as_the_actor_unless_it_is_told_otherwise() ->
     [
         "data.sampler.class_path=mine.py",
         "data.image_key=pictures",
-        "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=True",
         "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml",
         "algorithm.use_pf_ppo=True",
         "actor_rollout_ref.model.external_lib=mine",

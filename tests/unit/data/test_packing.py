@@ -267,3 +267,34 @@ def test_limits_exclude_each_other_and_nothing_gives_nothing() -> None:
     with pytest.raises(ValueError, match="not by both"):
         plan_microbatches(SHARED, max_sequences=1, max_tokens=10)
     assert plan_microbatches([], max_tokens=10) == []
+
+
+def test_branches_belong_to_their_sequence_in_any_plan() -> None:
+    """The loss tokens of a branch follow those of its sequence; each sees its own row only."""
+    branch = TrainSequence(-9, (10, 40), (41, 42, 43), (False, True, True))
+    forked = replace(SHARED[0], branches=(branch,))
+    sequences = [forked, SHARED[1], TrainSequence(1, (7,), (8, 9))]
+    batch = pack(sequences)
+    check_tiling(batch)
+    assert batch.target_R.tolist() == [20, 21, 42, 43, 30, 31, 32, 33, 8, 9]
+    assert batch.sequence_R.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert batch.token_ids_T.tolist() == [10, 11, 12, 20, 30, 31, 32, 7, 8, 10, 40, 41, 42]
+    seen = [context(batch, source)[0] for source in batch.source_R.tolist()]
+    assert seen[2:4] == [[10, 40, 41], [10, 40, 41, 42]]
+    assert seen[4] == [10, 11, 12]
+    values_R = torch.arange(10.0)
+    columns = LossColumns(advantages_R=values_R)
+    for plan in ([[0, 1, 2]], [[2], [1], [0]], [[1, 2], [0]]):
+        parts = pack_microbatches(sequences, plan, columns=columns)
+        taken = [part.columns.advantages_R for part in parts if part.columns is not None]
+        assert torch.equal(in_sequence_order(taken, sequences=sequences, plan=plan), values_R)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_limit_in_tokens_holds_for_rows_and_not_for_forked_sequences(num_ranks: int) -> None:
+    branch = TrainSequence(-9, (10, 40), (41, 42, 43))
+    sequences = [replace(SHARED[0], branches=(branch,)), SHARED[1]]
+    plan = plan_microbatches(sequences, max_tokens=8, multiple_of=num_ranks)
+    assert sorted(plan) == [[0], [1]], "10 tokens of a forked sequence are one micro-batch"
+    with pytest.raises(UserError, match="longest sequence, which has 7 tokens"):
+        plan_microbatches(sequences, max_tokens=6, multiple_of=num_ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tandem.config.parse.overrides import load_config
 from tandem.config.schema.optim import OptimConfig
 from tandem.config.schema.run import RunConfig
 from tandem.data.packing import pack
+from tandem.data.span_tree import rows_of
 from tandem.engines.single import SingleDeviceEngine
 from tandem.models.folder import open_model
 from tandem.pipeline.batch import Batch, lay_out
@@ -80,6 +81,16 @@ def groups() -> list[Group]:
     )
     other = sample(17, 1.0, Span((20,)), drawn((26, 27), 5), Span((28,)))
     return [Group(prompts[0], (called, plain)), Group(prompts[1], (opened, other))]
+
+
+def forked_groups() -> list[Group]:
+    """Return the groups with a history that was rewritten before the answer of the first sample."""
+    first, second = groups()
+    called, plain = first.samples
+    prompt, call, result, answer = called.trajectory.spans
+    spans = (prompt, call, result, Span((9, *TOOL)), answer)
+    fork = Trajectory(14, spans, parents=(-1, 0, 1, 0, 3))
+    return [replace(first, samples=(replace(called, trajectory=fork), plain)), second]
 
 
 DRAWN_IDS = (*CALL, *ANSWER, 16, 17, 22, 24, 25, 26, 27)
@@ -160,7 +171,64 @@ def test_given_tokens_get_no_gradient() -> None:
     assert has_gradient == [3, 7, 8, 9, 10], "position 2 has two opposite advantages"
 
 
-def learn(folder: Path, *arguments: str) -> tuple[dict[str, Tensor], list[UpdateReport], Tensor]:
+def test_m5_a_fork_is_a_branch_of_its_sample_and_no_sample_of_its_own() -> None:
+    straight, forked = lay_out(groups(), version=5), lay_out(forked_groups(), version=5)
+    assert torch.equal(forked.sequence_R, straight.sequence_R)
+    assert torch.equal(forked.rollout_logp_R, straight.rollout_logp_R)
+    assert torch.equal(forked.lag_R, straight.lag_R)
+    assert torch.equal(forked.group_N, straight.group_N)
+    called = forked.sequences[0]
+    (branch,) = called.branches
+    assert (list(called.response_ids), called.loss_mask) == (
+        [*CALL, *TOOL],
+        (True,) * 2 + (False,) * 3,
+    )
+    assert (list(branch.prompt_ids), branch.loss_mask) == ([5, 6, 7, 9, *TOOL], None)
+    assert list(branch.response_ids) == list(ANSWER)
+    advantages = [experience_of(batch).advantages_R for batch in (straight, forked)]
+    assert torch.equal(*advantages), "the baseline counts samples"
+    packed = pack(forked.sequences)
+    assert packed.target_R.tolist() == list(DRAWN_IDS) and packed.num_sequences == 4
+    starts = packed.segments.prefix_start_S[packed.segments.prefix_length_S > 0].tolist()
+    assert starts[:2] == [0, 0], "a branch does not part the responses of a shared prompt"
+
+
+def test_m5_rejection_reaches_the_tokens_of_a_branch() -> None:
+    batch = lay_out(forked_groups(), version=5)
+    old_logp_R = batch.rollout_logp_R.clone()
+    old_logp_R[torch.tensor([1, 3])] -= 3
+    made = experience_of(replace(batch, old_logp_R=old_logp_R), *REJECTION)
+    assert made.sequences[0].loss_mask == (True, False, False, False, False)
+    assert made.sequences[0].branches[0].loss_mask == (True, False, True)
+    kept_ids = [token for token in DRAWN_IDS if token not in (CALL[1], ANSWER[1])]
+    assert pack(made.sequences, made.columns).target_R.tolist() == kept_ids
+
+
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-sum", "seq-mean-token-mean"])
+def test_m5_means_over_sequences_do_not_see_a_fork(aggregation: str) -> None:
+    """With equal log-probs, the loss of a sample is that of its tokens in a line."""
+    config = load_config(
+        RunConfig, [*KEYS, f"actor_rollout_ref.actor.loss_agg_mode={aggregation}"]
+    ).config
+    losses: list[float] = []
+    for made in (groups(), forked_groups()):
+        experience = experience_of(lay_out(made, version=5))
+        packed = pack(experience.sequences, experience.columns)
+        inputs = LossInputs(
+            score_R=packed.target_R * -0.1,
+            entropy_R=torch.zeros(len(packed.source_R)),
+            sequence_R=packed.sequence_R,
+            num_sequences=packed.num_sequences,
+            columns=replace(experience.columns, old_logp_R=packed.target_R * -0.11),
+            scale=LossScale(num_tokens=12, num_sequences=4),
+        )
+        losses.append(policy_loss(config)(inputs).loss.item())
+    assert losses[0] == losses[1] != 0
+
+
+def learn(
+    folder: Path, made: list[Group], *arguments: str
+) -> tuple[dict[str, Tensor], list[UpdateReport], Tensor]:
     """Return gradients and reports of one optimizer step, and the log-probs before it."""
     model = open_model(str(folder), dtype=torch.float32, device="cpu")
     gradients: dict[str, Tensor] = {}
@@ -180,26 +248,32 @@ def learn(folder: Path, *arguments: str) -> tuple[dict[str, Tensor], list[Update
         "memory": MemoryFit(),
     }
     context = partial_context(**given)
-    batch = lay_out(groups(), version=5)
+    batch = lay_out(made, version=5)
     two_steps = load_config(RunConfig, [*KEYS, "actor_rollout_ref.actor.ppo_epochs=2"]).config
     scores = asyncio.run(score_with_policy(replace(context, config=two_steps), batch))
     old_logp_R = scores.old_logp_R
     assert old_logp_R is not None
     experience = assign_credit(batch, config=config, controller=initial_kl_controller(config))
     described = batch_metrics(context, experience, kl_coefficient=0.0)
-    assert described["response_length/mean"] == (8 + 2 + 4 + 3) / 4
+    num_rewritten = 4 if any(one.trajectory.parents for one in made[0].samples) else 0
+    assert described["response_length/mean"] == (8 + 2 + 4 + 3 + num_rewritten) / 4
     return gradients, asyncio.run(update_policy(context, experience)), old_logp_R
 
 
-def unpacked(folder: Path) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the gradients of the definition, one trajectory at a time, and the log-probs."""
+def unpacked(folder: Path, made: list[Group]) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the gradients of the definition, one row at a time, and the log-probs."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     half = 2**-0.5 / (1 + 1e-6 / 2**-0.5)
     log_probs: list[Tensor] = []
     losses: list[Tensor] = []
-    samples = [one for group in groups() for one in group.samples]
-    for one, advantage in zip(samples, (half, -half, -half, half), strict=True):
-        spans = one.trajectory.spans
+    samples = [one for group in made for one in group.samples]
+    rows = [
+        (row, advantage)
+        for one, advantage in zip(samples, (half, -half, -half, half), strict=True)
+        for row in rows_of(one.trajectory)
+    ]
+    for row, advantage in rows:
+        spans = row.spans
         ids = torch.tensor([token for span in spans for token in span.token_ids])
         flags = [span.completion is not None for span in spans for _ in span.token_ids]
         logits = model(input_ids=ids[None]).logits[0] / 0.7
@@ -213,13 +287,15 @@ def unpacked(folder: Path) -> tuple[dict[str, Tensor], Tensor]:
     )
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_a_step_is_that_of_each_trajectory_alone_with_its_mask(
-    tiny_policy_folder: Path, size: int
+@pytest.mark.parametrize(
+    ("make", "size"), [(groups, 1), (groups, 3), (groups, 4), (forked_groups, 3)]
+)
+def test_a_step_is_that_of_each_row_alone_with_its_mask(
+    tiny_policy_folder: Path, make: Callable[[], list[Group]], size: int
 ) -> None:
     limit = f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={size}"
-    gradients, reports, logp_R = learn(tiny_policy_folder, limit)
-    expected, expected_logp_R = unpacked(tiny_policy_folder)
+    gradients, reports, logp_R = learn(tiny_policy_folder, make(), limit)
+    expected, expected_logp_R = unpacked(tiny_policy_folder, make())
     torch.testing.assert_close(logp_R, expected_logp_R, rtol=0, atol=2e-6)
     assert len(reports) == 1 and not reports[0].skipped
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Episodes with a scripted policy and real tools: spans, masks, ends, and whose fault it is.
 
-M4, M13, M15 and M16 of the specification of agents, as far as they are about one episode.
+M4, M6, M13, M15 and M16 of the specification of agents, as far as they are about one episode.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from tandem.agents.pool import EnvironmentPool
-from tandem.agents.setup import EnvironmentSetup, ToolLimits
+from tandem.agents.setup import EnvironmentSetup, Task, ToolLimits
 from tandem.data.call_formats import CALL_FORMATS
+from tandem.data.span_tree import rows_of
+from tandem.data.tokenizer import TextCodec
 from tandem.errors import RunFailure
 from tandem.metrics.episodes import episode_metrics
 from tandem.metrics.trace import TraceRecorder
@@ -27,6 +29,7 @@ from tandem.pipeline.episodes import EpisodePlayer, outcome_of_end, reward_conte
 from tandem.pipeline.producer import decode_drawn
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.types import (
+    AssistantTurn,
     Completion,
     EpisodeEnd,
     FinishReason,
@@ -71,8 +74,11 @@ VERSION = 3
 class ScriptedRollout:
     """A policy that draws given texts; it checks that each prompt holds all tokens before."""
 
-    def __init__(self, turns: Sequence[str]) -> None:
+    def __init__(
+        self, turns: Sequence[str], *, codec: TextCodec = CODEC, must_append: bool = True
+    ) -> None:
         self._turns = iter(turns)
+        self._codec, self._must_append = codec, must_append
         self._known: list[int] = []
         self.requests: list[GenerationRequest] = []
         self.forgotten: list[int] = []
@@ -80,11 +86,11 @@ class ScriptedRollout:
     def submit_apart(self, request: GenerationRequest) -> list[asyncio.Future[Any]]:
         (sample_id,) = request.sample_ids
         prompt = list(request.prompt_ids)
-        assert prompt[: len(self._known)] == self._known
+        assert prompt[: len(self._known)] == self._known or not self._must_append
         self.requests.append(request)
-        ids = CODEC.encode([next(self._turns)])[0][: request.sampling.max_new_tokens]
+        ids = self._codec.encode([next(self._turns)])[0][: request.sampling.max_new_tokens]
         self._known = prompt + ids
-        reason = FinishReason.STOP if ids[-1] in CODEC.eos_ids else FinishReason.LENGTH
+        reason = FinishReason.STOP if ids[-1] in self._codec.eos_ids else FinishReason.LENGTH
         log_probs = array("f", [-0.5] * len(ids))
         done = asyncio.get_running_loop().create_future()
         done.set_result((Completion(sample_id, array("i", ids), log_probs, reason, VERSION),))
@@ -249,6 +255,67 @@ def test_m14_a_run_whose_first_steps_all_fail_ends_with_the_cause() -> None:
         watch(failed)
     with pytest.raises(RunFailure, match=r"first 8 steps .*KeyError: 'x' \(t.py:3\)"):
         watch(failed)
+
+
+class PatientUser:
+    """A user in this process who asks for more until the given number of questions is asked."""
+
+    def __init__(self, num_questions: int) -> None:
+        self._left = num_questions
+
+    def open(self, task: Task) -> PatientUser:
+        return self
+
+    async def step(self, turn: AssistantTurn) -> Observation:
+        self._left -= 1
+        if self._left < 0:
+            return Observation(done=True)
+        return Observation(({"role": "user", "content": f"and {self._left}?"},))
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("renders_anew", "num_rows"), [(False, 1), (True, 3)])
+def test_m6_a_template_that_drops_thoughts_forks_only_if_it_is_asked_to_render(
+    renders_anew: bool, num_rows: int
+) -> None:
+    codec = codec_for("qwen3")
+    messages = [{"role": "user", "content": "q"}]
+    text = codec.render([messages])[0]
+    ids = tuple(codec.encode([text])[0])
+    prompt = Prompt(7, 0, ids, text, "s", "42", messages=messages, agent="tool_agent")
+    said = [f"<think>\nhm {i}\n</think>\n\nIt is {i}.<|im_end|>" for i in range(3)]
+    rollout: Any = ScriptedRollout(said, codec=codec, must_append=not renders_anew)
+    user: Any = PatientUser(2)
+    limits = TurnLimits(None, None, 60.0)
+    conversing = Conversing(
+        codec, user, CALL_FORMATS["hermes"], {}, limits, has_users=True, renders_anew=renders_anew
+    )
+
+    async def main() -> Trajectory:
+        player = EpisodePlayer(rollout, conversing, trace=TraceRecorder(lambda: 0.0, sink=None))
+        request = GenerationRequest((56,), ids, SamplingParams(1.0, 1.0, -1, 400))
+        (answers,) = player.start([prompt], [request])
+        (trajectory,) = await answers
+        return trajectory
+
+    trajectory = asyncio.run(main())
+    assert trajectory.episode is not None
+    assert trajectory.episode.forks == ("rendered",) * (num_rows - 1)
+    drawn = [codec.decode([one.token_ids], skip_special=False)[0] for one in trajectory.completions]
+    assert drawn == said
+    rows = rows_of(trajectory)
+    assert len(rows) == num_rows
+    for row, request in zip(rows[::-1], rollout.requests[::-1], strict=False):
+        tokens = [*row.prompt_ids, *row.response_ids]
+        assert tokens == [*request.prompt_ids, *row.completions[-1].token_ids], "nothing is redrawn"
+    starts = [request.first_index for request in rollout.requests]
+    ends = [i + len(one.token_ids) for i, one in zip(starts, trajectory.completions, strict=True)]
+    assert all(a <= b for a, b in zip(ends, starts[1:], strict=False)), "no number is drawn twice"
+    if renders_anew:
+        first = codec.decode([rows[1].prompt_ids], skip_special=False)[0]
+        assert "It is 0." in first and "hm 0" not in first
 
 
 def test_m2_no_random_number_is_used_in_two_turns() -> None:
