@@ -119,8 +119,11 @@ class CheckpointStore:
             if not target.exists():
                 replaced.rename(target)
         for pattern in (f"{_REPLACED}*", f"{_PARTIAL}*"):
-            for folder in self.folder.glob(pattern):
-                shutil.rmtree(folder)
+            for remains in self.folder.glob(pattern):
+                if remains.is_dir() and not remains.is_symlink():
+                    shutil.rmtree(remains)
+                else:
+                    remains.unlink()
 
     def set_aside(self, folder: Path, *, after_step: int) -> None:
         """Move the checkpoints after a step, with the tracker, into ``folder``.

@@ -148,6 +148,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _check_run(folder: Path, *, as_json: bool) -> int:
     """Print which checkpoints of a run are whole; return the exit code."""
+    importlib.import_module("tandem.report.run_folder").require_folder(folder)
     store = importlib.import_module("tandem.checkpoint.store")
     conditions: dict[str, str] = store.describe_checkpoints(folder)
     if as_json:

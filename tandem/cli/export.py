@@ -7,7 +7,8 @@ With ``--critic``, write its critic. Adapters (LoRA) are merged into their base.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.checkpoint.store import require_whole
@@ -49,9 +50,41 @@ def run(arguments: Sequence[str]) -> int:
             rule=f"{folder} has all weights, and no adapters to merge into a base",
             remedy="Leave --base out.",
         )
-    write_model(folder, output, base=options.base, dtype=dtype)
+    with _removed_on_failure(output):
+        write_model(folder, output, base=options.base, dtype=dtype)
     print(output)
     return 0
+
+
+@contextmanager
+def _removed_on_failure(output: Path) -> Iterator[None]:
+    """Leave nothing in a folder that was new or empty if it cannot be completed.
+
+    Raises:
+        UserError: the disk is full, or may not be written.
+    """
+    was_there = output.exists()
+    try:
+        yield
+    except BaseException as error:
+        for path in output.iterdir() if output.is_dir() else ():
+            path.unlink()
+        if output.is_dir() and not was_there:
+            output.rmdir()
+        if isinstance(error, OSError) and _is_of(output, error):
+            raise UserError(
+                "--output",
+                str(output),
+                rule=f"cannot be written ({error.strerror or error})",
+                remedy="Choose another folder, or free some space.",
+            ) from error
+        raise
+
+
+def _is_of(output: Path, error: OSError) -> bool:
+    """Return whether an error may come from writing to ``output``, not from reading."""
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    return not names or any(name.startswith(str(output)) for name in names)
 
 
 def write_model(

@@ -8,6 +8,7 @@ and exit code 2; any other error keeps its traceback.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -27,6 +28,11 @@ EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+_LIMITS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),
+    *(errno.EIO, errno.EMFILE, errno.ENFILE),
+)
+"""Errors of the machine, such as a full disk or too few descriptors, which are no defect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,7 @@ COMMANDS_WITH_KEYS = ("train", "sft", "plan")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, by default with the arguments of the process; return the exit code."""
+    _open_closed_streams()
     words = spelled_out(sys.argv[1:] if arguments is None else arguments)
     takes_keys = bool(words) and words[0] in COMMANDS_WITH_KEYS
     return run_as_launched(_run_reported, words) if takes_keys else _run_reported(words)
@@ -109,7 +116,7 @@ def _run_reported(words: Sequence[str]) -> int:
 def _reported(body: Callable[[], int]) -> int:
     try:
         code = body()
-        sys.stdout.flush()  # here, where a BrokenPipeError is still caught
+        sys.stdout.flush()  # here, where errors of writing are still caught
         return code
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -127,11 +134,49 @@ def _reported(body: Callable[[], int]) -> int:
         )
         return EXIT_USER_ERROR
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _LIMITS:
+            raise
+        remedy = " (ulimit -n sets how many)" if error.errno == errno.EMFILE else ""
+        print(f"error: {_place(error)}{os.strerror(error.errno)}{remedy}", file=sys.stderr)
+        return EXIT_FAILURE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _place(error: OSError) -> str:
+    """Return the file of an error with a colon, "" for an error that has none."""
+    if error.filename is not None:
+        return f"{error.filename}: "
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return ""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
+        return "standard output: "
+    return "a file or the standard output: "
+
+
+def _discard_output() -> None:
+    """Send the rest of the output nowhere: at its end the interpreter writes it once more."""
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, sys.stdout.fileno())
+    os.close(sink)
+
+
+def _open_closed_streams() -> None:
+    """Open what the caller has closed (``>&-``), so that no file takes the number of a stream."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            sink = os.open(os.devnull, os.O_RDWR)
+            if sink != number:
+                os.dup2(sink, number)
+                os.close(sink)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def help_text() -> str:

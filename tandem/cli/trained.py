@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tandem.checkpoint.store import TRACKER_NAME, Checkpoint, CheckpointStore, open_checkpoint
 from tandem.errors import UserError
+from tandem.report.run_folder import require_folder
 
 
 def find_trained(run_folder: Path, step: int | None) -> Checkpoint:
@@ -24,6 +25,7 @@ def find_trained(run_folder: Path, step: int | None) -> Checkpoint:
                 remedy="Leave --step out, or name the folder of the run.",
             )
         return open_checkpoint(run_folder)
+    require_folder(run_folder)
     if step is not None:
         return _checkpoint_of(run_folder, step)
     latest = CheckpointStore(run_folder).latest()
@@ -47,9 +49,7 @@ def _checkpoint_of(run_folder: Path, step: int) -> Checkpoint:
 
 def _has_none(folder: Path) -> UserError:
     runs = sorted(path.parent.name for path in folder.glob(f"*/{TRACKER_NAME}"))
-    if not folder.is_dir():
-        rule, remedy = "no such folder", "Check the path."
-    elif runs:
+    if runs:
         rule, remedy = "is not a run, but has some", f"Add one of these: {', '.join(runs)}."
     else:
         rule = "has no checkpoint"

@@ -7,6 +7,7 @@ checkpoint is known to be complete, and nothing of it is ever overwritten (``set
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -42,6 +43,7 @@ from tandem.models.adapters import is_adapter_folder
 from tandem.models.folder import ModelFolder, check_folder, require_same_adapters
 from tandem.pipeline.validation import VALIDATION_SECONDS
 from tandem.report.run_folder import CONFIG_FILE, SETTINGS_FILE
+from tandem.rewards.log import REWARD_LOG_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +163,9 @@ def begin_records(config: RunConfig | SftConfig, start: Start) -> None:
     try:
         _make_room(config.trainer, start)
         _write_config(config, start)
+        log = config.trainer.run_folder / REWARD_LOG_FILE
+        if log.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(log))
     except OSError as error:
         raise _unwritable(config.trainer.run_folder, error) from error
 
@@ -269,7 +274,7 @@ def is_validated(checkpoint: Checkpoint, folder: Path) -> bool:
     """
     is_own = _is_own(checkpoint, folder)
     records = read_records(folder / METRICS_FILE) if is_own else []
-    of_step = [record for record in records if record["step"] == checkpoint.step]
+    of_step = [record for record in records if record.get("step") == checkpoint.step]
     return not is_own or any(VALIDATION_SECONDS in record for record in of_step)
 
 
@@ -283,9 +288,10 @@ def _is_own(checkpoint: Checkpoint, folder: Path) -> bool:
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
+    at = f" at {error.filename}" if error.filename not in (None, str(folder)) else ""
     return UserError(
         "trainer.default_local_dir",
         str(folder),
-        rule=f"cannot be written ({error.strerror or error})",
+        rule=f"cannot be written ({error.strerror or error}{at})",
         remedy="Choose another folder, or free some space.",
     )

@@ -106,17 +106,20 @@ def last_step(path: Path) -> int:
     The last record may have a smaller step: the validation of an earlier checkpoint. Raise
     UserError as ``read_records`` does.
     """
-    return max((int(record["step"]) for record in read_records(path)), default=BEFORE_FIRST_STEP)
+    steps = (record.get("step") for record in read_records(path))
+    return max((step for step in steps if isinstance(step, int)), default=BEFORE_FIRST_STEP)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Read all records of a file, which may still be growing; [] if there is no file.
 
     Raises:
-        UserError: a line before the last one is not a JSON object.
+        UserError: a line before the last one is not a JSON object, or the path is a folder.
     """
     if not path.exists():
         return []
+    if not path.is_file():
+        raise UserError(str(path), rule="is not a file", remedy="Move it away.")
     lines = path.read_bytes().splitlines(keepends=True)
     records = [_decode(line) for line in lines]
     if records and records[-1] is None:
@@ -137,7 +140,7 @@ def _decode(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

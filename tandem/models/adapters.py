@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.config.derived.adapters import (
@@ -39,6 +38,7 @@ from tandem.models.weights import (
     read_slices,
     slices_by_name,
     weight_files,
+    write_tensors,
 )
 from tandem.types import HeldSlice
 
@@ -162,10 +162,7 @@ def save_adapter(
         x.name: adapters[x.parameter].detach()[x.start : x.start + x.rows].cpu().clone()
         for x in adapter_tensors(config)
     }
-    try:
-        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{folder / ADAPTER_WEIGHTS}: cannot write weights: {error}") from error
+    write_tensors(tensors, folder / ADAPTER_WEIGHTS)
     describe_adapter(config, folder, base=base)
 
 

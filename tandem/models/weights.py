@@ -8,7 +8,9 @@ the decoder's tensors; names and shapes are checked first. The caller makes a wr
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -228,7 +230,7 @@ def save_hf_folder(
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {x.name: _file_copy(_slice(parameters, x), dtype) for x in shard}
-        _write_tensors(tensors, folder / name)
+        write_tensors(tensors, folder / name)
         weight_map.update(dict.fromkeys(tensors, name))
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) > 1:
@@ -267,7 +269,7 @@ def convert_folder(
             name: _file_copy(change(name, x) if change else x, target or x.dtype)
             for name, x in found.items()
         }
-        _write_tensors(copies, folder / file.name)
+        write_tensors(copies, folder / file.name)
         total_bytes += sum(tensor.nbytes for tensor in copies.values())
     if (source / INDEX_FILE).is_file():
         index = json.loads((source / INDEX_FILE).read_text(encoding="utf-8"))
@@ -426,11 +428,14 @@ def _file_copy(values: Tensor, dtype: torch.dtype | None) -> Tensor:
     return values.to("cpu", dtype or values.dtype, copy=True).contiguous()
 
 
-def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write one file of weights. Raise OSError if the disk is full or not writable."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise OSError(f"{path}: cannot write weights: {error}") from error
+        code = re.search(r"os error (\d+)", str(error))
+        number = int(code[1]) if code else errno.EIO
+        raise OSError(number, f"cannot write weights: {error}", str(path)) from error
 
 
 def _write_json(content: Mapping[str, Any], path: Path) -> None:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,7 @@ def read_run(folder: Path) -> RunData:
     Raises:
         UserError: there is no such folder, it has no metrics, or a file in it is damaged.
     """
-    if not folder.is_dir():
-        raise UserError(
-            "RUN", str(folder), rule="is not a folder", remedy="Give the folder of a run."
-        )
+    require_folder(folder)
     records = read_records(folder / METRICS_FILE)
     if not records:
         raise UserError(
@@ -73,17 +70,33 @@ def read_run(folder: Path) -> RunData:
             remedy="Give the folder of a run that has finished a step (trainer.default_local_dir).",
         )
     columns = _columns(records)
+    rollouts = _read_valid(folder / ROLLOUTS_FILE, _is_rollout, what="record of a rollout")
     return RunData(
         folder=folder,
         columns=columns,
         num_steps=max(int(record["step"]) for record in records),
-        rollouts=[record for record in read_records(folder / ROLLOUTS_FILE) if "step" in record],
+        rollouts=[record for record in rollouts if "step" in record],
         trace=read_trace(folder / TRACE_FILE),
-        settings=read_records(folder / SETTINGS_FILE),
-        restarts=read_records(folder / RESTARTS_FILE),
+        settings=_read_valid(
+            folder / SETTINGS_FILE, _is_setting, what="record of changed settings"
+        ),
+        restarts=_read_valid(folder / RESTARTS_FILE, _is_restart, what="record of a restart"),
         config=_read_object(folder / CONFIG_FILE),
         summary=_read_object(folder / SUMMARY_FILE),
     )
+
+
+def require_folder(folder: Path) -> None:
+    """Raise UserError unless the argument RUN is a folder."""
+    if folder.is_dir():
+        return
+    rule = "is not a folder" if folder.exists() else "no such folder"
+    remedy = "Give the folder of a run."
+    stripped = Path(str(folder).strip())
+    if stripped != folder and stripped.is_dir():
+        # By the grammar of overrides, which is Hydra's, key=value has no space around the value.
+        remedy = f"Give {str(stripped)!r}: spaces at the ends of a key's value are ignored."
+    raise UserError("RUN", str(folder), rule=rule, remedy=remedy)
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
@@ -103,12 +116,39 @@ def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, 
     return {name: sorted(values.items()) for name, values in columns.items()}
 
 
+def _read_valid(
+    path: Path, is_valid: Callable[[Mapping[str, Any]], bool], *, what: str
+) -> list[dict[str, Any]]:
+    """Read all records of a file. Raise UserError for one that is not ``what``."""
+    records = read_records(path)
+    for number, record in enumerate(records, start=1):
+        if not is_valid(record):
+            raise UserError(
+                str(path), rule=f"line {number} is no {what}", remedy="Remove that line."
+            )
+    return records
+
+
+def _is_rollout(record: Mapping[str, Any]) -> bool:
+    return isinstance(record.get("step", 0), int)
+
+
+def _is_restart(record: Mapping[str, Any]) -> bool:
+    return {"restart", "step", "time", "cause", "continues_after"} <= record.keys()
+
+
+def _is_setting(record: Mapping[str, Any]) -> bool:
+    changed = record.get("changed")
+    pairs = changed.values() if isinstance(changed, Mapping) else [None]
+    return "step" in record and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+
+
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             str(path), rule=f"is not JSON ({error})", remedy="Correct or remove it."
         ) from error

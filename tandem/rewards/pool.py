@@ -112,9 +112,9 @@ class RewardPool:
         if any(process.is_ready for process in self._processes):
             return
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._starts.add(started)
         if not self._processes:
             self._start_process()
+        self._starts.add(started)
         await started
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:

@@ -75,7 +75,7 @@ class ActorRolloutRefConfig(BaseModel):
     @classmethod
     def _follow_actor(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Fill unset micro-batch limits of rollout and ref, and ref's layout, from the actor."""
-        actor: Any = values.get("actor", {})
+        actor: Any = values.get("actor", {}) if isinstance(values, dict) else None  # pyright: ignore
         if not isinstance(actor, dict):
             return values
         limits: dict[str, Any] = {

@@ -227,7 +227,7 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, content, message):
 
 
 def test_no_such_folder(tmp_path):
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match="no such folder"):
         write_report(tmp_path / "none", tmp_path / "report.html")
 
 
