@@ -114,7 +114,12 @@ def declared_dependencies() -> list[Dependency]:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The output of ``tandem doctor``. ``problems`` are the reasons why the core cannot run."""
+    """The output of ``tandem doctor``.
+
+    Attributes:
+        jail: the protections of code that a model wrote, and what holds each of them here.
+        problems: the reasons why the core cannot run.
+    """
 
     tandem: str
     python: str
@@ -124,6 +129,7 @@ class Diagnosis:
     platform: dict[str, Any]
     disk_free_bytes: int
     dependencies: tuple[Dependency, ...]
+    jail: dict[str, dict[str, str]]
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -174,6 +180,8 @@ def diagnose(dependencies: Sequence[Dependency]) -> Diagnosis:
     warnings = [f"{free / 1024**3:.1f} GiB of disk left here"] if free < LOW_DISK_BYTES else []
     if not found:
         warnings.append("tandem is not installed (pip install -e .): its requirements are unknown")
+    jail, failure = _describe_jail()
+    warnings += [failure] if failure else []
     return Diagnosis(
         tandem=importlib.import_module("tandem").__version__,
         python=platform.python_version(),
@@ -183,6 +191,7 @@ def diagnose(dependencies: Sequence[Dependency]) -> Diagnosis:
         platform=platform_facts,
         disk_free_bytes=free,
         dependencies=found,
+        jail=jail,
         problems=tuple(problems),
         warnings=tuple(warnings),
     )
@@ -209,6 +218,23 @@ def _describe_torch() -> tuple[dict[str, Any], str]:
     except ImportError as error:
         return {}, f"torch cannot be imported: {error}"
     return {"version": torch.__version__, "threads": torch.get_num_threads()}, ""
+
+
+def _describe_jail() -> tuple[dict[str, dict[str, str]], str]:
+    """Return the protections of the jail, and what is missing in one line, "" if nothing is."""
+    code_jail = importlib.import_module("tandem.children.code_jail")
+    try:
+        protections = code_jail.survey_protections()
+    except code_jail.JailError as error:
+        return {}, f"code that a model wrote cannot be executed: {error}"
+    jail = {one.name: {"promise": one.promise, "held_by": one.held_by} for one in protections}
+    lost = [one.name for one in protections if not one.held_by]
+    if not lost:
+        return jail, ""
+    return jail, (
+        f"the kernel does not hold code that a model wrote ({', '.join(lost)}): "
+        "agent.isolation=strict refuses such tools"
+    )
 
 
 def _describe_platforms() -> tuple[dict[str, Any], str]:
@@ -249,6 +275,9 @@ def _lines(diagnosis: Diagnosis) -> list[str]:
         lines.append(f"              because {chosen['reason']}")
     others = chosen["others"] if chosen else {}
     lines += [f"not used      {name:<8} {reason}" for name, reason in others.items()]
+    for name, protection in diagnosis.jail.items():
+        held = protection["held_by"] or f"NOT HELD: a program could {protection['promise']}"
+        lines.append(f"jail          {name:<10} {held}")
     lines.append("")
     for found in diagnosis.dependencies:
         mark = "ok " if not found.problem else ("NO " if found.is_core else "-  ")

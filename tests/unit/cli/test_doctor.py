@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tandem.children import code_jail
+from tandem.children.jail_trial import Protection
 from tandem.cli import doctor
 from tandem.platforms.record import CPU
 
@@ -89,6 +91,22 @@ def test_each_device_is_called_by_its_own_name() -> None:
         device_name=lambda: f"chip {current['index']}",
     )
     assert [doctor._device_name(platform, index) for index in range(2)] == ["chip 0", "chip 1"]
+
+
+def test_what_holds_code_of_a_model_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.run([])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("jail ")]
+    assert [line.split()[1] for line in lines] == [
+        *("files", "network", "processes", "signals", "tracing", "memory", "time", "privileges"),
+    ]
+
+
+def test_m20_a_protection_that_is_missing_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    protections = (Protection("files", "write", ""), Protection("time", "run", "rlimits"))
+    monkeypatch.setattr(code_jail, "survey_protections", lambda: protections)
+    diagnosis = doctor.diagnose([])
+    assert any("does not hold code that a model wrote (files)" in w for w in diagnosis.warnings)
+    assert "jail          files      NOT HELD: a program could write" in doctor._lines(diagnosis)
 
 
 def test_versions_compare_by_number() -> None:

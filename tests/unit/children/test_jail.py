@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the jail holds: attacks as root, in a container and as an ordinary user (M17, M18, M20).
+
+The processes are real. Identities that this machine does not offer are left out: as an ordinary
+user the tests run as that user alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.children import jail
+from tandem.children.code_jail import CodeJail, Execution, ExecutionEnd, JailError
+from tandem.children.jail import JailLimits
+from tests.fakes import attacks, confinement
+
+SYSTEM_PYTHON = "/usr/bin/python3"
+LAUNCHER = confinement.__file__
+LIMITS = JailLimits(cpu_s=2, wall_s=3.0)
+LONG = JailLimits(wall_s=60.0)
+ORDINARY = 1000
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who runs the programs. ``user`` owns the victims."""
+
+    launcher: tuple[str, ...] = ()
+    interpreter: str = sys.executable
+    user: int | None = None
+
+
+def _identities() -> dict[str, Identity]:
+    found = {"this user": Identity()}
+    if os.geteuid() == 0:
+        container = (sys.executable, LAUNCHER, "container")
+        found["container"] = Identity(container)
+        version = ["-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
+        if shutil.which("setpriv") and _succeeds(SYSTEM_PYTHON, *version):
+            # The interpreter of these tests may lie in root's home, which no other user can read.
+            found["root with users of its own"] = Identity((), SYSTEM_PYTHON)
+            ordinary = ("setpriv", f"--reuid={ORDINARY}", f"--regid={ORDINARY}", "--clear-groups")
+            found["ordinary user"] = Identity(ordinary, SYSTEM_PYTHON, ORDINARY)
+    return found
+
+
+def _succeeds(*command: str) -> bool:
+    return subprocess.run(command, check=False).returncode == 0
+
+
+IDENTITIES = _identities()
+
+
+@pytest.fixture(scope="module", params=list(IDENTITIES))
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the outcome of each program under an identity, with victims that are checked."""
+    identity = IDENTITIES[request.param]
+    folder = Path("/tmp") / f"jail-{os.getpid()}-{len(request.param)}"
+    with ExitStack() as stack:
+        folder.mkdir()
+        stack.callback(shutil.rmtree, folder)
+        values = stack.enter_context(_victims(folder, identity))
+
+        async def run_all() -> dict[str, Execution]:
+            code_jail = CodeJail(
+                launcher=identity.launcher, interpreter=identity.interpreter, max_at_once=4
+            )
+            async with code_jail:
+                assert all(one.held_by for one in await code_jail.start())
+                filled = {k: attacks.fill(text, values) for k, text in attacks.programs().items()}
+                runs = (code_jail.execute(text, LIMITS) for text in filled.values())
+                return dict(zip(filled, await asyncio.gather(*runs), strict=True))
+
+        result = asyncio.run(run_all())
+        victim = psutil.Process(values["VICTIM"])
+        assert victim.is_running() and victim.nice() == os.nice(0)
+        assert (folder / "own").read_text() == "mine"
+        assert (folder / "own").stat().st_mode & 0o777 == 0o600
+        assert sorted(path.name for path in folder.iterdir()) == sorted(
+            ["own", "secret", "stream", "datagram"]
+        )
+        yield result
+
+
+class _victims:
+    """Sockets, files and a process that attacks are aimed at."""
+
+    def __init__(self, folder: Path, identity: Identity) -> None:
+        self._folder, self._identity = folder, identity
+        self._stack = ExitStack()
+
+    def __enter__(self) -> dict[str, Any]:
+        enter = self._stack.enter_context
+        tcp = enter(socket.create_server(("127.0.0.1", 0)))
+        streams = enter(socket.socket(socket.AF_UNIX))
+        datagrams = enter(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        streams.bind(str(self._folder / "stream"))
+        streams.listen()
+        datagrams.bind(str(self._folder / "datagram"))
+        victim = enter(subprocess.Popen(["sleep", "600"], user=self._identity.user))
+        self._stack.callback(victim.kill)
+        (self._folder / "secret").write_text("secret")
+        (self._folder / "own").write_text("mine")
+        for path in self._folder.iterdir():
+            path.chmod(0o777 if path.is_socket() else 0o600)
+        if self._identity.user is not None:
+            for path in (self._folder, self._folder / "own"):
+                os.chown(path, self._identity.user, self._identity.user)
+        return {
+            "TCP": tcp.getsockname()[1],
+            "UNIX": self._folder / "stream",
+            "DATAGRAM": self._folder / "datagram",
+            "FOLDER": self._folder,
+            "OWN": self._folder / "own",
+            "SECRET": self._folder / "secret",
+            "CODE": jail.__file__,
+            "VICTIM": victim.pid,
+            "SHARED": 0,
+        }
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+@pytest.mark.parametrize("name", attacks.ESCAPES)
+def test_m17_an_attack_is_held(outcomes: dict[str, Execution], name: str) -> None:
+    assert attacks.last_list(outcomes[name].output) == ["held", []], outcomes[name].output
+
+
+@pytest.mark.parametrize("name", attacks.BOUNDED)
+def test_m17_an_amount_is_bounded(outcomes: dict[str, Execution], name: str) -> None:
+    _, expected = attacks.BOUNDED[name]
+    assert attacks.last_list(outcomes[name].output) == expected, outcomes[name].output
+
+
+@pytest.mark.parametrize("name", attacks.ENDLESS)
+def test_m17_an_endless_program_is_ended(outcomes: dict[str, Execution], name: str) -> None:
+    _, expected = attacks.ENDLESS[name]
+    assert outcomes[name].end is ExecutionEnd(expected)
+    assert len(outcomes[name].output) <= LIMITS.output_bytes
+
+
+def run_in_jail(play: Callable[[CodeJail], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
+    async def open_and_play() -> Any:
+        async with CodeJail(**settings) as code_jail:
+            return await play(code_jail)
+
+    return asyncio.run(open_and_play())
+
+
+def test_m18_an_execution_is_cheap_and_leaves_nothing() -> None:
+    async def play(code_jail: CodeJail) -> tuple[list[float], list[Any], list[Any]]:
+        await code_jail.execute("pass", LONG)
+        before = _traces()
+        runs = [await code_jail.execute("print(6 * 7)", LONG) for _ in range(200)]
+        assert {one.output for one in runs} == {"42\n"}
+        return [one.cpu_s for one in runs], before, _traces()
+
+    cpu_s, before, after = run_in_jail(play)
+    assert statistics.median(cpu_s) <= 0.010
+    assert after == before
+
+
+def _traces() -> list[Any]:
+    """Return the processes below this one, and the number of descriptors of each."""
+    here = psutil.Process()
+    return [(one.pid, one.num_fds()) for one in (here, *here.children(recursive=True))]
+
+
+def test_m18_an_execution_sees_nothing_of_the_one_before() -> None:
+    leave = (
+        "import os, math, builtins, sys\nos.environ['LEFT'] = '1'\nmath.left = 1\n"
+        "builtins.left = 1\nsys.modules['left'] = math\nmine = 1\nprint('done')"
+    )
+    look = (
+        "import os, math, builtins, sys, gc\n"
+        "print('LEFT' in os.environ, hasattr(math, 'left'), hasattr(builtins, 'left'),"
+        " 'left' in sys.modules, 'mine' in globals(),"
+        " any(isinstance(one, str) and 'builtins.left =' in one for one in gc.get_objects()))"
+    )
+
+    async def play(code_jail: CodeJail) -> list[str]:
+        return [(await code_jail.execute(text, LONG)).output for text in (leave, look)]
+
+    assert run_in_jail(play) == ["done\n", " ".join(["False"] * 6) + "\n"]
+
+
+@pytest.mark.parametrize(
+    ("program", "end", "code", "output"),
+    [
+        ("print('a'); import sys; sys.exit()", ExecutionEnd.DONE, 0, "a\n"),
+        ("import sys; sys.exit('bad')", ExecutionEnd.FAILED, 1, "bad\n"),
+        ("import sys; sys.exit(300)", ExecutionEnd.FAILED, 44, ""),
+        ("print(input())", ExecutionEnd.FAILED, 1, "EOFError: EOF when reading a line\n"),
+        ("print('x'\n", ExecutionEnd.FAILED, 1, "SyntaxError: '(' was never closed\n"),
+        ("import os, signal\nos.kill(os.getpid(), 9)", ExecutionEnd.KILLED, -9, ""),
+        ("print('\\ud800')", ExecutionEnd.DONE, 0, "?\n"),
+        ("import asyncio\nasyncio.run(asyncio.sleep(0))\nprint(1)", ExecutionEnd.DONE, 0, "1\n"),
+        (
+            "import threading, time\n"
+            "threading.Thread(target=lambda: (time.sleep(0.05), print('late'))).start()",
+            ExecutionEnd.DONE,
+            0,
+            "late\n",
+        ),
+        ("print(list({'b', 'a', 'c', 'd'}))", ExecutionEnd.DONE, 0, None),
+    ],
+)
+def test_a_program_ends_as_in_python(
+    shared: Callable[[str], Execution], program: str, end: ExecutionEnd, code: int, output: str
+) -> None:
+    execution = shared(program)
+    assert (execution.end, execution.code) == (end, code)
+    assert execution.output.endswith(output or "")
+    if output is None:
+        assert execution.output == shared(program).output, "the order of sets is the same"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Callable[[str], Execution]]:
+    """Yield a function that executes programs in one jail."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def wait(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(90)
+
+    async def make() -> CodeJail:
+        return CodeJail()
+
+    code_jail = wait(make())
+    yield lambda program: wait(code_jail.execute(program, LONG))
+    wait(code_jail.close())
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_tracebacks_show_the_program_and_nothing_else(shared: Callable[[str], Execution]) -> None:
+    output = shared("x = 1\nprint('before')\nx / 0").output
+    assert output.splitlines()[:4] == [
+        "before",
+        "Traceback (most recent call last):",
+        '  File "program.py", line 3, in <module>',
+        "    x / 0",
+    ]
+
+
+def test_a_lost_zygote_is_replaced_and_its_program_run_again() -> None:
+    async def play(code_jail: CodeJail) -> str:
+        before = psutil.Process().children()
+        await code_jail.start()
+        waiting = asyncio.create_task(
+            code_jail.execute("import time; time.sleep(1); print('ran')", LONG)
+        )
+        await asyncio.sleep(0.3)
+        (zygote,) = set(psutil.Process().children()) - set(before)
+        os.kill(zygote.pid, signal.SIGKILL)
+        return (await waiting).output
+
+    assert run_in_jail(play) == "ran\n"
+
+
+def test_a_cancelled_execution_is_killed() -> None:
+    async def play(code_jail: CodeJail) -> int:
+        before = psutil.Process().children()
+        await code_jail.start()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await code_jail.execute("while True: pass", LONG)
+        give_up_at_s = time.monotonic() + 20
+        (zygote,) = set(psutil.Process().children()) - set(before)
+        while zygote.children() and time.monotonic() < give_up_at_s:
+            await asyncio.sleep(0.02)
+        return len(zygote.children())
+
+    assert run_in_jail(play) == 0
+
+
+def test_a_module_that_is_missing_is_an_error() -> None:
+    with pytest.raises(JailError, match="no_such_module"):
+        run_in_jail(lambda code_jail: code_jail.start(), modules=["no_such_module"])
+
+
+OWNER = """
+import asyncio
+from tandem.children.code_jail import CodeJail
+from tandem.children.jail import JailLimits
+
+DEAF = "import os, signal, time\\nprint(os.getpid(), flush=True)\\n" + "".join(
+    f"signal.signal({number}, signal.SIG_IGN)\\n" for number in (1, 2, 15, 29)
+) + "while True: time.sleep(1)"
+
+async def main():
+    async with CodeJail() as jail:
+        await jail.start()
+        print("started", flush=True)
+        await jail.execute(DEAF, JailLimits(wall_s=120.0))
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_left_of_a_killed_owner() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None and owner.stdout.readline() == "started\n"
+    give_up_at_s = time.monotonic() + 30
+    while len(below := psutil.Process(owner.pid).children(recursive=True)) < 2:
+        assert time.monotonic() < give_up_at_s, "the program did not start"
+        time.sleep(0.05)
+    owner.kill()
+    owner.communicate()
+    _, alive = psutil.wait_procs(below, timeout=20)
+    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [
+        ("no-landlock", {"files"}),
+        # Without the filter, the times and rights of files can be changed.
+        ("no-seccomp", {"files", "network", "processes", "tracing", "privileges"}),
+    ],
+)
+def test_m20_what_a_kernel_cannot_hold_is_named(kind: str, lost: set[str]) -> None:
+    launcher = (sys.executable, LAUNCHER, kind)
+    protections = run_in_jail(lambda code_jail: code_jail.start(), launcher=launcher)
+    assert len(protections) == 8
+    # Landlock holds signals from version 6 on.
+    assert {one.name for one in protections if not one.held_by} - {"signals"} == lost
