@@ -18,6 +18,8 @@ from enum import Enum
 from itertools import chain, dropwhile, takewhile
 from typing import TYPE_CHECKING, Any
 
+from tandem.pictures import Picture
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -41,10 +43,7 @@ class Prompt:
         extra_info: further columns of the row, passed to the reward unchanged.
         messages: the prompt before the chat template, as the row holds it.
         agent: the agent that answers it; "" for a single turn.
-
-    Example:
-        >>> Prompt(uid=0, row=17, token_ids=(1, 2), text="hi", data_source="openai/gsm8k",
-        ground_truth="72")
+        pictures: the pictures that its tokens name, in their order.
     """
 
     uid: int
@@ -56,6 +55,7 @@ class Prompt:
     extra_info: Mapping[str, Any] = field(default_factory=dict[str, Any])
     messages: Sequence[Mapping[str, Any]] | str = ()
     agent: str = ""
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,6 @@ class SamplingParams:
     training differentiates that distribution. Greedy decoding does not scale them.
 
     Attributes:
-        max_new_tokens: the largest length of a response.
         ignore_eos: whether generation goes on after an end-of-sequence token.
     """
 
@@ -86,6 +85,7 @@ class GenerationRequest:
         first_index: the number of tokens at the end of ``prompt_ids`` that belong to the response:
             earlier turns of the sample. Random numbers go on behind them, so none is used twice.
         continues: whether the caller may ask for another turn of a sample when one is finished.
+        pictures: the pictures that the tokens of the prompt name.
     """
 
     sample_ids: tuple[int, ...]
@@ -93,6 +93,7 @@ class GenerationRequest:
     sampling: SamplingParams
     first_index: int = 0
     continues: bool = False
+    pictures: tuple[Picture, ...] = ()
 
 
 class FinishReason(Enum):
@@ -491,6 +492,7 @@ class PackedBatch:
         columns: the inputs of the loss; None for a forward pass only.
         with_squares: whether a scoring pass also returns, in a second column, the sum of the
             squared probabilities of all tokens in the place of loss token r.
+        pictures: the pictures that its tokens name; positions do not know of them yet.
     """
 
     token_ids_T: Tensor
@@ -502,6 +504,7 @@ class PackedBatch:
     num_sequences: int
     columns: LossColumns | None = None
     with_squares: bool = False
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -572,9 +575,6 @@ class SliceSpec:
         shape: the shape of the whole tensor.
         offset: the first index of the region.
         size: the shape of the region.
-
-    Example:
-        Rows 2 and 3 of a matrix of 4 rows: shape (4, 8), offset (2, 0), size (2, 8).
     """
 
     name: str

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tandem.data.balance import GroupLengths, Measure, plan_evenly
 from tandem.errors import UserError
+from tandem.pictures import Picture
 from tandem.types import LossColumns, PackedBatch, Segments
 
 Plan = list[list[int]]
@@ -40,6 +41,7 @@ class TrainSequence:
         loss_mask: whether each token of the response carries loss; None if all do.
         branches: the other rows of a conversation that forked. They count as tokens of this
             sequence, behind its own, and have no branches.
+        pictures: the pictures that the tokens of the prompt name.
     """
 
     prompt_key: int
@@ -47,6 +49,7 @@ class TrainSequence:
     response_ids: Sequence[int]
     loss_mask: tuple[bool, ...] | None = None
     branches: tuple[TrainSequence, ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def num_response_tokens(self) -> int:
@@ -133,6 +136,7 @@ def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None)
         sequence_R=torch.from_numpy(sequence_R),
         num_sequences=len(sequences),
         columns=columns,
+        pictures=_pictures(rows, first_N),
     )
 
 
@@ -234,6 +238,17 @@ def _starts_group(sequences: Sequence[TrainSequence]) -> np.ndarray:
 def _check_same_prompt(one: TrainSequence, other: TrainSequence) -> None:
     if one.prompt_ids != other.prompt_ids:
         raise ValueError(f"two different prompts have the key {one.prompt_key}")
+
+
+def _pictures(sequences: Sequence[TrainSequence], first_N: np.ndarray) -> tuple[Picture, ...]:
+    """Return the pictures of all prompts, each once."""
+    found = {
+        picture.first_id: picture
+        for sequence, first in zip(sequences, first_N, strict=True)
+        if first
+        for picture in sequence.pictures
+    }
+    return tuple(found.values())
 
 
 def _ids(numbers: Sequence[int]) -> np.ndarray:

@@ -25,7 +25,9 @@ class SentBatches:
     batches: Sequence[PackedBatch]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (_mapped(self.batches, Tensor, function=lambda tensor: tensor.numpy()),)
+        return _arrived, (
+            _mapped(list(self.batches), Tensor, function=lambda tensor: tensor.numpy()),
+        )
 
 
 def _arrived(batches: list[PackedBatch]) -> list[PackedBatch]:
@@ -37,8 +39,9 @@ def _mapped(value: Any, kind: type, *, function: Callable[[Any], Any]) -> Any:
     """Apply ``function`` to the values of a kind in nested sequences and dataclasses."""
     if isinstance(value, kind):
         return function(value)
-    if isinstance(value, Sequence):
-        return [_mapped(part, kind, function=function) for part in value]
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        mapped = [_mapped(part, kind, function=function) for part in value]
+        return tuple(mapped) if isinstance(value, tuple) else mapped
     if is_dataclass(value) and not isinstance(value, type):
         held = {f.name: getattr(value, f.name) for f in fields(value)}
         parts = {name: _mapped(part, kind, function=function) for name, part in held.items()}

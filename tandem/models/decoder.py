@@ -23,9 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
+from tandem.config.derived.vision import VisionConfig
 from tandem.models.adapted import AdaptedLinear, AdapterConfig, is_adapter
 from tandem.models.operators import TORCH, Angles, Attention, Operators
 from tandem.models.rotary import RopeConfig, Rotary
+from tandem.models.vision import Features, VisionTower
+from tandem.pictures import Picture
 
 Stream = tuple[Tensor, Tensor | None]
 """The residual stream (T, D) and the output to add to it, None before the first layer."""
@@ -65,6 +68,25 @@ class DecoderConfig:
     """Whether a value head has a bias."""
     adapters: AdapterConfig | None = field(default=None, repr=False)
     """The adapters, which are then the only trained parameters; None trains all of them."""
+    vision: VisionConfig | None = field(default=None, repr=False)
+    """The vision tower; None for a model of text."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The pictures among packed tokens, on the device.
+
+    Attributes:
+        place_U: the indices into T of the tokens of pictures.
+        row_U: the row of the features that each of them reads.
+        pictures: what the tower looks at.
+        features: what the tower saw before; None lets it look.
+    """
+
+    place_U: Tensor
+    row_U: Tensor
+    pictures: tuple[Picture, ...]
+    features: Features | None = None
 
 
 class _Linear(nn.Linear):
@@ -185,6 +207,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.final_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = _head(config)
+        self.tower = None if config.vision is None else VisionTower(config.vision)
         if config.adapters is not None:
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(is_adapter(name))
@@ -194,8 +217,17 @@ class Decoder(nn.Module):
         """The weight of the head, (V, D), or (1, D) of a value head; the embedding if tied."""
         return self.embedding.weight if self.lm_head is None else self.lm_head.weight
 
-    def forward(self, token_ids_T: Tensor, position_ids_T: Tensor, attention: Attention) -> Tensor:
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        position_ids_T: Tensor,
+        attention: Attention,
+        *,
+        view: View | None = None,
+    ) -> Tensor:
         """Return the hidden states (T, D) of T packed tokens after the final norm.
+
+        Positions are (T,), or (T, 3) if pictures are among the tokens, which are then in ``view``.
 
         The residual stream is at least fp32, because every layer rounds it: in half precision, this
         caused a third of the difference between rollout's and trainer's log-probs (docs/adr/0003).
@@ -204,19 +236,36 @@ class Decoder(nn.Module):
         make the host wait for the device.
         """
         x_TD = self.embedding(token_ids_T)
+        levels: tuple[Tensor, ...] = ()
+        if view is not None:
+            x_TD, levels = self._look(x_TD, view)
         angles = self.rotary.angles(position_ids_T, x_TD.dtype)
         stream: Stream = (x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None)
         recompute: Recompute = self.recompute if torch.is_grad_enabled() else "nothing"
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             run = partial(layer, angles=angles, operators=self.operators, recompute=recompute)
             stream = (
                 _recomputed(run, stream, attention)
                 if recompute == "full"
                 else run(stream, attention)
             )
+            if view is not None and index < len(levels):
+                level_UD = levels[index].to(stream[0].dtype)
+                stream = (stream[0].index_add(0, view.place_U, level_UD), stream[1])
         x_TD, delta_TD = stream
         weight_D, eps = self.final_norm.weight, self.config.rms_norm_eps
         return self.operators.add_norm(x_TD, delta_TD, weight_D=weight_D, eps=eps)[0]
+
+    def _look(self, x_TD: Tensor, view: View) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return embeddings with those of the pictures, and what is added behind first layers."""
+        features = view.features
+        if features is None:
+            assert self.tower is not None, "pictures, and a model of text"
+            features = self.tower(view.pictures)
+        # F.embedding accumulates gradients of repeated rows deterministically.
+        own_UD = F.embedding(view.row_U, features.embeddings).to(x_TD.dtype)
+        levels = (F.embedding(view.row_U, level) for level in features.levels)
+        return x_TD.index_copy(0, view.place_U, own_UD), tuple(levels)
 
 
 def _linear(
@@ -265,7 +314,7 @@ def draw_parameter(
     """Draw values as transformers does: normal matrices, zero biases, unit norms."""
     if name.endswith(".bias"):
         parameter.zero_()
-    elif name.endswith("norm.weight"):
+    elif parameter.dim() == 1:
         parameter.fill_(1.0)
     else:
         parameter.normal_(0.0, config.initializer_range, generator=generator)

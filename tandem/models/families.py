@@ -9,10 +9,11 @@ there is no ``DecoderConfig``, and transformers' code computes the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.config.derived.vision import VisionFamily, seeing_family, text_part, vision_config
 from tandem.config.schema.families import CRITIC_CLASS, REWARD_CLASS, value_head
 from tandem.errors import UserError
 from tandem.models.decoder import DecoderConfig
@@ -56,7 +57,11 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
     Raises:
         UserError: the model has sliding-window attention, or a size is missing.
     """
-    traits = FAMILIES.get(str(hf_config.get("model_type")))
+    family = seeing_family(hf_config)
+    vision = vision_config(hf_config)
+    if family is not None:
+        hf_config = text_part(hf_config)
+    traits = FAMILIES.get(family.text if family else str(hf_config.get("model_type")))
     if traits is None or not _is_plain(hf_config):
         return None
     _refuse_sliding_window(hf_config)
@@ -88,6 +93,7 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
         initializer_range=hf_config.get("initializer_range", 0.02),
         has_value_head=head is not None,
         has_value_bias=head != REWARD_CLASS,
+        vision=vision,
     )
 
 
@@ -138,6 +144,11 @@ def _rope_config(hf_config: HfConfig, head_dim: int) -> RopeConfig | None:
     parameters = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
     theta = parameters.get("rope_theta") or hf_config.get("rope_theta") or 10000.0
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    family = seeing_family(hf_config)
+    if family is not None and kind in ("default", "mrope"):
+        named = parameters.get("mrope_section")
+        sections = family.sections if named is None else named
+        return RopeConfig(theta, axes=_axes(family, sections, head_dim=head_dim))
     if "partial_rotary_factor" in parameters or "partial_rotary_factor" in hf_config:
         return None
     if kind == "default":
@@ -158,6 +169,29 @@ def _rope_config(hf_config: HfConfig, head_dim: int) -> RopeConfig | None:
             rule=f"the key {error} is missing",
             remedy="Use the config.json that belongs to the weights.",
         ) from error
+
+
+def _axes(family: VisionFamily, sections: Sequence[int], *, head_dim: int) -> tuple[int, ...]:
+    """Return which axis turns each rotary frequency, for ``sections`` frequencies of each axis.
+
+    Interleaved: frequency i is of the row if i % 3 is 1 and of the column if it is 2, while the
+    axis has frequencies left; all others are of time.
+    """
+    if len(sections) != 3 or 2 * sum(sections) != head_dim:
+        raise UserError(
+            "config.json: mrope_section",
+            list(sections),
+            rule=f"must be three numbers with the sum {head_dim // 2}, half of head_dim",
+            remedy="Use the config.json that belongs to the weights.",
+        )
+    if not family.interleaves:
+        return tuple(axis for axis in range(3) for _ in range(sections[axis]))
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        places = range(axis, 3 * sections[axis], 3)
+        for place in places:
+            axes[place] = axis
+    return tuple(axes)
 
 
 def _linear(parameters: HfConfig) -> RopeScaling:

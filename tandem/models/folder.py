@@ -251,6 +251,14 @@ def _found(path: str, trust_remote_code: bool, *, fetches_weights: bool, key: st
             trust_remote_code=trust_remote_code,
         )
         require_causal(hf_config, key=key, path=str(folder))
+    elif own_config.vision is not None:
+        raise UserError(
+            key,
+            str(folder),
+            rule=f"it sees pictures (model_type {hf_config['model_type']!r}), and training such "
+            "models is not built yet",
+            remedy="Use a model of text.",
+        )
     return ModelFolder(folder, hf_config, own_config, trust_remote_code, key=key)
 
 

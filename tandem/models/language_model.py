@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tandem.models.adapted import is_adapter, trained_parameters
 from tandem.models.adapters import save_adapter
-from tandem.models.decoder import Decoder, DecoderConfig, Granularity
+from tandem.models.decoder import Decoder, DecoderConfig, Granularity, View
 from tandem.models.logprob import squared_probabilities
 from tandem.models.operators import Operators, upload
 from tandem.models.parallel import (
@@ -36,6 +36,7 @@ from tandem.models.sequence_parallel import (
     own_responses,
     own_tokens,
 )
+from tandem.models.sight import Sight, see
 from tandem.models.tensor_parallel import local_decoder
 from tandem.models.weights import allocate, copy_companions, save_hf_folder, write_config
 from tandem.types import HeldSlice, PackedBatch
@@ -234,14 +235,23 @@ class NativeModel:
         """Return the final hidden states (L, D). Raise UserError if a sequence is too long."""
         self.decoder.rotary.require_length(int(packed.position_ids_T.max()) + 1)
         token_ids, position_ids = packed.token_ids_T, packed.position_ids_T
+        sight = None
+        if packed.pictures:
+            sight = see(token_ids, position_ids, segments=packed.segments, pictures=packed.pictures)
+            token_ids, position_ids = sight.token_ids_T, sight.position_T3
         attention = self.operators.packed_attention(packed.segments, self.device)
         sequence = self.layout.sequence
         if sequence.size > 1:
             attention = UlyssesAttention(attention, sequence, num_tokens=len(token_ids))
             token_ids, position_ids = (own_tokens(x, sequence) for x in (token_ids, position_ids))
+        view = None if sight is None else self._view(sight)
         return self.decoder(
-            upload(token_ids, self.device), upload(position_ids, self.device), attention
+            upload(token_ids, self.device), upload(position_ids, self.device), attention, view=view
         )
+
+    def _view(self, sight: Sight) -> View:
+        place_U, row_U = (upload(x, self.device) for x in (sight.place_U, sight.row_U))
+        return View(place_U, row_U, sight.pictures)
 
     def set_gradient_checkpointing(self, enabled: bool, granularity: Granularity = "full") -> None:
         self.decoder.recompute = granularity if enabled else "nothing"

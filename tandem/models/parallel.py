@@ -24,7 +24,7 @@ from tandem.errors import UserError
 from tandem.models.adapters import adapter_tensors
 from tandem.models.decoder import DecoderConfig, parameter_shapes
 from tandem.models.families import FAMILIES
-from tandem.models.weights import file_tensors
+from tandem.models.weights import file_tensors, is_of_tower
 from tandem.types import HeldSlice, SliceSpec
 
 SECTION = "actor_rollout_ref.actor.fsdp_config"
@@ -145,7 +145,7 @@ def tensor_regions(
     regions: dict[str, Regions] = {}
     for name, shape in parameter_shapes(config).items():
         whole = SliceSpec(name, dtype, shape=shape, offset=(0,) * len(shape), size=shape)
-        dimension = _CUT_DIMENSION.get(_kind(name))
+        dimension = None if is_of_tower(name) else _CUT_DIMENSION.get(_kind(name))
         if size == 1 or dimension is None:
             regions[name] = (whole,)
             continue

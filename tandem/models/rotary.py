@@ -12,7 +12,7 @@ Shapes: T tokens, M heads, E head dimension.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -77,6 +77,10 @@ class RopeConfig:
 
     theta: float
     scaling: RopeScaling | None = None
+    # Not in ``repr``, which checkpoints hash.
+    axes: tuple[int, ...] | None = field(default=None, repr=False)
+    """The axis of positions (0 time, 1 row, 2 column) that turns each frequency, (E / 2,), of
+    models that see; None for models of text."""
 
 
 class Rotary:
@@ -86,6 +90,7 @@ class Rotary:
         frequencies = _inverse_frequencies(config, head_dim)
         # cos(-a) = cos(a) and sin(-a) = -sin(a): negated frequencies give the signs of rotate_half.
         self._signed_frequencies_E = torch.cat((-frequencies, frequencies))
+        self._axis_E = None if config.axes is None else torch.tensor(config.axes * 2, device="cpu")
         self._scale = _attention_factor(config.scaling)
         self._max_positions = _max_positions(config.scaling)
 
@@ -100,10 +105,19 @@ class Rotary:
             )
 
     def angles(self, position_ids_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines (T, 1, E), computed in fp32 and cast to ``dtype``."""
+        """Return cosines and signed sines (T, 1, E), computed in fp32 and cast to ``dtype``.
+
+        Positions may be (T, 3), for a model that sees. Three equal ones give the bits of one.
+        """
         if self._signed_frequencies_E.device != position_ids_T.device:
             self._signed_frequencies_E = self._signed_frequencies_E.to(position_ids_T.device)
-        angles_T1E = position_ids_T[:, None, None] * self._signed_frequencies_E
+        position_TE = position_ids_T[:, None]
+        if position_ids_T.dim() == 2:
+            assert self._axis_E is not None, "positions with three axes, and a model of text"
+            if self._axis_E.device != position_ids_T.device:
+                self._axis_E = self._axis_E.to(position_ids_T.device)
+            position_TE = position_ids_T[:, self._axis_E]
+        angles_T1E = position_TE[:, None] * self._signed_frequencies_E
         cos_T1E, sin_T1E = angles_T1E.cos(), angles_T1E.sin()
         if self._scale != 1.0:
             cos_T1E, sin_T1E = cos_T1E * self._scale, sin_T1E * self._scale

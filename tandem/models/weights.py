@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tandem.config.derived.adapters import ADAPTER_CONFIG, base_of
+from tandem.config.derived.vision import VISION_FAMILIES
 from tandem.errors import UserError
 from tandem.models.adapted import is_adapter
 from tandem.models.decoder import Decoder, DecoderConfig, draw_parameter, parameter_shapes
@@ -47,12 +48,19 @@ COMPANION_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
 )
 """The files of a model folder that training does not change."""
 
 TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """The names of weights in torch's own format, which only transformers' modelling code reads."""
 _LFS_POINTER = b"version https://git-lfs"
+
+_TOWER = "tower."
+_TOWERS, _TEXTS = ("model.visual.", "visual."), ("model.language_model.", "model.")
+"""The prefixes that files of models that see may have."""
 
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
 """The suffix of tensors in old files that config.json determines."""
@@ -106,21 +114,32 @@ def check_weights(config: DecoderConfig, folder: Path, *, key: str = KEY) -> Non
     Raises:
         UserError: see ``load_weights``.
     """
-    _check_tensors(folder, weight_files(folder, key=key), expected=_file_shapes(config), key=key)
+    _check_tensors(folder, weight_files(folder, key=key), config=config, key=key)
 
 
 def file_tensors(config: DecoderConfig) -> Iterator[FileTensor]:
     """Yield the tensors of a model's files in the decoder's order, without a tied head."""
-    yield FileTensor("model.embed_tokens.weight", "embedding.weight", 0, config.vocab_size)
+    text = _text_prefix(config)
+    yield FileTensor(f"{text}embed_tokens.weight", "embedding.weight", 0, config.vocab_size)
     for index in range(config.num_layers):
         yield from _layer_tensors(config, index)
-    yield FileTensor("model.norm.weight", "final_norm.weight", 0, config.hidden_size)
+    yield FileTensor(f"{text}norm.weight", "final_norm.weight", 0, config.hidden_size)
     if config.has_value_head:
         yield FileTensor("score.weight", "lm_head.weight", 0, 1)
         if config.has_value_bias:
             yield FileTensor("score.bias", "lm_head.bias", 0, 1)
     elif not config.tie_embeddings:
         yield FileTensor("lm_head.weight", "lm_head.weight", 0, config.vocab_size)
+    if config.vision is not None:
+        prefix = VISION_FAMILIES[config.vision.family].tower_prefix
+        for name, shape in parameter_shapes(config).items():
+            if is_of_tower(name):
+                yield FileTensor(prefix + name.removeprefix(_TOWER), name, 0, shape[0])
+
+
+def is_of_tower(name: str) -> bool:
+    """Return whether a parameter of a decoder is of its vision tower."""
+    return name.startswith(_TOWER)
 
 
 def allocate(
@@ -173,11 +192,12 @@ def load_slices(
     wanted = slices_by_name(slices)
     sources = {source.name: source for source in file_tensors(config)}
     files = weight_files(folder, key=key)
-    _check_tensors(folder, files, expected=_file_shapes(config), key=key)
+    _check_tensors(folder, files, config=config, key=key)
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for source in (sources[name] for name in sources.keys() & tensors.keys()):
-                values = tensors.get_slice(source.name)
+            names = {_name_in_family(name, config): name for name in tensors.keys()}  # noqa: SIM118
+            for source in (sources[name] for name in sources.keys() & names.keys()):
+                values = tensors.get_slice(names[source.name])
                 read_slices(values, source, slices=wanted[source.parameter])
 
 
@@ -327,7 +347,7 @@ def _layer_tensors(config: DecoderConfig, index: int) -> Iterator[FileTensor]:
         ("gate_up", gate_up, config.mlp_bias),
         ("down", {"mlp.down_proj": hidden}, config.mlp_bias),
     )
-    file, decoder = f"model.layers.{index}", f"layers.{index}"
+    file, decoder = f"{_text_prefix(config)}layers.{index}", f"layers.{index}"
     for norm, name in norms.items():
         yield FileTensor(f"{file}.{name}.weight", f"{decoder}.{norm}.weight", 0, hidden)
     for norm in ("q_norm", "k_norm") if config.qk_norm else ():
@@ -339,6 +359,27 @@ def _layer_tensors(config: DecoderConfig, index: int) -> Iterator[FileTensor]:
             for name, rows in parts.items():
                 yield FileTensor(f"{file}.{name}.{kind}", f"{decoder}.{linear}.{kind}", start, rows)
                 start += rows
+
+
+def _text_prefix(config: DecoderConfig) -> str:
+    if config.vision is None:
+        return "model."
+    return VISION_FAMILIES[config.vision.family].text_prefix
+
+
+def _name_in_family(name: str, config: DecoderConfig) -> str:
+    """Return the name that a file's tensor has in files of its family.
+
+    Versions of transformers write models that see with other prefixes.
+    """
+    if config.vision is None:
+        return name
+    family = VISION_FAMILIES[config.vision.family]
+    own = (*((x, family.tower_prefix) for x in _TOWERS), *((x, family.text_prefix) for x in _TEXTS))
+    for prefix, wanted in own:
+        if name.startswith(prefix):
+            return wanted + name.removeprefix(prefix)
+    return name
 
 
 def _whole(name: str, parameter: Tensor) -> HeldSlice:
@@ -383,14 +424,16 @@ def _slice(parameters: dict[str, torch.nn.Parameter], tensor: FileTensor) -> Ten
     return parameters[tensor.parameter].detach()[tensor.start : tensor.start + tensor.rows]
 
 
-def _check_tensors(
-    folder: Path, files: list[Path], *, expected: dict[str, list[int]], key: str
-) -> None:
+def _check_tensors(folder: Path, files: list[Path], *, config: DecoderConfig, key: str) -> None:
+    expected = _file_shapes(config)
     shapes: dict[str, list[int]] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+                shapes |= {
+                    _name_in_family(name, config): tensors.get_slice(name).get_shape()
+                    for name in tensors.keys()  # noqa: SIM118
+                }
         except SafetensorError as error:
             raise _unreadable(file, error, key=key) from error
     for name, shape in expected.items():

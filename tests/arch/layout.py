@@ -7,6 +7,7 @@ A room is a folder or a root file of the package. ``errors`` is open to every ro
 from __future__ import annotations
 
 ROOMS = (
+    "pictures",
     "types",
     "errors",
     "api",
@@ -44,19 +45,20 @@ EVERYTHING = frozenset(ROOMS) - {"__main__"}
 OPEN_TO_ALL = frozenset({"errors"})
 
 ALLOWED: dict[str, frozenset[str]] = {
-    "types": frozenset(),
+    "pictures": frozenset(),
+    "types": frozenset({"pictures"}),
     "errors": frozenset(),
     "api": frozenset({"types"}),
     "config": frozenset(),
     "platforms": frozenset({"api"}),
     "comm": frozenset({"api", "platforms"}),
     "metrics": frozenset({"types", "api", "config"}),
-    "data": frozenset({"types", "config"}),
+    "data": frozenset({"pictures", "types", "config"}),
     "children": frozenset({"types"}),
     "agents": frozenset({"types", "api", "config", "data", "children"}),
     "rewards": frozenset({"types", "config", "children"}),
     "algorithms": frozenset({"types", "config"}),
-    "models": frozenset({"types", "config", "platforms"}),
+    "models": frozenset({"pictures", "types", "config", "platforms"}),
     "engines": frozenset({"types", "api", "config", "platforms", "comm", "models"}),
     "weight_sync": frozenset({"types", "api", "config", "platforms", "comm"}),
     "rollout": frozenset({"types", "api", "config", "platforms", "comm", "models", "weight_sync"}),

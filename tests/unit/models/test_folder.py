@@ -204,7 +204,7 @@ def test_an_adapter_and_a_model_of_another_task_are_named(tmp_path):
     refused(tmp_path, "it is an adapter such as LoRA .* to some/base, and .*lora_adapter_path to")
     for model_type, name in (
         ("bert", "BertForMaskedLM"),
-        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+        ("qwen2_vl", "Qwen2VLForConditionalGeneration"),
     ):
         content = {"model_type": model_type, "architectures": [name]}
         (tmp_path / "config.json").write_text(json.dumps(content))
