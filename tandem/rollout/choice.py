@@ -151,6 +151,12 @@ def _problem_of_package(
     listed = _table_of_models(package)
     if classes and listed and not any(f'"{name}"' in listed for name in classes):
         return Problem(f"{package.title} {version} does not compute {', '.join(classes)}")
+    if any(f'"{name}": ("transformers"' in listed for name in classes):
+        # It replaces methods of transformers' classes. The trainer's model is an object of them.
+        return Problem(
+            f"{package.title} {version} computes {', '.join(classes)} with the classes of "
+            "transformers, which it changes for the trainer too"
+        )
     return None
 
 

@@ -9,11 +9,21 @@ from pathlib import Path
 VLLM_ARGUMENTS = ("model", "block_size", "compilation_config", "disable_cascade_attn")
 
 
-def install_vllm(folder: Path, *, version: str = "0.32.0", classes: Sequence[str] = ()) -> Path:
-    """Put a vLLM that lists ``classes`` of models into ``folder``; returns the folder."""
+def install_vllm(
+    folder: Path,
+    *,
+    version: str = "0.32.0",
+    classes: Sequence[str] = (),
+    module: str = "file",
+) -> Path:
+    """Put a vLLM that lists ``classes`` of models into ``folder``; returns the folder.
+
+    Args:
+        module: the module of vLLM that computes them.
+    """
     models = folder / "vllm/model_executor/models/registry.py"
     models.parent.mkdir(parents=True)
-    models.write_text("".join(f'    "{name}": ("file", "{name}"),\n' for name in classes))
+    models.write_text("".join(f'    "{name}": ("{module}", "{name}"),\n' for name in classes))
     (folder / "vllm/engine").mkdir()
     arguments = "".join(f"    {name}: int = 0\n" for name in VLLM_ARGUMENTS)
     (folder / "vllm/engine/arg_utils.py").write_text(f"class EngineArgs:\n{arguments}")

@@ -200,6 +200,7 @@ class VllmRolloutEngine:
             raise EngineFailure(f"vLLM: {first_line(error)}") from error
 
     def _step(self) -> None:
+        self._sink.require_whole()
         try:
             outputs = self._engine.step()
         except RuntimeError as error:

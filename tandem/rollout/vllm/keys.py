@@ -82,6 +82,7 @@ _IS_TANDEMS: Mapping[str, str] = {
         ),
         "vLLM runs in the processes of tandem",
     ),
+    "model_impl": "vLLM would change classes of transformers that the trainer uses too",
     **dict.fromkeys(
         ("quantization", "quantization_config", "enable_lora"),
         "with vLLM, quantization and LoRA are not built",

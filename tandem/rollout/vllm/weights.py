@@ -19,6 +19,7 @@ from tandem.rollout.vllm.library import of_vllm
 from tandem.types import SliceSpec
 
 _RELOAD = "model_executor.model_loader.reload"
+_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 class VllmSink:
@@ -32,6 +33,7 @@ class VllmSink:
         self._on_end = on_end
         self._missing: dict[str, None] = {}
         self._unwritten: set[str] = set()
+        self._opened: int | None = None
 
     def manifest(self) -> Sequence[SliceSpec]:
         """Return the tensors of a version."""
@@ -40,6 +42,7 @@ class VllmSink:
     def begin(self, version: int) -> None:
         """Open vLLM's model for new weights. It cannot compute until ``end`` returns."""
         model = self._model()
+        self._opened = version
         self._missing = dict.fromkeys(spec.name for spec in self._manifest)
         # A tied head is listed apart from its embedding once the model is open.
         self._unwritten = {name for name, _ in model.named_parameters()}
@@ -53,7 +56,8 @@ class VllmSink:
         del self._missing[name]
         with self._context(), self._device():
             copy = tensor.to(self._worker.device, copy=True)
-            self._unwritten -= set(self._model().load_weights(iter([(name, copy)])) or ())
+            written = self._model().load_weights((name, copy) for name in self._names_of(name))
+            self._unwritten -= set(written or ())
 
     def end(self) -> None:
         """Close the model, and recompute derived tensors that vLLM's reload leaves unchanged."""
@@ -67,7 +71,23 @@ class VllmSink:
             finalize(model, self._worker.vllm_config.model_config)
             _refresh_tied_head(model)
             _repack_experts(model)
+        self._opened = None
         self._on_end()
+
+    def require_whole(self) -> None:
+        """Raise EngineFailure if a version was begun and not ended: vLLM's model is open."""
+        if self._opened is not None:
+            raise EngineFailure(f"vLLM: version {self._opened} was not loaded whole")
+
+    def _names_of(self, name: str) -> Sequence[str]:
+        """Return the names under which vLLM gets a tensor of the trainer.
+
+        vLLM unties a head from its embedding if the files have one, even if the model is tied.
+        """
+        is_tied = not any(spec.name == _HEAD for spec in self._manifest)
+        if name.endswith(_EMBEDDING) and is_tied and _HEAD in self._unwritten:
+            return name, _HEAD
+        return (name,)
 
     def _model(self) -> Any:
         return self._worker.model_runner.get_model()

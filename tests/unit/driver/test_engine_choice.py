@@ -69,6 +69,20 @@ def test_auto_is_vllm_where_only_vllm_is_fast(
     assert "vLLM 0.32.0 does not compute GITLMHeadModel. Set" in told(loaded)[0]
 
 
+def test_vllm_with_the_classes_of_transformers_is_not_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = GPT2["architectures"]
+    site = install_vllm(tmp_path / "site", classes=classes, module="transformers")
+    monkeypatch.syspath_prepend(site)
+    loaded = load(tmp_path, GPT2)
+    assert chosen(loaded) == "hf"
+    reason = f"vLLM 0.32.0 computes {classes[0]} with the classes of transformers, which it changes"
+    assert reason in told(loaded)[0]
+    with pytest.raises(UserError, match=reason):
+        require_engine(load(tmp_path, GPT2, f"{NAME}=vllm").config, GPT2)
+
+
 def test_auto_stays_for_a_model_that_is_not_here() -> None:
     assert chosen(load_arguments(RunConfig, ["actor_rollout_ref.model.path=some/model"])) == "auto"
 

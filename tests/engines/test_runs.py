@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that generate with vLLM: GRPO as with the native engine (V12), a family that transformers
+trains, and what keeps vLLM from a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tandem.quickstart.tokenizer import END_ID, PAD_ID
+from tests.engines.bench import MAX_ERROR, write_model
+from tests.fakes.commands import Ended, run_command
+from tests.fakes.tiny_policy import TINY, write_tiny_policy, write_tiny_tokenizer
+from tests.fakes.tiny_run import Material, metrics_of, repeatable, train_arguments
+
+pytest.importorskip("vllm", reason="needs vllm: make test-engines")
+
+
+def _train(material: Material, folder: Path, policy: Path, *keys: str) -> Ended:
+    """Run two GRPO steps of two updates each, whose samples the trainer scores itself."""
+    arguments = (
+        f"actor_rollout_ref.model.path={policy}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "trainer.total_training_steps=2",
+        *keys,
+    )
+    return run_command(train_arguments(material, folder / "run", *arguments), folder=folder)
+
+
+def _name(engine: str) -> str:
+    return f"actor_rollout_ref.rollout.name={engine}"
+
+
+def test_v12_a_run_with_vllm_is_that_of_the_native_engine(
+    material: Material, tmp_path: Path
+) -> None:
+    policy = write_tiny_policy(tmp_path / "policy", size=replace(TINY, hidden=64))
+    metrics: dict[str, dict[int, dict[str, float]]] = {}
+    for engine in ("native", "vllm"):
+        ended = _train(material, tmp_path / engine, policy, _name(engine))
+        assert ended.code == 0, ended.stderr
+        metrics[engine] = metrics_of(tmp_path / engine / "run")
+    for step, row in repeatable(metrics["native"]).items():
+        for metric, value in row.items():
+            found = metrics["vllm"][step][metric]
+            assert found == pytest.approx(value, abs=1e-4), (step, metric)
+
+
+def test_transformers_trains_a_family_with_which_vllm_generates(
+    material: Material, tmp_path: Path
+) -> None:
+    """``auto`` chooses vLLM: neither tandem's decoder nor its engine computes Gemma."""
+    policy = tmp_path / "policy"
+    vocabulary = write_tiny_tokenizer(policy).get_vocab_size()
+    write_model(policy, "gemma", vocab_size=vocabulary, eos_token_id=END_ID, pad_token_id=PAD_ID)
+    ended = _train(material, tmp_path, policy, _name("auto"))
+    assert ended.code == 0, ended.stderr
+    assert "slow" not in ended.stderr, "transformers' generate must not have been chosen"
+    steps = {step: row for step, row in metrics_of(tmp_path / "run").items() if step > 0}
+    assert len(steps) == 2
+    for row in steps.values():
+        assert row["training/rollout_logp_diff_max"] <= MAX_ERROR
+        assert row["actor/grad_norm"] > 0
+        assert row["rollout/engine/num_prefilled_tokens"] > 0

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""V2: many versions one after the other. V3: checkpoints with a head that the tied model does
+not have (tied and untied heads are in test_parity). V16: what an update that fails leaves behind.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tandem.api import EngineFailure
+from tandem.rollout.feed import checkpoint_views
+from tandem.rollout.vllm.engine import build
+from tests.engines.bench import (
+    MAX_ERROR,
+    largest_error,
+    open_spec,
+    requests,
+    running,
+    write_model,
+)
+
+pytest.importorskip("vllm", reason="needs vllm: make test-engines")
+
+NUM_VERSIONS = 20
+MAX_GROWTH = 8 << 20
+"""Bytes. Twenty copies of the model would have 4 MB, and of its packed layers as much again. The
+allocator keeps up to some megabytes."""
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_v3_a_checkpoint_of_a_tied_model_with_a_head(tmp_path: Path, load_format: str) -> None:
+    """vLLM makes a separate head of it. The trainer, and so each update, has none."""
+    write_model(tmp_path, "qwen2 tied")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, file, metadata={"format": "pt"})
+    spec = open_spec(tmp_path, load_format=load_format)
+    with running(build, spec) as bench:
+        for seed in range(3):
+            asked = requests(first_id=100 * seed)
+            assert largest_error(bench, asked, bench.generate(asked)) <= MAX_ERROR
+            bench.use_new_weights(seed)
+
+
+def test_v2_twenty_versions_are_each_right_and_take_no_memory(tmp_path: Path) -> None:
+    spec = open_spec(write_model(tmp_path, "qwen2 tied"))
+    with running(build, spec) as bench:
+        sizes: list[int] = []
+        for seed in range(NUM_VERSIONS):
+            bench.use_new_weights(seed)
+            asked = requests(first_id=100 * seed, num_prompts=1)
+            assert largest_error(bench, asked, bench.generate(asked)) <= MAX_ERROR
+            gc.collect()
+            sizes.append(_resident_bytes())
+        assert sizes[-1] - sizes[4] < MAX_GROWTH, sizes
+
+
+def test_v16_an_engine_computes_nothing_after_an_update_that_failed(tmp_path: Path) -> None:
+    spec = open_spec(write_model(tmp_path, "qwen2 tied"))
+    with running(build, spec) as bench:
+        sink = bench.engine.sink()
+        assert sink is not None
+        (name, view), *_ = checkpoint_views(spec.model)
+        sink.begin(1)
+        sink.take(name, view)
+        with pytest.raises(EngineFailure, match=f"weight {name} came twice"):
+            sink.take(name, view)
+        bench.engine.add([bench.request(0)])
+        for _ in range(2):
+            with pytest.raises(EngineFailure, match="vLLM: version 1 was not loaded whole"):
+                bench.engine.advance()
+
+
+def _resident_bytes() -> int:
+    """Return the resident memory of this process (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
