@@ -264,14 +264,22 @@ def pipeline(records: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(r.get(name, 0.0) for r in records) for name in sorted(names)}
 
 
+def trains_adapters(keys: Sequence[str]) -> bool:
+    """Whether further keys freeze the weights under adapters."""
+    name = "actor_rollout_ref.model.lora_rank="
+    values = [int(key.removeprefix(name)) for key in keys if key.startswith(name)]
+    return bool(values and values[-1])
+
+
 def compare_to_limits(
-    shape: Shape, workload: Workload, *, step_s: float, phases_s: dict[str, float]
+    shape: Shape, workload: Workload, *, step_s: float, phases_s: dict[str, float], frozen: bool
 ) -> dict[str, float]:
     """The roofline of the step at the rates of this machine."""
     flops, bandwidth = matmul_rate(), copy_rate()
     generation_s = generation_floor_s(shape, workload, flops=flops, bandwidth=bandwidth)
-    update_s = update_floor_s(shape, workload, flops=flops, bandwidth=bandwidth)
-    update_rate = update_flops(shape, workload, shared=False) / phases_s["update_actor"]
+    update_s = update_floor_s(shape, workload, flops=flops, bandwidth=bandwidth, frozen=frozen)
+    products = update_flops(shape, workload, shared=False, frozen=frozen)
+    update_rate = products / phases_s["update_actor"]
     moved = sum(num_bytes for _, num_bytes in decode_steps(shape, workload))
     generating_s = phases_s["gen"] or float("inf")  # beside training: the step waits for nothing
     return {
@@ -330,7 +338,11 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     machine = {"device": "cpu"}
     if torch.accelerator.is_available():
         limits = compare_to_limits(
-            shape, workload, step_s=summary["step_s"], phases_s=summary["phases_s"]
+            shape,
+            workload,
+            step_s=summary["step_s"],
+            phases_s=summary["phases_s"],
+            frozen=trains_adapters(options.keys),
         )
         machine = describe()
     return {

@@ -100,13 +100,18 @@ class Shape:
         """Keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_number
 
-    def train_flops(self, num_tokens: int, num_loss_tokens: int, *, key_pairs: int) -> float:
+    def train_flops(
+        self, num_tokens: int, num_loss_tokens: int, *, key_pairs: int, frozen: bool = False
+    ) -> float:
         """Forward and backward: 6 per matrix parameter and token, 12 x width per attended pair.
+
+        A weight that is frozen under adapters has no gradient: 4 per parameter.
 
         ``num_tokens`` are those a padded, unshared computation would need without its padding;
         the head counts for tokens that carry loss only.
         """
-        matrices = 6 * (self.layer_parameters * num_tokens + self.head_parameters * num_loss_tokens)
+        products = self.layer_parameters * num_tokens + self.head_parameters * num_loss_tokens
+        matrices = (4 if frozen else 6) * products
         return matrices + 12 * self.layers * self.heads * self.head_dim * key_pairs
 
 
@@ -166,8 +171,13 @@ def generation_floor_s(
     return prefill / flops + sum(max(work / flops, moved / bandwidth) for work, moved in steps)
 
 
-def update_flops(shape: Shape, workload: Workload, *, shared: bool) -> float:
-    """Forward and backward of a whole batch; ``shared``: every prompt once, not once a sample."""
+def update_flops(shape: Shape, workload: Workload, *, shared: bool, frozen: bool = False) -> float:
+    """Forward and backward of a whole batch.
+
+    Args:
+        shared: every prompt is computed once, not once a sample.
+        frozen: adapters are trained, whose own products are not counted.
+    """
     rows, prompt = workload.going_on(), workload.prompt
     num_prompts = workload.prompts if shared else workload.sequences
     pairs = sum(count * (prompt + position) for position, count in enumerate(rows))
@@ -175,11 +185,19 @@ def update_flops(shape: Shape, workload: Workload, *, shared: bool) -> float:
         round(sum(rows) + num_prompts * prompt),
         round(sum(rows)),
         key_pairs=round(pairs + num_prompts * prompt**2 / 2),
+        frozen=frozen,
     )
 
 
-def update_floor_s(shape: Shape, workload: Workload, *, flops: float, bandwidth: float) -> float:
-    """Forward and backward with shared prompts, then AdamW, which only moves bytes."""
+def update_floor_s(
+    shape: Shape, workload: Workload, *, flops: float, bandwidth: float, frozen: bool = False
+) -> float:
+    """Forward and backward with shared prompts, then AdamW, which only moves bytes.
+
+    ``frozen``: adapters are trained, whose bytes are not counted.
+    """
+    if frozen:
+        return update_flops(shape, workload, shared=True, frozen=True) / flops
     parameters = shape.layer_parameters + shape.head_parameters * (1 if shape.tied else 2)
     computing = update_flops(shape, workload, shared=True) / flops
     return computing + ADAM_BYTES_PER_PARAMETER * parameters / bandwidth

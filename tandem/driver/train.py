@@ -10,12 +10,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from tandem.api import Engines, WorkerGroup
 from tandem.checkpoint.store import Checkpoint
+from tandem.config.derived.adapters import Adapters
 from tandem.config.derived.schedule import schedule_run
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import trained_model
@@ -252,7 +253,9 @@ def _assemble(
         sinks=(*sinks, *run.sinks),
         recorder=recorder,
         facts=ComputeFacts(
-            None if decoder is None else _sizes_of(decoder),
+            None
+            if decoder is None
+            else _sizes_of(decoder, adapters=trained_model(config).adapters),
             running.chip,
             num_devices=site.num_devices,
             num_training_devices=site.placement.pool_of("actor-train").num_devices,
@@ -268,8 +271,8 @@ def _assemble(
     )
 
 
-def _sizes_of(config: DecoderConfig) -> ModelSizes:
-    return ModelSizes(
+def _sizes_of(config: DecoderConfig, *, adapters: Adapters | None) -> ModelSizes:
+    sizes = ModelSizes(
         num_layers=config.num_layers,
         hidden=config.hidden_size,
         inner=config.intermediate_size,
@@ -279,6 +282,9 @@ def _sizes_of(config: DecoderConfig) -> ModelSizes:
         vocabulary=config.vocab_size,
         tied=config.tie_embeddings,
     )
+    if adapters is None:
+        return sizes
+    return replace(sizes, adapters=adapters.num_parameters(sizes))
 
 
 def _trace(config: RunConfig, *, resumes: bool) -> TraceRecorder:

@@ -85,10 +85,15 @@ def matmul_parameters(sizes: ModelSizes) -> int:
 def training_flops(sizes: ModelSizes, sequence_lengths: Sequence[int]) -> float:
     """Compute the flops of a forward and backward pass: ``6*N*T + 6*L*heads*head_dim*sum(s^2)``.
 
+    If adapters of A parameters are trained, the products are ``4*N*T + 6*A*T``: a frozen weight has
+    no gradient.
+
     Args:
         sequence_lengths: the tokens of each sequence, prompt and response.
     """
-    dense = 6 * matmul_parameters(sizes) * sum(sequence_lengths)
+    per_parameter = 4 if sizes.adapters else 6
+    per_token = per_parameter * matmul_parameters(sizes) + 6 * sizes.adapters
+    dense = per_token * sum(sequence_lengths)
     squares = sum(length * length for length in sequence_lengths)
     return float(dense + 6 * sizes.num_layers * sizes.num_heads * sizes.head_dim * squares)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's formulas for speed, with its own numbers for Qwen2.5-0.5B."""
 
+from dataclasses import replace
+
 import pytest
 
 from tandem.config.derived.sizes import ModelSizes
@@ -31,6 +33,12 @@ QWEN_05B = ModelSizes(
 def test_qwen_flops():
     assert matmul_parameters(QWEN_05B) == 630_095_872
     assert training_flops(QWEN_05B, [300] * 64) == pytest.approx(73.330e12, rel=1e-4)
+
+
+def test_frozen_weights_have_no_gradient_to_compute():
+    adapted = replace(QWEN_05B, adapters=1000)
+    squares = 6 * 24 * 14 * 64 * 300**2
+    assert training_flops(adapted, [300]) == 4 * 630_095_872 * 300 + 6 * 1000 * 300 + squares
 
 
 @pytest.mark.parametrize(("num_epochs", "seconds"), [(1, 1.0), (3, 3.0)])
