@@ -281,6 +281,7 @@ def _sizes_of(config: DecoderConfig, *, adapters: Adapters | None) -> ModelSizes
         head_dim=config.head_dim,
         vocabulary=config.vocab_size,
         tied=config.tie_embeddings,
+        experts=config.experts,
     )
     if adapters is None:
         return sizes

@@ -36,6 +36,8 @@ def fingerprint(
     identity: tuple[object, ...] = (family, architecture, listed)
     if architecture is not None and architecture.adapters is not None:
         identity = (*identity, architecture.adapters)
+    if architecture is not None and architecture.experts is not None:
+        identity = (*identity, architecture.experts)
     return hashlib.sha256(repr(identity).encode()).hexdigest()
 
 

@@ -35,6 +35,7 @@ from tandem.engines.shards import RankShardMap, regions_of_rank
 from tandem.engines.steps import score
 from tandem.models.adapted import trained_parameters
 from tandem.models.decoder import Decoder
+from tandem.models.experts import is_fixed
 from tandem.models.folder import ModelFolder, fill_slices, open_part, require_decoder
 from tandem.models.language_model import NativeModel
 from tandem.models.operators import TORCH, Operators
@@ -82,14 +83,16 @@ class FsdpModel:
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
         """Return this rank's part of each trained parameter: views, valid until they are moved."""
-        return {name: _local(x) for name, x in trained_parameters(self._decoder).items()}
+        return {name: _local(name, x) for name, x in trained_parameters(self._decoder).items()}
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of ``weights()``; zeros for missing ones."""
         gradients = {name: p.grad for name, p in trained_parameters(self._decoder).items()}
         return {
-            name: torch.zeros_like(part) if gradients[name] is None else _local(gradients[name])
+            name: torch.zeros_like(part)
+            if gradients[name] is None
+            else _local(name, gradients[name])
             for name, part in self.weights().items()
         }
 
@@ -113,7 +116,7 @@ class FsdpModel:
         slices = [
             held
             for name, parameter in self._decoder.named_parameters()
-            for held in slices_of_rows(regions[name], _local(parameter))
+            for held in slices_of_rows(regions[name], _local(name, parameter))
         ]
         fill_slices(self.folder, slices, random_seed=random_seed)
         start = self.folder.start
@@ -246,6 +249,8 @@ def _shard(decoder: Decoder, spec: FsdpSpec) -> None:
             param_dtype=spec.compute, reduce_dtype=torch.float32, cast_forward_inputs=False
         ),
         "offload_policy": on_host if config.offload_policy else OffloadPolicy(),
+        # They keep their precision and have no gradients.
+        "ignored_params": {x for name, x in decoder.named_parameters() if is_fixed(name)},
     }
     layers = list(decoder.layers)
     units = [
@@ -267,8 +272,10 @@ def _home(spec: FsdpSpec) -> torch.device:
     return torch.device("cpu") if spec.config.offload_policy else spec.device
 
 
-def _local(tensor: Tensor | None) -> Tensor:
+def _local(name: str, tensor: Tensor | None) -> Tensor:
     """Return this rank's shard of a parameter or of its gradient."""
+    if is_fixed(name) and tensor is not None:
+        return tensor  # every rank holds it whole
     assert isinstance(tensor, DTensor), "weights must be sharded here, not gathered"
     return tensor.to_local()
 

@@ -24,9 +24,10 @@ from tandem.engines.shards import ShardMap
 from tandem.errors import UserError
 from tandem.models.adapted import trained_parameters
 from tandem.models.decoder import parameter_shapes
+from tandem.models.experts import is_fixed
+from tandem.models.file_tensors import file_tensors
 from tandem.models.language_model import LanguageModel
 from tandem.models.parallel import whole_config
-from tandem.models.weights import file_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class PolicyOptimizer:
         decay = config.weight_decay
         self._name = config.optimizer
         first = "Adam" if config.optimizer == "Adam" else "AdamW"
-        self.members = {first: [name for name in shard_map.regions if name not in owners]}
+        changed = [name for name in shard_map.regions if not is_fixed(name)]
+        self.members = {first: [name for name in changed if name not in owners]}
         self._peak_rates = {first: config.lr}
         self._optimizers: dict[str, AdamW | Muon] = {
             first: AdamW(
@@ -108,7 +110,7 @@ class PolicyOptimizer:
             )
         }
         if matrices:
-            self.members["Muon"] = [name for name in shard_map.regions if name in owners]
+            self.members["Muon"] = [name for name in changed if name in owners]
             self._peak_rates["Muon"] = config.muon_lr
             self._optimizers["Muon"] = Muon(matrices, weight_decay=decay, shard_map=shard_map)
 

@@ -8,7 +8,7 @@ value if a fused matrix is split by heads.
 The tensor-parallel rank varies fastest, then the shard, then the replica. The same ranks also
 divide, after the tensor-parallel rank, into sequence-parallel and then data-parallel ranks. A shard
 is a range of rows of a tensor-parallel share, as in ``torch.chunk``: the last shards may be
-smaller, or empty.
+smaller, or empty. Parameters that training never changes are not sharded.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from tandem.config.derived.pools import RankLayout
 from tandem.models.adapted import trained_names
 from tandem.models.decoder import DecoderConfig
+from tandem.models.experts import is_fixed
 from tandem.models.parallel import Regions, is_whole, slices_of_rows, tensor_regions
 from tandem.types import SliceSpec
 
@@ -104,7 +105,9 @@ def regions_of_rank(
     place = place_of(layout, rank)
     shares = tensor_regions(config, rank=place.tensor, size=layout.tensor_parallel, dtype=dtype)
     return {
-        name: _shard_of(regions, place.shard, num_shards=layout.num_shards)
+        name: regions
+        if is_fixed(name)
+        else _shard_of(regions, place.shard, num_shards=layout.num_shards)
         for name, regions in shares.items()
     }
 
@@ -143,7 +146,8 @@ class RankShardMap:
     def is_owner(self, name: str) -> bool:
         """Return whether sums over all ranks include this rank's part: once for all its holders."""
         is_cut = not is_whole(self.shares[name])
-        return self.place.copy == 0 and (self.place.tensor == 0 or is_cut)
+        is_first = self.place.copy == 0 and not (is_fixed(name) and self.place.shard)
+        return is_first and (self.place.tensor == 0 or is_cut)
 
     def gather(self, name: str, part: Tensor) -> Tensor:
         """See ``ShardMap.gather``; collective over all ranks of a replica."""

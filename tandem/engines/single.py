@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.api import Loss
 from tandem.config.schema.optim import OptimConfig
@@ -38,6 +38,7 @@ from tandem.engines.streaming import StreamedStep
 from tandem.errors import UserError
 from tandem.models.adapted import trained_parameters
 from tandem.models.adapters import load_adapter
+from tandem.models.experts import is_fixed
 from tandem.models.language_model import LanguageModel, NativeModel
 from tandem.models.weights import load_weights
 from tandem.types import LossScale, PackedBatch, UpdateReport
@@ -73,7 +74,7 @@ class SingleDeviceEngine:
         self._offloaded: OffloadedParameters | None = None
         if offload_weights:
             assert self._compute is not model, "the weights of the forward pass cannot be offloaded"
-            self._offloaded = OffloadedParameters(self._weights.values())
+            self._offloaded = OffloadedParameters(_changed(self._weights).values())
         self._device = self._compute.lm_head_weight.device
         self._shard_map = unsharded_map(self._weights)
         self._optimizer = PolicyOptimizer(model, config, shard_map=self._shard_map)
@@ -197,7 +198,7 @@ class SingleDeviceEngine:
             return None
         return StreamedStep(
             adam,
-            self._weights,
+            _changed(self._weights),
             device=self._device,
             offloaded=self._offloaded,
             hosts_moments=self._offload_optimizer,
@@ -269,6 +270,11 @@ class ReferenceModel:
         """Return log-probs, or values, of the response tokens: fp32 (R,) per batch, on the CPU."""
         with on_device(self._offloaded):
             return [score(self._model, batch, temperature=temperature) for batch in batches]
+
+
+def _changed(weights: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the weights that an optimizer changes, in order."""
+    return {name: weight for name, weight in weights.items() if not is_fixed(name)}
 
 
 def _out_of_memory() -> UserError:

@@ -78,8 +78,12 @@ def peak_flops(device_name: str) -> float:
 
 
 def matmul_parameters(sizes: ModelSizes) -> int:
-    """Compute ``L * (3*h*I + h*(q+k+v) + q*h) + 2*V*h``."""
-    return sizes.num_layers * sizes.layer_parameters + 2 * sizes.vocabulary * sizes.hidden
+    """Compute ``L * (3*h*I + h*(q+k+v) + q*h) + 2*V*h``.
+
+    In a layer with experts, ``3*h*I`` is that of the chosen experts and the shared one, and the
+    router adds ``h*E``.
+    """
+    return sizes.active_layer_parameters + 2 * sizes.vocabulary * sizes.hidden
 
 
 def training_flops(sizes: ModelSizes, sequence_lengths: Sequence[int]) -> float:

@@ -2,7 +2,7 @@
 """Adapters of our decoder as PEFT's files have them: names, initial values, reading, writing.
 
 A trained tensor of a fused map is cut by rows into PEFT's tensors: ``adapter_tensors`` is the one
-list for reading, writing and initial values, as ``weights.file_tensors`` is for the base. The
+list for reading, writing and initial values, as ``file_tensors`` is for the base. The
 written folder is what peft and vLLM load. A file of ours beside PEFT's two names the base model
 with a hash, so that no run continues on another base.
 """
@@ -30,11 +30,10 @@ from tandem.config.derived.adapters import (
 from tandem.errors import UserError
 from tandem.models.adapted import AdapterConfig
 from tandem.models.decoder import DecoderConfig, parameter_shapes
+from tandem.models.file_tensors import FileTensor, file_tensors
 from tandem.models.weights import (
-    FileTensor,
     convert_folder,
     copy_companions,
-    file_tensors,
     read_slices,
     slices_by_name,
     weight_files,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense decoder of Qwen2, Qwen2.5, Qwen3 and Llama, shared by trainer and native rollout.
+"""The decoder of Qwen2, Qwen3, Llama and families with experts, shared by trainer and rollout.
 
 It maps T packed tokens to T hidden states after the final norm. Attention is an argument: training
 passes a function over a packed batch, rollout a function over a KV cache. Query, key and value
-weights are one matrix, gate and up another; Hugging Face names occur only in ``weights.py``. There
-are no sliding windows, no mixture of experts and no dropout.
+weights are one matrix, gate and up another; Hugging Face names occur only in ``file_tensors.py``.
+There are no sliding windows and no dropout.
 
 Shapes: T tokens, D hidden, H query heads, K key/value heads, M = H + 2 K or H + K heads together,
 E head dimension, F feed-forward, V vocabulary.
@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
+from tandem.config.derived.experts import ExpertConfig
 from tandem.config.derived.vision import VisionConfig
 from tandem.models.adapted import AdaptedLinear, AdapterConfig, is_adapter
+from tandem.models.experts import Experts, is_fixed
 from tandem.models.operators import TORCH, Angles, Attention, Operators
 from tandem.models.rotary import RopeConfig, Rotary
 from tandem.models.vision import Features, VisionTower
@@ -37,7 +39,8 @@ Granularity = Literal["pointwise", "feed_forward", "full"]
 Recompute = Literal["nothing"] | Granularity
 """The part of a layer that the backward pass recomputes, with the same results. ``pointwise``:
 norms and activation. ``feed_forward``: also the first product of the feed-forward. ``full``: the
-whole layer; only its input is kept."""
+whole layer; only its input is kept. A layer with experts recomputes all of its feed-forward with
+``pointwise`` too."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     initializer_range: float
-    # Not in ``repr``, which checkpoints hash with the parameters: these distinguish a critic.
+    # Not in ``repr``, which checkpoints hash with the parameters: these distinguish other models.
     has_value_head: bool = field(default=False, repr=False)
     """Whether the head computes one number, as in critics and reward models; it is never tied."""
     has_value_bias: bool = field(default=True, repr=False)
@@ -70,6 +73,13 @@ class DecoderConfig:
     """The adapters, which are then the only trained parameters; None trains all of them."""
     vision: VisionConfig | None = field(default=None, repr=False)
     """The vision tower; None for a model of text."""
+    experts: ExpertConfig | None = field(default=None, repr=False)
+    """The experts; None for a dense decoder."""
+
+    def experts_at(self, index: int) -> ExpertConfig | None:
+        """Return the experts of a layer; None if its feed-forward is dense."""
+        experts = self.experts
+        return None if experts is None or index in experts.dense_layers else experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +131,10 @@ class DecoderLayer(nn.Module):
             f"layers.{index}.o", num_inputs=widths[0], widths=(hidden,), bias=config.o_bias
         )
         self.mlp_norm = nn.RMSNorm(hidden, eps=eps)
+        experts = config.experts_at(index)
+        self.experts = None if experts is None else Experts(experts, hidden)
+        if experts is not None:
+            return
         gate_up, down = f"layers.{index}.gate_up", f"layers.{index}.down"
         self.gate_up = linear(
             gate_up, num_inputs=hidden, widths=(inner, inner), bias=config.mlp_bias
@@ -144,7 +158,7 @@ class DecoderLayer(nn.Module):
         else:
             qkv_TD, x_TD = self._into_heads(*stream, operators=operators)
         o_TD = self._attend(qkv_TD, attention, angles=angles, operators=operators)
-        if recompute == "feed_forward":
+        if recompute == "feed_forward" or (recompute == "pointwise" and self.experts is not None):
             return _recomputed(self._feed_forward, x_TD, o_TD, operators=operators)
         if recompute == "pointwise":
             gate_up_T2F, x_TD = _recomputed(self._into_gate, x_TD, o_TD, operators=operators)
@@ -170,6 +184,10 @@ class DecoderLayer(nn.Module):
         return self.o(attention(self.index, q_THE, k_TKE, v_TKE).flatten(1))
 
     def _feed_forward(self, x_TD: Tensor, o_TD: Tensor, *, operators: Operators) -> Stream:
+        if self.experts is not None:
+            weight_D = self.mlp_norm.weight
+            h_TD, x_TD = operators.add_norm(x_TD, o_TD, weight_D=weight_D, eps=self.eps)
+            return x_TD, self.experts(h_TD, operators.gate)
         gate_up_T2F, x_TD = self._into_gate(x_TD, o_TD, operators=operators)
         return x_TD, self._out_of_gate(gate_up_T2F, operators)
 
@@ -312,7 +330,7 @@ def draw_parameter(
     name: str, parameter: Tensor, *, config: DecoderConfig, generator: torch.Generator
 ) -> None:
     """Draw values as transformers does: normal matrices, zero biases, unit norms."""
-    if name.endswith(".bias"):
+    if name.endswith(".bias") or is_fixed(name):
         parameter.zero_()
     elif parameter.dim() == 1:
         parameter.fill_(1.0)

@@ -9,10 +9,11 @@ there is no ``DecoderConfig``, and transformers' code computes the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.config.derived.experts import experts_of
 from tandem.config.derived.vision import VisionFamily, seeing_family, text_part, vision_config
 from tandem.config.schema.families import CRITIC_CLASS, REWARD_CLASS, value_head
 from tandem.errors import UserError
@@ -31,20 +32,62 @@ HfConfig = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class _Key:
+    """A key of config.json with its default."""
+
+    name: str
+    default: bool
+
+
+@dataclass(frozen=True)
 class _Traits:
-    """The properties that a family fixes in code; config.json decides those that are None."""
+    """The properties that a family fixes in code.
 
-    qkv_bias: bool | None
-    o_bias: bool | None
-    qk_norm: bool
-    has_mlp_bias: bool
-    head_dim: int | None
+    Attributes:
+        qkv_bias, o_bias, qk_norm: a boolean; or the key of config.json that decides, with its
+            default.
+        has_mlp_bias: whether ``mlp_bias`` of config.json is read.
+        head_dim, rms_norm_eps, theta: the values if config.json has none. None for ``head_dim``:
+            the hidden size divided by the number of heads.
+        is_windowed: returns whether config.json limits attention to a window in a way of the
+            family's own.
+    """
 
+    qkv_bias: bool | _Key
+    o_bias: bool | _Key
+    qk_norm: bool | _Key = False
+    has_mlp_bias: bool = False
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    theta: float = 10000.0
+    is_windowed: Callable[[HfConfig], bool] = lambda _: False
+
+
+def _is_windowed_behind(hf_config: HfConfig) -> bool:
+    """Return whether layers from ``max_window_layers`` on have a window, as in dots.llm1."""
+    first = hf_config.get("max_window_layers", 62)
+    return bool(hf_config.get("sliding_window")) and hf_config["num_hidden_layers"] > first
+
+
+_BIAS = _Key("attention_bias", default=False)
 
 FAMILIES = {
-    "qwen2": _Traits(qkv_bias=True, o_bias=False, qk_norm=False, has_mlp_bias=False, head_dim=None),
-    "qwen3": _Traits(qkv_bias=None, o_bias=None, qk_norm=True, has_mlp_bias=False, head_dim=128),
-    "llama": _Traits(qkv_bias=None, o_bias=None, qk_norm=False, has_mlp_bias=True, head_dim=None),
+    "qwen2": _Traits(qkv_bias=True, o_bias=False),
+    "qwen3": _Traits(qkv_bias=_BIAS, o_bias=_BIAS, qk_norm=True, head_dim=128),
+    "llama": _Traits(qkv_bias=_BIAS, o_bias=_BIAS, has_mlp_bias=True),
+    "qwen3_moe": _Traits(qkv_bias=_BIAS, o_bias=_BIAS, qk_norm=True),
+    "qwen2_moe": _Traits(qkv_bias=_Key("qkv_bias", default=True), o_bias=False),
+    "mixtral": _Traits(
+        qkv_bias=False,
+        o_bias=False,
+        rms_norm_eps=1e-5,
+        theta=1e6,
+        is_windowed=lambda hf_config: bool(hf_config.get("sliding_window")),
+    ),
+    "dots1": _Traits(qkv_bias=_BIAS, o_bias=_BIAS, qk_norm=True, is_windowed=_is_windowed_behind),
+    "XdgMoE": _Traits(
+        qkv_bias=_BIAS, o_bias=False, qk_norm=_Key("qk_layernorm", default=False), head_dim=128
+    ),
 }
 
 
@@ -64,14 +107,13 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
     traits = FAMILIES.get(family.text if family else str(hf_config.get("model_type")))
     if traits is None or not _is_plain(hf_config):
         return None
-    _refuse_sliding_window(hf_config)
+    _refuse_sliding_window(hf_config, traits)
     heads = _size(hf_config, "num_attention_heads")
     hidden = _size(hf_config, "hidden_size")
     head_dim = hf_config.get("head_dim") or traits.head_dim or hidden // heads
-    rope = _rope_config(hf_config, head_dim)
+    rope = _rope_config(hf_config, head_dim, theta=traits.theta)
     if rope is None:
         return None
-    attention_bias = bool(hf_config.get("attention_bias", False))
     head = value_head(hf_config)
     return DecoderConfig(
         family=hf_config["model_type"],
@@ -82,18 +124,19 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
         num_heads=heads,
         num_kv_heads=hf_config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        rms_norm_eps=hf_config.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=hf_config.get("rms_norm_eps", traits.rms_norm_eps),
         rope=rope,
         max_position_embeddings=_size(hf_config, "max_position_embeddings"),
         tie_embeddings=bool(hf_config.get("tie_word_embeddings", False)) and head is None,
-        qkv_bias=attention_bias if traits.qkv_bias is None else traits.qkv_bias,
-        o_bias=attention_bias if traits.o_bias is None else traits.o_bias,
+        qkv_bias=_decided(traits.qkv_bias, hf_config),
+        o_bias=_decided(traits.o_bias, hf_config),
         mlp_bias=traits.has_mlp_bias and bool(hf_config.get("mlp_bias", False)),
-        qk_norm=traits.qk_norm,
+        qk_norm=_decided(traits.qk_norm, hf_config),
         initializer_range=hf_config.get("initializer_range", 0.02),
         has_value_head=head is not None,
         has_value_bias=head != REWARD_CLASS,
         vision=vision,
+        experts=experts_of(hf_config),
     )
 
 
@@ -116,9 +159,14 @@ def _is_plain(hf_config: HfConfig) -> bool:
     )
 
 
-def _refuse_sliding_window(hf_config: HfConfig) -> None:
+def _decided(trait: bool | _Key, hf_config: HfConfig) -> bool:
+    return trait if isinstance(trait, bool) else bool(hf_config.get(trait.name, trait.default))
+
+
+def _refuse_sliding_window(hf_config: HfConfig, traits: _Traits) -> None:
     layers = hf_config.get("layer_types") or []
-    if hf_config.get("use_sliding_window") or "sliding_attention" in layers:
+    is_windowed = not layers and traits.is_windowed(hf_config)
+    if hf_config.get("use_sliding_window") or "sliding_attention" in layers or is_windowed:
         raise UserError(
             "config.json: use_sliding_window",
             True,
@@ -140,9 +188,9 @@ def _size(hf_config: HfConfig, name: str) -> int:
     return value
 
 
-def _rope_config(hf_config: HfConfig, head_dim: int) -> RopeConfig | None:
+def _rope_config(hf_config: HfConfig, head_dim: int, *, theta: float) -> RopeConfig | None:
     parameters = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
-    theta = parameters.get("rope_theta") or hf_config.get("rope_theta") or 10000.0
+    theta = parameters.get("rope_theta") or hf_config.get("rope_theta") or theta
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     family = seeing_family(hf_config)
     if family is not None and kind in ("default", "mrope"):

@@ -23,8 +23,9 @@ from tandem.config.derived.sizes import division_errors
 from tandem.errors import UserError
 from tandem.models.adapters import adapter_tensors
 from tandem.models.decoder import DecoderConfig, parameter_shapes
+from tandem.models.experts import is_fixed
 from tandem.models.families import FAMILIES
-from tandem.models.weights import file_tensors, is_of_tower
+from tandem.models.file_tensors import file_tensors, is_of_tower
 from tandem.types import HeldSlice, SliceSpec
 
 SECTION = "actor_rollout_ref.actor.fsdp_config"
@@ -144,7 +145,8 @@ def tensor_regions(
         spans[part.parameter].append((part.start, part.rows))
     regions: dict[str, Regions] = {}
     for name, shape in parameter_shapes(config).items():
-        whole = SliceSpec(name, dtype, shape=shape, offset=(0,) * len(shape), size=shape)
+        own = torch.float32 if is_fixed(name) else dtype
+        whole = SliceSpec(name, own, shape=shape, offset=(0,) * len(shape), size=shape)
         dimension = None if is_of_tower(name) else _CUT_DIMENSION.get(_kind(name))
         if size == 1 or dimension is None:
             regions[name] = (whole,)

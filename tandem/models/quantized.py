@@ -47,6 +47,9 @@ def require_quantizable(config: DecoderConfig) -> None:
     if config.mlp_bias:
         rule = "it is not built for models whose feed-forward has a bias"
         raise UserError(KEY, "fp8", rule=rule, remedy=remedy)
+    if config.experts is not None:
+        rule = "it is not built for models with experts"
+        raise UserError(KEY, "fp8", rule=rule, remedy=remedy)
     if config.adapters is not None:
         rule = "it is not built for models with adapters (LoRA)"
         raise UserError(KEY, "fp8", rule=rule, remedy=remedy)

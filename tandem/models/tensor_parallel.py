@@ -3,8 +3,8 @@
 
 It is the decoder of a smaller config in which four linear maps of every layer, and the norms of
 queries and keys, communicate with the peers. Column-parallel maps sum the gradients of their
-inputs, and row-parallel maps sum their outputs. Every process holds embedding, other norms and head
-whole, with whole gradients. Parameters have the names of the unsharded decoder.
+inputs, and row-parallel maps sum their outputs. Every process holds embedding, other norms, experts
+and head whole, with whole gradients. Parameters have the names of the unsharded decoder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def local_decoder(config: DecoderConfig, peers: Peers, *, operators: Operators) 
 
 
 def _connect(layer: DecoderLayer, peers: Peers) -> None:
-    for name in ("qkv", "gate_up", "o", "down"):
+    dense = ("gate_up", "down") if layer.experts is None else ()
+    for name in ("qkv", "o", *dense):
         layer.register_module(
             name, _parallel(getattr(layer, name), peers, cuts_inputs=name in ("o", "down"))
         )

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and writing a decoder's weights as Hugging Face safetensors folders, tensor by tensor.
 
-A fused tensor of the decoder concatenates one or more file tensors along the rows. Reading and
-writing both follow the list ``file_tensors``: a round trip is exact. Reading can fill any slices of
-the decoder's tensors; names and shapes are checked first. The caller makes a written folder atomic.
+Reading and writing both follow the list ``file_tensors``: a round trip is exact. Reading can fill
+any slices of the decoder's tensors; names and shapes are checked first. The caller makes a written
+folder atomic.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tandem.config.derived.adapters import ADAPTER_CONFIG, base_of
-from tandem.config.derived.vision import VISION_FAMILIES
 from tandem.errors import UserError
 from tandem.models.adapted import is_adapter
 from tandem.models.decoder import Decoder, DecoderConfig, draw_parameter, parameter_shapes
+from tandem.models.experts import is_fixed, is_of_all_experts
+from tandem.models.file_tensors import (
+    FUSED_SUFFIX,
+    FileTensor,
+    file_tensors,
+    is_ignored,
+    is_kept,
+    name_in_family,
+)
 from tandem.types import HeldSlice, SliceSpec
 
 WEIGHTS_FILE = "model.safetensors"
@@ -58,22 +66,8 @@ TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 """The names of weights in torch's own format, which only transformers' modelling code reads."""
 _LFS_POINTER = b"version https://git-lfs"
 
-_TOWER = "tower."
-_TOWERS, _TEXTS = ("model.visual.", "visual."), ("model.language_model.", "model.")
-"""The prefixes that files of models that see may have."""
-
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
 """The suffix of tensors in old files that config.json determines."""
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor of a Hugging Face file: rows ``start .. start + rows`` of ``parameter``."""
-
-    name: str
-    parameter: str
-    start: int
-    rows: int
 
 
 def weight_files(folder: Path, *, key: str = KEY) -> list[Path]:
@@ -114,32 +108,7 @@ def check_weights(config: DecoderConfig, folder: Path, *, key: str = KEY) -> Non
     Raises:
         UserError: see ``load_weights``.
     """
-    _check_tensors(folder, weight_files(folder, key=key), config=config, key=key)
-
-
-def file_tensors(config: DecoderConfig) -> Iterator[FileTensor]:
-    """Yield the tensors of a model's files in the decoder's order, without a tied head."""
-    text = _text_prefix(config)
-    yield FileTensor(f"{text}embed_tokens.weight", "embedding.weight", 0, config.vocab_size)
-    for index in range(config.num_layers):
-        yield from _layer_tensors(config, index)
-    yield FileTensor(f"{text}norm.weight", "final_norm.weight", 0, config.hidden_size)
-    if config.has_value_head:
-        yield FileTensor("score.weight", "lm_head.weight", 0, 1)
-        if config.has_value_bias:
-            yield FileTensor("score.bias", "lm_head.bias", 0, 1)
-    elif not config.tie_embeddings:
-        yield FileTensor("lm_head.weight", "lm_head.weight", 0, config.vocab_size)
-    if config.vision is not None:
-        prefix = VISION_FAMILIES[config.vision.family].tower_prefix
-        for name, shape in parameter_shapes(config).items():
-            if is_of_tower(name):
-                yield FileTensor(prefix + name.removeprefix(_TOWER), name, 0, shape[0])
-
-
-def is_of_tower(name: str) -> bool:
-    """Return whether a parameter of a decoder is of its vision tower."""
-    return name.startswith(_TOWER)
+    _checked_tensors(config, folder, files=weight_files(folder, key=key), key=key)
 
 
 def allocate(
@@ -159,6 +128,7 @@ def allocate(
     for module in decoder.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             own = dtype if weight.requires_grad else base_dtype or dtype
+            own = weight.dtype if is_fixed(f".{name}") else own
             empty = torch.empty(weight.shape, dtype=own, device=device)
             kept = nn.Parameter(empty, requires_grad=weight.requires_grad)
             module.register_parameter(name, kept)
@@ -168,7 +138,7 @@ def file_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yield the name of each file tensor and the view of its rows in our parameter."""
     parameters = dict(decoder.named_parameters())
     for source in file_tensors(decoder.config):
-        yield source.name, _slice(parameters, source)
+        yield source.name, _values(parameters, source)
 
 
 def load_weights(decoder: Decoder, folder: Path, *, key: str = KEY) -> None:
@@ -190,12 +160,11 @@ def load_slices(
         UserError: see ``load_weights``.
     """
     wanted = slices_by_name(slices)
-    sources = {source.name: source for source in file_tensors(config)}
     files = weight_files(folder, key=key)
-    _check_tensors(folder, files, config=config, key=key)
+    sources = _checked_tensors(config, folder, files=files, key=key)
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            names = {_name_in_family(name, config): name for name in tensors.keys()}  # noqa: SIM118
+            names = {name_in_family(name, config): name for name in tensors.keys()}  # noqa: SIM118
             for source in (sources[name] for name in sources.keys() & names.keys()):
                 values = tensors.get_slice(names[source.name])
                 read_slices(values, source, slices=wanted[source.parameter])
@@ -210,7 +179,8 @@ def draw_slices(
 ) -> None:
     """Fill slices with the random weights of the decoder of ``config``, one tensor at a time.
 
-    The values are drawn in fp32 on the CPU and do not depend on the slices.
+    The values are drawn in fp32 on the CPU and do not depend on the slices. Each expert has random
+    numbers of its own, so that only experts of the slices are drawn.
 
     Args:
         names: the only parameters that consume random numbers; None for all.
@@ -219,6 +189,9 @@ def draw_slices(
     generator = torch.Generator().manual_seed(seed)
     for name, shape in parameter_shapes(config).items():
         if is_adapter(name) or (names is not None and name not in names):
+            continue
+        if is_of_all_experts(name):
+            _draw_experts(config, name, slices=wanted[name], seed=seed)
             continue
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         draw_parameter(name, whole, config=config, generator=generator)
@@ -249,7 +222,7 @@ def save_hf_folder(
         name = WEIGHTS_FILE
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {x.name: _file_copy(_slice(parameters, x), dtype) for x in shard}
+        tensors = {x.name: _file_copy(_values(parameters, x), _dtype_of(x, dtype)) for x in shard}
         write_tensors(tensors, folder / name)
         weight_map.update(dict.fromkeys(tensors, name))
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -286,7 +259,9 @@ def convert_folder(
         with safe_open(file, framework="pt") as tensors:
             found = {x: tensors.get_tensor(x) for x in tensors.keys()}  # noqa: SIM118
         copies = {
-            name: _file_copy(change(name, x) if change else x, target or x.dtype)
+            name: _file_copy(
+                change(name, x) if change else x, x.dtype if is_kept(name) else target or x.dtype
+            )
             for name, x in found.items()
         }
         write_tensors(copies, folder / file.name)
@@ -335,53 +310,6 @@ def copy_companions(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _layer_tensors(config: DecoderConfig, index: int) -> Iterator[FileTensor]:
-    heads, kv_heads = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-    hidden, inner = config.hidden_size, config.intermediate_size
-    qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}
-    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
-    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    linears = (
-        ("qkv", qkv, config.qkv_bias),
-        ("o", {"self_attn.o_proj": hidden}, config.o_bias),
-        ("gate_up", gate_up, config.mlp_bias),
-        ("down", {"mlp.down_proj": hidden}, config.mlp_bias),
-    )
-    file, decoder = f"{_text_prefix(config)}layers.{index}", f"layers.{index}"
-    for norm, name in norms.items():
-        yield FileTensor(f"{file}.{name}.weight", f"{decoder}.{norm}.weight", 0, hidden)
-    for norm in ("q_norm", "k_norm") if config.qk_norm else ():
-        name = f"{file}.self_attn.{norm}.weight"
-        yield FileTensor(name, f"{decoder}.{norm}.weight", 0, config.head_dim)
-    for linear, parts, has_bias in linears:
-        for kind in ("weight", "bias") if has_bias else ("weight",):
-            start = 0
-            for name, rows in parts.items():
-                yield FileTensor(f"{file}.{name}.{kind}", f"{decoder}.{linear}.{kind}", start, rows)
-                start += rows
-
-
-def _text_prefix(config: DecoderConfig) -> str:
-    if config.vision is None:
-        return "model."
-    return VISION_FAMILIES[config.vision.family].text_prefix
-
-
-def _name_in_family(name: str, config: DecoderConfig) -> str:
-    """Return the name that a file's tensor has in files of its family.
-
-    Versions of transformers write models that see with other prefixes.
-    """
-    if config.vision is None:
-        return name
-    family = VISION_FAMILIES[config.vision.family]
-    own = (*((x, family.tower_prefix) for x in _TOWERS), *((x, family.text_prefix) for x in _TEXTS))
-    for prefix, wanted in own:
-        if name.startswith(prefix):
-            return wanted + name.removeprefix(prefix)
-    return name
-
-
 def _whole(name: str, parameter: Tensor) -> HeldSlice:
     shape = tuple(parameter.shape)
     spec = SliceSpec(name, parameter.dtype, shape, (0,) * len(shape), shape)
@@ -403,49 +331,84 @@ def read_slices(tensor: Any, source: FileTensor, *, slices: list[HeldSlice]) -> 
         tensor: a tensor, or a slice of a file that safetensors opened.
     """
     for held in slices:
-        (first, *columns), (rows, *widths) = held.spec.offset, held.spec.size
+        offset, size, target = held.spec.offset, held.spec.size, held.tensor
+        if source.expert is not None:
+            place = source.expert - offset[0]
+            if not 0 <= place < size[0]:
+                continue
+            offset, size, target = offset[1:], size[1:], target[place]
+        (first, *columns), (rows, *widths) = offset, size
         start = max(first, source.start)
         stop = min(first + rows, source.start + source.rows)
         if start < stop:
             region = _region((start - source.start, *columns), (stop - start, *widths))
-            held.tensor[start - first : stop - first].copy_(tensor[region])
+            target[start - first : stop - first].copy_(tensor[region])
 
 
 def _region(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(start, start + count) for start, count in zip(offset, size, strict=True))
 
 
-def _file_shapes(config: DecoderConfig) -> dict[str, list[int]]:
-    shapes = parameter_shapes(config)
-    return {x.name: [x.rows, *shapes[x.parameter][1:]] for x in file_tensors(config)}
+def _draw_experts(config: DecoderConfig, name: str, *, slices: list[HeldSlice], seed: int) -> None:
+    """Fill slices of a parameter of all experts."""
+    for held in slices:
+        (first, *offset), (number, *size) = held.spec.offset, held.spec.size
+        for place in range(number):
+            digest = hashlib.sha256(f"{seed} {name} {first + place}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+            whole = torch.empty(held.spec.shape[1:], dtype=torch.float32, device="cpu")
+            draw_parameter(name, whole, config=config, generator=generator)
+            held.tensor[place].copy_(whole[_region(tuple(offset), tuple(size))])
 
 
-def _slice(parameters: dict[str, torch.nn.Parameter], tensor: FileTensor) -> Tensor:
-    return parameters[tensor.parameter].detach()[tensor.start : tensor.start + tensor.rows]
+def _values(parameters: dict[str, torch.nn.Parameter], tensor: FileTensor) -> Tensor:
+    return tensor.of(parameters[tensor.parameter].detach())
 
 
-def _check_tensors(folder: Path, files: list[Path], *, config: DecoderConfig, key: str) -> None:
-    expected = _file_shapes(config)
+def _dtype_of(tensor: FileTensor, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the precision to write a tensor in; None keeps its own."""
+    return None if is_fixed(tensor.parameter) else dtype
+
+
+def _checked_tensors(
+    config: DecoderConfig, folder: Path, *, files: list[Path], key: str
+) -> dict[str, FileTensor]:
+    """Compare the tensors of files with the decoder's; return the expected ones by name.
+
+    Raises:
+        UserError: see ``load_weights``.
+    """
+    shapes = _shapes_of(files, config=config, key=key)
+    are_fused = any(name.endswith(FUSED_SUFFIX) for name in shapes)
+    sources = {source.name: source for source in file_tensors(config, are_fused=are_fused)}
+    whole = parameter_shapes(config)
+    for name, source in sources.items():
+        columns = whole[source.parameter][1 if source.expert is None else 2 :]
+        if name not in shapes:
+            raise _error(folder, f"tensor {name!r} is missing from the weights", key=key)
+        if shapes[name] != (shape := [source.rows, *columns]):
+            rule = f"tensor {name!r} has shape {shapes[name]}, not {shape}"
+            raise _error(folder, rule, key=key)
+    for name in shapes:
+        is_known = name in sources or name == "lm_head.weight" or is_ignored(name, config)
+        if not is_known and not name.endswith(_DERIVED_SUFFIX):
+            raise _error(folder, f"unexpected tensor {name!r} in the weights", key=key)
+    return sources
+
+
+def _shapes_of(files: list[Path], *, config: DecoderConfig, key: str) -> dict[str, list[int]]:
+    """Return the shapes of the tensors of files, by their names in files of the family."""
     shapes: dict[str, list[int]] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
                 shapes |= {
-                    _name_in_family(name, config): tensors.get_slice(name).get_shape()
+                    name_in_family(name, config): tensors.get_slice(name).get_shape()
                     for name in tensors.keys()  # noqa: SIM118
                 }
         except SafetensorError as error:
             raise _unreadable(file, error, key=key) from error
-    for name, shape in expected.items():
-        if name not in shapes:
-            raise _error(folder, f"tensor {name!r} is missing from the weights", key=key)
-        if shapes[name] != shape:
-            rule = f"tensor {name!r} has shape {shapes[name]}, not {shape}"
-            raise _error(folder, rule, key=key)
-    for name in shapes:
-        tied_head = name == "lm_head.weight"
-        if name not in expected and not tied_head and not name.endswith(_DERIVED_SUFFIX):
-            raise _error(folder, f"unexpected tensor {name!r} in the weights", key=key)
+    return shapes
 
 
 def _plan_shards(
@@ -456,8 +419,8 @@ def _plan_shards(
     shards: list[list[FileTensor]] = [[]]
     room = max_shard_bytes
     for tensor in file_tensors(decoder.config):
-        values = _slice(parameters, tensor)
-        size = values.numel() * (dtype or values.dtype).itemsize
+        values = _values(parameters, tensor)
+        size = values.numel() * (_dtype_of(tensor, dtype) or values.dtype).itemsize
         if shards[-1] and size > room:
             shards.append([])
             room = max_shard_bytes

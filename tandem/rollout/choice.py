@@ -17,6 +17,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from tandem.config.derived.experts import is_expert_family
 from tandem.config.schema.families import NATIVE_FAMILIES
 from tandem.config.schema.rollout import ENGINES_NOT_BUILT
 
@@ -51,6 +52,8 @@ PACKAGES: Mapping[str, Package] = {
     ),
 }
 """The package of each engine that is not tandem's own."""
+_WITH_OWN_WEIGHTS = ("hf", "vllm")
+"""The engines that hold a copy of the weights, under names of their own for experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,8 @@ def problem_of(
     family = (hf_config or {}).get("model_type")
     if name == "native" and family is not None and family not in NATIVE_FAMILIES:
         return Problem(f"the native engine does not compute models of type {family!r}")
+    if name in _WITH_OWN_WEIGHTS and is_expert_family(family):
+        return Problem("weights of models with experts are not sent to this engine yet")
     package = PACKAGES.get(name)
     if package is None:
         return None

@@ -36,7 +36,7 @@ from tests.distributed.training import (
     train_single,
 )
 from tests.unit.engines.minibatch import SCALE, PoisonedLoss, cut_batches
-from tests.unit.models.tiny_models import NATIVE, write_hf
+from tests.unit.models.tiny_models import EXPERTS, NATIVE, write_hf
 
 ADAMW = OptimConfig(lr=2e-4, lr_warmup_steps=2, clip_grad=0.5)
 MUON = OptimConfig(optimizer="Muon", lr=2e-4, muon_lr=1e-4)
@@ -107,6 +107,30 @@ def test_two_ranks(folders: dict[str, Path]) -> None:
         replace(untied, is_critic=True, optim=MUON, config=OFFLOADED),
         replace(qwen3, is_critic=True, config={"ulysses_sequence_parallel_size": 2}),
         replace(untied, is_critic=True, config={"tensor_model_parallel_size": 2}),
+    ]
+    by_rank = run_ranks(_train_all, 2, cases)
+    for case, *ranks in zip(cases, *by_rank, strict=True):
+        _check(case, ranks)
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return tiny random models with experts by family. Do not write into them."""
+    root = tmp_path_factory.mktemp("experts")
+    for family in ("qwen3_moe", "dots1"):
+        write_hf(EXPERTS[family](), root / family)
+    return {family: root / family for family in ("qwen3_moe", "dots1")}
+
+
+def test_mo9_two_ranks_with_experts(with_experts: dict[str, Path]) -> None:
+    qwen3, dots = (Case(with_experts[family], ADAMW) for family in ("qwen3_moe", "dots1"))
+    cases = [
+        qwen3,
+        replace(dots, config=OFFLOADED, recompute=True),
+        replace(dots, config={"offload_policy": True, "reshard_after_forward": False}),
+        replace(dots, config={"fsdp_size": 1}),
+        replace(dots, config={"tensor_model_parallel_size": 2}),
+        replace(qwen3, config={"ulysses_sequence_parallel_size": 2}),
     ]
     by_rank = run_ranks(_train_all, 2, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):

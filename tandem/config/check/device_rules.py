@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
+from tandem.config.check.expert_rules import require_built
 from tandem.config.check.platform_rules import platform_errors
 from tandem.config.derived.pools import (
     CRITIC,
@@ -228,13 +229,15 @@ def _layout_errors(config: FsdpConfig, pool: Pool, *, section: str) -> Iterator[
 def require_division(
     config: RunConfig | SftConfig, placement: Placement, *, models: Mapping[str, ModelSizes | None]
 ) -> None:
-    """Raise UserError if a model of the native decoder cannot be divided over its ranks.
+    """Raise UserError if a model of the native decoder cannot be divided over its ranks, or if what
+    is asked for is not built for models with experts.
 
     Args:
         models: the sizes by the names in ``placement.layouts``; None for an unknown model, which is
             not checked.
     """
     of_task = trained_model(config).of_task
+    require_built(config, models.get("actor-train"))
     for task, layout in placement.layouts.items():
         sizes = models.get(task)
         if sizes is not None:

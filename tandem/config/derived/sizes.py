@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a dense decoder (config.json), which determine its memory and its parallel sizes."""
+"""The sizes of a decoder (config.json), which determine its memory and its parallel sizes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.config.derived.experts import ExpertConfig, experts_of
 from tandem.config.schema.model import RecomputeGranularity
 from tandem.errors import UserError
 
@@ -22,9 +23,11 @@ _SIZE_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_atte
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes of a dense decoder.
+    """The sizes of a decoder.
 
     Attributes:
+        inner: the width of the feed-forward of dense layers.
+        experts: the experts of the other layers; None without any.
         adapters: the number of parameters of adapters, which are then the only trained ones; 0
             trains all weights.
     """
@@ -38,6 +41,7 @@ class ModelSizes:
     vocabulary: int
     tied: bool
     adapters: int = 0
+    experts: ExpertConfig | None = None
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelSizes | None:
@@ -54,13 +58,57 @@ class ModelSizes:
             head_dim=hf_config.get("head_dim") or hidden // heads,
             vocabulary=hf_config["vocab_size"],
             tied=bool(hf_config.get("tie_word_embeddings", False)),
+            experts=experts_of(hf_config),
         )
 
     @property
+    def num_expert_layers(self) -> int:
+        """The number of layers with experts."""
+        return 0 if self.experts is None else self.num_layers - len(self.experts.dense_layers)
+
+    @property
+    def dense_layer_parameters(self) -> int:
+        """The number of parameters of the matrices of a dense layer; the rest is below a
+        thousandth.
+        """
+        return self.hidden * (self._attention_width + 3 * self.inner)
+
+    def expert_layer_parameters(self, num_experts: int) -> int:
+        """Return the number of parameters of a layer of which ``num_experts`` experts count."""
+        experts = self.experts
+        assert experts is not None, "the model has no experts"
+        width = 3 * (num_experts * experts.inner + experts.shared_inner) + experts.num_experts
+        return self.hidden * (self._attention_width + width + experts.has_shared_gate)
+
+    @property
     def layer_parameters(self) -> int:
-        """The number of parameters of the matrices of one layer; the rest is below a thousandth."""
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads
-        return self.hidden * (heads * self.head_dim + 3 * self.inner)
+        """The number of parameters of the largest layer."""
+        dense, experts = self.dense_layer_parameters, self.experts
+        if experts is None:
+            return dense
+        sparse = self.expert_layer_parameters(experts.num_experts)
+        return max(sparse, dense) if experts.dense_layers else sparse
+
+    @property
+    def all_layer_parameters(self) -> int:
+        """The number of parameters of all layers."""
+        experts = self.experts
+        return self._layers_with(0 if experts is None else experts.num_experts)
+
+    @property
+    def active_layer_parameters(self) -> int:
+        """The number of parameters of all layers that compute a token."""
+        experts = self.experts
+        return self._layers_with(0 if experts is None else experts.num_chosen)
+
+    @property
+    def _attention_width(self) -> int:
+        return (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def _layers_with(self, num_experts: int) -> int:
+        sparse = self.num_expert_layers
+        total = (self.num_layers - sparse) * self.dense_layer_parameters
+        return total + (sparse * self.expert_layer_parameters(num_experts) if sparse else 0)
 
     @property
     def quantized_parameters(self) -> int:
@@ -68,7 +116,7 @@ class ModelSizes:
         output projections of attention.
         """
         projections = self.num_layers * self.hidden * self.num_heads * self.head_dim
-        return self.num_layers * self.layer_parameters - projections
+        return self.all_layer_parameters - projections
 
     @property
     def embedding_parameters(self) -> int:
@@ -86,7 +134,7 @@ class ModelSizes:
     @property
     def num_parameters(self) -> int:
         """The number of parameters of layers, embedding and head."""
-        return self.num_layers * self.layer_parameters + self.embedding_parameters
+        return self.all_layer_parameters + self.embedding_parameters
 
     @property
     def num_trained(self) -> int:
@@ -99,14 +147,31 @@ class ModelSizes:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def layer_numbers_per_token(self, tensor_parallel: int = 1) -> int:
-        """Return how many half-precision numbers one layer keeps per token for its backward pass.
+        """Return how many half-precision numbers the largest layer keeps per token for its
+        backward pass.
 
         They are the two residual sums in fp32 (4 D) and their norms (2 D); query, key and value
         before and after rotation; the attention output; gate, up and their product. Tensor
-        parallelism splits all but sums and norms.
+        parallelism splits all but sums, norms and experts. For each chosen expert these are the
+        row that it reads, gate and up, their product, and its output in both precisions.
         """
+        dense = self._kept_outside(tensor_parallel) + 3 * self.inner // tensor_parallel
+        experts = self.experts
+        if experts is None:
+            return dense
+        sparse = self._kept_outside(tensor_parallel) + self._kept_by_experts
+        return max(sparse, dense) if experts.dense_layers else sparse
+
+    def _kept_outside(self, tensor_parallel: int) -> int:
         heads = 3 * self.num_heads + 3 * self.num_kv_heads
-        return 6 * self.hidden + (heads * self.head_dim + 3 * self.inner) // tensor_parallel
+        return 6 * self.hidden + heads * self.head_dim // tensor_parallel
+
+    @property
+    def _kept_by_experts(self) -> int:
+        experts = self.experts
+        assert experts is not None, "the model has no experts"
+        routed = experts.num_chosen * (4 * self.hidden + 4 * experts.inner)
+        return routed + 2 * experts.num_experts + 4 * experts.shared_inner
 
     def kept_numbers_per_token(
         self, recomputed: RecomputeGranularity | None, *, tensor_parallel: int = 1
@@ -118,12 +183,17 @@ class ModelSizes:
         time is complete.
         """
         whole = self.layer_numbers_per_token(tensor_parallel)
+        sparse = self.num_expert_layers
+        dense = self.num_layers - sparse
         if recomputed is None:
-            return self.num_layers * whole
+            kept = self._kept_outside(tensor_parallel)
+            own = dense * (kept + 3 * self.inner // tensor_parallel)
+            return own + (sparse * (kept + self._kept_by_experts) if sparse else 0)
         heads = 3 * (self.num_heads + self.num_kv_heads) * self.head_dim // tensor_parallel
         gate_up = 2 * self.inner // tensor_parallel
-        split = {"full": 0, "feed_forward": heads, "pointwise": heads + gate_up}
-        return self.num_layers * (3 * self.hidden + split[recomputed]) + whole
+        split = {"full": 0, "feed_forward": heads, "pointwise": heads}[recomputed]
+        kept = self.num_layers * (3 * self.hidden + split) + whole
+        return kept + (dense * gate_up if recomputed == "pointwise" else 0)
 
 
 def division_errors(

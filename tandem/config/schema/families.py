@@ -11,7 +11,16 @@ from typing import Any
 
 from tandem.errors import UserError
 
-NATIVE_FAMILIES = ("qwen2", "qwen3", "llama")
+NATIVE_FAMILIES = (
+    "qwen2",
+    "qwen3",
+    "llama",
+    "qwen3_moe",
+    "qwen2_moe",
+    "mixtral",
+    "dots1",
+    "XdgMoE",
+)
 """The families that the native decoder computes. transformers computes the others."""
 CRITIC_CLASS, REWARD_CLASS = "ForTokenClassification", "ForSequenceClassification"
 """Suffixes of the transformers classes whose head is one number: with a bias, and without one."""

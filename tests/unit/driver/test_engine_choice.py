@@ -11,6 +11,7 @@ import pytest
 
 from tandem.cli.plan import plan_arguments
 from tandem.config.parse.overrides import LoadedConfig
+from tandem.config.schema.families import NATIVE_FAMILIES
 from tandem.config.schema.run import RunConfig
 from tandem.driver.arguments import load_arguments, load_runnable
 from tandem.driver.engine_choice import require_engine
@@ -51,8 +52,8 @@ def test_auto_is_native_or_transformers_without_vllm(tmp_path: Path) -> None:
     (line,) = told(loaded)
     assert line == (
         "rollout by transformers' generate, which is slow on accelerators: the native engine "
-        "computes qwen2, qwen3, llama and not models of type 'gpt2', and vLLM is not installed "
-        f"({INSTALL}). Set {NAME}=hf if that is intended"
+        f"computes {', '.join(NATIVE_FAMILIES)} and not models of type 'gpt2', and vLLM is not "
+        f"installed ({INSTALL}). Set {NAME}=hf if that is intended"
     )
     assert told(load(tmp_path, GPT2, f"{NAME}=hf")) == []
 

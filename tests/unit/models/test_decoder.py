@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.models.attention import PackedAttention
-from tandem.models.weights import file_tensors
+from tandem.models.file_tensors import file_tensors
 from tandem.types import PackedBatch, Segments
 from tests.unit.models.tiny_models import (
     NATIVE,

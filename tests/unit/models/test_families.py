@@ -2,7 +2,16 @@
 """config.json to DecoderConfig: transformers' defaults, both forms of the rope keys, refusals."""
 
 import pytest
-from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Dots1Config,
+    GemmaConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tandem.config.schema.families import NATIVE_FAMILIES
 from tandem.errors import UserError
@@ -10,14 +19,32 @@ from tandem.models.families import FAMILIES, decoder_config
 from tandem.models.rotary import Llama3Scaling, RopeConfig, YarnScaling
 from tests.unit.models.tiny_models import NATIVE, SIZES
 
-CLASSES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+CLASSES = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "qwen2_moe": Qwen2MoeConfig,
+    "mixtral": MixtralConfig,
+    "dots1": Dots1Config,
+}
+NEEDED = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+NUMBER = {"mixtral": "num_local_experts", "dots1": "n_routed_experts"}
+"""The sizes of experts, which have no defaults of ours."""
 
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_defaults_are_those_of_transformers(family):
-    few = {"model_type": family, **SIZES}
-    del few["num_key_value_heads"]
-    full = CLASSES[family](**SIZES | {"num_key_value_heads": None}).to_dict()
+    sizes = SIZES | NEEDED | {NUMBER.get(family, "num_experts"): 8}
+    if family not in ("mixtral", "qwen3_moe"):  # whose classes take no None
+        sizes["num_key_value_heads"] = None
+    few = {key: value for key, value in sizes.items() if value is not None}
+    few["model_type"] = family
+    full = CLASSES[family](**sizes).to_dict()
     assert decoder_config(few) == decoder_config(full)
 
 

@@ -44,7 +44,7 @@ def test_mistakes_are_named(tmp_path):
     config.write_text("{}")
     refused(tmp_path, "config.json must have a model_type")
     config.write_text('{"model_type": "marvellous"}')
-    refused(tmp_path, "model_type 'marvellous' is unknown. Use one of qwen2, qwen3, llama, or")
+    refused(tmp_path, "model_type 'marvellous' is unknown. Use one of qwen2, qwen3, llama, ")
     config.write_text('{"model_type": "marvellous", "auto_map": {}}')
     refused(tmp_path, "Set actor_rollout_ref.model.trust_remote_code=True")
     refused(tmp_path, "the folder has no model.safetensors", trust_remote_code=True)

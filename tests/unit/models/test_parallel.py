@@ -215,7 +215,7 @@ def test_models_of_transformers_are_not_split(sizes: dict[str, int]) -> None:
         UserError, match=r"^here\.\w+_parallel_size=2: this model cannot be split"
     ) as e:
         check_layout(None, **sizes, section="here")
-    assert "Use 1 or a model of qwen2, qwen3, llama." in str(e.value)
+    assert "Use 1 or a model of qwen2, qwen3, llama, " in str(e.value)
     check_layout(None, tensor=1, sequence=1)
 
 

@@ -3,17 +3,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Dots1Config,
     LlamaConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from tandem.models.folder import open_model
@@ -42,15 +48,61 @@ NATIVE = {
     ),
 }
 
+_SPLIT = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_DEEPSEEK = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "head_dim": 16,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+}
+EXPERTS = {
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZES, **_SPLIT, num_experts=8, head_dim=16, norm_topk_prob=True
+    ),
+    "qwen3_moe_plain_weights": lambda: Qwen3MoeConfig(
+        **SIZES, **_SPLIT, num_experts=8, head_dim=16, tie_word_embeddings=True
+    ),
+    "qwen3_moe_dense_layer": lambda: Qwen3MoeConfig(
+        **SIZES, **_SPLIT, num_experts=8, head_dim=16, mlp_only_layers=[1]
+    ),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **SIZES, **_SPLIT, num_experts=8, shared_expert_intermediate_size=40
+    ),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2),
+    "dots1": lambda: Dots1Config(**SIZES, **_SPLIT, **_DEEPSEEK),
+    "dots1_groups": lambda: Dots1Config(**SIZES, **_SPLIT, **_DEEPSEEK, n_group=4, topk_group=2),
+}
+"""Models with experts; ``write_xdg`` writes another one, which transformers does not know."""
+
 
 def hf_model(hf_config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Return a model of random weights: norms near 1, all others normal(0, 0.2)."""
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
+    corrections = [x for x in model.named_buffers() if "correction" in x[0]]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *corrections):
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
     return model
+
+
+def write_xdg(folder: Path) -> PreTrainedModel:
+    """Write red-moe's family into ``folder``: a dots1 model under the names of its own files."""
+    theirs = write_hf(EXPERTS["dots1"](), folder)
+    file = folder / "model.safetensors"
+    renamed = {
+        name.replace("q_norm", "q_layernorm").replace("k_norm", "k_layernorm"): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(renamed, file, metadata={"format": "pt"})
+    content = json.loads((folder / "config.json").read_text())
+    content |= {"model_type": "XdgMoE", "scoring_func": "noaux_tc", "qk_layernorm": True}
+    del content["n_group"], content["topk_group"], content["layer_types"]
+    (folder / "config.json").write_text(json.dumps(content))
+    return theirs
 
 
 def write_hf(hf_config: PretrainedConfig, folder: Path) -> PreTrainedModel:

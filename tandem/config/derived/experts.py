@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of a model, read from config.json: their sizes, their router, their layers.
+
+One dataclass describes the routers of all families. A family is one function and one line of
+``_READERS``. The file does not import torch; ``models.experts`` computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from tandem.errors import UserError
+
+Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
+"""The function from logits to scores. ``softmax_of_chosen`` is the softmax over the chosen experts
+only, which are those with the largest logits."""
+
+_SCORING_OF_XDG: Mapping[str, Scoring] = {
+    "softmax": "softmax",
+    "aux_loss_post_softmax": "softmax_of_chosen",
+    "noaux_tc": "sigmoid",
+}
+_NUMBERS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""The names of the number of experts: on the hub, of DeepSeek's families, and of transformers 5."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """The feed-forward with experts of a decoder.
+
+    Attributes:
+        num_chosen: the number of experts that compute a token.
+        inner: the width of an expert.
+        dense_layers: the indices of the layers with an ordinary feed-forward.
+        is_renormalized: whether the weights of a token's experts are divided by their sum.
+        scale: the factor of the weights after that.
+        num_groups, num_kept_groups: experts are chosen among those of the best groups only, by the
+            sum of the best two scores of a group; 1 and 1 are no limit.
+        has_correction: whether a fixed number for each expert is added to its score for the choice,
+            and not for its weight.
+        shared_inner: the width of the expert that computes all tokens; 0 without one.
+        has_shared_gate: whether its output is multiplied by a sigmoid.
+        num_ignored_layers: the number of layers in the files behind the last one, which predict
+            further tokens and are not loaded.
+    """
+
+    num_experts: int
+    num_chosen: int
+    inner: int
+    dense_layers: tuple[int, ...] = ()
+    scoring: Scoring = "softmax"
+    is_renormalized: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    has_correction: bool = False
+    shared_inner: int = 0
+    has_shared_gate: bool = False
+    num_ignored_layers: int = 0
+
+
+def is_expert_family(model_type: str | None) -> bool:
+    """Return whether our decoder computes the family with experts."""
+    return model_type in _READERS
+
+
+def experts_of(hf_config: Mapping[str, Any]) -> ExpertConfig | None:
+    """Return the experts of a model; None if no layer has experts.
+
+    Args:
+        hf_config: the content of config.json.
+
+    Raises:
+        UserError: a size is missing, or the sizes contradict each other.
+    """
+    read = _READERS.get(str(hf_config.get("model_type")))
+    if read is None:
+        return None
+    experts = read(hf_config)
+    _require_consistent(experts)
+    return experts if len(experts.dense_layers) < hf_config["num_hidden_layers"] else None
+
+
+def _read_qwen(hf_config: Mapping[str, Any]) -> ExpertConfig:
+    step = hf_config.get("decoder_sparse_step", 1)
+    only = hf_config.get("mlp_only_layers") or ()
+    layers = range(_size(hf_config, "num_hidden_layers"))
+    return ExpertConfig(
+        _number(hf_config),
+        _size(hf_config, "num_experts_per_tok"),
+        inner=_size(hf_config, "moe_intermediate_size"),
+        dense_layers=tuple(index for index in layers if index in only or (index + 1) % step),
+        is_renormalized=bool(hf_config.get("norm_topk_prob", False)),
+    )
+
+
+def _read_qwen2(hf_config: Mapping[str, Any]) -> ExpertConfig:
+    shared = _size(hf_config, "shared_expert_intermediate_size")
+    return replace(_read_qwen(hf_config), shared_inner=shared, has_shared_gate=True)
+
+
+def _read_mixtral(hf_config: Mapping[str, Any]) -> ExpertConfig:
+    return ExpertConfig(
+        _number(hf_config),
+        _size(hf_config, "num_experts_per_tok"),
+        inner=_size(hf_config, "intermediate_size"),
+        is_renormalized=True,
+    )
+
+
+def _read_deepseek(
+    hf_config: Mapping[str, Any], *, scoring: Scoring = "sigmoid", is_renormalized: bool = False
+) -> ExpertConfig:
+    inner = _size(hf_config, "moe_intermediate_size")
+    has_correction = scoring == "sigmoid"
+    return ExpertConfig(
+        _number(hf_config),
+        _size(hf_config, "num_experts_per_tok"),
+        inner=inner,
+        dense_layers=_first_dense(hf_config),
+        scoring=scoring,
+        is_renormalized=is_renormalized or bool(hf_config.get("norm_topk_prob", False)),
+        scale=float(hf_config.get("routed_scaling_factor") or 1.0),
+        num_groups=hf_config.get("n_group") or 1,
+        num_kept_groups=hf_config.get("topk_group") or 1,
+        has_correction=has_correction,
+        shared_inner=inner * (hf_config.get("n_shared_experts") or 0),
+        num_ignored_layers=hf_config.get("num_nextn_predict_layers") or 0,
+    )
+
+
+def _read_xdg(hf_config: Mapping[str, Any]) -> ExpertConfig:
+    """Read red-moe's configuration, whose router is one of three."""
+    name = hf_config.get("scoring_func", "softmax")
+    scoring = _SCORING_OF_XDG.get(name)
+    if scoring is None:
+        raise UserError(
+            "config.json: scoring_func",
+            name,
+            rule=f"must be one of {', '.join(_SCORING_OF_XDG)}",
+            remedy="Use the config.json that belongs to the weights.",
+        )
+    return _read_deepseek(
+        {**hf_config, "n_group": 1, "topk_group": 1},
+        scoring=scoring,
+        is_renormalized=scoring == "sigmoid",
+    )
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], ExpertConfig]] = {
+    "qwen3_moe": _read_qwen,
+    "qwen2_moe": _read_qwen2,
+    "mixtral": _read_mixtral,
+    "dots1": _read_deepseek,
+    "XdgMoE": _read_xdg,
+}
+
+
+def _first_dense(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+    first = hf_config.get("first_k_dense_replace") or 0
+    frequency = hf_config.get("moe_layer_freq") or 1
+    layers = range(_size(hf_config, "num_hidden_layers"))
+    return tuple(index for index in layers if index < first or index % frequency)
+
+
+def _require_consistent(experts: ExpertConfig) -> None:
+    wrong = None
+    if experts.num_chosen > experts.num_experts:
+        wrong = ("num_experts_per_tok", experts.num_chosen, f"at most {experts.num_experts}")
+    elif experts.num_experts % experts.num_groups:
+        wrong = ("n_group", experts.num_groups, f"a divisor of {experts.num_experts} experts")
+    elif experts.num_kept_groups > experts.num_groups:
+        wrong = ("topk_group", experts.num_kept_groups, f"at most {experts.num_groups}")
+    if wrong is not None:
+        name, value, rule = wrong
+        remedy = "Use the config.json that belongs to the weights."
+        raise UserError(f"config.json: {name}", value, rule=f"must be {rule}", remedy=remedy)
+
+
+def _number(hf_config: Mapping[str, Any]) -> int:
+    name = next((name for name in _NUMBERS if hf_config.get(name) is not None), _NUMBERS[0])
+    return _size(hf_config, name)
+
+
+def _size(hf_config: Mapping[str, Any], name: str) -> int:
+    value = hf_config.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise UserError(
+            f"config.json: {name}",
+            value,
+            rule="must be a positive integer",
+            remedy="Use the config.json that belongs to the weights.",
+        )
+    return value

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that train models with experts, from command to files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.fakes.commands import run_command
+from tests.fakes.tiny_experts import write_tiny_qwen3_moe
+from tests.fakes.tiny_run import Material, metrics_of, train_arguments
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny Qwen3-MoE. Do not write into it."""
+    return write_tiny_qwen3_moe(tmp_path_factory.mktemp("experts") / "policy")
+
+
+def test_grpo_trains_experts_on_the_policy_of_its_rollouts(
+    material: Material, policy: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = train_arguments(
+        material,
+        run,
+        f"actor_rollout_ref.model.path={policy}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    )
+    ended = run_command(words, folder=tmp_path)
+    assert ended.code == 0, ended.stderr
+    for row in list(metrics_of(run).values())[1:]:
+        # The log-probs of rollout and trainer are those of the same experts, step after step.
+        assert row["training/rollout_probs_diff_max"] < 1e-5
+        assert row["actor/grad_norm"] > 0
+    before = load_file(policy / "model.safetensors")
+    after = load_file(run / "global_step_4/actor/model.safetensors")
+    assert after.keys() == before.keys()
+    changed = [name for name in before if not after[name].equal(before[name])]
+    assert any(".experts." in name for name in changed) and any("mlp.gate" in x for x in changed)
+
+
+def test_a_missing_expert_is_one_line(material: Material, policy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    for file in policy.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    words = train_arguments(material, tmp_path / "run", f"actor_rollout_ref.model.path={folder}")
+    for command in (words, ["plan", *words[1:]]):
+        ended = run_command(command, folder=tmp_path)
+        assert ended.code == 2
+        last = ended.stderr.strip().splitlines()[-1]
+        assert "tensor 'model.layers.1.mlp.experts.5.up_proj.weight' is missing" in last

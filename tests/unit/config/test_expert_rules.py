@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is not built for models with experts is refused in one line, before a weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tandem.config.check.device_rules import require_division
+from tandem.config.derived.experts import ExpertConfig
+from tandem.config.derived.pools import place_run, place_sft
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
+from tandem.errors import UserError
+from tandem.rollout.choice import problem_of
+from tests.fakes.configured import TINY
+
+EXPERTS = replace(TINY, experts=ExpertConfig(8, 2, inner=32))
+ROLES = "actor_rollout_ref"
+REFUSED = [
+    ((f"{ROLES}.model.lora_rank=8",), f"{ROLES}.model.target_modules='all-linear': adapters"),
+    (
+        (f"{ROLES}.model.lora_rank=8", f"{ROLES}.model.target_modules=[q_proj,up_proj]"),
+        "adapters (LoRA) of the feed-forward are not built for models with experts. Set "
+        f"{ROLES}.model.target_modules=[q_proj,k_proj,v_proj,o_proj].",
+    ),
+    ((f"{ROLES}.actor.optim.optimizer=Muon",), f"{ROLES}.actor.optim.optimizer='Muon': it is not"),
+    ((f"{ROLES}.rollout.quantization=fp8",), f"{ROLES}.rollout.quantization='fp8': it is not"),
+]
+
+
+def problem(schema, arguments) -> str:
+    config = load_config(schema, arguments).config
+    placement = place_run(config) if schema is RunConfig else place_sft(config)
+    require_division(config, placement, models={"actor-train": TINY})
+    with pytest.raises(UserError) as raised:
+        require_division(config, placement, models={"actor-train": EXPERTS})
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("arguments", "text"), REFUSED)
+def test_not_built_for_experts(arguments, text):
+    assert text in problem(RunConfig, arguments)
+
+
+def test_supervised_runs_are_refused_alike():
+    assert problem(SftConfig, ["optim.optimizer=Muon"]).startswith("optim.optimizer='Muon': it is")
+
+
+def test_adapters_of_attention_are_accepted():
+    words = (f"{ROLES}.model.lora_rank=8", f"{ROLES}.model.target_modules=[q_proj,o_proj]")
+    config = load_config(RunConfig, words).config
+    place = place_run(config)
+    assert require_division(config, place, models={"actor-train": EXPERTS}) is None
+
+
+@pytest.mark.parametrize("name", ["hf", "vllm"])
+def test_engines_with_weights_of_their_own_do_not_generate(name):
+    found = problem_of(name, {"model_type": "qwen3_moe"})
+    assert found is not None and "experts" in found.reason
+    assert problem_of("native", {"model_type": "qwen3_moe"}) is None

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes, flops and memory of models with experts (MO14)."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from tandem.config.derived.sizes import ModelSizes
+from tandem.metrics.throughput import matmul_parameters
+from tandem.models.decoder import parameter_shapes
+from tandem.models.families import decoder_config
+
+A3B = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+}
+DOTS = A3B | {
+    "model_type": "dots1",
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+}
+
+
+def exact(hf_config) -> int:
+    return sum(map(prod, parameter_shapes(decoder_config(hf_config)).values()))
+
+
+def test_mo14_parameters_of_qwen3_30b_a3b():
+    assert exact(A3B) == 30_532_122_624
+    assert ModelSizes.of(A3B).num_parameters == pytest.approx(30_532_122_624, rel=1e-4)
+
+
+@pytest.mark.parametrize("hf_config", [A3B, DOTS])
+def test_mo14_sizes_count_all_but_norms_and_corrections(hf_config):
+    shapes = parameter_shapes(decoder_config(hf_config))
+    matrices = sum(prod(shape) for shape in shapes.values() if len(shape) > 1)
+    assert ModelSizes.of(hf_config).num_parameters == matrices
+
+
+def test_mo14_flops_are_verls_formula():
+    """verl counts D F K 3 + D E for the feed-forward of each layer, and 2 V D."""
+    hidden, heads = 2048, 2 * (32 + 4) * 128
+    layer = hidden * heads + hidden * 768 * 8 * 3 + hidden * 128
+    assert matmul_parameters(ModelSizes.of(A3B)) == 48 * layer + 2 * 151936 * hidden
+
+
+def test_mo14_kept_activations_of_layers_with_experts():
+    sizes = ModelSizes.of(DOTS)
+    outside = 6 * 2048 + 3 * (32 + 4) * 128
+    sparse = outside + 8 * (4 * 2048 + 4 * 768) + 2 * 128 + 4 * 2 * 768
+    dense = outside + 3 * 6144
+    assert sizes.layer_numbers_per_token() == sparse
+    assert sizes.kept_numbers_per_token(None) == 3 * sparse + dense
+    assert sizes.kept_numbers_per_token("full") == 4 * 3 * 2048 + sparse
+    heads = 3 * (32 + 4) * 128
+    pointwise = 4 * (3 * 2048 + heads) + 2 * 6144 + sparse
+    assert sizes.kept_numbers_per_token("pointwise") == pointwise

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The correction of a router is never trained (MO4), and recomputation changes no gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.config.schema.optim import OptimConfig
+from tandem.engines.single import SingleDeviceEngine
+from tandem.models.folder import open_model
+from tests.unit.engines.minibatch import LOSS, SCALE, cut_batches
+from tests.unit.models.tiny_models import EXPERTS, write_hf
+
+NAME = "layers.1.experts.correction"
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_mo4_three_steps_leave_the_correction_as_it_was(offloads, tmp_path):
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    write_hf(EXPERTS["dots1"](), source)
+    saved.mkdir()
+
+    def engine_of(folder):
+        model = open_model(str(folder), dtype=torch.float32, device="cpu")
+        engine = SingleDeviceEngine(
+            model,
+            OptimConfig(lr=1e-2, weight_decay=0.5),
+            total_training_steps=3,
+            compute=model.in_dtype(torch.bfloat16) if offloads else None,
+            offload_optimizer=offloads,
+            offload_weights=offloads,
+        )
+        return engine, dict(model.decoder.named_parameters())
+
+    engine, weights = engine_of(source)
+    before = {name: x.detach().clone() for name, x in weights.items()}
+    for _ in range(3):
+        engine.update(cut_batches(), LOSS, scale=SCALE, temperature=1.0)
+    assert torch.equal(weights[NAME], before[NAME]) and before[NAME].any()
+    assert not torch.equal(weights["layers.1.experts.router"], before["layers.1.experts.router"])
+    engine.save(saved)
+    moments = torch.load(saved / "optimizer.pt")["optimizer"]["AdamW"]["exp_avg"]
+    assert len(moments) == len(weights) - 1  # the second layer alone has experts
+    restored, again = engine_of(source)
+    restored.load(saved)
+    assert all(torch.equal(again[name], x) for name, x in weights.items())
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe_dense_layer", "dots1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputed_gradients_are_the_same_bit_for_bit(case, dtype, tmp_path):
+    write_hf(EXPERTS[case](), tmp_path)
+    model = open_model(str(tmp_path), dtype=dtype, device="cpu")
+    (batch,) = cut_batches(max_sequences=64)
+
+    def gradients():
+        model.module.zero_grad()
+        model.hidden(batch).square().sum().backward()
+        return {name: x.grad for name, x in model.module.named_parameters() if x.grad is not None}
+
+    kept = gradients()
+    for granularity in ("pointwise", "feed_forward", "full"):
+        model.set_gradient_checkpointing(True, granularity)
+        again = gradients()
+        assert all(torch.equal(again[name], x) for name, x in kept.items())

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with experts equal transformers' (MO1, MO2), in the extremes of a router too (MO5)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from tandem.config.derived.experts import ExpertConfig
+from tandem.models.experts import Experts, route
+from tandem.models.file_tensors import file_tensors
+from tandem.models.operators import TORCH
+from tests.unit.models.tiny_models import (
+    EXPERTS,
+    hf_logits,
+    open_fp32,
+    pack_separate,
+    pack_shared,
+    sample_sequences,
+    write_hf,
+    write_xdg,
+)
+
+CASES = (*EXPERTS, "XdgMoE")
+
+
+def write(case, folder):
+    return write_xdg(folder) if case == "XdgMoE" else write_hf(EXPERTS[case](), folder)
+
+
+def logits_of(model, packed):
+    return model.hidden(packed) @ model.lm_head_weight.T
+
+
+def weighted_sum(x):
+    """Return a scalar in which every number has a weight of its own."""
+    generator = torch.Generator().manual_seed(1)
+    return (x * torch.randn(x.shape, generator=generator)).sum()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mo2_log_probs_and_gradients_equal_transformers(case, tmp_path):
+    theirs, ours = write(case, tmp_path), open_fp32(tmp_path)
+    assert ours.decoder is not None
+    sequences = sample_sequences()
+    packed = pack_shared(*sequences)
+    wanted_TV = hf_logits(theirs, packed).log_softmax(-1)
+    found_TV = logits_of(ours, packed).log_softmax(-1)
+    assert (found_TV - wanted_TV).abs().max() < 1e-5
+    apart = pack_separate(*sequences)
+    with torch.no_grad():
+        assert (logits_of(ours, apart) - hf_logits(theirs, apart)).abs().max() < 1e-5
+    weighted_sum(wanted_TV).backward()
+    weighted_sum(found_TV).backward()
+    gradients = {name: x.grad for name, x in ours.module.named_parameters()}
+    expected = {name: x.grad for name, x in theirs.named_parameters()}
+    compared = 0
+    # transformers holds all experts of a layer in two tensors, with the names of a fused file.
+    for piece in file_tensors(ours.decoder.config, are_fused=True):
+        name = piece.name.replace("layernorm", "norm") if "self_attn" in piece.name else piece.name
+        if gradients[piece.parameter] is None:
+            assert piece.parameter.endswith(".correction")
+            continue
+        scale = expected[name].abs().max()
+        found = piece.of(gradients[piece.parameter])
+        torch.testing.assert_close(found, expected[name], rtol=0, atol=1e-5 * scale)
+        compared += 1
+    assert compared == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "tolerance"),
+    [(case, torch.float32, 1e-6) for case in CASES]
+    # In bf16, transformers' other families compute their router in bf16 and choose other experts.
+    + [(case, torch.bfloat16, 1.5e-2) for case in ("dots1", "dots1_groups", "XdgMoE")],
+)
+def test_mo1_one_layer_equals_transformers(case, dtype, tolerance, tmp_path):
+    theirs = write(case, tmp_path).model.layers[-1 if "dense" not in case else 0].mlp
+    ours = open_fp32(tmp_path).in_dtype(dtype).decoder.layers[-1 if "dense" not in case else 0]
+    for name, x in (*theirs.named_parameters(), *theirs.named_buffers()):
+        if "correction" not in name:  # which stays in fp32 in ours, and in files on the hub
+            x.data = x.data.to(dtype)
+    h_TD = torch.randn(50, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
+    wanted = theirs(h_TD[None])[0]
+    found = ours.experts(h_TD, TORCH.gate)
+    assert found.dtype == dtype
+    assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+def layer(**settings) -> Experts:
+    """Return a layer of four experts, of which each token chooses two."""
+    module = Experts(ExpertConfig(4, 2, inner=8, **settings), 12)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.0, 0.5, generator=generator)
+    return module
+
+
+def one_by_one(module: Experts, h_TD):
+    """Compute each token by each of its experts, which is the definition."""
+    rows = []
+    expert_TK, weight_TK = route(
+        h_TD, module.router, config=module.config, correction_E=module.correction
+    )
+    for h_D, experts, weights in zip(h_TD, expert_TK.tolist(), weight_TK, strict=True):
+        parts = [
+            weight * (module.down[e] @ TORCH.gate(F.linear(h_D[None], module.gate_up[e]))[0])
+            for e, weight in zip(experts, weights, strict=True)
+        ]
+        rows.append(sum(parts))
+    return torch.stack(rows)
+
+
+def inputs(num_tokens: int):
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(num_tokens, 12, generator=generator).requires_grad_()
+
+
+def all_to_two(module):
+    """Give experts 1 and 3 all tokens."""
+    module.correction.data = torch.tensor([0.0, 9.0, 0.0, 8.0])
+
+
+def equal_logits(module):
+    """Let all logits be equal."""
+    module.router.data.zero_()
+
+
+@pytest.mark.parametrize("change", [None, all_to_two, equal_logits])
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_mo5_extremes_of_the_router(change, num_tokens):
+    module, h_TD = layer(scoring="sigmoid", has_correction=True, is_renormalized=True), None
+    if change is not None:
+        change(module)
+    h_TD = inputs(num_tokens)
+    found, wanted = module(h_TD, TORCH.gate), one_by_one(module, h_TD)
+    torch.testing.assert_close(found, wanted)
+    with torch.no_grad():  # the operators of a rollout
+        assert torch.equal(module(h_TD, TORCH.gate), module(h_TD, TORCH.gate))
+    trained = [h_TD, module.router, module.gate_up, module.down]
+    ours = torch.autograd.grad(weighted_sum(found), trained, retain_graph=True)
+    theirs = torch.autograd.grad(weighted_sum(wanted), trained)
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.isfinite().all()
+        torch.testing.assert_close(own, other)
+    if change is all_to_two:
+        assert not ours[2][0].any() and not ours[2][2].any() and ours[2][1].any()
+
+
+def test_mo5_ties_are_broken_alike_with_and_without_gradients():
+    module, h_TD = layer(), inputs(9)
+    equal_logits(module)
+    chosen, _ = route(h_TD, module.router, config=module.config, correction_E=None)
+    with torch.inference_mode():
+        again, _ = route(h_TD, module.router, config=module.config, correction_E=None)
+    assert torch.equal(chosen, again)
+
+
+def test_mo1_softmax_of_chosen_logits():
+    """Compute red-moe's third router; no family of transformers has it without biases."""
+    module, h_TD = layer(scoring="softmax_of_chosen", scale=1.5), inputs(6)
+    expert_TK, weight_TK = route(h_TD, module.router, config=module.config, correction_E=None)
+    logits_TE = h_TD @ module.router.T
+    top = logits_TE.topk(2, -1)
+    assert torch.equal(expert_TK, top.indices)
+    torch.testing.assert_close(weight_TK, top.values.softmax(-1) * 1.5)
+
+
+def test_mo1_the_router_multiplies_in_fp32_and_has_a_gradient():
+    module = layer().to(torch.bfloat16)
+    h_TD = inputs(5).detach().to(torch.bfloat16)
+    expert_TK, weight_TK = route(h_TD, module.router, config=module.config, correction_E=None)
+    scores = (h_TD.float() @ module.router.float().T).softmax(-1)
+    assert torch.equal(weight_TK, scores.gather(1, expert_TK))
+    weight_TK[:, 0].sum().backward()
+    assert module.router.grad.any()
