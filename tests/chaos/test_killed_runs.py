@@ -227,6 +227,40 @@ def test_a_second_signal_ends_it_at_once(
     assert not alive
 
 
+@pytest.mark.parametrize("save_freq", [1, -1], ids=["a due save", "the save of the stop"])
+def test_a_second_sigint_during_a_save_loses_and_doubles_nothing(
+    save_freq: int, whole_run: WholeRun, material: Material, tmp_path: Path
+) -> None:
+    run, slow = tmp_path / "run", Conditions(slow_paths=".partial_step_")
+    arguments = [*grpo(material, run), f"trainer.save_freq={save_freq}"]
+    command = Command(arguments, folder=tmp_path, conditions=slow)
+    command.wait_for(tmp_path / "stdout.txt", text="step 1/")
+    if save_freq > 0:
+        wait_for_save(command, run)
+    command.signal(signal.SIGINT)
+    begin_s = time.monotonic()
+    wait_for_save(command, run)
+    time.sleep(max(0.0, begin_s + SAME_REQUEST_S + 0.1 - time.monotonic()))
+    command.signal(signal.SIGINT)
+    ended = command.wait()
+    assert ended.code == 130, ended.stderr
+    assert "Traceback" not in ended.stderr and ended.stderr.endswith("interrupted\n")
+    assert run_command(arguments, folder=tmp_path).code == 0
+    # ``metrics_of`` fails if a metric of a step is there twice.
+    assert repeatable(metrics_of(run)) == repeatable(metrics_of(whole_run("grpo")))
+    for name in ENGINE_FILES:
+        ours, theirs = (path / "global_step_6" / name for path in (run, whole_run("grpo")))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+def wait_for_save(command: Command, run: Path) -> None:
+    """Wait until a checkpoint is being written."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not list(run.glob(".partial_step_*")):
+        assert command.is_running and time.monotonic() < deadline, command.output()
+        time.sleep(0.005)
+
+
 def test_reward_processes_end_with_a_killed_command(material: Material, tmp_path: Path) -> None:
     keys = ("custom_reward_function.name=slow", "reward.num_workers=3", "data.val_files=[]")
     command = Command(train_arguments(material, tmp_path / "run", *keys), folder=tmp_path)

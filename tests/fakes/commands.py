@@ -35,6 +35,7 @@ PRELOADED = (
     "torch._dynamo",  # which torch loads for more than a second when layers are computed again
 )
 TIMEOUT_S = 600  # for a program that never ends; a busy machine may take minutes
+SLOW_S = 0.3
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _NAMES_CHANGED = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
 
@@ -48,12 +49,14 @@ class Conditions:
         max_file_bytes: no file can grow beyond it, as on a full disk; None: any.
         die_at: the command kills itself (SIGKILL) before this file operation, counted from 1.
         own_session: it leads a process group of its own, which can be signalled.
+        slow_paths: opening a file whose path has this text takes ``SLOW_S``; "": none.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     max_file_bytes: int | None = None
     die_at: int | None = None
     own_session: bool = False
+    slow_paths: str = ""
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,8 @@ def _run(arguments: list[str], folder: str, conditions: Conditions) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     if conditions.die_at is not None:
         _die_at(conditions.die_at)
+    if conditions.slow_paths:
+        _slow_down(conditions.slow_paths)
     sys.exit(main(arguments))
 
 
@@ -178,5 +183,13 @@ def _die_at(operation: int) -> None:
         writes = event == "open" and isinstance(values[2], int) and values[2] & _WRITING
         if (writes or event in _NAMES_CHANGED) and next(numbers) == operation:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def _slow_down(text: str) -> None:
+    def watch(event: str, values: tuple[Any, ...]) -> None:
+        if event == "open" and text in str(values[0]):
+            time.sleep(SLOW_S)
 
     sys.addaudithook(watch)
