@@ -280,9 +280,9 @@ def name_step(step: Callable[[], int]) -> Iterator[None]:
     """Raise failures of workers and engines as ``RunFailure``, with the current step."""
     try:
         yield
-    except (WorkerFailure, EngineFailure, BaseExceptionGroup) as error:
+    except (WorkerFailure, NodeFailure, EngineFailure, BaseExceptionGroup) as error:
         cause = first_cause(error)
-        if not isinstance(cause, (WorkerFailure, EngineFailure)):
+        if not isinstance(cause, (WorkerFailure, NodeFailure, EngineFailure)):
             raise
         number = step()
         raise RunFailure(f"step {number}: {cause}", step=number) from None

@@ -90,7 +90,7 @@ class WorkerFailure(Exception):
 
 
 class NodeFailure(Exception):
-    """The run ended on a member node: the head vanished, or the node's own Ray ended.
+    """The end of a run because of a node: the head vanished, or the node's own Ray ended.
 
     Attributes:
         restarts_elsewhere: whether the head starts the run again, so that this node must follow.

@@ -44,7 +44,7 @@ from tandem.runtime.ray_cluster import (
     reserve,
     start_ray,
 )
-from tandem.runtime.ray_node import RayNode, ray_environment
+from tandem.runtime.ray_node import RayNode, driver_environment
 from tandem.runtime.waiting import Call, Waits, Worker
 from tandem.runtime.worker_process import (
     Build,
@@ -129,7 +129,7 @@ class RayRuntime:
             UserError: the cluster cannot be reached, or has too few devices or nodes.
         """
         self._platforms = dict.fromkeys(pools, platform) | dict(platforms or {})
-        self._waits = Waits(_finished, self._result)
+        self._waits = Waits(_finished, self._result, node_end=self._node_end)
         self._liveness = Liveness(
             self._waits,
             finished=_finished,
@@ -230,7 +230,8 @@ class RayRuntime:
             self._is_open = False
             self._waits.close()
             self._liveness.close()
-            for actor in self._actors if ray.is_initialized() else ():
+            has_ended = self._node is not None and self._node.describe_end() != ""
+            for actor in self._actors if ray.is_initialized() and not has_ended else ():
                 with suppress(RayError):
                     ray.kill(actor)
             for _, executor in self._threads.values():
@@ -290,6 +291,11 @@ class RayRuntime:
             logger.debug("%s: %s", name, info.isolation)
         return workers
 
+    def _node_end(self) -> str:
+        """Return how Ray ended on this node, "" while it runs; see ``Waits``."""
+        end = self._node.describe_end() if self._node is not None and self._is_open else ""
+        return f"Ray ended on the driver's node: {end}" if end else ""
+
     def _result(self, reference: Any) -> Any:
         """Return the result of a finished call; see ``Waits``.
 
@@ -335,7 +341,7 @@ def _find_devices(plan: ClusterPlan, platforms: Collection[Platform]) -> Sequenc
 
 def _load_ray(plan: ClusterPlan) -> ModuleType:
     """Import Ray with its messages silenced. Raise UserError if it is not installed."""
-    for name, value in ray_environment(plan.role).items():
+    for name, value in driver_environment(plan.role).items():
         os.environ.setdefault(name, value)
     try:
         import ray

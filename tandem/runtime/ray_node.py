@@ -10,20 +10,30 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from tandem.runtime.os_settings import die_with_parent
 
 _LAST_LINES = 5
+_FIRST_EXIT = re.compile(r"(\w+) \[exit code=(-?\d+)")
+"""The line of ``ray start`` about a process whose end is the end of all."""
+_VITAL = ("gcs_server", "raylet")
+"""The processes without which Ray's other processes on the node end too."""
+_NOTICE_S = 5.0
+"""``ray start`` looks for lost processes every second, and then ends the others."""
 _POLL_S = 0.02
 _ADDRESS_FILE = "ray_current_cluster"
 """The file in Ray's folder to which ``ray start`` writes the address of the cluster."""
@@ -54,11 +64,18 @@ _ALWAYS = {
 _RECONNECT_S = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """The time after which processes without a head end, by default a minute."""
 _SEVERAL_NODES = {_RECONNECT_S: "8"}
+_DRIVER = {_RECONNECT_S: "30"}
+"""The driver needs time to say what has happened: Ray's library then ends it with a message."""
 _ONE_NODE = {
     _RECONNECT_S: "4",
     # On any system: use the loopback interface instead of asking the network for an address.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
+
+
+def driver_environment(role: Literal["local", "existing", "head", "member"]) -> dict[str, str]:
+    """Return the variables that Ray reads when the driver imports it; see ``ray_environment``."""
+    return ray_environment(role) | ({} if role == "existing" else _DRIVER)
 
 
 def ray_environment(role: Literal["local", "existing", "head", "member"]) -> dict[str, str]:
@@ -88,6 +105,8 @@ class RayNode:
         """
         given = _ANY_WORKER_PORTS | dict(options)
         flags = [_flag(name, value) for name, value in given.items() if value is not None]
+        self._vital = select.poll()
+        self._vital_fds: list[int] = []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``close``
         self.process = subprocess.Popen(
             [sys.executable, "-c", _RAY_START, "start", "--block", *filter(None, flags)],
@@ -101,9 +120,31 @@ class RayNode:
 
     def last_lines(self) -> list[str]:
         """Return the last non-empty lines that ``ray start`` printed."""
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").splitlines()
+        # Several threads may read, and a seek would move where ``ray start`` writes.
+        written = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0)
+        lines = written.decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()][-_LAST_LINES:]
+
+    def describe_end(self) -> str:
+        """Return which process of Ray ended the others and how; "" while they run."""
+        if self.process.poll() is None and not self._has_lost_process():
+            return ""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_NOTICE_S)
+        code = self.process.poll()
+        return "one process is gone" if code is None else describe_end(self.last_lines(), code)
+
+    def watch_processes(self) -> None:
+        """Let ``describe_end`` notice a lost process before ``ray start`` does."""
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if child.name() in _VITAL:
+                    descriptor = os.pidfd_open(child.pid)
+                    self._vital_fds.append(descriptor)
+                    self._vital.register(descriptor, select.POLLIN)
+
+    def _has_lost_process(self) -> bool:
+        return bool(self._vital.poll(0))
 
     def close(self) -> None:
         """End all processes at once; idempotent."""
@@ -111,6 +152,8 @@ class RayNode:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._log.close()
+        while self._vital_fds:
+            os.close(self._vital_fds.pop())
 
 
 def start_head(
@@ -149,7 +192,19 @@ def start_head(
     except BaseException:
         node.close()
         raise
+    node.watch_processes()
     return node, address.strip()
+
+
+def describe_end(lines: Sequence[str], code: int) -> str:
+    """Return which process ended first, from the last lines and the exit code of ``ray start``."""
+    first = next(filter(None, map(_FIRST_EXIT.search, lines)), None)
+    name, number = ("raylet or head", code) if first is None else (first[1], int(first[2]))
+    known = {one.value: one.name for one in signal.Signals}
+    how = f"ended with exit code {number}"
+    if number < 0:
+        how = f"was killed by {known.get(-number, f'signal {-number}')}"
+    return f"its {name} {how}"
 
 
 def _flag(name: str, value: Any) -> str:

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from tandem.runtime.failure import (
     Failed,
     Kind,
+    NodeFailure,
     ReportedError,
     Symptom,
     WorkerName,
@@ -66,6 +67,7 @@ class Waits:
         result: returns the result of a finished reference, or raises ReportedError.
         grace_s: the time after a failure in which other failures may turn out to be its cause.
         look_s: the period in which a waiting thread checks for ``close`` and for hanging workers.
+        node_end: returns how the processes that carry all workers ended; "" while they run.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class Waits:
         *,
         grace_s: float = 1.5,
         look_s: float = 1.0,
+        node_end: Callable[[], str] = lambda: "",
     ) -> None:
+        self._node_end = node_end
         self._grace_s = grace_s
         self._look_s = look_s
         self._finished = finished
@@ -158,7 +162,7 @@ class Waits:
             with self._looking():
                 finished = set(self._finished([*references, *watches], min(self._look_s, left_s)))
                 has_ended = finished.intersection(watches) or self._first_end is not None
-                if has_ended and not self._is_closed:
+                if (has_ended or self._node_end()) and not self._is_closed:
                     self._raise_first_cause([])
             if finished and not self._is_closed:
                 return [reference for reference in references if reference in finished]
@@ -187,7 +191,11 @@ class Waits:
 
     def _raise_first_cause(self, failures: list[Failed]) -> NoReturn:
         with self._judging:  # several threads may fail for one cause
-            failed = self._first_end or first_failed(self._collect(failures))
+            failures = self._collect(failures) if self._first_end is None else failures
+            # Workers end, or cannot be reached, just before the end of their node is known.
+            if end := self._node_end():
+                raise NodeFailure(end)
+            failed = self._first_end or first_failed(failures)
             if failed.symptom.kind is Kind.LOST_PEER:
                 failed = self._just_before() or failed
             if failed.symptom.kind is Kind.DIED:

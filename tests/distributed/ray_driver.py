@@ -174,6 +174,20 @@ def start_a_head() -> int:
     return 0
 
 
+def lose_a_process() -> int:
+    """Kill one of Ray's own processes while a worker computes."""
+    name = os.environ["TANDEM_TEST_KILLED"]
+    plan = plan_cluster(ClusterSettings(1, 1), {})
+    with RayRuntime(plan, platform=CPU, pools={"train": [0]}) as runtime:
+        group = runtime.start_pools({"train": build_probe})["train"]
+        call = group.submit(0, "sleep", 600)
+        children = psutil.Process().children(recursive=True)
+        (killed,) = [process for process in children if process.name() == name]
+        killed.kill()
+        group.gather([call])
+    return 0
+
+
 def main(function: str) -> int:
     functions = (
         be_refused_an_address,
@@ -181,6 +195,7 @@ def main(function: str) -> int:
         be_refused_a_node,
         wait_for_a_node,
         start_a_head,
+        lose_a_process,
     )
     drivers = {f.__name__: f for f in functions}
     try:

@@ -25,6 +25,7 @@ from tandem.runtime.cluster import ClusterSettings, plan_cluster
 from tandem.runtime.failure import WorkerFailure
 from tandem.runtime.ray import RayRuntime
 from tests.distributed.ray_driver import DEVICES, build_probe
+from tests.fakes.patience import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SLICE = ("4", "5", "6")
@@ -180,6 +181,17 @@ def test_one_signal_ends_the_wait_for_nodes() -> None:
     assert driver.wait(10) == 128 + signal.SIGTERM
     assert len(pids) > 2
     assert not wait_until_gone(pids, timeout_s=2)
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_lost_process_of_ray_is_named_without_a_traceback(name: str) -> None:
+    # By default Ray starts workers with a niceness of 15, and a busy machine makes them wait.
+    environment = {"TANDEM_TEST_KILLED": name, "RAY_worker_niceness": "0"}
+    driver = run_driver("lose_a_process", **environment)
+    stdout, stderr = driver.communicate(timeout=LIMIT_S)
+    wanted = f"Ray ended on the driver's node: its {name} was killed by SIGKILL"
+    assert (driver.returncode, json.loads(stdout)) == (1, {"error": wanted}), stderr
+    assert "Traceback" not in stderr and "Check failed" not in stderr
 
 
 def test_unreachable_address_missing_devices_and_missing_nodes_are_refused() -> None:

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from tandem.errors import UserError
-from tandem.runtime.failure import Kind, ReportedError, Symptom, WorkerFailure, WorkerName
+from tandem.runtime.failure import (
+    Kind,
+    NodeFailure,
+    ReportedError,
+    Symptom,
+    WorkerFailure,
+    WorkerName,
+)
 from tandem.runtime.waiting import Call, ClosedError, Waits, Worker
 from tests.fakes.patience import sooner_than
 
@@ -139,6 +146,23 @@ def test_death_names_the_call_the_worker_was_busy_with() -> None:
         waits.gather([queued])
     assert raised.value.method == "advance"
     assert (done.number, busy.number) == (0, 1)
+
+
+def test_the_end_of_the_node_is_the_cause_of_the_end_of_its_workers() -> None:
+    answers, ends = Answers(), [""]
+    waits = Waits(
+        answers.finished, answers.result, grace_s=GRACE_S, look_s=0.05, node_end=lambda: ends[0]
+    )
+    workers = [Worker(WorkerName("train", rank, host="a", pid=rank), f"w{rank}") for rank in (0, 1)]
+    for worker in workers:
+        waits.watch(worker)
+    calls = start(waits, workers)
+    threading.Timer(0.1, ends.__setitem__, (0, "its raylet was killed")).start()
+    with pytest.raises(NodeFailure, match="its raylet was killed"):  # although no call has ended
+        waits.gather(calls)
+    answers.put(call0=LOST, w1=DIED, call1=DIED)
+    with pytest.raises(NodeFailure, match="its raylet was killed"):
+        waits.gather(calls)
 
 
 def test_threads_that_fail_of_the_same_cause_name_the_same_worker() -> None:
