@@ -22,8 +22,10 @@ SECTION = "actor_rollout_ref.rollout.multi_turn"
 TOOL_KEY = f"{SECTION}.tool_config_path"
 FUNCTION_KEY = f"{SECTION}.function_tool_path"
 INTERACTION_KEY = f"{SECTION}.interaction_config_path"
+ISOLATION_KEY = "actor_rollout_ref.rollout.agent.isolation"
 _NATIVE = "native"
 
+Isolation = Literal["strict", "best_effort"]
 TruncateSide = Literal["left", "middle", "right"]
 
 
@@ -67,6 +69,7 @@ class EnvironmentSetup:
 
     Attributes:
         function_path: a Python file with ``@function_tool`` functions.
+        isolation: whether programs of the policy run although the kernel does not hold them.
         log: the file for prints and for the first traceback of each process; None for stderr.
     """
 
@@ -74,6 +77,7 @@ class EnvironmentSetup:
     function_path: str | None = None
     interactions: tuple[InteractionSpec, ...] = ()
     limits: ToolLimits = field(default_factory=ToolLimits)
+    isolation: Isolation = "strict"
     log: str | None = None
 
 

@@ -169,7 +169,7 @@ def load_tools(setup: EnvironmentSetup) -> dict[str, LoadedTool]:
     provide_verl()
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    tools: list[LoadedTool] = [_load_class(spec) for spec in setup.tools]
+    tools: list[LoadedTool] = [_load_class(spec, setup) for spec in setup.tools]
     if setup.function_path is not None:
         tools += _load_functions(setup.function_path)
     named: dict[str, LoadedTool] = {}
@@ -182,11 +182,13 @@ def load_tools(setup: EnvironmentSetup) -> dict[str, LoadedTool]:
     return named
 
 
-def _load_class(spec: ToolSpec) -> LoadedTool:
+def _load_class(spec: ToolSpec, setup: EnvironmentSetup) -> LoadedTool:
     made = import_class(TOOL_KEY, spec.class_name)
     schema = spec.schema and OpenAIFunctionToolSchema.model_validate(spec.schema)
     try:
-        tool = made(config=dict(spec.config), tool_schema=schema)
+        is_told = "isolation" in inspect.signature(made).parameters
+        known = {"isolation": setup.isolation} if is_told else {}
+        tool = made(config=dict(spec.config), tool_schema=schema, **known)
         return ClassOfUser(tool, spec.config)
     except Exception as error:
         raise UserError(

@@ -86,6 +86,12 @@ class Execution:
     cpu_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    limits: JailLimits
+    prints_last: bool
+
+
 class CodeJail:
     """The jailed executions of this process.
 
@@ -128,17 +134,23 @@ class CodeJail:
         """
         return (await self._running()).protections
 
-    async def execute(self, program: str, limits: JailLimits) -> Execution:
+    async def execute(
+        self, program: str, limits: JailLimits, *, prints_last: bool = False
+    ) -> Execution:
         """Execute a program. Its mistakes are outcomes.
+
+        Args:
+            prints_last: print the value of an expression that ends the program.
 
         Raises:
             JailError: the program could not be executed, through no fault of its own.
         """
+        request = _Request(limits, prints_last)
         async with self._places:
             with suppress(_ZygoteLost):
-                return await (await self._running()).execute(program, limits)
+                return await (await self._running()).execute(program, request)
             try:
-                return await (await self._running()).execute(program, limits)
+                return await (await self._running()).execute(program, request)
             except _ZygoteLost as error:
                 raise JailError(str(error)) from error
 
@@ -216,14 +228,15 @@ class _Zygote:
         assert isinstance(told, list), "the zygote sends a list"
         self.protections = tuple(Protection(**fields) for fields in told)
 
-    async def execute(self, program: str, limits: JailLimits) -> Execution:
+    async def execute(self, program: str, request: _Request) -> Execution:
         """Execute a program; raise JailError or _ZygoteLost if that fails."""
+        limits = request.limits
         number = next(self._numbers)
         answer: asyncio.Future[dict[str, object]] = self._loop.create_future()
         self._answers[number] = answer
         output_fd = -1
         try:
-            output_fd = self._send(number, program, limits=limits)
+            output_fd = self._send(number, program, request=request)
             async with asyncio.timeout(limits.wall_s + _GRACE_S):
                 output, is_cut = await self._read(output_fd, limit=limits.output_bytes)
                 if is_cut:
@@ -252,7 +265,7 @@ class _Zygote:
                     waiting.set_exception(_ZygoteLost("the interpreter for programs has ended"))
                     waiting.exception()  # seen, even if nobody waits for it
 
-    def _send(self, number: int, program: str, *, limits: JailLimits) -> int:
+    def _send(self, number: int, program: str, *, request: _Request) -> int:
         """Send a program to the zygote; return the end of the pipe that its output comes from."""
         if not self.is_open:
             raise _ZygoteLost("the interpreter for programs has ended")
@@ -262,8 +275,8 @@ class _Zygote:
             with os.fdopen(os.dup(program_fd), "wb") as file:
                 file.write(program.encode(errors="replace"))
             os.lseek(program_fd, 0, os.SEEK_SET)
-            request = {"number": number, "limits": asdict(limits)}
-            socket.send_fds(self._channel, [json.dumps(request).encode()], [program_fd, theirs])
+            message = json.dumps({"number": number, **asdict(request)}).encode()
+            socket.send_fds(self._channel, [message], [program_fd, theirs])
         except OSError as error:
             os.close(ours)
             raise _ZygoteLost(f"the interpreter for programs takes none: {error}") from error

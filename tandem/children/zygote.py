@@ -10,6 +10,7 @@ closes, and they end with it. It imports the standard library alone.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import errno
 import gc
@@ -44,6 +45,7 @@ PREPARED = b"\x01"
 """The first byte of the output: the process is in the jail, and has not begun the program."""
 _PROGRAM_NAME = "program.py"
 _PROGRAM_FD = 3
+_PRINT_VALUE = "__print_value__"
 _SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -142,7 +144,8 @@ class _Zygote:
         if pid == 0:
             code = 1
             try:
-                code = self._execute(limits, program_fd=program_fd, output_fd=output_fd)
+                _connect(program_fd=program_fd, output_fd=output_fd)
+                code = self._execute(limits, prints_last=bool(request.get("prints_last")))
             finally:
                 os._exit(code)
         deadline_s = time.monotonic() + limits.wall_s
@@ -167,14 +170,13 @@ class _Zygote:
         with suppress(OSError):
             self._channel.send(json.dumps({"number": number, **fields}).encode())
 
-    def _execute(self, limits: JailLimits, *, program_fd: int, output_fd: int) -> int:
+    def _execute(self, limits: JailLimits, *, prints_last: bool) -> int:
         """Turn this forked process into an execution; return its exit code."""
-        _connect(program_fd=program_fd, output_fd=output_fd)
         enter(limits, self._layers, readable=self._readable)
         with os.fdopen(_PROGRAM_FD, "rb") as file:
             source = file.read().decode()
         os.write(1, PREPARED)
-        return run_program(source)
+        return run_program(source, prints_last=prints_last)
 
 
 def _connect(*, program_fd: int, output_fd: int) -> None:
@@ -207,8 +209,12 @@ class _Interpreter(InteractiveInterpreter):
         traceback.print_exception(None, error, trace and trace.tb_next)
 
 
-def run_program(source: str) -> int:
-    """Execute a program as Python's main program; return its exit code."""
+def run_program(source: str, *, prints_last: bool) -> int:
+    """Execute a program as Python's main program; return its exit code.
+
+    Args:
+        prints_last: print the value of an expression that ends the program, as a notebook does.
+    """
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.argv = [_PROGRAM_NAME]
@@ -216,7 +222,11 @@ def run_program(source: str) -> int:
     linecache.cache[_PROGRAM_NAME] = (len(source), None, source.splitlines(True), _PROGRAM_NAME)
     interpreter = _Interpreter(module.__dict__)
     try:
-        compiled = compile(source, _PROGRAM_NAME, "exec")
+        tree = ast.parse(source, _PROGRAM_NAME)
+        if prints_last and tree.body and isinstance(tree.body[-1], ast.Expr):
+            module.__dict__[_PRINT_VALUE] = _print_value
+            tree.body[-1] = _printed(tree.body[-1])
+        compiled = compile(tree, _PROGRAM_NAME, "exec")
     except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError) as error:
         traceback.print_exception(None, error, None)
         return 1
@@ -228,6 +238,18 @@ def run_program(source: str) -> int:
     _finish_threads()
     sys.stdout.flush()
     return code
+
+
+def _printed(last: ast.Expr) -> ast.Expr:
+    call = ast.Call(ast.Name(_PRINT_VALUE, ast.Load()), [last.value], [])
+    return ast.fix_missing_locations(ast.copy_location(ast.Expr(call), last))
+
+
+def _print_value(value: object) -> None:
+    if value is not None:
+        text = f"{value}\n"
+        sys.stdout.flush()
+        os.write(1, text.encode(errors="replace"))
 
 
 def _exit_code(end: SystemExit) -> int:

@@ -9,6 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
+from tandem.agents.code_tool import (
+    check_protections,
+    describe_take_over,
+    survey_code_tools,
+    take_over,
+)
 from tandem.agents.pool import EnvironmentPool
 from tandem.agents.setup import (
     FUNCTION_KEY,
@@ -18,6 +24,7 @@ from tandem.agents.setup import (
     read_interaction_file,
     read_tool_file,
 )
+from tandem.children.code_jail import JailError
 from tandem.children.environment import child_environment
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.config.schema.run import RunConfig
@@ -69,6 +76,7 @@ def prepare_agents(config: RunConfig, codec: TextCodec) -> AgentPlan | None:
             )
         return None
     setup = _setup(rollout)
+    _check_isolation(setup)
     schemas = tuple(complete(lambda: _read_schemas(config, setup)))
     kinds = [kind for kind, has in ((TOOL, schemas), (USER, setup.interactions)) if has]
     facts = Dialogue(codec, schemas).probe(kinds)
@@ -127,9 +135,12 @@ async def open_agents(
 
 def _setup(rollout: RolloutConfig) -> EnvironmentSetup:
     turns = rollout.multi_turn
-    tools, users = turns.tool_config_path, turns.interaction_config_path
+    users = turns.interaction_config_path
+    written = () if turns.tool_config_path is None else read_tool_file(turns.tool_config_path)
+    for line in filter(None, map(describe_take_over, written)):
+        logger.info("%s", line)
     return EnvironmentSetup(
-        tools=() if tools is None else read_tool_file(tools),
+        tools=tuple(map(take_over, written)),
         function_path=turns.function_tool_path,
         interactions=() if users is None else read_interaction_file(users),
         limits=ToolLimits(
@@ -138,7 +149,22 @@ def _setup(rollout: RolloutConfig) -> EnvironmentSetup:
             truncate_side=turns.tool_response_truncate_side,
             timeout_s=turns.tool_timeout_s,
         ),
+        isolation=rollout.agent.isolation,
     )
+
+
+def _check_isolation(setup: EnvironmentSetup) -> None:
+    """Raise UserError if tools execute code that the kernel does not hold; or warn of it."""
+    try:
+        protections = survey_code_tools(setup.tools)
+    except JailError as error:
+        rule = f"code that the policy writes cannot be executed here: {error}"
+        raise UserError(TOOL_KEY, rule=rule, remedy="Use Linux, or other tools.") from error
+    if setup.isolation == "strict":
+        check_protections(protections)
+    for one in protections:
+        if not one.held_by:
+            logger.warning("code that the policy writes could %s on this machine", one.promise)
 
 
 def _open_pool(config: RunConfig, setup: EnvironmentSetup) -> EnvironmentPool:

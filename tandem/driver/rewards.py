@@ -12,6 +12,7 @@ from tandem.config.schema.imports import PACKAGE_PREFIX, PICKLE_SUFFIX
 from tandem.config.schema.run import RunConfig
 from tandem.data.prompts import PromptEntry
 from tandem.driver.execution import complete
+from tandem.pipeline.episodes import episode_context
 from tandem.pipeline.reward_phase import overlong_buffer
 from tandem.rewards.custom import RewardFunction
 from tandem.rewards.log import REWARD_LOG_FILE, LoggedRewards
@@ -19,7 +20,7 @@ from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
 from tandem.rewards.rate_limit import RateLimitedRewards, RateLimits
 from tandem.rewards.routing import check_sources
 from tandem.rewards.scoring import ENVIRONMENT_KEY, RewardSpec
-from tandem.types import RewardRequest
+from tandem.types import EpisodeEnd, EpisodeRecord, RewardRequest
 
 _MEBIBYTE = 1 << 20
 
@@ -37,12 +38,15 @@ def check_rewards(config: RunConfig, entries: Sequence[PromptEntry]) -> None:
         check_sources({entry.data_source for entry in entries})
         return
     first = entries[0]
+    extra_info = first.extra_info
+    if first.agent:
+        extra_info = episode_context(extra_info, EpisodeRecord(EpisodeEnd.ANSWER))
     trials = [
         RewardRequest(
             first.data_source,
             response,
             first.ground_truth,
-            first.extra_info,
+            extra_info,
             num_tokens=1,
             prompt=first.messages,
         )

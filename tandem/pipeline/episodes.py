@@ -321,11 +321,15 @@ def outcome_of_end(trajectory: Trajectory) -> RewardOutcome | None:
 
 def reward_context(prompt: Prompt, trajectory: Trajectory) -> Mapping[str, Any]:
     """Return ``extra_info`` for the reward: the row's, and the course of the episode."""
-    record = trajectory.episode
-    if record is None:
+    if trajectory.episode is None:
         return prompt.extra_info
+    return episode_context(prompt.extra_info, trajectory.episode)
+
+
+def episode_context(extra_info: Mapping[str, Any], record: EpisodeRecord) -> Mapping[str, Any]:
+    """Return ``extra_info`` with the course of an episode."""
     return {
-        **prompt.extra_info,
+        **extra_info,
         "num_turns": record.num_turns,
         "messages": [dict(message) for message in record.messages],
         "tool_rewards": list(record.rewards),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A calculator that never calculates: the same model without its tool."""
+"""Tools that never calculate: the same model without its calculator or interpreter."""
 
 from __future__ import annotations
 
@@ -14,3 +14,13 @@ def calculator(expression: str) -> str:
         expression: Two numbers with one of + - * between them.
     """
     return "error: the calculator is broken"
+
+
+@function_tool
+def code_interpreter(code: str) -> str:
+    """Answer nothing useful.
+
+    Args:
+        code: A program.
+    """
+    return "error: the interpreter is broken"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,20 @@ def stops_early(problem: Product) -> str:
     return f"calculator({problem.first}) = {problem.product}\n#### {problem.product}"
 
 
-def messages_of(question: str, answer: str) -> list[dict[str, Any]]:
+def call_calculator(expression: str) -> dict[str, Any]:
+    """Return the call of the calculator for an expression."""
+    return {"name": "calculator", "arguments": {"expression": expression}}
+
+
+def messages_of(
+    question: str, answer: str, *, call: Callable[[str], dict[str, Any]] = call_calculator
+) -> list[dict[str, Any]]:
     """Return a demonstration as messages: each line ``calculator(E) = R`` is a call and its result.
 
     The lines after the last call are the answer.
+
+    Args:
+        call: makes name and arguments of the call for an expression.
     """
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     said: list[str] = []
@@ -127,9 +138,8 @@ def messages_of(question: str, answer: str) -> list[dict[str, Any]]:
         if match is None:
             said.append(line)
             continue
-        function = {"name": "calculator", "arguments": {"expression": match[1]}}
-        call = {"type": "function", "function": function}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        made = {"type": "function", "function": call(match[1])}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [made]})
         messages.append({"role": "tool", "content": match[2]})
     messages.append({"role": "assistant", "content": "\n".join(said)})
     return messages
@@ -139,6 +149,8 @@ WRITERS = ((calls_twice, 0.2), (calculates_mentally, 0.55), (calls_once, 0.15), 
 
 _HERE = Path(__file__).parent
 _ROLLOUT = "actor_rollout_ref.rollout"
+TURNS = f"{_ROLLOUT}.multi_turn"
+CALCULATOR_FILE = _HERE / "calculator_tool.py"
 CALCULATOR = Task(
     "word problems with a calculator",
     draw_product,
@@ -146,8 +158,8 @@ CALCULATOR = Task(
     WRITERS,
     ToolUse(
         messages_of,
-        function_file=_HERE / "calculator_tool.py",
-        broken_file=_HERE / "broken_tool.py",
+        tool_keys=(f"{TURNS}.function_tool_path={CALCULATOR_FILE}",),
+        broken_keys=(f"{TURNS}.function_tool_path={_HERE / 'broken_tool.py'}",),
         sft_keys=(
             "data.multiturn.enable=True",
             "data.max_length=192",
@@ -157,8 +169,8 @@ CALCULATOR = Task(
             "data.train_batch_size=16",
             "data.max_response_length=112",
             "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-            f"{_ROLLOUT}.multi_turn.enable=True",
-            f"{_ROLLOUT}.multi_turn.max_assistant_turns=4",
+            f"{TURNS}.enable=True",
+            f"{TURNS}.max_assistant_turns=4",
             f"{_ROLLOUT}.agent.num_workers=1",
             "trainer.total_training_steps=40",
         ),

@@ -48,7 +48,6 @@ from tandem.report.report import write_report
 from tandem.report.run_folder import REPORT_FILE, SUMMARY_FILE, read_run
 
 _HERE = Path(__file__).parent
-_FUNCTIONS = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
 _WITHOUT = "unseen_numbers_without_tool"
 _GRPO = str(_HERE / "grpo.yaml")
 _ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@"
@@ -139,7 +138,7 @@ def _train(
         materials, folder / "sft", seed=seed, keys=() if tools is None else tools.sft_keys
     )
     if tools is not None:
-        overrides = (*tools.grpo_keys, f"{_FUNCTIONS}={tools.function_file}", *overrides)
+        overrides = (*tools.grpo_keys, *tools.tool_keys, *overrides)
     _say("3/4 reinforcement learning with GRPO")
     seeds = (f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}")
     grpo = _grpo_config(
@@ -164,7 +163,7 @@ def _train(
     after = evaluate(trained, folder=folder / "unseen_after", overrides=of_episodes)
     without: float | None = None
     if tools is not None:
-        keys = (*of_episodes, f"{_FUNCTIONS}={tools.broken_file}")
+        keys = (*of_episodes, *tools.broken_keys)
         broken = folder / "unseen_without_tool"
         without = evaluate(trained, folder=broken, overrides=keys)
     columns = read_run(folder / "grpo").columns
@@ -242,7 +241,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 def _episode_keys(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return the overrides that episodes depend on."""
-    sections = ("data.max_", "actor_rollout_ref.rollout.multi_turn", _FUNCTIONS)
+    sections = ("data.max_", "actor_rollout_ref.rollout.multi_turn")
     return tuple(key for key in overrides if key.startswith(sections))
 
 

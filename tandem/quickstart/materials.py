@@ -19,6 +19,7 @@ from tandem.errors import UserError
 from tandem.quickstart.calculator import CALCULATOR
 from tandem.quickstart.counting import COUNTING
 from tandem.quickstart.model import write_model
+from tandem.quickstart.python_code import PYTHON
 from tandem.quickstart.sorting import SORTING
 from tandem.quickstart.task import AnyProblem, Task
 from tandem.quickstart.tokenizer import (
@@ -48,7 +49,13 @@ DATA_SOURCE = "openai/gsm8k"
 """The data source of GSM8K, whose reward compares the number after the last ``####``."""
 
 TASKS: Mapping[str, Task[Any]] = MappingProxyType(
-    {"words": WORD_PROBLEMS, "sorting": SORTING, "counting": COUNTING, "calculator": CALCULATOR}
+    {
+        "words": WORD_PROBLEMS,
+        "sorting": SORTING,
+        "counting": COUNTING,
+        "calculator": CALCULATOR,
+        "python": PYTHON,
+    }
 )
 """The tasks by name."""
 

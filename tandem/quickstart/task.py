@@ -12,7 +12,6 @@ import random
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 HELD_OUT_ONE_IN = 20
@@ -47,13 +46,13 @@ class ToolUse:
 
     Attributes:
         messages_of: turns question and answer of a demonstration into messages with calls.
-        function_file, broken_file: the files of the tool, and of one that always fails.
+        tool_keys, broken_keys: the keys of the tool, and of one that always fails in its place.
         sft_keys, grpo_keys: the keys of the recipes that differ.
     """
 
     messages_of: Callable[[str, str], list[dict[str, Any]]]
-    function_file: Path
-    broken_file: Path
+    tool_keys: Sequence[str]
+    broken_keys: Sequence[str]
     sft_keys: Sequence[str]
     grpo_keys: Sequence[str]
 

@@ -18,14 +18,13 @@ from tandem.driver.launch import local_site
 from tandem.driver.run import run_prepared
 from tandem.errors import UserError
 from tandem.quickstart import materials as module
-from tandem.quickstart.calculator import CALCULATOR
+from tandem.quickstart.calculator import CALCULATOR, CALCULATOR_FILE
 from tandem.quickstart.materials import Materials, prepare
 from tests.fakes.tiny_run import metrics_of
 
 GRPO = str(Path(module.__file__).parent / "grpo.yaml")
 ROLLOUT = "actor_rollout_ref.rollout"
 TURNS = f"{ROLLOUT}.multi_turn"
-TOOL_FILE = CALCULATOR.tools.function_file if CALCULATOR.tools else ""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +54,7 @@ def configured(materials: Materials, folder: Path, *overrides: str) -> RunConfig
     return config
 
 
-WITH_TOOL = (f"{TURNS}.enable=True", f"{TURNS}.function_tool_path={TOOL_FILE}")
+WITH_TOOL = (f"{TURNS}.enable=True", f"{TURNS}.function_tool_path={CALCULATOR_FILE}")
 
 
 def train_on(config: RunConfig) -> None:
@@ -113,7 +112,7 @@ def test_input_is_refused_before_training(
 def test_the_plan_names_tools_bounds_and_deadlines(materials: Materials, tmp_path: Path) -> None:
     keys = (*WITH_TOOL, f"{TURNS}.max_user_turns=3")
     described = describe_run(configured(materials, tmp_path, *keys))
-    assert described["tools"] == f"{TOOL_FILE}; calls as hermes"
+    assert described["tools"] == f"{CALCULATOR_FILE}; calls as hermes"
     assert described["episodes"] == "at most 3 answers, 24 tokens, drawn and given"
     assert described["deadlines"] == "30 s a call, 600 s an episode, in up to 8 processes"
     assert "tools" not in describe_run(configured(materials, tmp_path))

@@ -199,6 +199,13 @@ class AgentConfig(BaseModel):
         "longer has no reward and does not count.",
         json_schema_extra=read_if(_TALKS),
     )
+    isolation: Literal["strict", "best_effort"] = Field(
+        default="strict",
+        description="Treatment of a machine that cannot hold programs of the policy in their jail "
+        "(docs/jail.md). strict: an error before training; best_effort: a warning that names what "
+        "such a program could do.",
+        json_schema_extra=read_if(_TALKS),
+    )
     environment: Strings = Field(
         default=(),
         description="Names of environment variables that tools may read besides the usual ones, as "

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``code_interpreter``: a tool that executes Python programs of the policy in the jail.
+
+It takes the place of verl's Sandbox Fusion tools under their names (``sandbox_names``), without a
+server. A program that fails, runs too long or prints too much is the policy's to read about. An
+execution that could not be made raises, and the episode has no reward.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.agents.setup import ISOLATION_KEY, Isolation, ToolSpec
+from tandem.agents.verl_names import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from tandem.children.code_jail import CodeJail, Execution, ExecutionEnd, survey_protections
+from tandem.children.jail import MIB, JailLimits
+from tandem.children.jail_trial import Protection
+from tandem.errors import UserError
+
+CODE_TOOL = "tandem.agents.code_tool.CodeInterpreter"
+QUEUE_S = 30.0
+"""The time that a call may wait for others of its process, beyond the time of its program."""
+_SANDBOXES: Mapping[str, bool] = {
+    "verl.tools.sandbox_fusion_tools.SandboxFusionTool": False,
+    "recipe.retool.retool.CustomSandboxFusionTool": True,
+}
+"""Class of verl's -> whether it prints the value of an expression that ends a program."""
+_OF_SERVERS = ("sandbox_fusion_url", "num_workers", "enable_global_rate_limit", "rate_limit")
+_DEFAULTS: Mapping[str, Any] = {
+    "default_timeout": 30,
+    "memory_limit_mb": 1024,
+    "default_language": "python",
+    "modules": (),
+    "max_at_once": 4,
+    "print_last_value": True,
+}
+_OF_ALL_TOOLS = ("type", "timeout", "per_call")
+_BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_NEEDED = ("files", "network", "processes", "signals")
+_SCHEMA: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "code_interpreter",
+        "description": "A tool for executing code.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The code to execute."}},
+            "required": ["code"],
+        },
+    },
+}
+
+
+class CodeInterpreter(BaseTool):
+    """A tool of verl's form that executes the argument ``code``.
+
+    Args:
+        config: ``default_timeout`` in seconds on the clock, ``memory_limit_mb``, ``modules`` that
+            are imported before programs, ``max_at_once`` executions in a process, and
+            ``print_last_value``.
+        isolation: strict refuses to execute programs if the kernel does not hold them.
+
+    Raises:
+        ValueError: a field of ``config`` is unknown, or has a value that it may not have.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        tool_schema: OpenAIFunctionToolSchema | None = None,
+        *,
+        isolation: Isolation = "strict",
+    ) -> None:
+        super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA))
+        fields = _read_config(config)
+        self._limits = JailLimits(
+            cpu_s=max(1, round(fields["default_timeout"])),
+            wall_s=float(fields["default_timeout"]),
+            memory_bytes=fields["memory_limit_mb"] * MIB,
+        )
+        self._prints_last = bool(fields["print_last_value"])
+        self._isolation: Isolation = isolation
+        self._jail = CodeJail(modules=fields["modules"], max_at_once=fields["max_at_once"])
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> Any:
+        """Execute a program.
+
+        Raises:
+            JailError: it could not be executed.
+            UserError: the kernel does not hold programs, and isolation is strict.
+        """
+        if self._isolation == "strict":
+            check_protections(await self._jail.start())
+        execution = await self._jail.execute(
+            read_program(parameters.get("code", "")), self._limits, prints_last=self._prints_last
+        )
+        metrics = {"end": execution.end.value, "cpu_s": execution.cpu_s}
+        return ToolResponse(text=describe_execution(execution, self._limits)), None, metrics
+
+
+def check_protections(protections: tuple[Protection, ...]) -> None:
+    """Raise UserError if the kernel does not hold what strict isolation needs."""
+    lost = [one for one in protections if one.name in _NEEDED and not one.held_by]
+    if lost:
+        could = ", ".join(one.promise for one in lost)
+        raise UserError(
+            ISOLATION_KEY,
+            "strict",
+            rule=f"code that the policy writes could {could} on this machine",
+            remedy=f"See tandem doctor, or set {ISOLATION_KEY}=best_effort to run it all the same.",
+        )
+
+
+def survey_code_tools(tools: tuple[ToolSpec, ...]) -> tuple[Protection, ...]:
+    """Try the jail if a tool of the run executes code; else return nothing."""
+    return survey_protections() if any(one.class_name == CODE_TOOL for one in tools) else ()
+
+
+def take_over(spec: ToolSpec) -> ToolSpec:
+    """Return the tool that takes the place of a sandbox of verl; any other as it is."""
+    if spec.class_name not in (*_SANDBOXES, CODE_TOOL):
+        return spec
+    kept = {name: value for name, value in spec.config.items() if name not in _OF_SERVERS}
+    time_s = kept.get("default_timeout", _DEFAULTS["default_timeout"])
+    # A process that died takes no state along, and the call is tried once more.
+    own: dict[str, Any] = {"per_call": True}
+    if isinstance(time_s, int | float):  # anything else is refused where the tool is made
+        own["timeout"] = time_s + QUEUE_S
+    if spec.class_name in _SANDBOXES:
+        own["print_last_value"] = _SANDBOXES[spec.class_name]
+    return ToolSpec(CODE_TOOL, {**own, **kept}, spec.schema)
+
+
+def describe_take_over(spec: ToolSpec) -> str:
+    """Return one line about a sandbox of verl that is not used, "" for any other tool."""
+    if spec.class_name not in _SANDBOXES:
+        return ""
+    unused = ", ".join(name for name in _OF_SERVERS if name in spec.config)
+    without = f"; {unused} have no effect" if unused else ""
+    return f"{spec.class_name} is {CODE_TOOL} here, which executes programs in a jail{without}"
+
+
+def read_program(code: Any) -> str:
+    """Return the program of a call: the first block of Python, or else the whole text."""
+    text = code if isinstance(code, str) else str(code)
+    block = _BLOCK.search(text)
+    return block[1] if block else text
+
+
+def describe_execution(execution: Execution, limits: JailLimits) -> str:
+    """Return what the policy reads about an execution."""
+    output = execution.output.rstrip()
+    match execution.end:
+        case ExecutionEnd.DONE:
+            return output or "The program printed nothing."
+        case ExecutionEnd.TIME:
+            return f"{output}\nStopped: the program took longer than {limits.wall_s:g} s."
+        case ExecutionEnd.OUTPUT:
+            return f"{output}\nStopped: the program printed more than {limits.output_bytes} bytes."
+        case ExecutionEnd.KILLED:
+            return f"{output}\nThe program was killed by {_signal_name(-execution.code)}."
+        case _:
+            return output or f"The program ended with exit code {execution.code}."
+
+
+def _signal_name(number: int) -> str:
+    known = {one.value: one.name for one in signal.Signals}
+    return known.get(number, f"signal {number}")
+
+
+def _read_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    own = {name: value for name, value in config.items() if name not in _OF_ALL_TOOLS}
+    unknown = sorted(own.keys() - _DEFAULTS.keys())
+    if unknown:
+        raise ValueError(f"there is no {unknown[0]!r}; the fields are {', '.join(_DEFAULTS)}")
+    fields = {**_DEFAULTS, **own}
+    if fields["default_language"] != "python":
+        raise ValueError(f"default_language={fields['default_language']!r}: only python is built")
+    for name in ("default_timeout", "memory_limit_mb", "max_at_once"):
+        value = fields[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ValueError(f"{name}={value!r} must be a number above 0")
+    for name in ("memory_limit_mb", "max_at_once"):
+        fields[name] = round(fields[name])
+    return fields
