@@ -286,7 +286,7 @@ class EpisodeRecord:
         messages: all but the prompt.
         rewards, statuses: as in ``Observation``, of all turns.
         num_turns: the number of turns as verl counts them: of policy and environment, and 1.
-        wait_s: the seconds in which the policy waited for the environment.
+        waits_s: the seconds of each wait of the policy for the environment.
         forks: the reason of each fork of the conversation.
     """
 
@@ -296,7 +296,7 @@ class EpisodeRecord:
     rewards: tuple[float, ...] = ()
     statuses: tuple[ToolStatus, ...] = ()
     num_turns: int = 2
-    wait_s: float = 0.0
+    waits_s: tuple[float, ...] = ()
     forks: tuple[str, ...] = ()
 
 

@@ -19,7 +19,7 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
     records = [record for _, record in played]
     turns = [float(record.num_turns) for record in records]
     calls = [float(len(record.statuses)) for record in records]
-    waits = [record.wait_s for record in records]
+    waits = [sum(record.waits_s) for record in records]
     statuses = Counter(status for record in records for status in record.statuses)
     ends = Counter(record.end for record in records)
     forks = Counter(reason for record in records for reason in record.forks)

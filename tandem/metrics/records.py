@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts on disk: a few of each step for the report, and verl's dumps of all of them.
 
-``rollouts.jsonl`` has one object per recorded sample, with its tokens as text and their log-probs.
+``rollouts.jsonl`` has one object per recorded sample, with its tokens as text and their log-probs;
+an episode of several turns has its spans as well.
 The samples of a step are chosen evenly over the batch without randomness: a resumed run records the
 same ones. The dumps (``trainer.rollout_data_dir``, ``trainer.validation_data_dir``) are
 ``<step>.jsonl`` with verl's fields.
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.metrics.jsonl import JsonLinesFile, encode
-from tandem.types import Group, Prompt, RewardStatus, Sample, Trajectory
+from tandem.types import EpisodeRecord, Group, Prompt, RewardStatus, Sample, Trajectory
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 
@@ -68,7 +69,8 @@ class RolloutRecorder:
     ) -> dict[str, Any]:
         trajectory = sample.trajectory
         completions = trajectory.completions
-        return {
+        tokens = self._token_texts(trajectory.response_ids)
+        record = {
             "step": step,
             "sample_id": trajectory.sample_id,
             "weights_version": completions[0].weights_version,
@@ -83,8 +85,14 @@ class RolloutRecorder:
             "extra": {**sample.reward.extra, **sample.reward.texts},
             "advantage": advantage,
             "finish_reason": completions[-1].finish_reason.value,
-            "tokens": self._token_texts(trajectory.response_ids),
+            "tokens": tokens,
             "log_probs": _log_probs(trajectory),
+        }
+        if trajectory.episode is None:
+            return record
+        return record | {
+            "episode": _course(trajectory.episode),
+            "spans": _spans(trajectory, trajectory.episode, tokens=tokens),
         }
 
 
@@ -101,6 +109,56 @@ def _switches(trajectory: Trajectory) -> list[list[int]]:
             begin, current = begin + length, version
         index += len(span.token_ids)
     return switches
+
+
+def _course(episode: EpisodeRecord) -> dict[str, Any]:
+    return {
+        "end": episode.end.value,
+        "detail": episode.detail,
+        "num_turns": episode.num_turns,
+        "calls": [status.value for status in episode.statuses],
+        "rewards": list(episode.rewards),
+        "wait_s": _rounded(sum(episode.waits_s)),
+        "forks": list(episode.forks),
+    }
+
+
+def _spans(
+    trajectory: Trajectory, episode: EpisodeRecord, *, tokens: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return the spans of the response in order; their tokens follow one another in ``tokens``.
+
+    A drawn span has the versions that drew it, with the number of tokens of each. A given one has
+    the role of its first message and the seconds that the policy waited for it.
+    """
+    roles = _roles_of_answers(episode)
+    spans: list[dict[str, Any]] = []
+    num_drawn, begin = 0, 0
+    for span in trajectory.response_spans:
+        end = begin + len(span.token_ids)
+        fields: dict[str, Any] = {"role": "assistant", "drawn": span.completion is not None}
+        if span.completion is not None:
+            num_drawn += 1
+            fields["versions"] = [list(run) for run in span.completion.version_runs]
+        else:
+            answer = num_drawn - 1
+            fields["role"] = roles[answer] if answer < len(roles) else "given"
+            if answer < len(episode.waits_s):
+                fields["wait_s"] = _rounded(episode.waits_s[answer])
+        spans.append({**fields, "num_tokens": end - begin, "text": "".join(tokens[begin:end])})
+        begin = end
+    return spans
+
+
+def _roles_of_answers(episode: EpisodeRecord) -> list[str]:
+    """Return the role of the first message after each turn of the policy."""
+    messages = [str(message["role"]) for message in episode.messages]
+    pairs = zip(messages, messages[1:], strict=False)
+    return [after for turn, after in pairs if turn == "assistant" and after != "assistant"]
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
 
 
 def _log_probs(trajectory: Trajectory) -> list[float | None]:

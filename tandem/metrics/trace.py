@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trace of an asynchronous run: the work and the waits of each role, and their causes.
 
-Roles are tracks: ``generate/0``, ``reward``, ``logp``, ``ref_logp``, ``actor-train``, ``sync``,
-``validation``. Overlapping spans of a track count once, and repeated calls become one event, so
-that a track has a few events per step. ``TraceRecorder`` keeps sums for each step and passes events
-to a ``TraceFile``. Nothing here waits for a device.
+Roles are tracks: ``generate/0``, ``environment``, ``reward``, ``logp``, ``ref_logp``,
+``actor-train``, ``sync``, ``validation``. Overlapping spans of a track count once, and repeated
+calls become one event, so that a track has a few events per step. ``TraceRecorder`` keeps sums for
+each step and passes events to a ``TraceFile``. Nothing here waits for a device.
 """
 
 from __future__ import annotations

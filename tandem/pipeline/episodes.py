@@ -135,11 +135,12 @@ class EpisodePlayer:
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
         try:
-            async with asyncio.timeout_at(episode.ends_s):
-                observation = await session.step(said)
+            with self._trace.span("environment", "step"):
+                async with asyncio.timeout_at(episode.ends_s):
+                    observation = await session.step(said)
         except TimeoutError:
             observation = None
-        episode.wait_s += loop.time() - begin_s
+        episode.waits_s.append(loop.time() - begin_s)
         if observation is None:
             limit_s = episode.conversing.limits.timeout_s
             episode.finish(EpisodeEnd.DEADLINE, f"the episode took longer than {limit_s:g} s")
@@ -189,7 +190,7 @@ class _Episode:
         )
         self.end: EpisodeEnd | None = None
         self.ends_s = math.inf
-        self.wait_s = 0.0
+        self.waits_s: list[float] = []
         self._request = request
         self._dialogue = conversing.dialogue_of(tools)
         self._schemas = [conversing.schemas[name] for name in tools]
@@ -289,7 +290,7 @@ class _Episode:
             rewards=tuple(self._rewards),
             statuses=tuple(self._statuses),
             num_turns=self._num_assistant_turns + self._num_user_turns + 1,
-            wait_s=self.wait_s,
+            waits_s=tuple(self.waits_s),
             forks=tuple(self._forks),
         )
         parents = tuple(self._tree.parents) if self._forks else ()

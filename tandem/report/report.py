@@ -131,6 +131,12 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
         "finish": record.get("finish_reason"),
         "length": len(tokens),
         "version": record.get("weights_version"),
+        "episode": record.get("episode"),
+        # The texts of spans are in the tokens already.
+        "spans": [
+            {name: value for name, value in span.items() if name != "text"}
+            for span in record.get("spans") or ()
+        ],
         "tokens": tokens[:_MAX_TOKENS_PER_ROLLOUT],
         "logp": list(record.get("log_probs") or ())[:_MAX_TOKENS_PER_ROLLOUT],
     }

@@ -76,6 +76,11 @@ def test_a_run_with_a_tool_trains_and_logs_turns(
     assert rows[0]["val-aux/num_turns/min"] >= 2
     recorded = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").open()]
     assert all(len(row["tokens"]) == len(row["log_probs"]) for row in recorded)
+    for row in recorded:
+        assert "".join(span["text"] for span in row["spans"]) == "".join(row["tokens"])
+        assert [span["drawn"] for span in row["spans"]] == [
+            span["role"] == "assistant" for span in row["spans"]
+        ]
 
 
 REFUSED: Sequence[tuple[tuple[str, ...], str]] = (

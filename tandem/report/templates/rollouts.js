@@ -114,12 +114,13 @@
     element("pre", "text", left, record.prompt);
     left.appendChild(facts(record));
     const right = element("div", "", columns);
-    element("h3", "", right, "Response");
-    right.appendChild(response(record));
+    element("h3", "", right, record.spans.length ? "Conversation" : "Response");
+    right.appendChild(record.spans.length ? conversation(record) : response(record));
     if (record.logp.length) {
       const scale = element("div", "scale", right, "certain");
       element("i", "", scale);
       scale.append("unlikely");
+      if (record.spans.length) element("span", "", scale, "\u00b7 what the policy drew is in colour; only it is trained on");
     }
     return line;
   }
@@ -131,7 +132,8 @@
       ["data source", record.source],
       ["ended", record.finish === "length" ? "cut at the length limit" : "stopped by itself"],
       ["sample", `${record.id} from weights version ${record.version}`],
-      ["mean log-prob", record.logp.length ? formatNumber(mean(record.logp)) : null],
+      ["mean log-prob", record.logp.length ? formatNumber(mean(record.logp.filter((value) => value !== null))) : null],
+      ...course(record.episode),
       ["reward failed", record.score === null ? record.detail || record.status : null],
       ...Object.entries(record.extra).map(([name, value]) => [name, asText(value)]),
     ];
@@ -141,6 +143,19 @@
       element("dd", "", list, value);
     }
     return list;
+  }
+
+  function course(episode) {
+    if (!episode) return [];
+    const counts = new Map();
+    for (const outcome of episode.calls) counts.set(outcome, (counts.get(outcome) || 0) + 1);
+    const calls = [...counts].map(([outcome, count]) => `${count} ${outcome.replace("_", " ")}`).join(", ");
+    return [
+      ["episode ended", episode.detail ? `${episode.end}: ${episode.detail}` : episode.end],
+      ["calls", calls || "none"],
+      ["waited for tools", `${formatNumber(episode.wait_s)} s`],
+      ["forks", episode.forks.join(", ")],
+    ];
   }
 
   function asText(value) {
@@ -158,16 +173,48 @@
       text.textContent = record.response;
       return text;
     }
-    record.tokens.forEach((token, index) => {
-      const logp = record.logp[index];
-      const node = element("span", "token", text, token);
-      const shade = Math.min(1, Math.max(0, logp / LEAST_LIKELY));
-      node.style.background = `rgba(var(--heat), ${(0.8 * Math.sqrt(shade)).toFixed(3)})`;
-      node.dataset.index = String(index);
-    });
+    addTokens(text, record, 0, record.tokens.length);
     if (record.tokens.length < record.length) {
       element("span", "quiet", text, ` ... ${record.length - record.tokens.length} more tokens`);
     }
+    return watched(text, record);
+  }
+
+  // The turns of an episode, one below the other: what the policy drew, and what it was given.
+  function conversation(record) {
+    const text = element("div", "text conversation");
+    let begin = 0;
+    for (const span of record.spans) {
+      const end = begin + span.num_tokens;
+      const turn = element("section", span.drawn ? "turn drawn" : "turn given", text);
+      const wait = span.wait_s === undefined ? "" : `, after ${formatNumber(span.wait_s)} s`;
+      element("h4", "", turn, `${span.role} \u00b7 ${span.num_tokens} token${span.num_tokens === 1 ? "" : "s"}${wait}`);
+      const body = element("pre", "", turn);
+      addTokens(body, record, begin, Math.min(end, record.tokens.length));
+      if (end > record.tokens.length) {
+        const left = end - Math.max(begin, record.tokens.length);
+        element("span", "quiet", body, ` ... ${left} more tokens`);
+      }
+      begin = end;
+    }
+    return watched(text, record);
+  }
+
+  function addTokens(parent, record, begin, end) {
+    for (let index = begin; index < end; index += 1) {
+      const logp = record.logp[index];
+      if (logp === null || logp === undefined) {
+        parent.append(record.tokens[index]);
+        continue;
+      }
+      const node = element("span", "token", parent, record.tokens[index]);
+      const shade = Math.min(1, Math.max(0, logp / LEAST_LIKELY));
+      node.style.background = `rgba(var(--heat), ${(0.8 * Math.sqrt(shade)).toFixed(3)})`;
+      node.dataset.index = String(index);
+    }
+  }
+
+  function watched(text, record) {
     text.addEventListener("pointerover", (event) => describe(event, record));
     text.addEventListener("pointerleave", hideTooltip);
     return text;

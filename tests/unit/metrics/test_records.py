@@ -11,6 +11,8 @@ from tandem.metrics.jsonl import BEFORE_FIRST_STEP, read_records
 from tandem.metrics.records import ROLLOUTS_FILE, RolloutRecorder, dump_samples, spread
 from tandem.types import (
     Completion,
+    EpisodeEnd,
+    EpisodeRecord,
     FinishReason,
     Group,
     Prompt,
@@ -18,6 +20,7 @@ from tandem.types import (
     RewardStatus,
     Sample,
     Span,
+    ToolStatus,
     Trajectory,
 )
 
@@ -114,6 +117,49 @@ def test_a_record_of_several_turns_tells_given_tokens_and_versions(tmp_path):
     assert record["log_probs"] == [-1.0, -2.0, None, -3.0]
     assert (record["weights_version"], record["switches"]) == (4, [[1, 5], [3, 6]])
     assert record["finish_reason"] == "length"
+    assert "spans" not in record, "no environment took part"
+
+
+def test_a_record_of_an_episode_has_its_spans_with_roles_versions_and_seconds(tmp_path):
+    recorder = _recorder(tmp_path, 1)
+    turns = [
+        Completion(3, (10, 11), (-1.0, -2.0), FinishReason.STOP, 4, ((1, 5),)),
+        Completion(3, (13,), (-3.0,), FinishReason.STOP, 6),
+        Completion(3, (15,), (-4.0,), FinishReason.STOP, 6),
+    ]
+    first, second, third = (Span(turn.token_ids, turn) for turn in turns)
+    spans = (Span((1, 2)), first, Span((12,)), second, Span((14, 16)), third)
+    roles = ("assistant", "tool", "tool", "assistant", "user", "assistant")
+    episode = EpisodeRecord(
+        EpisodeEnd.DONE,
+        messages=tuple({"role": role, "content": ""} for role in roles),
+        statuses=(ToolStatus.OK, ToolStatus.TIMEOUT),
+        rewards=(0.5,),
+        num_turns=6,
+        waits_s=(1.5, 0.25),
+    )
+    (group,) = _groups(1, 1)
+    sample = replace(group.samples[0], trajectory=Trajectory(3, spans, episode))
+    recorder.write(1, [replace(group, samples=(sample,))], advantages=[0.0])
+    recorder.close()
+    (record,) = read_records(tmp_path / ROLLOUTS_FILE)
+    drawn = {"role": "assistant", "drawn": True}
+    assert record["spans"] == [
+        {**drawn, "versions": [[4, 1], [5, 1]], "num_tokens": 2, "text": "<10><11>"},
+        {"role": "tool", "drawn": False, "wait_s": 1.5, "num_tokens": 1, "text": "<12>"},
+        {**drawn, "versions": [[6, 1]], "num_tokens": 1, "text": "<13>"},
+        {"role": "user", "drawn": False, "wait_s": 0.25, "num_tokens": 2, "text": "<14><16>"},
+        {**drawn, "versions": [[6, 1]], "num_tokens": 1, "text": "<15>"},
+    ]
+    assert record["episode"] == {
+        "end": "done",
+        "detail": "",
+        "num_turns": 6,
+        "calls": ["ok", "timeout"],
+        "rewards": [0.5],
+        "wait_s": 1.75,
+        "forks": [],
+    }
 
 
 def test_a_bounded_number_is_recorded_and_resume_repeats_it(tmp_path):

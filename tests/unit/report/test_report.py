@@ -109,6 +109,23 @@ def test_the_report_shows_what_the_run_left(tmp_path):
     assert page.data["rollouts"][0]["logp"] == [-0.25, -0.25]
 
 
+def test_a_conversation_is_shown_with_its_turns(tmp_path):
+    _metrics(tmp_path, 2)
+    spans = [
+        {"role": "assistant", "drawn": True, "num_tokens": 1, "text": "a", "versions": [[0, 1]]},
+        {"role": "tool", "drawn": False, "num_tokens": 1, "text": "b", "wait_s": 0.5},
+    ]
+    episode = {"end": "answer", "detail": "", "calls": ["ok"], "wait_s": 0.5, "forks": []}
+    _append(tmp_path / "rollouts.jsonl", [_rollout(1, spans=spans, episode=episode), _rollout(2)])
+    talked, single = _page(tmp_path).data["rollouts"]
+    assert talked["spans"] == [
+        {"role": "assistant", "drawn": True, "num_tokens": 1, "versions": [[0, 1]]},
+        {"role": "tool", "drawn": False, "num_tokens": 1, "wait_s": 0.5},
+    ]
+    assert talked["episode"] == episode
+    assert (single["spans"], single["episode"]) == ([], None)
+
+
 def test_a_banner_says_that_nothing_was_learnt_and_why(tmp_path):
     idle = (
         "critic/advantages/min",
