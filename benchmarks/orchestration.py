@@ -2,20 +2,20 @@
 """The cost of a training step beside its engines: the real pipeline, with instant engines.
 
     python benchmarks/orchestration.py [--prompts 128] [--samples 16] [--prompt 256]
-    [--response 512] [--budget 24576] [--devices 2] [--steps 7] [--output FILE]
+    [--response 512] [--budget 24576] [--devices 2] [--steps 7] [--clock cpu] [--output FILE]
 
-Prints one JSON object. Tokenizer, packing, reward processes, metrics, records and sinks
-are those of a run; all responses end at the same moment, which is the worst case. ``step_s`` are
-the sections of a step (medians; of ``gen`` only what making up random tokens takes, which is not
-counted in ``sum``); ``update_actor`` is packing, and what is done while a real trainer computes
-(metrics, records); ``other`` is what no section names. ``parts_s`` are the pieces by themselves on
-the data of the last step, and the way of completions and micro-batches to another process and back.
+All but the engines is that of a run; all responses end at the same moment, which is the worst
+case. ``step_s`` are the sections of a step (medians; of ``gen`` only what making up random tokens
+takes, which ``sum`` leaves out); ``other`` is what no section names. ``parts_s`` are the pieces
+alone, and the way of completions and micro-batches to another process and back. ``peak_gib`` is the
+memory of the driver. ``--clock cpu`` counts seconds of processor of the driver.
 """
 
 import argparse
 import asyncio
 import json
 import pickle
+import resource
 import statistics
 import sys
 import tempfile
@@ -23,6 +23,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ import torch
 from grpo_step import PHASES, REWARD, write_tokenizer
 from measure import describe, tell
 from processes import children_end
+from tokenizers import Tokenizer, decoders
 
 from tandem.api import Engines
 from tandem.checkpoint.store import CheckpointStore
@@ -62,6 +64,7 @@ VOCABULARY = 151936
 FIRST_WORD = 258
 """Ids below are the tokenizer's special ones."""
 NUM_WARMUP = 2
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 NO_TIME = SimulatedTimes(lambda uid, k: 0.0, lambda task, number: 0.0, num_slots=1)
 
 
@@ -131,6 +134,13 @@ class Keeping:
     def close(self) -> None:
         """See ``RolloutRecorder.close``."""
         self.recorder.close()
+
+
+def make_byte_level(path: Path) -> None:
+    """Let a tokenizer decode as those of Qwen, Llama 3 and GPT do."""
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path))
 
 
 def make_config(options: argparse.Namespace, folder: Path) -> RunConfig:
@@ -207,7 +217,7 @@ def make_parts(
         recorder=Keeping(recorder),
         facts=ComputeFacts(None, "", num_devices=1, num_training_devices=1),
         preferred_tokens=None,
-        clock=time.perf_counter,
+        clock=CLOCKS[options.clock],
         allocated_bytes=lambda: 0,
         reserved_bytes=lambda: 0,
         activity=activity,
@@ -221,15 +231,18 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         parts = make_parts(options, folder, rewards=rewards, config=config)
         await Pipeline(parts).run()
         await parts.runtime.close()
+    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     rows = (folder / "run" / METRICS_FILE).read_text().splitlines()
     records = [json.loads(row) for row in rows][NUM_WARMUP:]
-    return {"step_s": sections(records), "parts_s": pieces(options, parts)}
+    parts_s = {} if options.no_parts else pieces(options, parts)
+    return {"step_s": sections(records), "peak_gib": peak_gib, "parts_s": parts_s}
 
 
 def sections(records: Sequence[dict[str, float]]) -> dict[str, float]:
     """Medians of what the steps say of themselves."""
     walls = [r["perf/total_num_tokens"] / r["perf/wall_throughput"] for r in records]
-    seconds = {name: [r.get(f"timing_s/{name}", 0.0) for r in records] for name in PHASES}
+    names = (*PHASES, "lay_out")
+    seconds = {name: [r.get(f"timing_s/{name}", 0.0) for r in records] for name in names}
     named = [sum(values) for values in zip(*seconds.values(), strict=True)]
     seconds["other"] = [wall - part for wall, part in zip(walls, named, strict=True)]
     seconds["sum"] = [wall - made_up for wall, made_up in zip(walls, seconds["gen"], strict=True)]
@@ -265,19 +278,20 @@ def pieces(options: argparse.Namespace, parts: RunContext) -> dict[str, float]:
         "pack": lambda: pack_microbatches(batch.sequences, plan, columns=experience.columns),
         "metrics": lambda: batch_metrics(parts, experience, kl_coefficient=0.0),
         "record": lambda: recorder.write(next(steps), groups, advantages=means),
-        "pickle_completions": lambda: pickle.loads(pickle.dumps(completions, protocol=5)),
-        "pickle_microbatches": lambda: pickle.loads(pickle.dumps(SentBatches(packed), protocol=5)),
+        "unpickle_completions": partial(pickle.loads, pickle.dumps(completions, protocol=5)),
+        "pickle_microbatches": lambda: [len(pickle.dumps(SentBatches([b]), 5)) for b in packed],
     }
-    return {name: median_s(call, options.steps) for name, call in calls.items()}
+    clock = CLOCKS[options.clock]
+    return {name: median_s(call, options.steps, clock=clock) for name, call in calls.items()}
 
 
-def median_s(function: Callable[[], object], repeats: int) -> float:
+def median_s(function: Callable[[], object], repeats: int, *, clock: Callable[[], float]) -> float:
     """Median seconds of a call."""
     seconds: list[float] = []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = clock()
         function()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(clock() - begin)
     return statistics.median(seconds)
 
 
@@ -292,6 +306,8 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=24576, help="tokens of a micro-batch")
     parser.add_argument("--devices", type=int, default=2, help="ranks that the update is dealt to")
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall")
+    parser.add_argument("--no-parts", action="store_true", help="leave the pieces out")
     parser.add_argument("--output", type=Path)
     parser.add_argument("keys", nargs="*", help="further keys of tandem")
     options = parser.parse_intermixed_args()
@@ -300,6 +316,7 @@ def main() -> None:
         for part in ("model", "run"):
             (folder / part).mkdir()
         write_tokenizer(folder / "model", VOCABULARY)
+        make_byte_level(folder / "model" / "tokenizer.json")
         (folder / "reward.py").write_text(REWARD)
         figures = asyncio.run(run(options, folder))
     settings = {name: getattr(options, name) for name in ("prompts", "samples", "prompt")}
@@ -309,6 +326,7 @@ def main() -> None:
         **describe(),
         "threads": torch.get_num_threads(),
         "devices": options.devices,
+        "clock": options.clock,
         "settings": settings,
         **figures,
     }

@@ -6,6 +6,7 @@ Multimodal processors are not supported.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils.hub import cached_file
 
+from tandem.data.byte_decoder import ByteDecoder
 from tandem.errors import UserError
 from tandem.types import TokenIds
 
@@ -36,7 +38,7 @@ _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tokeniza
 
 _DECODING = ("decode", "batch_decode", "_decode")
 _MIN_IDS_FOR_THREADS = 4096
-"""The number of ids from which threads decode faster than a loop."""
+"""The number of ids from which threads, or a table of bytes, decode faster than a loop."""
 
 _PROMPTS = "add_generation_prompt"
 NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
@@ -87,6 +89,12 @@ class TextCodec:
         self._template_settings = dict(template_settings or {})
         self._own_template = own_template
         self._decoder = _plain_decoder(tokenizer)
+
+    @functools.cached_property
+    def _byte_decoder(self) -> ByteDecoder | None:
+        """The decoder for many ids; None if the vocabulary is not byte-level."""
+        decoder = self._decoder
+        return ByteDecoder(decoder) if decoder and ByteDecoder.can_decode(decoder) else None
 
     @property
     def has_chat_template(self) -> bool:
@@ -204,6 +212,8 @@ class TextCodec:
             return self.tokenizer.batch_decode(sequences, skip_special_tokens=skip_special)
         if sum(map(len, ids)) < _MIN_IDS_FOR_THREADS:
             return [self._decoder.decode(one, skip_special_tokens=skip_special) for one in ids]
+        if self._byte_decoder is not None:
+            return [self._byte_decoder.decode(one, skip_special=skip_special) for one in ids]
         return self._decoder.decode_batch(list(ids), skip_special_tokens=skip_special)
 
 

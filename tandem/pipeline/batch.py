@@ -49,7 +49,8 @@ class Batch:
         num_left: the number of complete groups that were left for later batches.
         policy_lag: the number of versions by which the weights that computed ``old_logp_R`` lag
             behind the weights in training.
-        seconds: the duration of each scoring pass by the name of its timer.
+        seconds: the duration of laying the groups out (``lay_out``), and of each scoring pass, by
+            the name of its timer.
     """
 
     groups: Sequence[Group]

@@ -55,6 +55,7 @@ async def prepare_batch(
     ahead = _scores_ahead(context)
     policy_lag = version - in_use() if ahead and context.config.needs_old_log_probs else 0
     batch = lay_out(groups, version=version)
+    laid_out_s = context.clock() - taken_s
     async with asyncio.TaskGroup() as passes:
         scored = passes.create_task(_scored_groups(context, groups))
         reference = passes.create_task(_ref_log_probs(context, batch))
@@ -70,7 +71,12 @@ async def prepare_batch(
         taken_s=taken_s,
         num_left=num_left,
         policy_lag=policy_lag,
-        seconds={"old_log_prob": policy_s, "ref": reference_s, "reward": reward_s},
+        seconds={
+            "lay_out": laid_out_s,
+            "old_log_prob": policy_s,
+            "ref": reference_s,
+            "reward": reward_s,
+        },
     )
 
 

@@ -50,6 +50,7 @@ METRICS_OF_VERL = (
     "response_length/mean",
     "timing_per_token_ms/gen",
     "timing_s/adv",
+    "timing_s/lay_out",
     "timing_s/gen",
     "timing_s/step",
     "timing_s/update_actor",
