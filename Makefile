@@ -4,6 +4,7 @@
 #   make quickstart   train a small language model by reinforcement and report on it (no GPU, no downloads)
 #   make test         the test suite
 #   make test-deep    more variants of runs of several processes
+#   make chaos        an hour of random kills of every kind of process (MINUTES=60 SEED=0 CHAOS_ARGS=)
 #   make test-gpu     what needs a GPU, and the kernels' tests on it
 #   make test-engines rollout engines of others on the CPU, in .venv-engines (1 GB more)
 #   make test-wheel   the wheel in a fresh environment
@@ -23,6 +24,9 @@ PYTHON ?=
 TORCH_ARGS ?=
 TEST_PROCESSES ?= 2
 PYTEST_ARGS ?=
+MINUTES ?= 60
+SEED ?= 0
+CHAOS_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,7 +44,7 @@ export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: quickstart test test-deep test-gpu test-engines test-wheel check manual bench clean
+.PHONY: quickstart test test-deep chaos test-gpu test-engines test-wheel check manual bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(RUN_STAMP)
@@ -51,7 +55,10 @@ test: $(DEV_STAMP)
 
 test-deep: $(DEV_STAMP)
 	@$(BIN)/python -m pytest -m deep -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS) \
-	    tests/chaos tests/distributed
+	    tests/chaos tests/distributed tests/e2e/test_chaos_job.py
+
+chaos: $(DEV_STAMP)
+	@$(BIN)/python -m tests.chaos.job --minutes $(MINUTES) --seed $(SEED) $(CHAOS_ARGS)
 
 test-gpu: $(DEV_STAMP)
 	@$(BIN)/python -m pytest tests/gpu tests/unit/models/kernels tests/unit/rollout/paged $(PYTEST_ARGS)

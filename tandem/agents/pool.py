@@ -23,7 +23,7 @@ from tandem.agents.setup import EnvironmentSetup, Task
 from tandem.agents.worker import NUMBER_BYTES, End, Step
 from tandem.children.process import ChildProcess
 from tandem.data.call_formats import ToolSchema, result_message
-from tandem.errors import UserError
+from tandem.errors import RunFailure, UserError
 from tandem.types import AssistantTurn, Observation, ToolStatus
 
 _PROGRAM = "tandem.agents.worker"
@@ -158,13 +158,14 @@ class EnvironmentPool:
 
         Raises:
             UserError: a tool cannot be loaded.
+            RunFailure: the process ends before that.
         """
         if not self._processes:
             self._start_process()
         try:
             return await asyncio.shield(self._processes[0].ready)
         except EnvironmentLost as error:
-            raise RuntimeError(f"an environment process did not start: {error}") from error
+            raise RunFailure(f"an environment process did not start: {error}") from error
 
     def open(self, task: Task) -> EnvironmentSession:
         """Return the environment of an episode. No process holds it before its first step."""

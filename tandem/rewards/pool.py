@@ -107,6 +107,7 @@ class RewardPool:
 
         Raises:
             UserError: the function cannot be loaded.
+            RunFailure: the process ends before that.
         """
         self._check_usable()
         if any(process.is_ready for process in self._processes):
@@ -122,6 +123,7 @@ class RewardPool:
 
         Raises:
             UserError: the reward function cannot be loaded.
+            RunFailure: a process ends before it has loaded the function.
             RuntimeError: no process can be started, or the pool is closed.
         """
         self._check_usable()

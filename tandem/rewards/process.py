@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tandem.children.process import ChildProcess
-from tandem.errors import UserError
+from tandem.errors import RunFailure, UserError
 from tandem.rewards.scoring import failure, timeout
 from tandem.rewards.worker import NUMBER_BYTES, WorkerSetup
 from tandem.types import RewardOutcome, RewardRequest, RewardStatus
@@ -236,7 +236,7 @@ class RewardProcess:
             self._owner.on_failed(self, outcome, is_lost=is_lost)
         else:
             text = f"a reward process did not start: {outcome.detail}"
-            self._owner.on_start_failed(self, RuntimeError(text))
+            self._owner.on_start_failed(self, RunFailure(text))
 
 
 def _outcome(fields: Sequence[Any]) -> RewardOutcome:

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.errors import UserError
+from tandem.errors import RunFailure, UserError
 from tandem.rewards.custom import RewardFunction
 from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
 from tandem.rewards.scoring import RewardSpec
@@ -406,7 +406,7 @@ def test_score_reports_a_function_that_cannot_be_loaded(spec: RewardSpec):
 def test_file_that_ends_its_process_while_it_is_imported(tmp_path: Path):
     file = tmp_path / "fatal.py"
     file.write_text("import os\nos._exit(5)\n")
-    with pytest.raises(RuntimeError, match="did not start: process ended with exit code 5"):
+    with pytest.raises(RunFailure, match="did not start: process ended with exit code 5"):
         asyncio.run(check_reward(RewardSpec((RewardFunction(str(file), "f"),)), limits()))
 
 

@@ -30,7 +30,7 @@ from tandem.agents.setup import (
     read_tool_file,
 )
 from tandem.agents.tools import cut_text
-from tandem.errors import UserError
+from tandem.errors import RunFailure, UserError
 from tandem.types import AssistantTurn, Observation, ToolCall, ToolStatus
 
 CLASSES = '''
@@ -440,6 +440,15 @@ def test_files_of_functions_that_cannot_be_used(tmp_path: Path, source: str) -> 
     file = tmp_path / "bad.py"
     file.write_text(source)
     with pytest.raises(UserError, match=f"function_tool_path=.*{BAD_FUNCTIONS[source]}"):
+        start(EnvironmentSetup(function_path=str(file)))
+
+
+def test_a_process_that_ends_before_it_has_the_tools_is_a_failure_in_one_line(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "fatal.py"
+    file.write_text("import os\nos._exit(5)\n")
+    with pytest.raises(RunFailure, match="environment process did not start: .* exit code 5"):
         start(EnvironmentSetup(function_path=str(file)))
 
 
