@@ -17,7 +17,14 @@ import numpy as np
 
 from tandem.config.schema.data import DataConfig
 from tandem.data.files import Row, RowFault, RowSource
+from tandem.data.images import (
+    PIXELS_KEY,
+    PictureRule,
+    PictureSource,
+    require_no_pictures,
+)
 from tandem.data.ledger import Source
+from tandem.data.seeing import see_rows
 from tandem.data.selection import UsedRows, read_used_rows, truncate
 from tandem.data.tokenizer import Chat, ChatRefused, TextCodec, is_chat
 from tandem.errors import UserError
@@ -29,7 +36,6 @@ SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
 _TURNS = "actor_rollout_ref.rollout.multi_turn"
 NO_SOURCE = "custom"
 """The data source of rows without one."""
-_OTHER_MEDIA = ("images", "videos", "audios")
 _COLUMNS_PAGE = "docs/data.md lists the columns, with a converter of ten lines."
 
 
@@ -41,6 +47,7 @@ class PromptEntry:
         row: the number of its row, counted over all files.
         data_source, ground_truth, extra_info, messages, text, agent: as in ``Prompt``.
         token_ids: int32 (prompt length,); a tuple would need ten times the memory.
+        pictures: the pictures that its tokens name; they are decoded when it is drawn.
     """
 
     row: int
@@ -51,10 +58,19 @@ class PromptEntry:
     text: str
     token_ids: np.ndarray
     agent: str = ""
+    pictures: tuple[PictureSource, ...] = ()
+
+    @property
+    def text_ids(self) -> np.ndarray:
+        """The tokens that are not of pictures."""
+        if not self.pictures:
+            return self.token_ids
+        return self.token_ids[self.token_ids < self.pictures[0].first_id]
 
     @property
     def content(self) -> bytes:
-        return json.dumps([self.messages, self.ground_truth], default=str).encode()
+        text = json.dumps([self.messages, self.ground_truth], default=str).encode()
+        return b"".join([text, *(picture.content for picture in self.pictures)])
 
     def as_draw(self, uid: int) -> Prompt:
         return Prompt(
@@ -67,6 +83,7 @@ class PromptEntry:
             extra_info=self.extra_info,
             messages=self.messages,
             agent=self.agent,
+            pictures=tuple(picture.read() for picture in self.pictures),
         )
 
 
@@ -120,6 +137,7 @@ def load_prompts(
     by_model: bool = False,
     by_function: bool = False,
     agents: AgentRule | None = None,
+    pictures: PictureRule | None = None,
 ) -> list[PromptEntry]:
     """Read, check, render, tokenise, filter and truncate the training or the validation prompts.
 
@@ -132,6 +150,7 @@ def load_prompts(
         by_function: whether functions of the user score rows instead of rules. Rows then need
             neither ground truth nor data source.
         agents: the agents of the run; None for single turns only.
+        pictures: how the model reads pictures; None for a model of text.
 
     Raises:
         UserError: a file cannot be read, a row lacks its prompt or what its rule needs, the chat
@@ -148,11 +167,17 @@ def load_prompts(
         try:
             _check(row, config, by_rule=by_rule)
             agent_of[number] = rule.agent_of(row, prompt=row[config.prompt_key])
+            if pictures is None:
+                require_no_pictures(row, (config.image_key,))
         except RowFault as fault:
             raise used.source.fault(number, fault) from fault
     chats = {number: row[config.prompt_key] for number, row in used.rows.items()}
     settings = {n: rule.settings_of(used.rows[n]) for n, agent in agent_of.items() if agent}
-    texts = _render(chats, codec, source=used.source, settings=settings)
+    seen = None
+    if pictures is not None:
+        seen = see_rows(used, config, rule=pictures, agents=agent_of, validation=validation)
+    asked = chats if seen is None else seen.chats
+    texts = _render(asked, codec, source=used.source, settings=settings)
     plain = [isinstance(chat, str) for chat in chats.values()]
     if any(plain) and codec.has_chat_template:
         _warn_of_text(plain, used.source)
@@ -164,8 +189,9 @@ def load_prompts(
             extra_info=row.get("extra_info") or {},
             messages=chats[number],
             text=text,
-            token_ids=np.array(ids, dtype=np.int32),
+            token_ids=np.array(ids, dtype=np.int32) if seen is None else seen.expand(number, ids),
             agent=agent_of[number],
+            pictures=() if seen is None else seen.pictures[number],
         )
         for (number, row), text, ids in zip(
             used.rows.items(), texts, codec.encode(texts, plain=plain), strict=True
@@ -241,10 +267,6 @@ def _check(row: Row, config: DataConfig, *, by_rule: bool) -> None:
     if not isinstance(prompt, str) and not is_chat(prompt):
         rule = "has a prompt that is neither text nor a list of {role, content}"
         raise RowFault(rule)
-    media = next((name for name in _OTHER_MEDIA if row.get(name)), None)
-    if media is not None:
-        rule = f"has {media}, and tandem trains on text only"
-        raise RowFault(rule, "Use a data set of text, or remove the column.")
     own = "With custom_reward_function.path, no row needs one. "
     if by_rule and _truth_of(row) is None:
         raise _lack(row, "reward_model", rule="has no reward_model.ground_truth", also=own)
@@ -317,11 +339,20 @@ def _fitting(entry: PromptEntry, config: DataConfig, *, source: RowSource) -> Pr
     if length <= limit:
         return entry
     if config.truncation == "error":
+        remedy = (
+            "Set data.filter_overlong_prompts=True, raise data.max_prompt_length, or set "
+            "data.truncation to left, right or middle."
+        )
+        if entry.pictures:
+            of_pictures = sum(picture.num_tokens for picture in entry.pictures)
+            remedy = (
+                f"{of_pictures} of them are of pictures: lower {PIXELS_KEY}, set "
+                "data.filter_overlong_prompts=True, or raise data.max_prompt_length."
+            )
         fault = RowFault(
             f"has a prompt of {length} tokens, more than data.max_prompt_length={limit}, and "
             "data.truncation='error'",
-            "Set data.filter_overlong_prompts=True, raise data.max_prompt_length, or set "
-            "data.truncation to left, right or middle.",
+            remedy,
         )
         raise source.fault(entry.row, fault)
     return replace(entry, token_ids=truncate(entry.token_ids, limit, side=config.truncation))

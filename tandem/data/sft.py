@@ -17,6 +17,7 @@ import numpy as np
 
 from tandem.config.schema.sft import MultiturnConfig, SftDataConfig
 from tandem.data.files import Row, RowFault, RowSource
+from tandem.data.images import require_no_pictures
 from tandem.data.ledger import Source
 from tandem.data.packing import TrainSequence
 from tandem.data.selection import read_used_rows, truncate
@@ -92,6 +93,7 @@ def load_sft_examples(
     pieces: dict[int, list[TextPiece]] = {}
     for number, row in used.rows.items():
         try:
+            require_no_pictures(row, ("images",))
             pieces[number] = pieces_of(row, config, codec=codec)
         except RowFault as fault:
             raise used.source.fault(number, fault) from fault

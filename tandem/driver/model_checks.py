@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tandem.config.derived.trained_model import TrainedModel
+from tandem.config.derived.vision import text_part
 from tandem.config.schema.families import NATIVE_FAMILIES, require_family
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.errors import UserError
@@ -65,6 +66,7 @@ def require_end(eos_ids: Sequence[int], rollout: RolloutConfig, *, path: str, ke
 
 def max_positions(hf_config: Mapping[str, Any]) -> int | None:
     """Return the model's maximum length in tokens, with rotary scaling; None if it is not given."""
+    hf_config = text_part(hf_config)
     limit = next((hf_config[key] for key in _POSITION_KEYS if hf_config.get(key)), None)
     scaling = next((hf_config[key] for key in _SCALING_KEYS if hf_config.get(key)), {})
     if limit is None or not scaling.get("factor"):
@@ -120,7 +122,7 @@ def require_known_tokens(
     token_ids: Iterable[np.ndarray], hf_config: Mapping[str, Any], *, path: str, key: str
 ) -> None:
     """Raise UserError if a token id of the data has no embedding in the model."""
-    num_known = hf_config.get("vocab_size")
+    num_known = text_part(hf_config).get("vocab_size")
     largest = max((int(ids.max()) for ids in token_ids if len(ids)), default=-1)
     if isinstance(num_known, int) and largest >= num_known:
         raise UserError(

@@ -33,6 +33,7 @@ from tandem.driver.auxiliary_models import (
 from tandem.driver.engine_choice import require_engine
 from tandem.driver.launch import run_on_site
 from tandem.driver.model_checks import require_end
+from tandem.driver.pictures import picture_rule
 from tandem.driver.rewards import check_rewards, open_rewards
 from tandem.driver.run import LaunchedRun, Observer, PreparedRun, run_to_end
 from tandem.driver.run_folder import (
@@ -106,6 +107,7 @@ def prepare(config: RunConfig, *, fetches_weights: bool = True) -> PreparedRun:
     require_end(codec.eos_ids, rollout, path=model.config.path, key=model.key)
     require_engine(config, folder.hf_config)
     by_model = config.reward_model.enable
+    pictures = picture_rule(config, folder, codec=codec)
     agents = prepare_agents(config, codec)
     load = partial(
         load_prompts,
@@ -114,13 +116,14 @@ def prepare(config: RunConfig, *, fetches_weights: bool = True) -> PreparedRun:
         by_model=by_model,
         by_function=bool(config.custom_reward_function.path),
         agents=None if agents is None else agents.rule,
+        pictures=pictures,
     )
     train_entries = load()
     schedule = schedule_run(config, len(train_entries))
     validates = bool(schedule.validation_steps)
     validation_entries = load(validation=True) if validates else []
     entries = [*train_entries, *validation_entries]
-    check_tokens(model, folder, token_ids=[entry.token_ids for entry in entries])
+    check_tokens(model, folder, token_ids=[entry.text_ids for entry in entries])
     auxiliary = check_auxiliary_models(
         config, folder, entries=train_entries, fetches_weights=fetches_weights
     )

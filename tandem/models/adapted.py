@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
+from tandem.models.vision import VisionTower
+
 _SUFFIXES = (".lora_a", ".lora_b")
 
 
@@ -148,8 +150,10 @@ def trained_names(names: Iterable[str]) -> list[str]:
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that training changes; see ``trained_names``."""
-    named = dict(module.named_parameters())
+    """Return the parameters that training changes: see ``trained_names``; no frozen tower."""
+    towers = [part for part in module.modules() if isinstance(part, VisionTower)]
+    frozen = {id(x) for tower in towers if tower.config.is_frozen for x in tower.parameters()}
+    named = {name: x for name, x in module.named_parameters() if id(x) not in frozen}
     return {name: named[name] for name in trained_names(named)}
 
 

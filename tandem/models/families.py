@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.derived.experts import experts_of
-from tandem.config.derived.vision import VisionFamily, seeing_family, text_part, vision_config
+from tandem.config.derived.vision import (
+    VISION_FAMILIES,
+    VisionFamily,
+    seeing_family,
+    text_part,
+    vision_config,
+)
 from tandem.config.schema.families import CRITIC_CLASS, REWARD_CLASS, value_head
 from tandem.errors import UserError
 from tandem.models.decoder import DecoderConfig
@@ -71,7 +77,7 @@ def _is_windowed_behind(hf_config: HfConfig) -> bool:
 
 _BIAS = _Key("attention_bias", default=False)
 
-FAMILIES = {
+_TRAITS = {
     "qwen2": _Traits(qkv_bias=True, o_bias=False),
     "qwen3": _Traits(qkv_bias=_BIAS, o_bias=_BIAS, qk_norm=True, head_dim=128),
     "llama": _Traits(qkv_bias=_BIAS, o_bias=_BIAS, has_mlp_bias=True),
@@ -90,6 +96,9 @@ FAMILIES = {
     ),
 }
 
+FAMILIES = {**_TRAITS, **{name: _TRAITS[x.text] for name, x in VISION_FAMILIES.items()}}
+"""The families that our decoder computes, by ``model_type`` in config.json."""
+
 
 def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
     """Return the decoder's configuration, or None if our decoder does not support the model.
@@ -104,7 +113,7 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
     vision = vision_config(hf_config)
     if family is not None:
         hf_config = text_part(hf_config)
-    traits = FAMILIES.get(family.text if family else str(hf_config.get("model_type")))
+    traits = FAMILIES.get(str(hf_config.get("model_type")))
     if traits is None or not _is_plain(hf_config):
         return None
     _refuse_sliding_window(hf_config, traits)

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 
 from tandem.config.derived.adapters import Adapters, read_adapters
-from tandem.config.schema.families import not_shardable, require_family, require_value_head
+from tandem.config.derived.vision import read_normalisation
+from tandem.config.schema.families import (
+    TEXT_FAMILIES,
+    not_shardable,
+    require_family,
+    require_value_head,
+)
 from tandem.errors import UserError
 from tandem.models.adapted import is_adapter
 from tandem.models.adapters import (
@@ -141,12 +147,27 @@ def adapt_folder(folder: ModelFolder, adapters: Adapters, *, seed: int) -> Model
             rule=f"adapters of a model of type {model_type!r} are not built",
             remedy=f"Use a model of {', '.join(FAMILIES)}.",
         )
+    if folder.decoder_config.vision is not None:
+        raise UserError(
+            f"{adapters.section}.lora_rank",
+            rule="adapters (LoRA) of models that see are not built",
+            remedy="Train all weights, or set actor_rollout_ref.actor.freeze_vision_tower=True.",
+        )
     config = with_adapters(folder.decoder_config, adapters)
     key = f"{adapters.section}.lora_adapter_path"
     if adapters.folder is not None:
         check_adapter(config, adapters.folder, key=key)
     start = AdapterStart(adapters.folder, seed, key)
     return replace(folder, decoder_config=config, start=start)
+
+
+def freeze_tower(folder: ModelFolder) -> ModelFolder:
+    """Return a checked folder whose vision tower is not trained; a model of text is returned."""
+    config = folder.decoder_config
+    if config is None or config.vision is None:
+        return folder
+    frozen = replace(config, vision=replace(config.vision, is_frozen=True))
+    return replace(folder, decoder_config=frozen)
 
 
 def require_same_adapters(saved: Path, model: ModelFolder, *, key: str) -> None:
@@ -227,7 +248,14 @@ def _own_config(checked: ModelFolder, role: str) -> DecoderConfig:
             checked.key,
             str(checked.path),
             rule=f"a model of type {model_type!r} cannot be {role}",
-            remedy=f"Use a model of {', '.join(FAMILIES)}.",
+            remedy=f"Use a model of {', '.join(TEXT_FAMILIES)}.",
+        )
+    if checked.decoder_config.vision is not None:
+        raise UserError(
+            checked.key,
+            str(checked.path),
+            rule=f"a model that sees cannot be {role}",
+            remedy=f"Use a model of {', '.join(TEXT_FAMILIES)}.",
         )
     return checked.decoder_config
 
@@ -252,13 +280,10 @@ def _found(path: str, trust_remote_code: bool, *, fetches_weights: bool, key: st
         )
         require_causal(hf_config, key=key, path=str(folder))
     elif own_config.vision is not None:
-        raise UserError(
-            key,
-            str(folder),
-            rule=f"it sees pictures (model_type {hf_config['model_type']!r}), and training such "
-            "models is not built yet",
-            remedy="Use a model of text.",
-        )
+        colours = read_normalisation(folder)
+        if colours is not None:
+            vision = replace(own_config.vision, mean=colours[0], std=colours[1])
+            own_config = replace(own_config, vision=vision)
     return ModelFolder(folder, hf_config, own_config, trust_remote_code, key=key)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from tandem.config.schema.families import SEEING_FAMILIES
 from tandem.errors import UserError
 from tandem.models.decoder import Granularity
 from tandem.models.operators import TORCH
@@ -64,7 +65,8 @@ def require_causal(hf_config: Mapping[str, Any], *, key: str, path: str) -> None
         key,
         path,
         rule=f"{named[0]} (architectures in config.json) is not a causal language model of text",
-        remedy="Use a model whose class ends in ForCausalLM; models of images are not built yet.",
+        remedy="Use a model whose class ends in ForCausalLM, or one that sees: "
+        f"{', '.join(SEEING_FAMILIES)}.",
     )
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tandem.models.adapted import is_adapter, trained_parameters
 from tandem.models.adapters import save_adapter
-from tandem.models.decoder import Decoder, DecoderConfig, Granularity, View
+from tandem.models.decoder import Decoder, DecoderConfig, Granularity
 from tandem.models.logprob import squared_probabilities
 from tandem.models.operators import Operators, upload
 from tandem.models.parallel import (
@@ -36,7 +36,7 @@ from tandem.models.sequence_parallel import (
     own_responses,
     own_tokens,
 )
-from tandem.models.sight import Sight, see
+from tandem.models.sight import see, view_of
 from tandem.models.tensor_parallel import local_decoder
 from tandem.models.weights import allocate, copy_companions, save_hf_folder, write_config
 from tandem.types import HeldSlice, PackedBatch
@@ -244,14 +244,10 @@ class NativeModel:
         if sequence.size > 1:
             attention = UlyssesAttention(attention, sequence, num_tokens=len(token_ids))
             token_ids, position_ids = (own_tokens(x, sequence) for x in (token_ids, position_ids))
-        view = None if sight is None else self._view(sight)
+        view = None if sight is None else view_of(sight, self.device)
         return self.decoder(
             upload(token_ids, self.device), upload(position_ids, self.device), attention, view=view
         )
-
-    def _view(self, sight: Sight) -> View:
-        place_U, row_U = (upload(x, self.device) for x in (sight.place_U, sight.row_U))
-        return View(place_U, row_U, sight.pictures)
 
     def set_gradient_checkpointing(self, enabled: bool, granularity: Granularity = "full") -> None:
         self.decoder.recompute = granularity if enabled else "nothing"

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.models.decoder import View
+from tandem.models.operators import upload
 from tandem.pictures import Picture
 from tandem.types import Segments
 
@@ -86,6 +88,12 @@ def see(
         row_U=torch.from_numpy(feature_P[picture_U] + inside_U),
         pictures=tuple(picture for _, picture in table),
     )
+
+
+def view_of(sight: Sight, device: torch.device) -> View:
+    """Return the view of the pictures on a device."""
+    place_U, row_U = (upload(x, device) for x in (sight.place_U, sight.row_U))
+    return View(place_U, row_U, sight.pictures)
 
 
 def _within_sequences(

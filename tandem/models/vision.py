@@ -27,6 +27,9 @@ from tandem.pictures import Picture
 _THETA = 10000.0
 _NORM_EPS = 1e-6
 
+_MEMORY_BYTES = 1 << 30
+"""The features that a frozen tower remembers; the oldest are forgotten first."""
+
 Attend = Callable[..., Tensor]
 """``attend(q_NHE, k_NHE, v_NHE=) -> o_NHE``."""
 
@@ -42,6 +45,11 @@ class Features:
 
     embeddings: Tensor
     levels: tuple[Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all tensors."""
+        return sum(tensor.nbytes for tensor in (self.embeddings, *self.levels))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +117,37 @@ class VisionTower(nn.Module):
         if config.deepstack:
             mergers = (_Merger(config, norms_after=True) for _ in config.deepstack)
             self.deepstack_merger_list = nn.ModuleList(mergers)
+        self._known: dict[int, Features] = {}
+        if config.is_frozen:
+            self.requires_grad_(False)
 
     def forward(self, pictures: Sequence[Picture]) -> Features:
-        """Return the features of the tokens of at least one picture, one picture after another."""
+        """Return the features of the tokens of at least one picture, one picture after another.
+
+        A frozen tower looks at a picture once, and remembers what it saw.
+        """
+        if not self.config.is_frozen:
+            return self.look(pictures)
+        unknown = [picture for picture in pictures if picture.first_id not in self._known]
+        found = {p.first_id: self._known[p.first_id] for p in pictures if p not in unknown}
+        if unknown:
+            # Features outlive the context, so they must not be of inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                found |= _by_picture(self.look(unknown), unknown)
+            self._remember(found)
+        features = [found[picture.first_id] for picture in pictures]
+        levels = zip(*(one.levels for one in features), strict=True)
+        embeddings = torch.cat([one.embeddings for one in features])
+        return Features(embeddings, tuple(torch.cat(level) for level in levels))
+
+    def _remember(self, found: dict[int, Features]) -> None:
+        self._known |= found
+        total = sum(features.num_bytes for features in self._known.values())
+        while total > _MEMORY_BYTES:
+            total -= self._known.pop(next(iter(self._known))).num_bytes
+
+    def look(self, pictures: Sequence[Picture]) -> Features:
+        """Compute the features of pictures."""
         convolution = cast(nn.Conv3d, self.patch_embed["proj"])
         weight, bias = convolution.weight, convolution.bias
         patches_NP = torch.cat([self._patches(picture, weight.device) for picture in pictures])
@@ -228,6 +264,17 @@ class _Merger(nn.Module):
         else:
             h_UD = self.norm(x_ND).view(-1, self.wide)
         return self.linear_fc2(F.gelu(self.linear_fc1(h_UD)))
+
+
+def _by_picture(features: Features, pictures: Sequence[Picture]) -> dict[int, Features]:
+    """Return the features of each picture, by its first id."""
+    counts = [picture.num_tokens for picture in pictures]
+    tensors = [tensor.split(counts) for tensor in (features.embeddings, *features.levels)]
+    parts = zip(*tensors, strict=True)
+    return {
+        picture.first_id: Features(part[0], tuple(part[1:]))
+        for picture, part in zip(pictures, parts, strict=True)
+    }
 
 
 def _attention(lengths: np.ndarray, device: torch.device) -> Attend:

@@ -139,7 +139,14 @@ def _sequence_of_rows(prompt: Prompt, rows: Sequence[Trajectory]) -> TrainSequen
         TrainSequence(_branch_key(row, number), row.prompt_ids, row.response_ids, row.loss_mask)
         for number, row in enumerate(others, start=1)
     ]
-    return TrainSequence(key, prompt_ids, first.response_ids, first.loss_mask, tuple(branches))
+    return TrainSequence(
+        key,
+        prompt_ids,
+        first.response_ids,
+        first.loss_mask,
+        tuple(branches),
+        pictures=prompt.pictures,
+    )
 
 
 def _branch_key(row: Trajectory, number: int) -> int:

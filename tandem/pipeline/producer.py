@@ -181,12 +181,12 @@ class GroupProducer:
     def _request(self, prompt: Prompt) -> GenerationRequest:
         first = prompt.uid * self._num_samples
         ids = tuple(range(first, first + self._num_samples))
-        return GenerationRequest(ids, prompt.token_ids, self._sampling)
+        return GenerationRequest(ids, prompt.token_ids, self._sampling, pictures=prompt.pictures)
 
     def _baseline_request(self, prompt: Prompt) -> GenerationRequest:
         greedy = replace(self._sampling, temperature=0.0)
         ids = (BASELINE_SAMPLE_ID_BASE + prompt.uid,)
-        return GenerationRequest(ids, prompt.token_ids, greedy)
+        return GenerationRequest(ids, prompt.token_ids, greedy, pictures=prompt.pictures)
 
     async def _finish_group(
         self, prompt: Prompt, future: Answers, *, baseline: Answers | None

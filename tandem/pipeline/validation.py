@@ -152,6 +152,7 @@ def validation_requests(
             ),
             prompt_ids=prompt.token_ids,
             sampling=sampling,
+            pictures=prompt.pictures,
         )
         for prompt in prompts
     ]

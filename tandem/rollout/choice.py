@@ -18,8 +18,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from tandem.config.derived.experts import is_expert_family
-from tandem.config.schema.families import NATIVE_FAMILIES
-from tandem.config.schema.rollout import ENGINES_NOT_BUILT
+from tandem.config.schema.families import NATIVE_FAMILIES, SEEING_FAMILIES
+from tandem.config.schema.rollout import ENGINES, ENGINES_NOT_BUILT
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,8 @@ def problem_of(
         return Problem(f"the native engine does not compute models of type {family!r}")
     if name in _WITH_OWN_WEIGHTS and is_expert_family(family):
         return Problem("weights of models with experts are not sent to this engine yet")
+    if family in SEEING_FAMILIES and name in ENGINES and name not in ("auto", "native"):
+        return Problem(f"only the native engine reads pictures (model_type {family!r})")
     package = PACKAGES.get(name)
     if package is None:
         return None

@@ -16,18 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.models.decoder import View
 from tandem.models.operators import upload
+from tandem.models.sight import see, view_of
+from tandem.pictures import Picture
 from tandem.types import Segments
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The input of a pass, int64. ``last_S`` is the index into T of each run's last token."""
+    """The input of a pass, int64. ``last_S`` is the index into T of each run's last token.
+
+    Positions are (T, 3) if ``view`` has pictures.
+    """
 
     token_T: Tensor
     position_T: Tensor
     last_S: Tensor
     segments: Segments
+    view: View | None = None
 
 
 def pack(
@@ -36,12 +43,16 @@ def pack(
     *,
     prefix_starts: Sequence[int],
     device: torch.device,
+    pictures: Sequence[Picture] = (),
+    shifts: Sequence[int] | None = None,
 ) -> Packed:
-    """Pack ``runs``, which begin at positions ``starts``.
+    """Pack ``runs``, which begin at indices ``starts`` of their sequences.
 
     Args:
         prefix_starts: the index of each run's prefix (positions 0..start-1) among the existing
             keys; ignored for a run that begins at 0.
+        pictures: the pictures whose tokens are in runs, which then begin at 0.
+        shifts: how much the pictures before each run shift its positions; None: by nothing.
     """
     length_S, start_S = torch.tensor([len(run) for run in runs]), torch.tensor(starts)
     stop_S = length_S.cumsum(0)
@@ -49,9 +60,15 @@ def pack(
     prefix_start_S = torch.tensor(prefix_starts) + stop_S[-1]
     token_T = torch.from_numpy(np.concatenate([np.array(run, dtype=np.int64) for run in runs]))
     position_T = torch.arange(len(token_T)) + (start_S - first_S).repeat_interleave(length_S)
+    if shifts is not None:
+        position_T += torch.tensor(shifts).repeat_interleave(length_S)
     segments = Segments(first_S, length_S, prefix_start_S, start_S)
+    view = None
+    if pictures:
+        sight = see(token_T, position_T, segments=segments, pictures=pictures)
+        token_T, position_T, view = sight.token_ids_T, sight.position_T3, view_of(sight, device)
     last_S = upload(stop_S - 1, device)
-    return Packed(upload(token_T, device), upload(position_T, device), last_S, segments)
+    return Packed(upload(token_T, device), upload(position_T, device), last_S, segments, view)
 
 
 def cost_of(num_tokens: int, start: int) -> int:

@@ -61,6 +61,7 @@ def policy_spec(config: RunConfig | SftConfig, placement: Placement, *, task: st
         is_reward_model=is_reward_model,
         adapters=adapters,
         adapter_seed=seed,
+        freezes_tower=trained.freezes_tower and task not in (CRITIC, REWARD_MODEL),
     )
 
 

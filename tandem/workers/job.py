@@ -28,6 +28,7 @@ class PolicySpec:
             ``models.folder.check_critic_folder``.
         adapters: the adapters that are trained instead of the weights; None trains all weights.
         adapter_seed: the seed of the adapters' initial values.
+        freezes_tower: whether the vision tower of a model that sees is not trained.
     """
 
     model: ModelConfig
@@ -39,6 +40,7 @@ class PolicySpec:
     is_reward_model: bool = False
     adapters: Adapters | None = None
     adapter_seed: int = 0
+    freezes_tower: bool = False
 
 
 @dataclass(frozen=True, slots=True)

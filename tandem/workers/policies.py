@@ -23,6 +23,7 @@ from tandem.models.folder import (
     check_reward_folder,
     fill_adapters,
     fill_slices,
+    freeze_tower,
     open_part,
 )
 from tandem.models.language_model import LanguageModel, NativeModel
@@ -60,6 +61,8 @@ def policy_folder(spec: PolicySpec, *, fetches_weights: bool = True) -> ModelFol
             load_weight=loads,
             fetches_weights=fetches_weights,
         )
+        if spec.freezes_tower:
+            folder = freeze_tower(folder)
         if spec.adapters is None:
             return folder
         return adapt_folder(folder, spec.adapters, seed=spec.adapter_seed)

@@ -61,7 +61,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "models": frozenset({"pictures", "types", "config", "platforms"}),
     "engines": frozenset({"types", "api", "config", "platforms", "comm", "models"}),
     "weight_sync": frozenset({"types", "api", "config", "platforms", "comm"}),
-    "rollout": frozenset({"types", "api", "config", "platforms", "comm", "models", "weight_sync"}),
+    "rollout": frozenset(
+        {"pictures", "types", "api", "config"} | {"platforms", "comm", "models", "weight_sync"}
+    ),
     "checkpoint": frozenset({"types", "api", "config"}),
     "pipeline": frozenset(
         {"types", "api", "config", "data", "agents", "rewards"}

@@ -12,7 +12,7 @@ from tests.arch.layout import OPTIONAL_PACKAGES
 from tests.arch.rules.imports import package_of
 from tests.arch.source import ROOT, imports, in_folders, project_modules
 
-DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"PIL": "pillow", "hydra": "hydra-core", "yaml": "pyyaml"}
 """Import names that differ from the distribution's by more than a hyphen."""
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.derived.experts import ExpertConfig, experts_of
+from tandem.config.derived.vision import text_part, vision_config
 from tandem.config.schema.model import RecomputeGranularity
 from tandem.errors import UserError
 
@@ -30,6 +31,7 @@ class ModelSizes:
         experts: the experts of the other layers; None without any.
         adapters: the number of parameters of adapters, which are then the only trained ones; 0
             trains all weights.
+        tower: the number of parameters of the vision tower; 0 for models of text.
     """
 
     num_layers: int
@@ -42,10 +44,13 @@ class ModelSizes:
     tied: bool
     adapters: int = 0
     experts: ExpertConfig | None = None
+    tower: int = 0
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelSizes | None:
         """Read the content of config.json; return None if it lacks a size."""
+        vision = vision_config(hf_config)
+        hf_config = text_part(hf_config)
         if not all(isinstance(hf_config.get(key), int) for key in (*_SIZE_KEYS, "vocab_size")):
             return None
         layers, hidden, inner, heads = (hf_config[key] for key in _SIZE_KEYS)
@@ -59,6 +64,7 @@ class ModelSizes:
             vocabulary=hf_config["vocab_size"],
             tied=bool(hf_config.get("tie_word_embeddings", False)),
             experts=experts_of(hf_config),
+            tower=0 if vision is None else vision.num_parameters,
         )
 
     @property
@@ -133,8 +139,8 @@ class ModelSizes:
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters of layers, embedding and head."""
-        return self.all_layer_parameters + self.embedding_parameters
+        """The number of parameters of layers, embedding, head and vision tower."""
+        return self.all_layer_parameters + self.embedding_parameters + self.tower
 
     @property
     def num_trained(self) -> int:

@@ -55,6 +55,7 @@ class TrainedModel:
         of_task: the model of each task and each auxiliary model of the run. Tasks that are missing
             use the one of ``actor-train``.
         timeout_s: the timeout of collectives.
+        freezes_tower: whether the vision tower of a model that sees is not trained.
     """
 
     config: ModelConfig
@@ -65,6 +66,7 @@ class TrainedModel:
     max_tokens_key: str
     of_task: Mapping[str, ModelOfTask]
     timeout_s: float
+    freezes_tower: bool = False
 
     @property
     def adapters(self) -> Adapters | None:
@@ -118,6 +120,7 @@ def trained_model(config: RunConfig | SftConfig) -> TrainedModel:
             for task, (model, layout, optim) in models.items()
         },
         timeout_s=roles.nccl_timeout,
+        freezes_tower=actor.freeze_vision_tower,
     )
 
 

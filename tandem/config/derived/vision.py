@@ -94,7 +94,8 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
 }
 """The families of models that see, by ``model_type`` in config.json."""
 
-SEEING_FAMILIES = tuple(VISION_FAMILIES)
+MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
+"""The bounds of the number of pixels of a picture, if no file names them (transformers')."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ class VisionConfig:
         position_side: the side of the learned square grid of positions; 0 for none.
         mean, std: the normalisation of the colours, which are 0 to 1 before it.
         family: the ``model_type`` of config.json.
+        is_frozen: whether training leaves it as it is.
     """
 
     hidden: int
@@ -132,6 +134,7 @@ class VisionConfig:
     mean: Rgb
     std: Rgb
     family: str
+    is_frozen: bool = False
 
     @property
     def token_side(self) -> int:
@@ -244,6 +247,28 @@ def read_preprocessor(folder: Path) -> Mapping[str, Any]:
     raise UserError(
         str(path),
         rule="it cannot be read as a mapping in JSON",
+        remedy=f"Use the {PREPROCESSOR_FILE} that belongs to the weights.",
+    )
+
+
+def read_pixel_bounds(folder: Path) -> tuple[int, int]:
+    """Return the fewest and the most pixels of a picture after resizing.
+
+    Old files name them ``min_pixels`` and ``max_pixels``, newer ones the edges of ``size``.
+    """
+    content = read_preprocessor(folder)
+    size: Any = content.get("size")
+    edges = cast(dict[str, Any], size) if isinstance(size, dict) else {}
+    found = (
+        content.get("min_pixels") or edges.get("shortest_edge") or MIN_PIXELS,
+        content.get("max_pixels") or edges.get("longest_edge") or MAX_PIXELS,
+    )
+    if all(isinstance(x, int) for x in found) and 0 < found[0] <= found[1]:
+        return found
+    raise UserError(
+        f"{PREPROCESSOR_FILE}: min_pixels, max_pixels",
+        list(found),
+        rule="must be positive integers, the second not below the first",
         remedy=f"Use the {PREPROCESSOR_FILE} that belongs to the weights.",
     )
 

@@ -263,6 +263,11 @@ class ActorConfig(BaseModel):
     fsdp_config: FsdpConfig = Field(
         default_factory=FsdpConfig, description="Precision, sharding and offloading."
     )
+    freeze_vision_tower: bool = Field(
+        default=False,
+        description="Train the decoder of a model that sees, and not its vision tower. No effect "
+        "on models of text.",
+    )
     load_weight: bool = Field(
         default=True,
         description="Load the weights of the model. False: initialize them at random.",

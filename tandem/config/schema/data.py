@@ -38,6 +38,25 @@ class DatasetConfig(BaseModel):
     )
 
 
+class PictureConfig(BaseModel):
+    """``data.mm_processor_kwargs.*``: the sizes of pictures that the model reads."""
+
+    model_config = SECTION
+
+    min_pixels: int | None = Field(
+        default=None,
+        ge=1,
+        description="Smallest number of pixels of a picture after resizing. null: that of the "
+        "model's preprocessor_config.json.",
+    )
+    max_pixels: int | None = Field(
+        default=None,
+        ge=1,
+        description="Largest number of pixels of a picture after resizing. null: that of the "
+        "model's preprocessor_config.json.",
+    )
+
+
 class DataConfig(BaseModel):
     """Prompts for training and validation."""
 
@@ -82,6 +101,14 @@ class DataConfig(BaseModel):
     seed: ShuffleSeed = 1
     prompt_key: str = Field(
         default="prompt", description="Column of the prompt (a list of messages)."
+    )
+    image_key: str = Field(
+        default="images",
+        description="Column of the pictures, for models that see. Each stands at a mark <image> of "
+        "the prompt.",
+    )
+    mm_processor_kwargs: PictureConfig = Field(
+        default_factory=PictureConfig, description="Sizes of pictures."
     )
     reward_fn_key: str = Field(
         default="data_source",

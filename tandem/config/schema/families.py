@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem.errors import UserError
 
-NATIVE_FAMILIES = (
+TEXT_FAMILIES = (
     "qwen2",
     "qwen3",
     "llama",
@@ -21,6 +21,9 @@ NATIVE_FAMILIES = (
     "dots1",
     "XdgMoE",
 )
+SEEING_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+"""The families of models that read pictures; ``derived.vision`` says how."""
+NATIVE_FAMILIES = (*TEXT_FAMILIES, *SEEING_FAMILIES)
 """The families that the native decoder computes. transformers computes the others."""
 CRITIC_CLASS, REWARD_CLASS = "ForTokenClassification", "ForSequenceClassification"
 """Suffixes of the transformers classes whose head is one number: with a bias, and without one."""

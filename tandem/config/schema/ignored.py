@@ -216,12 +216,8 @@ _DATA: Table = {
         },
     ),
     **_all(
-        "not built yet: prompts are text only",
-        {
-            "return_multi_modal_inputs": True,
-            "image_patch_size": 14,
-            "mm_processor_kwargs": {},
-        },
+        "the model's config.json decides, and pictures are read once a prompt",
+        {"return_multi_modal_inputs": True, "image_patch_size": 14},
     ),
     "trust_remote_code": (False, "actor_rollout_ref.model.trust_remote_code decides"),
     "tokenizer": (None, "the tokenizer is that of actor_rollout_ref.model.path"),
@@ -252,7 +248,6 @@ _ACTOR: Table = {
     "use_remove_padding": (True, _ALWAYS_PACKED),
     "use_fused_kernels": (False, _FUSED),
     "use_prefix_grouper": (False, "samples of one prompt always share it in training"),
-    "freeze_vision_tower": (False, "models are text only"),
     **_all(_PROFILER, {"profiler": {}, "profile": {}}),
 }
 _ROLLOUT: Table = {

@@ -329,6 +329,12 @@ class RolloutConfig(BaseModel):
         description="Free the cache and the weights of the rollout while the same devices train. "
         "Captured decode steps must then be captured again, so set it only to save memory.",
     )
+    limit_images: int | None = Field(
+        default=None,
+        ge=0,
+        description="Largest number of pictures of a row; a row with more is an error. null: any "
+        "number.",
+    )
     enforce_eager: bool = Field(
         default=False,
         description="Launch each operation of a decode step instead of replaying a captured graph; "

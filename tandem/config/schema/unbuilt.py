@@ -80,7 +80,6 @@ _OWN_GENERATOR = Unbuilt("generation of training rows", (None,))
 
 _ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
     "data": {
-        "image_key": Unbuilt("training on images", ("images", None)),
         "video_key": Unbuilt("training on videos", ("videos", None)),
         "audio_key": Unbuilt("training on sound", ("audios", None)),
         **{f"sampler.{key}": _OWN_SAMPLER for key in _OWN_CLASS},

@@ -88,9 +88,9 @@ class DecodeAttention:
     def _make_bias(self, cache: RowCache, num_rows: int) -> Tensor:
         """Return (B * K, 1, C), -inf in the columns before a row's first token."""
         columns_C = torch.arange(
-            cache.first_column, cache.stop_column, device=cache.facts_3R.device
+            cache.first_column, cache.stop_column, device=cache.facts_4R.device
         )
-        hidden_BC = columns_C < cache.facts_3R[0, :num_rows, None]
+        hidden_BC = columns_C < cache.facts_4R[0, :num_rows, None]
         bias_BC = torch.zeros(hidden_BC.shape, dtype=cache.keys[0].dtype, device=hidden_BC.device)
         bias_BC.masked_fill_(hidden_BC, float("-inf"))
         return bias_BC.repeat_interleave(cache.shape.num_kv_heads, 0)[:, None]

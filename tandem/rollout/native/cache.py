@@ -48,8 +48,8 @@ class RowCache:
         values: (R, K, C, E) for each layer.
         tokens_RC: int64, the generated tokens.
         logp_RC: fp32, their log-probs.
-        facts_3R: int64, for each row its start column, first generated column, and random stream's
-            key.
+        facts_4R: int64, for each row its start column, first generated column, random stream's key,
+            and the shift of its positions by pictures.
         uniform_RJ: fp32, the next numbers of that stream.
     """
 
@@ -69,7 +69,7 @@ class RowCache:
         self.values = [key.transpose(2, 3) for key in self.keys]
         self.tokens_RC = empty.new_empty((0, 0), dtype=torch.int64)
         self.logp_RC = empty.new_empty((0, 0))
-        self.facts_3R = empty.new_empty((3, 0), dtype=torch.int64)
+        self.facts_4R = empty.new_empty((4, 0), dtype=torch.int64)
         self.uniform_RJ = empty.new_empty((0, NUM_UNIFORMS))
 
     @property
@@ -110,7 +110,7 @@ class RowCache:
         self.tokens_RC = block.regrid(self.tokens_RC, 1)
         self.logp_RC = block.regrid(self.logp_RC, 1)
         new_rows = size[0] - len(self.uniform_RJ)
-        self.facts_3R = F.pad(self.facts_3R, (0, new_rows))
+        self.facts_4R = F.pad(self.facts_4R, (0, new_rows))
         self.uniform_RJ = F.pad(self.uniform_RJ, (0, 0, 0, new_rows))
 
     def write(self, rows: slice, states: TokenStates, *, tokens: slice, column: int) -> None:
@@ -137,7 +137,7 @@ class RowCache:
         windows = [key[..., where] for key in self.keys]
         windows += [value[:, :, where] for value in self.values]
         windows += [self.tokens_RC[:, where], self.logp_RC[:, where]]
-        for window in (*windows, self.facts_3R.T, self.uniform_RJ):
+        for window in (*windows, self.facts_4R.T, self.uniform_RJ):
             window.index_copy_(0, target, window.index_select(0, source))
 
 

@@ -22,6 +22,7 @@ from torch.nn import functional as F  # noqa: N812
 from tandem.api import Capacity, EngineFacts
 from tandem.models.decoder import Decoder
 from tandem.models.quantized import QuantizedDecoder
+from tandem.pictures import total_shift
 from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.native.attention import DecodeAttention, PrefillAttention
@@ -171,7 +172,8 @@ class NativeRolloutEngine:
 
     def _prefill(self, prompts: Sequence[TokenIds]) -> _Prefill:
         zeros = [0] * len(prompts)
-        packed = pack(prompts, zeros, prefix_starts=zeros, device=self._device)
+        pictures = self._scheduler.pictures_of(prompts)
+        packed = pack(prompts, zeros, prefix_starts=zeros, device=self._device, pictures=pictures)
         attention = PrefillAttention(packed)
         h_PD = self._compute(attention).index_select(0, packed.last_S)
         logits_PV = F.linear(h_PD, self._decoder.lm_head_weight)
@@ -181,8 +183,9 @@ class NativeRolloutEngine:
         """Return the hidden states (T, D) of the tokens that ``attention`` was packed for."""
         packed = attention.packed
         self.num_prefilled_tokens += len(packed.token_T)
-        compute = self._quantized or self._decoder
-        return compute(packed.token_T, packed.position_T, attention)
+        if self._quantized is not None:
+            return self._quantized(packed.token_T, packed.position_T, attention)
+        return self._decoder(packed.token_T, packed.position_T, attention, view=packed.view)
 
     def _update_cache(self) -> None:
         """Recompute cached keys and values after a weight update, unless the cache is kept."""
@@ -233,6 +236,7 @@ class NativeRolloutEngine:
             [len(prompt) for prompt in before],
             prefix_starts=[prompts[prompt].start for prompt in before],
             device=self._device,
+            shifts=[total_shift(rows[row].pictures) for row in responses],
         )
         attention = PrefillAttention(packed, prefix)
         self._compute(attention)
@@ -276,16 +280,18 @@ class NativeRolloutEngine:
             first_indices=[row.first_index for row in rows],
             device=self._device,
         )
-        facts_3n = self._cache.facts_3R[:, first_row : first_row + len(rows)]
-        facts_3n[:2] = columns.to(self._device)
-        facts_3n[2] = keys_n
+        facts_4n = self._cache.facts_4R[:, first_row : first_row + len(rows)]
+        facts_4n[:2] = columns.to(self._device)
+        facts_4n[2] = keys_n
+        shifts = [total_shift(row.pictures) for row in rows]
+        facts_4n[3] = torch.tensor(shifts).to(self._device)
 
     def _draw_uniforms(self) -> None:
         """Draw the random numbers of all rows for the current column and the next ones."""
         num_rows, column = len(self._scheduler.rows), self._scheduler.column
-        facts_3B = self._cache.facts_3R[:, :num_rows]
+        facts_4B = self._cache.facts_4R[:, :num_rows]
         columns_J = torch.arange(column, column + NUM_UNIFORMS, device=self._device)
-        self._cache.uniform_RJ[:num_rows] = uniforms(facts_3B[2], columns_J - facts_3B[1, :, None])
+        self._cache.uniform_RJ[:num_rows] = uniforms(facts_4B[2], columns_J - facts_4B[1, :, None])
         self._uniform_start = column
 
     def _decode(self) -> list[Completion]:
@@ -297,7 +303,7 @@ class NativeRolloutEngine:
         attention = self._attention = self._attention or self._new_attention()
         attention.column = column
         token_B = cache.tokens_RC[:num_rows, column - cache.first_column]
-        position_B = column - cache.facts_3R[0, :num_rows]
+        position_B = column - cache.facts_4R[0, :num_rows] + cache.facts_4R[3, :num_rows]
         h_BD = (self._quantized or self._decoder)(token_B, position_B, attention)
         logits_BV = F.linear(h_BD, self._decoder.lm_head_weight)
         scheduler.tick()

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tandem.pictures import Picture
 from tandem.rollout.sampler import DrawRule
 from tandem.rollout.settings import Limits
 from tandem.types import GenerationRequest, TokenIds
@@ -29,7 +30,7 @@ class Row:
         first: the column of its first generated token.
         last: the column of the last token that it may generate.
         weights_version: the version that was in use when it entered.
-        first_index: as in ``GenerationRequest``.
+        first_index, pictures: as in ``GenerationRequest``.
         switches: (column, version) pairs: the first column of each later version.
     """
 
@@ -43,6 +44,7 @@ class Row:
     weights_version: int
     switches: tuple[tuple[int, int], ...] = ()
     first_index: int = 0
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,15 @@ class Scheduler:
         if self._head_is_prefilled:
             rows.setdefault(self._waiting[0].prompt_ids, [])
         return rows
+
+    def pictures_of(self, prompts: Sequence[TokenIds]) -> list[Picture]:
+        """Return the pictures of prompts, which running rows or the prefilled head have."""
+        found = {row.prompt_ids: row.pictures for row in self.rows if row.pictures}
+        if self._head_is_prefilled and self._waiting[0].pictures:
+            found[self._waiting[0].prompt_ids] = self._waiting[0].pictures
+        if not found:
+            return []
+        return [picture for prompt in prompts for picture in found.get(prompt, ())]
 
     @property
     def rules(self) -> tuple[DrawRule, ...]:
@@ -248,6 +259,7 @@ class Scheduler:
                 rule,
                 version,
                 first_index=request.first_index,
+                pictures=request.pictures,
             )
             for sample_id in request.sample_ids[:count]
         ]

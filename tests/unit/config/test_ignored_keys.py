@@ -397,7 +397,7 @@ def test_the_reference_is_laid_out_as_the_actor_unless_it_is_told_otherwise() ->
     "argument",
     [
         "data.sampler.class_path=mine.py",
-        "data.image_key=pictures",
+        "data.video_key=clips",
         "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml",
         "algorithm.use_pf_ppo=True",
         "actor_rollout_ref.model.external_lib=mine",
@@ -418,7 +418,7 @@ def test_a_key_that_would_change_what_is_trained_is_refused(argument: str) -> No
 @pytest.mark.parametrize(
     "argument",
     [
-        "data.image_key=images",
+        "data.video_key=videos",
         "data.sampler.class_path=null",
         "algorithm.use_pf_ppo=False",
         "+actor_rollout_ref.model.override_config.attention_dropout=0.",

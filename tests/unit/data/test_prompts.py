@@ -235,7 +235,7 @@ def test_images_are_refused_unless_there_are_none(
 ) -> None:
     without = [row | {"images": None} for row in rows]
     assert load_prompts(settings(write(without, "a.jsonl")), codec)
-    with pytest.raises(UserError, match="row 0 has images, and tandem trains on text only"):
+    with pytest.raises(UserError, match="row 0 has images, and the model reads text only"):
         load_prompts(settings(write([row | {"images": ["a.png"]} for row in rows])), codec)
 
 

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from tandem.data.packing import TrainSequence, pack
 from tandem.errors import UserError
 from tandem.models.families import decoder_config
-from tandem.models.folder import ModelFolder, check_folder, open_part
+from tandem.models.folder import open_model
 from tandem.models.language_model import NativeModel, score_batch
-from tandem.models.parallel import WHOLE
 from tandem.models.sight import see
 from tandem.models.weights import check_weights, file_tensors, read_config
 from tandem.pictures import total_shift
@@ -35,9 +34,7 @@ PLANS = (([(3, 2), (2, 2)], 3), ([], 2), ([(5, 3)], 1), ([(2, 4)], 2))
 
 
 def open_seeing(folder: Path) -> NativeModel:
-    hf_config = read_config(folder)
-    checked = ModelFolder(folder, hf_config, decoder_config(hf_config), False)
-    model = open_part(checked, WHOLE, dtype=torch.float32, device="cpu")
+    model = open_model(str(folder), dtype=torch.float32, device="cpu")
     assert isinstance(model, NativeModel)
     return model
 
@@ -237,9 +234,3 @@ def test_sizes_and_names_of_a_tower_are_checked(tmp_path):
     other = {**config, "vision_config": {**config["vision_config"], "out_hidden_size": 32}}
     with pytest.raises(UserError, match="model.visual.merger"):
         check_weights(decoder_config(other), tmp_path)
-
-
-def test_a_model_that_sees_is_refused_until_it_can_be_trained(tmp_path):
-    write_seeing("qwen3_vl", tmp_path)
-    with pytest.raises(UserError, match="it sees pictures .*is not built yet"):
-        check_folder(str(tmp_path))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of models that see: how the model reads pictures, and what is not built for them yet."""
+
+from __future__ import annotations
+
+from tandem.config.derived.pools import place_run
+from tandem.config.derived.vision import read_pixel_bounds, text_part
+from tandem.config.schema.run import RunConfig
+from tandem.data.images import PictureRule
+from tandem.data.tokenizer import TextCodec
+from tandem.errors import UserError
+from tandem.models.folder import ModelFolder
+
+_KEYS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+
+
+def picture_rule(config: RunConfig, folder: ModelFolder, *, codec: TextCodec) -> PictureRule | None:
+    """Return how the model of a run reads pictures; None for a model of text.
+
+    Raises:
+        UserError: the run needs what is not built for models that see, or a file of the model does
+            not say how it reads pictures.
+    """
+    vision = None if folder.decoder_config is None else folder.decoder_config.vision
+    if vision is None:
+        return None
+    _require_built(config, folder)
+    ids = [folder.hf_config.get(key) for key in _KEYS]
+    known = [token for token in ids if isinstance(token, int)]
+    if len(known) < len(ids):
+        missing = _KEYS[[isinstance(token, int) for token in ids].index(False)]
+        raise UserError(
+            f"config.json: {missing}",
+            folder.hf_config.get(missing),
+            rule="must be the id of a token",
+            remedy="Use the config.json that belongs to the weights.",
+        )
+    sizes = config.data.mm_processor_kwargs
+    fewest, most = read_pixel_bounds(folder.path)
+    fewest = fewest if sizes.min_pixels is None else sizes.min_pixels
+    most = most if sizes.max_pixels is None else sizes.max_pixels
+    smallest = vision.token_side**2
+    if most < max(fewest, smallest):
+        raise UserError(
+            "data.mm_processor_kwargs.max_pixels",
+            most,
+            rule=f"must not be below min_pixels ({fewest}), or below one token ({smallest})",
+            remedy="Raise it.",
+        )
+    return PictureRule(
+        side=vision.token_side,
+        min_pixels=fewest,
+        max_pixels=most,
+        vocabulary=text_part(folder.hf_config)["vocab_size"],
+        placeholder=known[1],
+        texts=tuple(codec.decode([[token] for token in known], skip_special=False)),
+        max_pictures=config.actor_rollout_ref.rollout.limit_images,
+        column=config.data.image_key,
+    )
+
+
+def _require_built(config: RunConfig, folder: ModelFolder) -> None:
+    """Raise UserError if a run with a model that sees needs what is not built."""
+    path, key = str(folder.path), folder.key
+    if not place_run(config).is_one_process:
+        rule = "a model that sees trains in one process only; several are not built"
+        raise UserError(key, path, rule=rule, remedy="Set trainer.n_gpus_per_node=1.")
+    if config.reward_model.enable:
+        rule = "reward models do not see, and the policy does"
+        raise UserError("reward_model.enable", True, rule=rule, remedy="Use a reward function.")

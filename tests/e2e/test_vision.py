@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny model that sees trains with GRPO on pictures, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
+from tandem.driver import train
+from tandem.driver.launch import local_site
+from tandem.driver.run import run_prepared
+from tandem.errors import UserError
+from tests.fakes.seeing_files import write_policy, write_rows
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    root = tmp_path_factory.mktemp("seeing")
+    return SimpleNamespace(
+        root=root,
+        policy=write_policy(root / "model"),
+        qwen3=write_policy(root / "qwen3", "qwen3_vl"),
+        rows=write_rows(root / "rows.parquet", 12),
+    )
+
+
+def settings(files: Any, folder: Path, *words: str) -> RunConfig:
+    keys = (
+        f"actor_rollout_ref.model.path={files.policy}",
+        f"data.train_files={files.rows}",
+        f"data.val_files={files.rows}",
+        f"trainer.default_local_dir={folder}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "trainer.val_before_train=False",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+        "trainer.logger=[]",
+        "trainer.test_freq=2",
+        "custom_reward_function.path=pkg://tests.fakes.rewards",
+        "custom_reward_function.name=graded",
+    )
+    return load_config(RunConfig, [*keys, *words]).config
+
+
+def run(config: RunConfig) -> dict[str, torch.Tensor]:
+    """Train, and return the weights of the last checkpoint."""
+    torch.set_num_threads(1)
+    ended = run_prepared(local_site(config), train.prepare(config))
+    assert ended.exit_code == 0
+    folder = config.trainer.run_folder
+    step = config.trainer.total_training_steps
+    return load_file(folder / f"global_step_{step}" / "actor" / "model.safetensors")
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_VL13_a_run_and_its_resumption_end_with_the_same_bits(files: Any, tmp_path: Path) -> None:  # noqa: N802
+    whole = run(settings(files, tmp_path / "whole"))
+    first = settings(files, tmp_path / "parts", "trainer.total_training_steps=1")
+    run(first)
+    again = run(settings(files, tmp_path / "parts", "trainer.resume_mode=auto"))
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    start = load_file(files.policy / "model.safetensors")
+    moved = [name for name in whole if not torch.equal(whole[name], start[name])]
+    assert any(name.startswith("visual.blocks") for name in moved)
+    lines = metrics_of(tmp_path / "whole")
+    difference = max(
+        line[name] for line in lines for name in line if name.endswith("rollout_probs_diff_max")
+    )
+    assert difference < 1e-5
+
+
+@pytest.mark.parametrize("family", ["policy", "qwen3"])
+def test_VL10_a_frozen_tower_stays_as_it_is(family: str, files: Any, tmp_path: Path) -> None:  # noqa: N802
+    frozen = "actor_rollout_ref.actor.freeze_vision_tower=True"
+    model = getattr(files, family)
+    path = f"actor_rollout_ref.model.path={model}"
+    one = "trainer.total_training_steps=1"
+    trained = run(settings(files, tmp_path, frozen, path, one))
+    start = load_file(model / "model.safetensors")
+    kept = {name for name in trained if torch.equal(trained[name], start[name])}
+    assert {name for name in start if "visual." in name} <= kept
+    assert not any(name.endswith("down_proj.weight") and "layers" in name for name in kept)
+
+
+REFUSED = {
+    "trainer.n_gpus_per_node=2": "a model that sees trains in one process only",
+    "actor_rollout_ref.model.lora_rank=8": "adapters .LoRA. of models that see are not built",
+    "actor_rollout_ref.rollout.name=hf": "only the native engine reads pictures",
+    "data.mm_processor_kwargs.max_pixels=10": "must not be below min_pixels .64., or below one",
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_not_built_is_refused_in_one_line(key: str, files: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=REFUSED[key]) as caught:
+        train.prepare(settings(files, tmp_path, key))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of rows: sizes and patches equal transformers', and the errors of wrong rows."""
+
+from __future__ import annotations
+
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from tandem.config.derived.vision import vision_config
+from tandem.config.schema.data import DataConfig
+from tandem.data.files import RowSource
+from tandem.data.images import PictureRule, PictureSource, measure
+from tandem.data.prompts import load_prompts
+from tandem.data.selection import UsedRows
+from tandem.data.tokenizer import TextCodec, load_codec
+from tandem.errors import UserError
+from tandem.models.vision import VisionTower
+from tandem.quickstart.seeing_model import VISION_TOKENS
+from tests.fakes.seeing_files import png, row_of, write_policy
+
+RULE = PictureRule(
+    side=8,
+    min_pixels=64,
+    max_pixels=65536,
+    vocabulary=512,
+    placeholder=4,
+    texts=VISION_TOKENS,
+)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("policy") / "model")
+
+
+@pytest.fixture(scope="module")
+def codec(policy: Path) -> TextCodec:
+    return load_codec(str(policy))
+
+
+def load(rows: list[dict[str, Any]], codec: TextCodec, rule: PictureRule = RULE, **values: Any):
+    """Return the entries of rows that a class of the user makes."""
+
+    config = DataConfig.model_validate({"train_files": "rows", "max_prompt_length": 64, **values})
+    source = RowSource(("rows",), "data.train_files", lambda files: rows)
+    used = UsedRows(source, dict(enumerate(rows)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem.data.prompts.read_used_rows", lambda config, validation: used)
+        return load_prompts(config, codec, pictures=rule)
+
+
+def test_VL5_sizes_and_patches_are_those_of_transformers() -> None:  # noqa: N802
+    low, high = 56 * 56, 200 * 200
+    processor = Qwen2VLImageProcessorPil(min_pixels=low, max_pixels=high)
+    rule = PictureRule(28, low, high, 512, 4, VISION_TOKENS)
+    hf = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1, "fullatt_block_indexes": []}}
+    normalisation = (tuple(processor.image_mean), tuple(processor.image_std))
+    config = vision_config({**hf, "vision_config": {**hf["vision_config"], "hidden_size": 64}})
+    assert config is not None and (config.mean, config.std) == normalisation
+    tower = VisionTower(config)
+    rng = random.Random(0)
+    sizes = [(30, 41), (224, 224), (100, 333), (57, 900), (84, 84), (20, 3900), (1, 190), (14, 42)]
+    sizes += [(rng.randint(8, 600), rng.randint(8, 600)) for _ in range(20)]
+    for number, (height, width) in enumerate(sizes):
+        data = png(width, height, seed=number)
+        want = processor(images=[Image.open(io.BytesIO(data))], return_tensors="np")
+        (source,) = measure([data], rule, first_id=512, place="row 0")
+        _, rows, columns = want["image_grid_thw"][0]
+        assert (source.rows * 2, source.columns * 2) == (rows, columns), (height, width)
+        got = tower._patches(source.read(), torch.device("cpu")).numpy()
+        assert np.abs(got - want["pixel_values"]).max() < 1e-6
+
+
+def test_a_row_with_pictures_becomes_a_prompt_with_ids_of_its_own(codec: TextCodec) -> None:
+    rows = [
+        row_of({"bytes": png(24, 24)}, {"bytes": png(16, 8), "path": None}),
+        row_of(),
+        row_of(Image.open(io.BytesIO(png(9, 9)))),
+    ]
+    parts = [{"type": "image"}, {"type": "text", "text": "how many?"}]
+    rows.append({**row_of(png(8, 8)), "prompt": [{"role": "user", "content": parts}]})
+    first, text, image, listed = (entry.as_draw(i) for i, entry in enumerate(load(rows, codec)))
+    assert [(p.first_id, p.rows, p.columns) for p in first.pictures] == [(512, 3, 3), (521, 1, 2)]
+    ids = list(first.token_ids)
+    start = ids.index(512)
+    assert ids[start - 1 : start + 14] == [3, *range(512, 521), 5, 3, 521, 522, 5]
+    assert text.pictures == () and max(text.token_ids) < 512
+    assert image.pictures[0].first_id == 523 and listed.pictures[0].first_id == 524
+    assert first.pictures[0].pixels == np.asarray(Image.open(io.BytesIO(png(24, 24)))).tobytes()
+    assert "<|vision_start|><|image_pad|><|vision_end|>how many?" in listed.text
+
+
+def test_transparent_parts_are_white(tmp_path: Path) -> None:
+    clear = Image.new("RGBA", (8, 8), (10, 20, 30, 0))
+    clear.save(tmp_path / "clear.png")
+    picture = PictureSource(tmp_path / "clear.png", 512, 1, 1, 8, "row 0").read()
+    assert set(picture.pixels) == {255}
+
+
+def damaged() -> bytes:
+    """Return a picture whose header can be read, and whose end is missing."""
+    return png(64, 64)[:400]
+
+
+WRONG = {
+    "more marks": (row_of(png(), text="<image><image>?"), {}, "has 2 marks <image> and 1 picture."),
+    "more pictures": (row_of(png(), png(), text="<image>"), {}, "has 1 mark <image> and 2 picture"),
+    "no picture": (row_of(text="<image>?"), {}, "has 1 mark <image> and 0 pictures"),
+    "missing": (row_of("no/such.png"), {}, "names a picture that is missing .no/such.png"),
+    "no image": (row_of(b"hello"), {}, "has a picture .number 1. that is no picture file"),
+    "kind": (row_of(3), {}, "has a picture that is int; a picture is bytes, a path, or a mapping"),
+    "narrow": (row_of(png(805, 4)), {}, "has a picture of 805 x 4 pixels, narrower than 1 to 200"),
+    "videos": ({**row_of(), "videos": ["a.mp4"]}, {}, "has videos, and tandem reads pictures only"),
+    "long": (
+        row_of(png(96, 96)),
+        {},
+        "144 of them are of pictures: lower data.mm_processor_kwargs",
+    ),
+    "cut": (
+        row_of(png()),
+        {"truncation": "left"},
+        "has pictures, which data.truncation=left could",
+    ),
+    "token": (row_of(text="<|image_pad|>"), {}, "has <.image_pad.> in its prompt.* Write <image>"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_VL12_a_wrong_row_is_named_in_one_line(name: str, codec: TextCodec) -> None:  # noqa: N802
+    row, values, message = WRONG[name]
+    with pytest.raises(UserError, match=f"row 1 {message}|row 1 has a prompt.*{message}") as caught:
+        load([row_of(), row], codec, **values)
+    assert "\n" not in str(caught.value)
+
+
+def test_VL12_too_many_pictures_huge_ones_and_damaged_ones(  # noqa: N802
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = PictureRule(8, 64, 65536, 512, 4, VISION_TOKENS, max_pictures=1)
+    with pytest.raises(UserError, match="row 0 has 2 pictures, more than .*limit_images=1"):
+        load([row_of(png(), png())], codec, rule)
+    monkeypatch.setattr("tandem.data.images.MAX_SOURCE_PIXELS", 500)
+    with pytest.raises(UserError, match="row 0 has a picture of 24 x 24 pixels, more than 500"):
+        load([row_of(png())], codec)
+    monkeypatch.undo()
+    (entry,) = load([row_of(damaged())], codec, max_prompt_length=100)
+    with pytest.raises(UserError, match="row 0 of data.train_files: a picture .* is damaged"):
+        entry.as_draw(0)
