@@ -159,7 +159,8 @@ def built_extension() -> Path:
         Build(
             file=f"{_EXTENSION}.so",
             sources=tuple(sorted(NATIVE.glob("*.cpp"))),
-            arguments=(*_FLAGS, *(f"-isystem{folder}" for folder in folders)),
+            # -I goes before the folders of CPATH, which may have the headers of another torch.
+            arguments=(*_FLAGS, *(f"-I{folder}" for folder in folders)),
             libraries=(f"-L{torch_folder / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)),
             included=tuple(sorted(NATIVE.glob("*.h"))),
             needed={"Python's headers": headers / "Python.h"},
