@@ -286,8 +286,8 @@ class EpisodeRecord:
         messages: all but the prompt.
         rewards, statuses: as in ``Observation``, of all turns.
         num_turns: the number of turns as verl counts them: of policy and environment, and 1.
-        waits_s: the seconds of each wait of the policy for the environment.
-        forks: the reason of each fork of the conversation.
+        waits_s, forks: the seconds of each wait for the environment, and the reason of each fork.
+        outcome: the reward that an agent gave itself; None if the reward function decides.
     """
 
     end: EpisodeEnd
@@ -298,6 +298,7 @@ class EpisodeRecord:
     num_turns: int = 2
     waits_s: tuple[float, ...] = ()
     forks: tuple[str, ...] = ()
+    outcome: RewardOutcome | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -573,8 +574,7 @@ class SliceSpec:
 
     Attributes:
         shape: the shape of the whole tensor.
-        offset: the first index of the region.
-        size: the shape of the region.
+        offset, size: the first index and the shape of the region.
     """
 
     name: str

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from tandem.agents.hosting import Play
 from tandem.agents.setup import EnvironmentSetup, Task
 from tandem.agents.worker import NUMBER_BYTES, End, Step
 from tandem.children.process import ChildProcess
@@ -58,7 +59,7 @@ class _Process:
         self.child.send([pickle.dumps(pool.setup)])
         self._timer = loop.call_later(_START_DEADLINE_S, self._end, "no greeting within 60 s")
 
-    async def ask(self, request: Step | End) -> Any:
+    async def ask(self, request: Step | End | Play) -> Any:
         """Send a request and return the fields of its answer; raise EnvironmentLost."""
         if self.child.is_killed:
             raise EnvironmentLost("its process has ended")
@@ -170,6 +171,34 @@ class EnvironmentPool:
     def open(self, task: Task) -> EnvironmentSession:
         """Return the environment of an episode. No process holds it before its first step."""
         return EnvironmentSession(self, task)
+
+    async def play(self, request: Play) -> Mapping[str, Any]:
+        """Let an agent of the user play an episode; if this is cancelled, stop the agent.
+
+        Returns:
+            ``returned``: the reward that it gave, or None; or ``failure``: why it failed.
+        """
+        process = self.choose()
+        try:
+            await asyncio.shield(process.ready)
+            return await process.ask(request)
+        except EnvironmentLost as error:
+            return {"failure": str(error)}
+        except asyncio.CancelledError:
+            await self._stop(process, request.task.episode_id)
+            raise
+        finally:
+            if process.is_retired:
+                self.retire(process)
+
+    async def _stop(self, process: _Process, episode_id: tuple[int, int]) -> None:
+        """Stop an agent; a process in which it goes on gets no further episodes."""
+        try:
+            async with asyncio.timeout(_END_WAIT_S):
+                answer = await process.ask(End(episode_id))
+        except (TimeoutError, EnvironmentLost):
+            answer = {"num_hung": 1}
+        process.is_retired = process.is_retired or bool(answer["num_hung"])
 
     async def close(self) -> None:
         """Kill all processes and wait until they are gone; idempotent."""

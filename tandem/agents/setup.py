@@ -22,6 +22,7 @@ SECTION = "actor_rollout_ref.rollout.multi_turn"
 TOOL_KEY = f"{SECTION}.tool_config_path"
 FUNCTION_KEY = f"{SECTION}.function_tool_path"
 INTERACTION_KEY = f"{SECTION}.interaction_config_path"
+AGENTS_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 ISOLATION_KEY = "actor_rollout_ref.rollout.agent.isolation"
 _NATIVE = "native"
 
@@ -45,6 +46,39 @@ class InteractionSpec:
     name: str
     class_name: str
     config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSpec:
+    """An agent of the user that calls the endpoint: a command, or a function.
+
+    Attributes:
+        argv: the command; () for a function.
+        target: the full name of the function; "" for a command.
+        arguments: the keyword arguments of the function beside task and endpoint.
+        gives_reward: whether the agent gives the reward, instead of the reward function.
+        max_running: the maximum number of its episodes at the same time.
+    """
+
+    name: str
+    argv: tuple[str, ...] = ()
+    target: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    gives_reward: bool = False
+    max_running: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The access of one episode to the endpoint.
+
+    Attributes:
+        base_url, api_key, model: what a client of OpenAI's is given.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +110,7 @@ class EnvironmentSetup:
     tools: tuple[ToolSpec, ...] = ()
     function_path: str | None = None
     interactions: tuple[InteractionSpec, ...] = ()
+    programs: tuple[ProgramSpec, ...] = ()
     limits: ToolLimits = field(default_factory=ToolLimits)
     isolation: Isolation = "strict"
     log: str | None = None

@@ -113,7 +113,7 @@ class FunctionOfUser:
         """Call the function with the arguments of the policy."""
         if self._tool.is_async:
             return await self._tool.fn(**arguments)
-        return await _run_in_thread(lambda: self._tool.fn(**arguments), episode)
+        return await run_in_thread(lambda: self._tool.fn(**arguments), episode)
 
     async def release(self, episode: ToolEpisode) -> None:
         """Do nothing: a function has no instance."""
@@ -353,7 +353,7 @@ def takes(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, A
     return {name: value for name, value in known.items() if name in parameters}
 
 
-async def _run_in_thread(function: Callable[[], Any], episode: ToolEpisode) -> Any:
+async def run_in_thread(function: Callable[[], Any], episode: ToolEpisode) -> Any:
     """Run a function in a thread that nothing waits for if it hangs."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.agents.environment import ToolEnvironment, interaction_of, load_interactions
+from tandem.agents.hosting import HostedAgents, Play
 from tandem.agents.setup import EnvironmentSetup, Task
 from tandem.agents.tools import LoadedTool, ToolFailed, load_tools
 from tandem.children.child import (
@@ -43,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of an episode."""
+    """The end of an episode, or of the agent that plays it."""
 
     episode_id: tuple[int, int]
 
@@ -64,12 +65,14 @@ def _work(channel: socket.socket) -> None:
     try:
         tools = load_tools(setup)
         interactions = load_interactions(setup.interactions)
+        hosted = HostedAgents(setup.programs)
     except UserError as error:
         value = None if error.value is NO_VALUE else [error.value]
         channel.sendall(encode_line({"error": [error.key, value, error.rule, error.remedy]}))
         return
     channel.sendall(encode_line({"schemas": [tool.schema for tool in tools.values()]}))
-    asyncio.run(_Server(setup, tools=tools, interactions=interactions).serve(channel))
+    server = _Server(setup, tools=tools, interactions=interactions, hosted=hosted)
+    asyncio.run(server.serve(channel))
 
 
 class _Server:
@@ -81,8 +84,10 @@ class _Server:
         *,
         tools: dict[str, LoadedTool],
         interactions: dict[str, Any],
+        hosted: HostedAgents,
     ) -> None:
         self._setup = setup
+        self._hosted = hosted
         self._tools = tools
         self._interactions = interactions
         self._episodes: dict[tuple[int, int], ToolEnvironment] = {}
@@ -93,9 +98,11 @@ class _Server:
         reader, writer = await asyncio.open_connection(sock=channel)
 
         async def answer(message: bytes) -> None:
-            request: Step | End = pickle.loads(message[NUMBER_BYTES:])
+            request: Step | End | Play = pickle.loads(message[NUMBER_BYTES:])
             if isinstance(request, Step):
                 content = await self._step(request)
+            elif isinstance(request, Play):
+                content = await self._play(request)
             else:
                 content = await self._end(request.episode_id)
             writer.write(encode_line([message[:NUMBER_BYTES].hex(), content]))
@@ -122,13 +129,20 @@ class _Server:
             self._log(observation.detail)
         return _fields(observation, is_stateful=episode.is_stateful, num_hung=episode.num_hung)
 
+    async def _play(self, request: Play) -> dict[str, Any]:
+        fields = await self._hosted.play(request)
+        if "traceback" in fields:
+            self._log(fields.pop("traceback"))
+        return fields
+
     async def _end(self, episode_id: tuple[int, int]) -> dict[str, Any]:
+        num_hung = await self._hosted.stop(episode_id)
         episode = self._episodes.pop(episode_id, None)
         if episode is not None:
             failure = await episode.close()
             if failure:
                 self._log(failure)
-        return {}
+        return {"num_hung": num_hung}
 
     def _log(self, text: str) -> None:
         """Write the first failure of this process to its log."""

@@ -95,11 +95,17 @@ class AgentRule:
         default: the agent of a row without ``agent_name``; "" for a single turn.
         schemas: the schema of each tool by its name.
         has_environment: whether there are tools or simulated users at all.
+        programs: the names of the user's own agents, and whether each gives the reward itself.
     """
 
     default: str = ""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     has_environment: bool = False
+    programs: Mapping[str, bool] = field(default_factory=dict[str, bool])
+
+    def gives_reward(self, row: Row) -> bool:
+        """Return whether the agent of a row gives its reward, so that no rule reads the row."""
+        return self.programs.get(row.get("agent_name") or self.default, False)
 
     def agent_of(self, row: Row, *, prompt: Any) -> str:
         """Return the agent of a row; raise RowFault if there is none of its name."""
@@ -107,11 +113,13 @@ class AgentRule:
         agent = self.default if named is None else named
         if agent in ("", SINGLE_TURN):
             return ""
-        if agent != TOOL_AGENT:
-            rule = f"names the agent {agent!r}; the agents are {SINGLE_TURN} and {TOOL_AGENT}"
+        if agent != TOOL_AGENT and agent not in self.programs:
+            known = ", ".join((SINGLE_TURN, TOOL_AGENT, *self.programs))
+            rule = f"names the agent {agent!r}; the agents are {known}"
             raise RowFault(rule, "Correct agent_name.")
-        if not self.has_environment:
-            rule = f"names the agent {TOOL_AGENT}, and the run has no tools"
+        if agent == TOOL_AGENT and not (self.has_environment or agent in self.programs):
+            how = "names" if named else "is answered by"
+            rule = f"{how} the agent {TOOL_AGENT}, and the run has no tools"
             raise RowFault(rule, f"Set {_TURNS}.tool_config_path or {_TURNS}.function_tool_path.")
         if isinstance(prompt, str):
             rule = "has a prompt that is text, and an agent needs a list of messages"
@@ -119,7 +127,12 @@ class AgentRule:
         return agent
 
     def settings_of(self, row: Row) -> Mapping[str, Any]:
-        """Return the arguments of the chat template for a row of an agent."""
+        """Return the arguments of the chat template for a row of an agent.
+
+        An agent of the user sends its tools with its requests.
+        """
+        if (row.get("agent_name") or self.default) in self.programs:
+            return {}
         selected = (row.get("extra_info") or {}).get("tool_selection")
         tools = [self.schemas[name] for name in self.schemas if not selected or name in selected]
         return {"tools": tools} if tools else {}
@@ -165,7 +178,7 @@ def load_prompts(
     agent_of: dict[int, str] = {}
     for number, row in used.rows.items():
         try:
-            _check(row, config, by_rule=by_rule)
+            _check(row, config, by_rule=by_rule and not rule.gives_reward(row))
             agent_of[number] = rule.agent_of(row, prompt=row[config.prompt_key])
             if pictures is None:
                 require_no_pictures(row, (config.image_key,))

@@ -10,10 +10,10 @@ that every drawn token is trained on exactly once.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from tandem.types import Completion, Span, Trajectory
+from tandem.types import Completion, EpisodeRecord, Span, Trajectory
 
 ROOT = -1
 """The parent of a span with which a conversation begins."""
@@ -66,6 +66,23 @@ class SpanTree:
             if start is not None and wanted[start : start + len(ids)] == ids:
                 reach[index] = start + len(ids)
         return max(reach.items(), key=lambda entry: entry[1])
+
+    def trajectory(
+        self, sample_id: int, record: EpisodeRecord, *, ends: Iterable[int] | None = None
+    ) -> Trajectory:
+        """Return the spans as a trajectory; a tree that never forked is a line.
+
+        Args:
+            ends: the spans up to which ways are kept, others are left out; None to keep all.
+        """
+        kept = range(len(self.spans))
+        if ends is not None:
+            kept = sorted({i for end in ends for i in path_to(end, self.parents)})
+        place = {ROOT: ROOT, **{index: number for number, index in enumerate(kept)}}
+        parents = tuple(place[self.parents[index]] for index in kept)
+        is_line = parents == tuple(range(-1, len(parents) - 1))
+        spans = tuple(self.spans[index] for index in kept)
+        return Trajectory(sample_id, spans, record, () if is_line else parents)
 
     def _add(self, span: Span, after: int) -> int:
         self.spans.append(span)

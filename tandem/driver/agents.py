@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from tandem.agents.code_tool import (
@@ -15,8 +15,11 @@ from tandem.agents.code_tool import (
     survey_code_tools,
     take_over,
 )
+from tandem.agents.endpoint import open_endpoint, read_address
 from tandem.agents.pool import EnvironmentPool
+from tandem.agents.programs import Programs, read_agent_file, without_proxy
 from tandem.agents.setup import (
+    AGENTS_KEY,
     FUNCTION_KEY,
     TOOL_KEY,
     EnvironmentSetup,
@@ -34,7 +37,7 @@ from tandem.data.prompts import SINGLE_TURN, TOOL_AGENT, AgentRule, PromptEntry
 from tandem.data.tokenizer import TextCodec
 from tandem.driver.execution import complete
 from tandem.errors import UserError
-from tandem.pipeline.conversing import Conversing, TurnLimits
+from tandem.pipeline.conversing import Conversing, HostedPrograms, TurnLimits
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +53,19 @@ class AgentPlan:
 
     Attributes:
         schemas: the schemas of the tools, as their processes report them.
+        address: host and port of the endpoint; port 0 is any free one.
         facts: the results of trying the chat template with the tools.
     """
 
     setup: EnvironmentSetup
+    address: tuple[str, int]
     schemas: tuple[ToolSchema, ...]
     facts: tuple[ProbedFact, ...]
     rule: AgentRule
+
+    def without_own_reward(self, entries: Sequence[PromptEntry]) -> list[PromptEntry]:
+        """Return the entries whose agent does not give the reward itself."""
+        return [entry for entry in entries if not self.rule.programs.get(entry.agent)]
 
 
 def prepare_agents(config: RunConfig, codec: TextCodec) -> AgentPlan | None:
@@ -67,6 +76,7 @@ def prepare_agents(config: RunConfig, codec: TextCodec) -> AgentPlan | None:
     """
     rollout = config.actor_rollout_ref.rollout
     if not config.has_environment:
+        _require_agent(rollout, ())
         if _default_agent(rollout) == TOOL_AGENT:
             raise UserError(
                 f"{_ROLLOUT}.multi_turn.enable",
@@ -77,14 +87,38 @@ def prepare_agents(config: RunConfig, codec: TextCodec) -> AgentPlan | None:
         return None
     setup = _setup(rollout)
     _check_isolation(setup)
+    _require_agent(rollout, [spec.name for spec in setup.programs])
+    address = read_address(rollout.agent.endpoint)
     schemas = tuple(complete(lambda: _read_schemas(config, setup)))
-    kinds = [kind for kind, has in ((TOOL, schemas), (USER, setup.interactions)) if has]
+    talks = setup.interactions or setup.programs
+    kinds = [kind for kind, has in ((TOOL, schemas), (USER, talks)) if has]
     facts = Dialogue(codec, schemas).probe(kinds)
     _check_facts(facts, config, codec=codec)
     _check_format(rollout, codec)
     default = _default_agent(rollout)
     named = {schema["function"]["name"]: schema for schema in schemas}
-    return AgentPlan(setup, schemas, facts, AgentRule(default, named, has_environment=True))
+    has_environment = bool(schemas or setup.interactions)
+    programs = {spec.name: spec.gives_reward for spec in setup.programs}
+    rule = AgentRule(default, named, has_environment, programs)
+    return AgentPlan(setup, address, schemas, facts, rule)
+
+
+def _require_agent(rollout: RolloutConfig, programs: Sequence[str]) -> None:
+    """Raise UserError if the default agent is no agent of the run."""
+    known = (SINGLE_TURN, TOOL_AGENT, *programs)
+    turns = rollout.multi_turn
+    tools = turns.tool_config_path or turns.function_tool_path or turns.interaction_config_path
+    taken = {SINGLE_TURN, *((TOOL_AGENT,) if tools else ())} & set(programs)
+    if taken:
+        rule = f"has an agent of the name {taken.pop()}, which the run has already"
+        raise UserError(
+            AGENTS_KEY, rollout.agent.agent_loop_config_path, rule=rule, remedy="Rename it."
+        )
+    name = rollout.agent.default_agent_loop
+    if name is not None and name not in known:
+        rule = f"is no agent of the run, which has {', '.join(known)}"
+        remedy = f"Correct it, or name the agent in {AGENTS_KEY}."
+        raise UserError(f"{_ROLLOUT}.agent.default_agent_loop", name, rule=rule, remedy=remedy)
 
 
 def _default_agent(rollout: RolloutConfig) -> str:
@@ -100,8 +134,9 @@ def plays_episodes(plan: AgentPlan | None, entries: Sequence[PromptEntry]) -> bo
     plays = any(entry.agent for entry in entries)
     if not plays:
         logger.warning(
-            "the run has tools, and no row uses them: set %s.multi_turn.enable=True, or agent_name "
-            "in the rows",
+            "the run has tools or agents, and no row uses them: set %s.multi_turn.enable=True or "
+            "%s.agent.default_agent_loop, or agent_name in the rows",
+            _ROLLOUT,
             _ROLLOUT,
         )
     return plays
@@ -117,7 +152,16 @@ async def open_agents(
         return
     rollout = config.actor_rollout_ref.rollout
     log = config.trainer.run_folder / ENVIRONMENT_LOG_FILE
-    async with _open_pool(config, replace(plan.setup, log=str(log))) as pool:
+    async with AsyncExitStack() as stack:
+        setup = replace(plan.setup, log=str(log))
+        pool = await stack.enter_async_context(_open_pool(config, setup))
+        programs = None
+        if setup.programs:
+            opened = open_endpoint(plan.address, name_once=_NamedOnce())
+            endpoint = await stack.enter_async_context(opened)
+            specs = {spec.name: spec for spec in setup.programs}
+            made = Programs(specs, pool=pool, environment=pool.environment, log=log)
+            programs = HostedPrograms(made, endpoint)
         yield Conversing(
             codec=codec,
             environments=pool,
@@ -130,7 +174,22 @@ async def open_agents(
             ),
             has_users=bool(plan.setup.interactions),
             renders_anew=rollout.multi_turn.use_inference_chat_template,
+            max_prompt_tokens=config.data.max_prompt_length,
+            programs=programs,
         )
+
+
+class _NamedOnce:
+    """A log of the fields that requests set without effect; each is named once."""
+
+    def __init__(self) -> None:
+        self._named: set[str] = set()
+
+    def __call__(self, setting: str) -> None:
+        name = setting.partition("=")[0]
+        if name not in self._named:
+            self._named.add(name)
+            logger.warning("an agent's request sets %s, which has no effect in training", setting)
 
 
 def _setup(rollout: RolloutConfig) -> EnvironmentSetup:
@@ -139,10 +198,12 @@ def _setup(rollout: RolloutConfig) -> EnvironmentSetup:
     written = () if turns.tool_config_path is None else read_tool_file(turns.tool_config_path)
     for line in filter(None, map(describe_take_over, written)):
         logger.info("%s", line)
+    agents = rollout.agent.agent_loop_config_path
     return EnvironmentSetup(
         tools=tuple(map(take_over, written)),
         function_path=turns.function_tool_path,
         interactions=() if users is None else read_interaction_file(users),
+        programs=() if agents is None else tuple(read_agent_file(agents).values()),
         limits=ToolLimits(
             max_parallel_calls=turns.max_parallel_calls,
             max_characters=turns.max_tool_response_length,
@@ -170,10 +231,12 @@ def _check_isolation(setup: EnvironmentSetup) -> None:
 def _open_pool(config: RunConfig, setup: EnvironmentSetup) -> EnvironmentPool:
     agent = config.actor_rollout_ref.rollout.agent
     seen = child_environment(os.environ, agent.environment, key=_ENVIRONMENT_KEY)
-    return EnvironmentPool(setup, num_processes=agent.num_workers, environment=seen.variables)
+    variables = without_proxy(seen.variables) if setup.programs else seen.variables
+    return EnvironmentPool(setup, num_processes=agent.num_workers, environment=variables)
 
 
 async def _read_schemas(config: RunConfig, setup: EnvironmentSetup) -> list[ToolSchema]:
+    """Load tools and agents in a process; return the schemas of the tools."""
     async with _open_pool(config, setup) as pool:
         return await pool.start()
 

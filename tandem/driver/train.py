@@ -127,7 +127,8 @@ def prepare(config: RunConfig, *, fetches_weights: bool = True) -> PreparedRun:
     auxiliary = check_auxiliary_models(
         config, folder, entries=train_entries, fetches_weights=fetches_weights
     )
-    check_rewards(config, validation_entries if by_model else entries)
+    scored = validation_entries if by_model else entries
+    check_rewards(config, scored if agents is None else agents.without_own_reward(scored))
     logger.info(
         "%d prompts to train on, %d to validate with", len(train_entries), len(validation_entries)
     )

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.agents.endpoint import Endpoint
 from tandem.agents.pool import EnvironmentPool
+from tandem.agents.programs import Programs
 from tandem.data.call_formats import CallFormat, ToolSchema
-from tandem.data.dialogue import Dialogue
+from tandem.data.dialogue import TOOL, Dialogue, DialogueRefused
 from tandem.data.tokenizer import TextCodec
+
+_MAX_DIALOGUES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +37,22 @@ class TurnLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class HostedPrograms:
+    """The agents of a run that are programs, and the endpoint that they call."""
+
+    programs: Programs
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
 class Conversing:
     """What episodes of several turns need beside the engine.
 
     Attributes:
         schemas: the schema of each tool by its name.
         has_users: whether simulated users answer turns without calls.
+        max_prompt_tokens: the maximum number of tokens of a prompt, for conversations of programs.
+        programs: the agents that are programs, and the endpoint that they call; None without any.
         renders_anew: whether the whole conversation is rendered again after a message of the user.
             Where that gives other tokens than the conversation has, it forks.
     """
@@ -49,9 +64,13 @@ class Conversing:
     limits: TurnLimits
     has_users: bool = False
     renders_anew: bool = False
-    dialogues: dict[tuple[str, ...], Dialogue] = field(
-        default_factory=dict[tuple[str, ...], Dialogue]
-    )
+    max_prompt_tokens: int = 0
+    programs: HostedPrograms | None = None
+    dialogues: dict[str, Dialogue] = field(default_factory=dict[str, Dialogue])
+
+    def plays_program(self, agent: str) -> bool:
+        """Return whether an agent is a program of the user."""
+        return self.programs is not None and agent in self.programs.programs.specs
 
     def tools_of(self, extra_info: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the tools that a row may use."""
@@ -59,7 +78,28 @@ class Conversing:
         return tuple(name for name in self.schemas if not selected or name in selected)
 
     def dialogue_of(self, tools: tuple[str, ...]) -> Dialogue:
-        """Return the dialogue for these tools; it is made once."""
-        if tools not in self.dialogues:
-            self.dialogues[tools] = Dialogue(self.codec, [self.schemas[name] for name in tools])
-        return self.dialogues[tools]
+        """Return the dialogue for these tools of the run; it is made once."""
+        return self._dialogue([self.schemas[name] for name in tools])
+
+    def dialogue_with(self, schemas: Sequence[ToolSchema]) -> Dialogue:
+        """Return the dialogue for the tools of a request; it is made once.
+
+        Raises:
+            DialogueRefused: the chat template cannot carry calls and results.
+        """
+        is_known = json.dumps(schemas) in self.dialogues
+        dialogue = self._dialogue(schemas)
+        if schemas and not is_known:
+            (fact,) = dialogue.probe((TOOL,))
+            if fact.fault:
+                del self.dialogues[json.dumps(schemas)]
+                raise DialogueRefused(fact.fault)
+        return dialogue
+
+    def _dialogue(self, schemas: Sequence[ToolSchema]) -> Dialogue:
+        key = json.dumps(schemas)
+        if key not in self.dialogues:
+            if len(self.dialogues) >= _MAX_DIALOGUES:
+                self.dialogues.clear()  # an agent may make up tools for each request
+            self.dialogues[key] = Dialogue(self.codec, schemas)
+        return self.dialogues[key]

@@ -25,6 +25,7 @@ from tandem.errors import RunFailure
 from tandem.metrics.trace import TraceRecorder
 from tandem.pipeline.conversing import Conversing
 from tandem.pipeline.rollout_loop import RolloutLoop
+from tandem.pipeline.sessions import play_program
 from tandem.types import (
     AssistantTurn,
     Completion,
@@ -83,6 +84,9 @@ class EpisodePlayer:
         if not prompt.agent:
             (future,) = self._rollout.submit([request])
             return future
+        if self._conversing.plays_program(prompt.agent):
+            playing = self._play_programs(prompt, request)
+            return asyncio.get_running_loop().create_task(playing)
         request = replace(request, continues=True)
         turns = self._rollout.submit_apart(request)
         playing = self._play_all(prompt, request, turns=turns)
@@ -103,6 +107,29 @@ class EpisodePlayer:
                 for sample_id, turn in zip(request.sample_ids, turns, strict=True)
             ]
         return tuple(task.result() for task in tasks)
+
+    async def _play_programs(
+        self, prompt: Prompt, request: GenerationRequest
+    ) -> tuple[Trajectory, ...]:
+        """Let an agent of the user play each sample; the engine hears of none before it calls."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(
+                    self._play_program(prompt, replace(request, sample_ids=(sample_id,)))
+                )
+                for sample_id in request.sample_ids
+            ]
+        return tuple(task.result() for task in tasks)
+
+    async def _play_program(self, prompt: Prompt, request: GenerationRequest) -> Trajectory:
+        assert self._conversing is not None, "an agent plays only with what it needs"
+        trajectory = await play_program(
+            prompt, request, conversing=self._conversing, rollout=self._rollout
+        )
+        record = trajectory.episode
+        assert record is not None, "an agent plays an episode"
+        self._watch(record.detail if record.end is EpisodeEnd.FAILED else "")
+        return trajectory
 
     async def _play(
         self,
@@ -145,21 +172,26 @@ class EpisodePlayer:
             limit_s = episode.conversing.limits.timeout_s
             episode.finish(EpisodeEnd.DEADLINE, f"the episode took longer than {limit_s:g} s")
             return
-        self._watch(observation)
+        has_failed = ToolStatus.FAILED in observation.statuses
+        self._watch((observation.detail or "a tool failed") if has_failed else "")
         episode.observe(observation)
 
-    def _watch(self, observation: Observation) -> None:
-        """Raise RunFailure if the first steps of the environments of a run all fail."""
+    def _watch(self, failure: str) -> None:
+        """Raise RunFailure if the first steps of environments, or first agents, all fail.
+
+        Args:
+            failure: the cause; "" if nothing failed.
+        """
         if self._num_failures is None:
             return
-        if ToolStatus.FAILED not in observation.statuses:
+        if not failure:
             self._num_failures = None
             return
         self._num_failures += 1
         if self._num_failures >= MAX_FIRST_FAILURES:
             raise RunFailure(
                 f"the first {MAX_FIRST_FAILURES} steps of environments have failed; the last: "
-                f"{observation.detail}"
+                f"{failure}"
             )
 
 
@@ -293,8 +325,7 @@ class _Episode:
             waits_s=tuple(self.waits_s),
             forks=tuple(self._forks),
         )
-        parents = tuple(self._tree.parents) if self._forks else ()
-        return Trajectory(self.task.episode_id[1], tuple(self._tree.spans), record, parents)
+        return self._tree.trajectory(self.task.episode_id[1], record)
 
     def _parse(self, completion: Completion) -> AssistantTurn:
         codec = self.conversing.codec
@@ -311,10 +342,13 @@ class _Episode:
 
 
 def outcome_of_end(trajectory: Trajectory) -> RewardOutcome | None:
-    """Return the reward of an episode that is no evidence about the policy; else None."""
+    """Return the reward of an episode that no function scores; else None.
+
+    It is no evidence about the policy, or its agent has given the reward.
+    """
     record = trajectory.episode
     if record is None or not record.end.is_fault:
-        return None
+        return None if record is None else record.outcome
     is_late = record.end is EpisodeEnd.DEADLINE
     status = RewardStatus.TIMEOUT if is_late else RewardStatus.ERROR
     return RewardOutcome(status, math.nan, detail=record.detail)

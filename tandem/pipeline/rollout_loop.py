@@ -176,6 +176,11 @@ class RolloutLoop:
         """The number of sequences whose completions have not been collected."""
         return len(self._pending)
 
+    @property
+    def version(self) -> int:
+        """The version of the weights in use."""
+        return self._version
+
     def submit_apart(
         self, request: GenerationRequest
     ) -> list[asyncio.Future[tuple[Completion, ...]]]:

@@ -9,57 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.derived.pools import place_run
-from tandem.config.parse.overrides import load_config
 from tandem.config.plan.plan import describe_run
-from tandem.config.schema.run import RunConfig
 from tandem.driver import train
-from tandem.driver.launch import local_site
-from tandem.driver.run import run_prepared
 from tandem.errors import UserError
-from tandem.quickstart import materials as module
-from tandem.quickstart.calculator import CALCULATOR, CALCULATOR_FILE
-from tandem.quickstart.materials import Materials, prepare
+from tandem.quickstart.calculator import CALCULATOR_FILE
+from tandem.quickstart.materials import Materials
+from tests.fakes.calculator_run import configured, train_on, write_materials
 from tests.fakes.tiny_run import metrics_of
 
-GRPO = str(Path(module.__file__).parent / "grpo.yaml")
 ROLLOUT = "actor_rollout_ref.rollout"
 TURNS = f"{ROLLOUT}.multi_turn"
 
 
 @pytest.fixture(scope="module")
 def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("NUM_DEMONSTRATIONS", "NUM_TRAIN", "NUM_TEST", "NUM_UNSEEN"):
-            patch.setattr(module, name, 16)
-        patch.setattr(module, "NUM_TOKENIZER_TEXTS", 200)
-        return prepare(tmp_path_factory.mktemp("calculator"), seed=0, task=CALCULATOR)
-
-
-def configured(materials: Materials, folder: Path, *overrides: str) -> RunConfig:
-    keys = (
-        f"actor_rollout_ref.model.path={materials.model}",
-        f"data.train_files={materials.train}",
-        f"data.val_files={materials.test}",
-        f"trainer.default_local_dir={folder}",
-        "data.train_batch_size=4",
-        "data.max_response_length=24",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        f"{ROLLOUT}.n=2",
-        "trainer.total_training_steps=2",
-        "trainer.logger=[]",
-    )
-    config = load_config(RunConfig, [GRPO, *keys, *overrides]).config
-    assert place_run(config).is_one_process
-    return config
+    return write_materials(tmp_path_factory.mktemp("calculator"))
 
 
 WITH_TOOL = (f"{TURNS}.enable=True", f"{TURNS}.function_tool_path={CALCULATOR_FILE}")
-
-
-def train_on(config: RunConfig) -> None:
-    ended = run_prepared(local_site(config), train.prepare(config))
-    assert ended.exit_code == 0
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -117,7 +84,7 @@ def test_input_is_refused_before_training(
 def test_the_plan_names_tools_bounds_and_deadlines(materials: Materials, tmp_path: Path) -> None:
     keys = (*WITH_TOOL, f"{TURNS}.max_user_turns=3")
     described = describe_run(configured(materials, tmp_path, *keys))
-    assert described["tools"] == f"{CALCULATOR_FILE}; calls as hermes"
+    assert described["tools and agents"] == f"{CALCULATOR_FILE}; calls as hermes"
     assert described["episodes"] == "at most 3 answers, 24 tokens, drawn and given"
     assert described["deadlines"] == "30 s a call, 600 s an episode, in up to 8 processes"
-    assert "tools" not in describe_run(configured(materials, tmp_path))
+    assert "tools and agents" not in describe_run(configured(materials, tmp_path))

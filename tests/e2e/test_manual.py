@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.quickstart.tokenizer import TOOL_TEMPLATE
 from tandem.quickstart.word_problems import WORD_PROBLEMS, correct
 from tests.fakes.commands import Conditions, run_command
 from tests.fakes.tiny_reward_model import write_random_judge
@@ -205,8 +206,9 @@ class Reader:
             elif "/global_step_" in word:  # of a longer run than the tiny one
                 placed.append(re.sub(r"global_step_\d+", "global_step_1", word))
             else:
-                is_recipe = word.endswith(".yaml") and not (self.folder / word).exists()
-                placed.append(str(ROOT / word) if is_recipe else word)
+                key, equals, path = word.rpartition("=")
+                is_recipe = path.endswith(".yaml") and not (self.folder / path).exists()
+                placed.append(f"{key}{equals}{ROOT / path}" if is_recipe else word)
         return placed
 
     def tiny(self, arguments: list[str]) -> list[str]:
@@ -214,7 +216,12 @@ class Reader:
         data = (f"data.train_files={self.material.train}", f"data.val_files={self.material.test}")
         is_prepared = (self.folder / "data/gsm8k/train.parquet").exists()
         devices = 2 if any(map(_is_of_devices, arguments)) else 1
+        # The tiny model's own template has no calls.
+        calls = any("/examples/agent/" in word for word in arguments)
+        (self.folder / "calls.jinja").write_text(TOOL_TEMPLATE, "utf-8")
+        template = f"actor_rollout_ref.model.custom_chat_template={self.folder / 'calls.jinja'}"
         return [
+            *([template] if calls else []),
             f"actor_rollout_ref.model.path={self.material.policy}",
             *(() if is_prepared else data),
             *SIZES,

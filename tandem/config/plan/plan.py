@@ -229,7 +229,12 @@ def _describe_episodes(config: RunConfig) -> dict[str, str]:
         return {}
     rollout = config.actor_rollout_ref.rollout
     turns, agent = rollout.multi_turn, rollout.agent
-    files = (turns.tool_config_path, turns.function_tool_path, turns.interaction_config_path)
+    files = (
+        turns.tool_config_path,
+        turns.function_tool_path,
+        turns.interaction_config_path,
+        agent.agent_loop_config_path,
+    )
     bounds = [
         f"at most {most} {what}"
         for most, what in (
@@ -245,7 +250,7 @@ def _describe_episodes(config: RunConfig) -> dict[str, str]:
         "middle": "both ends remain",
     }
     return {
-        "tools": f"{', '.join(file for file in files if file)}; calls as {turns.format}",
+        "tools and agents": f"{', '.join(file for file in files if file)}; calls as {turns.format}",
         "episodes": ", ".join(bounds),
         "results of calls": f"at most {turns.max_tool_response_length} characters; of longer ones "
         f"{cut[turns.tool_response_truncate_side]}",

@@ -66,8 +66,9 @@ class ValKwargs(BaseModel):
 
 
 _TALKS = (
-    "has_environment=True: there are no tools and no simulated users, as "
-    "multi_turn.tool_config_path, function_tool_path and interaction_config_path are null"
+    "has_environment=True: there are no tools, no simulated users and no agents, as "
+    "multi_turn.tool_config_path, function_tool_path, interaction_config_path and "
+    "agent.agent_loop_config_path are null"
 )
 CallFormatName = Literal[
     "hermes",
@@ -184,19 +185,32 @@ class AgentConfig(BaseModel):
     num_workers: int = Field(
         default=8,
         ge=1,
-        description="Maximum number of processes that run tools and simulated users.",
+        description="Maximum number of processes that run tools, simulated users and agents that "
+        "are functions.",
         json_schema_extra=read_if(_TALKS),
     )
-    default_agent_loop: Literal["single_turn_agent", "tool_agent"] | None = Field(
+    default_agent_loop: str | None = Field(
         default=None,
-        description="Agent of rows without agent_name. null: tool_agent with "
-        "multi_turn.enable=True, else single_turn_agent.",
+        description="Agent of rows without agent_name: single_turn_agent, tool_agent, or a name of "
+        "agent.agent_loop_config_path. null: tool_agent with multi_turn.enable=True, else "
+        "single_turn_agent.",
+    )
+    agent_loop_config_path: str | None = Field(
+        default=None,
+        description="YAML file of agents of your own: commands or functions that call the policy "
+        "by OpenAI's protocol.",
+    )
+    endpoint: str | None = Field(
+        default=None,
+        description="HOST:PORT of this machine at which agents of your own call the policy. null: "
+        "127.0.0.1 and any free port.",
+        json_schema_extra=read_if("agent_loop_config_path!=null"),
     )
     timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="Time in seconds that an episode may take after its first turn. One that takes "
-        "longer has no reward and does not count.",
+        description="Time in seconds that an episode may take after its first turn, and an agent "
+        "before its first request. One that takes longer has no reward and does not count.",
         json_schema_extra=read_if(_TALKS),
     )
     isolation: Literal["strict", "best_effort"] = Field(

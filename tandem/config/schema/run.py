@@ -166,10 +166,11 @@ class RunConfig(BaseModel):
 
     @property
     def has_environment(self) -> bool:
-        """Whether there are tools or simulated users, so that rows may be answered with them."""
-        turns = self.actor_rollout_ref.rollout.multi_turn
+        """Whether there are tools, simulated users or agents, so that rows may have episodes."""
+        rollout = self.actor_rollout_ref.rollout
+        turns, agents = rollout.multi_turn, rollout.agent.agent_loop_config_path
         paths = (turns.tool_config_path, turns.function_tool_path, turns.interaction_config_path)
-        return any(path is not None for path in paths)
+        return any(path is not None for path in (*paths, agents))
 
     @property
     def uses_critic(self) -> bool:

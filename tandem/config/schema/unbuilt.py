@@ -38,9 +38,9 @@ _MTP = Unbuilt("multi-token prediction")
 _ENGINE = Unbuilt("a training engine other than FSDP", ("fsdp", "fsdp2", None))
 _LATE_SCHEDULE = Unbuilt("a learning rate schedule that counts from 1", (True, None))
 _RECORDED = Unbuilt("training on recorded rollouts")
-_AGENT = "an agent of your own"
-_AGENT_KEYS = ("agent_loop_config_path", "agent_loop_manager_class")
-_TOOL_AGENT = "Name a tool in multi_turn.tool_config_path or multi_turn.function_tool_path."
+_AGENT_MANAGER = Unbuilt(
+    "a manager of agents of your own", (None,), "Name agents in agent.agent_loop_config_path."
+)
 _SERVED_MODEL = Unbuilt(
     "a reward model behind a server", (None,), "Name the model in reward_model.model.path."
 )
@@ -96,7 +96,7 @@ _ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
         "router_replay.mode": _ROUTER,
     },
     "actor_rollout_ref.rollout": {
-        **{f"agent.{key}": Unbuilt(_AGENT, (None,), _TOOL_AGENT) for key in _AGENT_KEYS},
+        "agent.agent_loop_manager_class": _AGENT_MANAGER,
         "enable_rollout_routing_replay": Unbuilt("replay of a router's choices"),
         "logprobs_mode": Unbuilt(
             "a log-prob other than that of the drawn distribution", ("processed_logprobs", None)

@@ -398,7 +398,7 @@ def test_the_reference_is_laid_out_as_the_actor_unless_it_is_told_otherwise() ->
     [
         "data.sampler.class_path=mine.py",
         "data.video_key=clips",
-        "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml",
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class=pkg.Manager",
         "algorithm.use_pf_ppo=True",
         "actor_rollout_ref.model.external_lib=mine",
         "actor_rollout_ref.model.tokenizer_path=other",

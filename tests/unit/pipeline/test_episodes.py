@@ -250,7 +250,7 @@ def test_m14_a_run_whose_first_steps_all_fail_ends_with_the_cause() -> None:
     engine: Any = None
     player = EpisodePlayer(engine, None, trace=TraceRecorder(lambda: 0.0, sink=None))
     watch = player._watch  # pyright: ignore[reportPrivateUsage]
-    failed = Observation(done=True, statuses=(ToolStatus.FAILED,), detail="KeyError: 'x' (t.py:3)")
+    failed = "KeyError: 'x' (t.py:3)"
     for _ in range(7):
         watch(failed)
     with pytest.raises(RunFailure, match=r"first 8 steps .*KeyError: 'x' \(t.py:3\)"):

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command of the user as a child process: its own process group, which ends with this process.
+
+The command inherits one end of a pipe that this process holds open. The kernel signals the group
+when the other end closes, which needs nothing of the command. What it prints is read to the end,
+and the last part is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+KEPT_BYTES = 1 << 16
+"""The number of bytes that are kept of each output."""
+_CLOSE_WAIT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEnd:
+    """The end of a command.
+
+    Attributes:
+        exit_code: its exit code, or the negative number of the signal that killed it.
+        output, errors: the last part of what it printed.
+    """
+
+    exit_code: int
+    output: str
+    errors: str
+
+    def describe(self) -> str:
+        """Return how it ended, with the last line that it printed as an error."""
+        if self.exit_code < 0:
+            return f"killed by {signal.Signals(-self.exit_code).name}"
+        lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
+        last = f": {lines[-1][:200]}" if lines else ""
+        return f"ended with exit code {self.exit_code}{last}"
+
+
+class _Outputs(asyncio.SubprocessProtocol):
+    """The last part of what a command prints, and its end."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._kept = {1: b"", 2: b""}
+        self._open = set(self._kept)
+        self.exited = loop.create_future()
+        self.closed = loop.create_future()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """See ``SubprocessProtocol``."""
+        self._kept[fd] = (self._kept[fd] + data)[-KEPT_BYTES:]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """See ``SubprocessProtocol``."""
+        self._open.discard(fd)
+        if not self._open and not self.closed.done():
+            self.closed.set_result(None)
+
+    def process_exited(self) -> None:
+        """See ``SubprocessProtocol``."""
+        if not self.exited.done():
+            self.exited.set_result(None)
+
+    def text(self, fd: int) -> str:
+        """Return what was kept of an output."""
+        return self._kept[fd].decode(errors="replace")
+
+
+async def run_command(
+    argv: Sequence[str], *, environment: Mapping[str, str], stdin: bytes
+) -> CommandEnd:
+    """Run a command to its end; if this is cancelled, kill the command and all its children.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+    lifeline_fd, held_fd = os.pipe()
+    try:
+        transport, outputs = await asyncio.get_running_loop().subprocess_exec(
+            _Outputs, *argv, env=environment, pass_fds=(lifeline_fd,), start_new_session=True
+        )
+        pid = transport.get_pid()
+        _signal_at_close(lifeline_fd, pid)
+    except BaseException:
+        os.close(held_fd)
+        raise
+    finally:
+        os.close(lifeline_fd)
+    try:
+        _write(transport, stdin)
+        await asyncio.shield(outputs.exited)
+    finally:
+        _kill_group(pid)  # also what the command has left behind
+        with suppress(TimeoutError):  # a process of another session may hold its outputs
+            async with asyncio.timeout(_CLOSE_WAIT_S):
+                await outputs.exited
+                await outputs.closed
+        transport.close()
+        os.close(held_fd)
+    exit_code = transport.get_returncode()
+    assert exit_code is not None, "the command has ended"
+    return CommandEnd(exit_code, outputs.text(1), outputs.text(2))
+
+
+def _write(transport: asyncio.SubprocessTransport, stdin: bytes) -> None:
+    pipe = transport.get_pipe_transport(0)
+    assert isinstance(pipe, asyncio.WriteTransport), "the command has a standard input"
+    pipe.write(stdin)
+    pipe.write_eof()
+
+
+def _signal_at_close(lifeline_fd: int, pid: int) -> None:
+    """Make the kernel send SIGIO, which kills, to the group of ``pid`` when the pipe closes."""
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -pid)
+    flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError):  # all of them may have ended
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents that are programs: their file, commands with their processes, functions in children."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem.agents.pool import EnvironmentPool
+from tandem.agents.programs import ProgramEnd, Programs, read_agent_file, without_proxy
+from tandem.agents.setup import Access, EnvironmentSetup, ProgramSpec, Task
+from tandem.errors import UserError
+
+ACCESS = Access("http://127.0.0.1:9/v1", "key", "policy")
+FUNCTIONS = """
+import asyncio, os, signal, time
+
+async def solve(task, endpoint, bonus=0.0):
+    assert endpoint.api_key == "key"
+    return {"reward": len(task.messages) + bonus}
+
+def plain(task, endpoint):
+    return 0.5
+
+async def stumble(task, endpoint):
+    raise KeyError("x")
+
+async def linger(task, endpoint):
+    await asyncio.sleep(600)
+
+def hang(task, endpoint):
+    time.sleep(600)
+
+async def die(task, endpoint):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def takes_one(task):
+    pass
+
+class Loop:
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("agents")
+    (made / "made_agents.py").write_text(FUNCTIONS)
+    return made
+
+
+def task_of(number: int = 0, *, size: int = 1) -> Task:
+    message = {"role": "user", "content": "q" * size}
+    return Task((message,), "s", {"index": 3}, seed=7, episode_id=(7, number), tools=())
+
+
+def python(source: str, name: str = "cmd") -> ProgramSpec:
+    return ProgramSpec(name, argv=(sys.executable, "-c", source))
+
+
+def run(
+    folder: Path, *specs: ProgramSpec, timeout_s: float = 30.0, size: int = 1
+) -> list[ProgramEnd | None]:
+    """Run an episode of each agent; the result of one that is stopped is None."""
+
+    async def main() -> list[ProgramEnd | None]:
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(folder)])}
+        pool = EnvironmentPool(
+            EnvironmentSetup(programs=specs, log=str(folder / "log")),
+            num_processes=1,
+            environment=variables,
+        )
+        async with pool:
+            named = {spec.name: spec for spec in specs}
+            programs = Programs(named, pool=pool, environment=variables, log=folder / "log")
+
+            async def play(number: int, name: str) -> ProgramEnd | None:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        return await programs.run(name, task_of(number, size=size), access=ACCESS)
+                except TimeoutError:
+                    return None
+
+            if any(spec.target for spec in specs):
+                await pool.start()
+            return list(await asyncio.gather(*(play(i, name) for i, name in enumerate(named))))
+
+    # The processes of the pool import from sys.path as it is here.
+    sys.path.append(str(folder))
+    try:
+        return asyncio.run(main())
+    finally:
+        sys.path.remove(str(folder))
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def test_a_command_gets_its_task_and_the_endpoint_and_gives_a_reward(folder: Path) -> None:
+    source = """
+import json, os, sys
+task = json.load(sys.stdin)
+assert task == json.loads(os.environ["TANDEM_TASK"])
+assert "127.0.0.1" in os.environ["NO_PROXY"]
+print("some text")
+print(json.dumps({"reward": 1, "task": task, "url": os.environ["OPENAI_BASE_URL"],
+    "key": os.environ["OPENAI_API_KEY"]}))
+"""
+    (end,) = run(folder, python(source))
+    assert end is not None and end.failure == ""
+    assert end.returned == {
+        "reward": 1,
+        "url": ACCESS.base_url,
+        "key": ACCESS.api_key,
+        "task": {
+            "messages": [{"role": "user", "content": "q"}],
+            "data_source": "s",
+            "extra_info": {"index": 3},
+            "seed": 7,
+            "episode_id": [7, 0],
+        },
+    }
+
+
+def test_a_task_that_is_too_long_for_a_variable_is_on_standard_input(folder: Path) -> None:
+    source = """
+import json, os, sys
+assert "TANDEM_TASK" not in os.environ
+print(json.dumps({"reward": len(json.load(sys.stdin)["messages"][0]["content"])}))
+"""
+    (end,) = run(folder, python(source), size=300_000)
+    assert end is not None and end.returned == {"reward": 300_000}
+
+
+ENDS: list[tuple[ProgramSpec, str]] = [
+    (python("print('no object')"), ""),
+    (python("import sys; sys.stdin.close(); print('x' * 10_000_000)"), ""),
+    (python("raise KeyError('x')"), "ended with exit code 1: KeyError: 'x'"),
+    (python("import os; os.kill(os.getpid(), 9)"), "killed by SIGKILL"),
+    (ProgramSpec("gone", argv=("/no/such/command",)), "/no/such/command cannot be started: "),
+]
+
+
+@pytest.mark.parametrize(("spec", "failure"), ENDS)
+def test_a_command_that_fails_says_how(folder: Path, spec: ProgramSpec, failure: str) -> None:
+    (end,) = run(folder, spec)
+    assert end is not None and end.returned is None
+    assert end.failure.startswith(failure) and bool(end.failure) == bool(failure)
+    if "KeyError" in failure:
+        assert "KeyError: 'x'" in (folder / "log").read_text()
+
+
+def test_a_command_and_its_children_are_killed_at_the_deadline(folder: Path) -> None:
+    before = children()
+    source = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+time.sleep(600)
+"""
+    began_s = time.monotonic()
+    assert run(folder, python(source), timeout_s=1.0) == [None]
+    assert time.monotonic() - began_s < 30
+    assert children() <= before
+
+
+def test_a_child_that_a_command_leaves_behind_is_killed_with_it(folder: Path) -> None:
+    source = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print('{"reward": 1}')
+"""
+    (end,) = run(folder, python(source))
+    assert end is not None and end.returned == {"reward": 1}
+
+
+def function(name: str, **arguments: float) -> ProgramSpec:
+    return ProgramSpec(name, target=f"made_agents.{name}", arguments=arguments)
+
+
+def test_functions_play_many_episodes_in_one_process(folder: Path) -> None:
+    specs = [function("solve", bonus=0.25), function("plain"), function("stumble")]
+    solved, plain, stumbled = run(folder, *specs)
+    assert solved == ProgramEnd({"reward": 1.25}) and plain == ProgramEnd(0.5)
+    assert stumbled is not None and stumbled.failure == "KeyError: 'x' (made_agents.py:12)"
+    assert "KeyError" in (folder / "log").read_text()
+
+
+@pytest.mark.parametrize("name", ["linger", "hang"])
+def test_a_function_that_takes_too_long_is_stopped(folder: Path, name: str) -> None:
+    before = children()
+    assert run(folder, function(name), timeout_s=2.0) == [None]
+    assert children() <= before
+
+
+def test_m13_the_death_of_a_process_fails_its_episodes(folder: Path) -> None:
+    (end,) = run(folder, function("die"))
+    assert end is not None and "killed by SIGKILL" in end.failure
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("made_agents.nothing", "made_agents.nothing cannot be imported: AttributeError"),
+        ("no_such_module.solve", "cannot be imported: ModuleNotFoundError"),
+        ("made_agents.takes_one", r"cannot be called with \(task, endpoint, \*\*fields\)"),
+        ("made_agents.Loop", "is a class, and an agent is a function"),
+    ],
+)
+def test_a_function_that_is_none_is_refused_before_training(
+    folder: Path, target: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        run(folder, ProgramSpec("mine", target=target))
+
+
+FILES = [
+    ("{}", "is not a list of agents"),
+    ("[]", "is not a list of agents"),
+    ("- {name: a}", "entry 0: has neither kind nor a _target_"),
+    ("- {_target_: a.b}", "entry 0: has no name"),
+    ("- {name: a, kind: docker}", "entry 0: the kind 'docker' is not built; it may be command"),
+    ("- {name: a, kind: command}", "entry 0: argv is not a list of texts"),
+    ("- {name: a, kind: command, argv: [no-such-program]}", "'no-such-program' is not found"),
+    ("- {name: a, kind: command, argv: [ls], x: 1}", "entry 0: has an unknown field 'x'"),
+    ("- {name: a, _target_: a.b, reward: mine}", "reward='mine' is neither function nor agent"),
+    ("- {name: a, _target_: a.b, max_running: 0}", "max_running=0 is not a number above 0"),
+    ("- {name: a, _target_: a.b}\n- {name: a, _target_: a.b}", "entry 1: the name 'a' is taken"),
+    ("- {name: a", "is not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), FILES)
+def test_a_file_of_agents_with_an_error_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "agents.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        read_agent_file(str(file))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_agents_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "agents.yaml"
+    entries = [
+        {"name": "mine", "_target_": "pkg.module.solve", "bonus": 2, "reward": "agent"},
+        {"name": "other", "kind": "command", "argv": ["ls", "-l"], "max_running": 3},
+    ]
+    file.write_text(json.dumps(entries))
+    assert read_agent_file(str(file)) == {
+        "mine": ProgramSpec(
+            "mine", target="pkg.module.solve", arguments={"bonus": 2}, gives_reward=True
+        ),
+        "other": ProgramSpec("other", argv=("ls", "-l"), max_running=3),
+    }
+    with pytest.raises(UserError, match="no such file"):
+        read_agent_file(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "127"), ({"no_proxy": "a"}, "a,127")])
+def test_no_proxy_stands_before_the_endpoint(given: dict[str, str], expected: str) -> None:
+    assert without_proxy(given)["NO_PROXY"].startswith(expected)

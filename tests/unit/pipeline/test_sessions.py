@@ -1,0 +1,449 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations of programs become samples: drawn tokens are kept, rewritten ones fork (M24)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandem.agents.chat import ChatReply, ChatRequest, RequestRefused, read_chat_request
+from tandem.agents.programs import ProgramEnd
+from tandem.agents.setup import Access, ProgramSpec, Task
+from tandem.data.call_formats import CALL_FORMATS
+from tandem.data.span_tree import rows_of
+from tandem.data.tokenizer import TextCodec
+from tandem.pipeline.conversing import Conversing, HostedPrograms, TurnLimits
+from tandem.pipeline.episodes import outcome_of_end
+from tandem.pipeline.sessions import LANE, Drawing, ProgramSession, play_program
+from tandem.types import (
+    Completion,
+    EpisodeEnd,
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    RewardStatus,
+    SamplingParams,
+    Trajectory,
+)
+from tests.fakes.made_tokenizers import codec_for
+
+QWEN = codec_for("qwen2_5")
+LOOK: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"what": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"what": "x"}}\n</tool_call><|im_end|>'
+SAMPLE = 56
+USER = {"role": "user", "content": "q"}
+
+
+class ScriptedRollout:
+    """A policy that draws given texts. Each id of a text is its own random number's index."""
+
+    version = 3
+
+    def __init__(self, turns: Sequence[str], codec: TextCodec) -> None:
+        self._turns = iter(turns)
+        self._codec = codec
+        self.requests: list[GenerationRequest] = []
+        self.completions: list[Completion] = []
+        self.forgotten: list[int] = []
+        self.is_held = asyncio.Event()
+        self.is_held.set()
+
+    def submit_apart(self, request: GenerationRequest) -> list[asyncio.Future[Any]]:
+        (sample_id,) = request.sample_ids
+        self.requests.append(request)
+        text = next(self._turns)
+        ids = array("i", self._codec.encode([text])[0][: request.sampling.max_new_tokens])
+        if text == "NAN":
+            reason = FinishReason.FAILED
+        else:
+            reason = FinishReason.STOP if ids[-1] in self._codec.eos_ids else FinishReason.LENGTH
+        log_probs = array("f", [-0.5] * len(ids))
+        completion = Completion(sample_id, ids, log_probs, reason, self.version)
+        self.completions.append(completion)
+
+        async def deliver() -> tuple[Completion, ...]:
+            await self.is_held.wait()
+            return (completion,)
+
+        return [asyncio.ensure_future(deliver())]
+
+    async def forget(self, sample_ids: Sequence[int]) -> None:
+        self.forgotten += sample_ids
+
+
+class Agent:
+    """A program in this process, with the session that its requests reach."""
+
+    def __init__(self, session: ProgramSession) -> None:
+        self.session = session
+
+    def begin(self, messages: Sequence[Any], **fields: Any) -> Drawing:
+        retries = fields.pop("num_retries", 0)
+        body = json.dumps({"messages": list(messages), **fields}).encode()
+        chat: ChatRequest = read_chat_request(body, num_retries=retries)
+        try:
+            return self.session.request(chat)
+        except RequestRefused as error:
+            self.session.refuse(error)
+            raise
+
+    async def ask(self, messages: Sequence[Any], **fields: Any) -> dict[str, Any]:
+        drawing = self.begin(messages, **fields)
+        reply: ChatReply = await drawing.reply()
+        drawing.confirm()
+        return reply.message()
+
+
+def conversing_of(codec: TextCodec, programs: Any = None, **limits: Any) -> Conversing:
+    known: dict[str, Any] = {"max_assistant_turns": None, "max_user_turns": None, "timeout_s": 60.0}
+    pool: Any = None
+    max_prompt_tokens = limits.pop("max_prompt_tokens", 600)
+    return Conversing(
+        codec,
+        pool,
+        CALL_FORMATS["hermes"],
+        {},
+        TurnLimits(**{**known, **limits}),
+        max_prompt_tokens=max_prompt_tokens,
+        programs=programs,
+    )
+
+
+Program = Callable[[Agent], Awaitable[Any]]
+
+
+def play(
+    program: Program,
+    *turns: str,
+    codec: TextCodec = QWEN,
+    budget: int = 300,
+    gives_reward: bool = False,
+    **limits: Any,
+) -> tuple[Trajectory, ScriptedRollout]:
+    """Play an episode of a program; an exception of it is its failure."""
+    made: list[ScriptedRollout] = []
+
+    async def main() -> Trajectory:
+        rollout = ScriptedRollout(turns, codec)
+        made.append(rollout)
+        sessions: list[ProgramSession] = []
+        endpoint: Any = SimpleNamespace(
+            admit=lambda session: sessions.append(session) or Access("", "", ""),
+            close=lambda access: None,
+        )
+
+        async def run(name: str, task: Task, *, access: Access) -> ProgramEnd:
+            assert (name, task.episode_id, task.seed) == ("mine", (7, SAMPLE), 7)
+            try:
+                return ProgramEnd(await program(Agent(sessions[0])))
+            except (RuntimeError, RequestRefused) as error:
+                return ProgramEnd(failure=str(error))
+
+        spec = ProgramSpec("mine", target="x.y", gives_reward=gives_reward)
+        programs: Any = SimpleNamespace(
+            specs={"mine": spec}, run=run, place=lambda name: asyncio.Semaphore(1)
+        )
+        conversing = conversing_of(codec, HostedPrograms(programs, endpoint), **limits)
+        text = codec.render([[USER]])[0]
+        ids = tuple(codec.encode([text])[0])
+        prompt = Prompt(7, 0, ids, text, "s", "42", messages=[USER], agent="mine")
+        request = GenerationRequest((SAMPLE,), ids, SamplingParams(1.0, 1.0, -1, budget))
+        engine: Any = rollout
+        return await play_program(prompt, request, conversing=conversing, rollout=engine)
+
+    return asyncio.run(main()), made[0]
+
+
+def check_tokens(trajectory: Trajectory, rollout: ScriptedRollout) -> None:
+    """Each row ends with a request as the engine got it and the tokens as it drew them."""
+    rows = rows_of(trajectory)
+    asked = {
+        tuple([*request.prompt_ids, *drawn.token_ids])
+        for request, drawn in zip(rollout.requests, rollout.completions, strict=True)
+    }
+    for row in rows:
+        assert tuple([*row.prompt_ids, *row.response_ids]) in asked
+    with_loss = [token for row in rows for one in row.completions for token in one.token_ids]
+    drawn = [token for one in trajectory.completions for token in one.token_ids]
+    assert sorted(with_loss) == sorted(drawn)
+
+
+def end_of(trajectory: Trajectory) -> tuple[EpisodeEnd, tuple[str, ...], str]:
+    assert trajectory.episode is not None
+    return trajectory.episode.end, trajectory.episode.forks, trajectory.episode.detail
+
+
+async def play_with_tool(agent: Agent) -> dict[str, float]:
+    messages: list[Any] = [USER]
+    for _ in range(3):
+        said = await agent.ask(messages, tools=[LOOK])
+        messages.append(said)
+        for call in said.get("tool_calls", ()):
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "seen"})
+        if "tool_calls" not in said:
+            return {"reward": 0.5, "steps": 2.0}
+    raise RuntimeError("too many turns")
+
+
+def test_m24_a_conversation_that_goes_on_keeps_the_drawn_tokens() -> None:
+    trajectory, rollout = play(play_with_tool, " hm " + CALL, CALL, "It is 42.<|im_end|>")
+    assert end_of(trajectory) == (EpisodeEnd.DONE, (), "")
+    assert trajectory.parents == () and len(trajectory.completions) == 3
+    check_tokens(trajectory, rollout)
+    assert [request.first_index > 0 for request in rollout.requests] == [False, True, True]
+    assert rollout.forgotten == [SAMPLE]
+    record = trajectory.episode
+    assert record is not None and outcome_of_end(trajectory) is None
+    assert (record.num_turns, record.rewards) == (6, (0.5,))
+    ids = [call["id"] for m in record.messages for call in m.get("tool_calls", ())]
+    assert ids == ["c00000000", "c00000001"], "ids are unique in a conversation"
+    expected = QWEN.decode([trajectory.response_spans[1].token_ids], skip_special=False)[0]
+    assert "<tool_response>\nseen\n</tool_response>" in expected
+
+
+def test_the_reward_of_an_agent_is_that_of_its_sample_if_it_gives_one() -> None:
+    trajectory, _ = play(play_with_tool, "Done.<|im_end|>", gives_reward=True)
+    outcome = outcome_of_end(trajectory)
+    assert outcome is not None
+    assert (outcome.status, outcome.score) == (RewardStatus.VALUE, 0.5)
+    assert outcome.extra == {"steps": 2.0}
+
+
+def asks(*conversations: Sequence[Any], **fields: Any) -> Program:
+    """Return a program that asks for a turn of each conversation; "SAID" is the turn before."""
+
+    async def program(agent: Agent) -> None:
+        said: dict[str, Any] = {}
+        for messages in conversations:
+            filled = [_fill(message, said) for message in messages]
+            said = await agent.ask(filled, **fields)
+
+    return program
+
+
+def _fill(message: Any, said: dict[str, Any]) -> Any:
+    return message(said) if callable(message) else message
+
+
+def same(said: dict[str, Any]) -> dict[str, Any]:
+    return said
+
+
+def shouted(said: dict[str, Any]) -> dict[str, Any]:
+    return {**said, "content": str(said["content"]).upper()}
+
+
+def unthinking(said: dict[str, Any]) -> dict[str, Any]:
+    return {**said, "content": str(said["content"]).rpartition("</think>")[2]}
+
+
+def padded(said: dict[str, Any]) -> dict[str, Any]:
+    return {**said, "content": f"\n{said['content']} "}
+
+
+MORE = {"role": "user", "content": "and 2?"}
+THOUGHT = "<think>hm</think>It is 1.<|im_end|>"
+FORKS: list[tuple[list[list[Any]], tuple[str, ...], int]] = [
+    ([[USER], [USER, same, MORE]], (), 1),
+    ([[USER], [USER, padded, MORE]], (), 1),
+    ([[USER], [USER, shouted, MORE]], ("edited",), 2),
+    ([[USER], [USER, unthinking, MORE]], ("reasoning",), 2),
+    ([[USER], [USER, MORE]], ("compacted",), 2),
+    ([[USER], [USER]], ("resampled",), 2),
+    ([[USER], [{"role": "system", "content": "s"}, USER]], ("separate",), 2),
+    ([[USER], [USER, same, MORE], [USER, same, MORE]], ("resampled",), 2),
+]
+
+
+@pytest.mark.parametrize(("conversations", "reasons", "num_rows"), FORKS)
+def test_a_rewritten_history_forks_with_its_reason(
+    conversations: list[list[Any]], reasons: tuple[str, ...], num_rows: int
+) -> None:
+    turns = [THOUGHT] * len(conversations)
+    trajectory, rollout = play(asks(*conversations), *turns, codec=codec_for("qwen3"))
+    assert end_of(trajectory) == (EpisodeEnd.DONE, reasons, "")
+    assert len(rows_of(trajectory)) == num_rows
+    assert len(trajectory.completions) == len(conversations)
+    check_tokens(trajectory, rollout)
+
+
+def test_other_tools_are_a_fork() -> None:
+    async def program(agent: Agent) -> None:
+        said = await agent.ask([USER], tools=[LOOK])
+        await agent.ask([USER, said, MORE])
+
+    trajectory, rollout = play(program, "a<|im_end|>", "b<|im_end|>")
+    assert end_of(trajectory) == (EpisodeEnd.DONE, ("tools_changed",), "")
+    check_tokens(trajectory, rollout)
+
+
+@pytest.mark.parametrize("rewrites", [True, False])
+def test_m25_a_stop_text_ends_the_turn_at_its_token_and_may_be_written_behind_it(
+    rewrites: bool,
+) -> None:
+    async def program(agent: Agent) -> None:
+        said = await agent.ask([USER], stop=["</code>", "Observation:"])
+        assert said["content"] == "x = 1"
+        if rewrites:
+            said["content"] += "</code>"
+        await agent.ask([USER, said, MORE], stop=["</code>"])
+
+    trajectory, rollout = play(program, "x = 1</code> and more<|im_end|>", "b<|im_end|>")
+    assert end_of(trajectory) == (EpisodeEnd.DONE, (), "")
+    first, _ = trajectory.completions
+    assert len(first.token_ids) == len(first.log_probs) < len(rollout.completions[0].token_ids)
+    text = QWEN.decode([first.token_ids], skip_special=False)[0]
+    assert "</code>" in text and "</code>" not in QWEN.decode([first.token_ids[:-1]])[0]
+    given = QWEN.decode([trajectory.response_spans[1].token_ids], skip_special=False)[0]
+    assert given.startswith("<|im_end|>\n<|im_start|>user\nand 2?")
+    assert "and more" not in QWEN.decode([trajectory.response_ids])[0]
+
+
+def test_requests_at_the_same_time_are_branches_with_random_numbers_of_their_own() -> None:
+    async def program(agent: Agent) -> None:
+        await asyncio.gather(agent.ask([USER]), agent.ask([USER]))
+
+    trajectory, rollout = play(program, "a<|im_end|>", "b<|im_end|>")
+    assert [request.sample_ids for request in rollout.requests] == [(SAMPLE,), (SAMPLE + LANE,)]
+    assert [request.continues for request in rollout.requests] == [True, False]
+    assert len(rows_of(trajectory)) == 2
+    assert {one.sample_id for one in trajectory.completions} == {SAMPLE}
+
+
+def test_m24_a_request_that_is_repeated_gets_the_same_turn_once() -> None:
+    async def program(agent: Agent) -> None:
+        lost = agent.begin([USER])
+        lost.hang_up()
+        first = await agent.ask([USER])
+        again = await agent.ask([USER], num_retries=1)
+        assert first == again
+
+    trajectory, rollout = play(program, "a<|im_end|>")
+    assert len(rollout.requests) == 1 and len(trajectory.completions) == 1
+    assert end_of(trajectory) == (EpisodeEnd.DONE, (), "")
+
+
+def test_m24_a_turn_that_the_agent_never_got_is_not_trained_on() -> None:
+    async def program(agent: Agent) -> None:
+        said = await agent.ask([USER])
+        lost = agent.begin([USER, said, MORE])
+        await lost.reply()
+        lost.hang_up()
+
+    trajectory, _ = play(program, "a<|im_end|>", "b<|im_end|>")
+    assert len(trajectory.completions) == 1
+    assert [span.completion is not None for span in trajectory.spans] == [False, True]
+
+
+async def never(agent: Agent) -> None:
+    pass
+
+
+async def stumble(agent: Agent) -> None:
+    await agent.ask([USER])
+    raise RuntimeError("KeyError: 'x' (agent.py:3)")
+
+
+async def linger(agent: Agent) -> None:
+    await agent.ask([USER])
+    await asyncio.sleep(60)
+
+
+async def demand(agent: Agent) -> None:
+    await agent.ask([USER], n=2)
+
+
+FAULTS: list[tuple[Program, str, EpisodeEnd, str]] = [
+    (never, "a", EpisodeEnd.FAILED, "the agent ended without a turn of the policy"),
+    (stumble, "a", EpisodeEnd.FAILED, "the agent: KeyError: 'x' (agent.py:3)"),
+    (linger, "a", EpisodeEnd.DEADLINE, "the episode took longer than 0.3 s"),
+    (stumble, "NAN", EpisodeEnd.FAILED, "the generation failed: its logits are not finite"),
+    (demand, "a", EpisodeEnd.FAILED, "the agent: n=2 is not supported"),
+]
+
+
+@pytest.mark.parametrize(("program", "turn", "end", "detail"), FAULTS)
+def test_a_program_that_fails_is_no_evidence_about_the_policy(
+    program: Program, turn: str, end: EpisodeEnd, detail: str
+) -> None:
+    trajectory, rollout = play(program, turn, timeout_s=0.3)
+    assert trajectory.episode is not None
+    assert trajectory.episode.end is end and trajectory.episode.detail.startswith(detail)
+    outcome = outcome_of_end(trajectory)
+    assert outcome is not None and outcome.status is not RewardStatus.VALUE
+    assert all(one.weights_version == rollout.version for one in trajectory.completions)
+    assert rollout.forgotten == [SAMPLE]
+
+
+def test_an_agent_that_should_give_a_reward_and_gives_none_has_failed() -> None:
+    async def program(agent: Agent) -> None:
+        await agent.ask([USER])
+
+    trajectory, _ = play(program, "a<|im_end|>", gives_reward=True)
+    end, _, detail = end_of(trajectory)
+    assert end is EpisodeEnd.FAILED and detail.startswith("the agent gave no reward")
+
+
+LIMITS: list[tuple[dict[str, Any], EpisodeEnd, str]] = [
+    ({"max_assistant_turns": 1}, EpisodeEnd.TURNS, "has had its 1 turns"),
+    ({"budget": 12}, EpisodeEnd.LENGTH, "there is no room for a turn"),
+    ({"max_prompt_tokens": 8, "budget": 40}, EpisodeEnd.LENGTH, "there is no room for a turn"),
+]
+
+
+@pytest.mark.parametrize(("limits", "end", "message"), LIMITS)
+def test_a_bound_is_told_to_the_agent_and_the_episode_is_scored(
+    limits: dict[str, Any], end: EpisodeEnd, message: str
+) -> None:
+    async def program(agent: Agent) -> None:
+        said = await agent.ask([USER])
+        with pytest.raises(RequestRefused, match=message):
+            await agent.ask([USER, said, {"role": "user", "content": "and " * 30}])
+        raise RuntimeError("the client raised BadRequestError")
+
+    trajectory, rollout = play(program, "It is forty-two, I think.<|im_end|>", **limits)
+    assert end_of(trajectory)[0] is end and outcome_of_end(trajectory) is None
+    assert len(rollout.requests) == 1
+
+
+def test_max_tokens_of_a_request_bounds_its_turn() -> None:
+    async def program(agent: Agent) -> None:
+        drawing = agent.begin([USER], max_tokens=3, logprobs=True)
+        reply = await drawing.reply()
+        drawing.confirm()
+        assert reply.finish_reason is FinishReason.LENGTH and len(reply.tokens) == 3
+
+    trajectory, rollout = play(program, "It is forty-two.<|im_end|>")
+    assert trajectory.num_drawn_tokens == 3
+    assert rollout.requests[0].sampling.max_new_tokens == 3
+
+
+def test_malformed_calls_are_text_as_other_servers_show_them() -> None:
+    async def program(agent: Agent) -> None:
+        said = await agent.ask([USER], tools=[LOOK])
+        assert said["content"] == "<tool_call>\n{\n</tool_call>" and "tool_calls" not in said
+        await agent.ask([USER, said, MORE], tools=[LOOK])
+
+    trajectory, _ = play(program, "<tool_call>\n{\n</tool_call><|im_end|>", "b<|im_end|>")
+    assert end_of(trajectory) == (EpisodeEnd.DONE, (), "")
+
+
+def test_a_template_without_calls_is_refused_and_fails_the_episode() -> None:
+    async def program(agent: Agent) -> None:
+        await agent.ask([USER], tools=[LOOK])
+
+    trajectory, _ = play(program, "a", codec=codec_for("llama3"))
+    assert end_of(trajectory)[2] == "the chat template drops the calls of a turn"
