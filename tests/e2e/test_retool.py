@@ -91,7 +91,7 @@ def test_the_recipe_of_reinforcement_trains_with_calls(
         "data.max_prompt_length=96",
         "data.max_response_length=96",
         "actor_rollout_ref.actor.ppo_mini_batch_size=1",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tools}",
         "actor_rollout_ref.rollout.agent.num_workers=1",

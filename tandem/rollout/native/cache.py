@@ -32,6 +32,21 @@ class TokenStates:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens."""
+        return self.values[0].shape[1]
+
+    @classmethod
+    def join(cls, parts: Sequence[TokenStates]) -> TokenStates:
+        """Return the states of all parts, one behind the other."""
+        keys = zip(*(part.keys for part in parts), strict=True)
+        values = zip(*(part.values for part in parts), strict=True)
+        return cls(
+            tuple(torch.cat(layer, 2) for layer in keys),
+            tuple(torch.cat(layer, 1) for layer in values),
+        )
+
     def part(self, tokens: slice) -> TokenStates:
         """Copy the states of ``tokens``; the memory of the others can then be freed."""
         keys = tuple(key[..., tokens].clone() for key in self.keys)

@@ -27,7 +27,8 @@ from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
 from tandem.rollout.native.attention import DecodeAttention, PrefillAttention
 from tandem.rollout.native.cache import NUM_UNIFORMS, RowCache, TokenStates
-from tandem.rollout.native.scheduler import Admission, Row, Scheduler
+from tandem.rollout.native.scheduler import Admission, Removal, Row, Scheduler
+from tandem.rollout.native.shelf import Shelf
 from tandem.rollout.packing import cost_of, in_passes, pack
 from tandem.rollout.sampler import Draw, draw_tokens
 from tandem.rollout.settings import CacheShape, NativeRolloutConfig
@@ -71,6 +72,8 @@ class NativeRolloutEngine:
         self._cache = RowCache(shape)
         max_tokens = config.max_cache_bytes // shape.bytes_per_token
         self._scheduler = Scheduler(config.limits, max_cache_tokens=max_tokens)
+        self._shelf = Shelf()
+        self._max_tokens = max_tokens
         self.facts = EngineFacts(
             shares_weights=True,
             draws_by_key=True,
@@ -101,6 +104,7 @@ class NativeRolloutEngine:
         if self._scheduler.has_work:
             return False
         self._cache.release()
+        self._shelf.clear()
         if self._quantized is not None:
             self._quantized.free()
         return True
@@ -122,8 +126,9 @@ class NativeRolloutEngine:
         return True
 
     def metrics(self) -> Mapping[str, float]:
-        """Return how many tokens were prefilled and decoded."""
+        """Return how many tokens were prefilled, decoded, and kept from earlier turns."""
         return {
+            "num_kept_tokens": self._shelf.num_reused,
             "num_prefilled_tokens": self.num_prefilled_tokens,
             "num_decoded_tokens": self.num_decoded_tokens,
         }
@@ -153,7 +158,7 @@ class NativeRolloutEngine:
 
     def _enter(self, admission: Admission) -> list[Completion]:
         """Fill the new rows and draw their first tokens."""
-        prefill = self._prefill(admission.prompts) if admission.prompts else self._carried
+        prefill = self._prefill_entering(admission) if admission.prompts else self._carried
         assert prefill is not None, "an admission without prompts follows one with prompts"
         scheduler, cache = self._scheduler, self._cache
         first_row = len(scheduler.rows) - len(admission.rows)
@@ -169,6 +174,45 @@ class NativeRolloutEngine:
         self._carry(prefill, admission)
         num_rows_P = torch.tensor(admission.num_rows, device=self._device)
         return self._sample(prefill.logits_PV.repeat_interleave(num_rows_P, 0), first_row)
+
+    def _prefill_entering(self, admission: Admission) -> _Prefill:
+        """Compute the prompts of new rows; of further turns only what their samples lack."""
+        kept, prompts = self._shelf.take(admission), admission.prompts
+        if not kept:
+            return self._prefill(prompts)
+        fresh = [index for index in range(len(prompts)) if index not in kept]
+        parts = dict(zip(kept, self._go_on([prompts[i] for i in kept], kept), strict=True))
+        if fresh:
+            computed = self._prefill([prompts[index] for index in fresh])
+            parts |= {index: computed.part(place) for place, index in enumerate(fresh)}
+        ordered = [parts[index] for index in range(len(prompts))]
+        states = TokenStates.join([part.states for part in ordered])
+        logits_PV = torch.cat([part.logits_PV for part in ordered])
+        return _Prefill(states, _places(prompts), logits_PV)
+
+    def _go_on(
+        self, prompts: Sequence[TokenIds], kept: Mapping[int, TokenStates]
+    ) -> list[_Prefill]:
+        """Compute the ends of prompts whose beginnings ``kept`` has, in its order."""
+        before = list(kept.values())
+        starts = [states.num_tokens for states in before]
+        runs = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
+        prefix_starts = [0, *accumulate(starts)][:-1]
+        packed = pack(runs, starts, prefix_starts=prefix_starts, device=self._device)
+        attention = PrefillAttention(packed, TokenStates.join(before))
+        h_PD = self._compute(attention).index_select(0, packed.last_S)
+        logits_PV = F.linear(h_PD, self._decoder.lm_head_weight)
+        after = attention.states()
+        return [
+            _Prefill(
+                TokenStates.join([states, after.part(place)]),
+                (slice(0, len(prompt)),),
+                logits_PV[index, None],
+            )
+            for index, (prompt, states, place) in enumerate(
+                zip(prompts, before, _places(runs), strict=True)
+            )
+        ]
 
     def _prefill(self, prompts: Sequence[TokenIds]) -> _Prefill:
         zeros = [0] * len(prompts)
@@ -191,6 +235,7 @@ class NativeRolloutEngine:
         """Recompute cached keys and values after a weight update, unless the cache is kept."""
         self._is_outdated = False
         if not self._config.keeps_cache:
+            self._shelf.clear()
             self._recompute()
         elif (head := self._scheduler.prefilled_head) is not None:
             self._carried = self._prefill([head])
@@ -269,6 +314,7 @@ class NativeRolloutEngine:
         small = _SMALL_CACHE_BYTES // (num_rows * self._cache.shape.bytes_per_token)
         spare = max(column - start, small)
         stop = max(column + 1, min(scheduler.last_column, column + spare)) + 1
+        self._shelf.trim(self._max_tokens - num_rows * (stop - start))
         self._cache.reserve(num_rows, range(start, stop), live_rows=live_rows)
         self._attention = None
 
@@ -358,12 +404,30 @@ class NativeRolloutEngine:
         window = cache.index(range(first, columns.stop))
         token_ids = cache.tokens_RC[:, window].index_select(0, index).tolist()
         log_probs = cache.logp_RC[:, window].index_select(0, index).tolist()
+        self._keep(ended, removal, responses=token_ids, first=first)
         cache.move_rows(removal.sources, removal.targets, columns=columns)
         self._attention = None
         return [
             self._completion(row, ids[row.first - first :], log_probs=logp[row.first - first :])
             for row, ids, logp in zip(removal.rows, token_ids, log_probs, strict=True)
         ]
+
+    def _keep(
+        self, ended: list[int], removal: Removal, *, responses: list[list[int]], first: int
+    ) -> None:
+        """Put the states of ended turns on the shelf; their newest tokens have none yet.
+
+        Args:
+            responses: the tokens of each removed row from column ``first`` on.
+        """
+        column = self._scheduler.column
+        for index, row, ids in zip(ended, removal.rows, responses, strict=True):
+            if row.may_continue:
+                drawn = ids[row.first - first : column - first]
+                states = self._cache.read([(index, range(row.start, column))])
+                self._shelf.put(row.sample_id, (*row.prompt_ids, *drawn), states=states)
+        allocated = self._cache.num_bytes // self._cache.shape.bytes_per_token
+        self._shelf.trim(self._max_tokens - allocated)
 
     def _completion(self, row: Row, token_ids: list[int], *, log_probs: list[float]) -> Completion:
         starts = ((column - row.first, version) for column, version in row.switches)

@@ -32,6 +32,7 @@ class Row:
         weights_version: the version that was in use when it entered.
         first_index, pictures: as in ``GenerationRequest``.
         switches: (column, version) pairs: the first column of each later version.
+        may_continue: whether its states are kept for a further turn when it ends.
     """
 
     sample_id: int
@@ -45,6 +46,7 @@ class Row:
     switches: tuple[tuple[int, int], ...] = ()
     first_index: int = 0
     pictures: tuple[Picture, ...] = ()
+    may_continue: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +262,7 @@ class Scheduler:
                 version,
                 first_index=request.first_index,
                 pictures=request.pictures,
+                may_continue=request.continues and not request.pictures,
             )
             for sample_id in request.sample_ids[:count]
         ]

@@ -90,7 +90,8 @@ def test_m8_the_script_of_reinforcement_is_planned_and_the_recipe_means_the_same
         assert ours["actor"][name] == value, name
     del turns["tool_config_path"], ours["rollout"]["multi_turn"]["tool_config_path"]
     assert ours["rollout"]["multi_turn"] == turns
-    assert ours["rollout"]["val_kwargs"] == script["actor_rollout_ref"]["rollout"]["val_kwargs"]
+    greedy = script["actor_rollout_ref"]["rollout"]["val_kwargs"]
+    assert ours["rollout"]["val_kwargs"] == {**greedy, "do_sample": True}
 
 
 def test_m8_the_script_of_fine_tuning_is_planned_and_the_recipe_means_the_same() -> None:

@@ -6,6 +6,7 @@ The tokens are those that one seed draws without any engine, and each log-prob i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 
@@ -116,3 +117,110 @@ def test_m3_three_turns_draw_the_tokens_of_full_passes_with_the_trainers_log_pro
         drawn = [logp for one in trajectory.completions for logp in one.log_probs]
         assert drawn == pytest.approx(logp_R.tolist(), abs=5e-5)
         assert all(isinstance(one, Completion) for one in trajectory.completions)
+
+
+def play_turns(
+    engine: RolloutEngine, num_turns: int, *, between: Callable[[int], None] = lambda turn: None
+) -> dict[int, list[int]]:
+    """Return all tokens of each sample after some turns of two tokens, with four given between."""
+    ids = {key: list(prompt) for key, prompt in PROMPTS.items()}
+    for turn in range(num_turns):
+        between(turn)
+        sampling = replace(SAMPLED, max_new_tokens=2, ignore_eos=True)
+        engine.add(
+            [
+                GenerationRequest(
+                    (key,),
+                    tuple(ids[key]),
+                    sampling,
+                    first_index=len(ids[key]) - len(PROMPTS[key]),
+                    continues=True,
+                )
+                for key in ids
+            ]
+        )
+        for key, completion in drain_by_sample(engine).items():
+            ids[key] += [*completion.token_ids, 20 + turn, 4, 5, 6]
+    return ids
+
+
+@pytest.fixture(scope="module")
+def computed_anew(decoder: Decoder) -> dict[int, list[int]]:
+    """Return the tokens of six turns, each of which another engine draws."""
+    engines = iter([NativeRolloutEngine(decoder, CONFIG) for _ in range(6)])
+
+    class Fresh:
+        def add(self, requests: list[GenerationRequest]) -> None:
+            self.engine = next(engines)
+            self.engine.add(requests)
+
+        def advance(self, max_steps: int | None = None) -> list[Completion]:
+            return self.engine.advance(max_steps)
+
+    return play_turns(Fresh(), 6)  # type: ignore[arg-type]
+
+
+def test_m22_further_turns_compute_only_the_tokens_that_they_lack(
+    decoder: Decoder, computed_anew: dict[int, list[int]]
+) -> None:
+    engine = NativeRolloutEngine(decoder, CONFIG)
+    assert play_turns(engine, 6) == computed_anew
+    num_prompt = sum(map(len, PROMPTS.values()))
+    # The newest token of a turn is computed with what is given after it.
+    assert engine.num_prefilled_tokens == num_prompt + len(PROMPTS) * 5 * (4 + 1)
+    assert engine.metrics()["num_kept_tokens"] > 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 60, 90])
+def test_m22_states_give_way_to_rows_and_are_computed_again(
+    decoder: Decoder, computed_anew: dict[int, list[int]], num_tokens: int
+) -> None:
+    bytes_per_token = CONFIG.max_cache_bytes // (256 * PAGE_TOKENS)
+    small = replace(CONFIG, max_cache_bytes=num_tokens * bytes_per_token)
+    engine = NativeRolloutEngine(decoder, small)
+    assert play_turns(engine, 6) == computed_anew
+    whole = NativeRolloutEngine(decoder, CONFIG)
+    play_turns(whole, 6)
+    assert engine.num_prefilled_tokens > whole.num_prefilled_tokens
+    assert engine.metrics()["num_kept_tokens"] < whole.metrics()["num_kept_tokens"]
+
+
+@pytest.mark.parametrize("keeps_cache", [False, True])
+def test_m3_states_of_earlier_weights_are_kept_only_with_a_kept_cache(
+    decoder: Decoder, computed_anew: dict[int, list[int]], keeps_cache: bool
+) -> None:
+    """The weights stay the same here, so that the tokens do too."""
+    engine = NativeRolloutEngine(decoder, replace(CONFIG, keeps_cache=keeps_cache))
+    ids = play_turns(engine, 6, between=lambda turn: assert_taken(engine, turn))
+    assert ids == computed_anew
+    num_kept = engine.metrics()["num_kept_tokens"]
+    assert num_kept > 0 if keeps_cache else num_kept == 0
+
+
+def assert_taken(engine: NativeRolloutEngine, version: int) -> None:
+    assert engine.set_weights_version(version)
+
+
+def test_a_history_that_was_rewritten_is_computed_from_its_first_token(decoder: Decoder) -> None:
+    engine = NativeRolloutEngine(decoder, CONFIG)
+    once = replace(SAMPLED, max_new_tokens=2, ignore_eos=True)
+    engine.add([GenerationRequest((1,), (5, 6, 7, 8), once, continues=True)])
+    drain_by_sample(engine)
+    before = engine.num_prefilled_tokens
+    engine.add([GenerationRequest((1,), (5, 6, 9, 9, 9, 9, 9), once, continues=True)])
+    drain_by_sample(engine)
+    assert engine.num_prefilled_tokens - before == 7
+
+
+def test_single_turns_keep_nothing(decoder: Decoder) -> None:
+    engine = NativeRolloutEngine(decoder, CONFIG)
+    engine.add([GenerationRequest((1, 2), (5, 6, 7, 8), SAMPLED)])
+    drain_by_sample(engine)
+    assert engine._shelf.num_tokens == 0
+
+
+def test_a_sleeping_engine_keeps_nothing(decoder: Decoder) -> None:
+    engine = NativeRolloutEngine(decoder, CONFIG)
+    play_turns(engine, 1)
+    assert engine._shelf.num_tokens > 0
+    assert engine.sleep() and engine._shelf.num_tokens == 0
