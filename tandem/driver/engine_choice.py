@@ -33,6 +33,7 @@ from tandem.rollout.vllm.keys import ALLOW_UNTESTED, check_arguments
 ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
 
 _KEY = "actor_rollout_ref.rollout.name"
+_SPLIT = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _AUTO = "auto"
 _GENERATORS = {"native": "tandem's native engine", "vllm": "vLLM", "hf": "transformers' generate"}
 
@@ -94,8 +95,9 @@ def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem 
     problem = problem_of(rollout.name, hf_config, allows_untested=allows_untested)
     if rollout.name != "vllm" or problem is not None:
         return problem
-    if not place_run(config).is_one_process:
-        return Problem("vLLM generates only in runs of one process")
+    split = _split_problem(config, hf_config or {})
+    if split:
+        return Problem(f"{_SPLIT}={rollout.tensor_model_parallel_size}: {split}")
     if config.actor_rollout_ref.model.trains_adapters:
         return Problem("vLLM with adapters (LoRA) is not built")
     model, limit = trained_model(config), max_positions(hf_config or {})
@@ -105,6 +107,29 @@ def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem 
             f"the {limit} positions that the model is made for"
         )
     return None
+
+
+def _split_problem(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
+    """Return why the model or the devices cannot be divided into engines; "" if they can."""
+    rollout, placement = config.actor_rollout_ref.rollout, place_run(config)
+    num_ranks, pool = rollout.tensor_model_parallel_size, placement.pool_of("generate")
+    if num_ranks == 1:
+        return ""
+    if pool.num_devices % num_ranks:
+        return f"it must divide the {pool.num_devices} device(s) that generate"
+    nodes = [device.node for device in placement.devices_of(pool)]
+    if nodes[::num_ranks] != nodes[num_ranks - 1 :: num_ranks]:
+        return "the devices of an engine must be on one node"
+    if placement.generates_apart and (rollout.enable_param_async or rollout.enable_dual_buffer):
+        return "with enable_param_async or enable_dual_buffer an engine must be on one device"
+    for name in ("num_attention_heads", "intermediate_size"):
+        size = hf_config.get(name)
+        if isinstance(size, int) and size % num_ranks:
+            return f"it must divide the model's {name}, which is {size}"
+    num_kv_heads = hf_config.get("num_key_value_heads")
+    if isinstance(num_kv_heads, int) and num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+        return f"it must divide num_key_value_heads={num_kv_heads}, or be a multiple of it"
+    return ""
 
 
 def _replaced(named: str, problem: Problem, *, by: str) -> str:

@@ -162,7 +162,7 @@ def remote_engines(
         scoring = [group for name, group in linked.items() if name not in busy]
         route = WeightRoute(route.linked, scoring, is_staged=True)
     generating = groups[placement.pool_of("generate").name]
-    remote = RemoteRollout(generating, route)
+    remote = RemoteRollout(generating, route, ranks_per_engine=rollout.ranks_per_engine)
     engines = Engines(
         train=train,
         rollout=remote,
@@ -173,7 +173,7 @@ def remote_engines(
         reward_model=_frozen(groups, placement, task=REWARD_MODEL, pool_of="actor-train"),
         work=remote.work,
         generates_apart=placement.generates_apart,
-        num_rows=_num_rows(call_each([generating], "capacity")),
+        num_rows=_num_rows(call_each([generating], "capacity")[:: rollout.ranks_per_engine]),
     )
     trainers = [train] if critic is None else [train, critic]
     # While the critic warms up, the policy has no peak.

@@ -177,42 +177,55 @@ class WeightRoute:
 
 
 class RemoteRollout:
-    """An ``api.Rollout`` over workers that generate independently.
+    """An ``api.Rollout`` over engines that generate independently, each in one or more workers.
 
-    A request goes to the worker with the fewest unfinished sequences. Fewer requests than idle
-    workers are divided among them. The choice depends only on the order of requests if the caller
+    A request goes to the engine with the fewest unfinished sequences. Fewer requests than idle
+    engines are divided among them. The choice depends only on the order of requests if the caller
     waits for each batch, and no token depends on it, because each sample has its own draws. Each
-    worker runs one call ahead of the
-    collected results, independently of the others.
+    engine runs one call ahead of the collected results, independently of the others. All workers of
+    an engine get the same calls, and the first of them returns the results.
     """
 
-    def __init__(self, group: WorkerGroup, route: WeightRoute) -> None:
+    def __init__(
+        self, group: WorkerGroup, route: WeightRoute, *, ranks_per_engine: int = 1
+    ) -> None:
         self._group = group
         self._route = route
-        self._unfinished = [0] * group.size
-        self._added: list[list[Any]] = [[] for _ in range(group.size)]
-        self._advancing: dict[int, Any] = {}
+        self._num_ranks = ranks_per_engine
+        num_engines = group.size // ranks_per_engine
+        self._unfinished = [0] * num_engines
+        self._added: list[list[Any]] = [[] for _ in range(num_engines)]
+        self._advancing: dict[int, list[Any]] = {}
         self._finished: list[Completion] = []
         self._wanted_version: int | None = None
-        self._versions = [-1] * group.size
-        self._swaps: dict[int, Any] = {}
+        self._versions = [-1] * num_engines
+        self._swaps: dict[int, list[Any]] = {}
         self._late: list[Any] = []
         self._is_held = False
-        self._counters: list[Mapping[str, float]] = [{}] * group.size
+        self._counters: list[Mapping[str, float]] = [{}] * num_engines
 
     def work(self) -> list[EngineWork]:
-        """Return the state of each worker. A worker with an uncollected call needs no new one."""
-        return [self._work_of(rank, number) for rank, number in enumerate(self._unfinished)]
+        """Return the state of each engine. An engine with an uncollected call needs no new one."""
+        return [self._work_of(engine, number) for engine, number in enumerate(self._unfinished)]
 
-    def _work_of(self, rank: int, num_unfinished: int) -> EngineWork:
-        if rank in self._advancing:
+    def _submit(self, engine: int, method: str, /, *args: Any) -> list[Any]:
+        """Start a call on every worker of an engine, the first of them first."""
+        first = engine * self._num_ranks
+        with _SUBMITTING:
+            return [
+                self._group.submit(rank, method, *args)
+                for rank in range(first, first + self._num_ranks)
+            ]
+
+    def _work_of(self, engine: int, num_unfinished: int) -> EngineWork:
+        if engine in self._advancing:
             return EngineWork.UNDER_WAY
         return EngineWork.NEXT if num_unfinished and not self._is_held else EngineWork.NONE
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests, each at the worker with the fewest unfinished sequences.
+        """Queue requests, each at the engine with the fewest unfinished sequences.
 
-        A part of a divided request ends where its worker has its share of all new samples.
+        A part of a divided request ends where its engine has its share of all new samples.
         """
         num_idle = self._unfinished.count(0)
         num_samples = sum(len(request.sample_ids) for request in requests)
@@ -222,55 +235,56 @@ class RemoteRollout:
         for request in requests:
             ids = request.sample_ids
             while ids:
-                rank = self._unfinished.index(min(self._unfinished))
-                room = max(share - self._unfinished[rank], 1) if is_divided else len(ids)
-                dealt[rank].append(replace(request, sample_ids=ids[:room]))
-                self._unfinished[rank] += len(ids[:room])
+                engine = self._unfinished.index(min(self._unfinished))
+                room = max(share - self._unfinished[engine], 1) if is_divided else len(ids)
+                dealt[engine].append(replace(request, sample_ids=ids[:room]))
+                self._unfinished[engine] += len(ids[:room])
                 ids = ids[room:]
-        for rank, mine in enumerate(dealt):
+        for engine, mine in enumerate(dealt):
             if mine:
-                self._added[rank].append(self._group.submit(rank, "add", mine))
+                self._added[engine] += self._submit(engine, "add", mine)
 
     def advance(self, max_steps: int | None = None) -> list[Completion]:
-        """Return the completions of the first worker that answers; see ``api.Rollout``."""
-        for rank, number in enumerate(self._unfinished):
-            if number and rank not in self._advancing and not self._is_held:
+        """Return the completions of the first engine that answers; see ``api.Rollout``."""
+        for engine, number in enumerate(self._unfinished):
+            if number and engine not in self._advancing and not self._is_held:
                 if self._wanted_version is not None:
-                    self._swaps[rank] = self._group.submit(rank, "swap")
-                self._advancing[rank] = self._group.submit(rank, "advance", max_steps)
+                    self._swaps[engine] = self._submit(engine, "swap")
+                self._advancing[engine] = self._submit(engine, "advance", max_steps)
         if self._finished:
             finished, self._finished = self._finished, []
             return finished
         if not self._advancing:
             return []
-        ranks = list(self._advancing)  # in the order of their calls
-        return self._collect(ranks[self._group.first([self._advancing[rank] for rank in ranks])])
+        engines = list(self._advancing)  # in the order of their calls
+        first_calls = [self._advancing[engine][0] for engine in engines]
+        return self._collect(engines[self._group.first(first_calls)])
 
-    def _collect(self, rank: int) -> list[Completion]:
-        """Wait for the calls of a worker and return its completions."""
-        calls = [*self._added[rank], self._advancing.pop(rank)]
-        self._added[rank] = []
+    def _collect(self, engine: int) -> list[Completion]:
+        """Wait for the calls of an engine and return its completions."""
+        calls = [*self._added[engine], *self._advancing.pop(engine)]
+        self._added[engine] = []
         completions: list[Completion]
-        completions, self._counters[rank] = self._group.gather(calls)[-1]
-        self._unfinished[rank] -= len(completions)
-        if rank in self._swaps:
-            (self._versions[rank],) = self._group.gather([self._swaps.pop(rank)])
+        completions, self._counters[engine] = self._group.gather(calls)[-self._num_ranks]
+        self._unfinished[engine] -= len(completions)
+        if engine in self._swaps:
+            self._versions[engine] = min(self._group.gather(self._swaps.pop(engine)))
         return completions
 
     def settle(self) -> None:
-        """Wait for every worker that advances, and keep its completions."""
-        for rank in list(self._advancing):
-            self._finished += self._collect(rank)
+        """Wait for every engine that advances, and keep its completions."""
+        for engine in list(self._advancing):
+            self._finished += self._collect(engine)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the sums of the engines' counters as of each worker's last collected call."""
+        """Return the sums of the engines' counters as of each one's last collected call."""
         names = dict.fromkeys(name for counters in self._counters for name in counters)
         return {name: sum(c.get(name, 0.0) for c in self._counters) for name in names}
 
     def set_weights_version(self, version: int) -> bool:
         """Put ``version`` into use; see ``api.Rollout``.
 
-        A worker switches between two of its advances. Without staging all workers switch together,
+        An engine switches between two of its advances. Without staging all engines switch together,
         and none starts another advance before.
         """
         if not self._route.is_staged:

@@ -93,6 +93,7 @@ class Worker:
             if spec is not None
         }
         self._rollout = self._open_rollout(job.rollout)
+        self._leads = job.rollout is None or not place.rank % job.rollout.config.ranks_per_engine
         self._initial: NativeModel | None = None
         if job.rollout is not None and self._rollout is not None and job.rollout.is_reference:
             self._initial = open_initial(job.rollout.policy, self._rollout.policy)
@@ -200,12 +201,15 @@ class Worker:
     def advance(self, max_steps: int | None = None) -> tuple[list[Completion], Mapping[str, float]]:
         """Generate; return the completions and the engine's counters.
 
+        If the engine has several ranks, only the first returns the completions.
+
         Raises:
             SyncError: the weights are not a complete version.
         """
         engine = self._generating().engine
         with self._whole_version():
-            return engine.advance(max_steps), engine.metrics()
+            finished = engine.advance(max_steps)
+        return finished if self._leads else [], engine.metrics()
 
     def transfer(self, version: int) -> None:
         """Take part in sending the trainer's weights, as ``version``, to all pools of the link.

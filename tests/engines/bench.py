@@ -72,7 +72,7 @@ FAMILIES: Mapping[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma": lambda: transformers.GemmaConfig(**_SIZES, head_dim=32),
     "phi3": lambda: transformers.Phi3Config(**_SIZES),
 }
-"""The last three are computed by transformers in the trainer."""
+"""The last two are computed by transformers in the trainer, all others by our decoder."""
 
 
 def write_model(folder: Path, family: str, **settings: Any) -> Path:

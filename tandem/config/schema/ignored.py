@@ -260,7 +260,6 @@ _ROLLOUT: Table = {
     **_all(
         "each device of the pool that generates is a replica of the native engine",
         {
-            "tensor_model_parallel_size": 1,
             "data_parallel_size": 1,
             "expert_parallel_size": 1,
             "pipeline_model_parallel_size": 1,

@@ -277,6 +277,15 @@ class RolloutConfig(BaseModel):
             "name=vllm: the rollout uses the trainer's weights; actor.fsdp_config.dtype decides"
         ),
     )
+    tensor_model_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Number of consecutive devices over which each engine splits its weights and "
+        "its cache. It must divide the devices that generate.",
+        json_schema_extra=read_if(
+            "name=vllm: each device of the pool that generates is a replica of the native engine"
+        ),
+    )
     enable_chunked_prefill: bool = Field(
         default=True,
         description="Read long prompts in parts, between the decode steps of other sequences.",
@@ -399,3 +408,8 @@ class RolloutConfig(BaseModel):
     agent: AgentConfig = Field(
         default_factory=AgentConfig, description="Episodes of several turns."
     )
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """The number of processes of one engine: only vLLM splits a model over several."""
+        return self.tensor_model_parallel_size if self.name == "vllm" else 1

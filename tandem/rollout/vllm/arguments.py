@@ -32,6 +32,9 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "enforce_eager": config.enforce_eager or not on_device,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
+        "tensor_parallel_size": config.ranks_per_engine,
+        # Its kernels map the memory of other devices, and each process sees its own alone.
+        "disable_custom_all_reduce": True,
         "enable_sleep_mode": config.free_cache_engine and on_device,
         "scheduling_policy": "priority",  # a canary does not wait for samples
         "async_scheduling": False,  # each token has the version that was in use when it was drawn
@@ -48,4 +51,5 @@ def _cache_bytes(spec: EngineSpec) -> int:
     if spec.platform.device_type == "cpu":
         return total // 16
     weights = sum(view.nbytes for _, view in checkpoint_views(spec.model))
+    weights //= spec.config.ranks_per_engine
     return max(1, int(total * spec.config.gpu_memory_utilization) - weights)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's ``LLMEngine`` as a rollout engine, in the process of the worker and on one device.
+"""vLLM's ``LLMEngine`` as a rollout engine, in the process of the worker.
 
 There are no child processes and no ports. Tokens are drawn by the keyed draw of the native engines
 (``draw``), and weights come through vLLM's own loader (``weights``). After each update a canary
 must have the trainer's log-probs before any completion is returned (``canary``). Prefix caches are
 keyed by weights version, and emptied unless the engine keeps its cache.
 
-Tensor parallelism and several engines of one run are not built.
+A run may have several engines, each on one device or split over several (``ranks``).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tandem.rollout.vllm.arguments import engine_arguments
 from tandem.rollout.vllm.canary import NUM_TOKENS, expected_log_probs, fixed_tokens, require_equal
 from tandem.rollout.vllm.draw import GREEDY, Stream, processor_class
 from tandem.rollout.vllm.library import ENVIRONMENT, of_vllm, undisturbed_process
+from tandem.rollout.vllm.ranks import Ranks
 from tandem.rollout.vllm.weights import VllmSink
 from tandem.types import Completion, GenerationRequest, SliceSpec, TokenIds
 
@@ -52,9 +53,11 @@ class _Sample:
 class VllmRolloutEngine:
     """An ``api.RolloutEngine`` over a vLLM engine, which ``build`` makes."""
 
-    def __init__(self, spec: EngineSpec, engine: Any, *, streams: dict[str, Stream]) -> None:
+    def __init__(
+        self, spec: EngineSpec, engine: Any, *, streams: dict[str, Stream], ranks: Ranks
+    ) -> None:
         """Take ``engine``, whose logits processor draws for ``streams``."""
-        self._spec, self._engine, self._streams = spec, engine, streams
+        self._spec, self._engine, self._streams, self._ranks = spec, engine, streams, ranks
         config, cache = spec.config, engine.vllm_config.cache_config
         self._keeps_cache = config.partial_rollout == "keep_cache"
         self.facts = EngineFacts(
@@ -76,12 +79,13 @@ class VllmRolloutEngine:
         self._expected_R: Tensor | None = None
         self._version = -1
         self._is_asleep = self._is_closed = False
-        self._num_prefilled_tokens = self._num_decoded_tokens = 0
+        self._num_requests = self._num_prefilled_tokens = self._num_decoded_tokens = 0
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests."""
         for request in requests:
             sampling = request.sampling
+            self._ranks.note(tuple(request.sample_ids), tuple(request.prompt_ids), sampling)
             starts = [request.first_index] * len(request.sample_ids)
             keys = stream_keys(
                 self._spec.config.seed, request.sample_ids, first_indices=starts
@@ -98,11 +102,17 @@ class VllmRolloutEngine:
                 )
 
     def advance(self, max_steps: int | None = None) -> list[Completion]:
-        """Generate until a sequence finishes, and until the canary has passed."""
+        """Generate until a sequence finishes, and until the canary has passed.
+
+        Collective over the ranks of an engine.
+        """
         num_steps = 0
+        self._ranks.note(self._version, -1 if max_steps is None else max_steps)
+        self._ranks.require_agreement()
         while self._has_work() and num_steps != max_steps:
             self._step()
             num_steps += 1
+        self._ranks.require_agreement()
         if _CANARY in self._streams:
             return []
         finished, self._finished = self._finished, []
@@ -159,14 +169,12 @@ class VllmRolloutEngine:
         self._is_asleep = False
 
     def close(self) -> None:
-        """Free the engine, and end the process group that vLLM opened."""
+        """Free the engine, and end the process groups that vLLM opened."""
         if self._is_closed:
             return
         self._is_closed = True
         self._engine.engine_core.shutdown()
-        parallel_state = of_vllm("distributed", "parallel_state")
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
+        self._ranks.leave()
 
     def _has_work(self) -> bool:
         if _CANARY in self._streams:
@@ -195,7 +203,11 @@ class VllmRolloutEngine:
         )
         prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": str(self._version)}
         try:
-            self._engine.add_request(name, prompt, params, priority=priority)
+            # By number, not by time, which would order the requests of each rank in its own way.
+            self._num_requests += 1
+            self._engine.add_request(
+                name, prompt, params, arrival_time=float(self._num_requests), priority=priority
+            )
         except ValueError as error:
             raise EngineFailure(f"vLLM: {first_line(error)}") from error
 
@@ -223,6 +235,7 @@ class VllmRolloutEngine:
         sample = self._samples.pop(output.request_id)
         self._num_prefilled_tokens += len(sample.prompt_ids) - (output.num_cached_tokens or 0)
         self._num_decoded_tokens += len(token_ids)
+        self._ranks.note(sample.sample_id, tuple(token_ids))
         self._finished.append(
             complete(
                 sample.sample_id,
@@ -244,33 +257,30 @@ class VllmRolloutEngine:
 
 
 def build(spec: EngineSpec) -> VllmRolloutEngine:
-    """Build the engine with vLLM in this process.
+    """Build the engine with vLLM in this process. Collective over the processes of a pool.
 
     Raises:
-        EngineFailure: vLLM cannot serve the model on this device, or the run has several processes.
+        EngineFailure: vLLM cannot serve the model on this device.
     """
-    if torch.distributed.is_initialized():
-        raise EngineFailure("vLLM generates on one device only: set trainer.n_gpus_per_node=1")
     set_defaults(ENVIRONMENT)
     _warn_of_precision(spec)
     streams: dict[str, Stream] = {}
+    ranks = Ranks(spec.config.ranks_per_engine)
     try:
         with undisturbed_process():
-            engine = _start(spec, streams)
+            engine = _start(spec, streams, executor=ranks.executor_class())
     except EngineFailure:
         raise
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise EngineFailure(f"vLLM cannot serve {spec.folder}: {first_line(error)}") from error
-    return VllmRolloutEngine(spec, engine, streams=streams)
+    return VllmRolloutEngine(spec, engine, streams=streams, ranks=ranks)
 
 
-def _start(spec: EngineSpec, streams: dict[str, Stream]) -> Any:
+def _start(spec: EngineSpec, streams: dict[str, Stream], *, executor: type) -> Any:
     """Return vLLM's engine, whose logits processor draws for ``streams``."""
-    executor = of_vllm("v1.executor.uniproc_executor", "UniProcExecutor")
     arguments = of_vllm("", "EngineArgs")(
         **engine_arguments(spec),
         logits_processors=[processor_class(streams)],
-        # By its class: vLLM replaces the name on CPUs with that of an executor with processes.
         distributed_executor_backend=executor,
     )
     usage = of_vllm("usage.usage_lib", "UsageContext").ENGINE_CONTEXT

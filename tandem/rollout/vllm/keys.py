@@ -79,6 +79,7 @@ _IS_TANDEMS: Mapping[str, str] = {
             "master_port",
             "nnodes",
             "node_rank",
+            "disable_custom_all_reduce",
         ),
         "vLLM runs in the processes of tandem",
     ),

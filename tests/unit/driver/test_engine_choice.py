@@ -18,7 +18,8 @@ from tandem.driver.engine_choice import require_engine
 from tandem.errors import UserError
 from tests.fakes.packages import install_vllm
 
-NAME = "actor_rollout_ref.rollout.name"
+ROLLOUT = "actor_rollout_ref.rollout"
+NAME = f"{ROLLOUT}.name"
 INSTALL = "pip install 'vllm>=0.24,<0.33'"
 VERL = "--config-name=ppo_trainer"
 QWEN2, GPT2, ODD = (
@@ -113,6 +114,76 @@ def test_an_engine_that_does_not_fit_is_refused(
     monkeypatch.syspath_prepend(install_vllm(tmp_path / "site", version="0.40.1"))
     with pytest.raises(UserError, match=r"vLLM 0.40.1 is installed, and >=0.24,<0.33 is supp"):
         require_engine(load(tmp_path, QWEN2, f"{NAME}=vllm").config)
+
+
+SPLIT = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+DEVICES = "trainer.n_gpus_per_node"
+APART = (
+    "trainer.separated_node_tasks=[[actor-train,logp],[generate]]",
+    "trainer.separated_node_ratios=[0.5,0.5]",
+    "trainer.nnodes=2",
+)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes", "reason"),
+    [
+        ((f"{SPLIT}=2",), {}, "it must divide the 1 device(s) that generate"),
+        ((f"{SPLIT}=4", f"{DEVICES}=6"), {}, "it must divide the 6 device(s) that generate"),
+        (
+            (f"{SPLIT}=2", f"{DEVICES}=1", "trainer.nnodes=2"),
+            {},
+            "the devices of an engine must be on one node",
+        ),
+        (
+            (f"{SPLIT}=2", f"{DEVICES}=2", *APART, f"{ROLLOUT}.enable_param_async=True"),
+            {},
+            "with enable_param_async or enable_dual_buffer an engine must be on one device",
+        ),
+        (
+            (f"{SPLIT}=2", f"{DEVICES}=2"),
+            {"num_attention_heads": 3},
+            "it must divide the model's num_attention_heads, which is 3",
+        ),
+        (
+            (f"{SPLIT}=2", f"{DEVICES}=2"),
+            {"intermediate_size": 5},
+            "it must divide the model's intermediate_size, which is 5",
+        ),
+        (
+            (f"{SPLIT}=2", f"{DEVICES}=2"),
+            {"num_key_value_heads": 3},
+            "it must divide num_key_value_heads=3, or be a multiple of it",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_be_divided_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    keys: tuple[str, ...],
+    sizes: dict[str, int],
+    reason: str,
+) -> None:
+    monkeypatch.syspath_prepend(install_vllm(tmp_path / "site", classes=QWEN2["architectures"]))
+    fitting = {"num_attention_heads": 4, "intermediate_size": 8, "num_key_value_heads": 1}
+    config = load(tmp_path, QWEN2, f"{NAME}=vllm", *keys).config
+    with pytest.raises(UserError) as caught:
+        require_engine(config, QWEN2 | fitting | sizes)
+    split = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    assert f"{SPLIT}={split}: {reason}. Leave the key out" in str(caught.value)
+
+
+def test_an_engine_may_be_divided_over_the_devices_of_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(install_vllm(tmp_path / "site", classes=QWEN2["architectures"]))
+    sizes = {"num_attention_heads": 4, "intermediate_size": 8, "num_key_value_heads": 1}
+    config = load(tmp_path, QWEN2, f"{NAME}=vllm", f"{SPLIT}=2", f"{DEVICES}=4").config
+    require_engine(config, QWEN2 | sizes)
+    assert config.actor_rollout_ref.rollout.ranks_per_engine == 2
+    native = load(tmp_path, QWEN2, f"{NAME}=native", f"{SPLIT}=2", f"{DEVICES}=4").config
+    assert native.actor_rollout_ref.rollout.ranks_per_engine == 1
 
 
 @is_without_vllm

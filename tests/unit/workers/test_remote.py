@@ -93,6 +93,25 @@ def test_requests_go_to_the_worker_with_the_least_to_do() -> None:
     assert {max_steps for _, _, max_steps in _of(group, "advance")} == {32}
 
 
+def test_all_workers_of_an_engine_get_the_same_calls_and_the_first_one_answers() -> None:
+    group = Group(4)
+    rollout = RemoteRollout(group, WeightRoute([group]), ranks_per_engine=2)
+    assert rollout.work() == [EngineWork.NONE, EngineWork.NONE]
+    rollout.add([request(0, 1), request(2)])
+    found: list[int] = []
+    while completions := rollout.advance(32):
+        found += [completion.sample_id for completion in completions]
+    assert sorted(found) == [0, 1, 2]
+    for first in (0, 2):
+        mine, others = (
+            [call[1:] for call in group.called if call[0] == rank] for rank in (first, first + 1)
+        )
+        assert mine == others
+    assert rollout.metrics() == {"num_advances": 3.0}, (
+        "an engine's counters, not those of its ranks"
+    )
+
+
 def parts_of(group: Group) -> list[list[tuple[int, ...]]]:
     """The parts of requests that each worker was given."""
     given: list[list[tuple[int, ...]]] = [[] for _ in range(group.size)]
