@@ -79,13 +79,14 @@ class VllmRolloutEngine:
         self._expected_R: Tensor | None = None
         self._version = -1
         self._is_asleep = self._is_closed = False
-        self._num_requests = self._num_prefilled_tokens = self._num_decoded_tokens = 0
+        self._num_requests = self._num_prefilled_tokens = 0
+        self._num_cached_tokens = self._num_decoded_tokens = 0
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests."""
         for request in requests:
             sampling = request.sampling
-            self._ranks.note(tuple(request.sample_ids), tuple(request.prompt_ids), sampling)
+            self._ranks.note((tuple(request.sample_ids), tuple(request.prompt_ids), sampling))
             starts = [request.first_index] * len(request.sample_ids)
             keys = stream_keys(
                 self._spec.config.seed, request.sample_ids, first_indices=starts
@@ -107,7 +108,7 @@ class VllmRolloutEngine:
         Collective over the ranks of an engine.
         """
         num_steps = 0
-        self._ranks.note(self._version, -1 if max_steps is None else max_steps)
+        self._ranks.note((self._version, -1 if max_steps is None else max_steps))
         self._ranks.require_agreement()
         while self._has_work() and num_steps != max_steps:
             self._step()
@@ -142,11 +143,20 @@ class VllmRolloutEngine:
         return True
 
     def metrics(self) -> Mapping[str, float]:
-        """Return how many tokens of finished sequences were prefilled and decoded."""
-        return {
+        """Return how many tokens of finished sequences were prefilled, found in the prefix cache,
+        and decoded; with ``disable_log_stats=False``, vLLM's own counters too.
+        """
+        counters = {
             "num_prefilled_tokens": self._num_prefilled_tokens,
+            "num_cached_tokens": self._num_cached_tokens,
             "num_decoded_tokens": self._num_decoded_tokens,
         }
+        if not self._spec.config.disable_log_stats:
+            for one in self._engine.get_metrics():
+                if isinstance(one, of_vllm("v1.metrics.reader", "Counter")):
+                    name = one.name.replace(":", "_")
+                    counters[name] = counters.get(name, 0) + one.value
+        return counters
 
     def sink(self) -> VllmSink:
         """Return where new weights go."""
@@ -233,9 +243,11 @@ class VllmRolloutEngine:
             require_equal(expected_R, found_R, version=self._version, dtypes=dtypes)
             return
         sample = self._samples.pop(output.request_id)
-        self._num_prefilled_tokens += len(sample.prompt_ids) - (output.num_cached_tokens or 0)
+        num_cached = output.num_cached_tokens or 0
+        self._num_prefilled_tokens += len(sample.prompt_ids) - num_cached
+        self._num_cached_tokens += num_cached
         self._num_decoded_tokens += len(token_ids)
-        self._ranks.note(sample.sample_id, tuple(token_ids))
+        self._ranks.note((sample.sample_id, tuple(token_ids)))
         self._finished.append(
             complete(
                 sample.sample_id,

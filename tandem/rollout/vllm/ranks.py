@@ -56,7 +56,7 @@ class Ranks:
 
         return PoolExecutor
 
-    def note(self, *values: Hashable) -> None:
+    def note(self, values: tuple[Hashable, ...]) -> None:
         """Add to the digest what every rank must have seen or drawn. Values hold numbers only."""
         if self._size > 1:
             self._digest = hash((self._digest, values))
