@@ -73,7 +73,9 @@ COMMANDS = MappingProxyType(
             parser="tandem.cli.plan",
         ),
         "keys": Command("tandem.cli.keys", "list keys with their meaning: [sft] [WORD ...]"),
-        "prepare": Command("tandem.cli.prepare", "write a data set: gsm8k --output FOLDER"),
+        "prepare": Command(
+            "tandem.cli.prepare", "write a data set: gsm8k or geo3k --output FOLDER"
+        ),
         "sample": Command(
             "tandem.cli.sample_here",
             "print what a trained model answers: RUN_FOLDER PROMPT",

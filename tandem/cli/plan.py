@@ -29,7 +29,13 @@ from tandem.config.parse.keys import in_override_grammar
 from tandem.config.parse.overrides import LoadedConfig
 from tandem.config.plan.plan import UNREAD_MODEL, Plan, make_plan
 from tandem.config.schema.data import DataConfig
-from tandem.config.schema.families import NATIVE_FAMILIES, not_shardable, require_value_head
+from tandem.config.schema.families import (
+    NATIVE_FAMILIES,
+    SEEING_FAMILIES,
+    not_shardable,
+    not_spread,
+    require_value_head,
+)
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig, SftDataConfig
 from tandem.data.selection import row_source
@@ -118,6 +124,8 @@ def _local_config(config: RunConfig | SftConfig) -> Mapping[str, Any]:
     is_alone = place(config).is_one_process and config.trainer.nnodes == 1
     if family not in NATIVE_FAMILIES and not is_alone:
         raise not_shardable(family, key=model.key, path=model.config.path)
+    if family in SEEING_FAMILIES and not is_alone:
+        raise not_spread(family, key=model.key, path=model.config.path)
     return hf_config
 
 

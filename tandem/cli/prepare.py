@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tandem prepare gsm8k --output FOLDER``: write a known data set in the schema of ``train``.
+"""``tandem prepare NAME --output FOLDER``: write a known data set in the schema of ``train``.
 
 The options of verl's script for the same purpose are accepted as well.
 """
@@ -7,18 +7,26 @@ The options of verl's script for the same purpose are accepted as well.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tandem.data.files import write_parquet
-from tandem.data.gsm8k import DATA_SOURCE, SPLITS, gsm8k_rows
+from tandem.data import geo3k, gsm8k
+from tandem.data.files import Row, write_parquet
+from tandem.data.gsm8k import SPLITS
+
+DATA_SETS: Mapping[str, tuple[Callable[[str, str], list[Row]], str]] = {
+    "gsm8k": (gsm8k.gsm8k_rows, gsm8k.DATA_SOURCE),
+    "geo3k": (geo3k.geo3k_rows, geo3k.DATA_SOURCE),
+}
+"""The function that reads a split of each data set, and the set's name on the hub."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Write train.parquet and test.parquet; nothing is written unless both can be converted."""
     options = _parser().parse_args(arguments)
-    folder = Path(options.output).expanduser()
-    rows = {split: gsm8k_rows(options.source, split) for split in SPLITS}
+    folder = Path(options.output or f"~/data/{options.name}").expanduser()
+    rows_of, default = DATA_SETS[options.name]
+    rows = {split: rows_of(options.source or default, split) for split in SPLITS}
     for split in SPLITS:
         path = folder / f"{split}.parquet"
         write_parquet(rows[split], path, key="--output")
@@ -33,22 +41,20 @@ def _parser() -> argparse.ArgumentParser:
         prog="tandem prepare",
         description="Write train.parquet and test.parquet of a known data set.",
     )
-    parser.add_argument("name", choices=["gsm8k"], help="the data set")
+    parser.add_argument("name", choices=list(DATA_SETS), help="the data set")
     parser.add_argument(
         "--output",
         "--local_dir",
         "--local_save_dir",
         metavar="FOLDER",
-        default="~/data/gsm8k",
-        help="the folder to write to (default: %(default)s)",
+        help="the folder to write to (default: ~/data/NAME)",
     )
     parser.add_argument(
         "--source",
         "--local_dataset_path",
         metavar="FOLDER_OR_NAME",
-        default=DATA_SOURCE,
-        help="a folder with train.jsonl and test.jsonl, or a data set for the datasets package "
-        "(default: %(default)s)",
+        help="a folder with a copy of the data set (gsm8k: train.jsonl and test.jsonl), or its "
+        "name for the datasets package (default: openai/gsm8k, hiyouga/geometry3k)",
     )
     parser.add_argument("--hdfs_dir", help="accepted; nothing is copied there")
     return parser

@@ -7,7 +7,7 @@ The files are train.jsonl and test.jsonl, as in github.com/openai/grade-school-m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,12 @@ def gsm8k_rows(source: str, split: str) -> list[Row]:
     """
     folder = Path(source).expanduser()
     is_jsonl = any((folder / f"{name}.jsonl").is_file() for name in SPLITS)
-    examples = _read_jsonl(folder, split) if is_jsonl else _read_hub(source, split)
+    remedy = f"Give {KEY} FOLDER with train.jsonl and test.jsonl."
+    examples = (
+        _read_jsonl(folder, split)
+        if is_jsonl
+        else read_hub(source, split, configuration="main", remedy=remedy)
+    )
     return [_row(example, split=split, index=index) for index, example in enumerate(examples)]
 
 
@@ -65,8 +70,18 @@ def _read_jsonl(folder: Path, split: str) -> list[Row]:
     return RowSource([str(path)], KEY).read()
 
 
-def _read_hub(name: str, split: str) -> Iterable[Mapping[str, Any]] | Iterator[Mapping[str, Any]]:
-    remedy = f"Give {KEY} FOLDER with train.jsonl and test.jsonl."
+def read_hub(
+    name: str, split: str, *, configuration: str | None, remedy: str
+) -> Iterable[Mapping[str, Any]]:
+    """Return a split of a data set of the hub, or of a copy of it.
+
+    Args:
+        configuration: the name of its configuration, if it has several.
+        remedy: what to do without the hub.
+
+    Raises:
+        UserError: the datasets package is missing, or cannot read the data set.
+    """
     try:
         from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -77,7 +92,7 @@ def _read_hub(name: str, split: str) -> Iterable[Mapping[str, Any]] | Iterator[M
             remedy=f"Run pip install datasets. Or: {remedy}",
         ) from error
     try:
-        return load_dataset(name, "main", split=split)
+        return load_dataset(name, configuration, split=split)
     except (OSError, ValueError) as error:
         cause = " ".join(str(error).split())[:200]
         raise UserError(KEY, name, rule=f"cannot be loaded ({cause})", remedy=remedy) from error

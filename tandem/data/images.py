@@ -32,7 +32,8 @@ MAX_SOURCE_PIXELS = 1 << 26
 _MAX_ASPECT = 200
 _OTHER_MEDIA = ("videos", "audios")
 _FORMS = "a picture is bytes, a path, or a mapping with one of them under bytes, path or image"
-_HALF_OF_IDS = 1 << 30
+_HALF_OF_IDS = (1 << 30) - (1 << 20)
+"""The ids of training and of validation: with any vocabulary, both fit 31 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +226,16 @@ def expand(
         ]
     tail = ids[places[-1] + 1 :] if len(places) else ids
     return np.concatenate([*parts, tail])
+
+
+def stored(picture: Any) -> dict[str, bytes | str]:
+    """Return a picture in any of its forms as a value of a column of a file.
+
+    Raises:
+        RowFault: it is none of them.
+    """
+    data = _data_of(picture)
+    return {"bytes": data} if isinstance(data, bytes) else {"path": str(data)}
 
 
 def require_room(first_id: int, rule: PictureRule, *, validation: bool) -> None:

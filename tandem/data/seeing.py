@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tandem.config.schema.data import DataConfig
-from tandem.data.files import RowFault, RowSource
+from tandem.data.files import Row, RowFault, RowSource
 from tandem.data.images import (
     PictureRule,
     PictureSource,
@@ -18,6 +18,7 @@ from tandem.data.images import (
     find_pictures,
     marked,
     measure,
+    require_no_pictures,
     require_room,
 )
 from tandem.data.selection import UsedRows
@@ -73,6 +74,66 @@ def see_rows(
         first_id += sum(picture.num_tokens for picture in pictures[number])
     require_room(first_id, rule, validation=validation)
     return SeenRows(used.source, rule, chats, pictures)
+
+
+class RowPictures:
+    """The pictures of the rows of demonstrations, found while the rows are rendered one by one.
+
+    Attributes:
+        pictures: the pictures of each row that has been rendered.
+    """
+
+    def __init__(
+        self, source: RowSource, column: str, *, rule: PictureRule | None, validation: bool
+    ) -> None:
+        """Begin before the first row. Without a ``rule``, rows must have no pictures."""
+        self.source, self.rule = source, rule
+        self.pictures: dict[int, tuple[PictureSource, ...]] = {}
+        self._column, self._validation = column, validation
+        self._first_id = 0 if rule is None else rule.first_id(validation=validation)
+        self._number, self._row = 0, Row()
+
+    def begin(self, number: int, row: Row) -> None:
+        """Begin a row. Raise RowFault if it has pictures, and the model reads text only."""
+        self._number, self._row = number, row
+        if self.rule is None:
+            require_no_pictures(row, (self._column,))
+
+    def mark(self, prompt: Any) -> Any:
+        """Return the prompt of the row with the model's own text in place of its marks.
+
+        Raises:
+            RowFault: the pictures do not fit the prompt, or one of them cannot be read.
+        """
+        rule = self.rule
+        if rule is None:
+            return prompt
+        found = find_pictures(self._row, prompt, rule=rule)
+        place = f"row {self._number} of {self.source.key}"
+        measured = measure(found, rule, first_id=self._first_id, place=place)
+        self.pictures[self._number] = measured
+        self._first_id += sum(picture.num_tokens for picture in measured)
+        require_room(self._first_id, rule, validation=self._validation)
+        return marked(prompt, rule)
+
+
+def expand_example(
+    token_ids: np.ndarray,
+    loss_mask: np.ndarray,
+    *,
+    pictures: Sequence[PictureSource],
+    rule: PictureRule,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and mask of a demonstration with the tokens of pictures, which have no loss.
+
+    Raises:
+        RowFault: the rendered row does not have a placeholder for each picture.
+    """
+    expanded = expand(token_ids.tolist(), pictures, rule=rule)
+    counts = np.ones(len(token_ids), dtype=np.int64)
+    counts[token_ids == rule.placeholder] = [picture.num_tokens for picture in pictures]
+    mask = np.repeat(loss_mask, counts)
+    return expanded, mask & (expanded < rule.vocabulary)
 
 
 def _require_plain(config: DataConfig, agent: str) -> None:

@@ -8,7 +8,7 @@ assistant turn after its generation prompt. Every row is checked before training
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -17,14 +17,18 @@ import numpy as np
 
 from tandem.config.schema.sft import MultiturnConfig, SftDataConfig
 from tandem.data.files import Row, RowFault, RowSource
-from tandem.data.images import require_no_pictures
+from tandem.data.images import PictureRule, PictureSource
 from tandem.data.ledger import Source
 from tandem.data.packing import TrainSequence
+from tandem.data.seeing import RowPictures, expand_example
 from tandem.data.selection import read_used_rows, truncate
 from tandem.data.tokenizer import NO_SETTINGS, ChatRefused, Message, TextCodec, is_chat
 from tandem.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+Mark = Callable[[Any], Any]
+"""A function that puts the model's own text in place of the marks of pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +51,25 @@ class SftExample:
         row: the number of its row, counted over all files.
         token_ids: int32 (length,).
         loss_mask: whether a token carries loss, bool (length,); False for the first token.
+        pictures: the pictures that its tokens name; they are decoded when it is drawn.
     """
 
     row: int
     token_ids: np.ndarray
     loss_mask: np.ndarray
+    pictures: tuple[PictureSource, ...] = ()
+
+    @property
+    def text_ids(self) -> np.ndarray:
+        """The tokens that are not of pictures."""
+        if not self.pictures:
+            return self.token_ids
+        return self.token_ids[self.token_ids < self.pictures[0].first_id]
 
     @property
     def content(self) -> bytes:
-        return self.token_ids.tobytes() + self.loss_mask.tobytes()
+        arrays = self.token_ids.tobytes() + self.loss_mask.tobytes()
+        return b"".join([arrays, *(picture.content for picture in self.pictures)])
 
     def as_draw(self, uid: int) -> TrainSequence:
         """Return the tokens up to the last one that carries loss, with ``uid`` as prompt key."""
@@ -67,6 +81,7 @@ class SftExample:
             prompt_ids=tuple(self.token_ids[:first].tolist()),
             response_ids=tuple(self.token_ids[first:end].tolist()),
             loss_mask=None if mask.all() else tuple(mask.tolist()),
+            pictures=tuple(picture.read() for picture in self.pictures),
         )
 
 
@@ -75,13 +90,20 @@ SftSource = Source[TrainSequence]
 
 
 def load_sft_examples(
-    config: SftDataConfig, codec: TextCodec, *, validation: bool = False
+    config: SftDataConfig,
+    codec: TextCodec,
+    *,
+    validation: bool = False,
+    pictures: PictureRule | None = None,
 ) -> list[SftExample]:
     """Read, check, render and tokenise the training or the validation examples.
 
     A single-turn example is the rendered prompt with its generation prompt, then the response and
     the end-of-sequence token; without a chat template the prompt is used unchanged. A multi-turn
     example is the whole conversation, in which every assistant turn carries loss.
+
+    Args:
+        pictures: how the model reads pictures; None for a model of text.
 
     Raises:
         UserError: a file cannot be read, a row lacks a field, the template refuses a row or renders
@@ -91,20 +113,38 @@ def load_sft_examples(
     used = read_used_rows(config, validation=validation)
     pieces_of = _conversation if config.multiturn.enable else _prompt_and_response
     pieces: dict[int, list[TextPiece]] = {}
+    seen = RowPictures(used.source, config.image_key, rule=pictures, validation=validation)
     for number, row in used.rows.items():
         try:
-            require_no_pictures(row, ("images",))
-            pieces[number] = pieces_of(row, config, codec=codec)
+            seen.begin(number, row)
+            pieces[number] = pieces_of(row, config, codec=codec, mark=seen.mark)
         except RowFault as fault:
             raise used.source.fault(number, fault) from fault
     examples = [
-        _fitting(example, config, source=used.source) for example in _tokenise(pieces, codec)
+        _fitting(_expanded(example, seen), config, source=used.source)
+        for example in _tokenise(pieces, codec)
     ]
     return _with_loss(examples, used.source)
 
 
-def _prompt_and_response(row: Row, config: SftDataConfig, *, codec: TextCodec) -> list[TextPiece]:
-    prompt = _field(row, config.prompt_key, dict_keys=config.prompt_dict_keys)
+def _expanded(example: SftExample, seen: RowPictures) -> SftExample:
+    """Return an example with the tokens of its pictures, which carry no loss."""
+    pictures = seen.pictures.get(example.row, ())
+    if seen.rule is None:
+        return example
+    try:
+        token_ids, loss_mask = expand_example(
+            example.token_ids, example.loss_mask, pictures=pictures, rule=seen.rule
+        )
+    except RowFault as fault:
+        raise seen.source.fault(example.row, fault) from fault
+    return SftExample(example.row, token_ids, loss_mask, pictures)
+
+
+def _prompt_and_response(
+    row: Row, config: SftDataConfig, *, codec: TextCodec, mark: Mark
+) -> list[TextPiece]:
+    prompt = mark(_field(row, config.prompt_key, dict_keys=config.prompt_dict_keys))
     response = _field(row, config.response_key, dict_keys=config.response_dict_keys)
     if not isinstance(response, str):
         rule = f"has under {config.response_key!r} a response that is not text"
@@ -119,13 +159,16 @@ def _prompt_and_response(row: Row, config: SftDataConfig, *, codec: TextCodec) -
     return [TextPiece(_render(chat, codec, generation_prompt=True), carries_loss=False), answer]
 
 
-def _conversation(row: Row, config: SftDataConfig, *, codec: TextCodec) -> list[TextPiece]:
+def _conversation(
+    row: Row, config: SftDataConfig, *, codec: TextCodec, mark: Mark
+) -> list[TextPiece]:
     """Return the pieces up to the last assistant turn: each turn, and the text before it."""
     messages = row.get(config.multiturn.messages_key)
     if not is_chat(messages):
         key = config.multiturn.messages_key
         rule = f"has no list of {{role, content}} under data.multiturn.messages_key={key!r}"
         raise RowFault(rule)
+    messages = mark(messages)
     settings = _template_settings(row, config.multiturn)
     pieces: list[TextPiece] = []
     done = ""
@@ -240,9 +283,16 @@ def _fitting(example: SftExample, config: SftDataConfig, *, source: RowSource) -
             "Raise data.max_length, or set data.truncation to left, right or middle.",
         )
         raise source.fault(example.row, fault)
+    if length > limit and example.pictures:
+        fault = RowFault(
+            f"has {length} tokens, some of pictures, which data.truncation={side} would cut",
+            "Raise data.max_length, or lower data.mm_processor_kwargs.max_pixels.",
+        )
+        raise source.fault(example.row, fault)
     loss_mask = truncate(example.loss_mask, limit, side=side).copy()
     loss_mask[:1] = False  # nothing predicts the first token
-    return SftExample(example.row, truncate(example.token_ids, limit, side=side), loss_mask)
+    token_ids = truncate(example.token_ids, limit, side=side)
+    return SftExample(example.row, token_ids, loss_mask, example.pictures)
 
 
 def _with_loss(examples: list[SftExample], source: RowSource) -> list[SftExample]:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from tandem.config.derived.pools import place_run
+from tandem.config.derived.trained_model import place
 from tandem.config.derived.vision import read_pixel_bounds, text_part
+from tandem.config.schema.families import not_spread
 from tandem.config.schema.run import RunConfig
+from tandem.config.schema.sft import SftConfig
 from tandem.data.images import PictureRule
 from tandem.data.tokenizer import TextCodec
 from tandem.errors import UserError
@@ -14,7 +16,9 @@ from tandem.models.folder import ModelFolder
 _KEYS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
 
 
-def picture_rule(config: RunConfig, folder: ModelFolder, *, codec: TextCodec) -> PictureRule | None:
+def picture_rule(
+    config: RunConfig | SftConfig, folder: ModelFolder, *, codec: TextCodec
+) -> PictureRule | None:
     """Return how the model of a run reads pictures; None for a model of text.
 
     Raises:
@@ -35,6 +39,9 @@ def picture_rule(config: RunConfig, folder: ModelFolder, *, codec: TextCodec) ->
             rule="must be the id of a token",
             remedy="Use the config.json that belongs to the weights.",
         )
+    limit: int | None = None
+    if isinstance(config, RunConfig):
+        limit = config.actor_rollout_ref.rollout.limit_images
     sizes = config.data.mm_processor_kwargs
     fewest, most = read_pixel_bounds(folder.path)
     fewest = fewest if sizes.min_pixels is None else sizes.min_pixels
@@ -54,17 +61,16 @@ def picture_rule(config: RunConfig, folder: ModelFolder, *, codec: TextCodec) ->
         vocabulary=text_part(folder.hf_config)["vocab_size"],
         placeholder=known[1],
         texts=tuple(codec.decode([[token] for token in known], skip_special=False)),
-        max_pictures=config.actor_rollout_ref.rollout.limit_images,
+        max_pictures=limit,
         column=config.data.image_key,
     )
 
 
-def _require_built(config: RunConfig, folder: ModelFolder) -> None:
+def _require_built(config: RunConfig | SftConfig, folder: ModelFolder) -> None:
     """Raise UserError if a run with a model that sees needs what is not built."""
     path, key = str(folder.path), folder.key
-    if not place_run(config).is_one_process:
-        rule = "a model that sees trains in one process only; several are not built"
-        raise UserError(key, path, rule=rule, remedy="Set trainer.n_gpus_per_node=1.")
-    if config.reward_model.enable:
+    if not place(config).is_one_process:
+        raise not_spread(folder.hf_config["model_type"], key=key, path=path)
+    if isinstance(config, RunConfig) and config.reward_model.enable:
         rule = "reward models do not see, and the policy does"
         raise UserError("reward_model.enable", True, rule=rule, remedy="Use a reward function.")

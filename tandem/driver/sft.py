@@ -15,6 +15,7 @@ from tandem.data.ledger import draw_by_row, open_source
 from tandem.data.sft import SftExample, load_sft_examples
 from tandem.driver.auxiliary_models import check_tokens, open_trained_model
 from tandem.driver.launch import run_on_site
+from tandem.driver.pictures import picture_rule
 from tandem.driver.run import LaunchedRun, Observer, PreparedRun, run_to_end
 from tandem.driver.run_folder import begin_records, is_logged, open_run_sinks
 from tandem.metrics.activity import Activity
@@ -50,12 +51,14 @@ def prepare(config: SftConfig, *, fetches_weights: bool = True) -> PreparedRun:
         template_settings=config.data.apply_chat_template_kwargs,
         fetches_weights=fetches_weights,
     )
-    examples = load_sft_examples(config.data, codec)
+    pictures = picture_rule(config, folder, codec=codec)
+    load = partial(load_sft_examples, config.data, codec, pictures=pictures)
+    examples = load()
     schedule = schedule_run(config, len(examples))
     validates = bool(schedule.validation_steps)
-    validation = load_sft_examples(config.data, codec, validation=True) if validates else []
+    validation = load(validation=True) if validates else []
     check_tokens(
-        model, folder, token_ids=[example.token_ids for example in (*examples, *validation)]
+        model, folder, token_ids=[example.text_ids for example in (*examples, *validation)]
     )
     source = open_source(examples, config.data, total_epochs=config.trainer.total_epochs)
     open_loop = partial(_open_loop, validation=validation)

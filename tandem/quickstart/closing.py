@@ -35,7 +35,7 @@ def describe_end(
     model: Path,
     report: Path,
     seconds: float,
-    question: str,
+    question: str | None,
 ) -> str:
     """Return the sentences that a user reads at the end.
 
@@ -43,24 +43,27 @@ def describe_end(
         run_folder: the folder of the GRPO run.
         model: the folder of the trained model.
         seconds: the time that the whole quickstart took.
-        question: a question that the model may be asked.
+        question: a question that the model may be asked; None if it needs a picture.
     """
-    run, asked = shlex.quote(str(run_folder)), json.dumps(question)
+    run = shlex.quote(str(run_folder))
+    unseen, asks = "scenes", ()
+    if question is not None:
+        unseen = "numbers"
+        asks = (f"  tandem sample {run} {json.dumps(question)}", "      to ask the model something")
     lines = (
         "",
         f"In {seconds:.0f} s, a model was made, fine-tuned on examples, and trained with GRPO.",
         f"It solves {_percent(accuracies.after)} of {NUM_TEST} held-out problems; "
         f"before GRPO it solved {_percent(accuracies.before)}.",
         f"It solves {_percent(accuracies.unseen_after)} of {NUM_UNSEEN} problems with unseen "
-        f"numbers; before, {_percent(accuracies.unseen_before)}.",
+        f"{unseen}; before, {_percent(accuracies.unseen_before)}.",
         *_without_tool(accuracies),
         "",
         f"The report is {report}. It opens in a browser.",
         f"The model is in {model}.",
         "",
         "Next, type one of these:",
-        f"  tandem sample {run} {asked}",
-        "      to ask the model something",
+        *asks,
         f"  tandem export {run} --output my-model",
         "      to write the model as a Hugging Face folder",
         "  tandem prepare gsm8k --output ~/data/gsm8k",

@@ -35,7 +35,6 @@ from tandem.errors import UserError
 from tandem.pipeline.progress import RunSummary
 from tandem.quickstart.closing import Accuracies, describe_end
 from tandem.quickstart.materials import (
-    DATA_SOURCE,
     NUM_TEST,
     NUM_TRAIN,
     TASKS,
@@ -43,6 +42,8 @@ from tandem.quickstart.materials import (
     Materials,
     prepare,
 )
+from tandem.quickstart.pictures import GRPO_KEYS, SFT_KEYS, prepare_pictures
+from tandem.quickstart.seeing_model import FAMILIES
 from tandem.quickstart.task import ToolUse
 from tandem.report.report import write_report
 from tandem.report.run_folder import REPORT_FILE, SUMMARY_FILE, read_run
@@ -50,8 +51,6 @@ from tandem.report.run_folder import REPORT_FILE, SUMMARY_FILE, read_run
 _HERE = Path(__file__).parent
 _WITHOUT = "unseen_numbers_without_tool"
 _GRPO = str(_HERE / "grpo.yaml")
-_ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@"
-"""The name of the metric, which the number of samples of a problem completes."""
 _KEYS_OF_FILES = (
     "actor_rollout_ref.model.path",
     "data.train_files",
@@ -82,15 +81,18 @@ def run(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)
     start_s = time.perf_counter()
     folder: Path = options.folder
-    overrides = (*(_LORA if options.lora else ()), *options.overrides)
+    recipe = (*(_LORA if options.lora else ()), *(GRPO_KEYS if options.vision else ()))
+    overrides = (*recipe, *options.overrides)
     _check_overrides(overrides)
-    _say(f"1/4 making {TASKS[options.task].name}, a tokenizer and a random model")
-    materials = prepare(folder / "materials", seed=options.seed, task=TASKS[options.task])
+    made = "pictures" if options.vision else TASKS[options.task].name
+    _say(f"1/4 making {made}, a tokenizer and a random model")
+    materials = _materials(options)
     try:
         accuracies = _train(
             materials,
             folder,
             tools=TASKS[options.task].tools,
+            sft_keys=SFT_KEYS if options.vision else (),
             seed=options.seed,
             overrides=overrides,
         )
@@ -117,7 +119,7 @@ def run(arguments: Sequence[str]) -> int:
             model=model,
             report=report,
             seconds=seconds,
-            question=_short_question(options.task),
+            question=None if options.vision else _short_question(options.task),
         )
     )
     print(json.dumps({**summary, "report": str(report), "model": str(model)}))
@@ -129,14 +131,14 @@ def _train(
     folder: Path,
     *,
     tools: ToolUse | None,
+    sft_keys: Sequence[str],
     seed: int,
     overrides: Sequence[str],
 ) -> Accuracies:
     """Train the model in ``folder``, on demonstrations and then with GRPO, and evaluate it."""
     _say(f"2/4 supervised warm-up of {materials.num_parameters:,} parameters")
-    warm = warm_start(
-        materials, folder / "sft", seed=seed, keys=() if tools is None else tools.sft_keys
-    )
+    keys = sft_keys if tools is None else tools.sft_keys
+    warm = warm_start(materials, folder / "sft", seed=seed, keys=keys)
     if tools is not None:
         overrides = (*tools.grpo_keys, *tools.tool_keys, *overrides)
     _say("3/4 reinforcement learning with GRPO")
@@ -156,7 +158,7 @@ def _train(
     trained = _trained_model(folder / "grpo")
     start = _start_from(trained) if has_adapters else ()
     trained = warm if has_adapters else trained
-    of_episodes = () if tools is None else _episode_keys(overrides)
+    of_episodes = _kept_keys(overrides)
     evaluate = partial(_accuracy_on_unseen, materials)
     before = evaluate(warm, folder=folder / "unseen_before", overrides=of_episodes)
     of_episodes = (*of_episodes, *start)
@@ -167,7 +169,9 @@ def _train(
         broken = folder / "unseen_without_tool"
         without = evaluate(trained, folder=broken, overrides=keys)
     columns = read_run(folder / "grpo").columns
-    (values,) = (column for name, column in columns.items() if name.startswith(_ACCURACY))
+    (values,) = (
+        column for name, column in columns.items() if name.startswith(_accuracy(materials))
+    )
     return Accuracies(values[0][1], values[-1][1], before, after, without)
 
 
@@ -239,9 +243,35 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             )
 
 
-def _episode_keys(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return the overrides that episodes depend on."""
-    sections = ("data.max_", "actor_rollout_ref.rollout.multi_turn")
+def _materials(options: argparse.Namespace) -> Materials:
+    """Write the files of the chosen task. Raise UserError if options do not go together."""
+    folder = options.folder / "materials"
+    if not options.vision:
+        if options.black_pictures or options.family != FAMILIES[0]:
+            name = "--black-pictures" if options.black_pictures else "--family"
+            raise UserError(name, rule="is about pictures", remedy="Add --vision.")
+        return prepare(folder, seed=options.seed, task=TASKS[options.task])
+    if options.lora or options.task != "words":
+        name = "--lora" if options.lora else "--task"
+        raise UserError(name, rule="is not built for pictures", remedy="Leave out --vision.")
+    return prepare_pictures(
+        folder, seed=options.seed, family=options.family, is_black=options.black_pictures
+    )
+
+
+def _accuracy(materials: Materials) -> str:
+    """Return the name of the metric, which the number of samples of a problem completes."""
+    return f"val-core/{materials.data_source}/acc/mean@"
+
+
+def _kept_keys(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides that validations depend on."""
+    sections = (
+        "data.max_",
+        "data.truncation",
+        "custom_reward_function",
+        "actor_rollout_ref.rollout.multi_turn",
+    )
     return tuple(key for key in overrides if key.startswith(sections))
 
 
@@ -253,7 +283,7 @@ def _accuracy_on_unseen(
         materials, model, test=materials.test_unseen, folder=folder, overrides=overrides
     )
     validation = _finished(run_prepared(local_site(config), train.prepare(config))).validation
-    return validation[f"{_ACCURACY}1"]
+    return validation[f"{_accuracy(materials)}1"]
 
 
 def _finished(ended: Ended[RunSummary]) -> RunSummary:
@@ -293,6 +323,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--lora", action="store_true", help="train adapters of rank 8 instead of all weights"
+    )
+    parser.add_argument(
+        "--vision", action="store_true", help="questions about pictures, for a model that sees"
+    )
+    parser.add_argument(
+        "--family", choices=FAMILIES, default=FAMILIES[0], help="kind of model (with --vision)"
+    )
+    parser.add_argument(
+        "--black-pictures", action="store_true", help="show nothing: the model can only guess"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and sampling")
     parser.add_argument(

@@ -40,13 +40,13 @@ NUM_TEST = 256
 NUM_UNSEEN = 200
 NUM_TOKENIZER_TEXTS = 4_000
 
+DATA_SOURCE = "openai/gsm8k"
+"""The data source of GSM8K, whose reward compares the number after the last ``####``."""
+
 # Tests and tokenizer do not depend on a run's seed, which makes accuracies comparable.
 TEST_SEED = 7777
 UNSEEN_SEED = 4242
 TOKENIZER_SEED = 1
-
-DATA_SOURCE = "openai/gsm8k"
-"""The data source of GSM8K, whose reward compares the number after the last ``####``."""
 
 TASKS: Mapping[str, Task[Any]] = MappingProxyType(
     {
@@ -70,6 +70,7 @@ class Materials:
     test: Path
     test_unseen: Path
     num_parameters: int
+    data_source: str = DATA_SOURCE
 
 
 def prepare(folder: Path, *, seed: int, task: Task[Any] = WORD_PROBLEMS) -> Materials:

@@ -20,6 +20,7 @@ from tandem.models.families import decoder_config
 from tandem.models.weights import save_hf_folder
 from tandem.quickstart.model import padded_vocab
 
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 _KEYS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
 _CLASSES = {

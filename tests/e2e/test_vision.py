@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
-from tandem.driver import train
+from tandem.config.schema.sft import SftConfig
+from tandem.data.files import write_parquet
+from tandem.driver import sft, train
 from tandem.driver.launch import local_site
 from tandem.driver.run import run_prepared
 from tandem.errors import UserError
-from tests.fakes.seeing_files import write_policy, write_rows
+from tests.fakes.seeing_files import png, write_policy, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,7 @@ def test_VL10_a_frozen_tower_stays_as_it_is(family: str, files: Any, tmp_path: P
 
 
 REFUSED = {
-    "trainer.n_gpus_per_node=2": "a model that sees trains in one process only",
+    "trainer.n_gpus_per_node=2": "a model that sees .* trains in one process only",
     "actor_rollout_ref.model.lora_rank=8": "adapters .LoRA. of models that see are not built",
     "actor_rollout_ref.rollout.name=hf": "only the native engine reads pictures",
     "data.mm_processor_kwargs.max_pixels=10": "must not be below min_pixels .64., or below one",
@@ -116,3 +118,42 @@ def test_what_is_not_built_is_refused_in_one_line(key: str, files: Any, tmp_path
     with pytest.raises(UserError, match=REFUSED[key]) as caught:
         train.prepare(settings(files, tmp_path, key))
     assert "\n" not in str(caught.value)
+
+
+def test_VL14_demonstrations_with_pictures_are_learned(files: Any, tmp_path: Path) -> None:  # noqa: N802
+    """Pictures in several turns of a conversation, as verl's rows for fine-tuning have them."""
+    turns = [
+        {"role": "user", "content": "<image>how many?"},
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "and <image>here?"},
+        {"role": "assistant", "content": "12"},
+    ]
+    rows = [
+        {"messages": turns, "images": [{"bytes": png(seed=i)}, {"bytes": png(16, 8, seed=i)}]}
+        for i in range(8)
+    ]
+    write_parquet(rows, tmp_path / "rows.parquet", key="test")
+    keys = (
+        f"model.path={files.policy}",
+        f"data.train_files={tmp_path / 'rows.parquet'}",
+        "data.multiturn.enable=True",
+        "data.train_batch_size=4",
+        "data.max_length=128",
+        "engine.dtype=float32",
+        "optim.lr=0.003",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        "trainer.total_training_steps=2",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+    )
+    config = load_config(SftConfig, keys).config
+    prepared = sft.prepare(config)
+    (sequence, *_) = prepared.source.draw(1)
+    assert [picture.num_tokens for picture in sequence.pictures] == [9, 2]
+    mask, ids = sequence.loss_mask, sequence.response_ids
+    assert mask is not None and len(mask) == len(ids)
+    assert not any(drawn for drawn, token in zip(mask, ids, strict=True) if token >= 512)
+    ended = run_prepared(local_site(config), sft.prepare(config))
+    assert ended.exit_code == 0
+    first, last = (line["train/loss"] for line in metrics_of(tmp_path / "run")[-2:])
+    assert last < first

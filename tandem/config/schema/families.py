@@ -64,6 +64,17 @@ def not_shardable(family: str, *, key: str, path: str) -> UserError:
     )
 
 
+def not_spread(family: str, *, key: str, path: str) -> UserError:
+    """Return the error about a model that sees, in a run of several processes."""
+    return UserError(
+        key,
+        path,
+        rule=f"a model that sees (model_type {family!r}) trains in one process only; several are "
+        "not built",
+        remedy="Set trainer.nnodes=1 and trainer.n_gpus_per_node=1.",
+    )
+
+
 def value_head(hf_config: Mapping[str, Any]) -> str | None:
     """Return ``CRITIC_CLASS`` or ``REWARD_CLASS``; None if the head is not a single number."""
     architectures: Any = hf_config.get("architectures") or ()

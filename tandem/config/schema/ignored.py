@@ -274,7 +274,7 @@ _ROLLOUT: Table = {
     **_below(
         "engine_kwargs.vllm",
         {
-            "disable_mm_preprocessor_cache": (False, "vLLM has it no longer; prompts are text"),
+            "disable_mm_preprocessor_cache": (False, "vLLM has it no longer"),
             "swap_space": (4, "vLLM has it no longer"),
             **_all(
                 "only vLLM's server reads it",

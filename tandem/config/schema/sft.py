@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from tandem.config.schema.data import DatasetConfig, Truncation
+from tandem.config.schema.data import DatasetConfig, PictureConfig, Truncation
 from tandem.config.schema.fields import (
     SECTION,
     VALIDATES,
@@ -123,6 +123,14 @@ class SftDataConfig(BaseModel):
     )
     multiturn: MultiturnConfig = Field(
         default_factory=MultiturnConfig, description="Rows as conversations."
+    )
+    image_key: str = Field(
+        default="images",
+        description="Column of the pictures, for models that see. Each stands at a mark <image> of "
+        "the prompt or of the conversation.",
+    )
+    mm_processor_kwargs: PictureConfig = Field(
+        default_factory=PictureConfig, description="Sizes of pictures."
     )
     max_length: int = Field(default=1024, ge=1, description="Maximum length of a row in tokens.")
     truncation: Truncation = Field(
