@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -54,22 +55,30 @@ def run_chaos(
 ) -> dict[str, Any]:
     """Try the modes in turn until the time is over, each at least once; return the report.
 
+    Ctrl-C ends the job early. The trial under way is then left out.
+
     Args:
         folder: an empty folder for the runs; that of a trial without problems is removed.
     """
     begin_s, wholes = time.monotonic(), {}
     trials: list[Trial] = []
-    while len(trials) < len(modes) or time.monotonic() - begin_s < seconds:
-        number = len(trials)
-        name = modes[number % len(modes)]
-        if name not in wholes:
-            wholes[name] = undisturbed(folder / "whole", materials, name=name)
-        draw = random.Random(f"{seed} {number}")
-        trial = try_run(
-            folder / f"trial-{number}", materials, name=name, whole=wholes[name], draw=draw
-        )
-        trials.append(trial)
-        say(f"{number + 1}: {name}: {len(trial.kills)} kills, {trial.problems or 'no problem'}")
+    try:
+        while len(trials) < len(modes) or time.monotonic() - begin_s < seconds:
+            number = len(trials)
+            name = modes[number % len(modes)]
+            if name not in wholes:
+                wholes[name] = undisturbed(folder / "whole", materials, name=name)
+            draw = random.Random(f"{seed} {number}")
+            trial = try_run(
+                folder / f"trial-{number}", materials, name=name, whole=wholes[name], draw=draw
+            )
+            trials.append(trial)
+            kinds = ", ".join(f"{kill.kind} {kill.signal}" for kill in trial.kills) or "nothing"
+            say(f"{number + 1}: {name}: killed {kinds}: {trial.problems or 'no problem'}")
+    except KeyboardInterrupt:
+        for command in multiprocessing.active_children():  # all else ends with its command
+            command.kill()
+            command.join()
     return summarise(trials, seconds=time.monotonic() - begin_s)
 
 

@@ -90,7 +90,6 @@ class Materials:
         keys = [*_ALIKE, f"trainer.rollout_data_dir={run / DUMPS}", *mode.keys]
         if not mode.has_tools:
             return train_arguments(self.plain, run, *keys)
-        turns = "actor_rollout_ref.rollout.multi_turn"
         tools = CALCULATOR.tools
         assert tools is not None, "the calculator is a tool"
         return [
@@ -99,9 +98,9 @@ class Materials:
             f"actor_rollout_ref.model.path={self.calculator.model}",
             f"data.train_files={self.calculator.train}",
             f"trainer.default_local_dir={run}",
+            *tools.grpo_keys,
+            *tools.tool_keys,
             "data.max_response_length=24",
-            f"{turns}.enable=True",
-            f"{turns}.function_tool_path={tools.function_file}",
             *keys,
         ]
 

@@ -12,6 +12,7 @@ import signal
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,11 +35,8 @@ MAX_DELAY_S = 0.5
 _END_S = 30.0
 _STEP = re.compile(rf"\bstep (\d+)/{NUM_STEPS}\b")
 _POLL_S = 0.02
-_SIGNALS = {
-    "driver": (signal.SIGKILL, signal.SIGTERM, signal.SIGINT),
-    "reward": (signal.SIGKILL, signal.SIGTERM),
-    "tool": (signal.SIGKILL, signal.SIGTERM),
-}
+HARD_SHARE = 0.7
+"""The share of signals that are SIGKILL. The others are SIGTERM or SIGINT."""
 _PROGRAMS = {
     "reward": "tandem.rewards.worker",
     "tool": "tandem.agents.worker",
@@ -101,6 +99,11 @@ class Attempt:
         self.command = Command(arguments, folder=folder, conditions=conditions)
         self._seen: dict[int, psutil.Process] = {}
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the run should have ended by now."""
+        return time.monotonic() - self.begin_s > HANG_S
+
     def has_reached(self, step: int) -> bool:
         """Return whether a line tells of this step or a later one."""
         told = [int(number) for number in _STEP.findall(self.stdout.read_text())]
@@ -117,10 +120,26 @@ class Attempt:
             return next((one for one in below if _is_kind(one, kind, run=run)), None)
         return None
 
+    def strike(
+        self, kinds: Sequence[str], *, run: Path, number: signal.Signals
+    ) -> tuple[str, float] | None:
+        """Signal a process of the first of these kinds that the run has now.
+
+        Returns:
+            the kind, and the seconds since the start; None if the run has ended.
+        """
+        for kind in kinds:
+            victim = self.find(kind, run)
+            with suppress(psutil.NoSuchProcess):
+                if victim is not None and self.command.is_running:
+                    victim.send_signal(number)
+                    return kind, time.monotonic() - self.begin_s
+        return None
+
     def wait(self, trial: Trial) -> int | None:
         """Return the exit code; None, and a problem, if the run hangs."""
         while self.command.is_running:
-            if time.monotonic() - self.begin_s > HANG_S:
+            if self.is_late:
                 trial.note("hangs", f"no end after {HANG_S:g} s: {self._last_lines()}")
                 self.command.signal(signal.SIGKILL)
                 self.command.wait()
@@ -136,7 +155,7 @@ class Attempt:
             line = next((one for one in text.splitlines() if one.startswith("error:")), "")
             if line:
                 return line, time.monotonic() - since_s
-            if is_over or time.monotonic() - self.begin_s > HANG_S:
+            if is_over or self.is_late:
                 return "", None
             time.sleep(_POLL_S)
 
@@ -200,31 +219,26 @@ def disturb(
 
     The moment is soon after a step that is drawn at random, or before the first one.
     """
-    kind, run = draw.choice(mode.kinds), folder / "run"
+    kinds, run = draw.sample(mode.kinds, len(mode.kinds)), folder / "run"
     step, delay_s = draw.randrange(NUM_STEPS), draw.uniform(0, MAX_DELAY_S)
     (run / "placement.json").unlink(missing_ok=True)
     attempt = Attempt(arguments, folder=folder / f"start-{trial.num_starts}")
     trial.num_starts += 1
-    number = draw.choice(_SIGNALS.get(kind, (signal.SIGKILL, signal.SIGTERM)))
-    cause, cause_s, after_s = "", None, None
-    while attempt.command.is_running and after_s is None:
-        victim = attempt.find(kind, run) if attempt.has_reached(step) else None
-        if victim is not None:
-            time.sleep(delay_s)
-            with suppress(psutil.NoSuchProcess):
-                victim.send_signal(number)
-                after_s = time.monotonic() - attempt.begin_s
-                cause, cause_s = attempt.wait_for_cause(time.monotonic())
+    soft = draw.choice((signal.SIGTERM, signal.SIGINT))
+    number = signal.SIGKILL if draw.random() < HARD_SHARE else soft
+    while attempt.command.is_running and not (attempt.has_reached(step) or attempt.is_late):
         time.sleep(_POLL_S)
+    time.sleep(delay_s)
+    struck = attempt.strike(kinds, run=run, number=number)
+    cause, cause_s = attempt.wait_for_cause(time.monotonic()) if struck else ("", None)
     code = attempt.wait(trial)
-    if after_s is not None:
+    if struck is not None:
+        kind, after_s = struck
         kill = Kill(kind, number.name, round(after_s, 2), code, cause, cause_s)
         trial.kills.append(kill)
         check_cause(trial, kill)
     elif code not in (0, None):
-        trial.note(
-            "unnamed", f"exit code {code} without a kill: {attempt.stderr.read_text()[-300:]}"
-        )
+        trial.note("failed", f"exit code {code} without a kill: {attempt.output()[-300:]}")
     attempt.check_end(trial)
     check_checkpoints(trial, run)
     return code == 0 and newest_step(run) == NUM_STEPS
