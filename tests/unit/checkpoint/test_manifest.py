@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tracemalloc
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from tandem.checkpoint.manifest import MANIFEST_NAME, find_damage
+from tandem.checkpoint.manifest import MANIFEST_NAME, find_damage, write_manifest
 from tandem.checkpoint.store import CheckpointStore, open_checkpoint, require_whole
 from tandem.errors import UserError
 from tests.fakes.damage import check_random_damage
@@ -82,6 +83,19 @@ def test_checkpoint_without_manifest_is_used_with_a_warning(
     with caplog.at_level(logging.WARNING):
         require_whole(open_checkpoint(run / "global_step_3"), use=USE)
     assert f"has no {MANIFEST_NAME}" in caplog.text
+
+
+def test_comparing_takes_little_memory(run: Path) -> None:
+    """Buffers of megabytes for each file and save were kept by the allocator, 1.4 KB a step."""
+    (run / "global_step_3" / "actor" / "weights").write_bytes(bytes(8 << 20))
+    tracemalloc.start()
+    try:
+        find_damage(run / "global_step_3")
+        write_manifest(run / "global_step_3")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 8 * (256 << 10) + (1 << 20)  # at most eight threads
 
 
 def test_a_checkpoint_can_be_moved(run: Path, tmp_path: Path) -> None:
