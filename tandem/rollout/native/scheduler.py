@@ -5,8 +5,8 @@ Running sequences occupy rows 0..B-1 without gaps. All rows share one clock, the
 counts decode steps. A row's prompt ends in the column before its first token. The newest token of
 every row is in the current column: one slice serves rows of all lengths. A prompt is prefilled
 once, and its samples without a free row enter later from the same prefill. Sequences enter in order
-of arrival, and none is preempted. There are no tensors and no model here: the caller carries out an
-``Admission`` or a ``Removal``.
+of arrival, further turns before new prompts, and none is preempted. There are no tensors and no
+model here: the caller carries out an ``Admission`` or a ``Removal``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tandem.pictures import Picture
+from tandem.rollout.order import put_behind_older
 from tandem.rollout.sampler import DrawRule
 from tandem.rollout.settings import Limits
 from tandem.types import GenerationRequest, TokenIds
@@ -152,11 +153,16 @@ class Scheduler:
         return max(len(self.rows), min(wanted, self._limits.max_rows, limit))
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Append requests to the queue."""
+        """Append requests to the queue; further turns come before new prompts."""
         for request in requests:
             assert request.prompt_ids, f"samples {request.sample_ids}: the prompt has no tokens"
             assert request.sampling.max_new_tokens > 0, f"samples {request.sample_ids}: no tokens"
-        self._waiting.extend(requests)
+        further = [request for request in requests if request.first_index > 0]
+        # A head whose prompt is prefilled stays the head.
+        head = [self._waiting.popleft()] if self._head_is_prefilled else []
+        put_behind_older(self._waiting, further, is_older=lambda one: one.first_index > 0)
+        self._waiting.extendleft(head)
+        self._waiting.extend([request for request in requests if request.first_index == 0])
         self._num_waiting += sum(len(request.sample_ids) for request in requests)
 
     def set_weights_version(self, version: int) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.errors import UserError
+from tandem.rollout.order import put_behind_older
 from tandem.rollout.packing import cost_of, in_passes
 from tandem.rollout.paged.cache import PAGE_TOKENS, TailCopy
 from tandem.rollout.paged.pages import PagePool
@@ -148,7 +149,7 @@ class PagedScheduler:
         return bool(self.rows or self._waiting)
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Append requests to the queue.
+        """Append requests to the queue; further turns come before new prompts.
 
         Raises:
             UserError: a sequence does not fit into the cache, even alone.
@@ -163,25 +164,31 @@ class PagedScheduler:
                     remedy="Raise actor_rollout_ref.rollout.gpu_memory_utilization or shorten the "
                     "sequences.",
                 )
-            holders: list[Running] = []
-            self._waiting.append(
-                tuple(
-                    Running(
-                        sample_id,
-                        request.prompt_ids,
-                        request.sampling,
-                        self._page_tokens,
-                        holders=holders,
-                        first_index=request.first_index,
-                    )
-                    for sample_id in request.sample_ids
-                )
-            )
             self.longest_pages = max(self.longest_pages, self._pages_for(longest))
+        further = [self._unit(request) for request in requests if request.first_index > 0]
+        put_behind_older(self._waiting, further, is_older=_has_begun)
+        self._waiting.extend(
+            [self._unit(request) for request in requests if request.first_index == 0]
+        )
         most = self._most_pages()
         if most > self.wanted_pages:
             bound = min(self._limits.max_rows * self.longest_pages, self._num_pages)
             self.wanted_pages = min(max(most, self.wanted_pages * 3 // 2), bound)
+
+    def _unit(self, request: GenerationRequest) -> tuple[Running, ...]:
+        """Return the waiting sequences of a request, which share their holders."""
+        holders: list[Running] = []
+        return tuple(
+            Running(
+                sample_id,
+                request.prompt_ids,
+                request.sampling,
+                self._page_tokens,
+                holders=holders,
+                first_index=request.first_index,
+            )
+            for sample_id in request.sample_ids
+        )
 
     def admit(self) -> list[Entry]:
         """Let waiting sequences enter within the rows, the pages and the prefill budget.
@@ -311,6 +318,12 @@ class PagedScheduler:
         self._pool.release(sequence.pages)
         sequence.pages = []
         sequence.holders.remove(sequence)
+
+
+def _has_begun(unit: tuple[Running, ...]) -> bool:
+    """Return whether waiting sequences are a further turn, were put back, or lack rows only."""
+    first = unit[0]
+    return first.first_index > 0 or bool(first.token_ids or first.holders)
 
 
 def _next_run(sequence: Running) -> Run:

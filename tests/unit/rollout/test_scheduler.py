@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tandem.rollout.native.scheduler import Admission, Scheduler
 from tandem.rollout.settings import Limits
 from tandem.types import GenerationRequest, SamplingParams
@@ -156,3 +158,19 @@ def test_end_tokens_matter_while_a_row_that_heeds_them_runs() -> None:
     assert scheduler.stops_at_eos
     scheduler.remove([1 if _running(scheduler)[1] == 10 else 0])
     assert not scheduler.stops_at_eos
+
+
+def test_further_turns_enter_before_new_prompts_and_behind_a_prefilled_head() -> None:
+    scheduler = _scheduler(sequences=4)
+    scheduler.add([_request(0, n=6), _request(10)])
+    assert len(_admit_all(scheduler)) == 1, "two samples of the first prompt wait for rows"
+    turns = [replace(_request(first, n=1), first_index=1) for first in (20, 21)]
+    scheduler.add([_request(30, n=1), turns[0]])
+    scheduler.add([turns[1]])
+    order: list[int] = []
+    while scheduler.has_work:
+        scheduler.remove(range(len(scheduler.rows)))
+        before = len(scheduler.rows)
+        _admit_all(scheduler)
+        order += _running(scheduler)[before:]
+    assert order == [4, 5, 20, 21, 10, 11, 30]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -40,6 +40,14 @@ def _ids(rows: Sequence[Running]) -> list[int]:
 
 def _entered(entries: Sequence[Entry]) -> list[list[int]]:
     return [_ids(entry.sequences) for entry in entries]
+
+
+def test_further_turns_enter_before_new_prompts() -> None:
+    scheduler = _scheduler(PLENTY, 100)
+    turns = [replace(_request(first, n=1), first_index=1) for first in (20, 21)]
+    scheduler.add([_request(0, n=2), turns[0]])
+    scheduler.add([_request(10, n=1), turns[1]])
+    assert _entered(scheduler.admit()) == [[20], [21], [0, 1], [10]]
 
 
 def test_prompts_enter_in_order_and_their_samples_together() -> None:
