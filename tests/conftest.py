@@ -27,6 +27,7 @@ OF_OTHER_MACHINES = (
     "needs a GPU",
     "needs two GPUs",
     "needs vllm",
+    "needs sglang",
     "has a device",
     "recorded with",
 )

@@ -26,7 +26,8 @@ from tandem.children.child import LENGTH_BYTES
 _BOOTSTRAP = (
     "import importlib, json, os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "os.environ.setdefault('OMP_NUM_THREADS', '1'); "
-    "sys.path[:] = json.loads(sys.argv[1]); "
+    "own, folders = json.loads(sys.argv[1]); "
+    "sys.path[:] = [*folders, *filter(None, sys.path)] if own else folders; "
     "importlib.import_module(sys.argv[2]).main(int(sys.argv[3]), int(sys.argv[4]))"
 )
 _READ_BYTES = 1 << 16
@@ -60,7 +61,10 @@ class ChildProcess:
         self._loop = asyncio.get_running_loop()
         self._incoming, self._outgoing = b"", bytearray()
         self._lifeline_fd: int | None
-        self._socket, self._lifeline_fd, self._process = _start_interpreter(module, environment)
+        self._socket, self._lifeline_fd, self._process = start_interpreter(
+            module, environment=environment
+        )
+        self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._receive)
 
     @property
@@ -133,23 +137,37 @@ class ChildProcess:
             self._listener.on_lines(lines)
 
 
-def _start_interpreter(
-    module: str, environment: Mapping[str, str]
+def start_interpreter(
+    module: str,
+    *,
+    environment: Mapping[str, str],
+    interpreter: str = sys.executable,
+    path: Sequence[str] | None = None,
+    descriptors: Sequence[int] = (),
 ) -> tuple[socket.socket, int, subprocess.Popen[bytes]]:
+    """Start ``module.main(channel_fd, lifeline_fd)`` in a process group of its own.
+
+    Args:
+        path: folders of modules that precede the interpreter's own; None: this process's
+            ``sys.path`` in place of them.
+        descriptors: open descriptors that keep their numbers in the process.
+
+    Returns:
+        our end of its channel, the descriptor whose end kills it, and the process.
+    """
     ours, theirs = socket.socketpair()
     their_lifeline_fd, lifeline_fd = os.pipe()
-    descriptors = (theirs.fileno(), their_lifeline_fd)
-    arguments = [json.dumps(sys.path), module, *map(str, descriptors)]
+    own = (theirs.fileno(), their_lifeline_fd)
+    folders = json.dumps([False, sys.path] if path is None else [True, list(path)])
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP, *arguments],
+            [interpreter, "-c", _BOOTSTRAP, folders, module, *map(str, own)],
             stdin=subprocess.DEVNULL,
             env=environment,
-            pass_fds=descriptors,
+            pass_fds=(*own, *descriptors),
             start_new_session=True,
         )
     finally:
         theirs.close()
         os.close(their_lifeline_fd)
-    ours.setblocking(False)
     return ours, lifeline_fd, process

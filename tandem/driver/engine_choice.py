@@ -28,6 +28,7 @@ from tandem.rollout.choice import (
     hf_warning,
     problem_of,
 )
+from tandem.rollout.sglang.keys import PYTHON, check_sglang_arguments
 from tandem.rollout.vllm.keys import ALLOW_UNTESTED, check_arguments
 
 ConfigT = TypeVar("ConfigT", RunConfig, SftConfig)
@@ -36,6 +37,9 @@ _KEY = "actor_rollout_ref.rollout.name"
 _SPLIT = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _AUTO = "auto"
 _GENERATORS = {"native": "tandem's native engine", "vllm": "vLLM", "hf": "transformers' generate"}
+_CHECKS = {"vllm": check_arguments, "sglang": check_sglang_arguments}
+_TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
+"""Engines of other packages."""
 
 
 def with_engine(loaded: LoadedConfig[ConfigT]) -> LoadedConfig[ConfigT]:
@@ -79,8 +83,8 @@ def require_engine(config: RunConfig, hf_config: Mapping[str, Any] | None = None
     rollout = config.actor_rollout_ref.rollout
     problem = _problem(config, hf_config)
     if problem is None:
-        if rollout.name == "vllm":
-            check_arguments(rollout.engine_kwargs.vllm)
+        if rollout.name in _CHECKS:
+            _CHECKS[rollout.name](_arguments(config))
         return
     remedy = "Leave the key out, and tandem chooses an engine."
     if problem.install:
@@ -90,20 +94,29 @@ def require_engine(config: RunConfig, hf_config: Mapping[str, Any] | None = None
 
 def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem | None:
     """Return why the named engine cannot be used; None if no such reason is known."""
-    rollout = config.actor_rollout_ref.rollout
-    allows_untested = bool(rollout.engine_kwargs.vllm.get(ALLOW_UNTESTED, False))
-    problem = problem_of(rollout.name, hf_config, allows_untested=allows_untested)
-    if rollout.name != "vllm" or problem is not None:
+    name = config.actor_rollout_ref.rollout.name
+    given = _arguments(config)
+    problem = problem_of(
+        name,
+        hf_config,
+        allows_untested=bool(given.get(ALLOW_UNTESTED, False)),
+        interpreter=given.get(PYTHON) if name == "sglang" else None,
+    )
+    if name not in _TITLES or problem is not None:
         return problem
-    split = _split_problem(config, hf_config or {})
+    title = _TITLES[name]
+    split = _split_problem(config, hf_config or {}) if name == "vllm" else ""
     if split:
-        return Problem(f"{_SPLIT}={rollout.tensor_model_parallel_size}: {split}")
+        num_ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        return Problem(f"{_SPLIT}={num_ranks}: {split}")
+    if name == "sglang" and not place_run(config).is_one_process:
+        return Problem("SGLang generates only in runs of one process")
     if config.actor_rollout_ref.model.trains_adapters:
-        return Problem("vLLM with adapters (LoRA) is not built")
+        return Problem(f"{title} with adapters (LoRA) is not built")
     model, limit = trained_model(config), max_positions(hf_config or {})
     if limit is not None and model.max_tokens > limit:
         return Problem(
-            f"{model.max_tokens_key} = {model.max_tokens}, and vLLM computes at most "
+            f"{model.max_tokens_key} = {model.max_tokens}, and {title} computes at most "
             f"the {limit} positions that the model is made for"
         )
     return None
@@ -130,6 +143,13 @@ def _split_problem(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
     if isinstance(num_kv_heads, int) and num_kv_heads % num_ranks and num_ranks % num_kv_heads:
         return f"it must divide num_key_value_heads={num_kv_heads}, or be a multiple of it"
     return ""
+
+
+def _arguments(config: RunConfig) -> Mapping[str, Any]:
+    """Return ``engine_kwargs`` of the named engine."""
+    rollout = config.actor_rollout_ref.rollout
+    kwargs = rollout.engine_kwargs
+    return {"vllm": kwargs.vllm, "sglang": kwargs.sglang}.get(rollout.name, {})
 
 
 def _replaced(named: str, problem: Problem, *, by: str) -> str:

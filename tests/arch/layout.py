@@ -62,7 +62,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "engines": frozenset({"types", "api", "config", "platforms", "comm", "models"}),
     "weight_sync": frozenset({"types", "api", "config", "platforms", "comm"}),
     "rollout": frozenset(
-        {"pictures", "types", "api", "config"} | {"platforms", "comm", "models", "weight_sync"}
+        {"pictures", "types", "api", "config", "children"}
+        | {"platforms", "comm", "models", "weight_sync"}
     ),
     "checkpoint": frozenset({"types", "api", "config"}),
     "pipeline": frozenset(

@@ -32,3 +32,18 @@ def install_vllm(
     facts.mkdir()
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     return folder
+
+
+def install_sglang(folder: Path, *, version: str = "0.5.23") -> Path:
+    """Put an SGLang that computes Qwen2 into ``folder``; returns the folder."""
+    models = folder / "sglang/srt/models/qwen2.py"
+    models.parent.mkdir(parents=True)
+    models.write_text("class Qwen2ForCausalLM(nn.Module):\n    pass\n")
+    fields = folder / "sglang/srt/arg_groups/fields/memory.py"
+    fields.parent.mkdir(parents=True)
+    fields.write_text("class Memory:\n    page_size: int = 1\n    sampling_backend: str = ''\n")
+    (folder / "sglang/__init__.py").write_text("raise RuntimeError('sglang was imported')\n")
+    facts = folder / f"sglang-{version}.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+    return folder

@@ -16,11 +16,12 @@ ENGINES: Mapping[str, str] = {
     "native": "tandem.rollout.factory:build_native",
     "hf": "tandem.rollout.factory:build_hf",
     "vllm": "tandem.rollout.vllm.engine:build",
+    "sglang": "tandem.rollout.sglang.engine:build",
 }
 """The names of rollout engines, each with the dotted path of the function that builds one."""
-ENGINES_NOT_BUILT: Mapping[str, str] = {"sglang": "SGLang", "trtllm": "TensorRT-LLM"}
+ENGINES_NOT_BUILT: Mapping[str, str] = {"trtllm": "TensorRT-LLM"}
 """Engines that verl has besides: their names and their titles."""
-VERLS_ENGINES = ("vllm", *ENGINES_NOT_BUILT)
+VERLS_ENGINES = ("vllm", "sglang", *ENGINES_NOT_BUILT)
 """The engines that verl's scripts name."""
 
 _SAMPLES = "do_sample=True"
@@ -93,6 +94,12 @@ class EngineKwargs(BaseModel):
         description="Arguments of vLLM's EngineArgs. allow_untested=True allows versions of vLLM "
         "that tandem was not tested with.",
         json_schema_extra=read_if("actor_rollout_ref.rollout.name=vllm"),
+    )
+    sglang: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Arguments of SGLang's ServerArgs. python names the interpreter that has "
+        "SGLang; allow_untested=True allows versions that tandem was not tested with.",
+        json_schema_extra=read_if("actor_rollout_ref.rollout.name=sglang"),
     )
 
 
@@ -274,7 +281,8 @@ class RolloutConfig(BaseModel):
         default="auto",
         description="Precision of generation. auto: that of the trainer's passes.",
         json_schema_extra=read_if(
-            "name=vllm: the rollout uses the trainer's weights; actor.fsdp_config.dtype decides"
+            "name=vllm|sglang: the rollout uses the trainer's weights; "
+            "actor.fsdp_config.dtype decides"
         ),
     )
     tensor_model_parallel_size: int = Field(
@@ -289,20 +297,20 @@ class RolloutConfig(BaseModel):
     enable_chunked_prefill: bool = Field(
         default=True,
         description="Read long prompts in parts, between the decode steps of other sequences.",
-        json_schema_extra=read_if("name=vllm: the native engine prefills whole prompts"),
+        json_schema_extra=read_if("name=vllm|sglang: the native engine prefills whole prompts"),
     )
     enable_prefix_caching: bool = Field(
         default=True,
         description="Keep the keys and values of prompts for later requests with the same "
         "beginning and weights.",
-        json_schema_extra=read_if("name=vllm: samples of one prompt always share it"),
+        json_schema_extra=read_if("name=vllm|sglang: samples of one prompt always share it"),
     )
     load_format: str = Field(
         default="dummy",
         description="Where the engine's first weights come from. dummy: from the trainer alone; "
         "auto, safetensors: from the files of the model first.",
         json_schema_extra=read_if(
-            "name=vllm: the rollout takes the trainer's weights before it generates"
+            "name=vllm|sglang: the rollout takes the trainer's weights before it generates"
         ),
     )
     disable_log_stats: bool = Field(
@@ -313,7 +321,9 @@ class RolloutConfig(BaseModel):
     cudagraph_capture_sizes: tuple[int, ...] | None = Field(
         default=None,
         description="Numbers of sequences for which decode steps are captured. null: vLLM's.",
-        json_schema_extra=read_if("name=vllm: the native engine captures the sizes that it meets"),
+        json_schema_extra=read_if(
+            "name=vllm|sglang: the native engine captures the sizes that it meets"
+        ),
     )
     engine_kwargs: EngineKwargs = Field(
         default_factory=EngineKwargs,

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tandem.rollout.canary import CANARY_LENGTH
 from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import checkpoint_views
-from tandem.rollout.vllm.canary import CANARY_LENGTH
 from tandem.rollout.vllm.keys import passed_arguments
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.rollout.keyed_random import uniforms
-from tandem.rollout.sampler import Draw, DrawRule, draw_tokens
+from tandem.rollout.sampler import DrawRule, draw_rows
 from tandem.rollout.vllm.library import of_vllm
 from tandem.types import TokenIds
 
@@ -85,30 +85,18 @@ class Rows:
         positions = [len(row.token_ids) for row in rows]
         keys_B = torch.tensor([row.key for row in rows], device=self._device)
         position_B1 = torch.tensor(positions, device=self._device)[:, None]
-        draw = _draw(logits_BV, uniforms(keys_B, position_B1)[:, 0], rows=rows)
+        forced = {
+            index: row.forced[min(position, len(row.forced) - 1)]
+            for index, (row, position) in enumerate(zip(rows, positions, strict=True))
+            if row.forced
+        }
+        uniform_B = uniforms(keys_B, position_B1)[:, 0]
+        rules = [row.rule for row in rows]
+        draw = draw_rows(logits_BV, uniform_B, rules=rules, forced=forced)
         logps = draw.logp_B.tolist()
         for row, position, logp in zip(rows, positions, logps, strict=True):
             row.log_probs[position:] = [logp]
         return logits_BV.fill_(float("-inf")).scatter_(1, draw.token_B[:, None], 0.0)
-
-
-def _draw(logits_BV: Tensor, uniform_B: Tensor, *, rows: Sequence[Stream]) -> Draw:
-    rules = [row.rule for row in rows]
-    if len(set(rules)) == 1:
-        draw = draw_tokens(logits_BV, uniform_B, rule=rules[0])
-    else:
-        draw = Draw(torch.zeros_like(uniform_B, dtype=torch.int64), torch.zeros_like(uniform_B))
-        for rule in set(rules):
-            index_C = torch.tensor([i for i, one in enumerate(rules) if one == rule])
-            index_C = index_C.to(logits_BV.device)
-            part = draw_tokens(logits_BV[index_C], uniform_B[index_C], rule=rule)
-            draw.token_B[index_C], draw.logp_B[index_C] = part.token_B, part.logp_B
-    for index, row in enumerate(rows):
-        if row.forced:
-            token = row.forced[min(len(row.token_ids), len(row.forced) - 1)]
-            draw.token_B[index] = token
-            draw.logp_B[index] = torch.log_softmax(logits_BV[index].float(), -1)[token]
-    return draw
 
 
 def processor_class(streams: Mapping[str, Stream]) -> type:

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from tandem.api import Capacity, EngineFacts, EngineFailure
 from tandem.platforms.environment import set_defaults
+from tandem.rollout.canary import NUM_TOKENS, expected_log_probs, fixed_tokens, require_equal
 from tandem.rollout.completion import complete
 from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import checkpoint_views
 from tandem.rollout.keyed_random import stream_keys
 from tandem.rollout.sampler import DrawRule
 from tandem.rollout.vllm.arguments import engine_arguments
-from tandem.rollout.vllm.canary import NUM_TOKENS, expected_log_probs, fixed_tokens, require_equal
 from tandem.rollout.vllm.draw import GREEDY, Stream, processor_class
 from tandem.rollout.vllm.library import ENVIRONMENT, of_vllm, undisturbed_process
 from tandem.rollout.vllm.ranks import Ranks
@@ -240,7 +240,7 @@ class VllmRolloutEngine:
             expected_R, self._expected_R = self._expected_R, None
             assert expected_R is not None, "a canary runs only after an update"
             found_R = torch.tensor(log_probs)
-            require_equal(expected_R, found_R, version=self._version, dtypes=dtypes)
+            require_equal(expected_R, found_R, engine="vLLM", version=self._version, dtypes=dtypes)
             return
         sample = self._samples.pop(output.request_id)
         num_cached = output.num_cached_tokens or 0

@@ -8,13 +8,13 @@ ten seconds.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import UserError
+from tandem.rollout.argument_check import ArgumentRules
+from tandem.rollout.argument_check import check_arguments as check_against
 
 SECTION = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 ALLOW_UNTESTED = "allow_untested"
@@ -95,16 +95,10 @@ _IS_TANDEMS: Mapping[str, str] = {
 def check_arguments(given: Mapping[str, Any]) -> None:
     """Raise UserError if ``engine_kwargs.vllm`` has an entry that vLLM or tandem does not take."""
     known = known_arguments() if given else frozenset[str]()
-    for name, value in given.items():
-        if name in _HAS_KEY:
-            rule, remedy = "has a key of its own", f"Set {_HAS_KEY[name]} instead."
-        elif name in _IS_TANDEMS:
-            rule, remedy = f"is set by tandem: {_IS_TANDEMS[name]}", "Leave it out."
-        elif name == ALLOW_UNTESTED or not known or name in known:
-            continue
-        else:
-            rule, remedy = "is no argument of vLLM's EngineArgs", _nearest(name, known)
-        raise UserError(f"{SECTION}.{name}", value, rule=rule, remedy=remedy)
+    rules = ArgumentRules(
+        SECTION, "vLLM's EngineArgs", _HAS_KEY, _IS_TANDEMS, own=(ALLOW_UNTESTED,)
+    )
+    check_against(rules, given, known=known)
 
 
 def passed_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,8 +123,3 @@ def _fields(path: Path) -> Iterator[str]:
     for entry in entries:
         if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
             yield entry.target.id
-
-
-def _nearest(name: str, known: Collection[str]) -> str:
-    near = get_close_matches(name, sorted(known), n=3, cutoff=0.5)
-    return f"Nearest: {', '.join(near)}." if near else "Leave it out."

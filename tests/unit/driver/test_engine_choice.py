@@ -16,6 +16,7 @@ from tandem.config.schema.run import RunConfig
 from tandem.driver.arguments import load_arguments, load_runnable
 from tandem.driver.engine_choice import require_engine
 from tandem.errors import UserError
+from tandem.rollout.choice import PACKAGES
 from tests.fakes.packages import install_vllm
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -94,7 +95,7 @@ def test_auto_stays_for_a_model_that_is_not_here() -> None:
     ("name", "reason"),
     [
         ("vllm", f"vLLM is not installed. Install it with {INSTALL}, or leave the key out."),
-        ("sglang", "tandem has no engine over SGLang yet. Leave the key out"),
+        ("sglang", "SGLang is not installed. Install it with python -m venv .venv-sglang && "),
         ("trtllm", "tandem has no engine over TensorRT-LLM yet. Leave the key out"),
     ],
 )
@@ -197,7 +198,8 @@ def test_an_engine_that_verls_script_names_is_a_wish(tmp_path: Path) -> None:
     loaded = load(tmp_path, GPT2, VERL, f"{NAME}=sglang")
     assert chosen(loaded) == "hf"
     assert told(loaded) == [
-        f"{NAME}=sglang: tandem has no engine over SGLang yet, so transformers' generate generates"
+        f"{NAME}=sglang: SGLang is not installed, so transformers' generate generates. To use it: "
+        f"{PACKAGES['sglang'].install}"
     ]
     unknown = load_arguments(RunConfig, [VERL, "algorithm.adv_estimator=grpo", f"{NAME}=vllm"])
     assert chosen(unknown) == "auto"

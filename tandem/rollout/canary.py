@@ -56,17 +56,23 @@ def expected_log_probs(model: LanguageModel) -> Tensor:
 
 
 def require_equal(
-    expected_R: Tensor, found_R: Tensor, *, version: int, dtypes: Iterable[torch.dtype]
+    expected_R: Tensor,
+    found_R: Tensor,
+    *,
+    engine: str,
+    version: int,
+    dtypes: Iterable[torch.dtype],
 ) -> None:
     """Raise EngineFailure if the log-probs differ by more than rounding, or are not finite.
 
     Args:
+        engine: the name of the engine in the message.
         dtypes: the dtypes of trainer and engine.
     """
     bound = MAX_ERROR if set(dtypes) == {torch.float32} else MAX_ROUNDED_ERROR
     error = float((found_R - expected_R).abs().mean())
     if not error <= bound:
         raise EngineFailure(
-            f"vLLM: version {version} was not loaded as the trainer has it: log-probs of fixed "
+            f"{engine}: version {version} was not loaded as the trainer has it: log-probs of fixed "
             f"tokens differ by {error:.1e} on average"
         )

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The child process that holds SGLang's engine, as the worker sees it.
+
+A call waits for its answer, and for signs of progress meanwhile. A process that ends, or that does
+not report for too long, is killed with its children, and the call raises EngineFailure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import tandem
+from tandem.api import EngineFailure
+from tandem.children.child import LENGTH_BYTES
+from tandem.children.process import start_interpreter
+from tandem.platforms.environment import inherited
+
+PROGRAM = "tandem.rollout.sglang.program"
+START_S = 900.0
+"""The longest that SGLang may take to start and for its first sequences: it may compile kernels."""
+STALL_S = 60.0
+"""The shortest time without progress after which a call fails."""
+STALL_FACTOR = 20
+"""A call also fails only after so many times the longest wait for progress so far."""
+_EXIT_S = 10.0
+_READ_BYTES = 1 << 20
+_OWN_PATH = ("PYTHONPATH", "PYTHONHOME")
+ENVIRONMENT: Mapping[str, str] = {
+    "PYTHONWARNINGS": "ignore",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    # SGLang keeps one position free; the run itself keeps to the positions of the model.
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+}
+"""Variables of the process, unless the user has set them."""
+_REFUSED = ("SGLANG_RETURN_ORIGINAL_LOGPROB",)
+
+
+class SglangProcess:
+    """A running child process. Calls do not overlap.
+
+    Args:
+        interpreter: the Python that has SGLang.
+        first: the first message; see ``program.Program``.
+        memory_fd: the descriptor of the shared memory for weights.
+        stall_s: see ``STALL_S``.
+    """
+
+    def __init__(
+        self,
+        interpreter: str,
+        *,
+        first: Mapping[str, Any],
+        memory_fd: int,
+        on_cpu: bool,
+        stall_s: float = STALL_S,
+    ) -> None:
+        environment = inherited(without=_OWN_PATH + _REFUSED)
+        extra = dict(ENVIRONMENT) | ({"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {})
+        self._incoming = b""
+        self._is_closed = False
+        self._stall_s, self._longest_s = stall_s, START_S / STALL_FACTOR
+        self._is_warm = False
+        # Nothing but tandem: its neighbours are packages of other versions than SGLang's.
+        with TemporaryDirectory(prefix="tandem-") as folder:
+            Path(folder, "tandem").symlink_to(Path(tandem.__file__).parent)
+            self._channel, self._lifeline_fd, self._process = start_interpreter(
+                PROGRAM,
+                environment=extra | environment,
+                interpreter=interpreter,
+                path=[folder],
+                descriptors=[memory_fd],
+            )
+            self.facts: dict[str, Any] = self._exchange(first)
+
+    @property
+    def pid(self) -> int:
+        """The process, which leads the group of all its children."""
+        return self._process.pid
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Run a call of ``program.Program``, and return its result.
+
+        Raises:
+            EngineFailure: SGLang raised an exception, ended, or made no progress.
+        """
+        result = self._exchange({"call": name, "arguments": dict(arguments)})
+        if name == "advance" and not self._is_warm:
+            self._is_warm, self._longest_s = True, 0.0  # kernels are compiled
+        return result
+
+    def close(self) -> None:
+        """Kill the process and its children, and wait for them; idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._channel.close()
+        os.close(self._lifeline_fd)
+        try:
+            self._process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise EngineFailure(f"SGLang: process {self._process.pid} does not end") from error
+
+    def _exchange(self, message: Mapping[str, Any]) -> Any:
+        if self._is_closed:
+            raise EngineFailure("SGLang has ended")
+        data = json.dumps(message).encode()
+        try:
+            self._channel.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+        except ConnectionError:
+            raise self._ended() from None
+        while True:
+            answer = json.loads(self._receive_line())
+            if "error" in answer:
+                self.close()
+                raise EngineFailure(f"SGLang: {answer['error']}")
+            if "result" in answer:
+                return answer["result"]
+
+    def _receive_line(self) -> bytes:
+        """Wait for a line as long as a process may be silent."""
+        begun = time.monotonic()
+        limit_s = max(self._stall_s, STALL_FACTOR * self._longest_s)
+        while b"\n" not in self._incoming:
+            left_s = limit_s - (time.monotonic() - begun)
+            if not select.select([self._channel], [], [], max(0.0, left_s))[0]:
+                self.close()
+                raise EngineFailure(f"SGLang made no progress for {limit_s:.0f} s and was killed")
+            try:
+                received = self._channel.recv(_READ_BYTES)
+            except ConnectionError:
+                received = b""
+            if not received:
+                raise self._ended()
+            self._incoming += received
+        if self._is_warm:
+            self._longest_s = max(self._longest_s, time.monotonic() - begun)
+        line, _, self._incoming = self._incoming.partition(b"\n")
+        return line
+
+    def _ended(self) -> EngineFailure:
+        """Return the error of a process that has ended, and end its children."""
+        try:
+            code = self._process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            code = 0
+        self.close()
+        if code < 0:
+            return EngineFailure(f"SGLang: process killed by {signal.Signals(-code).name}")
+        return EngineFailure(f"SGLang: process ended with exit code {code}")

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rollout.name=sglang``: where SGLang is, and what ``engine_kwargs.sglang`` may hold."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.run import RunConfig
+from tandem.driver.engine_choice import require_engine
+from tandem.errors import UserError
+from tandem.rollout.sglang.keys import check_sglang_arguments, interpreter
+from tests.fakes.packages import install_sglang
+
+ROLLOUT = "actor_rollout_ref.rollout"
+KWARGS = f"{ROLLOUT}.engine_kwargs.sglang"
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+COMMAND = (
+    "python -m venv .venv-sglang && .venv-sglang/bin/pip install 'sglang==0.5.23' and set "
+    f"{KWARGS}.python=.venv-sglang/bin/python"
+)
+
+
+def _config(*keys: str) -> RunConfig:
+    named = ["actor_rollout_ref.model.path=a/b", f"{ROLLOUT}.name=sglang", *keys]
+    return load_config(RunConfig, named).config
+
+
+def _refused(config: RunConfig, hf_config: Mapping[str, object]) -> str:
+    with pytest.raises(UserError) as caught:
+        require_engine(config, hf_config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.skipif(find_spec("sglang") is not None, reason="has sglang")
+def test_sglang_that_is_missing_is_refused(tmp_path: Path) -> None:
+    assert f"SGLang is not installed. Install it with {COMMAND}, or" in _refused(_config(), QWEN2)
+    here = _config(f"{KWARGS}.python={sys.executable}")
+    assert "SGLang is not installed" in _refused(here, QWEN2)
+    absent = _config(f"{KWARGS}.python={tmp_path}/no/python")
+    assert f"the interpreter {tmp_path}/no/python does not run" in _refused(absent, QWEN2)
+    other = _config(f"{KWARGS}.python=/bin/true")
+    assert "/bin/true does not run (it is not a Python interpreter)" in _refused(other, QWEN2)
+
+
+def test_an_sglang_that_does_not_fit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(install_sglang(tmp_path, version="0.4.9"))
+    message = "SGLang 0.4.9 is installed, and ==0.5.23 is supported. Install it with python -m"
+    assert message in _refused(_config(), QWEN2)
+    allowed = _config(f"{KWARGS}.allow_untested=True")
+    require_engine(allowed, QWEN2)
+    gpt2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    assert "SGLang 0.4.9 does not compute GPT2LMHeadModel" in _refused(allowed, gpt2)
+    short = QWEN2 | {"max_position_embeddings": 1023}
+    assert "SGLang computes at most the 1023 positions" in _refused(allowed, short)
+    lora = _config(f"{KWARGS}.allow_untested=True", "actor_rollout_ref.model.lora_rank=8")
+    assert "SGLang with adapters (LoRA) is not built" in _refused(lora, QWEN2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("sampling_backend", "flashinfer", "is set by tandem: tandem draws the tokens"),
+        ("enable_deterministic_inference", True, "is set by tandem: tandem draws the tokens"),
+        ("custom_weight_loader", ["a.b"], "is set by tandem: tandem gives SGLang its weights"),
+        ("disable_overlap_schedule", False, "is set by tandem: each token must have the version"),
+        ("port", 30000, "is set by tandem: SGLang runs as a child of tandem's process"),
+        ("quantization", "fp8", "is set by tandem: with SGLang, neither is built"),
+        ("max_running_requests", 4, f"has a key of its own. Set {ROLLOUT}.max_num_seqs instead."),
+        ("context_length", 4, "Set data.max_prompt_length and data.max_response_length instead."),
+        ("page_sise", 4, "is no argument of SGLang's ServerArgs. Nearest: page_size."),
+        ("zzz", 4, "is no argument of SGLang's ServerArgs. Leave it out."),
+    ],
+)
+def test_what_sglang_does_not_take_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object, message: str
+) -> None:
+    monkeypatch.syspath_prepend(install_sglang(tmp_path))
+    given = {"page_size": 4, "python": None, "allow_untested": True}
+    check_sglang_arguments(given)
+    with pytest.raises(UserError) as caught:
+        check_sglang_arguments(given | {name: value})
+    assert str(caught.value).startswith(f"{KWARGS}.{name}=")
+    assert message in str(caught.value)
+
+
+def test_the_interpreter_is_this_one_unless_another_is_named() -> None:
+    assert interpreter({}) == sys.executable
+    assert interpreter({"python": "/opt/python"}) == "/opt/python"
