@@ -7,11 +7,12 @@
 #   make chaos        an hour of random kills of every kind of process (MINUTES=60 SEED=0 CHAOS_ARGS=)
 #   make test-gpu     what needs a GPU, and the kernels' tests on it
 #   make test-engines vLLM and SGLang on the CPU, in .venv-engines and .venv-sglang (1.6 GB more)
+#   make test-frameworks agents of smolagents and langgraph, in .venv-frameworks
 #   make test-wheel   the wheel in a fresh environment
 #   make check        ruff, pyright and the architecture tests
 #   make manual       the manual, into build/manual
 #   make bench        the CPU benchmark
-#   make clean        remove .venv, .venv-engines, .venv-sglang and caches, never runs or checkpoints
+#   make clean        remove all environments and caches, never runs or checkpoints
 #
 # Settings: PYTHON=/path/to/python     the interpreter to make .venv from
 #           TORCH_ARGS="..."           more arguments for installing torch, such as an index of its builds;
@@ -38,6 +39,8 @@ ENGINES_VENV := .venv-engines
 ENGINES_STAMP := $(ENGINES_VENV)/.installed
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+FRAMEWORKS_VENV := .venv-frameworks
+FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 SOURCES := tandem tests $(wildcard examples benchmarks)
 
 # One thread a process: on busy cores more threads make small models many times slower.
@@ -46,7 +49,7 @@ export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: quickstart test test-deep chaos test-gpu test-engines test-wheel check manual bench clean
+.PHONY: quickstart test test-deep chaos test-gpu test-engines test-frameworks test-wheel check manual bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(RUN_STAMP)
@@ -74,6 +77,10 @@ test-engines: export TANDEM_SGLANG_PYTHON = $(CURDIR)/$(SGLANG_VENV)/bin/python
 test-engines: $(ENGINES_STAMP) $(SGLANG_STAMP)
 	@$(ENGINES_VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/engines $(PYTEST_ARGS)
 
+# langsmith brings a plug-in for pytest, which no test uses.
+test-frameworks: $(FRAMEWORKS_STAMP)
+	@$(FRAMEWORKS_VENV)/bin/python -m pytest -p no:langsmith_plugin tests/frameworks $(PYTEST_ARGS)
+
 test-wheel: | $(BIN)/python
 	@TORCH_ARGS='$(TORCH_ARGS)' scripts/test_wheel $(WHEEL_PYTHONS)
 
@@ -90,7 +97,7 @@ bench: $(RUN_STAMP)
 	@$(BIN)/python benchmarks/cpu_tiny.py
 
 clean:
-	@rm -rf $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) build dist .pytest_cache .ruff_cache
+	@rm -rf $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) $(FRAMEWORKS_VENV) build dist .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -127,4 +134,9 @@ $(SGLANG_STAMP): $(DEV_STAMP) scripts/sglang_requirements.txt scripts/sglang_sta
 	@echo "Installing SGLang into $(SGLANG_VENV) (a minute)"
 	@scripts/install_engines $(BIN)/python $(SGLANG_VENV) scripts/sglang_requirements.txt
 	@$(SGLANG_VENV)/bin/python scripts/sglang_stand_ins.py
+	@touch $@
+
+$(FRAMEWORKS_STAMP): $(DEV_STAMP) scripts/frameworks_requirements.txt
+	@echo "Installing smolagents and langgraph into $(FRAMEWORKS_VENV)"
+	@scripts/install_engines $(BIN)/python $(FRAMEWORKS_VENV) scripts/frameworks_requirements.txt
 	@touch $@

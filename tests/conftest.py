@@ -28,6 +28,8 @@ OF_OTHER_MACHINES = (
     "needs two GPUs",
     "needs vllm",
     "needs sglang",
+    "needs smolagents",
+    "needs langgraph",
     "has a device",
     "recorded with",
 )

@@ -289,7 +289,8 @@ class ProgramSession:
             return last.tip, given, RESAMPLED if last.tip in self._tree.parents else ""
         ids = dialogue.encode_whole(messages)
         after, num_shared = self._tree.find(ids)
-        if not self._turns or (last and after == last.tip):
+        goes_on = any(turn.tip == after for turn in self._turns)
+        if not self._turns or (goes_on and after not in self._tree.parents):
             return after, ids[num_shared:], ""
         reason = (RENDERED if renders else EDITED) if last else self._reason(messages, tools)
         return after, ids[num_shared:], reason
