@@ -139,7 +139,7 @@ def describe_take_over(spec: ToolSpec) -> str:
     if spec.class_name not in _SANDBOXES:
         return ""
     unused = ", ".join(name for name in _OF_SERVERS if name in spec.config)
-    without = f"; {unused} have no effect" if unused else ""
+    without = f"; without effect: {unused}" if unused else ""
     return f"{spec.class_name} is {CODE_TOOL} here, which executes programs in a jail{without}"
 
 

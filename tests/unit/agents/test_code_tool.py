@@ -135,7 +135,7 @@ def test_a_sandbox_of_verl_is_replaced_in_one_line(tmp_path: Path) -> None:
     assert describe_take_over(spec) == (
         "recipe.retool.retool.CustomSandboxFusionTool is "
         "tandem.agents.code_tool.CodeInterpreter here, which executes programs in a jail; "
-        "sandbox_fusion_url, num_workers, enable_global_rate_limit, rate_limit have no effect"
+        "without effect: sandbox_fusion_url, num_workers, enable_global_rate_limit, rate_limit"
     )
     other = ToolSpec("mine.Tool", {"rate_limit": 1}, None)
     assert take_over(other) is other and describe_take_over(other) == ""
