@@ -41,7 +41,8 @@ from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.data.ledger import open_source
 from tandem.data.packing import pack_microbatches, plan_microbatches
-from tandem.data.prompts import PromptEntry, PromptSource
+from tandem.data.prompts import PromptSource
+from tandem.data.rendering import PromptEntry
 from tandem.data.tokenizer import TextCodec, load_codec
 from tandem.data.wire import SentBatches
 from tandem.driver.rewards import open_rewards

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -105,6 +105,11 @@ class Ledger:
         self._num_trained = 0
         self._num_dropped = 0
         self._epoch_orders: dict[int, np.ndarray] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows that can be drawn."""
+        return self._order.num_rows
 
     @property
     def epoch(self) -> int:
@@ -236,17 +241,21 @@ def _check_order(ours: LedgerOrder, saved: Mapping[str, Any]) -> None:
             )
 
 
-class Entry(Protocol[Drawn_co]):
+class Content(Protocol):
+    """A row whose content is known."""
+
+    @property
+    def content(self) -> bytes:
+        """The bytes to hash for the fingerprint of the data."""
+        ...
+
+
+class Entry(Content, Protocol[Drawn_co]):
     """An entry of a data set that can be drawn in each epoch."""
 
     @property
     def row(self) -> int:
         """The number of its row, counted over all files."""
-        ...
-
-    @property
-    def content(self) -> bytes:
-        """The bytes to hash for the fingerprint of the data."""
         ...
 
     def as_draw(self, uid: int) -> Drawn_co:
@@ -265,12 +274,19 @@ class Source(Generic[Drawn_co]):
         >>> source.mark_trained([prompt.uid for prompt in prompts])
     """
 
-    def __init__(self, entries: Sequence[Entry[Drawn_co]], ledger: Ledger) -> None:
-        self._entries = entries
+    def __init__(
+        self, read: Callable[[Sequence[int]], Sequence[Entry[Drawn_co]]], ledger: Ledger
+    ) -> None:
+        """Create a source.
+
+        Args:
+            read: returns the entries of rows by their index, in this order.
+        """
+        self._read = read
         self._ledger = ledger
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._ledger.num_rows
 
     @property
     def epoch(self) -> int:
@@ -284,7 +300,9 @@ class Source(Generic[Drawn_co]):
 
     def draw(self, count: int) -> list[Drawn_co]:
         """Draw the next ``count`` entries, or fewer at the end of the last epoch."""
-        return [self._entries[draw.row].as_draw(draw.uid) for draw in self._ledger.draw(count)]
+        draws = self._ledger.draw(count)
+        entries = self._read([draw.row for draw in draws])
+        return [entry.as_draw(draw.uid) for entry, draw in zip(entries, draws, strict=True)]
 
     def mark_trained(self, uids: Iterable[int]) -> None:
         """Close draws that were trained on. Raise ValueError for a draw that is not open."""
@@ -307,14 +325,22 @@ def open_source(
     entries: Sequence[Entry[Drawn_co]], config: DataConfig | SftDataConfig, *, total_epochs: int
 ) -> Source[Drawn_co]:
     """Return a source at its beginning. Raise UserError if the entries do not fill one batch."""
+    ledger = open_ledger(entries, config, total_epochs=total_epochs)
+    return Source(lambda rows: [entries[row] for row in rows], ledger)
+
+
+def open_ledger(
+    rows: Sequence[Content], config: DataConfig | SftDataConfig, *, total_epochs: int
+) -> Ledger:
+    """Return a ledger at its first draw. Raise UserError if the rows do not fill one batch."""
     order = LedgerOrder(
-        num_rows=len(entries),
+        num_rows=len(rows),
         batch_size=config.train_batch_size,
         shuffle=config.shuffle,
         seed=config.seed,
-        fingerprint=fingerprint(entry.content for entry in entries),
+        fingerprint=fingerprint(row.content for row in rows),
     )
-    return Source(entries, Ledger(order, total_epochs=total_epochs))
+    return Ledger(order, total_epochs=total_epochs)
 
 
 def draw_by_row(entries: Iterable[Entry[Drawn_co]]) -> list[Drawn_co]:

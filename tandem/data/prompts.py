@@ -1,141 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts: rows of verl's schema, rendered and tokenised.
+"""Prompts: rows of verl's schema, checked, filtered and ready to be drawn.
 
-Every row is checked, rendered and measured before training starts. An error names the file and the
+Every row is checked before training starts. All are rendered and tokenised then too, or of a large
+data set the longest ones, and the others when they are drawn. An error names the file and the
 number of the row.
 """
 
 from __future__ import annotations
 
-import json
+import gc
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tandem.config.schema.data import DataConfig
 from tandem.data.files import Row, RowFault, RowSource
-from tandem.data.images import (
-    PIXELS_KEY,
-    PictureRule,
-    PictureSource,
-    require_no_pictures,
-)
+from tandem.data.images import PictureRule, require_no_pictures
 from tandem.data.ledger import Source
+from tandem.data.prompt_lengths import kept_lengths
+from tandem.data.rendering import (
+    CHUNK_ROWS,
+    AgentRule,
+    PromptEntry,
+    PromptReader,
+    PromptRow,
+)
 from tandem.data.seeing import see_rows
-from tandem.data.selection import UsedRows, read_used_rows, truncate
-from tandem.data.tokenizer import Chat, ChatRefused, TextCodec, is_chat
+from tandem.data.selection import UsedRows, read_used_rows
+from tandem.data.tokenizer import TextCodec, is_chat
 from tandem.errors import UserError
 from tandem.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
-_TURNS = "actor_rollout_ref.rollout.multi_turn"
+LARGE_ROWS = 20_000
+"""The number of rows above which prompts are rendered when they are drawn."""
+
 NO_SOURCE = "custom"
 """The data source of rows without one."""
 _COLUMNS_PAGE = "docs/data.md lists the columns, with a converter of ten lines."
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptEntry:
-    """A usable prompt of a data set; implements ``ledger.Entry``.
-
-    Attributes:
-        row: the number of its row, counted over all files.
-        data_source, ground_truth, extra_info, messages, text, agent: as in ``Prompt``.
-        token_ids: int32 (prompt length,); a tuple would need ten times the memory.
-        pictures: the pictures that its tokens name; they are decoded when it is drawn.
-    """
-
-    row: int
-    data_source: str
-    ground_truth: Any
-    extra_info: Row
-    messages: Chat | str
-    text: str
-    token_ids: np.ndarray
-    agent: str = ""
-    pictures: tuple[PictureSource, ...] = ()
-
-    @property
-    def text_ids(self) -> np.ndarray:
-        """The tokens that are not of pictures."""
-        if not self.pictures:
-            return self.token_ids
-        return self.token_ids[self.token_ids < self.pictures[0].first_id]
-
-    @property
-    def content(self) -> bytes:
-        text = json.dumps([self.messages, self.ground_truth], default=str).encode()
-        return b"".join([text, *(picture.content for picture in self.pictures)])
-
-    def as_draw(self, uid: int) -> Prompt:
-        return Prompt(
-            uid=uid,
-            row=self.row,
-            token_ids=tuple(self.token_ids.tolist()),
-            text=self.text,
-            data_source=self.data_source,
-            ground_truth=self.ground_truth,
-            extra_info=self.extra_info,
-            messages=self.messages,
-            agent=self.agent,
-            pictures=tuple(picture.read() for picture in self.pictures),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class AgentRule:
-    """The agents that rows may name, and the tools that their prompts are rendered with.
-
-    Attributes:
-        default: the agent of a row without ``agent_name``; "" for a single turn.
-        schemas: the schema of each tool by its name.
-        has_environment: whether there are tools or simulated users at all.
-        programs: the names of the user's own agents, and whether each gives the reward itself.
-    """
-
-    default: str = ""
-    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
-    has_environment: bool = False
-    programs: Mapping[str, bool] = field(default_factory=dict[str, bool])
-
-    def gives_reward(self, row: Row) -> bool:
-        """Return whether the agent of a row gives its reward, so that no rule reads the row."""
-        return self.programs.get(row.get("agent_name") or self.default, False)
-
-    def agent_of(self, row: Row, *, prompt: Any) -> str:
-        """Return the agent of a row; raise RowFault if there is none of its name."""
-        named = row.get("agent_name")
-        agent = self.default if named is None else named
-        if agent in ("", SINGLE_TURN):
-            return ""
-        if agent != TOOL_AGENT and agent not in self.programs:
-            known = ", ".join((SINGLE_TURN, TOOL_AGENT, *self.programs))
-            rule = f"names the agent {agent!r}; the agents are {known}"
-            raise RowFault(rule, "Correct agent_name.")
-        if agent == TOOL_AGENT and not (self.has_environment or agent in self.programs):
-            how = "names" if named else "is answered by"
-            rule = f"{how} the agent {TOOL_AGENT}, and the run has no tools"
-            raise RowFault(rule, f"Set {_TURNS}.tool_config_path or {_TURNS}.function_tool_path.")
-        if isinstance(prompt, str):
-            rule = "has a prompt that is text, and an agent needs a list of messages"
-            raise RowFault(rule)
-        return agent
-
-    def settings_of(self, row: Row) -> Mapping[str, Any]:
-        """Return the arguments of the chat template for a row of an agent.
-
-        An agent of the user sends its tools with its requests.
-        """
-        if (row.get("agent_name") or self.default) in self.programs:
-            return {}
-        selected = (row.get("extra_info") or {}).get("tool_selection")
-        tools = [self.schemas[name] for name in self.schemas if not selected or name in selected]
-        return {"tools": tools} if tools else {}
 
 
 PromptSource = Source[Prompt]
@@ -170,71 +77,183 @@ def load_prompts(
             template refuses a row, a prompt is too long with ``truncation=error``, or no prompt is
             short enough.
     """
+    checked = _read_rows(
+        config,
+        codec,
+        validation=validation,
+        by_model=by_model,
+        by_function=by_function,
+        agents=agents,
+        pictures=pictures,
+    )
+    return _load_all(config, checked)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPrompts:
+    """The training prompts.
+
+    Attributes:
+        rows: all rows that can be drawn.
+        examples: the prompts that were rendered and tokenised at the start: all, or those of the
+            longest rows of a large data set.
+        read: returns the prompts at these indices of ``rows``.
+    """
+
+    rows: Sequence[PromptRow | PromptEntry]
+    examples: Sequence[PromptEntry]
+    read: Callable[[Sequence[int]], Sequence[PromptEntry]]
+
+
+def open_prompts(
+    config: DataConfig,
+    codec: TextCodec,
+    *,
+    by_model: bool = False,
+    by_function: bool = False,
+    agents: AgentRule | None = None,
+    pictures: PictureRule | None = None,
+) -> TrainingPrompts:
+    """Read and check the training prompts. Those of large data sets are rendered when drawn.
+
+    With ``data.filter_overlong_prompts`` all prompts are measured first, in any case. Arguments and
+    errors are those of ``load_prompts``; of a large data set, ``read`` raises those of a prompt.
+    """
+    with _no_collection():
+        checked = _read_rows(
+            config,
+            codec,
+            validation=False,
+            by_model=by_model,
+            by_function=by_function,
+            agents=agents,
+            pictures=pictures,
+        )
+        # Tokens of pictures are numbered in the order of all rows, so that none can be left out.
+        if len(checked.rows) <= LARGE_ROWS or pictures is not None:
+            entries = _load_all(config, checked)
+            return TrainingPrompts(entries, entries, lambda drawn: [entries[i] for i in drawn])
+        rows, reader = _measured(config, codec, checked=checked), checked.reader
+        gc.freeze()  # no later collection looks at the rows, which stay to the end
+    sizes = np.fromiter((row.num_characters for row in rows), dtype=np.int64, count=len(rows))
+    longest = np.sort(np.argsort(sizes, kind="stable")[-CHUNK_ROWS:])
+    examples = reader.read([rows[index] for index in longest])
+    logger.info(
+        "%s: %d prompts are rendered and tokenised when they are drawn; the %d longest were "
+        "checked now",
+        checked.used.source.key,
+        len(rows),
+        len(examples),
+    )
+    return TrainingPrompts(rows, examples, lambda drawn: reader.read([rows[i] for i in drawn]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """Rows that are checked, and what renders them."""
+
+    used: UsedRows
+    rows: list[PromptRow]
+    reader: PromptReader
+    has_tools: bool
+
+
+def _read_rows(
+    config: DataConfig,
+    codec: TextCodec,
+    *,
+    validation: bool,
+    by_model: bool,
+    by_function: bool,
+    agents: AgentRule | None,
+    pictures: PictureRule | None,
+) -> _Checked:
     used = read_used_rows(config, validation=validation)
     if by_model and validation:
         used = _with_rules(used)
     by_rule = not by_function and (validation or not by_model)
     rule = agents or AgentRule()
-    agent_of: dict[int, str] = {}
+    rows: list[PromptRow] = []
     for number, row in used.rows.items():
         try:
             _check(row, config, by_rule=by_rule and not rule.gives_reward(row))
-            agent_of[number] = rule.agent_of(row, prompt=row[config.prompt_key])
+            agent = rule.agent_of(row, prompt=row[config.prompt_key])
             if pictures is None:
                 require_no_pictures(row, (config.image_key,))
         except RowFault as fault:
             raise used.source.fault(number, fault) from fault
-    chats = {number: row[config.prompt_key] for number, row in used.rows.items()}
-    settings = {n: rule.settings_of(used.rows[n]) for n, agent in agent_of.items() if agent}
+        rows.append(
+            PromptRow(
+                row=number,
+                data_source=row.get(config.reward_fn_key) or NO_SOURCE,
+                ground_truth=_truth_of(row),
+                extra_info=row.get("extra_info") or {},
+                messages=row[config.prompt_key],
+                agent=agent,
+            )
+        )
     seen = None
     if pictures is not None:
-        seen = see_rows(used, config, rule=pictures, agents=agent_of, validation=validation)
-    asked = chats if seen is None else seen.chats
-    texts = _render(asked, codec, source=used.source, settings=settings)
-    plain = [isinstance(chat, str) for chat in chats.values()]
-    if any(plain) and codec.has_chat_template:
-        _warn_of_text(plain, used.source)
-    entries = [
-        PromptEntry(
-            row=number,
-            data_source=row.get(config.reward_fn_key) or NO_SOURCE,
-            ground_truth=_truth_of(row),
-            extra_info=row.get("extra_info") or {},
-            messages=chats[number],
-            text=text,
-            token_ids=np.array(ids, dtype=np.int32) if seen is None else seen.expand(number, ids),
-            agent=agent_of[number],
-            pictures=() if seen is None else seen.pictures[number],
-        )
-        for (number, row), text, ids in zip(
-            used.rows.items(), texts, codec.encode(texts, plain=plain), strict=True
-        )
-    ]
+        answered_by = {row.row: row.agent for row in rows}
+        seen = see_rows(used, config, rule=pictures, agents=answered_by, validation=validation)
+    num_plain = sum(isinstance(row.messages, str) for row in rows)
+    if num_plain and codec.has_chat_template:
+        _warn_of_text(num_plain, len(rows), source=used.source)
     if by_function:
-        _warn_of_some_without_truth(entries, used.source)
+        _warn_of_some_without_truth(rows, used.source)
+    reader = PromptReader(config, codec, source=used.source, rule=rule, seen=seen)
+    return _Checked(used, rows, reader, has_tools=bool(rule.schemas))
+
+
+def _load_all(config: DataConfig, checked: _Checked) -> list[PromptEntry]:
+    entries = checked.reader.render(checked.rows)
     if config.filter_overlong_prompts and entries:
-        entries = _short_enough(entries, config.max_prompt_length, source=used.source)
-    return [_fitting(entry, config, source=used.source) for entry in entries]
+        lengths = np.array([len(entry.token_ids) for entry in entries], dtype=np.int32)
+        kept = _short_enough(lengths, config.max_prompt_length, source=checked.used.source)
+        entries = [entries[index] for index in kept]
+    return [checked.reader.fitted(entry) for entry in entries]
 
 
-def _warn_of_text(plain: Sequence[bool], source: RowSource) -> None:
+def _measured(config: DataConfig, codec: TextCodec, *, checked: _Checked) -> list[PromptRow]:
+    """Return the rows of a large data set without those that are too long, if they are left out."""
+    if not config.filter_overlong_prompts:
+        return checked.rows
+    key = None if checked.has_tools else codec.rendering_digest()
+    lengths = kept_lengths(checked.rows, checked.reader.lengths, key=key)
+    kept = _short_enough(lengths, config.max_prompt_length, source=checked.used.source)
+    return [checked.rows[index] for index in kept]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Turn the garbage collector off: a million rows are many objects and no garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _warn_of_text(num_plain: int, num_rows: int, *, source: RowSource) -> None:
     logger.warning(
         "%s: %d of %d prompts are text, to which the chat template is not applied; it is "
         "applied to lists of {role, content}",
         source.key,
-        sum(plain),
-        len(plain),
+        num_plain,
+        num_rows,
     )
 
 
-def _warn_of_some_without_truth(entries: list[PromptEntry], source: RowSource) -> None:
-    lacking = [entry.row for entry in entries if entry.ground_truth is None]
-    if 0 < len(lacking) < len(entries):
+def _warn_of_some_without_truth(rows: Sequence[PromptRow], source: RowSource) -> None:
+    lacking = [row.row for row in rows if row.ground_truth is None]
+    if 0 < len(lacking) < len(rows):
         logger.warning(
             "%s: %d of %d rows have no ground truth, the first of them row %d",
             source.key,
             len(lacking),
-            len(entries),
+            len(rows),
             lacking[0],
         )
 
@@ -291,81 +310,22 @@ def _check(row: Row, config: DataConfig, *, by_rule: bool) -> None:
         raise RowFault("has an extra_info that is not a mapping")
 
 
-def _render(
-    chats: Mapping[int, Chat | str],
-    codec: TextCodec,
-    *,
-    source: RowSource,
-    settings: Mapping[int, Mapping[str, Any]],
-) -> list[str]:
-    """Return the text of each prompt; rows with the same settings are rendered together."""
-    alike: dict[str, dict[int, Chat]] = {}
-    for row, chat in chats.items():
-        if not isinstance(chat, str):
-            key = json.dumps(settings[row]) if row in settings else "{}"
-            alike.setdefault(key, {})[row] = chat
-    rendered: dict[int, str] = {}
-    for arguments, templated in alike.items():
-        try:
-            of_alike = codec.render(list(templated.values()), settings=json.loads(arguments))
-        except ChatRefused as error:
-            fault = RowFault(str(error))
-            raise source.fault(list(templated)[error.position], fault) from error
-        rendered.update(zip(templated, of_alike, strict=True))
-    texts = [chat if isinstance(chat, str) else rendered[row] for row, chat in chats.items()]
-    for row, text in zip(chats, texts, strict=True):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise source.fault(row, RowFault(f"has a prompt that is no text ({error})")) from error
-    return texts
-
-
-def _short_enough(
-    entries: list[PromptEntry], limit: int, *, source: RowSource
-) -> list[PromptEntry]:
-    kept = [entry for entry in entries if len(entry.token_ids) <= limit]
+def _short_enough(lengths: np.ndarray, limit: int, *, source: RowSource) -> list[int]:
+    """Return the indices of the prompts that are not too long. Raise UserError if none is left."""
+    kept = np.flatnonzero(lengths <= limit).tolist()
     logger.info(
         "%s: kept %d of %d prompts, dropped %d longer than data.max_prompt_length=%d",
         source.key,
         len(kept),
-        len(entries),
-        len(entries) - len(kept),
+        len(lengths),
+        len(lengths) - len(kept),
         limit,
     )
     if not kept:
-        shortest = min(len(entry.token_ids) for entry in entries)
         raise UserError(
             "data.max_prompt_length",
             limit,
-            rule=f"every prompt of {source.key} is longer; the shortest has {shortest} tokens",
+            rule=f"every prompt of {source.key} is longer; the shortest has {min(lengths)} tokens",
             remedy="Raise data.max_prompt_length.",
         )
     return kept
-
-
-def _fitting(entry: PromptEntry, config: DataConfig, *, source: RowSource) -> PromptEntry:
-    limit, length = config.max_prompt_length, len(entry.token_ids)
-    if length == 0:
-        fault = RowFault("has a prompt without tokens")
-        raise source.fault(entry.row, fault)
-    if length <= limit:
-        return entry
-    if config.truncation == "error":
-        remedy = (
-            "Set data.filter_overlong_prompts=True, raise data.max_prompt_length, or set "
-            "data.truncation to left, right or middle."
-        )
-        if entry.pictures:
-            of_pictures = sum(picture.num_tokens for picture in entry.pictures)
-            remedy = (
-                f"{of_pictures} of them are of pictures: lower {PIXELS_KEY}, set "
-                "data.filter_overlong_prompts=True, or raise data.max_prompt_length."
-            )
-        fault = RowFault(
-            f"has a prompt of {length} tokens, more than data.max_prompt_length={limit}, and "
-            "data.truncation='error'",
-            remedy,
-        )
-        raise source.fault(entry.row, fault)
-    return replace(entry, token_ids=truncate(entry.token_ids, limit, side=config.truncation))

@@ -7,6 +7,7 @@ Multimodal processors are not supported.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -111,6 +112,22 @@ class TextCodec:
                 remedy="Set eos_token in tokenizer_config.json.",
             )
         return str(self.tokenizer.eos_token)
+
+    def rendering_digest(self) -> str | None:
+        """Return a hash of all that decides the tokens of a chat besides its messages.
+
+        None if there is no such hash: a tokenizer without a Rust backend, or a template that asks
+        for the time.
+        """
+        template = str(self.tokenizer.chat_template)
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None or "strftime_now" in template:
+            return None
+        parts = [
+            *(transformers.__version__, tokenizers.__version__, template),
+            *(json.dumps(self._template_settings, sort_keys=True, default=str), backend.to_str()),
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def render(
         self,

@@ -33,7 +33,7 @@ from tandem.config.schema.rollout import RolloutConfig
 from tandem.config.schema.run import RunConfig
 from tandem.data.call_formats import CALL_FORMATS, ToolSchema
 from tandem.data.dialogue import TOOL, USER, Dialogue, ProbedFact
-from tandem.data.prompts import SINGLE_TURN, TOOL_AGENT, AgentRule, PromptEntry
+from tandem.data.rendering import SINGLE_TURN, TOOL_AGENT, AgentRule, PromptEntry, PromptRow
 from tandem.data.tokenizer import TextCodec
 from tandem.driver.execution import complete
 from tandem.errors import UserError
@@ -63,7 +63,9 @@ class AgentPlan:
     facts: tuple[ProbedFact, ...]
     rule: AgentRule
 
-    def without_own_reward(self, entries: Sequence[PromptEntry]) -> list[PromptEntry]:
+    def without_own_reward(
+        self, entries: Sequence[PromptRow | PromptEntry]
+    ) -> list[PromptRow | PromptEntry]:
         """Return the entries whose agent does not give the reward itself."""
         return [entry for entry in entries if not self.rule.programs.get(entry.agent)]
 
@@ -127,7 +129,7 @@ def _default_agent(rollout: RolloutConfig) -> str:
     return rollout.agent.default_agent_loop or default
 
 
-def plays_episodes(plan: AgentPlan | None, entries: Sequence[PromptEntry]) -> bool:
+def plays_episodes(plan: AgentPlan | None, entries: Sequence[PromptRow | PromptEntry]) -> bool:
     """Return whether some row is answered by an agent; warn if tools are there for none."""
     if plan is None:
         return False

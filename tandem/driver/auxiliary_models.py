@@ -16,7 +16,7 @@ import numpy as np
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL, place_run
 from tandem.config.derived.trained_model import TrainedModel
 from tandem.config.schema.run import RunConfig
-from tandem.data.prompts import PromptEntry
+from tandem.data.rendering import PromptEntry
 from tandem.data.tokenizer import ChatRefused, TextCodec, load_codec
 from tandem.driver.model_checks import (
     length_warnings,

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from tandem.children.environment import child_environment
 from tandem.config.schema.imports import PACKAGE_PREFIX, PICKLE_SUFFIX
 from tandem.config.schema.run import RunConfig
-from tandem.data.prompts import PromptEntry
+from tandem.data.rendering import PromptEntry, PromptRow
 from tandem.driver.execution import complete
 from tandem.pipeline.episodes import episode_context
 from tandem.pipeline.reward_phase import overlong_buffer
@@ -25,7 +25,7 @@ from tandem.types import EpisodeEnd, EpisodeRecord, RewardRequest
 _MEBIBYTE = 1 << 20
 
 
-def check_rewards(config: RunConfig, entries: Sequence[PromptEntry]) -> None:
+def check_rewards(config: RunConfig, entries: Sequence[PromptRow | PromptEntry]) -> None:
     """Raise UserError unless the built-in rules or the user's functions can score ``entries``.
 
     Functions are tried on the first entry: with its ground truth as the response, and if that

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tandem.api import Engines, WorkerGroup
 from tandem.checkpoint.store import Checkpoint
@@ -21,8 +22,9 @@ from tandem.config.derived.schedule import schedule_run
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import trained_model
 from tandem.config.schema.run import RunConfig
-from tandem.data.ledger import draw_by_row, open_source
-from tandem.data.prompts import PromptEntry, load_prompts
+from tandem.data.ledger import Source, draw_by_row, open_ledger
+from tandem.data.prompts import load_prompts, open_prompts
+from tandem.data.rendering import PromptEntry
 from tandem.data.tokenizer import TextCodec
 from tandem.driver.agents import AgentPlan, open_agents, plays_episodes, prepare_agents
 from tandem.driver.auxiliary_models import (
@@ -109,35 +111,32 @@ def prepare(config: RunConfig, *, fetches_weights: bool = True) -> PreparedRun:
     by_model = config.reward_model.enable
     pictures = picture_rule(config, folder, codec=codec)
     agents = prepare_agents(config, codec)
-    load = partial(
-        load_prompts,
-        config.data,
-        codec,
-        by_model=by_model,
-        by_function=bool(config.custom_reward_function.path),
-        agents=None if agents is None else agents.rule,
-        pictures=pictures,
-    )
-    train_entries = load()
-    schedule = schedule_run(config, len(train_entries))
+    kinds: dict[str, Any] = {
+        "by_model": by_model,
+        "by_function": bool(config.custom_reward_function.path),
+        "agents": None if agents is None else agents.rule,
+        "pictures": pictures,
+    }
+    train = open_prompts(config.data, codec, **kinds)
+    schedule = schedule_run(config, len(train.rows))
     validates = bool(schedule.validation_steps)
-    validation_entries = load(validation=True) if validates else []
-    entries = [*train_entries, *validation_entries]
-    check_tokens(model, folder, token_ids=[entry.text_ids for entry in entries])
+    validation = load_prompts(config.data, codec, validation=True, **kinds) if validates else []
+    rendered = [*train.examples, *validation]
+    check_tokens(model, folder, token_ids=[entry.text_ids for entry in rendered])
     auxiliary = check_auxiliary_models(
-        config, folder, entries=train_entries, fetches_weights=fetches_weights
+        config, folder, entries=train.examples, fetches_weights=fetches_weights
     )
-    scored = validation_entries if by_model else entries
+    rows = [*train.rows, *validation]
+    scored = validation if by_model else rows
     check_rewards(config, scored if agents is None else agents.without_own_reward(scored))
-    logger.info(
-        "%d prompts to train on, %d to validate with", len(train_entries), len(validation_entries)
-    )
-    source = open_source(train_entries, config.data, total_epochs=config.trainer.total_epochs)
+    logger.info("%d prompts to train on, %d to validate with", len(train.rows), len(validation))
+    ledger = open_ledger(train.rows, config.data, total_epochs=config.trainer.total_epochs)
+    source = Source(train.read, ledger)
     open_loop = partial(
         _open_loop,
-        validation=validation_entries,
+        validation=validation,
         conversations=auxiliary.conversations,
-        agents=agents if plays_episodes(agents, entries) else None,
+        agents=agents if plays_episodes(agents, rows) else None,
     )
     return PreparedRun(folder, codec, source, schedule, open_loop, auxiliary.folders)
 

@@ -22,7 +22,7 @@ from tandem.config.derived.schedule import schedule_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.data.ledger import open_source
-from tandem.data.prompts import PromptEntry
+from tandem.data.rendering import PromptEntry
 from tandem.metrics.activity import Activity
 from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TraceEvent, TraceRecorder

@@ -218,7 +218,8 @@ class Word:
 
 def new_source() -> Source[str]:
     order = LedgerOrder(num_rows=3, batch_size=3, shuffle=False, seed=0, fingerprint="")
-    return Source([Word(0, "a"), Word(1, "b"), Word(2, "c")], Ledger(order, total_epochs=2))
+    words = [Word(0, "a"), Word(1, "b"), Word(2, "c")]
+    return Source(lambda rows: [words[row] for row in rows], Ledger(order, total_epochs=2))
 
 
 def test_draws_carry_their_uid_over_the_epochs() -> None:

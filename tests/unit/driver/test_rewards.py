@@ -11,7 +11,7 @@ import pytest
 from tandem.config.check.rules import check_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
-from tandem.data.prompts import PromptEntry
+from tandem.data.rendering import PromptEntry
 from tandem.driver.rewards import check_rewards, reward_spec
 from tandem.errors import UserError
 
