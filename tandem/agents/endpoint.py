@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -70,6 +72,25 @@ def read_address(value: str | None) -> tuple[str, int]:
         rule = "is not an address of this machine alone, and agents run here"
         raise UserError(ENDPOINT_KEY, value, rule=rule, remedy=f"Set it to 127.0.0.1:{port}.")
     return host, int(port)
+
+
+def check_address(address: tuple[str, int]) -> None:
+    """Raise UserError if nothing can listen at an address now, as its port is in use."""
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with socket.socket(family) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(address)
+        except OSError as error:
+            raise _in_use(address, error) from error
+
+
+def _in_use(address: tuple[str, int], error: OSError) -> UserError:
+    shown = f"{address[0]}:{address[1]}"
+    cause = os.strerror(error.errno) if error.errno else str(error)
+    rule = f"cannot be listened on ({cause})"
+    remedy = "Set another port, or leave it out for any free one."
+    return UserError(ENDPOINT_KEY, shown, rule=rule, remedy=remedy)
 
 
 class Endpoint:
@@ -319,10 +340,7 @@ async def open_endpoint(
     try:
         server = await asyncio.start_server(serve, *address)
     except OSError as error:
-        shown = f"{address[0]}:{address[1]}"
-        rule = f"cannot be listened on ({error.strerror})"
-        remedy = "Set another port, or leave it out for any free one."
-        raise UserError(ENDPOINT_KEY, shown, rule=rule, remedy=remedy) from error
+        raise _in_use(address, error) from error
     endpoint.listen(address[0], server.sockets[0].getsockname()[1])
     try:
         yield endpoint

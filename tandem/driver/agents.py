@@ -15,7 +15,7 @@ from tandem.agents.code_tool import (
     survey_code_tools,
     take_over,
 )
-from tandem.agents.endpoint import open_endpoint, read_address
+from tandem.agents.endpoint import check_address, open_endpoint, read_address
 from tandem.agents.pool import EnvironmentPool
 from tandem.agents.programs import Programs, read_agent_file, without_proxy
 from tandem.agents.setup import (
@@ -91,6 +91,7 @@ def prepare_agents(config: RunConfig, codec: TextCodec) -> AgentPlan | None:
     _check_isolation(setup)
     _require_agent(rollout, [spec.name for spec in setup.programs])
     address = read_address(rollout.agent.endpoint)
+    check_address(address)
     schemas = tuple(complete(lambda: _read_schemas(config, setup)))
     talks = setup.interactions or setup.programs
     kinds = [kind for kind, has in ((TOOL, schemas), (USER, talks)) if has]

@@ -15,7 +15,7 @@ import pytest
 
 from tandem.agents import endpoint as module
 from tandem.agents.chat import ChatReply, ChatRequest, RequestRefused
-from tandem.agents.endpoint import Endpoint, open_endpoint, read_address
+from tandem.agents.endpoint import Endpoint, check_address, open_endpoint, read_address
 from tandem.agents.setup import Access
 from tandem.errors import UserError
 from tandem.types import FinishReason, ToolCall
@@ -245,5 +245,8 @@ def test_addresses_of_this_machine_are_taken_and_a_port_in_use_is_refused() -> N
         with pytest.raises(UserError, match=r"endpoint=.*cannot be listened on .*in use"):
             async with open_endpoint(("127.0.0.1", port), name_once=print):
                 pass
+        with pytest.raises(UserError, match=r"endpoint=.*cannot be listened on .*in use"):
+            check_address(("127.0.0.1", port))
+        check_address(("127.0.0.1", 0))
 
     run(check)
