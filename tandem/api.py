@@ -238,6 +238,12 @@ class EngineFailure(RuntimeError):
     """A fatal failure of a rollout engine. The message names engine and cause in one line."""
 
 
+class EngineDied(EngineFailure):
+    """The end of an engine's processes, or their standstill. Another engine may be started with the
+    weights in use, if ``rollout.max_engine_restarts`` allows it.
+    """
+
+
 class WeightStage(Protocol):
     """A staging area for weights: training continues while the rollout receives a copy."""
 

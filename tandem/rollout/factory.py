@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -27,6 +28,7 @@ from tandem.rollout.choice import choose_engine, hf_warning
 from tandem.rollout.hf import HfRolloutConfig, HfRolloutEngine, ModuleSink, empty_model
 from tandem.rollout.native.engine import NativeRolloutEngine
 from tandem.rollout.paged.cache import HEAD_DIMS
+from tandem.rollout.restarts import RestartingEngine
 from tandem.rollout.settings import NativeRolloutConfig
 from tandem.types import TokenIds
 
@@ -67,10 +69,23 @@ def build_engine(spec: EngineSpec) -> RolloutEngine:
     Raises:
         UserError: a dotted path does not name a function, or the engine cannot serve the model.
     """
-    name = spec.config.name
+    build, config = _function_of(spec.config.name), spec.config
+    engine = build(spec)
+    if not config.restarts_engine or engine.facts.shares_weights:
+        return engine
+    return RestartingEngine(
+        engine,
+        lambda: build(spec),
+        model=spec.model,
+        max_restarts=config.max_engine_restarts,
+    )
+
+
+def _function_of(name: str) -> Callable[[EngineSpec], RolloutEngine]:
+    """Return the function that builds the engine ``name``."""
     if name in ENGINES:
-        return resolve_name(ENGINES[name])(spec)
-    return import_dotted("actor_rollout_ref.rollout.name", name)(spec)
+        return resolve_name(ENGINES[name])
+    return import_dotted("actor_rollout_ref.rollout.name", name)
 
 
 def build_by_family(spec: EngineSpec) -> RolloutEngine:

@@ -27,11 +27,12 @@ class LinkedRollout:
         policy: the received policy, which may lack memory between two versions.
     """
 
-    def __init__(self, engine: RolloutEngine, policy: NativeModel, *, scores: bool) -> None:
+    def __init__(self, engine: RolloutEngine, policy: NativeModel, *, keeps_policy: bool) -> None:
         """Wrap the engine and the policy.
 
         Args:
-            scores: whether ``policy`` computes log-probs between two versions.
+            keeps_policy: whether ``policy`` is needed between two versions: it computes log-probs,
+                or another engine may be started with its weights.
         """
         self.engine = engine
         self.policy = policy
@@ -39,7 +40,7 @@ class LinkedRollout:
         self._feed = None if sink is None else WeightFeed(policy, sink)
         # The base of adapters stays: nothing would bring it back.
         self._memory = ParameterMemory(trained_parameters(policy.module).values())
-        self._keeps_policy = sink is None or scores
+        self._keeps_policy = sink is None or keeps_policy
 
     def prepare(self) -> None:
         """Allocate memory for a version that is about to arrive."""

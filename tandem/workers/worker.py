@@ -304,7 +304,8 @@ class Worker:
                 max_length=spec.max_length,
             )
         )
-        return LinkedRollout(engine, policy, scores=spec.scores)
+        keeps_policy = spec.scores or spec.config.restarts_engine
+        return LinkedRollout(engine, policy, keeps_policy=keeps_policy)
 
     def _open_link(
         self, spec: LinkSpec | None, store: Store, *, trained: FsdpModel | None

@@ -6,6 +6,7 @@ and weights of its own, and the runs are those with our engine.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,26 @@ class DyingEngine(ExternalEngine):
 def build_dying(spec: EngineSpec) -> RolloutEngine:
     """Build an engine that dies."""
     return DyingEngine(spec)
+
+
+class MortalEngine(ExternalEngine):
+    """Loses its process in a call. Each engine of a process dies in another one."""
+
+    calls = iter(("advance", "take"))
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._last_call = next(self.calls, "")
+        super().__init__(spec)
+
+    def _call(self, method: str, *args: object) -> Any:
+        if method == self._last_call:
+            self._process.kill()
+        return super()._call(method, *args)
+
+
+def build_mortal(spec: EngineSpec) -> RolloutEngine:
+    """Build an engine that dies."""
+    return MortalEngine(spec)
 
 
 def build_refusing(spec: EngineSpec) -> RolloutEngine:
@@ -117,6 +138,22 @@ def test_an_engine_whose_process_dies_ends_the_run_with_one_line(
     assert "Traceback" not in ended.stderr
     (error,) = ended.errors
     assert "the external engine's process ended with code -9" in error
+
+
+def test_an_engine_that_dies_is_started_again_and_the_run_is_that_of_our_engine(
+    native: Path, material: Material, tmp_path: Path
+) -> None:
+    name = "tests.distributed.test_external_engine:build_mortal"
+    allowed = "actor_rollout_ref.rollout.max_engine_restarts=2"
+    ended = _train(material, tmp_path, _engine(name), allowed)
+    assert ended.code == 0, ended.stderr
+    found, expected = metrics_of(tmp_path / "run"), metrics_of(native)
+    for step, row in repeatable(expected).items():
+        for metric, value in row.items():
+            assert found[step][metric] == pytest.approx(value, abs=1e-4), (step, metric)
+    assert sum(row.get("rollout/engine/num_restarts", 0) for row in found.values()) == 2
+    told = "the external engine's process ended with code -9. It is started again (1 of "
+    assert told in ended.stderr
 
 
 def test_an_engine_that_cannot_be_built_ends_the_run_with_one_line(

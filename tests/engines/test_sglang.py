@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.api import EngineFailure
+from tandem.api import EngineDied, EngineFailure
 from tandem.config.schema.rollout import EngineKwargs, RolloutConfig
 from tandem.models.folder import open_model
 from tandem.platforms.record import CPU
-from tandem.rollout.factory import EngineSpec, build_dense
+from tandem.rollout.factory import EngineSpec, build_dense, build_engine
 from tandem.rollout.feed import FedRollout, WeightFeed, checkpoint_views
+from tandem.rollout.restarts import RestartingEngine
 from tandem.rollout.sglang.engine import SglangRolloutEngine, build
 from tandem.rollout.sglang.weights import SglangSink
 from tandem.testing.contracts.rollout import check_engine
@@ -70,6 +71,14 @@ def _processes_of_group(group: int) -> list[int]:
         if int(pgrp) == group and state != "Z":
             found.append(int(stat.parent.name))
     return found
+
+
+def _ends(group: int) -> bool:
+    """Whether all processes of a group end within ten seconds of a kill."""
+    start = time.monotonic()
+    while _processes_of_group(group) and time.monotonic() - start < 10:
+        time.sleep(0.05)
+    return not _processes_of_group(group)
 
 
 def test_sglang_keeps_the_promises_of_rollout_engines(tmp_path: Path) -> None:
@@ -152,23 +161,43 @@ def test_a_scheduler_that_is_stopped_is_killed_with_its_processes(
         engine.advance()
     engine.close()
     assert time.monotonic() - start < 10
-    assert _processes_of_group(group) == []
+    assert _ends(group)
     with pytest.raises(EngineFailure, match="SGLang has ended"):
         engine.advance()
 
 
-def test_no_process_is_left_if_the_scheduler_is_killed(spec: EngineSpec) -> None:
-    engine = build(spec)
-    group = engine._process.pid
+def test_a_killed_scheduler_is_replaced_and_then_leaves_no_process(spec: EngineSpec) -> None:
+    allowed = CONFIG.model_copy(update={"name": "sglang", "max_engine_restarts": 1})
+    engine = build_engine(replace(spec, config=allowed))
+    assert isinstance(engine, RestartingEngine)
+    requests = requests_of_all_rules()
+    native = build_dense(spec)
+    native.set_weights_version(0)
+    expected = generate(native, requests)
     try:
-        WeightFeed(spec.model, engine.sink()).deliver(0)
-        schedulers = [pid for pid in _processes_of_group(group) if pid != group]
-        engine.add(requests_of_all_rules())
+        rollout = FedRollout(engine, WeightFeed(spec.model, engine.sink()))
+        rollout.set_weights_version(0)
+        first = _kill_scheduler_of(engine)
+        found = generate(rollout, requests)
+        assert {i: list(one.token_ids) for i, one in found.items()} == {
+            i: list(one.token_ids) for i, one in expected.items()
+        }
+        assert _ends(first)
+        engine.add(requests)
+        second = _kill_scheduler_of(engine)
         start = time.monotonic()
-        os.kill(max(schedulers), signal.SIGKILL)
-        with pytest.raises(EngineFailure, match="SGLang: process killed by SIGKILL"):
+        with pytest.raises(EngineDied, match="SGLang: process killed by SIGKILL"):
             engine.advance()
         assert time.monotonic() - start < 10
-        assert _processes_of_group(group) == []
+        assert _ends(second)
     finally:
         engine.close()
+
+
+def _kill_scheduler_of(engine: RestartingEngine) -> int:
+    """Kill SGLang's scheduler. Return its process group."""
+    inner = engine._engine
+    assert isinstance(inner, SglangRolloutEngine)
+    group = inner._process.pid
+    os.kill(max(pid for pid in _processes_of_group(group) if pid != group), signal.SIGKILL)
+    return group

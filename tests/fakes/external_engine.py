@@ -22,7 +22,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tandem.api import Capacity, EngineFacts, EngineFailure
+from tandem.api import Capacity, EngineDied, EngineFacts, EngineFailure
 from tandem.rollout.factory import EngineSpec
 from tandem.rollout.hf import HfRolloutConfig, HfRolloutEngine
 from tandem.types import Completion, GenerationRequest, SliceSpec
@@ -112,7 +112,7 @@ class ExternalEngine:
             error, result = pickle.load(stdout)
         except (OSError, EOFError) as lost:
             code = self._process.wait(10)
-            raise EngineFailure(f"the external engine's process ended with code {code}") from lost
+            raise EngineDied(f"the external engine's process ended with code {code}") from lost
         if error:
             raise EngineFailure(f"the external engine: {error}")
         return result

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from tandem.config.schema.dotted import ByName
-from tandem.config.schema.fields import SECTION, VALIDATES, Dtype, Seed, Strings, read_if
+from tandem.config.schema.fields import READ_IF, SECTION, VALIDATES, Dtype, Seed, Strings, read_if
 
 ENGINES: Mapping[str, str] = {
     "auto": "tandem.rollout.factory:build_by_family",
@@ -21,9 +21,12 @@ ENGINES: Mapping[str, str] = {
 """The names of rollout engines, each with the dotted path of the function that builds one."""
 ENGINES_NOT_BUILT: Mapping[str, str] = {"trtllm": "TensorRT-LLM"}
 """Engines that verl has besides: their names and their titles."""
+ENGINES_IN_PROCESS = ("auto", "native", "hf", "vllm")
+"""The engines without processes of their own."""
 VERLS_ENGINES = ("vllm", "sglang", *ENGINES_NOT_BUILT)
 """The engines that verl's scripts name."""
 
+_NO_PROCESS = "the engine has no processes of its own"
 _SAMPLES = "do_sample=True"
 TopK = Annotated[
     int,
@@ -325,6 +328,13 @@ class RolloutConfig(BaseModel):
             "name=vllm|sglang: the native engine captures the sizes that it meets"
         ),
     )
+    max_engine_restarts: int = Field(
+        default=0,
+        ge=0,
+        description="Number of times that an engine whose processes ended or stand still is "
+        "started again, in each process that generates. 0: the run ends.",
+        json_schema_extra={READ_IF: [f"name!={one}: {_NO_PROCESS}" for one in ENGINES_IN_PROCESS]},
+    )
     engine_kwargs: EngineKwargs = Field(
         default_factory=EngineKwargs,
         description="Arguments of engines that are not tandem's own.",
@@ -423,3 +433,8 @@ class RolloutConfig(BaseModel):
     def ranks_per_engine(self) -> int:
         """The number of processes of one engine: only vLLM splits a model over several."""
         return self.tensor_model_parallel_size if self.name == "vllm" else 1
+
+    @property
+    def restarts_engine(self) -> bool:
+        """Whether an engine whose processes have ended is started again."""
+        return self.max_engine_restarts > 0 and self.name not in ENGINES_IN_PROCESS

@@ -2,7 +2,7 @@
 """The child process that holds SGLang's engine, as the worker sees it.
 
 A call waits for its answer, and for signs of progress meanwhile. A process that ends, or that does
-not report for too long, is killed with its children, and the call raises EngineFailure.
+not report for too long, is killed with its children, and the call raises EngineDied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import tandem
-from tandem.api import EngineFailure
+from tandem.api import EngineDied, EngineFailure
 from tandem.children.child import LENGTH_BYTES
 from tandem.children.process import start_interpreter
 from tandem.platforms.environment import inherited
@@ -94,7 +94,8 @@ class SglangProcess:
         """Run a call of ``program.Program``, and return its result.
 
         Raises:
-            EngineFailure: SGLang raised an exception, ended, or made no progress.
+            EngineDied: SGLang ended, or made no progress.
+            EngineFailure: it raised an exception.
         """
         result = self._exchange({"call": name, "arguments": dict(arguments)})
         if name == "advance" and not self._is_warm:
@@ -117,7 +118,7 @@ class SglangProcess:
 
     def _exchange(self, message: Mapping[str, Any]) -> Any:
         if self._is_closed:
-            raise EngineFailure("SGLang has ended")
+            raise EngineDied("SGLang has ended")
         data = json.dumps(message).encode()
         try:
             self._channel.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
@@ -139,7 +140,7 @@ class SglangProcess:
             left_s = limit_s - (time.monotonic() - begun)
             if not select.select([self._channel], [], [], max(0.0, left_s))[0]:
                 self.close()
-                raise EngineFailure(f"SGLang made no progress for {limit_s:.0f} s and was killed")
+                raise EngineDied(f"SGLang made no progress for {limit_s:.0f} s and was killed")
             try:
                 received = self._channel.recv(_READ_BYTES)
             except ConnectionError:
@@ -152,7 +153,7 @@ class SglangProcess:
         line, _, self._incoming = self._incoming.partition(b"\n")
         return line
 
-    def _ended(self) -> EngineFailure:
+    def _ended(self) -> EngineDied:
         """Return the error of a process that has ended, and end its children."""
         try:
             code = self._process.wait(_EXIT_S)
@@ -160,5 +161,5 @@ class SglangProcess:
             code = 0
         self.close()
         if code < 0:
-            return EngineFailure(f"SGLang: process killed by {signal.Signals(-code).name}")
-        return EngineFailure(f"SGLang: process ended with exit code {code}")
+            return EngineDied(f"SGLang: process killed by {signal.Signals(-code).name}")
+        return EngineDied(f"SGLang: process ended with exit code {code}")

@@ -27,7 +27,7 @@ REQUEST = GenerationRequest(
 
 def _linked(engine: NativeRolloutEngine, decoder: Decoder) -> LinkedRollout:
     policy = NativeModel(decoder, hf_config={}, source=Path())
-    return LinkedRollout(engine, policy, scores=False)
+    return LinkedRollout(engine, policy, keeps_policy=False)
 
 
 def _decoder() -> Decoder:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.config.check.ignored_keys import ignored_keys
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.driver.engine_choice import require_engine
@@ -95,3 +96,15 @@ def test_what_sglang_does_not_take_is_refused_by_name(
 def test_the_interpreter_is_this_one_unless_another_is_named() -> None:
     assert interpreter({}) == sys.executable
     assert interpreter({"python": "/opt/python"}) == "/opt/python"
+
+
+def test_restarts_have_an_effect_on_engines_with_processes_alone() -> None:
+    key = f"{ROLLOUT}.max_engine_restarts"
+    for name in ("native", "hf", "vllm"):
+        loaded = load_config(RunConfig, [f"{key}=2", f"{ROLLOUT}.name={name}"])
+        assert ignored_keys(loaded) == {key: "the engine has no processes of its own"}
+        assert not loaded.config.actor_rollout_ref.rollout.restarts_engine
+    for name in ("sglang", "my_package.engine:build"):
+        loaded = load_config(RunConfig, [f"{key}=2", f"{ROLLOUT}.name={name}"])
+        assert ignored_keys(loaded) == {}
+        assert loaded.config.actor_rollout_ref.rollout.restarts_engine
