@@ -102,12 +102,12 @@ class Command:
         if self._process.is_alive():
             os.kill(self.pid, number)
 
-    def wait(self) -> Ended:
+    def wait(self, timeout_s: float = TIMEOUT_S) -> Ended:
         """Wait for the end; a command that hangs is killed and fails the test."""
-        self._process.join(TIMEOUT_S)
+        self._process.join(timeout_s)
         if self._process.exitcode is None:
             self._process.kill()
-            raise AssertionError(f"still running after {TIMEOUT_S} s:\n{self.output()}")
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.output()}")
         stdout, stderr = (path.read_text() for path in self._outputs)
         return Ended(self._process.exitcode, stdout, stderr)
 
@@ -131,10 +131,14 @@ class Command:
 
 
 def run_command(
-    arguments: Sequence[str], *, folder: Path, conditions: Conditions | None = None
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    conditions: Conditions | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Ended:
     """Run ``tandem`` with ``arguments`` to its end."""
-    return Command(arguments, folder=folder, conditions=conditions).wait()
+    return Command(arguments, folder=folder, conditions=conditions).wait(timeout_s)
 
 
 def check_refusal(ended: Ended, *parts: str) -> None:
