@@ -207,6 +207,7 @@ def _read_rows(
 
 def _load_all(config: DataConfig, checked: _Checked) -> list[PromptEntry]:
     entries = checked.reader.render(checked.rows)
+    _tell_of_pictures(entries, checked.used.source)
     if config.filter_overlong_prompts and entries:
         lengths = np.array([len(entry.token_ids) for entry in entries], dtype=np.int32)
         kept = _short_enough(lengths, config.max_prompt_length, source=checked.used.source)
@@ -234,6 +235,19 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _tell_of_pictures(entries: Sequence[PromptEntry], source: RowSource) -> None:
+    """Log how many tokens the pictures of prompts have, as they often decide the length."""
+    tokens = [picture.num_tokens for entry in entries for picture in entry.pictures]
+    if tokens:
+        logger.info(
+            "%s: %d pictures of %.0f tokens in the mean, the largest of %d",
+            source.key,
+            len(tokens),
+            sum(tokens) / len(tokens),
+            max(tokens),
+        )
 
 
 def _warn_of_text(num_plain: int, num_rows: int, *, source: RowSource) -> None:

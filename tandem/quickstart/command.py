@@ -152,7 +152,7 @@ def _train(
     )
     prepared = train.prepare(grpo)
     _finished(run_prepared(local_site(grpo), prepared))
-    _say("4/4 evaluation on unseen combinations of numbers")
+    _say(f"4/4 evaluation on unseen combinations of {materials.parts}")
     adapted = prepared.model.decoder_config
     has_adapters = adapted is not None and adapted.adapters is not None
     trained = _trained_model(folder / "grpo")

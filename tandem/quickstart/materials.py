@@ -62,7 +62,7 @@ TASKS: Mapping[str, Task[Any]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Materials:
-    """The paths of the files. ``test_unseen`` has only combinations of numbers not trained on."""
+    """The paths of the files. ``test_unseen`` has only combinations of ``parts`` not trained on."""
 
     model: Path
     demonstrations: Path
@@ -71,6 +71,7 @@ class Materials:
     test_unseen: Path
     num_parameters: int
     data_source: str = DATA_SOURCE
+    parts: str = "numbers"
 
 
 def prepare(folder: Path, *, seed: int, task: Task[Any] = WORD_PROBLEMS) -> Materials:

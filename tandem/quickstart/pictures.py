@@ -197,6 +197,7 @@ def prepare_pictures(folder: Path, *, seed: int, family: str, is_black: bool) ->
         test_unseen=folder / "test_unseen.parquet",
         num_parameters=num_parameters,
         data_source=DATA_SOURCE,
+        parts="shapes",
     )
 
 

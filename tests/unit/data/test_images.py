@@ -79,7 +79,10 @@ def test_VL5_sizes_and_patches_are_those_of_transformers() -> None:  # noqa: N80
         assert np.abs(got - want["pixel_values"]).max() < 1e-6
 
 
-def test_a_row_with_pictures_becomes_a_prompt_with_ids_of_its_own(codec: TextCodec) -> None:
+def test_a_row_with_pictures_becomes_a_prompt_with_ids_of_its_own(
+    codec: TextCodec, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="tandem.data.prompts")
     rows = [
         row_of({"bytes": png(24, 24)}, {"bytes": png(16, 8), "path": None}),
         row_of(),
@@ -88,6 +91,8 @@ def test_a_row_with_pictures_becomes_a_prompt_with_ids_of_its_own(codec: TextCod
     parts = [{"type": "image"}, {"type": "text", "text": "how many?"}]
     rows.append({**row_of(png(8, 8)), "prompt": [{"role": "user", "content": parts}]})
     first, text, image, listed = (entry.as_draw(i) for i, entry in enumerate(load(rows, codec)))
+    told = "data.train_files: 4 pictures of 3 tokens in the mean, the largest of 9"
+    assert caplog.messages[0] == told
     assert [(p.first_id, p.rows, p.columns) for p in first.pictures] == [(512, 3, 3), (521, 1, 2)]
     ids = list(first.token_ids)
     start = ids.index(512)
