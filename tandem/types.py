@@ -118,6 +118,7 @@ class Completion:
         weights_version: the version that drew the first token; no token has an older one.
         switches: (index, version) pairs in ascending order: that version drew the tokens from
             ``index`` on.
+        routes: the experts of all tokens but the last, an array (tokens, layers, experts), or None.
     """
 
     sample_id: int
@@ -126,6 +127,7 @@ class Completion:
     finish_reason: FinishReason
     weights_version: int
     switches: tuple[tuple[int, int], ...] = ()
+    routes: Any = None
 
     @property
     def version_runs(self) -> tuple[tuple[int, int], ...]:
@@ -137,13 +139,12 @@ class Completion:
             return ((self.weights_version, len(self.token_ids)),)
         starts = ((0, self.weights_version), *self.switches)
         ends = [*(index for index, _ in self.switches), len(self.token_ids)]
-        return tuple(
-            (version, end - start) for (start, version), end in zip(starts, ends, strict=True)
-        )
+        runs = zip(starts, ends, strict=True)
+        return tuple((version, end - start) for (start, version), end in runs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Several times faster than the default of dataclasses with slots.
-        others = (self.finish_reason, self.weights_version, self.switches)
+        others = (self.finish_reason, self.weights_version, self.switches, self.routes)
         return Completion, (self.sample_id, self.token_ids, self.log_probs, *others)
 
 
@@ -431,8 +432,7 @@ class Segments:
         prefix_start_S, prefix_length_S: the range of each prefix, int64 on the CPU; length 0
             without a prefix.
 
-    Example:
-        A prompt of 3 tokens has responses of 2 and 4 tokens. The last token of a response predicts
+    Example: a prompt of 3 tokens has responses of 2 and 4 tokens. The last of a response predicts
         nothing and is left out: start [0, 3, 4], length [3, 1, 3], prefix_start [0, 0, 0],
         prefix_length [0, 3, 3].
     """
@@ -473,9 +473,8 @@ class LossColumns:
     def map(self, function: Callable[[Tensor], Tensor]) -> LossColumns:
         """Return columns with ``function`` applied to each column that is not None."""
         present = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return LossColumns(
-            **{name: function(column) for name, column in present if column is not None}
-        )
+        mapped = {name: function(column) for name, column in present if column is not None}
+        return LossColumns(**mapped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,8 +483,7 @@ class PackedBatch:
 
     Attributes:
         token_ids_T: the tokens, int64.
-        position_ids_T: their positions, int64, from 0 in each sequence; a response continues the
-            positions of its prompt.
+        position_ids_T: their positions, int64, from 0; a response continues those of its prompt.
         source_R: the index into T of the token whose hidden state predicts loss token r, int64.
         target_R: the id of loss token r, int64.
         sequence_R: the index of its sequence, int64, ascending.
@@ -494,6 +492,7 @@ class PackedBatch:
         with_squares: whether a scoring pass also returns, in a second column, the sum of the
             squared probabilities of all tokens in the place of loss token r.
         pictures: the pictures that its tokens name; positions do not know of them yet.
+        routes_TLK: the experts that each token is sent to, by layer; None lets routers choose.
     """
 
     token_ids_T: Tensor
@@ -506,6 +505,7 @@ class PackedBatch:
     columns: LossColumns | None = None
     with_squares: bool = False
     pictures: tuple[Picture, ...] = ()
+    routes_TLK: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

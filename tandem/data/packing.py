@@ -42,6 +42,7 @@ class TrainSequence:
         branches: the other rows of a conversation that forked. They count as tokens of this
             sequence, behind its own, and have no branches.
         pictures: the pictures that the tokens of the prompt name.
+        routes: ``Completion.routes`` of all tokens but the last; None if they are not replayed.
     """
 
     prompt_key: int
@@ -50,6 +51,7 @@ class TrainSequence:
     loss_mask: tuple[bool, ...] | None = None
     branches: tuple[TrainSequence, ...] = ()
     pictures: tuple[Picture, ...] = ()
+    routes: np.ndarray | None = None
 
     @property
     def num_response_tokens(self) -> int:
@@ -137,6 +139,7 @@ def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None)
         num_sequences=len(sequences),
         columns=columns,
         pictures=_pictures(rows, first_N),
+        routes_TLK=_routes(rows, first_N),
     )
 
 
@@ -249,6 +252,16 @@ def _pictures(sequences: Sequence[TrainSequence], first_N: np.ndarray) -> tuple[
         for picture in sequence.pictures
     }
     return tuple(found.values())
+
+
+def _routes(rows: Sequence[TrainSequence], first_N: np.ndarray) -> Tensor | None:
+    """Return the routes of the fed tokens in their order; None unless all rows have them."""
+    chunks: list[np.ndarray] = []
+    for row, first in zip(rows, first_N, strict=True):
+        if row.routes is None:
+            return None
+        chunks.append(row.routes if first else row.routes[len(row.prompt_ids) :])
+    return torch.from_numpy(np.concatenate(chunks))
 
 
 def _ids(numbers: Sequence[int]) -> np.ndarray:

@@ -33,7 +33,7 @@ from tandem.models.folder import ModelFolder, require_decoder
 from tandem.platforms.record import Platform
 from tandem.platforms.registry import platform_named
 from tandem.platforms.select import AUTO, select_platform
-from tandem.rollout.factory import require_kernels, require_quantization
+from tandem.rollout.factory import require_kernels, require_quantization, require_recording
 from tandem.runtime.cluster import ClusterPlan, ClusterSettings, NodeDevices, plan_cluster
 from tandem.runtime.failure import NodeFailure, WorkerFailure
 from tandem.runtime.inprocess import InProcessRuntime
@@ -313,6 +313,7 @@ def fitted(
         require_kernels(model.decoder_config, generates, key=key)
         rollout = site.config.actor_rollout_ref.rollout
         require_quantization(rollout, model.decoder_config, platform=generates)
+        require_recording(rollout, platform=generates)
     if site.is_mixed:
         return site
     for task, own in site.model.of_task.items():

@@ -30,16 +30,26 @@ _EPSILON = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A linear map: rows ``start .. start + rows`` of the unsharded parameter ``owner``."""
+    """A linear map: rows ``start .. start + rows`` of the unsharded parameter ``owner``.
+
+    Attributes:
+        expert: the expert whose rows they are, if the owner has the matrices of all experts.
+    """
 
     owner: str
     start: int
     rows: int
     columns: int
+    expert: int | None = None
 
     def of(self, whole: Tensor) -> Tensor:
         """Return these rows, (A, B), of a tensor shaped like the owner."""
-        return whole[self.start : self.start + self.rows]
+        own = whole if self.expert is None else whole[self.expert]
+        return self.of_expert(own)
+
+    def of_expert(self, own: Tensor) -> Tensor:
+        """Return these rows, (A, B), of a tensor shaped like the rows of one expert."""
+        return own[self.start : self.start + self.rows]
 
 
 class Muon:
@@ -92,6 +102,11 @@ class Muon:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows of a matrix that this process holds: views of weight and update."""
         for at, region in with_first_rows(self._shard_map.regions[matrix.owner]):
+            if matrix.expert is not None:  # a process has an expert whole, or not at all
+                place = matrix.expert - region.offset[0]
+                if 0 <= place < region.size[0]:
+                    yield matrix.of_expert(part[at + place]), update_AB
+                continue
             first = max(matrix.start, region.offset[0])
             last = min(matrix.start + matrix.rows, region.offset[0] + region.size[0])
             if first < last:

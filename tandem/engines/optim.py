@@ -194,7 +194,14 @@ def _matrices(model: LanguageModel) -> list[Matrix]:
     has_tower = config.vision is not None and not config.vision.is_frozen
     layers = ("layers.", "tower.blocks.") if has_tower else ("layers.",)
     return [
-        Matrix(part.parameter, part.start, rows=part.rows, columns=shapes[part.parameter][1])
+        Matrix(
+            part.parameter,
+            part.start,
+            rows=part.rows,
+            columns=shapes[part.parameter][-1],
+            expert=part.expert,
+        )
         for part in file_tensors(config)
-        if part.parameter.startswith(layers) and len(shapes[part.parameter]) == 2
+        if part.parameter.startswith(layers)
+        and (len(shapes[part.parameter]) == 2 or part.expert is not None)
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -48,7 +48,10 @@ def backward(
     scores = score_batch(model, batch, temperature=temperature, with_entropy=loss.needs_entropy)
     outputs = loss(_loss_inputs(batch, scores, scale=scale))
     outputs.loss.backward()
-    return outputs
+    # Means of micro-batches add up to a mean over the loss tokens of a step.
+    share = len(batch.target_R) / scale.num_tokens
+    routers = {name: value * share for name, value in model.router_metrics().items()}
+    return replace(outputs, metrics={**outputs.metrics, **routers}) if routers else outputs
 
 
 @dataclass

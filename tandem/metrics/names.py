@@ -73,6 +73,8 @@ METRICS = (
     Metric(f"actor/pg_clipfrac{_LAG}", _SHARE, "tokens that the loss clips or drops"),
     Metric("actor/pg_clipfrac_lower", _SHARE, "tokens bounded by clip_ratio_c"),
     Metric("actor/ppo_kl", _NATS, "the KL from the policy before the step, k1"),
+    Metric("actor/experts/max_over_mean", "", "tokens of the fullest expert relative to the mean"),
+    Metric("actor/router/replay_overlap", _SHARE, "replayed experts that routers would choose"),
     Metric("actor/entropy", _NATS, "the entropy of the policy, mean over tokens"),
     Metric("actor/entropy_loss", _NATS, "the entropy as aggregated in the loss"),
     Metric("actor/kl_loss", _NATS, "the KL from the reference as aggregated in the loss"),

@@ -29,6 +29,7 @@ from tandem.models.adapted import AdaptedLinear, AdapterConfig, is_adapter
 from tandem.models.experts import Experts, is_fixed
 from tandem.models.operators import TORCH, Angles, Attention, Operators
 from tandem.models.rotary import RopeConfig, Rotary
+from tandem.models.routing import Routing
 from tandem.models.vision import Features, VisionTower
 from tandem.pictures import Picture
 
@@ -149,8 +150,13 @@ class DecoderLayer(nn.Module):
         angles: Angles,
         operators: Operators,
         recompute: Recompute = "nothing",
+        routing: Routing | None = None,
     ) -> Stream:
         """Apply the layer to T tokens. The caller implements ``recompute="full"``."""
+        if self.experts is not None:
+            feed_forward = partial(self._compute_experts, routing=routing)
+        else:
+            feed_forward = self._feed_forward
         if recompute in ("pointwise", "feed_forward"):
             x_TD, delta_TD = stream
             x_TD = x_TD if delta_TD is None else x_TD + delta_TD
@@ -159,11 +165,11 @@ class DecoderLayer(nn.Module):
             qkv_TD, x_TD = self._into_heads(*stream, operators=operators)
         o_TD = self._attend(qkv_TD, attention, angles=angles, operators=operators)
         if recompute == "feed_forward" or (recompute == "pointwise" and self.experts is not None):
-            return _recomputed(self._feed_forward, x_TD, o_TD, operators=operators)
+            return _recomputed(feed_forward, x_TD, o_TD, operators=operators)
         if recompute == "pointwise":
             gate_up_T2F, x_TD = _recomputed(self._into_gate, x_TD, o_TD, operators=operators)
             return x_TD, _recomputed(self._out_of_gate, gate_up_T2F, operators)
-        return self._feed_forward(x_TD, o_TD, operators=operators)
+        return feed_forward(x_TD, o_TD, operators=operators)
 
     def _into_heads(
         self, x_TD: Tensor, delta_TD: Tensor | None, *, operators: Operators
@@ -184,12 +190,17 @@ class DecoderLayer(nn.Module):
         return self.o(attention(self.index, q_THE, k_TKE, v_TKE).flatten(1))
 
     def _feed_forward(self, x_TD: Tensor, o_TD: Tensor, *, operators: Operators) -> Stream:
-        if self.experts is not None:
-            weight_D = self.mlp_norm.weight
-            h_TD, x_TD = operators.add_norm(x_TD, o_TD, weight_D=weight_D, eps=self.eps)
-            return x_TD, self.experts(h_TD, operators.gate)
         gate_up_T2F, x_TD = self._into_gate(x_TD, o_TD, operators=operators)
         return x_TD, self._out_of_gate(gate_up_T2F, operators)
+
+    def _compute_experts(
+        self, x_TD: Tensor, o_TD: Tensor, *, operators: Operators, routing: Routing | None
+    ) -> Stream:
+        assert self.experts is not None, "a dense layer has no experts"
+        weight_D = self.mlp_norm.weight
+        h_TD, x_TD = operators.add_norm(x_TD, o_TD, weight_D=weight_D, eps=self.eps)
+        choose = None if routing is None else partial(routing, self.index)
+        return x_TD, self.experts(h_TD, operators.gate, choose=choose)
 
     def _into_gate(
         self, x_TD: Tensor, o_TD: Tensor, *, operators: Operators
@@ -242,8 +253,11 @@ class Decoder(nn.Module):
         attention: Attention,
         *,
         view: View | None = None,
+        routing: Routing | None = None,
     ) -> Tensor:
         """Return the hidden states (T, D) of T packed tokens after the final norm.
+
+        ``routing`` sees or replaces the choices of routers.
 
         Positions are (T,), or (T, 3) if pictures are among the tokens, which are then in ``view``.
 
@@ -261,7 +275,13 @@ class Decoder(nn.Module):
         stream: Stream = (x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None)
         recompute: Recompute = self.recompute if torch.is_grad_enabled() else "nothing"
         for index, layer in enumerate(self.layers):
-            run = partial(layer, angles=angles, operators=self.operators, recompute=recompute)
+            run = partial(
+                layer,
+                angles=angles,
+                operators=self.operators,
+                recompute=recompute,
+                routing=routing,
+            )
             stream = (
                 _recomputed(run, stream, attention)
                 if recompute == "full"

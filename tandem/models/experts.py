@@ -24,6 +24,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from tandem.config.derived.experts import ExpertConfig
 
+Choose = Callable[[Tensor], Tensor]
+"""A function from the experts that a router chose, int64 (T, K), to those that compute."""
 _CORRECTION = ".correction"
 _EPSILON = 1e-20
 """The number that DeepSeek's code adds to the sum of the weights before it divides by it."""
@@ -54,10 +56,17 @@ class Experts(nn.Module):
         self.shared_down = _parameter(hidden, shared) if shared else None
         self.shared_gate = _parameter(1, hidden) if config.has_shared_gate else None
 
-    def forward(self, h_TD: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the outputs (T, D) for the normed inputs; ``gate`` is ``Operators.gate``."""
+    def forward(
+        self, h_TD: Tensor, gate: Callable[[Tensor], Tensor], *, choose: Choose | None = None
+    ) -> Tensor:
+        """Return the outputs (T, D) for the normed inputs.
+
+        Args:
+            gate: ``Operators.gate``.
+            choose: the function from the router's choice to the experts that compute.
+        """
         expert_TK, weight_TK = route(
-            h_TD, self.router, config=self.config, correction_E=self.correction
+            h_TD, self.router, config=self.config, correction_E=self.correction, choose=choose
         )
         order = order_by_expert(expert_TK.flatten(), self.config.num_experts)
         x_ND = spread(h_TD, order, num_chosen=self.config.num_chosen)
@@ -82,9 +91,18 @@ def is_of_all_experts(name: str) -> bool:
 
 
 def route(
-    h_TD: Tensor, router_ED: Tensor, *, config: ExpertConfig, correction_E: Tensor | None
+    h_TD: Tensor,
+    router_ED: Tensor,
+    *,
+    config: ExpertConfig,
+    correction_E: Tensor | None,
+    choose: Choose | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the experts of each token, int64 (T, K), and their weights, fp32 (T, K)."""
+    """Return the experts of each token, int64 (T, K), and their weights, fp32 (T, K).
+
+    The weights are those of this router even if ``choose`` replaces its choice, so that it always
+    has a gradient.
+    """
     wide = torch.promote_types(h_TD.dtype, torch.float32)
     logits_TE = F.linear(h_TD.to(wide), router_ED.to(wide))
     if config.scoring == "softmax_of_chosen":
@@ -94,6 +112,8 @@ def route(
     else:
         score_TE = logits_TE.sigmoid()
     expert_TK = _choose(score_TE.detach(), config, correction_E=correction_E)
+    if choose is not None:
+        expert_TK = choose(expert_TK)
     weight_TK = score_TE.gather(1, expert_TK)
     if config.scoring == "softmax_of_chosen":
         weight_TK = weight_TK.softmax(-1)

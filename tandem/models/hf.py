@@ -113,6 +113,9 @@ class TransformersModel:
         h_BMD = self._backbone(ids_BM, rows.valid_BM.to(device))
         return self._finish(h_BMD.flatten(0, 1).index_select(0, rows.place_T.to(device)))
 
+    def router_metrics(self) -> Mapping[str, Tensor]:
+        return {}
+
     def set_gradient_checkpointing(self, enabled: bool, granularity: Granularity = "full") -> None:
         """Recompute whole layers in the backward pass. Raise UserError for parts of layers."""
         if enabled and granularity != "full":

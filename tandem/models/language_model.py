@@ -30,6 +30,7 @@ from tandem.models.parallel import (
     tensor_regions,
     whole_config,
 )
+from tandem.models.routing import ReplayedRoutes
 from tandem.models.sequence_parallel import (
     UlyssesAttention,
     gather_responses,
@@ -100,6 +101,10 @@ class LanguageModel(Protocol):
         """
         ...
 
+    def router_metrics(self) -> Mapping[str, Tensor]:
+        """Return metrics of the routers in the latest pass; none for a model without experts."""
+        ...
+
     def set_gradient_checkpointing(self, enabled: bool, granularity: Granularity = "full") -> None:
         """Recompute activations in the backward pass, with the same results.
 
@@ -143,6 +148,7 @@ class NativeModel:
         self.device = decoder.lm_head_weight.device
         self._hf_config = hf_config
         self._source = source
+        self._routing: ReplayedRoutes | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -233,6 +239,7 @@ class NativeModel:
 
     def hidden(self, packed: PackedBatch) -> Tensor:
         """Return the final hidden states (L, D). Raise UserError if a sequence is too long."""
+        self._routing = self._replay(packed)
         self.decoder.rotary.require_length(int(packed.position_ids_T.max()) + 1)
         token_ids, position_ids = packed.token_ids_T, packed.position_ids_T
         sight = None
@@ -246,8 +253,26 @@ class NativeModel:
             token_ids, position_ids = (own_tokens(x, sequence) for x in (token_ids, position_ids))
         view = None if sight is None else view_of(sight, self.device)
         return self.decoder(
-            upload(token_ids, self.device), upload(position_ids, self.device), attention, view=view
+            upload(token_ids, self.device),
+            upload(position_ids, self.device),
+            attention,
+            view=view,
+            routing=self._routing,
         )
+
+    def router_metrics(self) -> Mapping[str, Tensor]:
+        """Return metrics of the routers in the latest pass; none for a dense model."""
+        return {} if self._routing is None else self._routing.metrics()
+
+    def _replay(self, packed: PackedBatch) -> ReplayedRoutes | None:
+        config, routes_TLK = self.decoder.config, packed.routes_TLK
+        if config.experts is None or config.has_value_head:
+            return None
+        if routes_TLK is not None:
+            if self.layout.sequence.size > 1:
+                routes_TLK = own_tokens(routes_TLK, self.layout.sequence)
+            routes_TLK = upload(routes_TLK, self.device)
+        return ReplayedRoutes(config.experts, config.num_layers, routes_TLK=routes_TLK)
 
     def set_gradient_checkpointing(self, enabled: bool, granularity: Granularity = "full") -> None:
         self.decoder.recompute = granularity if enabled else "nothing"

@@ -70,9 +70,10 @@ class OwnResponses:
 
 
 def own_tokens(x_T: Tensor, peers: Peers) -> Tensor:
-    """Return the peer's part (L,) of ``x_T``, padded with zeros."""
+    """Return the peer's part (L,) of ``x_T``, padded with zeros; further dimensions stay whole."""
     length = _own_length(len(x_T), peers)
-    padded = F.pad(x_T, (0, length * peers.size - len(x_T)))
+    behind = (0, length * peers.size - len(x_T))
+    padded = F.pad(x_T, (*(0, 0) * (x_T.dim() - 1), *behind))
     return padded[length * peers.rank : length * (peers.rank + 1)]
 
 

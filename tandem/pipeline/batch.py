@@ -146,6 +146,7 @@ def _sequence_of_rows(prompt: Prompt, rows: Sequence[Trajectory]) -> TrainSequen
         first.loss_mask,
         tuple(branches),
         pictures=prompt.pictures,
+        routes=first.completions[0].routes if len(first.completions) == 1 else None,
     )
 
 

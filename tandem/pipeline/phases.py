@@ -27,12 +27,15 @@ from tandem.pipeline.context import RunContext
 from tandem.pipeline.correction import correction_of
 from tandem.pipeline.experience import Experience
 from tandem.pipeline.optimizer_steps import OptimizerStep, limits_of, score_sequences, take_steps
+from tandem.pipeline.replay import require_routes, without_routes
 from tandem.pipeline.survey import survey
 from tandem.types import LossColumns, UpdateReport
 
 MEANS_OVER_COMPUTED_TOKENS = (
     "actor/entropy",
+    "actor/experts/max_over_mean",
     "actor/ppo_kl",
+    "actor/router/replay_overlap",
     "critic/vf_clipfrac",
     "critic/vpred_mean",
 )
@@ -60,8 +63,13 @@ class PolicyScores:
 
 
 async def score_with_policy(context: RunContext, batch: Batch) -> PolicyScores:
-    """Return the scores of the policy before its update."""
+    """Return the scores of the policy before its update.
+
+    Raises:
+        UserError: see ``require_routes``.
+    """
     config = context.config
+    require_routes(config, batch)
     if config.algorithm.rollout_correction.bypass_mode:
         return PolicyScores(batch.rollout_logp_R)
     if not config.needs_old_log_probs:
@@ -86,7 +94,7 @@ async def score_with_reference(context: RunContext, batch: Batch) -> Tensor | No
     return await score_sequences(
         context,
         reference,
-        sequences=batch.sequences,
+        sequences=without_routes(batch.sequences),
         limits=limits_of(context, "ref_logp"),
         temperature=context.config.actor_rollout_ref.rollout.temperature,
     )

@@ -5,7 +5,8 @@ It makes problems, a tokenizer and a random model of 0.16 M parameters, fine-tun
 demonstrations of mixed quality, trains it with GRPO, and evaluates it on held-out problems. Each
 step does what a public command does, on ordinary files, which stay in the folder. The closing words
 go to standard error, and the last line of standard output is one JSON object. With ``--lora`` GRPO
-trains adapters, and all weights stay as the demonstrations left them.
+trains adapters, and all weights stay as the demonstrations left them; with ``--experts`` the model
+is a mixture of experts.
 """
 
 from __future__ import annotations
@@ -250,9 +251,17 @@ def _materials(options: argparse.Namespace) -> Materials:
         if options.black_pictures or options.family != FAMILIES[0]:
             name = "--black-pictures" if options.black_pictures else "--family"
             raise UserError(name, rule="is about pictures", remedy="Add --vision.")
-        return prepare(folder, seed=options.seed, task=TASKS[options.task])
-    if options.lora or options.task != "words":
-        name = "--lora" if options.lora else "--task"
+        if options.experts and options.lora:
+            rule = "adapters of experts are not built"
+            raise UserError("--lora", rule=rule, remedy="Leave out --lora or --experts.")
+        return prepare(
+            folder,
+            seed=options.seed,
+            task=TASKS[options.task],
+            with_experts=options.experts,
+        )
+    if options.lora or options.experts or options.task != "words":
+        name = "--lora" if options.lora else "--experts" if options.experts else "--task"
         raise UserError(name, rule="is not built for pictures", remedy="Leave out --vision.")
     return prepare_pictures(
         folder, seed=options.seed, family=options.family, is_black=options.black_pictures
@@ -323,6 +332,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--lora", action="store_true", help="train adapters of rank 8 instead of all weights"
+    )
+    parser.add_argument(
+        "--experts", action="store_true", help="train a mixture of 8 experts, 2 for each token"
     )
     parser.add_argument(
         "--vision", action="store_true", help="questions about pictures, for a model that sees"

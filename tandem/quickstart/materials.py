@@ -18,7 +18,7 @@ from tandem.data.files import write_parquet
 from tandem.errors import UserError
 from tandem.quickstart.calculator import CALCULATOR
 from tandem.quickstart.counting import COUNTING
-from tandem.quickstart.model import write_model
+from tandem.quickstart.model import write_expert_model, write_model
 from tandem.quickstart.python_code import PYTHON
 from tandem.quickstart.sorting import SORTING
 from tandem.quickstart.task import AnyProblem, Task
@@ -74,7 +74,9 @@ class Materials:
     parts: str = "numbers"
 
 
-def prepare(folder: Path, *, seed: int, task: Task[Any] = WORD_PROBLEMS) -> Materials:
+def prepare(
+    folder: Path, *, seed: int, task: Task[Any] = WORD_PROBLEMS, with_experts: bool = False
+) -> Materials:
     """Write all files into ``folder``, in about two seconds.
 
     Args:
@@ -82,6 +84,7 @@ def prepare(folder: Path, *, seed: int, task: Task[Any] = WORD_PROBLEMS) -> Mate
             ``test_unseen.parquet``; made if it does not exist.
         seed: the seed of the initial weights, the demonstrations and the training prompts.
         task: the kind of problems.
+        with_experts: whether the model is a mixture of experts.
 
     Raises:
         UserError: the folder cannot be written.
@@ -89,7 +92,7 @@ def prepare(folder: Path, *, seed: int, task: Task[Any] = WORD_PROBLEMS) -> Mate
     model = folder / "model"
     try:
         model.mkdir(parents=True, exist_ok=True)
-        num_parameters = _write_policy(model, seed, task=task)
+        num_parameters = _write_policy(model, seed, task=task, with_experts=with_experts)
     except OSError as error:
         raise UserError(
             "--folder",
@@ -119,7 +122,7 @@ def prepare(folder: Path, *, seed: int, task: Task[Any] = WORD_PROBLEMS) -> Mate
     return materials
 
 
-def _write_policy(folder: Path, seed: int, *, task: Task[Any]) -> int:
+def _write_policy(folder: Path, seed: int, *, task: Task[Any], with_experts: bool) -> int:
     """Write tokenizer and random weights; return the number of parameters."""
     problems = task.draw(NUM_TOKENIZER_TEXTS, seed=TOKENIZER_SEED)
     special, template = SPECIAL_TOKENS, CHAT_TEMPLATE
@@ -131,7 +134,8 @@ def _write_policy(folder: Path, seed: int, *, task: Task[Any]) -> int:
     tokenizer = train_tokenizer(texts, special_tokens=special)
     save_tokenizer(tokenizer, folder, chat_template=template)
     num_tokens = tokenizer.get_vocab_size()
-    return write_model(folder, num_tokens=num_tokens, eos_id=END_ID, pad_id=PAD_ID, seed=seed)
+    write = write_expert_model if with_experts else write_model
+    return write(folder, num_tokens=num_tokens, eos_id=END_ID, pad_id=PAD_ID, seed=seed)
 
 
 def _demonstration(question: str, answer: str, *, task: Task[Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 """A Qwen2 model with random weights, small enough to learn arithmetic on a CPU within a minute.
 
 It is written as an ordinary Hugging Face folder (``config.json``, ``generation_config.json``,
-``model.safetensors``) without building the model or importing modelling code.
+``model.safetensors``) without building the model. ``write_expert_model`` writes a Qwen3-MoE with as
+many parameters for each token.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tandem.models.folder import open_model
+from tandem.models.weights import save_hf_folder
+
 INIT_STD = 0.02
 VOCAB_MULTIPLE = 16
+NUM_EXPERTS, NUM_CHOSEN = 8, 2
+"""The numbers of experts of a layer and of a token, in the model with experts."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +109,42 @@ def write_model(
     vocab = padded_vocab(num_tokens)
     weights = random_weights(size, vocab, seed=seed)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = qwen2_config(size, vocab, eos_id=eos_id, pad_id=pad_id)
-    generation = {"eos_token_id": eos_id, "pad_token_id": pad_id}
+    _write_configs(qwen2_config(size, vocab, eos_id=eos_id, pad_id=pad_id), folder)
+    return sum(tensor.numel() for tensor in weights.values())
+
+
+def write_expert_model(
+    folder: Path,
+    *,
+    num_tokens: int,
+    eos_id: int,
+    pad_id: int,
+    seed: int,
+    size: ModelSize = QUICKSTART_SIZE,
+) -> int:
+    """Write a random Qwen3-MoE into an existing folder; return the parameter count.
+
+    The experts of a token have together the width of ``size``.
+    """
+    dense = qwen2_config(size, padded_vocab(num_tokens), eos_id=eos_id, pad_id=pad_id)
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": size.hidden // size.num_heads,
+        "moe_intermediate_size": size.intermediate // NUM_CHOSEN,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": NUM_CHOSEN,
+        "norm_topk_prob": True,
+    }
+    _write_configs({**dense, **experts}, folder)
+    model = open_model(str(folder), dtype=torch.float32, device="cpu", random_seed=seed)
+    assert model.decoder is not None, "our decoder computes Qwen3-MoE"
+    save_hf_folder(model.decoder, folder)
+    return sum(parameter.numel() for parameter in model.decoder.parameters())
+
+
+def _write_configs(config: dict[str, object], folder: Path) -> None:
+    generation = {name: config[name] for name in ("eos_token_id", "pad_token_id")}
     for name, content in (("config", config), ("generation_config", generation)):
         text = json.dumps(content, indent=2) + "\n"
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
-    return sum(tensor.numel() for tensor in weights.values())

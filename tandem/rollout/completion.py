@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 from tandem.types import Completion, FinishReason
 
@@ -17,6 +18,7 @@ def complete(
     log_probs: Sequence[float],
     eos_ids: Sequence[int],
     versions: Sequence[tuple[int, int]],
+    routes: Any = None,
 ) -> Completion:
     """Return the completion of a finished sequence.
 
@@ -26,6 +28,7 @@ def complete(
         eos_ids: tokens that end it; empty if it ignores them.
         versions: (index, version) of the first token that each weights version drew, ascending.
             Versions that drew no token are left out.
+        routes: see ``Completion``.
     """
     if math.isnan(log_probs[-1]):
         reason = FinishReason.FAILED
@@ -39,4 +42,5 @@ def complete(
         finish_reason=reason,
         weights_version=first_version,
         switches=tuple(switch for switch in switches if switch[0] < len(token_ids)),
+        routes=routes,
     )

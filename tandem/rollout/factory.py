@@ -147,6 +147,18 @@ def require_quantization(
     raise UserError(KEY, config.quantization, rule=rule, remedy=f"Leave out {KEY}.")
 
 
+def require_recording(config: RolloutConfig, *, platform: Platform) -> None:
+    """Raise UserError if routes are to be recorded by an engine that does not record them."""
+    key = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    if config.enable_rollout_routing_replay and platform.kernels != "torch":
+        raise UserError(
+            key,
+            True,
+            rule=f"the engine for {platform.name} does not record the experts of tokens yet",
+            remedy=f"Leave out {key} and actor_rollout_ref.actor.router_replay.mode.",
+        )
+
+
 def build_hf(spec: EngineSpec) -> RolloutEngine:
     """Build the engine over transformers' generate.
 
@@ -206,6 +218,7 @@ def _settings(spec: EngineSpec, *, cache_bytes: int) -> NativeRolloutConfig:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_cache_bytes=cache_bytes,
         keeps_cache=config.partial_rollout == "keep_cache",
+        records_routes=config.enable_rollout_routing_replay,
     )
 
 

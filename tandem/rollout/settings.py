@@ -23,6 +23,7 @@ class NativeRolloutConfig:
             greatest length that one of them may reach.
         keeps_cache: whether unfinished sequences keep their cached keys and values after a weight
             update. Otherwise they are recomputed.
+        records_routes: whether completions have the experts of their tokens.
     """
 
     seed: int
@@ -31,6 +32,7 @@ class NativeRolloutConfig:
     max_num_batched_tokens: int
     max_cache_bytes: int
     keeps_cache: bool = False
+    records_routes: bool = False
 
     @property
     def limits(self) -> Limits:

@@ -128,7 +128,8 @@ def test_mo9_two_ranks_with_experts(with_experts: dict[str, Path]) -> None:
         qwen3,
         replace(dots, config=OFFLOADED, recompute=True),
         replace(dots, config={"offload_policy": True, "reshard_after_forward": False}),
-        replace(dots, config={"fsdp_size": 1}),
+        replace(dots, config={"fsdp_size": 1}, optim=MUON),
+        replace(qwen3, optim=MUON),
         replace(dots, config={"tensor_model_parallel_size": 2}),
         replace(qwen3, config={"ulysses_sequence_parallel_size": 2}),
     ]

@@ -12,6 +12,11 @@ from tests.fakes.commands import run_command
 from tests.fakes.tiny_experts import write_tiny_qwen3_moe
 from tests.fakes.tiny_run import Material, metrics_of, train_arguments
 
+R3 = (
+    "actor_rollout_ref.actor.megatron.router_replay.mode=R3",
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+)
+
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -28,6 +33,7 @@ def test_grpo_trains_experts_on_the_policy_of_its_rollouts(
         run,
         f"actor_rollout_ref.model.path={policy}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        *R3,
     )
     ended = run_command(words, folder=tmp_path)
     assert ended.code == 0, ended.stderr
@@ -35,11 +41,22 @@ def test_grpo_trains_experts_on_the_policy_of_its_rollouts(
         # The log-probs of rollout and trainer are those of the same experts, step after step.
         assert row["training/rollout_probs_diff_max"] < 1e-5
         assert row["actor/grad_norm"] > 0
+        assert 1 <= row["actor/experts/max_over_mean"] <= 4
+        # The second mini-batch meets a router that has moved. By chance a quarter would agree.
+        assert 0.4 < row["actor/router/replay_overlap"] < 1
     before = load_file(policy / "model.safetensors")
     after = load_file(run / "global_step_4/actor/model.safetensors")
     assert after.keys() == before.keys()
     changed = [name for name in before if not after[name].equal(before[name])]
     assert any(".experts." in name for name in changed) and any("mlp.gate" in x for x in changed)
+
+
+def test_mo8_a_dense_model_has_nothing_to_replay(material: Material, tmp_path: Path) -> None:
+    words = train_arguments(material, tmp_path / "run", *R3)
+    ended = run_command(["plan", *words[1:]], folder=tmp_path)
+    assert ended.code == 2
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "router_replay.mode='R3': the model has no experts" in last
 
 
 def test_a_missing_expert_is_one_line(material: Material, policy: Path, tmp_path: Path) -> None:

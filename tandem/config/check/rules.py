@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from tandem.config.check.device_rules import run_device_errors, sft_device_errors
+from tandem.config.check.expert_rules import replay_errors
 from tandem.config.derived.microbatches import (
     CRITIC_VALUES,
     RUN_MICROBATCHES,
@@ -75,6 +76,7 @@ def _run_errors(config: RunConfig) -> Iterator[UserError]:
     yield from _loss_errors(config)
     roles = config.actor_rollout_ref
     yield from _adapter_errors(roles.model, roles.actor.optim, section=f"{_ACTOR}.optim")
+    yield from replay_errors(config)
     yield from correction_errors(config.algorithm.rollout_correction)
     yield from _critic_errors(config)
     yield from _reward_function_errors(config)

@@ -244,7 +244,9 @@ def _literals(annotation: Any) -> tuple[str, ...]:
 
 def canonical_name(schema: type[BaseModel], name: str) -> str:
     """Return the key that ``name`` means in this schema; ``name`` itself if it is not an alias."""
-    if find_key(schema, name) is not None or is_section(schema, name):
+    found = find_key(schema, name)
+    # A whole section without effect may have keys that mean others.
+    if (found is not None and not found.ignored) or is_section(schema, name):
         return name
     parts = name.split(".")
     for size in range(len(parts), 0, -1):

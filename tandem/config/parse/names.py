@@ -19,6 +19,10 @@ ALIASES: dict[str, str] = {
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": (
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
     ),
+    **{
+        f"actor_rollout_ref.actor.{engine}.router_replay": "actor_rollout_ref.actor.router_replay"
+        for engine in ("megatron", "mindspeed", "veomni")
+    },
     "actor_rollout_ref.async_pipeline": "trainer.async_pipeline",
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": (
         "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size"

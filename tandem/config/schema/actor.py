@@ -147,6 +147,18 @@ class PolicyLossConfig(BaseModel):
 DEFAULT_MINI_BATCH = 256
 
 
+class RouterReplayConfig(BaseModel):
+    """``router_replay.*``: the experts that the trainer sends tokens to."""
+
+    model_config = SECTION
+
+    mode: Literal["disabled", "R2", "R3"] = Field(
+        default="disabled",
+        description="For models with experts. disabled: the trainer's routers choose. R3: each "
+        "token goes to the experts that computed it in the rollout. R2 is not built.",
+    )
+
+
 class MegatronConfig(BaseModel):
     """``megatron.*``: the layout of Megatron, which is not built yet."""
 
@@ -271,6 +283,9 @@ class ActorConfig(BaseModel):
     load_weight: bool = Field(
         default=True,
         description="Load the weights of the model. False: initialize them at random.",
+    )
+    router_replay: RouterReplayConfig = Field(
+        default_factory=RouterReplayConfig, description="Replay of routers' choices."
     )
     megatron: MegatronConfig = Field(
         default_factory=MegatronConfig, description="Megatron's layout."

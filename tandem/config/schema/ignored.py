@@ -48,6 +48,7 @@ NOT_BUILT = "not built yet"
 _PROFILER = "not built yet: profiling; trainer.trace and timings are always written"
 _ALWAYS_PACKED = "batches are always packed without padding, and no result depends on it"
 _FUSED = "log-probs are always computed by a fused kernel, in chunks"
+_ROUTES_IN_MEMORY = "routes travel with the samples; verl never reads it either"
 _MEGATRON = "not built yet: strategy=megatron"
 _OTHER_ENGINE = "only engines other than FSDP read it, which are not built yet"
 _COMPILED = "not built yet: nothing is compiled so far"
@@ -237,7 +238,8 @@ _ACTOR: Table = {
     "rollout_n": (1, "actor_rollout_ref.rollout.n decides"),
     "pad_to_length": (False, _ALWAYS_PACKED),
     "qat": _only_with("qat.enable=True"),
-    "router_replay": _only_with("router_replay.mode"),
+    "router_replay.record_file": (None, _ROUTES_IN_MEMORY),
+    "router_replay.replay_file": (None, _ROUTES_IN_MEMORY),
     "ppo_micro_batch_size": (None, "deprecated in verl; use ppo_micro_batch_size_per_gpu"),
     **_ENTROPY_KEYS,
     "calculate_entropy": (False, "actor/entropy is always reported"),

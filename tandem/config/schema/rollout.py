@@ -422,6 +422,10 @@ class RolloutConfig(BaseModel):
         ge=1,
         description="Size in MiB of the buckets of weights that a receiver loads.",
     )
+    enable_rollout_routing_replay: bool = Field(
+        default=False,
+        description="Record the experts of each token, which actor.router_replay.mode=R3 replays.",
+    )
     multi_turn: MultiTurnConfig = Field(
         default_factory=MultiTurnConfig, description="Conversations with tools."
     )

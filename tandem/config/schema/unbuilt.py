@@ -89,7 +89,7 @@ _ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
     "actor_rollout_ref.model": _MODEL_SECTION,
     "actor_rollout_ref.actor.fsdp_config": _FSDP_SECTION,
     "actor_rollout_ref.actor.optim": _OPTIM_SECTION,
-    "actor_rollout_ref.actor": {"qat.enable": _QAT, "router_replay.mode": _ROUTER},
+    "actor_rollout_ref.actor": {"qat.enable": _QAT},
     "actor_rollout_ref.ref.fsdp_config": _FSDP_SECTION,
     "actor_rollout_ref.ref": {
         "model": Unbuilt("a reference that is another model than the actor", ({}, None)),
@@ -97,7 +97,6 @@ _ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
     },
     "actor_rollout_ref.rollout": {
         "agent.agent_loop_manager_class": _AGENT_MANAGER,
-        "enable_rollout_routing_replay": Unbuilt("replay of a router's choices"),
         "logprobs_mode": Unbuilt(
             "a log-prob other than that of the drawn distribution", ("processed_logprobs", None)
         ),

@@ -7,7 +7,7 @@ one. Closing a gap copies only the rows that fill it. The cache is dense and not
 gather on a CPU costs as much as it would save.
 
 Shapes: R rows allocated, C columns allocated, T packed prompt tokens, K key/value heads, E head
-dimension, J random numbers.
+dimension, J random numbers, L layers with experts, X experts of a token.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
@@ -27,10 +28,11 @@ NUM_UNIFORMS = 32
 
 @dataclass(frozen=True, slots=True)
 class TokenStates:
-    """Keys (K, E, T) and values (K, T, E) of packed tokens, per layer."""
+    """Keys (K, E, T) and values (K, T, E) of packed tokens, per layer, and recorded routes."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    routes_TLX: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +52,9 @@ class TokenStates:
     def part(self, tokens: slice) -> TokenStates:
         """Copy the states of ``tokens``; the memory of the others can then be freed."""
         keys = tuple(key[..., tokens].clone() for key in self.keys)
-        return TokenStates(keys, tuple(value[:, tokens].clone() for value in self.values))
+        values = tuple(value[:, tokens].clone() for value in self.values)
+        routes_TLX = None if self.routes_TLX is None else self.routes_TLX[tokens].clone()
+        return TokenStates(keys, values, routes_TLX)
 
 
 class RowCache:
@@ -63,13 +67,17 @@ class RowCache:
         values: (R, K, C, E) for each layer.
         tokens_RC: int64, the generated tokens.
         logp_RC: fp32, their log-probs.
+        routes_RCLX: the experts of each token; L and X are 0 if they are not recorded.
         facts_4R: int64, for each row its start column, first generated column, random stream's key,
             and the shift of its positions by pictures.
         uniform_RJ: fp32, the next numbers of that stream.
     """
 
-    def __init__(self, shape: CacheShape) -> None:
+    def __init__(self, shape: CacheShape, routes_LX: Tensor | None = None) -> None:
+        """Create an empty cache; ``routes_LX`` has the shape and type of a token's routes."""
         self.shape = shape
+        nothing = torch.empty((0, 0), dtype=torch.uint8, device=shape.device)
+        self._routes_LX = nothing if routes_LX is None else routes_LX
         self.release()
 
     def release(self) -> None:
@@ -84,6 +92,7 @@ class RowCache:
         self.values = [key.transpose(2, 3) for key in self.keys]
         self.tokens_RC = empty.new_empty((0, 0), dtype=torch.int64)
         self.logp_RC = empty.new_empty((0, 0))
+        self.routes_RCLX = self._routes_LX.new_empty((0, 0, *self._routes_LX.shape))
         self.facts_4R = empty.new_empty((4, 0), dtype=torch.int64)
         self.uniform_RJ = empty.new_empty((0, NUM_UNIFORMS))
 
@@ -124,6 +133,7 @@ class RowCache:
             self.values[layer] = block.regrid(self.values[layer], 2)
         self.tokens_RC = block.regrid(self.tokens_RC, 1)
         self.logp_RC = block.regrid(self.logp_RC, 1)
+        self.routes_RCLX = block.regrid(self.routes_RCLX, 1)
         new_rows = size[0] - len(self.uniform_RJ)
         self.facts_4R = F.pad(self.facts_4R, (0, new_rows))
         self.uniform_RJ = F.pad(self.uniform_RJ, (0, 0, 0, new_rows))
@@ -135,6 +145,8 @@ class RowCache:
         for layer in range(self.shape.num_layers):
             self.keys[layer][rows, :, :, columns] = states.keys[layer][..., tokens]
             self.values[layer][rows, :, columns] = states.values[layer][:, tokens]
+        if states.routes_TLX is not None:
+            self.routes_RCLX[rows, columns] = states.routes_TLX[tokens]
 
     def read(self, places: Sequence[tuple[int, range]]) -> TokenStates:
         """Return the states of some columns of some rows, concatenated."""
@@ -142,6 +154,14 @@ class RowCache:
         keys = [torch.cat([key[row, :, :, at] for row, at in where], 2) for key in self.keys]
         values = [torch.cat([value[row, :, at] for row, at in where], 1) for value in self.values]
         return TokenStates(tuple(keys), tuple(values))
+
+    def routes_of(self, rows: Sequence[int], spans: Sequence[range]) -> list[np.ndarray]:
+        """Copy the routes of a span of columns of each row to the host."""
+        window = self.index(range(min(span.start for span in spans), spans[0].stop))
+        index = torch.tensor(rows, device=self.shape.device)
+        routes = self.routes_RCLX[:, window].index_select(0, index).cpu().numpy()
+        first = window.start + self.first_column
+        return [own[span.start - first :] for own, span in zip(routes, spans, strict=True)]
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int], *, columns: range) -> None:
         """Copy rows ``sources`` over rows ``targets`` within ``columns``."""
@@ -151,7 +171,8 @@ class RowCache:
         where = self.index(columns)
         windows = [key[..., where] for key in self.keys]
         windows += [value[:, :, where] for value in self.values]
-        windows += [self.tokens_RC[:, where], self.logp_RC[:, where]]
+        windows += [buffer[:, where] for buffer in (self.tokens_RC, self.logp_RC)]
+        windows += [self.routes_RCLX[:, where]] if self.routes_RCLX.numel() else []
         for window in (*windows, self.facts_4R.T, self.uniform_RJ):
             window.index_copy_(0, target, window.index_select(0, source))
 

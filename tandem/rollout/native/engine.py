@@ -12,16 +12,19 @@ Shapes: B running rows, n new rows, P prompts, T packed tokens, D hidden, V voca
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, repeat
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from tandem.api import Capacity, EngineFacts
+from tandem.config.derived.experts import ExpertConfig
 from tandem.models.decoder import Decoder
 from tandem.models.quantized import QuantizedDecoder
+from tandem.models.routing import RecordedRoutes, expert_layers, route_dtype
 from tandem.pictures import total_shift
 from tandem.rollout.completion import complete
 from tandem.rollout.keyed_random import stream_keys, uniforms
@@ -69,7 +72,8 @@ class NativeRolloutEngine:
         self._quantized = quantized
         self._config = config
         self._device = shape.device
-        self._cache = RowCache(shape)
+        self._experts = decoder.config.experts if config.records_routes else None
+        self._cache = RowCache(shape, _empty_routes(decoder) if config.records_routes else None)
         max_tokens = config.max_cache_bytes // shape.bytes_per_token
         self._scheduler = Scheduler(config.limits, max_cache_tokens=max_tokens)
         self._shelf = Shelf()
@@ -218,18 +222,26 @@ class NativeRolloutEngine:
         zeros = [0] * len(prompts)
         pictures = self._scheduler.pictures_of(prompts)
         packed = pack(prompts, zeros, prefix_starts=zeros, device=self._device, pictures=pictures)
-        attention = PrefillAttention(packed)
-        h_PD = self._compute(attention).index_select(0, packed.last_S)
+        attention, recorder = PrefillAttention(packed), _recorder(self._experts)
+        h_PD = self._compute(attention, recorder).index_select(0, packed.last_S)
         logits_PV = F.linear(h_PD, self._decoder.lm_head_weight)
-        return _Prefill(attention.states(), _places(prompts), logits_PV)
+        states = attention.states()
+        if recorder is not None:
+            states = replace(states, routes_TLX=recorder.routes())
+        return _Prefill(states, _places(prompts), logits_PV)
 
-    def _compute(self, attention: PrefillAttention) -> Tensor:
+    def _compute(
+        self, attention: PrefillAttention, recorder: RecordedRoutes | None = None
+    ) -> Tensor:
         """Return the hidden states (T, D) of the tokens that ``attention`` was packed for."""
         packed = attention.packed
         self.num_prefilled_tokens += len(packed.token_T)
         if self._quantized is not None:
             return self._quantized(packed.token_T, packed.position_T, attention)
-        return self._decoder(packed.token_T, packed.position_T, attention, view=packed.view)
+        view = packed.view
+        return self._decoder(
+            packed.token_T, packed.position_T, attention, view=view, routing=recorder
+        )
 
     def _update_cache(self) -> None:
         """Recompute cached keys and values after a weight update, unless the cache is kept."""
@@ -243,7 +255,8 @@ class NativeRolloutEngine:
     def _recompute(self) -> None:
         """Recompute the keys and values of all rows: each prompt once, then the responses.
 
-        The newest token of each row is left out, because the next decode step computes it.
+        The newest token of each row is left out, because the next decode step computes it. Recorded
+        routes stay those of the weights that drew the tokens behind them.
         """
         scheduler, max_tokens = self._scheduler, self._config.max_num_batched_tokens
         rows_of, responses = scheduler.rows_by_prompt(), self._responses()
@@ -254,9 +267,8 @@ class NativeRolloutEngine:
             for index, prompt in enumerate(prompts[chosen]):
                 for row in rows_of[prompt]:
                     first, tokens = scheduler.rows[row].first, prefill.tokens[index]
-                    self._cache.write(
-                        slice(row, row + 1), prefill.states, tokens=tokens, column=first
-                    )
+                    states = replace(prefill.states, routes_TLX=None)
+                    self._cache.write(slice(row, row + 1), states, tokens=tokens, column=first)
                 if prompt == scheduler.prefilled_head:
                     self._carried = prefill.part(index)
         answered = [row for rows in rows_of.values() for row in rows if responses[row]]
@@ -350,7 +362,13 @@ class NativeRolloutEngine:
         attention.column = column
         token_B = cache.tokens_RC[:num_rows, column - cache.first_column]
         position_B = column - cache.facts_4R[0, :num_rows] + cache.facts_4R[3, :num_rows]
-        h_BD = (self._quantized or self._decoder)(token_B, position_B, attention)
+        if self._quantized is not None:
+            h_BD = self._quantized(token_B, position_B, attention)
+        else:
+            recorder = _recorder(self._experts)
+            h_BD = self._decoder(token_B, position_B, attention, routing=recorder)
+            if recorder is not None:
+                cache.routes_RCLX[:num_rows, column - cache.first_column] = recorder.routes()
         logits_BV = F.linear(h_BD, self._decoder.lm_head_weight)
         scheduler.tick()
         if scheduler.column >= self._uniform_start + NUM_UNIFORMS:
@@ -405,11 +423,17 @@ class NativeRolloutEngine:
         token_ids = cache.tokens_RC[:, window].index_select(0, index).tolist()
         log_probs = cache.logp_RC[:, window].index_select(0, index).tolist()
         self._keep(ended, removal, responses=token_ids, first=first)
+        recorded = [None] * len(ended)
+        if self._experts is not None:
+            spans = [range(row.start, columns.stop - 1) for row in removal.rows]
+            recorded = cache.routes_of(ended, spans)
         cache.move_rows(removal.sources, removal.targets, columns=columns)
         self._attention = None
+        finished = zip(removal.rows, token_ids, log_probs, recorded, strict=True)
+        eos_ids = self._config.eos_ids
         return [
-            self._completion(row, ids[row.first - first :], log_probs=logp[row.first - first :])
-            for row, ids, logp in zip(removal.rows, token_ids, log_probs, strict=True)
+            _completion(row, ids, log_probs=logp, first=first, eos_ids=eos_ids, routes=routes)
+            for row, ids, logp, routes in finished
         ]
 
     def _keep(
@@ -420,6 +444,8 @@ class NativeRolloutEngine:
         Args:
             responses: the tokens of each removed row from column ``first`` on.
         """
+        if self._experts is not None:  # the shelf has no routes
+            return
         column = self._scheduler.column
         for index, row, ids in zip(ended, removal.rows, responses, strict=True):
             if row.may_continue:
@@ -429,18 +455,43 @@ class NativeRolloutEngine:
         allocated = self._cache.num_bytes // self._cache.shape.bytes_per_token
         self._shelf.trim(self._max_tokens - allocated)
 
-    def _completion(self, row: Row, token_ids: list[int], *, log_probs: list[float]) -> Completion:
-        starts = ((column - row.first, version) for column, version in row.switches)
-        return complete(
-            row.sample_id,
-            token_ids,
-            log_probs=log_probs,
-            eos_ids=() if row.ignore_eos else self._config.eos_ids,
-            versions=((0, row.weights_version), *starts),
-        )
-
 
 def _places(runs: Sequence[Sequence[int]]) -> tuple[slice, ...]:
     """Return the slice of each run when all are packed."""
     stops = list(accumulate(len(run) for run in runs))
     return tuple(slice(stop - len(run), stop) for run, stop in zip(runs, stops, strict=True))
+
+
+def _recorder(experts: ExpertConfig | None) -> RecordedRoutes | None:
+    return None if experts is None else RecordedRoutes(experts)
+
+
+def _empty_routes(decoder: Decoder) -> Tensor | None:
+    """Return a tensor like the routes of a token; None for a model without experts."""
+    experts = decoder.config.experts
+    if experts is None:
+        return None
+    layers = expert_layers(experts, decoder.config.num_layers)
+    size, device = (len(layers), experts.num_chosen), decoder.lm_head_weight.device
+    return torch.empty(size, dtype=route_dtype(experts), device=device)
+
+
+def _completion(
+    row: Row,
+    token_ids: list[int],
+    *,
+    log_probs: list[float],
+    first: int,
+    eos_ids: tuple[int, ...],
+    routes: np.ndarray | None,
+) -> Completion:
+    """Return the completion of a row, whose tokens are listed from column ``first`` on."""
+    starts = ((column - row.first, version) for column, version in row.switches)
+    return complete(
+        row.sample_id,
+        token_ids[row.first - first :],
+        log_probs=log_probs[row.first - first :],
+        eos_ids=() if row.ignore_eos else eos_ids,
+        versions=((0, row.weights_version), *starts),
+        routes=routes,
+    )

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tandem.config.check.device_rules import require_division
+from tandem.config.check.rules import check_run
 from tandem.config.derived.experts import ExpertConfig
 from tandem.config.derived.pools import place_run, place_sft
 from tandem.config.parse.overrides import load_config
@@ -19,6 +20,8 @@ from tests.fakes.configured import TINY
 
 EXPERTS = replace(TINY, experts=ExpertConfig(8, 2, inner=32))
 ROLES = "actor_rollout_ref"
+MODE = f"{ROLES}.actor.router_replay.mode"
+RECORDS = f"{ROLES}.rollout.enable_rollout_routing_replay"
 REFUSED = [
     ((f"{ROLES}.model.lora_rank=8",), f"{ROLES}.model.target_modules='all-linear': adapters"),
     (
@@ -26,7 +29,6 @@ REFUSED = [
         "adapters (LoRA) of the feed-forward are not built for models with experts. Set "
         f"{ROLES}.model.target_modules=[q_proj,k_proj,v_proj,o_proj].",
     ),
-    ((f"{ROLES}.actor.optim.optimizer=Muon",), f"{ROLES}.actor.optim.optimizer='Muon': it is not"),
     ((f"{ROLES}.rollout.quantization=fp8",), f"{ROLES}.rollout.quantization='fp8': it is not"),
 ]
 
@@ -47,7 +49,7 @@ def test_not_built_for_experts(arguments, text):
 
 
 def test_supervised_runs_are_refused_alike():
-    assert problem(SftConfig, ["optim.optimizer=Muon"]).startswith("optim.optimizer='Muon': it is")
+    assert problem(SftConfig, ["model.lora_rank=8"]).startswith("model.target_modules=")
 
 
 def test_adapters_of_attention_are_accepted():
@@ -62,3 +64,25 @@ def test_engines_with_weights_of_their_own_do_not_generate(name):
     found = problem_of(name, {"model_type": "qwen3_moe"})
     assert found is not None and "experts" in found.reason
     assert problem_of("native", {"model_type": "qwen3_moe"}) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ((f"{MODE}=R3",), f"{MODE}='R3': replays what the rollout records, and {RECORDS}=False"),
+        ((f"{RECORDS}=True",), f"{RECORDS}=True: nothing reads the experts that it records"),
+        ((f"{MODE}=R2", f"{RECORDS}=True"), f"{MODE}='R2': is not built. Set {MODE}=R3"),
+    ],
+)
+def test_mo8_keys_of_replay_must_agree(words, text):
+    with pytest.raises(UserError) as raised:
+        check_run(load_config(RunConfig, words).config)
+    assert text in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("engine", ["megatron.", "veomni.", ""])
+def test_mo15_verls_names_of_replay_are_one_key(engine):
+    words = (f"{ROLES}.actor.{engine}router_replay.mode=R3", f"{RECORDS}=True")
+    config = load_config(RunConfig, words).config
+    check_run(config)
+    assert config.actor_rollout_ref.actor.router_replay.mode == "R3"

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F  # noqa: N812
 
 from tandem.config.schema.optim import OptimConfig
+from tandem.engines.muon import orthogonalise
 from tandem.engines.single import SingleDeviceEngine
 from tandem.models.folder import open_model
 from tests.unit.engines.minibatch import LOSS, SCALE, cut_batches
@@ -64,3 +66,29 @@ def test_recomputed_gradients_are_the_same_bit_for_bit(case, dtype, tmp_path):
         model.set_gradient_checkpointing(True, granularity)
         again = gradients()
         assert all(torch.equal(again[name], x) for name, x in kept.items())
+
+
+def test_muon_treats_each_matrix_of_each_expert_alone(tmp_path):
+    write_hf(EXPERTS["qwen3_moe"](), tmp_path)
+    model = open_model(str(tmp_path), dtype=torch.float32, device="cpu")
+    optim = OptimConfig(optimizer="Muon", muon_lr=1e-2, weight_decay=0.0)
+    engine = SingleDeviceEngine(model, optim, total_training_steps=3)
+    weights = dict(model.decoder.named_parameters())
+    names = ("layers.0.experts.gate_up", "layers.0.experts.down", "layers.0.experts.router")
+    before = {name: weights[name].detach().clone() for name in names}
+    engine.update(cut_batches(), LOSS, scale=SCALE, temperature=1.0)
+    momentum = engine._optimizer.state_dict()["Muon"]["momentum"]
+    momenta = dict(zip(engine._optimizer.members["Muon"], momentum, strict=True))
+    for name in names:
+        whole = momenta[name] if "router" not in name else momenta[name][None]
+        step = before[name] - weights[name].detach()
+        step = step if "router" not in name else step[None]
+        halves = 2 if "gate_up" in name else 1
+        for own, moved in zip(whole, step, strict=True):
+            for part, change in zip(own.chunk(halves), moved.chunk(halves), strict=True):
+                # The first momentum is parallel to the gradient; both sides round to bf16.
+                wanted = orthogonalise(part[None])[0].float()
+                assert F.cosine_similarity(change.flatten(), wanted.flatten(), dim=0) > 0.9
+                # Matrices that were stacked would share one norm and move less.
+                rate = 1e-2 * max(1.0, part.shape[0] / part.shape[1]) ** 0.5
+                assert 0.7 < torch.linalg.matrix_norm(change, 2) / rate < 1.3

@@ -12,6 +12,8 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
+from tandem.config.derived.sizes import ModelSizes
+from tandem.models.weights import read_config
 from tandem.quickstart import materials as module
 from tandem.quickstart.materials import (
     NUM_DEMONSTRATIONS,
@@ -22,9 +24,11 @@ from tandem.quickstart.materials import (
     prepare,
 )
 from tandem.quickstart.model import (
+    NUM_EXPERTS,
     QUICKSTART_SIZE,
     padded_vocab,
     random_weights,
+    write_expert_model,
     write_model,
 )
 from tandem.quickstart.tokenizer import END_ID, MAX_VOCAB, PAD_ID
@@ -115,3 +119,14 @@ def test_weights_follow_the_seed(tmp_path: Path) -> None:
 def test_random_weights_repeat(materials: Materials) -> None:
     first, second = (random_weights(QUICKSTART_SIZE, 32, seed=2) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_model_with_experts_has_as_many_parameters_for_each_token(tmp_path: Path) -> None:
+    sizes = {"num_tokens": 200, "eos_id": END_ID, "pad_id": PAD_ID, "seed": 0}
+    (tmp_path / "dense").mkdir()
+    write_model(tmp_path / "dense", **sizes)
+    write_expert_model(tmp_path, **sizes)
+    dense, sparse = (ModelSizes.of(read_config(x)) for x in (tmp_path / "dense", tmp_path))
+    router = QUICKSTART_SIZE.num_layers * QUICKSTART_SIZE.hidden * NUM_EXPERTS
+    assert sparse.active_layer_parameters == dense.active_layer_parameters + router
+    assert sparse.num_parameters > 2 * dense.num_parameters
