@@ -81,6 +81,13 @@ def require_engine(config: RunConfig, hf_config: Mapping[str, Any] | None = None
         hf_config: the content of the model's config.json, if it is known.
     """
     rollout = config.actor_rollout_ref.rollout
+    if rollout.restarts_engine and not place_run(config).is_one_process:
+        raise UserError(
+            "actor_rollout_ref.rollout.max_engine_restarts",
+            rollout.max_engine_restarts,
+            rule="engines are started again only in runs of one process",
+            remedy="Leave it out; trainer.max_restarts starts the run again.",
+        )
     problem = _problem(config, hf_config)
     if problem is None:
         if rollout.name in _CHECKS:

@@ -332,7 +332,7 @@ class RolloutConfig(BaseModel):
         default=0,
         ge=0,
         description="Number of times that an engine whose processes ended or stand still is "
-        "started again, in each process that generates. 0: the run ends.",
+        "started again, in a run of one process. 0: the run ends.",
         json_schema_extra={READ_IF: [f"name!={one}: {_NO_PROCESS}" for one in ENGINES_IN_PROCESS]},
     )
     engine_kwargs: EngineKwargs = Field(

@@ -108,3 +108,11 @@ def test_restarts_have_an_effect_on_engines_with_processes_alone() -> None:
         loaded = load_config(RunConfig, [f"{key}=2", f"{ROLLOUT}.name={name}"])
         assert ignored_keys(loaded) == {}
         assert loaded.config.actor_rollout_ref.rollout.restarts_engine
+
+
+def test_restarts_in_runs_of_several_processes_are_refused() -> None:
+    keys = [f"{ROLLOUT}.name=my_package.engine:build", f"{ROLLOUT}.max_engine_restarts=2"]
+    placed = ["actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=2", *keys]
+    message = r"max_engine_restarts=2: engines are started again only in runs of one process"
+    with pytest.raises(UserError, match=message):
+        require_engine(load_config(RunConfig, placed).config, QWEN2)
