@@ -199,5 +199,7 @@ def _kill_scheduler_of(engine: RestartingEngine) -> int:
     inner = engine._engine
     assert isinstance(inner, SglangRolloutEngine)
     group = inner._process.pid
-    os.kill(max(pid for pid in _processes_of_group(group) if pid != group), signal.SIGKILL)
+    titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in _processes_of_group(group)}
+    (scheduler,) = (pid for pid, title in titles.items() if b"sglang::scheduler" in title)
+    os.kill(scheduler, signal.SIGKILL)
     return group
