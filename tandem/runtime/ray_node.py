@@ -62,6 +62,8 @@ _ALWAYS = {
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
     # Otherwise Ray's head keeps a record of each of the last 100,000 calls: 39 KB a training step.
     "RAY_task_events_report_interval_ms": "0",
+    # By default workers have niceness 15: beside another job, training would hardly advance.
+    "RAY_worker_niceness": "0",
 }
 _RECONNECT_S = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """The time after which processes without a head end, by default a minute."""

@@ -145,6 +145,12 @@ def test_facades_work_at_the_same_time_and_each_in_order(
     assert seconds < 0.4 + 0.03 + 0.35, "the facades took turns"
 
 
+def test_workers_have_the_drivers_priority(groups: dict[str, WorkerGroup]) -> None:
+    train = groups["train"]
+    (where,) = train.gather([train.submit(0, "where")])
+    assert psutil.Process(where["pid"]).nice() == psutil.Process().nice()
+
+
 def test_ray_keeps_no_record_of_calls(groups: dict[str, WorkerGroup]) -> None:
     """Records of calls make the head grow by 39 KB a training step. By default they are sent
     every second."""
@@ -196,8 +202,7 @@ def test_one_signal_ends_the_wait_for_nodes() -> None:
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_a_lost_process_of_ray_is_named_without_a_traceback(name: str) -> None:
-    # By default Ray starts workers with a niceness of 15, and a busy machine makes them wait.
-    environment = {"TANDEM_TEST_KILLED": name, "RAY_worker_niceness": "0"}
+    environment = {"TANDEM_TEST_KILLED": name}
     driver = run_driver("lose_a_process", **environment)
     stdout, stderr = driver.communicate(timeout=LIMIT_S)
     wanted = f"Ray ended on the driver's node: its {name} was killed by SIGKILL"
