@@ -49,6 +49,8 @@ CORE = MappingProxyType(
         "packaging": "comparing versions",
         "psutil": "memory metrics",
         "httpx": "requests to the model hub",
+        "h11": "the endpoint that agents call",
+        "pillow": "pictures of the data",
         "huggingface-hub": "its cache, downloads from it",
         "markupsafe": "the report",
         "cloudpickle": "functions that tandem.train gets from Python",

@@ -30,9 +30,9 @@ def read_if(condition: str, also: str | None = None) -> JsonDict:
     """Return the ``json_schema_extra`` of a field, or of a section, that is not always read.
 
     Args:
-        condition: ``NAME=VALUE|VALUE``, ``NAME!=VALUE``, ``NAME>0`` or ``NAME<=0``. It may end with
-            ``: `` and the reason to show if it does not hold. NAME is a key of the same section,
-            else a key or a property from the root.
+        condition: ``NAME=VALUE|VALUE``, ``NAME!=VALUE|VALUE``, ``NAME>0`` or ``NAME<=0``. It may
+            end with ``: `` and the reason to show if it does not hold. NAME is a key of the same
+            section, else a key or a property from the root.
         also: a second condition, which must hold too.
 
     Example:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from tandem.config.schema.dotted import ByName
-from tandem.config.schema.fields import READ_IF, SECTION, VALIDATES, Dtype, Seed, Strings, read_if
+from tandem.config.schema.fields import SECTION, VALIDATES, Dtype, Seed, Strings, read_if
 
 ENGINES: Mapping[str, str] = {
     "auto": "tandem.rollout.factory:build_by_family",
@@ -333,7 +333,7 @@ class RolloutConfig(BaseModel):
         ge=0,
         description="Number of times that an engine whose processes ended or stand still is "
         "started again, in a run of one process. 0: the run ends.",
-        json_schema_extra={READ_IF: [f"name!={one}: {_NO_PROCESS}" for one in ENGINES_IN_PROCESS]},
+        json_schema_extra=read_if(f"name!={'|'.join(ENGINES_IN_PROCESS)}: {_NO_PROCESS}"),
     )
     engine_kwargs: EngineKwargs = Field(
         default_factory=EngineKwargs,

@@ -15,6 +15,7 @@ from tandem.cli.main import EXIT_USER_ERROR, main
 from tandem.cli.plan import plan_arguments
 from tandem.config.derived.trained_model import trained_model
 from tandem.config.parse.overrides import load_config
+from tandem.config.schema.families import NATIVE_FAMILIES
 from tandem.config.schema.run import RunConfig
 from tandem.driver.model_checks import (
     length_warnings,
@@ -80,9 +81,9 @@ def test_a_family_that_nobody_knows_is_refused(
     words = [*command.split(), *arguments[1:], f"{spelling}={tmp_path}"]
     assert main(words) == EXIT_USER_ERROR
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"error: {key}='{tmp_path}': model_type 'perceptron' is unknown. Use one of qwen2, qwen3, "
-        "llama, or a family that transformers knows; transformers then generates the rollouts "
-        "(actor_rollout_ref.rollout.name=hf)."
+        f"error: {key}='{tmp_path}': model_type 'perceptron' is unknown. Use one of "
+        f"{', '.join(NATIVE_FAMILIES)}, or a family that transformers knows; transformers then "
+        "generates the rollouts (actor_rollout_ref.rollout.name=hf)."
     )
 
 
