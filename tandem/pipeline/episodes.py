@@ -84,6 +84,7 @@ class EpisodePlayer:
         if not prompt.agent:
             (future,) = self._rollout.submit([request])
             return future
+        assert self._conversing is not None, "only a run with conversations starts one"
         if self._conversing.plays_program(prompt.agent):
             playing = self._play_programs(prompt, request)
             return asyncio.get_running_loop().create_task(playing)
