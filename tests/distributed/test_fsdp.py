@@ -42,6 +42,7 @@ ADAMW = OptimConfig(lr=2e-4, lr_warmup_steps=2, clip_grad=0.5)
 MUON = OptimConfig(optimizer="Muon", lr=2e-4, muon_lr=1e-4)
 FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3_biases")
 OFFLOADED = {"param_offload": True, "optimizer_offload": True}
+BALANCE = "actor/experts/max_over_mean"
 TOLERANCE = 1e-5
 MUON_TOLERANCE = 1e-4
 """It computes in bf16, where a sum in another order may round the other way."""
@@ -71,15 +72,21 @@ def _check(case: Case, ranks: Sequence[Outcome]) -> None:
     reports, log_probs = train_single(engine, case)
     for rank in ranks:
         assert rank.reports == ranks[0].reports
+    together = rank_layout(FsdpConfig(**case.config), len(ranks)).ranks_per_microbatch
+    # Ranks that share the tokens of a sequence count their own tokens only.
+    uncounted = {BALANCE} if case.config.get("ulysses_sequence_parallel_size", 1) > 1 else set()
     for actual, expected in zip(ranks[0].reports, reports, strict=True):
-        assert actual.metrics == pytest.approx(expected.metrics, abs=tolerance)
+        compared = {k: v for k, v in expected.metrics.items() if k not in uncounted}
+        assert actual.metrics.keys() == expected.metrics.keys()
+        assert {name: actual.metrics[name] for name in compared} == pytest.approx(
+            compared, abs=tolerance
+        )
         assert actual.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
         assert actual.learning_rate == expected.learning_rate and not actual.skipped
     found = assembled(part for rank in ranks for part in rank.parts)
     assert found.keys() == weights.keys()
     for name, expected in weights.items():
         assert float((found[name] - expected).abs().max()) < tolerance, (name, case)
-    together = rank_layout(FsdpConfig(**case.config), len(ranks)).ranks_per_microbatch
     groups = [rank.log_probs for rank in ranks[::together]]
     for index, expected in enumerate(log_probs):
         actual = groups[index % len(groups)][index // len(groups)]

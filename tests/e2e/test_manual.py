@@ -14,7 +14,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ import pytest
 from tandem.quickstart.tokenizer import TOOL_TEMPLATE
 from tandem.quickstart.word_problems import WORD_PROBLEMS, correct
 from tests.fakes.commands import Conditions, run_command
+from tests.fakes.tiny_experts import write_tiny_qwen3_moe
 from tests.fakes.tiny_reward_model import write_random_judge
 from tests.fakes.tiny_run import Material
 
@@ -252,6 +253,8 @@ def _record(step: int, is_json: bool) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if commands_of(p)], ids=lambda page: page.stem)
 def test_the_commands_of_a_page_run(page: Path, material: Material, tmp_path: Path) -> None:
+    if page.stem == "experts":
+        material = replace(material, policy=write_tiny_qwen3_moe(tmp_path / "model"))
     reader = Reader(page, tmp_path, material)
     for name, text in files_of(page):
         (tmp_path / name).write_text(text, "utf-8")

@@ -48,7 +48,7 @@ def test_each_row_attends_to_its_own_tokens(lengths: list[int]) -> None:
     for row, stop in enumerate(itertools.accumulate(lengths)):
         tokens = slice(stop - lengths[row], stop)
         cache.write(slice(row, row + 1), prefill.states(), tokens=tokens, column=0)
-    cache.facts_3R[0, :num_rows] = -torch.tensor(lengths)
+    cache.facts_4R[0, :num_rows] = -torch.tensor(lengths)
     masked = len(set(lengths)) > 1
     attention = DecodeAttention(cache, num_rows, first_column=-max(lengths), masked=masked)
     own = list(zip(keys.split(lengths), values.split(lengths), strict=True))

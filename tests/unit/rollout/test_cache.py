@@ -23,7 +23,7 @@ def _filled(num_rows: int, columns: range) -> RowCache:
         value.copy_(mark_RC[:, None, :, None])
     cache.tokens_RC.copy_(mark_RC)
     cache.logp_RC.copy_(mark_RC)
-    cache.facts_3R.copy_(torch.arange(num_rows).expand(3, -1))
+    cache.facts_4R.copy_(torch.arange(num_rows).expand(4, -1))
     cache.uniform_RJ.copy_(torch.arange(num_rows)[:, None].expand_as(cache.uniform_RJ))
     return cache
 
@@ -38,7 +38,7 @@ def _assert_holds(cache: RowCache, expected: dict[int, int], columns: range) -> 
             assert torch.equal(value[row, :, where], wanted[:, None].expand(2, -1, 3))
         assert torch.equal(cache.tokens_RC[row, where], wanted.long())
         assert torch.equal(cache.logp_RC[row, where], wanted)
-        assert cache.facts_3R[:, row].tolist() == [mark] * 3
+        assert cache.facts_4R[:, row].tolist() == [mark] * 4
         assert float(cache.uniform_RJ[row, -1]) == mark
 
 

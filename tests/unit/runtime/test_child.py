@@ -44,6 +44,7 @@ def is_terminated(send):
     os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(600)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 CASES = [lambda send: 3, raises, killed, leaves_processes, is_interrupted, is_terminated]
 mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 ends = []
