@@ -3,8 +3,8 @@
 
     PYTHONPATH=. python benchmarks/jailed_execution.py [--count 200] [--modules numpy sympy]
 
-It prints milliseconds: processor time of the program's process, and seconds on the clock for
-whoever waits. The program is ``print(6 * 7)``. Executions follow one another.
+It prints milliseconds: processor time of the program's process, and time on the clock until its
+caller has the outcome. The program is ``print(6 * 7)``. Executions follow one another.
 """
 
 from __future__ import annotations

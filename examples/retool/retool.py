@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.agents.code_tool import SCHEMA
 from tandem.data.files import read_rows
 from tandem.errors import UserError
 from tandem.rewards.math_answer import compute_boxed_score
@@ -21,20 +22,7 @@ ANSWER_FORMAT = "\nThe answer format must be: \\boxed{'The final answer goes her
 QUESTION = "*user question:*"
 PARTS = re.compile(r"(.*?)<(code|interpreter|answer)>(.*?)</\2>", re.DOTALL)
 BLOCK = re.compile(r"```python(.*?)```", re.DOTALL)
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "code_interpreter",
-            "description": "A tool for executing code.",
-            "parameters": {
-                "type": "object",
-                "properties": {"code": {"type": "string", "description": "The code to execute."}},
-                "required": ["code"],
-            },
-        },
-    }
-]
+TOOLS = [SCHEMA]
 """The schema of ``code_interpreter.yaml``, which the chat template shows."""
 
 

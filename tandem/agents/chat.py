@@ -133,7 +133,7 @@ class PendingReply(Protocol):
 
 
 class ChatSession(Protocol):
-    """One episode, as the endpoint sees it."""
+    """An episode, as the endpoint sees it."""
 
     def request(self, chat: ChatRequest) -> PendingReply:
         """Begin to draw a turn. Raise RequestRefused."""

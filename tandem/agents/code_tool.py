@@ -40,7 +40,7 @@ _DEFAULTS: Mapping[str, Any] = {
 _OF_ALL_TOOLS = ("type", "timeout", "per_call")
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _NEEDED = ("files", "network", "processes", "signals")
-_SCHEMA: Mapping[str, Any] = {
+SCHEMA: Mapping[str, Any] = {
     "type": "function",
     "function": {
         "name": "code_interpreter",
@@ -74,7 +74,7 @@ class CodeInterpreter(BaseTool):
         *,
         isolation: Isolation = "strict",
     ) -> None:
-        super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA))
+        super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA))
         fields = _read_config(config)
         self._limits = JailLimits(
             cpu_s=max(1, round(fields["default_timeout"])),

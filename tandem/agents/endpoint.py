@@ -218,7 +218,7 @@ async def _stream_reply(
 
 
 class _Connection:
-    """One connection in HTTP/1.1; all errors of a client that is gone are ConnectionError."""
+    """A connection in HTTP/1.1. If the client is gone, its methods raise ConnectionError."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer

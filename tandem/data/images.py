@@ -140,6 +140,11 @@ class PictureSource:
         return Picture(self.first_id, self.rows, self.columns, self.side, pixels.tobytes())
 
 
+def ids_of_text(token_ids: np.ndarray, pictures: Sequence[PictureSource]) -> np.ndarray:
+    """Return the tokens of a sequence that are not of its pictures."""
+    return token_ids[token_ids < pictures[0].first_id] if pictures else token_ids
+
+
 def require_no_pictures(row: Row, columns: Sequence[str]) -> None:
     """Raise RowFault if a row has pictures, videos or sound, which a model of text cannot read."""
     media = next((name for name in (*columns, *_OTHER_MEDIA) if _present(row.get(name))), None)

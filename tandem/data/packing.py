@@ -116,12 +116,8 @@ def pack(sequences: Sequence[TrainSequence], columns: LossColumns | None = None)
     first_token_N = _exclusive_sum(response_N)[responds_N]
     source_R[first_token_N] = (prompt_start_N + prompt_N - 1)[responds_N]
     sequence_R = np.repeat(owner_N, response_N)
-    keep_R = _loss_mask(rows)
-    if keep_R is not None:
-        target_R, source_R, sequence_R = target_R[keep_R], source_R[keep_R], sequence_R[keep_R]
-    if branching:
-        order_R = np.argsort(sequence_R, kind="stable")
-        target_R, source_R, sequence_R = target_R[order_R], source_R[order_R], sequence_R[order_R]
+    if (loss_R := _loss_order(rows, sequence_R, branches=bool(branching))) is not None:
+        target_R, source_R, sequence_R = target_R[loss_R], source_R[loss_R], sequence_R[loss_R]
     _check_columns(columns, len(target_R))
     return PackedBatch(
         token_ids_T=torch.from_numpy(token_T),
@@ -310,6 +306,20 @@ def _segments(
         prefix_start_S=torch.from_numpy(np.stack([zero_N, prompt_start_N], axis=1).ravel()[keep]),
         prefix_length_S=torch.from_numpy(np.stack([zero_N, prompt_N], axis=1).ravel()[keep]),
     )
+
+
+def _loss_order(
+    rows: Sequence[TrainSequence], sequence_R: np.ndarray, *, branches: bool
+) -> np.ndarray | None:
+    """Return the response tokens that carry loss, those of branches after their sequence's own.
+
+    None stands for all tokens in their order.
+    """
+    keep_R = _loss_mask(rows)
+    if keep_R is None and not branches:
+        return None
+    kept = np.arange(len(sequence_R)) if keep_R is None else np.flatnonzero(keep_R)
+    return kept[np.argsort(sequence_R[kept], kind="stable")] if branches else kept
 
 
 def _loss_mask(sequences: Sequence[TrainSequence]) -> np.ndarray | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from tandem.config.schema.data import DataConfig
 from tandem.data.files import Row, RowFault, RowSource
-from tandem.data.images import PIXELS_KEY, PictureSource
+from tandem.data.images import PIXELS_KEY, PictureSource, ids_of_text
 from tandem.data.seeing import SeenRows
 from tandem.data.selection import truncate
 from tandem.data.tokenizer import Chat, ChatRefused, TextCodec
@@ -82,9 +82,7 @@ class PromptEntry:
     @property
     def text_ids(self) -> np.ndarray:
         """The tokens that are not of pictures."""
-        if not self.pictures:
-            return self.token_ids
-        return self.token_ids[self.token_ids < self.pictures[0].first_id]
+        return ids_of_text(self.token_ids, self.pictures)
 
     @property
     def content(self) -> bytes:

@@ -17,7 +17,7 @@ import numpy as np
 
 from tandem.config.schema.sft import MultiturnConfig, SftDataConfig
 from tandem.data.files import Row, RowFault, RowSource
-from tandem.data.images import PictureRule, PictureSource
+from tandem.data.images import PictureRule, PictureSource, ids_of_text
 from tandem.data.ledger import Source
 from tandem.data.packing import TrainSequence
 from tandem.data.seeing import RowPictures, expand_example
@@ -62,9 +62,7 @@ class SftExample:
     @property
     def text_ids(self) -> np.ndarray:
         """The tokens that are not of pictures."""
-        if not self.pictures:
-            return self.token_ids
-        return self.token_ids[self.token_ids < self.pictures[0].first_id]
+        return ids_of_text(self.token_ids, self.pictures)
 
     @property
     def content(self) -> bytes:

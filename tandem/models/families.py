@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.config.derived.experts import experts_of
+from tandem.config.derived.model_values import require_size
 from tandem.config.derived.vision import (
     VISION_FAMILIES,
     VisionFamily,
@@ -117,8 +118,8 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
     if traits is None or not _is_plain(hf_config):
         return None
     _refuse_sliding_window(hf_config, traits)
-    heads = _size(hf_config, "num_attention_heads")
-    hidden = _size(hf_config, "hidden_size")
+    heads = require_size(hf_config, "num_attention_heads")
+    hidden = require_size(hf_config, "hidden_size")
     head_dim = hf_config.get("head_dim") or traits.head_dim or hidden // heads
     rope = _rope_config(hf_config, head_dim, theta=traits.theta)
     if rope is None:
@@ -126,16 +127,16 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
     head = value_head(hf_config)
     return DecoderConfig(
         family=hf_config["model_type"],
-        vocab_size=_size(hf_config, "vocab_size"),
+        vocab_size=require_size(hf_config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_size(hf_config, "intermediate_size"),
-        num_layers=_size(hf_config, "num_hidden_layers"),
+        intermediate_size=require_size(hf_config, "intermediate_size"),
+        num_layers=require_size(hf_config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=hf_config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
         rms_norm_eps=hf_config.get("rms_norm_eps", traits.rms_norm_eps),
         rope=rope,
-        max_position_embeddings=_size(hf_config, "max_position_embeddings"),
+        max_position_embeddings=require_size(hf_config, "max_position_embeddings"),
         tie_embeddings=bool(hf_config.get("tie_word_embeddings", False)) and head is None,
         qkv_bias=_decided(traits.qkv_bias, hf_config),
         o_bias=_decided(traits.o_bias, hf_config),
@@ -185,18 +186,6 @@ def _refuse_sliding_window(hf_config: HfConfig, traits: _Traits) -> None:
         )
 
 
-def _size(hf_config: HfConfig, name: str) -> int:
-    value = hf_config.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise UserError(
-            f"config.json: {name}",
-            value,
-            rule="must be a positive integer",
-            remedy="Use the config.json that belongs to the weights.",
-        )
-    return value
-
-
 def _rope_config(hf_config: HfConfig, head_dim: int, *, theta: float) -> RopeConfig | None:
     parameters = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
     theta = parameters.get("rope_theta") or hf_config.get("rope_theta") or theta
@@ -212,7 +201,7 @@ def _rope_config(hf_config: HfConfig, head_dim: int, *, theta: float) -> RopeCon
         return RopeConfig(theta)
     if kind not in _SCALINGS:
         return None
-    longest = _size(hf_config, "max_position_embeddings")
+    longest = require_size(hf_config, "max_position_embeddings")
     parameters["original_max_position_embeddings"] = hf_config.get(
         "original_max_position_embeddings"
     ) or parameters.get("original_max_position_embeddings", longest)

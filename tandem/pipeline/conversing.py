@@ -46,7 +46,7 @@ class HostedPrograms:
 
 @dataclass(frozen=True, slots=True)
 class Conversing:
-    """What episodes of several turns need beside the engine.
+    """The parts of a run that episodes of several turns need beside the engine.
 
     Attributes:
         schemas: the schema of each tool by its name.

@@ -25,7 +25,7 @@ from tandem.errors import RunFailure
 from tandem.metrics.trace import TraceRecorder
 from tandem.pipeline.conversing import Conversing
 from tandem.pipeline.rollout_loop import RolloutLoop
-from tandem.pipeline.sessions import play_program
+from tandem.pipeline.sessions import RENDERED, play_program
 from tandem.types import (
     AssistantTurn,
     Completion,
@@ -43,9 +43,6 @@ from tandem.types import (
 
 Answers = asyncio.Future[Any]
 """The answers to a request, a tuple: completions of single turns, or trajectories of episodes."""
-
-RENDERED = "rendered"
-"""The reason of a fork: the template renders earlier turns otherwise than they were drawn."""
 
 MAX_FIRST_FAILURES = 8
 """The number of steps of environments, the first of a run, that all fail and end the run."""

@@ -151,6 +151,20 @@ _HERE = Path(__file__).parent
 _ROLLOUT = "actor_rollout_ref.rollout"
 TURNS = f"{_ROLLOUT}.multi_turn"
 CALCULATOR_FILE = _HERE / "calculator_tool.py"
+SFT_KEYS = (
+    "data.multiturn.enable=True",
+    "data.max_length=192",
+    "trainer.total_training_steps=400",
+)
+GRPO_KEYS = (
+    "data.train_batch_size=16",
+    "data.max_response_length=112",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    f"{TURNS}.enable=True",
+    f"{TURNS}.max_assistant_turns=4",
+    f"{_ROLLOUT}.agent.num_workers=1",
+    "trainer.total_training_steps=40",
+)
 CALCULATOR = Task(
     "word problems with a calculator",
     draw_product,
@@ -160,19 +174,7 @@ CALCULATOR = Task(
         messages_of,
         tool_keys=(f"{TURNS}.function_tool_path={CALCULATOR_FILE}",),
         broken_keys=(f"{TURNS}.function_tool_path={_HERE / 'broken_tool.py'}",),
-        sft_keys=(
-            "data.multiturn.enable=True",
-            "data.max_length=192",
-            "trainer.total_training_steps=400",
-        ),
-        grpo_keys=(
-            "data.train_batch_size=16",
-            "data.max_response_length=112",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-            f"{TURNS}.enable=True",
-            f"{TURNS}.max_assistant_turns=4",
-            f"{_ROLLOUT}.agent.num_workers=1",
-            "trainer.total_training_steps=40",
-        ),
+        sft_keys=SFT_KEYS,
+        grpo_keys=GRPO_KEYS,
     ),
 )

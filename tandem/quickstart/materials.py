@@ -8,7 +8,8 @@ Face folder with tokenizer and random model. No question of the tests occurs in 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -74,6 +75,20 @@ class Materials:
     parts: str = "numbers"
 
 
+@contextmanager
+def errors_of_folder(folder: Path) -> Iterator[None]:
+    """Raise UserError in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            "--folder",
+            str(folder),
+            rule=f"cannot be written ({error.strerror or error})",
+            remedy="Choose another folder, or free some space.",
+        ) from error
+
+
 def prepare(
     folder: Path, *, seed: int, task: Task[Any] = WORD_PROBLEMS, with_experts: bool = False
 ) -> Materials:
@@ -90,16 +105,9 @@ def prepare(
         UserError: the folder cannot be written.
     """
     model = folder / "model"
-    try:
+    with errors_of_folder(folder):
         model.mkdir(parents=True, exist_ok=True)
         num_parameters = _write_policy(model, seed, task=task, with_experts=with_experts)
-    except OSError as error:
-        raise UserError(
-            "--folder",
-            str(folder),
-            rule=f"cannot be written ({error.strerror or error})",
-            remedy="Choose another folder, or free some space.",
-        ) from error
     materials = Materials(
         model=model,
         demonstrations=folder / "sft.parquet",

@@ -19,13 +19,13 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from tandem.data.files import write_parquet
-from tandem.errors import UserError
 from tandem.quickstart.materials import (
     NUM_TEST,
     NUM_UNSEEN,
     TEST_SEED,
     UNSEEN_SEED,
     Materials,
+    errors_of_folder,
 )
 from tandem.quickstart.seeing_model import VISION_TOKENS, write_seeing_model
 from tandem.quickstart.task import is_held_out
@@ -170,16 +170,9 @@ def prepare_pictures(folder: Path, *, seed: int, family: str, is_black: bool) ->
         UserError: the folder cannot be written.
     """
     model = folder / "model"
-    try:
+    with errors_of_folder(folder):
         model.mkdir(parents=True, exist_ok=True)
         num_parameters = _write_policy(model, family, seed=seed)
-    except OSError as error:
-        raise UserError(
-            "--folder",
-            str(folder),
-            rule=f"cannot be written ({error.strerror or error})",
-            remedy="Choose another folder, or free some space.",
-        ) from error
     rows = _demonstrations(seed, is_black=is_black)
     write_parquet(rows, folder / "sft.parquet", key="--folder")
     splits = {

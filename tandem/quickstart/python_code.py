@@ -10,7 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tandem.quickstart.calculator import TURNS, WRITERS, calls_twice, draw_product, messages_of
+from tandem.quickstart.calculator import (
+    GRPO_KEYS,
+    SFT_KEYS,
+    TURNS,
+    WRITERS,
+    calls_twice,
+    draw_product,
+    messages_of,
+)
 from tandem.quickstart.task import Task, ToolUse
 
 _HERE = Path(__file__).parent
@@ -33,19 +41,7 @@ PYTHON = Task(
             f"{TURNS}.tool_config_path=null",
             f"{TURNS}.function_tool_path={_HERE / 'broken_tool.py'}",
         ),
-        sft_keys=(
-            "data.multiturn.enable=True",
-            "data.max_length=192",
-            "trainer.total_training_steps=400",
-        ),
-        grpo_keys=(
-            "data.train_batch_size=16",
-            "data.max_response_length=112",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-            f"{TURNS}.enable=True",
-            f"{TURNS}.max_assistant_turns=4",
-            "actor_rollout_ref.rollout.agent.num_workers=1",
-            "trainer.total_training_steps=40",
-        ),
+        sft_keys=SFT_KEYS,
+        grpo_keys=GRPO_KEYS,
     ),
 )

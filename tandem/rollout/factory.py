@@ -62,6 +62,18 @@ class EngineSpec:
     platform: Platform
     max_length: int | None = None
 
+    def warn_of_precision(self) -> None:
+        """Log a warning if an engine with weights of its own has another precision."""
+        own = str(self.model.lm_head_weight.dtype).removeprefix("torch.")
+        if self.config.dtype not in ("auto", own):
+            logger.warning(
+                "actor_rollout_ref.rollout.dtype=%s: the trainer computes in %s, so that the "
+                "log-probs of generation and training differ more than by rounding "
+                "(training/rollout_probs_diff)",
+                self.config.dtype,
+                own,
+            )
+
 
 def build_engine(spec: EngineSpec) -> RolloutEngine:
     """Build the engine that ``spec.config.name`` names.

@@ -20,7 +20,6 @@ from tandem.config.derived.pools import (
     scorer_of,
 )
 from tandem.config.derived.trained_model import trained_model
-from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
@@ -92,16 +91,9 @@ def pool_jobs(
     training = platforms[placement.pool_of("actor-train").name]
     is_mixed = len({platform.name for platform in platforms.values()}) > 1
 
-    def settled(layout: FsdpConfig) -> FsdpConfig:
-        """Replace ``dtype=auto`` by the trainer's precision, if the platforms differ."""
-        if layout.dtype != "auto" or not is_mixed:
-            return layout
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        return layout.model_copy(update={"dtype": names[training.compute_dtype]})
-
     def policy(task: str) -> PolicySpec:
         spec = policy_spec(config, placement, task=task)
-        return replace(spec, layout=settled(spec.layout))
+        return _with_precision_of(training, spec) if is_mixed else spec
 
     def trainer(task: str) -> TrainerSpec:
         spec = trainer_spec(config, placement, task=task, total_steps=total_steps)
@@ -143,6 +135,15 @@ def pool_jobs(
         )
 
     return {pool.name: job(pool) for pool in placement.used_pools}
+
+
+def _with_precision_of(training: Platform, spec: PolicySpec) -> PolicySpec:
+    """Replace ``dtype=auto`` by the precision of the trainer's platform."""
+    if spec.layout.dtype != "auto":
+        return spec
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    layout = spec.layout.model_copy(update={"dtype": names[training.compute_dtype]})
+    return replace(spec, layout=layout)
 
 
 def remote_engines(

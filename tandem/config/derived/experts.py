@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from tandem.config.derived.model_values import require_size
 from tandem.errors import UserError
 
 Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
@@ -86,26 +87,26 @@ def experts_of(hf_config: Mapping[str, Any]) -> ExpertConfig | None:
 def _read_qwen(hf_config: Mapping[str, Any]) -> ExpertConfig:
     step = hf_config.get("decoder_sparse_step", 1)
     only = hf_config.get("mlp_only_layers") or ()
-    layers = range(_size(hf_config, "num_hidden_layers"))
+    layers = range(require_size(hf_config, "num_hidden_layers"))
     return ExpertConfig(
         _number(hf_config),
-        _size(hf_config, "num_experts_per_tok"),
-        inner=_size(hf_config, "moe_intermediate_size"),
+        require_size(hf_config, "num_experts_per_tok"),
+        inner=require_size(hf_config, "moe_intermediate_size"),
         dense_layers=tuple(index for index in layers if index in only or (index + 1) % step),
         is_renormalized=bool(hf_config.get("norm_topk_prob", False)),
     )
 
 
 def _read_qwen2(hf_config: Mapping[str, Any]) -> ExpertConfig:
-    shared = _size(hf_config, "shared_expert_intermediate_size")
+    shared = require_size(hf_config, "shared_expert_intermediate_size")
     return replace(_read_qwen(hf_config), shared_inner=shared, has_shared_gate=True)
 
 
 def _read_mixtral(hf_config: Mapping[str, Any]) -> ExpertConfig:
     return ExpertConfig(
         _number(hf_config),
-        _size(hf_config, "num_experts_per_tok"),
-        inner=_size(hf_config, "intermediate_size"),
+        require_size(hf_config, "num_experts_per_tok"),
+        inner=require_size(hf_config, "intermediate_size"),
         is_renormalized=True,
     )
 
@@ -113,11 +114,11 @@ def _read_mixtral(hf_config: Mapping[str, Any]) -> ExpertConfig:
 def _read_deepseek(
     hf_config: Mapping[str, Any], *, scoring: Scoring = "sigmoid", is_renormalized: bool = False
 ) -> ExpertConfig:
-    inner = _size(hf_config, "moe_intermediate_size")
+    inner = require_size(hf_config, "moe_intermediate_size")
     has_correction = scoring == "sigmoid"
     return ExpertConfig(
         _number(hf_config),
-        _size(hf_config, "num_experts_per_tok"),
+        require_size(hf_config, "num_experts_per_tok"),
         inner=inner,
         dense_layers=_first_dense(hf_config),
         scoring=scoring,
@@ -161,7 +162,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ExpertConfig]] = {
 def _first_dense(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     first = hf_config.get("first_k_dense_replace") or 0
     frequency = hf_config.get("moe_layer_freq") or 1
-    layers = range(_size(hf_config, "num_hidden_layers"))
+    layers = range(require_size(hf_config, "num_hidden_layers"))
     return tuple(index for index in layers if index < first or index % frequency)
 
 
@@ -181,16 +182,4 @@ def _require_consistent(experts: ExpertConfig) -> None:
 
 def _number(hf_config: Mapping[str, Any]) -> int:
     name = next((name for name in _NUMBERS if hf_config.get(name) is not None), _NUMBERS[0])
-    return _size(hf_config, name)
-
-
-def _size(hf_config: Mapping[str, Any], name: str) -> int:
-    value = hf_config.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise UserError(
-            f"config.json: {name}",
-            value,
-            rule="must be a positive integer",
-            remedy="Use the config.json that belongs to the weights.",
-        )
-    return value
+    return require_size(hf_config, name)

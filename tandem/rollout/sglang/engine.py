@@ -11,7 +11,6 @@ and emptied unless the engine keeps its cache. Tensor parallelism is not built.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +30,6 @@ from tandem.rollout.sglang.client import SglangProcess
 from tandem.rollout.sglang.keys import interpreter
 from tandem.rollout.sglang.weights import SglangSink, SharedMemory
 from tandem.types import Completion, GenerationRequest, SliceSpec, TokenIds
-
-logger = logging.getLogger(__name__)
 
 _GREEDY = (0.0, -1, 1.0)
 _DEFAULT_POSITIONS = 4096
@@ -177,7 +174,7 @@ def build(spec: EngineSpec) -> SglangRolloutEngine:
     hf_config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     positions = hf_config.get("max_position_embeddings", _DEFAULT_POSITIONS)
     arguments = engine_arguments(spec, max_positions=positions)
-    _warn_of_precision(spec)
+    spec.warn_of_precision()
     memory = SharedMemory(_manifest(spec, DTYPES[arguments["dtype"]]))
     first = {
         "arguments": arguments,
@@ -224,14 +221,3 @@ def _message(  # noqa: PLR0913 - the fields of a message
         "eos": list(eos_ids),
         "draw": row,
     }
-
-
-def _warn_of_precision(spec: EngineSpec) -> None:
-    own = str(spec.model.lm_head_weight.dtype).removeprefix("torch.")
-    if spec.config.dtype not in ("auto", own):
-        logger.warning(
-            "actor_rollout_ref.rollout.dtype=%s: the trainer computes in %s, so that the log-probs "
-            "of generation and training differ more than by rounding (training/rollout_probs_diff)",
-            spec.config.dtype,
-            own,
-        )

@@ -11,7 +11,6 @@ A run may have several engines, each on one device or split over several (``rank
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +33,6 @@ from tandem.rollout.vllm.library import ENVIRONMENT, of_vllm, undisturbed_proces
 from tandem.rollout.vllm.ranks import Ranks
 from tandem.rollout.vllm.weights import VllmSink
 from tandem.types import Completion, GenerationRequest, SliceSpec, TokenIds
-
-logger = logging.getLogger(__name__)
 
 _CANARY = "canary"
 _FIRST, _LATER = -1, 0
@@ -275,7 +272,7 @@ def build(spec: EngineSpec) -> VllmRolloutEngine:
         EngineFailure: vLLM cannot serve the model on this device.
     """
     set_defaults(ENVIRONMENT)
-    _warn_of_precision(spec)
+    spec.warn_of_precision()
     streams: dict[str, Stream] = {}
     ranks = Ranks(spec.config.ranks_per_engine)
     try:
@@ -302,17 +299,6 @@ def _start(spec: EngineSpec, streams: dict[str, Stream], *, executor: type) -> A
     return of_vllm("v1.engine.llm_engine", "LLMEngine")(
         vllm_config, executor, log_stats=not spec.config.disable_log_stats, multiprocess_mode=False
     )
-
-
-def _warn_of_precision(spec: EngineSpec) -> None:
-    own = str(spec.model.lm_head_weight.dtype).removeprefix("torch.")
-    if spec.config.dtype not in ("auto", own):
-        logger.warning(
-            "actor_rollout_ref.rollout.dtype=%s: the trainer computes in %s, so that the log-probs "
-            "of generation and training differ more than by rounding (training/rollout_probs_diff)",
-            spec.config.dtype,
-            own,
-        )
 
 
 def first_line(error: Exception) -> str:

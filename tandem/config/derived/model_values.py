@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of a model's config.json that are checked when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.errors import UserError
+
+
+def require_size(hf_config: Mapping[str, Any], name: str) -> int:
+    """Return the value of a key.
+
+    Raises:
+        UserError: it is missing, or not a positive integer.
+    """
+    value = hf_config.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise UserError(
+            f"config.json: {name}",
+            value,
+            rule="must be a positive integer",
+            remedy="Use the config.json that belongs to the weights.",
+        )
+    return value
