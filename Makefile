@@ -3,11 +3,12 @@
 #
 #   make quickstart   train a small language model by reinforcement and report on it (no GPU, no downloads)
 #   make test         the test suite
-#   make test-deep    more variants of runs of several processes
-#   make chaos        an hour of random kills of every kind of process (MINUTES=60 SEED=0 CHAOS_ARGS=)
+#   make test-deep    more variants of runs of several processes, and long simulations
+#   make chaos        an hour of random kills, stops, full disks and lost nodes (MINUTES=60 SEED=0 CHAOS_ARGS=)
 #   make test-gpu     what needs a GPU, and the kernels' tests on it
 #   make test-engines vLLM and SGLang on the CPU, in .venv-engines and .venv-sglang (1.6 GB more)
 #   make test-frameworks agents of smolagents and langgraph, in .venv-frameworks
+#   make test-verifiers  a taskset of verifiers and servers of mcp, in .venv-verifiers (0.6 GB more; uv downloads packages in the test)
 #   make test-wheel   the wheel in a fresh environment
 #   make check        ruff, pyright and the architecture tests
 #   make manual       the manual, into build/manual
@@ -41,6 +42,8 @@ SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 FRAMEWORKS_VENV := .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
+VERIFIERS_VENV := .venv-verifiers
+VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed
 SOURCES := tandem tests $(wildcard examples benchmarks)
 
 # One thread a process: on busy cores more threads make small models many times slower.
@@ -49,7 +52,7 @@ export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: quickstart test test-deep chaos test-gpu test-engines test-frameworks test-wheel check manual bench clean
+.PHONY: quickstart test test-deep chaos test-gpu test-engines test-frameworks test-verifiers test-wheel check manual bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(RUN_STAMP)
@@ -60,26 +63,32 @@ test: $(DEV_STAMP)
 
 test-deep: $(DEV_STAMP)
 	@$(BIN)/python -m pytest -m deep -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS) \
-	    tests/chaos tests/distributed tests/e2e/test_chaos_job.py
+	    tests/chaos tests/distributed tests/e2e/test_chaos_job.py tests/sim
 
+# With the environments of make test-engines, it disturbs runs with vLLM and SGLang, too.
 chaos: $(DEV_STAMP)
-	@$(BIN)/python -m tests.chaos.job --minutes $(MINUTES) --seed $(SEED) $(CHAOS_ARGS)
+	@$(if $(wildcard $(ENGINES_STAMP)),$(ENGINES_VENV),$(VENV))/bin/python -m tests.chaos.job --minutes $(MINUTES) --seed $(SEED) $(CHAOS_ARGS)
 
 test-gpu: $(DEV_STAMP)
 	@$(BIN)/python -m pytest tests/gpu tests/unit/models/kernels tests/unit/rollout/paged $(PYTEST_ARGS)
 
-test-engines: export VLLM_USE_V2_MODEL_RUNNER = 0
-test-engines: export VLLM_CPU_OMP_THREADS_BIND = nobind
-test-engines: export VLLM_NO_USAGE_STATS = 1
-test-engines: export VLLM_LOGGING_LEVEL = ERROR
-test-engines: export TORCHDYNAMO_DISABLE = 1
-test-engines: export TANDEM_SGLANG_PYTHON = $(CURDIR)/$(SGLANG_VENV)/bin/python
+test-engines chaos: export VLLM_USE_V2_MODEL_RUNNER = 0
+test-engines chaos: export VLLM_CPU_OMP_THREADS_BIND = nobind
+test-engines chaos: export VLLM_NO_USAGE_STATS = 1
+test-engines chaos: export VLLM_LOGGING_LEVEL = ERROR
+test-engines chaos: export TORCHDYNAMO_DISABLE = 1
+test-engines chaos: export TANDEM_SGLANG_PYTHON = $(CURDIR)/$(SGLANG_VENV)/bin/python
 test-engines: $(ENGINES_STAMP) $(SGLANG_STAMP)
 	@$(ENGINES_VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/engines $(PYTEST_ARGS)
 
 # langsmith brings a plug-in for pytest, which no test uses.
 test-frameworks: $(FRAMEWORKS_STAMP)
 	@$(FRAMEWORKS_VENV)/bin/python -m pytest -p no:langsmith_plugin tests/frameworks $(PYTEST_ARGS)
+
+test-verifiers: export TANDEM_VERIFIERS_PYTHON = $(CURDIR)/$(VERIFIERS_VENV)/bin/python
+test-verifiers: $(DEV_STAMP) $(VERIFIERS_STAMP)
+	@$(BIN)/python -m pytest tests/frameworks/test_verifiers.py \
+	    tests/frameworks/test_mcp_package.py $(PYTEST_ARGS)
 
 test-wheel: | $(BIN)/python
 	@TORCH_ARGS='$(TORCH_ARGS)' scripts/test_wheel $(WHEEL_PYTHONS)
@@ -97,7 +106,7 @@ bench: $(RUN_STAMP)
 	@$(BIN)/python benchmarks/cpu_tiny.py
 
 clean:
-	@rm -rf $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) $(FRAMEWORKS_VENV) build dist .pytest_cache .ruff_cache
+	@rm -rf $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) $(FRAMEWORKS_VENV) $(VERIFIERS_VENV) build dist .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -139,4 +148,11 @@ $(SGLANG_STAMP): $(DEV_STAMP) scripts/sglang_requirements.txt scripts/sglang_sta
 $(FRAMEWORKS_STAMP): $(DEV_STAMP) scripts/frameworks_requirements.txt
 	@echo "Installing smolagents and langgraph into $(FRAMEWORKS_VENV)"
 	@scripts/install_engines $(BIN)/python $(FRAMEWORKS_VENV) scripts/frameworks_requirements.txt
+	@touch $@
+
+$(VERIFIERS_STAMP): scripts/verifiers_requirements.txt | $(BIN)/python
+	@echo "Installing verifiers into $(VERIFIERS_VENV)"
+	@$(BIN)/python -m venv --clear $(VERIFIERS_VENV)
+	@$(VERIFIERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet --quiet install \
+	    --requirement scripts/verifiers_requirements.txt
 	@touch $@

@@ -50,7 +50,7 @@ CONTINUOUS_WARMUP_S = 12.0
 CONTINUOUS_S = 5.0
 
 
-def requests_of(workload: Workload, seed: int) -> list[GenerationRequest]:
+def requests_of(workload: Workload, *, seed: int, vocabulary: int) -> list[GenerationRequest]:
     """Random prompts; every sample has an id of its own, so that repeats differ."""
     rng = random.Random(seed)
     sampling = SamplingParams(1.0, 1.0, -1, workload.response, workload.mean_response is None)
@@ -58,7 +58,7 @@ def requests_of(workload: Workload, seed: int) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             tuple(range(first + i * workload.samples, first + (i + 1) * workload.samples)),
-            tuple(rng.randrange(1000, 100_000) for _ in range(workload.prompt)),
+            tuple(rng.randrange(1000, min(100_000, vocabulary)) for _ in range(workload.prompt)),
             sampling,
         )
         for i in range(workload.prompts)
@@ -111,7 +111,7 @@ def run(
     engine = make_engine(shape, workload, quantization=quantization)
     rates, seconds, counts = [], [], []
     for repeat in range(NUM_WARMUP + repeats):
-        requests = requests_of(workload, repeat)
+        requests = requests_of(workload, seed=repeat, vocabulary=shape.vocabulary)
         synchronize()
         start = time.perf_counter()
         completions = generate(engine, requests)
@@ -159,7 +159,10 @@ def run_continuously(
     workload = WORKLOADS[workload_name]
     batch = replace(workload, prompts=num_rows // workload.samples)
     engine = make_engine(SHAPES[name], batch, quantization=quantization)
-    queue = itertools.chain.from_iterable(requests_of(batch, seed) for seed in itertools.count())
+    queue = itertools.chain.from_iterable(
+        requests_of(batch, seed=seed, vocabulary=SHAPES[name].vocabulary)
+        for seed in itertools.count()
+    )
     num_sent = num_ended = 0
 
     def window() -> None:

@@ -99,6 +99,9 @@ class InstantRollout:
         complete, self._complete = self._complete, []
         return complete
 
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        """Nothing is kept."""
+
     def settle(self) -> None:
         """Nothing is under way."""
 

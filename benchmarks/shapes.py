@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from tandem.models.decoder import Decoder, DecoderConfig
+from tandem.models.families import decoder_config
 from tandem.models.operators import Operators
-from tandem.models.rotary import RopeConfig
 from tandem.types import Segments
 
 PAD_ID, EOS_ID = 256, 257
@@ -27,7 +27,11 @@ ADAM_BYTES_PER_PARAMETER = 30
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Qwen2.5 model."""
+    """Sizes of a Qwen2.5 model, or of a Qwen3 model with experts.
+
+    ``inner`` is the width of the feed-forward, or of one expert. ``chosen`` of ``experts`` compute
+    a token.
+    """
 
     hidden: int
     inner: int
@@ -37,32 +41,18 @@ class Shape:
     head_dim: int
     vocabulary: int
     tied: bool
+    experts: int = 0
+    chosen: int = 0
 
     def decoder_config(self) -> DecoderConfig:
         """The decoder of this shape."""
-        return DecoderConfig(
-            family="qwen2",
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.inner,
-            num_layers=self.layers,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            rms_norm_eps=1e-6,
-            rope=RopeConfig(1e6),
-            max_position_embeddings=32768,
-            tie_embeddings=self.tied,
-            qkv_bias=True,
-            o_bias=False,
-            mlp_bias=False,
-            qk_norm=False,
-            initializer_range=0.02,
-        )
+        config = decoder_config(self.hf_config("bfloat16"))
+        assert config is not None
+        return config
 
     def hf_config(self, dtype: str) -> dict[str, object]:
         """Return the ``config.json`` of a Hugging Face folder of this shape."""
-        return {
+        config: dict[str, object] = {
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
             "vocab_size": self.vocabulary,
@@ -71,7 +61,7 @@ class Shape:
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": 32768,
+            "max_position_embeddings": 65536,
             "rope_theta": 1e6,
             "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
@@ -83,13 +73,42 @@ class Shape:
             "pad_token_id": PAD_ID,
             "torch_dtype": dtype,
         }
+        if self.experts:
+            config |= {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "model_type": "qwen3_moe",
+                "head_dim": self.head_dim,
+                "moe_intermediate_size": self.inner,
+                "num_experts": self.experts,
+                "num_experts_per_tok": self.chosen,
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+            }
+        return config
+
+    def layer_parameters_of(self, experts: float) -> float:
+        """Parameters of the layers' matrices that so many experts of each layer take part in."""
+        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
+        own = self.heads * self.head_dim
+        feed_forward = 3 * self.inner * experts + self.experts
+        return self.layers * self.hidden * (qkv + own + feed_forward)
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of the layers' matrices."""
-        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
-        own = self.heads * self.head_dim
-        return self.layers * self.hidden * (qkv + own + 3 * self.inner)
+        return round(self.layer_parameters_of(self.experts or 1))
+
+    @property
+    def active_layer_parameters(self) -> int:
+        """Parameters of the layers' matrices that compute one token."""
+        return round(self.layer_parameters_of(self.chosen or 1))
+
+    def experts_read(self, rows: float) -> float:
+        """Return how many experts of a layer so many rows are expected to choose."""
+        if not self.experts:
+            return 1
+        return self.experts * (1 - (1 - self.chosen / self.experts) ** rows)
 
     @property
     def head_parameters(self) -> int:
@@ -110,7 +129,9 @@ class Shape:
         ``num_tokens`` are those a padded, unshared computation would need without its padding;
         the head counts for tokens that carry loss only.
         """
-        products = self.layer_parameters * num_tokens + self.head_parameters * num_loss_tokens
+        products = (
+            self.active_layer_parameters * num_tokens + self.head_parameters * num_loss_tokens
+        )
         matrices = (4 if frozen else 6) * products
         return matrices + 12 * self.layers * self.heads * self.head_dim * key_pairs
 
@@ -119,6 +140,10 @@ SHAPES = {
     "qwen2.5-0.5b": Shape(896, 4864, 24, 14, 2, 64, 151936, True),
     "qwen2.5-1.5b": Shape(1536, 8960, 28, 12, 2, 128, 151936, True),
     "qwen2.5-7b": Shape(3584, 18944, 28, 28, 4, 128, 152064, False),
+    "qwen2.5-14b": Shape(5120, 13824, 48, 40, 8, 128, 152064, False),
+    "qwen2.5-32b": Shape(5120, 27648, 64, 40, 8, 128, 152064, False),
+    "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 128, 151936, False, experts=128, chosen=8),
+    "olmoe-7b": Shape(2048, 1024, 16, 16, 16, 128, 50304, False, experts=64, chosen=8),
 }
 
 
@@ -149,24 +174,28 @@ WORKLOADS = {
     "B": Workload(32, 16, 512, 2048),
     "T": Workload(64, 8, 128, 2048, mean_response=512),
     "L": Workload(64, 16, 128, 4096, mean_response=512),
+    "R8": Workload(32, 4, 512, 8192),
+    "R32": Workload(16, 2, 512, 32768),
 }
 
 
 def decode_steps(shape: Shape, workload: Workload) -> list[tuple[float, float]]:
     """Return, by position, operations of matrix products and bytes of weights and cache."""
-    matrices = shape.layer_parameters + shape.head_parameters
+    active, head = shape.active_layer_parameters, shape.head_parameters
     kv_bytes = shape.kv_bytes_per_token()
-    return [
-        (2 * matrices * rows, 2 * matrices + rows * (workload.prompt + position) * kv_bytes)
-        for position, rows in enumerate(workload.going_on())
-    ]
+    steps = []
+    for position, rows in enumerate(workload.going_on()):
+        read = shape.layer_parameters_of(shape.experts_read(rows)) + head
+        cached = rows * (workload.prompt + position) * kv_bytes
+        steps.append((2 * (active + head) * rows, 2 * read + cached))
+    return steps
 
 
 def generation_floor_s(
     shape: Shape, workload: Workload, *, flops: float, bandwidth: float
 ) -> float:
     """Prompts once, then every position at the slower of computing and reading."""
-    prefill = 2 * shape.layer_parameters * workload.prompts * workload.prompt
+    prefill = 2 * shape.active_layer_parameters * workload.prompts * workload.prompt
     steps = decode_steps(shape, workload)
     return prefill / flops + sum(max(work / flops, moved / bandwidth) for work, moved in steps)
 
@@ -213,7 +242,7 @@ def random_decoder(
     decoder.to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for weight in decoder.parameters():
-        if weight.dim() == 2:
+        if weight.dim() >= 2:
             weight.normal_(0.0, 0.02, generator=generator)
     for name, weight in decoder.named_parameters():
         if weight.dim() == 1:
@@ -233,6 +262,8 @@ def plant_end(decoder: Decoder, mean_response: int) -> None:
     for name, weight in decoder.named_parameters():
         if name.endswith((".o.weight", ".down.weight")):
             weight[0] = 0.0
+        elif name.endswith(".down"):  # of all experts
+            weight[:, 0] = 0.0
     if head is not embedding:
         head[:, 0] = 1.0
     head[EOS_ID] = 0.0

@@ -87,7 +87,7 @@ class Member:
 def main() -> None:
     """Measure, print a line a model and one JSON object."""
     options = _parser().parse_args()
-    store = host_store(timeout_s=TIMEOUT_S)
+    store = host_store("127.0.0.1", timeout_s=TIMEOUT_S)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         job = Job(
             options.model,
@@ -98,7 +98,7 @@ def main() -> None:
             options.repeats,
             options.send_mb,
             options.receive_mb,
-            store.port,
+            store.place.port,
             Path(folder) / "rows.json",
         )
         spawn(_measure, (job,), nprocs=job.size)

@@ -158,6 +158,12 @@ class Rollout(Protocol):
         """Queue requests; compute nothing yet."""
         ...
 
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        """Free what is kept of samples that have ended, whose request said ``continues``. An engine
+        that keeps nothing between turns does nothing.
+        """
+        ...
+
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """Generate until at least one sequence finishes, and return all finished sequences. Return
         [] only if there is no work.
@@ -260,6 +266,10 @@ def _one_engine() -> tuple[EngineWork, ...]:
     return (EngineWork.NEXT,)
 
 
+def _never() -> bool:
+    return False
+
+
 def _nothing_to_close() -> None:
     pass
 
@@ -278,6 +288,8 @@ class Engines:
         work: returns the state of each engine behind the rollout, for the trace. A single engine
             counts as always busy.
         generates_apart: whether generation has its own devices.
+        lacks_weights: returns whether the rollout lost all weights with its processes, and waits
+            for new ones. ``set_weights_version`` may then repeat the version in use.
         num_rows: the number of sequences that all engines generate at once; see ``Capacity``.
         close: ends the processes that the engines have started.
     """
@@ -291,6 +303,7 @@ class Engines:
     reward_model: ReferencePolicy | None = None
     work: Callable[[], Sequence[EngineWork]] = _one_engine
     generates_apart: bool = False
+    lacks_weights: Callable[[], bool] = _never
     num_rows: int | None = None
     close: Callable[[], object] = _nothing_to_close
 
@@ -313,11 +326,27 @@ class Runtime(Protocol):
         ...
 
 
+class WorkerLost(Exception):
+    """The end of a worker that ``WorkerGroup.start_again`` can replace. Its calls have ended.
+
+    Attributes:
+        rank: the rank of the worker in its group.
+        failure: the error to raise if the worker is not replaced.
+    """
+
+    def __init__(self, rank: int, failure: Exception) -> None:
+        super().__init__(rank, failure)
+        self.rank = rank
+        self.failure = failure
+
+
 class WorkerGroup(Protocol):
     """The processes of one pool. Each holds one object, whose methods are called by name.
 
     Calls to one worker run one at a time, in the order of submission. Every wait ends with the
-    results, or with a ``WorkerFailure`` that names the first cause.
+    results, or with a ``WorkerFailure`` that names the first cause. If the workers of a pool can be
+    replaced, the end of one of them is noticed only by waits for its calls, which raise
+    ``WorkerLost``.
     """
 
     @property
@@ -335,6 +364,22 @@ class WorkerGroup(Protocol):
 
     def first(self, calls: Sequence[Any]) -> int:
         """Wait until a call has finished, and return the lowest index of a finished call."""
+        ...
+
+    def start_again(self, rank: int) -> None:
+        """Start a process in place of the lost worker ``rank``, without waiting for it.
+
+        Later calls go to the new worker, which builds its object first.
+        """
+        ...
+
+    def until_started(self, rank: int) -> None:
+        """Wait until a worker that was started again has built its object.
+
+        Raises:
+            WorkerLost: the new worker has ended too.
+            UserError: it did not start in time.
+        """
         ...
 
 

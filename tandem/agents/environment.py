@@ -64,6 +64,10 @@ class ToolEnvironment:
         """Whether a new process could not go on with the episode."""
         return bool(self._episode.instances) or self._user is not None
 
+    async def reset(self) -> Observation:
+        """Begin the episode, about which tools have nothing to say."""
+        return Observation()
+
     async def step(self, turn: AssistantTurn) -> Observation:
         """Answer a turn of the policy."""
         self._episode.messages.append(message_of_turn(turn))

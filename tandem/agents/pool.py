@@ -14,7 +14,7 @@ import asyncio
 import json
 import pickle
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -32,10 +32,24 @@ _START_DEADLINE_S = 60.0
 _STEP_GRACE_S = 5.0
 _END_WAIT_S = 5.0
 _REAP_WAIT_S = 5.0
+_FULL_WAIT_S = 1.0
+"""The time between two questions to a server that is full with sessions of others."""
 
 
 class EnvironmentLost(Exception):
     """The error of a step whose process died; its text says how."""
+
+
+class NoPlace(Exception):
+    """The error of a server that is full; ``num_places`` is how many sessions it has, or None."""
+
+    def __init__(self, message: str, num_places: int | None) -> None:
+        super().__init__(message)
+        self.num_places = num_places
+
+
+class _StartTooLong(EnvironmentLost):
+    """The error of a process that was not ready in time, though nothing had stopped it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +60,9 @@ class _Answer:
 
 
 class _Process:
-    """An environment process: steps in flight, and the episodes whose state it holds."""
+    """An environment process: steps that wait for its start or are in flight, and the episodes
+    whose state it holds.
+    """
 
     def __init__(self, pool: EnvironmentPool) -> None:
         self._pool = pool
@@ -54,10 +70,24 @@ class _Process:
         self.ready: asyncio.Future[list[ToolSchema]] = loop.create_future()
         self.in_flight: dict[str, asyncio.Future[Any]] = {}
         self.episodes: set[tuple[int, int]] = set()
+        self.num_waiting = 0
         self.is_retired = False
         self.child = ChildProcess(_PROGRAM, self, environment=pool.environment)
         self.child.send([pickle.dumps(pool.setup)])
-        self._timer = loop.call_later(_START_DEADLINE_S, self._end, "no greeting within 60 s")
+        self._timer = loop.call_later(_START_DEADLINE_S, self._end_late_start)
+
+    @property
+    def load(self) -> int:
+        """The number of episodes that depend on it, and of steps that will."""
+        return self.num_waiting + len(self.in_flight) + len(self.episodes)
+
+    async def wait_until_ready(self) -> None:
+        """Wait until its tools are loaded; raise EnvironmentLost or UserError."""
+        self.num_waiting += 1
+        try:
+            await asyncio.shield(self.ready)
+        finally:
+            self.num_waiting -= 1
 
     async def ask(self, request: Step | End | Play) -> Any:
         """Send a request and return the fields of its answer; raise EnvironmentLost."""
@@ -104,7 +134,14 @@ class _Process:
             self.child.kill()
             self._fail(error)
             return
+        self._pool.actions = message["actions"]
         self.ready.set_result(list(message["schemas"]))
+
+    def _end_late_start(self) -> None:
+        reason = f"no greeting within {_START_DEADLINE_S:g} s"
+        is_stopped = self.child.is_stopped()
+        self.child.kill()
+        self._fail(EnvironmentLost(reason) if is_stopped else _StartTooLong(reason))
 
     def _end(self, reason: str) -> None:
         self._timer.cancel()
@@ -126,6 +163,8 @@ class EnvironmentPool:
 
     Attributes:
         environment: the environment variables of the processes.
+        actions: once a process is ready: for each environment of OpenEnv the tool by which the
+            policy acts in it, None where its text is the action.
 
     Example:
         >>> async with EnvironmentPool(setup, num_processes=2) as pool:
@@ -139,6 +178,8 @@ class EnvironmentPool:
     ) -> None:
         self.setup = setup
         self.environment = environment
+        self.actions: Mapping[str, ToolSchema | None] = {}
+        self.places = {spec.name: Places(spec.max_running) for spec in setup.openenvs}
         self._num_processes = num_processes
         self._processes: list[_Process] = []
         self._dying: list[_Process] = []
@@ -159,14 +200,31 @@ class EnvironmentPool:
 
         Raises:
             UserError: a tool cannot be loaded.
-            RunFailure: the process ends before that.
+            RunFailure: the process ends before that, and so does a second one.
         """
         if not self._processes:
             self._start_process()
         try:
-            return await asyncio.shield(self._processes[0].ready)
+            process = await self._ready(lambda: self._processes[0])
         except EnvironmentLost as error:
             raise RunFailure(f"an environment process did not start: {error}") from error
+        return process.ready.result()
+
+    async def _ready(self, choose: Callable[[], _Process]) -> _Process:
+        """Return a process that is ready. If it is lost while it starts, start another one, once.
+
+        Raises:
+            EnvironmentLost: it was not ready in time, or the second one was lost too.
+        """
+        process = choose()
+        try:
+            await process.wait_until_ready()
+        except _StartTooLong:
+            raise
+        except EnvironmentLost:
+            process = self.choose()
+            await process.wait_until_ready()
+        return process
 
     def open(self, task: Task) -> EnvironmentSession:
         """Return the environment of an episode. No process holds it before its first step."""
@@ -180,7 +238,7 @@ class EnvironmentPool:
         """
         process = self.choose()
         try:
-            await asyncio.shield(process.ready)
+            process = await self._ready(lambda: process)
             return await process.ask(request)
         except EnvironmentLost as error:
             return {"failure": str(error)}
@@ -217,22 +275,30 @@ class EnvironmentPool:
     def choose(self) -> _Process:
         """Return the process for the next step of an episode that no process holds."""
         usable = [process for process in self._processes if not process.is_retired]
-        best = min(usable, key=_load, default=None)
-        if best is None or (_load(best) > 0 and len(usable) < self._num_processes):
+        best = min(usable, key=lambda process: process.load, default=None)
+        if best is None or (best.load > 0 and len(usable) < self._num_processes):
             return self._start_process()
         return best
 
     def retire(self, process: _Process) -> None:
         """Give a process no new episodes, and kill it once nothing depends on it."""
         process.is_retired = True
-        if not process.in_flight and not process.episodes:
+        if process.load == 0:
             process.kill("a call of it hangs")
 
-    def step_limit_s(self, turn: AssistantTurn) -> float:
+    def step_limit_s(self, task: Task, turn: AssistantTurn | None) -> float:
         """Return the time after which the process of a step is killed."""
         limits = self.setup.limits
+        own = next((spec for spec in self.setup.openenvs if spec.name == task.agent), None)
+        if own is not None or turn is None:
+            # A connection, and an answer.
+            return 2 * (own.timeout_s if own is not None else 0.0) + _STEP_GRACE_S
         longest_s = max(
-            [limits.timeout_s, *(_timeout_of(spec.config) for spec in self.setup.tools)]
+            [
+                limits.timeout_s,
+                *(_timeout_of(spec.config) for spec in self.setup.tools),
+                *(served.timeout_s or 0.0 for served in self.setup.served),
+            ]
         )
         num_calls = min(len(turn.calls), limits.max_parallel_calls)
         return max(num_calls, 1) * longest_s + _STEP_GRACE_S
@@ -243,6 +309,28 @@ class EnvironmentPool:
         return process
 
 
+class Places:
+    """Places for sessions of a server at the same time, of which it may have fewer than asked."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._num_taken = most, 0
+        self._changed = asyncio.Condition()
+
+    async def take(self) -> None:
+        """Wait for a free place, and take it."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._num_taken < self._most)
+            self._num_taken += 1
+
+    async def give_back(self, *, most: int | None = None) -> None:
+        """Give a place back; ``most`` is the number of places that the server has, if it tells."""
+        async with self._changed:
+            self._num_taken -= 1
+            if most is not None:
+                self._most = max(1, min(self._most, most))
+            self._changed.notify()
+
+
 class EnvironmentSession:
     """The environment of one episode, as the pipeline sees it."""
 
@@ -250,7 +338,29 @@ class EnvironmentSession:
         self._pool = pool
         self._task = task
         self._held_by: _Process | None = None
+        self._places: Places | None = None
         self._last: _Process | None = None
+
+    async def reset(self, *, timeout_s: float) -> Observation:
+        """Begin the episode, once there is a place for it.
+
+        A server that is full although fewer sessions than it has are ours is asked again, for
+        ``timeout_s`` seconds; then the observation has FAILED.
+        """
+        places = self._pool.places[self._task.agent]
+        waited_s = 0.0
+        while True:
+            await places.take()
+            self._places = places
+            try:
+                return await self._try(self._pool.choose(), None)
+            except NoPlace as error:
+                self._places = None
+                await places.give_back(most=error.num_places)
+                if waited_s >= timeout_s:
+                    return _failure(f"the server is full: {error}")
+            waited_s += _FULL_WAIT_S
+            await asyncio.sleep(_FULL_WAIT_S)
 
     async def step(self, turn: AssistantTurn) -> Observation:
         """Answer a turn. A lost process or a tool that raised is an observation with FAILED."""
@@ -264,6 +374,7 @@ class EnvironmentSession:
     async def close(self) -> None:
         """Release what the environment holds, without waiting longer than a few seconds."""
         process, self._held_by = self._held_by or self._last, None
+        places, self._places = self._places, None
         if process is None:
             return
         try:
@@ -271,34 +382,40 @@ class EnvironmentSession:
                 await process.ask(End(self._task.episode_id))
         except (TimeoutError, EnvironmentLost):
             process.is_retired = True
+        finally:
+            if places is not None:
+                await places.give_back()
         process.episodes.discard(self._task.episode_id)
         if process.is_retired:
             self._pool.retire(process)
 
-    async def _try(self, process: _Process, turn: AssistantTurn, *, lost: str = "") -> Observation:
+    async def _try(
+        self, process: _Process, turn: AssistantTurn | None, *, lost: str = ""
+    ) -> Observation:
         self._last = process
         try:
-            await asyncio.shield(process.ready)
-            async with asyncio.timeout(limit_s := self._pool.step_limit_s(turn)):
+            await process.wait_until_ready()
+            async with asyncio.timeout(limit_s := self._pool.step_limit_s(self._task, turn)):
                 fields = await process.ask(Step(self._task, turn))
+            if "full" in fields:
+                raise NoPlace(fields["full"], fields["num_places"])
             answer = _read_answer(fields)
         except EnvironmentLost as error:
             return _failure(f"{lost}{error}")
         except TimeoutError:
+            is_lost = process.child.is_killed or process.child.is_stopped()
             process.kill(f"a step took longer than {limit_s:g} s")
-            if self._held_by is not None:
+            if is_lost or self._held_by is not None:
                 return _failure(f"its process hung for {limit_s:g} s")
-            return _hung(turn, self._pool.step_limit_s(turn))
+            if turn is None:
+                return _failure(f"no answer within {limit_s:g} s")
+            return _hung(turn, self._pool.step_limit_s(self._task, turn))
         if answer.is_stateful:
             self._held_by = process
             process.episodes.add(self._task.episode_id)
         if answer.num_hung:
             self._pool.retire(process)
         return answer.observation
-
-
-def _load(process: _Process) -> int:
-    return len(process.in_flight) + len(process.episodes)
 
 
 def _timeout_of(fields: Mapping[str, Any]) -> float:

@@ -2,33 +2,24 @@
 """Agents that are programs of the user: commands, and functions in the environment processes.
 
 An agent gets a task and the endpoint, calls it as often as it wants, and ends. It may give a
-reward. verl's ``agent.agent_loop_config_path`` names a YAML file with a list of them.
+reward.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from typing import Any
 
 from tandem.agents.hosting import Play
 from tandem.agents.pool import EnvironmentPool
-from tandem.agents.setup import AGENTS_KEY, Access, ProgramSpec, Task
+from tandem.agents.setup import Access, ProgramSpec, Task
 from tandem.children.command import CommandEnd, run_command
-from tandem.errors import UserError
 
 TASK_VARIABLE = "TANDEM_TASK"
-_COMMAND = "command"
-_KINDS = (_COMMAND,)
-_COMMON = {"name", "kind", "reward", "max_running"}
 _MAX_VARIABLE_BYTES = 100_000
 """Linux takes 128 KiB for one variable; a longer task is on standard input only."""
 _LOOPBACK = "127.0.0.1,localhost,::1"
@@ -136,67 +127,3 @@ def _last_object(output: str) -> Any:
     except ValueError:
         return None
     return last if isinstance(last, dict) and "reward" in last else None
-
-
-def read_agent_file(path: str) -> dict[str, ProgramSpec]:
-    """Read a file in the form of verl's ``agent_loop_config_path``.
-
-    Raises:
-        UserError: the file cannot be read, or an entry has another form.
-    """
-    try:
-        loaded: Any = OmegaConf.to_container(OmegaConf.load(Path(path).expanduser()), resolve=True)
-    except OSError as error:
-        rule = "no such file"
-        raise UserError(AGENTS_KEY, path, rule=rule, remedy="Correct the path.") from error
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        rule = f"is not valid YAML ({' '.join(str(error).split())[:160]})"
-        raise UserError(AGENTS_KEY, path, rule=rule, remedy="Correct the file.") from error
-    if not isinstance(loaded, list) or not loaded:
-        remedy = "Write a list of {name, _target_} or {name, kind: command, argv}."
-        raise UserError(AGENTS_KEY, path, rule="is not a list of agents", remedy=remedy)
-    specs: dict[str, ProgramSpec] = {}
-    for number, entry in enumerate(cast(list[Any], loaded)):
-        try:
-            spec = _read_entry(entry)
-            if spec.name in specs:
-                raise ValueError(f"the name {spec.name!r} is taken")
-        except ValueError as error:
-            rule = f"entry {number}: {error}"
-            raise UserError(AGENTS_KEY, path, rule=rule, remedy="See docs/agents.md.") from error
-        specs[spec.name] = spec
-    return specs
-
-
-def _read_entry(entry: Any) -> ProgramSpec:
-    """Read an entry; raise ValueError with a clause."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):  # pyright: ignore
-        raise ValueError("has no name")
-    fields = cast(dict[str, Any], entry)
-    reward, max_running = fields.get("reward", "function"), fields.get("max_running", 64)
-    if reward not in ("function", "agent"):
-        raise ValueError(f"reward={reward!r} is neither function nor agent")
-    if not isinstance(max_running, int) or max_running < 1:
-        raise ValueError(f"max_running={max_running!r} is not a number above 0")
-    common = {"gives_reward": reward == "agent", "max_running": max_running}
-    if "kind" in fields:
-        return ProgramSpec(fields["name"], argv=_read_argv(fields), **common)
-    target = fields.get("_target_")
-    if not isinstance(target, str) or "." not in target:
-        raise ValueError("has neither kind nor a _target_ as package.module.function")
-    rest = {key: value for key, value in fields.items() if key not in _COMMON | {"_target_"}}
-    return ProgramSpec(fields["name"], target=target, arguments=rest, **common)
-
-
-def _read_argv(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    if fields["kind"] not in _KINDS:
-        raise ValueError(f"the kind {fields['kind']!r} is not built; it may be {_COMMAND}")
-    unknown = sorted(fields.keys() - _COMMON - {"argv"})
-    if unknown:
-        raise ValueError(f"has an unknown field {unknown[0]!r}")
-    argv = fields.get("argv")
-    if not isinstance(argv, list) or not argv or not all(isinstance(one, str) for one in argv):
-        raise ValueError("argv is not a list of texts")
-    if shutil.which(argv[0]) is None:
-        raise ValueError(f"the command {argv[0]!r} is not found")
-    return tuple(argv)

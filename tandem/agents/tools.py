@@ -57,6 +57,10 @@ class ToolFailed(Exception):
     """The error of a tool that raised; its text is the cause in one line."""
 
 
+class ToolMistake(Exception):
+    """The error of a call that is the policy's mistake; its text is what the policy reads."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolResult:
     """The result of a call: the text for the policy, and what the tool says beside it."""
@@ -160,11 +164,11 @@ class ClassOfUser:
             await _call_method(self._tool.release, (instance,), known=known)
 
 
-def load_tools(setup: EnvironmentSetup) -> dict[str, LoadedTool]:
-    """Import the tools of a run.
+def load_tools(setup: EnvironmentSetup) -> list[LoadedTool]:
+    """Import the tools of a run that are classes and functions.
 
     Raises:
-        UserError: a file or class cannot be imported, or two tools have one name.
+        UserError: a file or class cannot be imported.
     """
     provide_verl()
     if os.getcwd() not in sys.path:
@@ -172,6 +176,11 @@ def load_tools(setup: EnvironmentSetup) -> dict[str, LoadedTool]:
     tools: list[LoadedTool] = [_load_class(spec, setup) for spec in setup.tools]
     if setup.function_path is not None:
         tools += _load_functions(setup.function_path)
+    return tools
+
+
+def name_tools(tools: Sequence[LoadedTool]) -> dict[str, LoadedTool]:
+    """Return tools by their names; raise UserError if two have one name."""
     named: dict[str, LoadedTool] = {}
     for tool in tools:
         name = tool.schema["function"]["name"]
@@ -255,12 +264,15 @@ async def answer_call(
         async with asyncio.timeout(limit_s):
             returned = await tool.call(arguments, episode)
         text, reward = _read_return(returned)
+        status = ToolStatus.OK
     except TimeoutError:
         return ToolResult(ToolStatus.TIMEOUT, f"No result within {limit_s:g} s.")
+    except ToolMistake as mistake:
+        text, reward, status = str(mistake), None, ToolStatus.MODEL_ERROR
     except (Exception, SystemExit) as error:
         raise ToolFailed(f"the tool {call.name}: {describe(error)}") from error
     text = cut_text(text, limits.max_characters, side=limits.truncate_side)
-    return ToolResult(ToolStatus.OK, text, reward)
+    return ToolResult(status, text, reward)
 
 
 def cut_text(text: str, limit: int, *, side: TruncateSide) -> str:

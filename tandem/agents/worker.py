@@ -14,12 +14,14 @@ import os
 import pickle
 import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tandem.agents.environment import ToolEnvironment, interaction_of, load_interactions
 from tandem.agents.hosting import HostedAgents, Play
+from tandem.agents.mcp import connect_tools
+from tandem.agents.openenv import OpenEnvEpisode, ServerFull, read_action_schemas
 from tandem.agents.setup import EnvironmentSetup, Task
-from tandem.agents.tools import LoadedTool, ToolFailed, load_tools
+from tandem.agents.tools import LoadedTool, ToolFailed, load_tools, name_tools
 from tandem.children.child import (
     encode_line,
     open_channel,
@@ -36,10 +38,10 @@ NUMBER_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A turn of an episode to answer."""
+    """A turn of an episode to answer; None for its beginning."""
 
     task: Task
-    turn: AssistantTurn
+    turn: AssistantTurn | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,27 @@ class End:
     """The end of an episode, or of the agent that plays it."""
 
     episode_id: tuple[int, int]
+
+
+class EpisodeEnvironment(Protocol):
+    """The environment of one episode.
+
+    Attributes:
+        num_hung: the number of its calls that still run although their time is over.
+        is_stateful: whether a new process could not go on with the episode.
+    """
+
+    @property
+    def num_hung(self) -> int: ...
+
+    @property
+    def is_stateful(self) -> bool: ...
+
+    async def reset(self) -> Observation: ...
+
+    async def step(self, turn: AssistantTurn) -> Observation: ...
+
+    async def close(self) -> str: ...
 
 
 def main(channel_fd: int, lifeline_fd: int) -> None:
@@ -62,17 +85,22 @@ def _work(channel: socket.socket) -> None:
     set_limits(memory_limit_bytes=None)
     if setup.log is not None:
         write_prints_to(setup.log)
-    try:
-        tools = load_tools(setup)
-        interactions = load_interactions(setup.interactions)
-        hosted = HostedAgents(setup.programs)
-    except UserError as error:
-        value = None if error.value is NO_VALUE else [error.value]
-        channel.sendall(encode_line({"error": [error.key, value, error.rule, error.remedy]}))
-        return
-    channel.sendall(encode_line({"schemas": [tool.schema for tool in tools.values()]}))
-    server = _Server(setup, tools=tools, interactions=interactions, hosted=hosted)
-    asyncio.run(server.serve(channel))
+    with asyncio.Runner() as runner:
+        try:
+            # Classes and functions are loaded outside the loop: some run a loop of their own.
+            loaded = load_tools(setup)
+            tools = name_tools([*loaded, *runner.run(connect_tools(setup.served))])
+            interactions = load_interactions(setup.interactions)
+            hosted = HostedAgents(setup.programs)
+            actions = read_action_schemas(setup.openenvs)
+        except UserError as error:
+            value = None if error.value is NO_VALUE else [error.value]
+            channel.sendall(encode_line({"error": [error.key, value, error.rule, error.remedy]}))
+            return
+        schemas = [tool.schema for tool in tools.values()]
+        channel.sendall(encode_line({"schemas": schemas, "actions": actions}))
+        server = _Server(setup, tools=tools, interactions=interactions, hosted=hosted)
+        runner.run(server.serve(channel))
 
 
 class _Server:
@@ -90,7 +118,8 @@ class _Server:
         self._hosted = hosted
         self._tools = tools
         self._interactions = interactions
-        self._episodes: dict[tuple[int, int], ToolEnvironment] = {}
+        self._openenvs = {spec.name: spec for spec in setup.openenvs}
+        self._episodes: dict[tuple[int, int], EpisodeEnvironment] = {}
         self._has_logged = setup.log is None
 
     async def serve(self, channel: socket.socket) -> None:
@@ -115,19 +144,33 @@ class _Server:
         try:
             episode = self._episodes.get(request.task.episode_id)
             if episode is None:
-                episode = ToolEnvironment(
-                    request.task,
-                    tools=self._tools,
-                    interaction=interaction_of(request.task, self._interactions),
-                    limits=self._setup.limits,
-                )
+                episode = self._make(request.task)
                 self._episodes[request.task.episode_id] = episode
-            observation = await episode.step(request.turn)
+            if request.turn is None:
+                observation = await episode.reset()
+            else:
+                observation = await episode.step(request.turn)
         except ToolFailed as error:
             return _fields(_failed(error), is_stateful=False, num_hung=0)
+        except ServerFull as error:
+            del self._episodes[request.task.episode_id]
+            answer = _fields(Observation(), is_stateful=False, num_hung=0)
+            return {**answer, "full": str(error), "num_places": error.num_places}
         if observation.detail:
             self._log(observation.detail)
         return _fields(observation, is_stateful=episode.is_stateful, num_hung=episode.num_hung)
+
+    def _make(self, task: Task) -> EpisodeEnvironment:
+        limits = self._setup.limits
+        if task.agent:
+            spec = self._openenvs[task.agent]
+            return OpenEnvEpisode(task, spec, max_characters=limits.max_characters)
+        return ToolEnvironment(
+            task,
+            tools=self._tools,
+            interaction=interaction_of(task, self._interactions),
+            limits=limits,
+        )
 
     async def _play(self, request: Play) -> dict[str, Any]:
         fields = await self._hosted.play(request)

@@ -22,10 +22,11 @@ from typing import Protocol
 
 from tandem.children.child import LENGTH_BYTES
 
+# SIGINT ends the process without a traceback, before slower modules than ``_signal`` are imported.
 # One thread: several processes run, and each thread of a math library allocates tens of MiB.
 _BOOTSTRAP = (
-    "import importlib, json, os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "os.environ.setdefault('OMP_NUM_THREADS', '1'); "
+    "import _signal; _signal.signal(_signal.SIGINT, _signal.SIG_DFL); "
+    "import importlib, json, os, sys; os.environ.setdefault('OMP_NUM_THREADS', '1'); "
     "own, folders = json.loads(sys.argv[1]); "
     "sys.path[:] = [*folders, *filter(None, sys.path)] if own else folders; "
     "importlib.import_module(sys.argv[2]).main(int(sys.argv[3]), int(sys.argv[4]))"

@@ -50,6 +50,7 @@ CORE = MappingProxyType(
         "psutil": "memory metrics",
         "httpx": "requests to the model hub",
         "h11": "the endpoint that agents call",
+        "websockets": "environments of OpenEnv",
         "pillow": "pictures of the data",
         "huggingface-hub": "its cache, downloads from it",
         "markupsafe": "the report",

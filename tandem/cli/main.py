@@ -61,6 +61,11 @@ COMMANDS = MappingProxyType(
             parser="tandem.cli.train",
             restarts=True,
         ),
+        "sweep": Command(
+            "tandem.driver.sweep",
+            "several runs of train over one base: [RECIPE.yaml] key=a,b,c ...",
+            parser="tandem.cli.sweep",
+        ),
         "sft": Command(
             "tandem.driver.sft",
             "supervised fine-tuning: [RECIPE.yaml] key=value ...",

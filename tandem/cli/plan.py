@@ -31,9 +31,7 @@ from tandem.config.plan.plan import UNREAD_MODEL, Plan, make_plan
 from tandem.config.schema.data import DataConfig
 from tandem.config.schema.families import (
     NATIVE_FAMILIES,
-    SEEING_FAMILIES,
     not_shardable,
-    not_spread,
     require_value_head,
 )
 from tandem.config.schema.run import RunConfig
@@ -124,8 +122,6 @@ def _local_config(config: RunConfig | SftConfig) -> Mapping[str, Any]:
     is_alone = place(config).is_one_process and config.trainer.nnodes == 1
     if family not in NATIVE_FAMILIES and not is_alone:
         raise not_shardable(family, key=model.key, path=model.config.path)
-    if family in SEEING_FAMILIES and not is_alone:
-        raise not_spread(family, key=model.key, path=model.config.path)
     return hf_config
 
 

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from tandem.checkpoint.store import Checkpoint, require_whole
 from tandem.cli.trained import find_trained
+from tandem.config.schema.data import PictureConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
@@ -37,6 +38,8 @@ class SampleRequest:
         template_settings: the arguments of the chat template, as in training.
         trusts_remote_code: whether the model's own code may run, as in training.
         base: the base model of adapters; None: where it was in training.
+        images: the files of the pictures of the prompt.
+        picture_sizes: the bounds of their sizes, as in training.
     """
 
     model: str
@@ -49,6 +52,8 @@ class SampleRequest:
     template_settings: Mapping[str, Any]
     trusts_remote_code: bool
     base: Path | None
+    images: tuple[Path, ...] = ()
+    picture_sizes: PictureConfig = PictureConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,7 @@ class _Trained:
     max_tokens: int = 256
     template_settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     trusts_remote_code: bool = False
+    picture_sizes: PictureConfig = PictureConfig()
 
 
 def parse(arguments: Sequence[str]) -> SampleRequest:
@@ -87,6 +93,8 @@ def parse(arguments: Sequence[str]) -> SampleRequest:
         template_settings=trained.template_settings,
         trusts_remote_code=trained.trusts_remote_code,
         base=options.base,
+        images=tuple(options.image),
+        picture_sizes=trained.picture_sizes,
     )
 
 
@@ -153,6 +161,7 @@ def _settings_of(checkpoint: Checkpoint) -> _Trained:
             model,
             template_settings=template_settings,
             trusts_remote_code=config.model.trust_remote_code,
+            picture_sizes=config.data.mm_processor_kwargs,
         )
     rollout = config.actor_rollout_ref.rollout
     return _Trained(
@@ -163,6 +172,7 @@ def _settings_of(checkpoint: Checkpoint) -> _Trained:
         max_tokens=config.data.max_response_length,
         template_settings=template_settings,
         trusts_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+        picture_sizes=config.data.mm_processor_kwargs,
     )
 
 
@@ -174,6 +184,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", metavar="RUN", help="folder of a run, of a checkpoint or of a model")
     parser.add_argument("prompt", metavar="PROMPT", help="the message of the user")
+    parser.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="picture of the prompt, at its mark <image> or before its text; may be repeated",
+    )
     parser.add_argument("-n", type=int, default=1, metavar="N", help="number of responses")
     parser.add_argument("--temperature", type=float, metavar="T", help="default: that of the run")
     parser.add_argument("--greedy", action="store_true", help="take the likeliest tokens")

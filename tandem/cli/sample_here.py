@@ -14,9 +14,20 @@ from tandem.api import EngineFailure
 from tandem.cli.export import write_model
 from tandem.cli.sample import SampleRequest
 from tandem.config.schema.rollout import RolloutConfig
+from tandem.data.files import RowFault
+from tandem.data.images import (
+    MARK,
+    PictureRule,
+    PictureSource,
+    expand,
+    find_pictures,
+    marked,
+    measure,
+)
 from tandem.data.tokenizer import ChatRefused, TextCodec, load_codec
 from tandem.driver.model_checks import max_positions
 from tandem.driver.notices import configure_logging
+from tandem.driver.pictures import reading_rule
 from tandem.engines.checkpoint import SHARDED_FILE
 from tandem.errors import RunFailure, UserError
 from tandem.models.adapters import is_adapter_folder
@@ -31,6 +42,7 @@ from tandem.rollout.feed import with_weights_of
 from tandem.types import Completion, FinishReason, GenerationRequest
 
 _KEY = "RUN"
+_REMEDY = f"Name files of pictures, and write as many marks {MARK} into PROMPT, or none."
 
 
 def run(request: SampleRequest) -> int:
@@ -91,7 +103,10 @@ def _hugging_face_folder(model: str, *, base: Path | None) -> Generator[str, Non
 def _asked(request: SampleRequest, codec: TextCodec, *, folder: ModelFolder) -> GenerationRequest:
     """Return the request for the engine. Raise UserError if the model cannot take the prompt."""
     is_chat = codec.has_chat_template and not request.is_raw
-    text = request.prompt
+    text, pictures, rule = request.prompt, (), None
+    if request.images:
+        rule = reading_rule(folder, request.picture_sizes, codec=codec)
+        text, pictures = _with_pictures(request, rule)
     if is_chat:
         try:
             (text,) = codec.render([[{"role": "user", "content": text}]])
@@ -103,6 +118,8 @@ def _asked(request: SampleRequest, codec: TextCodec, *, folder: ModelFolder) -> 
                 remedy="Use --raw.",
             ) from error
     (ids,) = codec.encode([text], plain=[not is_chat])
+    if rule is not None:
+        ids = expand(ids, pictures, rule=rule).tolist()
     limit, sampling = max_positions(folder.hf_config), request.sampling
     room = sampling.max_new_tokens if limit is None else limit - len(ids)
     if room < 1:
@@ -113,7 +130,34 @@ def _asked(request: SampleRequest, codec: TextCodec, *, folder: ModelFolder) -> 
             remedy="Shorten it.",
         )
     longest = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-    return GenerationRequest(tuple(range(request.num_samples)), tuple(ids), longest)
+    read = tuple(picture.read() for picture in pictures)
+    numbers = tuple(range(request.num_samples))
+    return GenerationRequest(numbers, tuple(ids), longest, pictures=read)
+
+
+def _with_pictures(
+    request: SampleRequest, rule: PictureRule | None
+) -> tuple[str, tuple[PictureSource, ...]]:
+    """Return the prompt with the model's own text for its pictures, and these, measured.
+
+    Raises:
+        UserError: the model does not see, a picture cannot be read, or marks and pictures differ in
+            number.
+    """
+    named = [str(path) for path in request.images]
+    value = named[0] if len(named) == 1 else named
+    if rule is None:
+        raise UserError("--image", value, rule="the model reads text only", remedy="Leave it out.")
+    if request.is_raw:
+        raise UserError("--image", value, rule="does not go with --raw", remedy="Leave one out.")
+    text = request.prompt if MARK in request.prompt else MARK * len(named) + request.prompt
+    try:
+        found = find_pictures({rule.column: named}, text, rule=rule)
+        first = rule.first_id(validation=False)
+        measured = measure(found, rule, first_id=first, place="--image")
+    except RowFault as fault:
+        raise UserError("--image", value, rule=fault.rule, remedy=_REMEDY) from fault
+    return marked(text, rule), measured
 
 
 def _generate(asked: GenerationRequest, spec: EngineSpec) -> list[Completion]:

@@ -23,6 +23,8 @@ Row = dict[str, Any]
 
 _SUFFIXES = (".parquet", ".jsonl", ".json")
 _FORMATS = "parquet, .jsonl and .json"
+_PREPARED = ("gsm8k", "geo3k")
+"""The data sets that ``tandem prepare`` writes."""
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -150,8 +152,9 @@ def _remedy(path: Path) -> str:
             "Data sets of the hub are not read. Write the columns of docs/data.md into a file; "
             "for GSM8K: tandem prepare gsm8k --output FOLDER."
         )
-    if "gsm8k" in str(path).lower():
-        return f"Create it with: tandem prepare gsm8k --output {path.parent}"
+    for name in _PREPARED:
+        if name in str(path).lower():
+            return f"Create it with: tandem prepare {name} --output {path.parent}"
     return f"Check the path. The formats are {_FORMATS}."
 
 

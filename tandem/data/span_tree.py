@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from tandem.types import Completion, EpisodeRecord, Span, Trajectory
+from tandem.types import Completion, EpisodeRecord, FinishReason, Span, Trajectory
 
 ROOT = -1
 """The parent of a span with which a conversation begins."""
@@ -46,6 +46,11 @@ class SpanTree:
     def draw(self, completion: Completion, *, after: int) -> int:
         """Add drawn tokens behind the span ``after`` and return the index of their span."""
         return self._add(Span(completion.token_ids, completion), after)
+
+    def draw_nothing(self, sample_id: int, *, after: int, version: int) -> int:
+        """Add an empty turn, for an episode without any, and return the index of its span."""
+        nothing = array("i"), array("f")
+        return self.draw(Completion(sample_id, *nothing, FinishReason.STOP, version), after=after)
 
     def ids_to(self, index: int) -> array[int]:
         """Return the tokens from the root to the end of a span."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
+from tandem.agents.agent_files import AgentFile, read_agent_file
 from tandem.agents.code_tool import (
     check_protections,
     describe_take_over,
@@ -17,16 +18,17 @@ from tandem.agents.code_tool import (
 )
 from tandem.agents.endpoint import check_address, open_endpoint, read_address
 from tandem.agents.pool import EnvironmentPool
-from tandem.agents.programs import Programs, read_agent_file, without_proxy
+from tandem.agents.programs import Programs, without_proxy
 from tandem.agents.setup import (
     AGENTS_KEY,
+    ENVIRONMENT_LOG_FILE,
     FUNCTION_KEY,
     TOOL_KEY,
     EnvironmentSetup,
+    ServedTools,
     ToolLimits,
-    read_interaction_file,
-    read_tool_file,
 )
+from tandem.agents.tool_files import ToolFile, read_interaction_file, read_tool_file
 from tandem.children.code_jail import JailError
 from tandem.children.environment import child_environment
 from tandem.config.schema.rollout import RolloutConfig
@@ -37,11 +39,10 @@ from tandem.data.rendering import SINGLE_TURN, TOOL_AGENT, AgentRule, PromptEntr
 from tandem.data.tokenizer import TextCodec
 from tandem.driver.execution import complete
 from tandem.errors import UserError
-from tandem.pipeline.conversing import Conversing, HostedPrograms, TurnLimits
+from tandem.pipeline.conversing import Conversing, HostedEnvironment, HostedPrograms, TurnLimits
 
 logger = logging.getLogger(__name__)
 
-ENVIRONMENT_LOG_FILE = "environments.log"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENVIRONMENT_KEY = f"{_ROLLOUT}.agent.environment"
 _TEMPLATE_KEY = "actor_rollout_ref.model.custom_chat_template"
@@ -53,6 +54,7 @@ class AgentPlan:
 
     Attributes:
         schemas: the schemas of the tools, as their processes report them.
+        hosted: the agents whose environment a server has, by their names.
         address: host and port of the endpoint; port 0 is any free one.
         facts: the results of trying the chat template with the tools.
     """
@@ -60,6 +62,7 @@ class AgentPlan:
     setup: EnvironmentSetup
     address: tuple[str, int]
     schemas: tuple[ToolSchema, ...]
+    hosted: Mapping[str, HostedEnvironment]
     facts: tuple[ProbedFact, ...]
     rule: AgentRule
 
@@ -89,21 +92,26 @@ def prepare_agents(config: RunConfig, codec: TextCodec) -> AgentPlan | None:
         return None
     setup = _setup(rollout)
     _check_isolation(setup)
-    _require_agent(rollout, [spec.name for spec in setup.programs])
+    _require_agent(rollout, [spec.name for spec in (*setup.programs, *setup.openenvs)])
     address = read_address(rollout.agent.endpoint)
     check_address(address)
-    schemas = tuple(complete(lambda: _read_schemas(config, setup)))
-    talks = setup.interactions or setup.programs
-    kinds = [kind for kind, has in ((TOOL, schemas), (USER, talks)) if has]
-    facts = Dialogue(codec, schemas).probe(kinds)
+    schemas, actions = complete(lambda: _read_schemas(config, setup))
+    hosted = {
+        spec.name: HostedEnvironment(actions[spec.name], spec.gives_reward)
+        for spec in setup.openenvs
+    }
+    acting = tuple(action for action in actions.values() if action is not None)
+    talks = setup.interactions or setup.programs or len(acting) < len(hosted)
+    kinds = [kind for kind, has in ((TOOL, schemas or acting), (USER, talks)) if has]
+    facts = Dialogue(codec, schemas or acting).probe(kinds)
     _check_facts(facts, config, codec=codec)
     _check_format(rollout, codec)
     default = _default_agent(rollout)
     named = {schema["function"]["name"]: schema for schema in schemas}
     has_environment = bool(schemas or setup.interactions)
-    programs = {spec.name: spec.gives_reward for spec in setup.programs}
+    programs = {spec.name: spec.gives_reward for spec in (*setup.programs, *setup.openenvs)}
     rule = AgentRule(default, named, has_environment, programs)
-    return AgentPlan(setup, address, schemas, facts, rule)
+    return AgentPlan(setup, address, schemas, hosted, facts, rule)
 
 
 def _require_agent(rollout: RolloutConfig, programs: Sequence[str]) -> None:
@@ -179,6 +187,7 @@ async def open_agents(
             renders_anew=rollout.multi_turn.use_inference_chat_template,
             max_prompt_tokens=config.data.max_prompt_length,
             programs=programs,
+            hosted=plan.hosted,
         )
 
 
@@ -198,15 +207,19 @@ class _NamedOnce:
 def _setup(rollout: RolloutConfig) -> EnvironmentSetup:
     turns = rollout.multi_turn
     users = turns.interaction_config_path
-    written = () if turns.tool_config_path is None else read_tool_file(turns.tool_config_path)
-    for line in filter(None, map(describe_take_over, written)):
+    path = turns.tool_config_path
+    written = ToolFile() if path is None else read_tool_file(path)
+    for line in (*filter(None, map(describe_take_over, written.classes)), *written.notes):
         logger.info("%s", line)
-    agents = rollout.agent.agent_loop_config_path
+    agents_path = rollout.agent.agent_loop_config_path
+    agents = AgentFile() if agents_path is None else read_agent_file(agents_path)
     return EnvironmentSetup(
-        tools=tuple(map(take_over, written)),
+        tools=tuple(map(take_over, written.classes)),
+        served=written.served,
         function_path=turns.function_tool_path,
         interactions=() if users is None else read_interaction_file(users),
-        programs=() if agents is None else tuple(read_agent_file(agents).values()),
+        programs=agents.programs,
+        openenvs=agents.openenvs,
         limits=ToolLimits(
             max_parallel_calls=turns.max_parallel_calls,
             max_characters=turns.max_tool_response_length,
@@ -234,14 +247,29 @@ def _check_isolation(setup: EnvironmentSetup) -> None:
 def _open_pool(config: RunConfig, setup: EnvironmentSetup) -> EnvironmentPool:
     agent = config.actor_rollout_ref.rollout.agent
     seen = child_environment(os.environ, agent.environment, key=_ENVIRONMENT_KEY)
-    variables = without_proxy(seen.variables) if setup.programs else seen.variables
+    variables = without_proxy(seen.variables)
+    setup = replace(setup, served=tuple(_with_variables(one, variables) for one in setup.served))
     return EnvironmentPool(setup, num_processes=agent.num_workers, environment=variables)
 
 
-async def _read_schemas(config: RunConfig, setup: EnvironmentSetup) -> list[ToolSchema]:
-    """Load tools and agents in a process; return the schemas of the tools."""
+def _with_variables(served: ServedTools, variables: Mapping[str, str]) -> ServedTools:
+    """Return servers whose programs get the environment variables of tools, too."""
+    servers = tuple(
+        replace(server, variables={**variables, **server.variables}) for server in served.servers
+    )
+    return replace(served, servers=servers)
+
+
+async def _read_schemas(
+    config: RunConfig, setup: EnvironmentSetup
+) -> tuple[tuple[ToolSchema, ...], Mapping[str, ToolSchema | None]]:
+    """Load tools and agents in a process.
+
+    Returns:
+        The schemas of the tools, and the action of each environment that a server has.
+    """
     async with _open_pool(config, setup) as pool:
-        return await pool.start()
+        return tuple(await pool.start()), pool.actions
 
 
 def _check_facts(facts: Sequence[ProbedFact], config: RunConfig, *, codec: TextCodec) -> None:

@@ -21,6 +21,7 @@ from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.driver.model_checks import max_positions, read_local_config
 from tandem.errors import UserError
+from tandem.rollout.attached.choice import require_servers
 from tandem.rollout.choice import (
     EngineChoice,
     Problem,
@@ -81,16 +82,11 @@ def require_engine(config: RunConfig, hf_config: Mapping[str, Any] | None = None
         hf_config: the content of the model's config.json, if it is known.
     """
     rollout = config.actor_rollout_ref.rollout
-    if rollout.restarts_engine and not place_run(config).is_one_process:
-        raise UserError(
-            "actor_rollout_ref.rollout.max_engine_restarts",
-            rollout.max_engine_restarts,
-            rule="engines are started again only in runs of one process",
-            remedy="Leave it out; trainer.max_restarts starts the run again.",
-        )
     problem = _problem(config, hf_config)
     if problem is None:
-        if rollout.name in _CHECKS:
+        if config.actor_rollout_ref.rollout.attaches_servers:
+            require_servers(rollout, hf_config or {}, max_length=trained_model(config).max_tokens)
+        elif rollout.name in _CHECKS:
             _CHECKS[rollout.name](_arguments(config))
         return
     remedy = "Leave the key out, and tandem chooses an engine."
@@ -108,16 +104,20 @@ def _problem(config: RunConfig, hf_config: Mapping[str, Any] | None) -> Problem 
         hf_config,
         allows_untested=bool(given.get(ALLOW_UNTESTED, False)),
         interpreter=given.get(PYTHON) if name == "sglang" else None,
+        is_elsewhere=config.actor_rollout_ref.rollout.attaches_servers,
     )
     if name not in _TITLES or problem is not None:
         return problem
     title = _TITLES[name]
-    split = _split_problem(config, hf_config or {}) if name == "vllm" else ""
+    is_split = name == "vllm" and not config.actor_rollout_ref.rollout.attaches_servers
+    split = _split_problem(config, hf_config or {}) if is_split else ""
     if split:
         num_ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         return Problem(f"{_SPLIT}={num_ranks}: {split}")
     if name == "sglang" and not place_run(config).is_one_process:
         return Problem("SGLang generates only in runs of one process")
+    if config.actor_rollout_ref.rollout.attaches_servers and not place_run(config).is_one_process:
+        return Problem("servers (engine_kwargs.vllm.urls) generate only in runs of one process")
     if config.actor_rollout_ref.model.trains_adapters:
         return Problem(f"{title} with adapters (LoRA) is not built")
     model, limit = trained_model(config), max_positions(hf_config or {})

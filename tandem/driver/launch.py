@@ -28,6 +28,7 @@ from tandem.config.schema.sft import SftConfig
 from tandem.config.schema.trainer import TrainerConfig
 from tandem.driver.arguments import with_found
 from tandem.driver.execution import first_cause
+from tandem.driver.run_folder import name_unwritable
 from tandem.errors import RunFailure, UserError
 from tandem.models.folder import ModelFolder, require_decoder
 from tandem.platforms.record import Platform
@@ -41,12 +42,13 @@ from tandem.runtime.nodes import HeadServer, run_on_nodes
 from tandem.runtime.probe_devices import find_devices
 from tandem.runtime.ray import RayRuntime
 from tandem.runtime.resources import fits, marker_of, node_needs, refusal, this_machine
+from tandem.runtime.token import token_file
 from tandem.runtime.torchrun import launched_node
 from tandem.types import TokenIds
-from tandem.workers.deployment import pool_jobs
+from tandem.workers.calls import call_each
+from tandem.workers.deployment import pool_jobs, replaceable_pools
 from tandem.workers.job import build_worker
 from tandem.workers.policies import require_precision
-from tandem.workers.remote import call_each
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +135,7 @@ def run_on_site(
             cluster,
             lambda head: body(replace(site, head=head)),
             platforms=tuple(site.platforms.values()),
+            token_file=token_file(config.trainer.run_folder),
             will_restart=will_restart,
         )
     except WorkerFailure as failure:
@@ -403,17 +406,19 @@ async def start_processes(
         head=site.head,
     )
     try:
-        store = host_store(timeout_s=site.cluster.settings.wait_s)
+        store = host_store(runtime.address, timeout_s=site.cluster.settings.wait_s)
         jobs = pool_jobs(
             site.config,
             site.placement,
             platforms=site.platforms,
-            store=(runtime.address, store.port),
+            store=store.place,
             eos_ids=eos_ids,
             total_steps=total_steps,
         )
         groups = await runtime.call(
-            runtime.start_pools, {name: partial(build_worker, job) for name, job in jobs.items()}
+            runtime.start_pools,
+            {name: partial(build_worker, job) for name, job in jobs.items()},
+            replaceable=replaceable_pools(site.config, site.placement),
         )
         await runtime.call(_write_placement, site, groups)
         yield runtime, groups
@@ -422,11 +427,16 @@ async def start_processes(
 
 
 def _write_placement(site: RunSite, groups: Mapping[str, WorkerGroup]) -> None:
-    """Write where each task's processes run, as they report it."""
+    """Write where each task's processes run, as they report it.
+
+    Raises:
+        UserError: the folder of the run cannot be written.
+    """
     records = [
         {"tasks": list(pool.tasks), **record}
         for pool in site.placement.used_pools
         for record in call_each([groups[pool.name]], "describe")
     ]
     folder: Path = site.config.trainer.run_folder
-    (folder / PLACEMENT_FILE).write_text(json.dumps(records, indent=2) + "\n")
+    with name_unwritable(folder):
+        (folder / PLACEMENT_FILE).write_text(json.dumps(records, indent=2) + "\n")

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from tandem.config.derived.trained_model import place
+from dataclasses import replace
+
 from tandem.config.derived.vision import read_pixel_bounds, text_part
-from tandem.config.schema.families import not_spread
+from tandem.config.schema.data import PictureConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.data.images import PictureRule
@@ -28,7 +29,30 @@ def picture_rule(
     vision = None if folder.decoder_config is None else folder.decoder_config.vision
     if vision is None:
         return None
-    _require_built(config, folder)
+    if isinstance(config, RunConfig) and config.reward_model.enable:
+        rule = "reward models do not see, and the policy does"
+        raise UserError("reward_model.enable", True, rule=rule, remedy="Use a reward function.")
+    data, limit = config.data, None
+    if isinstance(config, RunConfig):
+        limit = config.actor_rollout_ref.rollout.limit_images
+    rule = reading_rule(folder, data.mm_processor_kwargs, codec=codec)
+    return None if rule is None else replace(rule, max_pictures=limit, column=data.image_key)
+
+
+def reading_rule(
+    folder: ModelFolder, sizes: PictureConfig, *, codec: TextCodec
+) -> PictureRule | None:
+    """Return how a model reads any number of pictures; None for a model of text.
+
+    Args:
+        sizes: bounds that replace those of the model.
+
+    Raises:
+        UserError: a file of the model does not say how it reads pictures, or ``sizes`` are wrong.
+    """
+    vision = None if folder.decoder_config is None else folder.decoder_config.vision
+    if vision is None:
+        return None
     ids = [folder.hf_config.get(key) for key in _KEYS]
     known = [token for token in ids if isinstance(token, int)]
     if len(known) < len(ids):
@@ -39,10 +63,6 @@ def picture_rule(
             rule="must be the id of a token",
             remedy="Use the config.json that belongs to the weights.",
         )
-    limit: int | None = None
-    if isinstance(config, RunConfig):
-        limit = config.actor_rollout_ref.rollout.limit_images
-    sizes = config.data.mm_processor_kwargs
     fewest, most = read_pixel_bounds(folder.path)
     fewest = fewest if sizes.min_pixels is None else sizes.min_pixels
     most = most if sizes.max_pixels is None else sizes.max_pixels
@@ -61,16 +81,4 @@ def picture_rule(
         vocabulary=text_part(folder.hf_config)["vocab_size"],
         placeholder=known[1],
         texts=tuple(codec.decode([[token] for token in known], skip_special=False)),
-        max_pictures=limit,
-        column=config.data.image_key,
     )
-
-
-def _require_built(config: RunConfig | SftConfig, folder: ModelFolder) -> None:
-    """Raise UserError if a run with a model that sees needs what is not built."""
-    path, key = str(folder.path), folder.key
-    if not place(config).is_one_process:
-        raise not_spread(folder.hf_config["model_type"], key=key, path=path)
-    if isinstance(config, RunConfig) and config.reward_model.enable:
-        rule = "reward models do not see, and the policy does"
-        raise UserError("reward_model.enable", True, rule=rule, remedy="Use a reward function.")

@@ -160,14 +160,21 @@ def begin_records(config: RunConfig | SftConfig, start: Start) -> None:
     Raises:
         UserError: the folder cannot be written.
     """
-    try:
+    with name_unwritable(config.trainer.run_folder):
         _make_room(config.trainer, start)
         _write_config(config, start)
         log = config.trainer.run_folder / REWARD_LOG_FILE
         if log.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(log))
+
+
+@contextmanager
+def name_unwritable(folder: Path) -> Iterator[None]:
+    """Raise a failure to write into the folder of a run as UserError."""
+    try:
+        yield
     except OSError as error:
-        raise _unwritable(config.trainer.run_folder, error) from error
+        raise _unwritable(folder, error) from error
 
 
 def open_run_sinks(

@@ -58,6 +58,7 @@ from tandem.pipeline.loop import Pipeline
 from tandem.workers.colocated import build_colocated
 from tandem.workers.deployment import remote_engines
 from tandem.workers.remote import PeakMemory
+from tandem.workers.shared_base import RunOverBase
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +89,14 @@ def run(config: RunConfig, *, observer: Observer | None = None) -> int:
     )
 
 
-def prepare(config: RunConfig, *, fetches_weights: bool = True) -> PreparedRun:
+def prepare(
+    config: RunConfig, *, fetches_weights: bool = True, over: RunOverBase | None = None
+) -> PreparedRun:
     """Check and read everything but the model's weights.
 
     Args:
         fetches_weights: whether weights that are only on the hub are downloaded.
+        over: the base that the run shares with others of this process; None loads one.
 
     Raises:
         UserError: the configuration, the data or a model cannot be used.
@@ -137,6 +141,7 @@ def prepare(config: RunConfig, *, fetches_weights: bool = True) -> PreparedRun:
         validation=validation,
         conversations=auxiliary.conversations,
         agents=agents if plays_episodes(agents, rows) else None,
+        over=over,
     )
     return PreparedRun(folder, codec, source, schedule, open_loop, auxiliary.folders)
 
@@ -148,10 +153,11 @@ async def _open_loop(
     validation: Sequence[PromptEntry],
     conversations: TextCodec | None,
     agents: AgentPlan | None,
+    over: RunOverBase | None,
 ) -> AsyncIterator[Pipeline]:
     config, checkpoint, runtime = run.site.config, run.start.checkpoint, run.runtime
     assert isinstance(config, RunConfig), "the site is that of this command"
-    async with _open_engines(config, run) as running:
+    async with _open_engines(config, run, over=over) as running:
         if checkpoint is not None:
             await runtime.call(running.engines.train.load, checkpoint.folder / "actor")
             if running.engines.critic is not None:
@@ -193,7 +199,9 @@ def _close(parts: RunContext) -> None:
 
 
 @asynccontextmanager
-async def _open_engines(config: RunConfig, run: LaunchedRun) -> AsyncIterator[RunningEngines]:
+async def _open_engines(
+    config: RunConfig, run: LaunchedRun, *, over: RunOverBase | None
+) -> AsyncIterator[RunningEngines]:
     runtime, placement, platform = run.runtime, run.site.placement, run.site.platform
     if run.groups is None:
         engines = await runtime.call(
@@ -203,6 +211,7 @@ async def _open_engines(config: RunConfig, run: LaunchedRun) -> AsyncIterator[Ru
             platform=platform,
             eos_ids=run.prepared.codec.eos_ids,
             total_steps=run.prepared.schedule.total_training_steps,
+            over=over,
         )
         try:
             peak = partial(PeakMemory.of, platform)

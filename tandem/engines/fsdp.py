@@ -29,7 +29,7 @@ from tandem.engines.checkpoint import SHARDED_FILE, fingerprint, read_state
 from tandem.engines.fsdp_model import FsdpModel, idle_batch
 from tandem.engines.optim import PolicyOptimizer, make_schedule
 from tandem.engines.sharded_checkpoint import load_sharded, read_adapters, save_sharded
-from tandem.engines.shards import view_of
+from tandem.engines.shards import unsharded_map, view_of
 from tandem.engines.steps import Totals, backward, clip, report_step
 from tandem.models.adapters import load_adapter, save_adapter
 from tandem.models.language_model import score_batch
@@ -123,11 +123,12 @@ class FsdpEngine:
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of weights and optimizer into a folder on a shared file system."""
+        tower = {} if self._model.folder.start else self._model.frozen_tower()
         save_sharded(
             folder,
-            self._model.weights(),
+            {**self._model.weights(), **tower},
             optimizer=self._optimizer,
-            regions=self._model.shard_map.regions,
+            regions={**self._model.shard_map.regions, **unsharded_map(tower).regions},
             model=self._fingerprint(),
             schedule_step=self._schedule_step,
         )

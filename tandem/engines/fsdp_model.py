@@ -3,20 +3,20 @@
 
 Each layer is an FSDP unit, and the remaining parameters are one more. Every rank reads only its own
 slices of the weights. Gradients are sums over ranks, never means, because the denominators of
-losses are global. The model implements tensor and sequence parallelism; this file only creates
-their process groups.
+losses are global. The model implements tensor, sequence and expert parallelism; this file only
+creates their process groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -34,12 +34,12 @@ from tandem.config.schema.fsdp import FsdpConfig
 from tandem.engines.shards import RankShardMap, regions_of_rank
 from tandem.engines.steps import score
 from tandem.models.adapted import trained_parameters
-from tandem.models.decoder import Decoder
-from tandem.models.experts import is_fixed
+from tandem.models.decoder import Decoder, DecoderLayer
 from tandem.models.folder import ModelFolder, fill_slices, open_part, require_decoder
 from tandem.models.language_model import NativeModel
 from tandem.models.operators import TORCH, Operators
 from tandem.models.parallel import ALONE, WHOLE, ParallelLayout, peers_of, slices_of_rows
+from tandem.models.vision import TOWER
 from tandem.types import HeldSlice, PackedBatch, Segments
 
 
@@ -83,16 +83,16 @@ class FsdpModel:
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
         """Return this rank's part of each trained parameter: views, valid until they are moved."""
-        return {name: _local(name, x) for name, x in trained_parameters(self._decoder).items()}
+        return {name: self._local(name, x) for name, x in self._trained().items()}
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of ``weights()``; zeros for missing ones."""
-        gradients = {name: p.grad for name, p in trained_parameters(self._decoder).items()}
+        gradients = {name: p.grad for name, p in self._trained().items()}
         return {
             name: torch.zeros_like(part)
             if gradients[name] is None
-            else _local(name, gradients[name])
+            else self._local(name, gradients[name])
             for name, part in self.weights().items()
         }
 
@@ -116,7 +116,7 @@ class FsdpModel:
         slices = [
             held
             for name, parameter in self._decoder.named_parameters()
-            for held in slices_of_rows(regions[name], _local(name, parameter))
+            for held in slices_of_rows(regions[name], self._local(name, parameter))
         ]
         fill_slices(self.folder, slices, random_seed=random_seed)
         start = self.folder.start
@@ -182,6 +182,7 @@ class FsdpModel:
         """Move offloaded weights back."""
         if self.spec.config.param_offload:
             self._decoder.to(_home(self.spec))
+            _move_tower(self._decoder, self.spec.device)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -189,6 +190,22 @@ class FsdpModel:
         self.onload()
         yield
         self.offload()  # not after an error, which ends the run
+
+    def frozen_tower(self) -> dict[str, Tensor]:
+        """Return the parameters of a frozen tower, which each rank holds whole; {} without one."""
+        config = self.language_model.config
+        tower = self._decoder.tower if config.freezes_tower else None
+        return {} if tower is None else {f"{TOWER}{x}": p.data for x, p in tower.named_parameters()}
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return trained_parameters(self._decoder)
+
+    def _local(self, name: str, tensor: Tensor | None) -> Tensor:
+        """Return this rank's shard of a parameter or of its gradient."""
+        if self.language_model.config.is_unsharded(name) and tensor is not None:
+            return tensor
+        assert isinstance(tensor, DTensor), "weights must be sharded here, not gathered"
+        return tensor.to_local()
 
     def _free_gathered(self) -> None:
         # Without a backward pass FSDP frees neither gathered weights nor the record of their order.
@@ -233,26 +250,32 @@ def open_fsdp_model(
         model.decoder.requires_grad_(False)
     _shard(model.decoder, spec)
     model.decoder.to_empty(device=_home(spec))
+    _move_tower(model.decoder, spec.device)
     model.device = spec.device
+    model.looks_always = True
     sharded = FsdpModel(model, folder, spec=spec)
     sharded.fill(random_seed=random_seed)
     return sharded
 
 
 def _shard(decoder: Decoder, spec: FsdpSpec) -> None:
-    config = spec.config
+    config, is_unsharded = spec.config, decoder.config.is_unsharded
     on_host = CPUOffloadPolicy(pin_memory=spec.device.type != "cpu")
-    settings = {
+    settings: dict[str, Any] = {
         "mesh": _shard_mesh(spec),
         # The residual stream is fp32 on purpose: the inputs of a layer must not be cast.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=spec.compute, reduce_dtype=torch.float32, cast_forward_inputs=False
         ),
         "offload_policy": on_host if config.offload_policy else OffloadPolicy(),
-        # They keep their precision and have no gradients.
-        "ignored_params": {x for name, x in decoder.named_parameters() if is_fixed(name)},
+        # They keep their precision and have no gradients. A frozen tower that every rank holds
+        # remembers what it saw, and needs no collectives.
+        "ignored_params": {x for name, x in decoder.named_parameters() if is_unsharded(name)},
     }
-    layers = list(decoder.layers)
+    if spec.layout.expert_parallel > 1:
+        _shard_experts(decoder, spec, settings=settings)
+    tower = None if decoder.config.freezes_tower else decoder.tower
+    layers = [*([] if tower is None else tower.blocks), *decoder.layers]
     units = [
         fully_shard(layer, **settings, reshard_after_forward=config.reshard_after_forward)
         for layer in layers
@@ -260,11 +283,29 @@ def _shard(decoder: Decoder, spec: FsdpSpec) -> None:
     # Log-probs are computed from the weight of the head after the forward pass.
     root = fully_shard(decoder, **settings, reshard_after_forward=False)
     for unit in (*units, root):
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+        _sum_gradients(unit)
     if config.forward_prefetch:
         for unit, following in zip((root, *units), units, strict=False):
             unit.set_modules_to_forward_prefetch([following])
+
+
+def _shard_experts(decoder: Decoder, spec: FsdpSpec, *, settings: Mapping[str, Any]) -> None:
+    """Shard the experts of each layer over the ranks of a copy that hold the same ones."""
+    layout = spec.layout
+    shards, divided = layout.num_expert_shards, layout.expert_parallel
+    copies = layout.num_ranks // (shards * divided)
+    mesh = _mesh(spec, {"copy": copies, "shard": shards, "expert": divided})
+    own = {**settings, "mesh": mesh["shard"] if copies == 1 else mesh["copy", "shard"]}
+    is_freed = spec.config.reshard_after_forward
+    for layer in cast(Iterable[DecoderLayer], decoder.layers):
+        if layer.experts is not None:
+            unit = fully_shard(layer.experts.routed, **own, reshard_after_forward=is_freed)
+            _sum_gradients(unit)
+
+
+def _sum_gradients(unit: FSDPModule) -> None:
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
 
 
 def _home(spec: FsdpSpec) -> torch.device:
@@ -272,12 +313,10 @@ def _home(spec: FsdpSpec) -> torch.device:
     return torch.device("cpu") if spec.config.offload_policy else spec.device
 
 
-def _local(name: str, tensor: Tensor | None) -> Tensor:
-    """Return this rank's shard of a parameter or of its gradient."""
-    if is_fixed(name) and tensor is not None:
-        return tensor  # every rank holds it whole
-    assert isinstance(tensor, DTensor), "weights must be sharded here, not gathered"
-    return tensor.to_local()
+def _move_tower(decoder: Decoder, device: torch.device) -> None:
+    """Move a frozen tower, of which FSDP knows nothing, to the device of the computation."""
+    if decoder.tower is not None and decoder.config.freezes_tower:
+        decoder.tower.to(device)
 
 
 def _shard_mesh(spec: FsdpSpec) -> DeviceMesh:
@@ -300,13 +339,19 @@ def _copy_group(spec: FsdpSpec) -> ProcessGroup | None:
 def _parallel_layout(spec: FsdpSpec) -> ParallelLayout:
     layout = spec.layout
     sequence, tensor = layout.sequence_parallel, layout.tensor_parallel
-    if sequence == tensor == 1:
+    divided = layout.expert_parallel
+    if sequence == tensor == divided == 1:
         return WHOLE
     sizes = {"shard": layout.data_parallel, "sequence": sequence, "tensor": tensor}
     mesh = _mesh(spec, sizes)
+    expert = ALONE
+    if divided > 1:
+        grid = {"shard": layout.num_ranks // divided, "expert": divided}
+        expert = peers_of(_mesh(spec, grid)["expert"])
     return ParallelLayout(
         tensor=peers_of(mesh["tensor"]) if tensor > 1 else ALONE,
         sequence=peers_of(mesh["sequence"]) if sequence > 1 else ALONE,
+        expert=expert,
     )
 
 

@@ -2,13 +2,12 @@
 """The regions of a decoder's parameters that each rank holds, and the gather of whole tensors.
 
 A process's part of a parameter is one or more regions of the whole, stacked along the rows: all
-rows of an unsharded parameter, some rows of a sharded one, and a region each of query, key and
-value if a fused matrix is split by heads.
+rows, some rows, or a region each of query, key and value if a fused matrix is split by heads.
 
 The tensor-parallel rank varies fastest, then the shard, then the replica. The same ranks also
-divide, after the tensor-parallel rank, into sequence-parallel and then data-parallel ranks. A shard
-is a range of rows of a tensor-parallel share, as in ``torch.chunk``: the last shards may be
-smaller, or empty. Parameters that training never changes are not sharded.
+divide into sequence-parallel and then data-parallel ranks. Consecutive ranks divide experts. A
+shard is a range of rows of such a share, as in ``torch.chunk``: the last shards may be smaller, or
+empty. Parameters that training never changes are not sharded.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from torch.distributed import ProcessGroup
 from tandem.config.derived.pools import RankLayout
 from tandem.models.adapted import trained_names
 from tandem.models.decoder import DecoderConfig
-from tandem.models.experts import is_fixed
-from tandem.models.parallel import Regions, is_whole, slices_of_rows, tensor_regions
+from tandem.models.experts import is_fixed, is_of_all_experts
+from tandem.models.parallel import Peers, Regions, is_whole, slices_of_rows, tensor_regions
 from tandem.types import SliceSpec
 
 
@@ -76,6 +75,8 @@ class RankPlace:
         copy: the coordinate among the replicas.
         sequence: the coordinate among the ranks that share the tokens of a micro-batch.
         data: the number of this rank's micro-batch within a round.
+        expert: the coordinate among the ranks that divide the experts.
+        expert_shard: the coordinate among the ranks of a copy that hold the same experts.
     """
 
     tensor: int
@@ -83,6 +84,8 @@ class RankPlace:
     copy: int
     sequence: int
     data: int
+    expert: int
+    expert_shard: int
 
 
 def place_of(layout: RankLayout, rank: int) -> RankPlace:
@@ -90,12 +93,21 @@ def place_of(layout: RankLayout, rank: int) -> RankPlace:
 
     Example:
         >>> place_of(RankLayout(8, tensor_parallel=2, sequence_parallel=2, num_shards=2), 5)
-        RankPlace(tensor=1, shard=0, copy=1, sequence=0, data=1)
+        RankPlace(tensor=1, shard=0, copy=1, sequence=0, data=1, expert=0, expert_shard=0)
     """
     row, tensor = divmod(rank, layout.tensor_parallel)
     copy, shard = divmod(row, layout.num_shards)
     data, sequence = divmod(row, layout.sequence_parallel)
-    return RankPlace(tensor, shard, copy=copy, sequence=sequence, data=data)
+    expert_shard, expert = divmod(rank % layout.ranks_per_copy, layout.expert_parallel)
+    return RankPlace(
+        tensor,
+        shard,
+        copy=copy,
+        sequence=sequence,
+        data=data,
+        expert=expert,
+        expert_shard=shard if layout.expert_parallel == 1 else expert_shard,
+    )
 
 
 def regions_of_rank(
@@ -103,13 +115,29 @@ def regions_of_rank(
 ) -> dict[str, Regions]:
     """Return the regions that ``rank`` holds of the decoder of ``config``."""
     place = place_of(layout, rank)
-    shares = tensor_regions(config, rank=place.tensor, size=layout.tensor_parallel, dtype=dtype)
-    return {
-        name: regions
-        if is_fixed(name)
-        else _shard_of(regions, place.shard, num_shards=layout.num_shards)
-        for name, regions in shares.items()
-    }
+    found: dict[str, Regions] = {}
+    for name, regions in _shares(config, layout, place=place, dtype=dtype).items():
+        if config.is_unsharded(name):
+            found[name] = regions
+        elif is_of_all_experts(name):
+            number = layout.num_expert_shards
+            found[name] = _shard_of(regions, place.expert_shard, num_shards=number)
+        else:
+            found[name] = _shard_of(regions, place.shard, num_shards=layout.num_shards)
+    return found
+
+
+def _shares(
+    config: DecoderConfig, layout: RankLayout, *, place: RankPlace, dtype: torch.dtype
+) -> dict[str, Regions]:
+    """Return the regions of a process of tensor and expert parallelism, before sharding."""
+    return tensor_regions(
+        config,
+        rank=place.tensor,
+        size=layout.tensor_parallel,
+        dtype=dtype,
+        experts=Peers(place.expert, layout.expert_parallel),
+    )
 
 
 class RankShardMap:
@@ -117,7 +145,7 @@ class RankShardMap:
 
     Attributes:
         regions: the regions of this rank.
-        shares: the regions of this rank's tensor-parallel share, before sharding.
+        shares: the regions of this rank's share of tensor and expert parallelism, before sharding.
 
     Args:
         config: the configuration of the unsharded decoder.
@@ -134,13 +162,13 @@ class RankShardMap:
         group: ProcessGroup | None,
     ) -> None:
         self.place = place_of(layout, rank)
-        self.regions: Mapping[str, Regions] = _trained(
-            regions_of_rank(config, layout, rank=rank, dtype=dtype)
-        )
+        own = regions_of_rank(config, layout, rank=rank, dtype=dtype)
+        trained = trained_names(own, freezes_tower=config.freezes_tower)
+        self.regions: Mapping[str, Regions] = {name: own[name] for name in trained}
         self._group = group
-        tensor, size = self.place.tensor, layout.tensor_parallel
-        self.shares = _trained(tensor_regions(config, rank=tensor, size=size, dtype=dtype))
-        members = range(layout.num_shards * layout.tensor_parallel)
+        shares = _shares(config, layout, place=self.place, dtype=dtype)
+        self.shares = {name: shares[name] for name in trained}
+        members = range(layout.ranks_per_copy)
         self._members = [regions_of_rank(config, layout, rank=r, dtype=dtype) for r in members]
 
     def is_owner(self, name: str) -> bool:
@@ -162,10 +190,6 @@ class RankShardMap:
             for held in slices_of_rows(regions[name], rows):
                 view_of(whole, held.spec).copy_(held.tensor)
         return whole
-
-
-def _trained(regions: Mapping[str, Regions]) -> dict[str, Regions]:
-    return {name: regions[name] for name in trained_names(regions)}
 
 
 def with_first_rows(regions: Regions) -> Iterator[tuple[int, SliceSpec]]:

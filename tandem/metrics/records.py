@@ -2,7 +2,7 @@
 """Rollouts on disk: a few of each step for the report, and verl's dumps of all of them.
 
 ``rollouts.jsonl`` has one object per recorded sample, with its tokens as text and their log-probs;
-an episode of several turns has its spans as well.
+an episode of several turns has its spans as well, and a prompt with pictures their thumbnails.
 The samples of a step are chosen evenly over the batch without randomness: a resumed run records the
 same ones. The dumps (``trainer.rollout_data_dir``, ``trainer.validation_data_dir``) are
 ``<step>.jsonl`` with verl's fields.
@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from tandem.metrics.jsonl import JsonLinesFile, encode
+from tandem.metrics.thumbnails import thumbnail
 from tandem.types import EpisodeRecord, Group, Prompt, RewardStatus, Sample, Trajectory
 
 ROLLOUTS_FILE = "rollouts.jsonl"
+_MAX_PICTURES = 4
+"""The thumbnails of a recorded sample, of the first pictures of its prompt."""
 
 
 class RolloutRecorder:
@@ -88,6 +91,11 @@ class RolloutRecorder:
             "tokens": tokens,
             "log_probs": _log_probs(trajectory),
         }
+        if prompt.pictures:
+            record["pictures"] = [
+                thumbnail(x.pixels, width=x.columns * x.side, height=x.rows * x.side)
+                for x in prompt.pictures[:_MAX_PICTURES]
+            ]
         if trajectory.episode is None:
             return record
         return record | {

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
-from tandem.models.vision import VisionTower
+from tandem.models.vision import VisionTower, is_of_tower
 
 _SUFFIXES = (".lora_a", ".lora_b")
 
@@ -138,23 +138,38 @@ def adapted_linear(
     return y_TN
 
 
+def add_adapters(y_TN: Tensor, x_TD: Tensor, *, own: AdaptedLinear) -> None:
+    """Add the products of a map's adapters to the results of its weight, in place."""
+    h_TR = _inner(x_TD, own.lora_a, scale=own.addition.scale)
+    _add(y_TN, h_TR, lora_b_Mr=own.lora_b, addition=own.addition)
+
+
 def is_adapter(name: str) -> bool:
     """Return whether a parameter of a decoder belongs to an adapter."""
     return name.endswith(_SUFFIXES)
 
 
-def trained_names(names: Iterable[str]) -> list[str]:
-    """Return the names of parameters that training changes: adapters if there are any, else all."""
-    every = list(names)
+def base_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a decoder without those of its adapters, in their own storage."""
+    weights = module.state_dict()
+    return {name: weights[name] for name in weights if not is_adapter(name)}
+
+
+def trained_names(names: Iterable[str], *, freezes_tower: bool) -> list[str]:
+    """Return the names of parameters that training changes.
+
+    They are the adapters if there are any, else all but those of a frozen tower.
+    """
+    every = [name for name in names if not (freezes_tower and is_of_tower(name))]
     return [name for name in every if is_adapter(name)] or every
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that training changes: see ``trained_names``; no frozen tower."""
+    """Return the parameters that training changes: see ``trained_names``."""
     towers = [part for part in module.modules() if isinstance(part, VisionTower)]
-    frozen = {id(x) for tower in towers if tower.config.is_frozen for x in tower.parameters()}
-    named = {name: x for name, x in module.named_parameters() if id(x) not in frozen}
-    return {name: named[name] for name in trained_names(named)}
+    named = dict(module.named_parameters())
+    names = trained_names(named, freezes_tower=any(tower.config.is_frozen for tower in towers))
+    return {name: named[name] for name in names}
 
 
 def _inner(x_TD: Tensor, lora_a_RD: Tensor, *, scale: float) -> Tensor:

@@ -27,13 +27,16 @@ from tandem.config.derived.adapters import (
     Adapters,
     read_adapters,
 )
+from tandem.config.derived.vision import TEXT_MODULES, VISION_FAMILIES
 from tandem.errors import UserError
 from tandem.models.adapted import AdapterConfig
 from tandem.models.decoder import DecoderConfig, parameter_shapes
-from tandem.models.file_tensors import FileTensor, file_tensors
+from tandem.models.families import decoder_config
+from tandem.models.file_tensors import FileTensor, file_tensors, name_in_family
 from tandem.models.weights import (
     convert_folder,
     copy_companions,
+    read_config,
     read_slices,
     slices_by_name,
     weight_files,
@@ -67,11 +70,11 @@ def with_adapters(config: DecoderConfig, adapters: Adapters) -> DecoderConfig:
     Raises:
         UserError: no module of the decoder is adapted.
     """
-    chosen = set(adapters.modules(config.num_layers))
+    chosen = set(adapters.modules(config.num_layers, sees=config.vision is not None))
     maps: dict[str, list[int]] = {}
     for name, parts in _parts(config).items():
         for index, part in enumerate(parts):
-            if part.name.removesuffix(".weight") in chosen:
+            if _module(part.name, config) in chosen:
                 maps.setdefault(name, []).append(index)
     listed = tuple((name, tuple(indices)) for name, indices in maps.items())
     return replace(
@@ -89,7 +92,7 @@ def adapter_tensors(config: DecoderConfig) -> Iterator[FileTensor]:
         first_b = 0
         for place, index in enumerate(indices):
             part = parts[name][index]
-            module = f"{_PREFIX}{part.name.removesuffix('.weight')}"
+            module = f"{_PREFIX}{_module(part.name, config)}"
             yield FileTensor(f"{module}.lora_A.weight", f"{name}.lora_a", place * rank, rank)
             yield FileTensor(f"{module}.lora_B.weight", f"{name}.lora_b", first_b, part.rows)
             first_b += part.rows
@@ -201,8 +204,11 @@ def merge_adapter(
     with _opened(source, key="checkpoint") as tensors:
         factors = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
 
+    config = decoder_config(read_config(base))
+    assert config is not None, "only models of our decoder have adapters"
+
     def merged(name: str, weight: Tensor) -> Tensor:
-        module = f"{_PREFIX}{name.removesuffix('.weight')}"
+        module = f"{_PREFIX}{_module(name_in_family(name, config), config)}"
         a, b = (factors.get(f"{module}.lora_{factor}.weight") for factor in "AB")
         if a is None or b is None:
             return weight
@@ -281,6 +287,15 @@ def _parts(config: DecoderConfig) -> dict[str, list[FileTensor]]:
     return parts
 
 
+def _module(name: str, config: DecoderConfig) -> str:
+    """Return transformers' name of the module whose weight has a name in files of its family."""
+    module = name.removesuffix(".weight")
+    if config.vision is None:
+        return module
+    prefix = VISION_FAMILIES[config.vision.family].text_prefix
+    return TEXT_MODULES + module.removeprefix(prefix)
+
+
 def _description(config: DecoderConfig, base: Path) -> dict[str, Any]:
     """Return the content of PEFT's adapter_config.json."""
     adapters = config.adapters
@@ -293,6 +308,8 @@ def _description(config: DecoderConfig, base: Path) -> dict[str, Any]:
     suffixes = sorted({name.rpartition(".")[2] for name in modules})
     every = [part.name for parts in _parts(config).values() for part in parts]
     of_suffixes = [name for name in every if name.split(".")[-2] in suffixes]
+    # Maps of a tower may end like those of the layers, and PEFT would adapt them too.
+    is_short = len(of_suffixes) == len(modules) and config.vision is None
     alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha
     return {
         "peft_type": "LORA",
@@ -301,7 +318,7 @@ def _description(config: DecoderConfig, base: Path) -> dict[str, Any]:
         "r": adapters.rank,
         "lora_alpha": alpha,
         "use_rslora": adapters.has_root_scale,
-        "target_modules": suffixes if len(of_suffixes) == len(modules) else modules,
+        "target_modules": suffixes if is_short else modules,
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three differentiable collectives between the processes of a parallel layout.
+"""The differentiable collectives between the processes of a parallel layout.
 
 All peers call them in the same order, also in the backward pass, because they compute the same
 graph. Without peers they return their argument. The process groups limit the waits.
@@ -7,6 +7,7 @@ graph. Without peers they return their argument. The process groups limit the wa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,16 @@ def sum_values(x: Tensor, peers: Peers) -> Tensor:
 def exchange(x: Tensor, peers: Peers) -> Tensor:
     """Send ``x[i]`` to peer i, for each peer, and return the received entries by sender."""
     return x if peers.size == 1 else _Exchange.apply(x, peers)
+
+
+def exchange_rows(
+    x_ND: Tensor, peers: Peers, *, sent: Sequence[int], received: Sequence[int]
+) -> Tensor:
+    """Send ``sent[i]`` rows to peer i, in order, and return the received rows by sender.
+
+    The gradient takes the way back. Numbers of rows may be 0.
+    """
+    return _ExchangeRows.apply(x_ND, peers, list(sent), list(received))
 
 
 class _SumGradients(torch.autograd.Function):
@@ -70,6 +81,27 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _all_to_all(grad, ctx.peers), None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, peers: Peers, sent: list[int], received: list[int]
+    ) -> Tensor:
+        ctx.peers, ctx.sent, ctx.received = peers, sent, received
+        return _send_rows(x_ND, peers, sent=sent, received=received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MD: Tensor) -> Any:
+        grad_ND = _send_rows(grad_MD, ctx.peers, sent=ctx.received, received=ctx.sent)
+        return grad_ND, None, None, None
+
+
+def _send_rows(x_ND: Tensor, peers: Peers, *, sent: list[int], received: list[int]) -> Tensor:
+    y_MD = x_ND.new_empty(sum(received), *x_ND.shape[1:])
+    distributed.all_to_all_single(y_MD, x_ND.contiguous(), received, sent, group=peers.group)
+    return y_MD
 
 
 def _all_to_all(x: Tensor, peers: Peers) -> Tensor:

@@ -30,7 +30,7 @@ from tandem.models.experts import Experts, is_fixed
 from tandem.models.operators import TORCH, Angles, Attention, Operators
 from tandem.models.rotary import RopeConfig, Rotary
 from tandem.models.routing import Routing
-from tandem.models.vision import Features, VisionTower
+from tandem.models.vision import Features, VisionTower, is_of_tower
 from tandem.pictures import Picture
 
 Stream = tuple[Tensor, Tensor | None]
@@ -76,6 +76,17 @@ class DecoderConfig:
     """The vision tower; None for a model of text."""
     experts: ExpertConfig | None = field(default=None, repr=False)
     """The experts; None for a dense decoder."""
+    norm_spans_heads: bool = field(default=False, repr=False)
+    """Whether the norms of queries and keys are over all heads together, as in OLMoE."""
+
+    @property
+    def freezes_tower(self) -> bool:
+        """Whether there is a vision tower that training leaves as it is."""
+        return self.vision is not None and self.vision.is_frozen
+
+    def is_unsharded(self, name: str) -> bool:
+        """Return whether all ranks hold a parameter whole, because training never changes it."""
+        return is_fixed(name) or (self.freezes_tower and is_of_tower(name))
 
     def experts_at(self, index: int) -> ExpertConfig | None:
         """Return the experts of a layer; None if its feed-forward is dense."""
@@ -126,8 +137,11 @@ class DecoderLayer(nn.Module):
         self.qkv = linear(
             f"layers.{index}.qkv", num_inputs=hidden, widths=widths, bias=config.qkv_bias
         )
-        self.q_norm = nn.RMSNorm(head_dim, eps=eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=eps) if config.qk_norm else None
+        self.norm_spans_heads = config.norm_spans_heads
+        self.num_rotated = config.rope.num_rotated(head_dim)
+        q_width, k_width = widths[:2] if config.norm_spans_heads else (head_dim, head_dim)
+        self.q_norm = nn.RMSNorm(q_width, eps=eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(k_width, eps=eps) if config.qk_norm else None
         self.o = linear(
             f"layers.{index}.o", num_inputs=widths[0], widths=(hidden,), bias=config.o_bias
         )
@@ -185,8 +199,18 @@ class DecoderLayer(nn.Module):
         qk_TME, v_TKE = qkv_TD.view(-1, *self.head_shape).split(self.head_split, 1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THE, k_TKE = qk_TME.split(self.qk_split, 1)
-            qk_TME = torch.cat((self.q_norm(q_THE), self.k_norm(k_TKE)), 1)
-        q_THE, k_TKE = operators.rotate(qk_TME, angles).split(self.qk_split, 1)
+            if self.norm_spans_heads:
+                q_THE, k_TKE = self.q_norm(q_THE.flatten(1)), self.k_norm(k_TKE.flatten(1))
+                qk_TME = torch.cat((q_THE, k_TKE), 1).view(-1, *qk_TME.shape[1:])
+            else:
+                qk_TME = torch.cat((self.q_norm(q_THE), self.k_norm(k_TKE)), 1)
+        rotated = self.num_rotated
+        if rotated < self.head_shape[1]:
+            turned = operators.rotate(qk_TME[..., :rotated].contiguous(), angles)
+            qk_TME = torch.cat((turned, qk_TME[..., rotated:]), 2)
+        else:
+            qk_TME = operators.rotate(qk_TME, angles)
+        q_THE, k_TKE = qk_TME.split(self.qk_split, 1)
         return self.o(attention(self.index, q_THE, k_TKE, v_TKE).flatten(1))
 
     def _feed_forward(self, x_TD: Tensor, o_TD: Tensor, *, operators: Operators) -> Stream:
@@ -200,7 +224,7 @@ class DecoderLayer(nn.Module):
         weight_D = self.mlp_norm.weight
         h_TD, x_TD = operators.add_norm(x_TD, o_TD, weight_D=weight_D, eps=self.eps)
         choose = None if routing is None else partial(routing, self.index)
-        return x_TD, self.experts(h_TD, operators.gate, choose=choose)
+        return x_TD, self.experts(h_TD, operators, choose=choose)
 
     def _into_gate(
         self, x_TD: Tensor, o_TD: Tensor, *, operators: Operators
@@ -269,11 +293,11 @@ class Decoder(nn.Module):
         """
         x_TD = self.embedding(token_ids_T)
         levels: tuple[Tensor, ...] = ()
+        recompute: Recompute = self.recompute if torch.is_grad_enabled() else "nothing"
         if view is not None:
-            x_TD, levels = self._look(x_TD, view)
+            x_TD, levels = self._look(x_TD, view, recomputes=recompute != "nothing")
         angles = self.rotary.angles(position_ids_T, x_TD.dtype)
         stream: Stream = (x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None)
-        recompute: Recompute = self.recompute if torch.is_grad_enabled() else "nothing"
         for index, layer in enumerate(self.layers):
             run = partial(
                 layer,
@@ -294,12 +318,14 @@ class Decoder(nn.Module):
         weight_D, eps = self.final_norm.weight, self.config.rms_norm_eps
         return self.operators.add_norm(x_TD, delta_TD, weight_D=weight_D, eps=eps)[0]
 
-    def _look(self, x_TD: Tensor, view: View) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _look(
+        self, x_TD: Tensor, view: View, *, recomputes: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return embeddings with those of the pictures, and what is added behind first layers."""
         features = view.features
         if features is None:
             assert self.tower is not None, "pictures, and a model of text"
-            features = self.tower(view.pictures)
+            features = self.tower(view.pictures, recomputes=recomputes)
         # F.embedding accumulates gradients of repeated rows deterministically.
         own_UD = F.embedding(view.row_U, features.embeddings).to(x_TD.dtype)
         levels = (F.embedding(view.row_U, level) for level in features.levels)

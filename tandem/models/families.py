@@ -56,6 +56,9 @@ class _Traits:
         has_mlp_bias: whether ``mlp_bias`` of config.json is read.
         head_dim, rms_norm_eps, theta: the values if config.json has none. None for ``head_dim``:
             the hidden size divided by the number of heads.
+        rotary_share: the share of each head that is rotated if config.json has none; None for a
+            family that always rotates whole heads.
+        norm_spans_heads: whether ``qk_norm`` is over all heads together.
         is_windowed: returns whether config.json limits attention to a window in a way of the
             family's own.
     """
@@ -67,6 +70,8 @@ class _Traits:
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
     theta: float = 10000.0
+    rotary_share: float | None = None
+    norm_spans_heads: bool = False
     is_windowed: Callable[[HfConfig], bool] = lambda _: False
 
 
@@ -95,6 +100,16 @@ _TRAITS = {
     "XdgMoE": _Traits(
         qkv_bias=_BIAS, o_bias=False, qk_norm=_Key("qk_layernorm", default=False), head_dim=128
     ),
+    "glm4_moe": _Traits(
+        qkv_bias=_BIAS,
+        o_bias=False,
+        qk_norm=_Key("use_qk_norm", default=False),
+        rms_norm_eps=1e-5,
+        rotary_share=0.5,
+    ),
+    "olmoe": _Traits(
+        qkv_bias=_BIAS, o_bias=_BIAS, qk_norm=True, rms_norm_eps=1e-5, norm_spans_heads=True
+    ),
 }
 
 FAMILIES = {**_TRAITS, **{name: _TRAITS[x.text] for name, x in VISION_FAMILIES.items()}}
@@ -121,7 +136,7 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
     heads = require_size(hf_config, "num_attention_heads")
     hidden = require_size(hf_config, "hidden_size")
     head_dim = hf_config.get("head_dim") or traits.head_dim or hidden // heads
-    rope = _rope_config(hf_config, head_dim, theta=traits.theta)
+    rope = _rope_config(hf_config, head_dim, traits=traits)
     if rope is None:
         return None
     head = value_head(hf_config)
@@ -147,6 +162,7 @@ def decoder_config(hf_config: HfConfig) -> DecoderConfig | None:
         has_value_bias=head != REWARD_CLASS,
         vision=vision,
         experts=experts_of(hf_config),
+        norm_spans_heads=traits.norm_spans_heads,
     )
 
 
@@ -163,10 +179,10 @@ def critic_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def _is_plain(hf_config: HfConfig) -> bool:
-    """Return whether the activation is silu and the weights are not quantised."""
-    return hf_config.get("hidden_act", "silu") == "silu" and not hf_config.get(
-        "quantization_config"
-    )
+    """Return whether the activation is silu, and weights and attention are as usual."""
+    others = ("quantization_config", "clip_qkv")
+    is_silu = hf_config.get("hidden_act", "silu") == "silu"
+    return is_silu and not any(hf_config.get(name) for name in others)
 
 
 def _decided(trait: bool | _Key, hf_config: HfConfig) -> bool:
@@ -186,19 +202,21 @@ def _refuse_sliding_window(hf_config: HfConfig, traits: _Traits) -> None:
         )
 
 
-def _rope_config(hf_config: HfConfig, head_dim: int, *, theta: float) -> RopeConfig | None:
+def _rope_config(hf_config: HfConfig, head_dim: int, *, traits: _Traits) -> RopeConfig | None:
     parameters = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
-    theta = parameters.get("rope_theta") or hf_config.get("rope_theta") or theta
+    theta = parameters.get("rope_theta") or hf_config.get("rope_theta") or traits.theta
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     family = seeing_family(hf_config)
     if family is not None and kind in ("default", "mrope"):
         named = parameters.get("mrope_section")
         sections = family.sections if named is None else named
         return RopeConfig(theta, axes=_axes(family, sections, head_dim=head_dim))
-    if "partial_rotary_factor" in parameters or "partial_rotary_factor" in hf_config:
+    share = parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+    if share is not None and traits.rotary_share is None:
         return None
+    share = share or traits.rotary_share or 1.0
     if kind == "default":
-        return RopeConfig(theta)
+        return RopeConfig(theta, share=share)
     if kind not in _SCALINGS:
         return None
     longest = require_size(hf_config, "max_position_embeddings")
@@ -207,7 +225,7 @@ def _rope_config(hf_config: HfConfig, head_dim: int, *, theta: float) -> RopeCon
     ) or parameters.get("original_max_position_embeddings", longest)
     parameters["max_position_embeddings"] = longest
     try:
-        return RopeConfig(theta, _SCALINGS[kind](parameters))
+        return RopeConfig(theta, _SCALINGS[kind](parameters), share=share)
     except KeyError as error:
         raise UserError(
             "config.json: rope_parameters",

@@ -16,12 +16,12 @@ from torch import Tensor
 from tandem.config.derived.experts import ExpertConfig
 from tandem.config.derived.vision import VISION_FAMILIES
 from tandem.models.decoder import DecoderConfig, parameter_shapes
+from tandem.models.vision import TOWER, is_of_tower
 
 FUSED_SUFFIX = ".experts.gate_up_proj"
 """The end of the names by which a file with fused experts is recognised."""
 
 
-_TOWER = "tower."
 _TOWERS, _TEXTS = ("model.visual.", "visual."), ("model.language_model.", "model.")
 """The prefixes that files of models that see may have."""
 _CORRECTION = "gate.e_score_correction_bias"
@@ -93,12 +93,7 @@ def file_tensors(config: DecoderConfig, *, are_fused: bool = False) -> Iterator[
         prefix = VISION_FAMILIES[config.vision.family].tower_prefix
         for name, shape in parameter_shapes(config).items():
             if is_of_tower(name):
-                yield FileTensor(prefix + name.removeprefix(_TOWER), name, 0, shape[0])
-
-
-def is_of_tower(name: str) -> bool:
-    """Return whether a parameter of a decoder is of its vision tower."""
-    return name.startswith(_TOWER)
+                yield FileTensor(prefix + name.removeprefix(TOWER), name, 0, shape[0])
 
 
 def name_in_family(name: str, config: DecoderConfig) -> str:
@@ -147,7 +142,10 @@ def _attention_tensors(config: DecoderConfig, index: int) -> Iterator[FileTensor
     names = _HEAD_NORMS.get(config.family, ("q_norm", "k_norm"))
     for norm, theirs in zip(("q_norm", "k_norm"), names, strict=True) if config.qk_norm else ():
         name = f"{file}.self_attn.{theirs}.weight"
-        yield FileTensor(name, f"{decoder}.{norm}.weight", 0, config.head_dim)
+        width = config.head_dim
+        if config.norm_spans_heads:
+            width = heads if norm == "q_norm" else kv_heads
+        yield FileTensor(name, f"{decoder}.{norm}.weight", 0, width)
     o = {"self_attn.o_proj": hidden}
     yield from _linear_tensors(file, f"{decoder}.qkv", parts=qkv, has_bias=config.qkv_bias)
     yield from _linear_tensors(file, f"{decoder}.o", parts=o, has_bias=config.o_bias)
@@ -178,19 +176,20 @@ def _expert_tensors(
     names = _EXPERT_NAMES.get(config.family, _ExpertNames())
     block = _ExpertNames.block if are_fused else names.block
     file, decoder = f"model.layers.{index}.{block}", f"layers.{index}.experts"
+    routed = f"{decoder}.routed"
     number, hidden = experts.num_experts, config.hidden_size
     yield FileTensor(f"{file}.gate.weight", f"{decoder}.router", 0, number)
     if experts.has_correction:
         name = f"{file}.{_CORRECTION}"
         yield FileTensor(name, f"{decoder}.correction", 0, number)
     if are_fused:
-        yield FileTensor(f"{file}{FUSED_SUFFIX}", f"{decoder}.gate_up", 0, number)
-        yield FileTensor(f"{file}.experts.down_proj", f"{decoder}.down", 0, number)
+        yield FileTensor(f"{file}{FUSED_SUFFIX}", f"{routed}.gate_up", 0, number)
+        yield FileTensor(f"{file}.experts.down_proj", f"{routed}.down", 0, number)
     for expert in () if are_fused else range(number):
         own, inner = f"{file}.experts.{expert}", experts.inner
-        yield FileTensor(f"{own}.{names.gate}.weight", f"{decoder}.gate_up", 0, inner, expert)
-        yield FileTensor(f"{own}.{names.up}.weight", f"{decoder}.gate_up", inner, inner, expert)
-        yield FileTensor(f"{own}.{names.down}.weight", f"{decoder}.down", 0, hidden, expert)
+        yield FileTensor(f"{own}.{names.gate}.weight", f"{routed}.gate_up", 0, inner, expert)
+        yield FileTensor(f"{own}.{names.up}.weight", f"{routed}.gate_up", inner, inner, expert)
+        yield FileTensor(f"{own}.{names.down}.weight", f"{routed}.down", 0, hidden, expert)
     shared, name = experts.shared_inner, f"{file}.{names.shared}"
     if shared:
         yield FileTensor(f"{name}.gate_proj.weight", f"{decoder}.shared_gate_up", 0, shared)

@@ -130,7 +130,7 @@ def check_folder(
 
 
 def adapt_folder(folder: ModelFolder, adapters: Adapters, *, seed: int) -> ModelFolder:
-    """Return a checked folder whose decoder has adapters.
+    """Return a checked folder whose decoder has adapters. A vision tower is then frozen.
 
     Args:
         seed: the seed of the adapters' initial values, if they have no folder.
@@ -147,12 +147,8 @@ def adapt_folder(folder: ModelFolder, adapters: Adapters, *, seed: int) -> Model
             rule=f"adapters of a model of type {model_type!r} are not built",
             remedy=f"Use a model of {', '.join(FAMILIES)}.",
         )
-    if folder.decoder_config.vision is not None:
-        raise UserError(
-            f"{adapters.section}.lora_rank",
-            rule="adapters (LoRA) of models that see are not built",
-            remedy="Train all weights, or set actor_rollout_ref.actor.freeze_vision_tower=True.",
-        )
+    folder = freeze_tower(folder)
+    assert folder.decoder_config is not None, "it stays"
     config = with_adapters(folder.decoder_config, adapters)
     key = f"{adapters.section}.lora_adapter_path"
     if adapters.folder is not None:
@@ -363,7 +359,7 @@ def open_part(
         )
         model.module.to(device)
         return model
-    decoder = local_decoder(config, layout.tensor, operators=operators)
+    decoder = local_decoder(config, layout, operators=operators)
     allocate(decoder, dtype=dtype, device=device, base_dtype=base_dtype)
     model = NativeModel(decoder, hf_config=folder.hf_config, source=folder.path, layout=layout)
     if torch.device(device).type != "meta":

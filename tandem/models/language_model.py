@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from tandem.models.adapted import is_adapter, trained_parameters
+from tandem.models.adapted import base_weights, is_adapter, trained_parameters
 from tandem.models.adapters import save_adapter
-from tandem.models.decoder import Decoder, DecoderConfig, Granularity
+from tandem.models.decoder import Decoder, DecoderConfig, Granularity, View
 from tandem.models.logprob import squared_probabilities
 from tandem.models.operators import Operators, upload
 from tandem.models.parallel import (
@@ -34,11 +34,13 @@ from tandem.models.routing import ReplayedRoutes
 from tandem.models.sequence_parallel import (
     UlyssesAttention,
     gather_responses,
+    own_range,
     own_responses,
     own_tokens,
 )
-from tandem.models.sight import see, view_of
+from tandem.models.sight import Sight, own_sight, see, view_of
 from tandem.models.tensor_parallel import local_decoder
+from tandem.models.vision import smallest_picture
 from tandem.models.weights import allocate, copy_companions, save_hf_folder, write_config
 from tandem.types import HeldSlice, PackedBatch
 
@@ -132,6 +134,8 @@ class NativeModel:
 
     Attributes:
         device: the device of the computation. An engine that stores the weights elsewhere sets it.
+        looks_always: whether a tower that is trained runs in every pass, also without pictures, as
+            peers that shard its weights must.
     """
 
     def __init__(
@@ -146,6 +150,7 @@ class NativeModel:
         self.decoder = decoder
         self.layout = layout
         self.device = decoder.lm_head_weight.device
+        self.looks_always = False
         self._hf_config = hf_config
         self._source = source
         self._routing: ReplayedRoutes | None = None
@@ -181,14 +186,14 @@ class NativeModel:
             return self
         if self.config.adapters is not None:
             return self.with_own_adapters(dtype)
-        decoder = local_decoder(self.config, self.layout.tensor, operators=self.operators)
+        decoder = local_decoder(self.config, self.layout, operators=self.operators)
         allocate(decoder, dtype=dtype, device=self.lm_head_weight.device)
         decoder.load_state_dict(self.decoder.state_dict())
         return self._around(decoder)
 
     def with_own_adapters(self, dtype: torch.dtype) -> NativeModel:
         """Return a model over the same base weights with a copy of the adapters in ``dtype``."""
-        decoder = local_decoder(self.config, self.layout.tensor, operators=self.operators)
+        decoder = local_decoder(self.config, self.layout, operators=self.operators)
         copies = {
             name: parameter.detach().to(dtype, copy=True)
             for name, parameter in trained_parameters(self.decoder).items()
@@ -196,17 +201,31 @@ class NativeModel:
         decoder.load_state_dict({**self.decoder.state_dict(), **copies}, assign=True)
         return self._around(decoder)
 
+    def with_new_adapters(self, config: DecoderConfig, dtype: torch.dtype) -> NativeModel:
+        """Return a model with the adapters of ``config`` over the same weights, uninitialized."""
+        decoder = local_decoder(config, self.layout, operators=self.operators)
+        device = self.lm_head_weight.device
+        own = {
+            name: torch.empty(parameter.shape, dtype=dtype, device=device)
+            for name, parameter in decoder.named_parameters()
+            if is_adapter(name)
+        }
+        decoder.load_state_dict({**self.decoder.state_dict(), **own}, assign=True)
+        return self._around(decoder)
+
     def base(self) -> NativeModel:
         """Return the base without adapters, over the same storage."""
         config = replace(self.config, adapters=None)
-        decoder = local_decoder(config, self.layout.tensor, operators=self.operators)
-        weights = self.decoder.state_dict()
-        own = {name: weights[name] for name in weights if not is_adapter(name)}
-        decoder.load_state_dict(own, assign=True)
+        decoder = local_decoder(config, self.layout, operators=self.operators)
+        decoder.load_state_dict(base_weights(self.decoder), assign=True)
         decoder.requires_grad_(False)
         return self._around(decoder)
 
     def _around(self, decoder: Decoder) -> NativeModel:
+        tower, other = self.decoder.tower, decoder.tower
+        is_same = tower is not None and other is not None and tower.dtype == other.dtype
+        if is_same and decoder.config.freezes_tower:
+            decoder.tower = tower  # with what it remembers of pictures
         return NativeModel(
             decoder, hf_config=self._hf_config, source=self._source, layout=self.layout
         )
@@ -214,7 +233,13 @@ class NativeModel:
     def regions(self) -> dict[str, Regions]:
         """Return the regions of the unsharded decoder that this process holds, by parameter."""
         tensor, dtype = self.layout.tensor, self.lm_head_weight.dtype
-        return tensor_regions(self.config, rank=tensor.rank, size=tensor.size, dtype=dtype)
+        return tensor_regions(
+            self.config,
+            rank=tensor.rank,
+            size=tensor.size,
+            dtype=dtype,
+            experts=self.layout.expert,
+        )
 
     def held_slices(self) -> list[HeldSlice]:
         """Return the regions with their storage, unless an engine has sharded them further."""
@@ -246,12 +271,12 @@ class NativeModel:
         if packed.pictures:
             sight = see(token_ids, position_ids, segments=packed.segments, pictures=packed.pictures)
             token_ids, position_ids = sight.token_ids_T, sight.position_T3
+        view = self._view(sight, num_tokens=len(token_ids))
         attention = self.operators.packed_attention(packed.segments, self.device)
         sequence = self.layout.sequence
         if sequence.size > 1:
             attention = UlyssesAttention(attention, sequence, num_tokens=len(token_ids))
             token_ids, position_ids = (own_tokens(x, sequence) for x in (token_ids, position_ids))
-        view = None if sight is None else view_of(sight, self.device)
         return self.decoder(
             upload(token_ids, self.device),
             upload(position_ids, self.device),
@@ -259,6 +284,18 @@ class NativeModel:
             view=view,
             routing=self._routing,
         )
+
+    def _view(self, sight: Sight | None, *, num_tokens: int) -> View | None:
+        """Return what this process sees of the pictures of a batch; None if it need not look."""
+        vision = self.decoder.config.vision
+        if sight is not None and self.layout.sequence.size > 1:
+            sight = own_sight(sight, own_range(num_tokens, self.layout.sequence))
+        if sight is not None and sight.pictures:
+            return view_of(sight, self.device)
+        if vision is None or vision.is_frozen or not self.looks_always:
+            return None
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        return View(none, none, (smallest_picture(vision),))
 
     def router_metrics(self) -> Mapping[str, Tensor]:
         """Return metrics of the routers in the latest pass; none for a dense model."""
@@ -278,7 +315,8 @@ class NativeModel:
         self.decoder.recompute = granularity if enabled else "nothing"
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        assert self.layout.tensor.size == 1, "a part of a model cannot be saved: unshard it first"
+        is_part = max(self.layout.tensor.size, self.layout.expert.size) > 1
+        assert not is_part, "a part of a model cannot be saved: unshard it first"
         if self.config.adapters is not None:
             assert dtype is None, "adapters are written in their own precision"
             save_adapter(

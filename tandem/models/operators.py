@@ -2,18 +2,18 @@
 """The operators of a decoder that may have fused kernels, as one replaceable set.
 
 Trainer and rollout call the same set. ``TORCH`` runs on every device and defines the results. Fused
-kernels have the same signatures, forward and backward. The layers' matrix products are not in the
-set, because the vendors' libraries are the fastest.
+kernels have the same signatures, forward and backward. The dense layers' matrix products are
+not in the set, because the vendors' libraries are the fastest.
 
-Shapes: T tokens, D hidden, M heads, H query heads, K key/value heads, E head dimension, F
-feed-forward, R rows, V vocabulary.
+Shapes: T tokens, D hidden, M heads, H query heads, K key/value heads or chosen experts, E head
+dimension or experts, F feed-forward, R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tandem.errors import UserError
 from tandem.models.attention import PackedAttention
+from tandem.models.expert_products import run_experts
 from tandem.models.logprob import TokenLogProbs, token_log_probs
 from tandem.models.quantized_operators import TORCH_QUANTIZED, QuantizedOperators
 from tandem.platforms.record import Platform
@@ -42,6 +43,20 @@ class AddNorm(Protocol):
     def __call__(
         self, x_TD: Tensor, delta_TD: Tensor | None, *, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]: ...
+
+
+class RunExperts(Protocol):
+    """The type of ``Operators.experts``."""
+
+    def __call__(
+        self,
+        h_TD: Tensor,
+        expert_TK: Tensor,
+        *,
+        weight_TK: Tensor,
+        gate_up_E2FD: Tensor,
+        down_EDF: Tensor,
+    ) -> Tensor: ...
 
 
 class ScoreTokens(Protocol):
@@ -72,6 +87,8 @@ class Operators:
         packed_attention: ``(segments, device) -> attention`` for one packed batch.
         token_log_probs: see ``logprob.token_log_probs``.
         logits: ``(h_RD, weight_VD) -> logits_RV`` in at least fp32, without gradients.
+        experts: ``(h_TD, expert_TK, weight_TK=, gate_up_E2FD=, down_EDF=) -> y_TD``: the weighted
+            sum of the outputs of each token's experts.
         quantized: the operators of a decoder that generates in fp8.
     """
 
@@ -81,6 +98,7 @@ class Operators:
     packed_attention: MakeAttention
     token_log_probs: ScoreTokens
     logits: Callable[[Tensor, Tensor], Tensor]
+    experts: RunExperts
     quantized: QuantizedOperators
 
 
@@ -196,7 +214,16 @@ def logits(h_RD: Tensor, weight_VD: Tensor) -> Tensor:
     return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
 
 
-TORCH = Operators(add_norm, rotate, gate, PackedAttention, token_log_probs, logits, TORCH_QUANTIZED)
+TORCH = Operators(
+    add_norm,
+    rotate,
+    gate,
+    PackedAttention,
+    token_log_probs,
+    logits,
+    partial(run_experts, gate=gate),
+    TORCH_QUANTIZED,
+)
 
 
 def operators_for(platform: Platform) -> Operators:

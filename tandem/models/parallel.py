@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of one model over several processes, as plain values without communication.
 
-Tensor and sequence parallelism combine. With tensor parallelism, each process holds some of the
-heads and some of the feed-forward width of every layer, as a smaller decoder. With sequence
-parallelism (Ulysses), each process computes some of a batch's tokens. ``tensor_regions`` returns
-the regions of the unsharded tensors that a process holds, for loading, weight transport and
-checkpoints. An engine may shard the rows of these local tensors further; ``slices_of_rows`` returns
-the regions of such rows.
+Tensor, sequence and expert parallelism combine. With tensor parallelism, each process holds some of
+the heads and some of the feed-forward width of every layer, as a smaller decoder. With sequence
+parallelism (Ulysses), each process computes some of a batch's tokens; with expert parallelism, it
+holds some of the experts of every layer. ``tensor_regions`` returns the regions of the unsharded
+tensors that a process holds, for loading, weight transport and checkpoints. An engine may shard the
+rows of these local tensors further; ``slices_of_rows`` returns the regions of such rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from tandem.config.derived.sizes import division_errors
 from tandem.errors import UserError
 from tandem.models.adapters import adapter_tensors
 from tandem.models.decoder import DecoderConfig, parameter_shapes
-from tandem.models.experts import is_fixed
+from tandem.models.experts import is_fixed, is_of_all_experts
 from tandem.models.families import FAMILIES
-from tandem.models.file_tensors import file_tensors, is_of_tower
+from tandem.models.file_tensors import file_tensors
+from tandem.models.vision import is_of_tower
 from tandem.types import HeldSlice, SliceSpec
 
 SECTION = "actor_rollout_ref.actor.fsdp_config"
@@ -68,10 +69,17 @@ ALONE = Peers()
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """The processes that share heads and widths of the layers, and those that share tokens."""
+    """The processes that share a model.
+
+    Attributes:
+        tensor: those that share heads and widths of the layers.
+        sequence: those that share the tokens of a micro-batch.
+        expert: those that share the experts of a layer; each may have tokens of its own.
+    """
 
     tensor: Peers = ALONE
     sequence: Peers = ALONE
+    expert: Peers = ALONE
 
 
 WHOLE = ParallelLayout()
@@ -134,11 +142,13 @@ def whole_config(local: DecoderConfig, size: int) -> DecoderConfig:
 
 
 def tensor_regions(
-    config: DecoderConfig, *, rank: int, size: int, dtype: torch.dtype
+    config: DecoderConfig, *, rank: int, size: int, dtype: torch.dtype, experts: Peers = ALONE
 ) -> dict[str, Regions]:
     """Return the regions of tensor-parallel process ``rank`` of ``size``, by parameter in order.
 
-    ``config`` is the configuration of the unsharded decoder.
+    Args:
+        config: the configuration of the unsharded decoder.
+        experts: the processes that divide the experts.
     """
     spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for part in (*file_tensors(config), *adapter_tensors(config)):
@@ -147,7 +157,13 @@ def tensor_regions(
     for name, shape in parameter_shapes(config).items():
         own = torch.float32 if is_fixed(name) else dtype
         whole = SliceSpec(name, own, shape=shape, offset=(0,) * len(shape), size=shape)
+        if is_of_all_experts(name):
+            held = shape[0] // experts.size
+            regions[name] = (_narrow(whole, 0, start=experts.rank * held, count=held),)
+            continue
         dimension = None if is_of_tower(name) else _CUT_DIMENSION.get(_kind(name))
+        if config.norm_spans_heads and _kind(name)[0] in ("q_norm", "k_norm"):
+            dimension = 0
         if size == 1 or dimension is None:
             regions[name] = (whole,)
             continue
@@ -160,7 +176,7 @@ def tensor_regions(
 
 
 def is_whole(regions: Regions) -> bool:
-    """Return whether every tensor-parallel process holds the whole tensor."""
+    """Return whether a process holds the whole tensor, as then all do."""
     return regions[0].size == regions[0].shape
 
 

@@ -81,13 +81,19 @@ class RopeConfig:
     axes: tuple[int, ...] | None = field(default=None, repr=False)
     """The axis of positions (0 time, 1 row, 2 column) that turns each frequency, (E / 2,), of
     models that see; None for models of text."""
+    share: float = field(default=1.0, repr=False)
+    """The share of each head's dimensions, the first ones, that is rotated."""
+
+    def num_rotated(self, head_dim: int) -> int:
+        """Return the number of a head's dimensions that are rotated."""
+        return int(head_dim * self.share)
 
 
 class Rotary:
     """A function from positions to the cosines and sines for ``operators.rotate``."""
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
-        frequencies = _inverse_frequencies(config, head_dim)
+        frequencies = _inverse_frequencies(config, config.num_rotated(head_dim))
         # cos(-a) = cos(a) and sin(-a) = -sin(a): negated frequencies give the signs of rotate_half.
         self._signed_frequencies_E = torch.cat((-frequencies, frequencies))
         self._axis_E = None if config.axes is None else torch.tensor(config.axes * 2, device="cpu")

@@ -69,6 +69,13 @@ class OwnResponses:
     peers: Peers
 
 
+def own_range(num_tokens: int, peers: Peers) -> range:
+    """Return the indices into T of the peer's tokens, without padding."""
+    length = _own_length(num_tokens, peers)
+    first = min(length * peers.rank, num_tokens)
+    return range(first, min(first + length, num_tokens))
+
+
 def own_tokens(x_T: Tensor, peers: Peers) -> Tensor:
     """Return the peer's part (L,) of ``x_T``, padded with zeros; further dimensions stay whole."""
     length = _own_length(len(x_T), peers)

@@ -90,6 +90,27 @@ def see(
     )
 
 
+def own_sight(sight: Sight, own: range) -> Sight:
+    """Return the pictures among some tokens, with places from the first of them on.
+
+    Only pictures that these tokens show are left, possibly none.
+    """
+    is_own_U = (sight.place_U >= own.start) & (sight.place_U < own.stop)
+    row_U, stop_P = sight.row_U[is_own_U], np.cumsum([x.num_tokens for x in sight.pictures])
+    index_U = np.searchsorted(stop_P, row_U.numpy(), side="right")
+    shown_P, position_U = np.unique(index_U, return_inverse=True)
+    pictures = tuple(sight.pictures[index] for index in shown_P)
+    stop_own_P = np.cumsum([picture.num_tokens for picture in pictures], dtype=np.int64)
+    moved_P = stop_own_P - stop_P[shown_P]
+    return Sight(
+        token_ids_T=sight.token_ids_T[own.start : own.stop],
+        position_T3=sight.position_T3[own.start : own.stop],
+        place_U=sight.place_U[is_own_U] - own.start,
+        row_U=row_U + torch.from_numpy(moved_P[position_U]),
+        pictures=pictures,
+    )
+
+
 def view_of(sight: Sight, device: torch.device) -> View:
     """Return the view of the pictures on a device."""
     place_U, row_U = (upload(x, device) for x in (sight.place_U, sight.row_U))

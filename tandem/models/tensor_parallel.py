@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder of one tensor-parallel process, with fewer heads and a narrower feed-forward.
+"""The decoder of one process of a layout: with fewer heads, a narrower feed-forward, fewer experts.
 
 It is the decoder of a smaller config in which four linear maps of every layer, and the norms of
 queries and keys, communicate with the peers. Column-parallel maps sum the gradients of their
-inputs, and row-parallel maps sum their outputs. Every process holds embedding, other norms, experts
-and head whole, with whole gradients. Parameters have the names of the unsharded decoder.
+inputs, and row-parallel maps sum their outputs. Every process holds embedding, other norms and head
+whole, with whole gradients, and experts too unless expert parallelism divides them. Parameters have
+the names of the unsharded decoder.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -18,17 +20,22 @@ from torch.nn import functional as F  # noqa: N812
 from tandem.models.adapted import AdaptedLinear, adapted_linear
 from tandem.models.collectives import sum_gradients, sum_values
 from tandem.models.decoder import Decoder, DecoderConfig, DecoderLayer
+from tandem.models.expert_parallel import divide_experts
 from tandem.models.operators import Operators
-from tandem.models.parallel import Peers, local_config
+from tandem.models.parallel import ParallelLayout, Peers, local_config
 
 
-def local_decoder(config: DecoderConfig, peers: Peers, *, operators: Operators) -> Decoder:
+def local_decoder(
+    config: DecoderConfig, layout: ParallelLayout, *, operators: Operators
+) -> Decoder:
     """Return the decoder of one process, on the meta device; ``config`` is the unsharded one's."""
     with torch.device("meta"):
-        decoder = Decoder(local_config(config, peers.size), operators)
-    if peers.size > 1:
-        for layer in decoder.layers:
-            _connect(cast(DecoderLayer, layer), peers)
+        decoder = Decoder(local_config(config, layout.tensor.size), operators)
+        for layer in cast(Iterable[DecoderLayer], decoder.layers):
+            if layout.tensor.size > 1:
+                _connect(layer, layout.tensor)
+            if layout.expert.size > 1 and layer.experts is not None:
+                divide_experts(layer.experts, layout)
     return decoder
 
 
@@ -39,8 +46,9 @@ def _connect(layer: DecoderLayer, peers: Peers) -> None:
             name, _parallel(getattr(layer, name), peers, cuts_inputs=name in ("o", "down"))
         )
     if layer.q_norm is not None and layer.k_norm is not None:
-        layer.register_module("q_norm", _NormOfHeads(layer.q_norm, peers))
-        layer.register_module("k_norm", _NormOfHeads(layer.k_norm, peers))
+        norm = _NormOverHeads if layer.norm_spans_heads else _NormOfHeads
+        layer.register_module("q_norm", norm(layer.q_norm, peers))
+        layer.register_module("k_norm", norm(layer.k_norm, peers))
 
 
 def _parallel(linear: nn.Module, peers: Peers, *, cuts_inputs: bool) -> nn.Module:
@@ -129,3 +137,20 @@ class _NormOfHeads(nn.Module):
     def forward(self, x_THE: Tensor) -> Tensor:
         weight_E = sum_gradients(self.weight, self._peers)
         return F.rms_norm(x_THE, weight_E.shape, weight_E, self._eps)
+
+
+class _NormOverHeads(nn.Module):
+    """A norm over all heads together, for the heads of one process: N = H E numbers of all."""
+
+    def __init__(self, norm: nn.RMSNorm, peers: Peers) -> None:
+        super().__init__()
+        self.weight, self._eps = norm.weight, norm.eps
+        self._peers = peers
+
+    def forward(self, x_TN: Tensor) -> Tensor:
+        wide_TN = x_TN.to(torch.promote_types(x_TN.dtype, torch.float32))
+        squares_T1 = sum_values(wide_TN.square().sum(-1, keepdim=True), self._peers)
+        # Each process scales its own heads by the sum: their gradients of it add up.
+        mean_T1 = sum_gradients(squares_T1, self._peers) / (x_TN.shape[-1] * self._peers.size)
+        scaled_TN = wide_TN * (mean_T1 + (self._eps or 0.0)).rsqrt()
+        return scaled_TN.to(x_TN.dtype) * self.weight

@@ -20,12 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from tandem.config.derived.vision import VisionConfig
 from tandem.pictures import Picture
 
 _THETA = 10000.0
 _NORM_EPS = 1e-6
+
+TOWER = "tower."
+"""What the names of a decoder's parameters begin with that are of its tower."""
 
 _MEMORY_BYTES = 1 << 30
 """The features that a frozen tower remembers; the oldest are forgotten first."""
@@ -121,13 +125,19 @@ class VisionTower(nn.Module):
         if config.is_frozen:
             self.requires_grad_(False)
 
-    def forward(self, pictures: Sequence[Picture]) -> Features:
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of its weights."""
+        return next(self.parameters()).dtype
+
+    def forward(self, pictures: Sequence[Picture], *, recomputes: bool = False) -> Features:
         """Return the features of the tokens of at least one picture, one picture after another.
 
-        A frozen tower looks at a picture once, and remembers what it saw.
+        A frozen tower looks at a picture once, and remembers what it saw. With ``recomputes``, the
+        backward pass of another computes its blocks again, with the same results.
         """
         if not self.config.is_frozen:
-            return self.look(pictures)
+            return self.look(pictures, recomputes=recomputes)
         unknown = [picture for picture in pictures if picture.first_id not in self._known]
         found = {p.first_id: self._known[p.first_id] for p in pictures if p not in unknown}
         if unknown:
@@ -146,14 +156,15 @@ class VisionTower(nn.Module):
         while total > _MEMORY_BYTES:
             total -= self._known.pop(next(iter(self._known))).num_bytes
 
-    def look(self, pictures: Sequence[Picture]) -> Features:
+    def look(self, pictures: Sequence[Picture], *, recomputes: bool = False) -> Features:
         """Compute the features of pictures."""
         convolution = cast(nn.Conv3d, self.patch_embed["proj"])
         weight, bias = convolution.weight, convolution.bias
         patches_NP = torch.cat([self._patches(picture, weight.device) for picture in pictures])
         # The steps of the convolution are as large as its kernel: it is a linear map of patches.
         x_ND = F.linear(patches_NP.to(weight.dtype), weight.flatten(1), bias)
-        return self._features(x_ND, [(picture.rows, picture.columns) for picture in pictures])
+        sizes = [(picture.rows, picture.columns) for picture in pictures]
+        return self._features(x_ND, sizes, recomputes=recomputes)
 
     def _patches(self, picture: Picture, device: torch.device) -> Tensor:
         """Return the normalised patches of a picture, fp32, in the order of its tokens."""
@@ -166,7 +177,9 @@ class VisionTower(nn.Module):
         frame = grid.permute(0, 3, 1, 4, 6, 2, 5).flatten(0, 3)  # patches, colours, rows, columns
         return frame[:, :, None].expand(-1, -1, config.temporal, -1, -1).flatten(1)
 
-    def _features(self, x_ND: Tensor, sizes: Sequence[tuple[int, int]]) -> Features:
+    def _features(
+        self, x_ND: Tensor, sizes: Sequence[tuple[int, int]], *, recomputes: bool
+    ) -> Features:
         config, layout, device = self.config, lay_out(sizes, self.config), x_ND.device
         if config.position_side:
             x_ND = x_ND + self._positions(layout, device)
@@ -179,7 +192,11 @@ class VisionTower(nn.Module):
         levels: list[Tensor] = []
         for index, block in enumerate(self.blocks):
             is_whole = index in config.full_blocks or not config.window
-            x_ND = block(x_ND, whole if is_whole else windowed, angles=angles)
+            attend = whole if is_whole else windowed
+            if recomputes:
+                x_ND = _recomputed(block, x_ND, attend=attend, angles=angles)
+            else:
+                x_ND = block(x_ND, attend, angles=angles)
             if index in config.deepstack:
                 merger = self.deepstack_merger_list[config.deepstack.index(index)]
                 levels.append(merger(x_ND))
@@ -264,6 +281,29 @@ class _Merger(nn.Module):
         else:
             h_UD = self.norm(x_ND).view(-1, self.wide)
         return self.linear_fc2(F.gelu(self.linear_fc1(h_UD)))
+
+
+def is_of_tower(name: str) -> bool:
+    """Return whether a parameter of a decoder is of its vision tower."""
+    return name.startswith(TOWER)
+
+
+def smallest_picture(config: VisionConfig) -> Picture:
+    """Return a black picture of one token, for a process that has none to look at."""
+    side = config.token_side
+    return Picture(0, 1, 1, side, bytes(3 * side**2))
+
+
+def _recomputed(
+    block: nn.Module, x_ND: Tensor, *, attend: Attend, angles: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Apply a block and keep only its input for the backward pass."""
+    return cast(
+        Tensor,
+        checkpoint(
+            block, x_ND, attend, use_reentrant=False, preserve_rng_state=False, angles=angles
+        ),
+    )
 
 
 def _by_picture(features: Features, pictures: Sequence[Picture]) -> dict[int, Features]:

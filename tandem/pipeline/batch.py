@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tandem.algorithms.sequences import sum_by_sequence
 from tandem.data.packing import TrainSequence
+from tandem.data.routes import routes_of
 from tandem.data.span_tree import rows_of
 from tandem.types import Completion, Group, Prompt, RewardOutcome, RewardStatus, Trajectory
 
@@ -146,7 +147,7 @@ def _sequence_of_rows(prompt: Prompt, rows: Sequence[Trajectory]) -> TrainSequen
         first.loss_mask,
         tuple(branches),
         pictures=prompt.pictures,
-        routes=first.completions[0].routes if len(first.completions) == 1 else None,
+        routes=routes_of(first),
     )
 
 

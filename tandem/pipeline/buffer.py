@@ -12,7 +12,7 @@ always exists once enough groups are complete.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tandem.types import Group
@@ -35,7 +35,7 @@ class BatchRule:
 
 
 class GroupBuffer:
-    """The buffer of admitted groups. ``put``, ``drop`` and ``close`` unblock its waits.
+    """The buffer of admitted groups. ``put``, ``drop``, ``wake`` and ``close`` unblock its waits.
 
     Example:
         batch_size=2, max_lag=1; draws 0 to 3 were admitted under version 0. With 0, 2 and 3
@@ -89,12 +89,20 @@ class GroupBuffer:
                 del self._versions[uid]
             return [self._complete.pop(uid) for uid in chosen]
 
-    async def wait_complete(self) -> None:
-        """Return once every admitted group is complete, or the buffer is closed."""
+    async def wait_complete(self, *, unless: Callable[[], bool] = lambda: False) -> None:
+        """Return once every admitted group is complete, the buffer is closed, or ``unless`` holds.
+
+        Call ``wake`` when ``unless`` begins to hold.
+        """
         async with self._changed:
             await self._changed.wait_for(
-                lambda: self._closed or len(self._complete) == len(self._versions)
+                lambda: self._closed or unless() or len(self._complete) == len(self._versions)
             )
+
+    async def wake(self) -> None:
+        """Let all waits look again."""
+        async with self._changed:
+            self._changed.notify_all()
 
     def _choose(self, version: int) -> list[int] | None:
         size = self._rule.batch_size

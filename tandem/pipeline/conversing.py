@@ -45,6 +45,19 @@ class HostedPrograms:
 
 
 @dataclass(frozen=True, slots=True)
+class HostedEnvironment:
+    """The agent of an environment that a server has.
+
+    Attributes:
+        action: the tool by which the policy acts; None if the text of its turns is the action.
+        gives_reward: whether the rewards of the environment are the score.
+    """
+
+    action: ToolSchema | None
+    gives_reward: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Conversing:
     """The parts of a run that episodes of several turns need beside the engine.
 
@@ -53,6 +66,7 @@ class Conversing:
         has_users: whether simulated users answer turns without calls.
         max_prompt_tokens: the maximum number of tokens of a prompt, for conversations of programs.
         programs: the agents that are programs, and the endpoint that they call; None without any.
+        hosted: the agents whose environment a server has, by their names.
         renders_anew: whether the whole conversation is rendered again after a message of the user.
             Where that gives other tokens than the conversation has, it forks.
     """
@@ -66,6 +80,7 @@ class Conversing:
     renders_anew: bool = False
     max_prompt_tokens: int = 0
     programs: HostedPrograms | None = None
+    hosted: Mapping[str, HostedEnvironment] = field(default_factory=dict[str, HostedEnvironment])
     dialogues: dict[str, Dialogue] = field(default_factory=dict[str, Dialogue])
 
     def plays_program(self, agent: str) -> bool:
@@ -77,9 +92,22 @@ class Conversing:
         selected = extra_info.get("tool_selection")
         return tuple(name for name in self.schemas if not selected or name in selected)
 
-    def dialogue_of(self, tools: tuple[str, ...]) -> Dialogue:
+    def schemas_of(self, agent: str, extra_info: Mapping[str, Any]) -> list[ToolSchema]:
+        """Return the schemas of the tools of a row."""
+        if agent in self.hosted:
+            action = self.hosted[agent].action
+            return [] if action is None else [action]
+        return [self.schemas[name] for name in self.tools_of(extra_info)]
+
+    def answers_text(self, agent: str) -> bool:
+        """Return whether turns without calls are answered."""
+        if agent in self.hosted:
+            return self.hosted[agent].action is None
+        return self.has_users
+
+    def dialogue_of(self, schemas: Sequence[ToolSchema]) -> Dialogue:
         """Return the dialogue for these tools of the run; it is made once."""
-        return self._dialogue([self.schemas[name] for name in tools])
+        return self._dialogue(schemas)
 
     def dialogue_with(self, schemas: Sequence[ToolSchema]) -> Dialogue:
         """Return the dialogue for the tools of a request; it is made once.

@@ -26,6 +26,7 @@ from tandem.metrics.trace import TraceRecorder
 from tandem.pipeline.conversing import Conversing
 from tandem.pipeline.rollout_loop import RolloutLoop
 from tandem.pipeline.sessions import RENDERED, play_program
+from tandem.rewards.scoring import judge
 from tandem.types import (
     AssistantTurn,
     Completion,
@@ -43,6 +44,9 @@ from tandem.types import (
 
 Answers = asyncio.Future[Any]
 """The answers to a request, a tuple: completions of single turns, or trajectories of episodes."""
+
+Turn = asyncio.Future[tuple[Completion, ...]]
+"""A turn of one sample that is being drawn."""
 
 MAX_FIRST_FAILURES = 8
 """The number of steps of environments, the first of a run, that all fail and end the run."""
@@ -86,7 +90,9 @@ class EpisodePlayer:
             playing = self._play_programs(prompt, request)
             return asyncio.get_running_loop().create_task(playing)
         request = replace(request, continues=True)
-        turns = self._rollout.submit_apart(request)
+        # A server's environment says something before the first turn.
+        is_hosted = prompt.agent in self._conversing.hosted
+        turns = None if is_hosted else self._rollout.submit_apart(request)
         playing = self._play_all(prompt, request, turns=turns)
         return asyncio.get_running_loop().create_task(playing)
 
@@ -95,14 +101,16 @@ class EpisodePlayer:
         prompt: Prompt,
         request: GenerationRequest,
         *,
-        turns: Sequence[asyncio.Future[tuple[Completion, ...]]],
+        turns: Sequence[Turn] | None,
     ) -> tuple[Trajectory, ...]:
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(
                     self._play(prompt, replace(request, sample_ids=(sample_id,)), turn=turn)
                 )
-                for sample_id, turn in zip(request.sample_ids, turns, strict=True)
+                for sample_id, turn in zip(
+                    request.sample_ids, turns or [None] * len(request.sample_ids), strict=True
+                )
             ]
         return tuple(task.result() for task in tasks)
 
@@ -134,24 +142,39 @@ class EpisodePlayer:
         prompt: Prompt,
         request: GenerationRequest,
         *,
-        turn: asyncio.Future[tuple[Completion, ...]],
+        turn: Turn | None,
     ) -> Trajectory:
+        """Play one sample; its environment is reset first if there is no first turn yet."""
         assert self._conversing is not None, "an agent plays only with what it needs"
         (sample_id,) = request.sample_ids
         episode = _Episode(prompt, request, conversing=self._conversing)
         session = self._conversing.environments.open(episode.task)
         try:
-            while True:
+            turn = turn or await self._reset(episode, session)
+            while turn is not None:
                 (completion,) = await turn
                 said = episode.take(completion)
                 if episode.end is None:
                     await self._answer(episode, session, said=said)
-                if episode.end is not None:
-                    return episode.trajectory()
-                (turn,) = self._rollout.submit_apart(episode.next_request())
+                turn = self._next_turn(episode)
+            return episode.trajectory(version=self._rollout.version)
         finally:
             await self._rollout.forget((sample_id,))
             await session.close()
+
+    async def _reset(self, episode: _Episode, session: EnvironmentSession) -> Turn | None:
+        """Let the environment begin an episode; return the first turn, None if it has failed."""
+        with self._trace.span("environment", "reset"):
+            observation = await session.reset(timeout_s=episode.conversing.limits.timeout_s)
+        episode.begin(observation)
+        self._watch(episode.detail)
+        return self._next_turn(episode)
+
+    def _next_turn(self, episode: _Episode) -> Turn | None:
+        if episode.end is not None:
+            return None
+        (turn,) = self._rollout.submit_apart(episode.next_request())
+        return turn
 
     async def _answer(
         self, episode: _Episode, session: EnvironmentSession, *, said: AssistantTurn
@@ -208,7 +231,9 @@ class _Episode:
         self, prompt: Prompt, request: GenerationRequest, *, conversing: Conversing
     ) -> None:
         (sample_id,) = request.sample_ids
-        tools = conversing.tools_of(prompt.extra_info)
+        schemas = conversing.schemas_of(prompt.agent, prompt.extra_info)
+        tools = tuple(schema["function"]["name"] for schema in schemas)
+        self.hosted = conversing.hosted.get(prompt.agent)
         self.conversing = conversing
         self.task = Task(
             messages=() if isinstance(prompt.messages, str) else tuple(prompt.messages),
@@ -217,13 +242,15 @@ class _Episode:
             seed=prompt.uid,
             episode_id=(prompt.uid, sample_id),
             tools=tools,
+            agent=prompt.agent if self.hosted is not None else "",
         )
         self.end: EpisodeEnd | None = None
         self.ends_s = math.inf
         self.waits_s: list[float] = []
         self._request = request
-        self._dialogue = conversing.dialogue_of(tools)
-        self._schemas = [conversing.schemas[name] for name in tools]
+        self._dialogue = conversing.dialogue_of(schemas)
+        self._schemas = schemas
+        self._answers_text = conversing.answers_text(prompt.agent)
         self._tree = SpanTree()
         self._tip = self._tree.give(request.prompt_ids, after=ROOT)
         self._forks: list[str] = []
@@ -231,12 +258,34 @@ class _Episode:
         self._rewards: list[float] = []
         self._statuses: list[ToolStatus] = []
         self._num_calls = self._num_user_turns = self._num_assistant_turns = 0
-        self._detail = ""
+        self.detail = ""
 
     @property
     def _num_response_tokens(self) -> int:
         """The number of tokens behind the prompt; after a fork, those of all branches."""
         return self._tree.num_tokens - len(self._request.prompt_ids)
+
+    def begin(self, observation: Observation) -> None:
+        """Take what the environment says first: it follows the messages of the row."""
+        if ToolStatus.FAILED in observation.statuses:
+            self.finish(EpisodeEnd.FAILED, observation.detail)
+            return
+        try:
+            chat = [*self.task.messages, *observation.messages]
+            ids = self._dialogue.encode_whole(chat)
+        except DialogueRefused as error:
+            self.finish(EpisodeEnd.FAILED, f"the chat template {error}")
+            return
+        most = self.conversing.max_prompt_tokens
+        if len(ids) > most:
+            detail = f"the first observation makes a prompt of {len(ids)} tokens, more than {most}"
+            self.finish(EpisodeEnd.FAILED, f"{detail} (data.max_prompt_length)")
+            return
+        self._request = replace(self._request, prompt_ids=tuple(ids))
+        self._tree = SpanTree()
+        self._tip = self._tree.give(ids, after=ROOT)
+        self._messages += observation.messages
+        self._rewards += observation.rewards
 
     def take(self, completion: Completion) -> AssistantTurn:
         """Append a drawn turn, and end the episode if it may not go on after it."""
@@ -254,7 +303,7 @@ class _Episode:
             self.finish(EpisodeEnd.FAILED, "the generation failed: its logits are not finite")
         elif self._num_response_tokens >= self._request.sampling.max_new_tokens:
             self.finish(EpisodeEnd.LENGTH)
-        elif not calls and not self.conversing.has_users:
+        elif not calls and not self._answers_text:
             self.finish(EpisodeEnd.ANSWER)
         elif limits.are_reached(self._num_assistant_turns, self._num_user_turns):
             self.finish(EpisodeEnd.TURNS)
@@ -296,7 +345,7 @@ class _Episode:
 
     def finish(self, end: EpisodeEnd, detail: str = "") -> None:
         """End the episode."""
-        self.end, self._detail = end, detail
+        self.end, self.detail = end, detail
 
     def next_request(self) -> GenerationRequest:
         """Return the request for the next turn: all tokens so far, id for id."""
@@ -310,20 +359,43 @@ class _Episode:
             first_index=drawn,
         )
 
-    def trajectory(self) -> Trajectory:
-        """Return the spans and the record of the ended episode."""
+    def trajectory(self, *, version: int) -> Trajectory:
+        """Return the spans and the record of the ended episode.
+
+        Args:
+            version: the version of the weights, for an episode without a turn.
+        """
         assert self.end is not None, "the episode has ended"
+        sample_id = self.task.episode_id[1]
+        if not self._num_assistant_turns:
+            self._tree.draw_nothing(sample_id, after=self._tip, version=version)
+        outcome = self._outcome()
         record = EpisodeRecord(
             end=self.end,
-            detail=self._detail,
+            detail=self.detail,
             messages=tuple(self._messages),
             rewards=tuple(self._rewards),
             statuses=tuple(self._statuses),
             num_turns=self._num_assistant_turns + self._num_user_turns + 1,
             waits_s=tuple(self.waits_s),
             forks=tuple(self._forks),
+            outcome=outcome,
         )
-        return self._tree.trajectory(self.task.episode_id[1], record)
+        return self._tree.trajectory(sample_id, record)
+
+    def _outcome(self) -> RewardOutcome | None:
+        """Return the reward if the environment gives it: the sum; else None.
+
+        The sum is 0 if the environment has refused all actions, as they are the policy's mistakes.
+        """
+        if self.hosted is None or not self.hosted.gives_reward or self.end is None:
+            return None
+        if self.end.is_fault:
+            return None
+        if ToolStatus.OK in self._statuses and not self._rewards:
+            self.finish(EpisodeEnd.FAILED, "the environment gave no reward; set reward: function")
+            return None
+        return judge(sum(self._rewards))
 
     def _parse(self, completion: Completion) -> AssistantTurn:
         codec = self.conversing.codec

@@ -10,10 +10,11 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 
+from tandem.agents.setup import ENVIRONMENT_LOG_FILE
 from tandem.config.schema.run import RunConfig
 from tandem.errors import UserError
 from tandem.rewards.log import REWARD_LOG_FILE
-from tandem.types import Group, RewardOutcome, RewardStatus, UpdateReport
+from tandem.types import EpisodeEnd, Group, RewardOutcome, RewardStatus, Sample, UpdateReport
 
 logger = logging.getLogger(__name__)
 
@@ -94,15 +95,15 @@ class RewardGuard:
         self._num_in_a_row = 0
         self._num_counted = self._num_failed = 0
         self._num_bad_steps = 0
-        self._latest: RewardOutcome | None = None
+        self._latest: Sample | None = None
 
-    def check(self, outcomes: Iterable[RewardOutcome]) -> None:
-        """Count outcomes. Raise UserError if every reward of a step failed, or more than half of
+    def check(self, samples: Iterable[Sample]) -> None:
+        """Count rewards. Raise UserError if every reward of a step failed, or more than half of
         the rewards in each of ``MAX_STEPS_OF_FAILURES`` steps in a row.
         """
-        for outcome in outcomes:
-            failed = outcome.status in _FAILED
-            self._latest = outcome if failed else self._latest
+        for sample in samples:
+            failed = sample.reward.status in _FAILED
+            self._latest = sample if failed else self._latest
             self._num_in_a_row = self._num_in_a_row + 1 if failed else 0
             if self._num_in_a_row >= self._size:
                 raise self._error(f"the last {self._size} rewards all failed")
@@ -120,20 +121,32 @@ class RewardGuard:
     def _error(self, fault: str) -> UserError:
         config, latest = self._config, self._latest
         assert latest is not None, "a reward has failed"
-        if latest is GENERATION_FAILED:
+        if latest.reward is GENERATION_FAILED:
             return UserError(
                 "actor_rollout_ref.actor.optim.lr",
                 config.actor_rollout_ref.actor.optim.lr,
                 rule=f"{fault}, because logits were not finite",
                 remedy="Lower it, or find another cause of the policy's divergence.",
             )
+        rule = f"{fault}, the latest: {latest.reward.detail}"
+        episode = latest.trajectory.episode
+        if episode is not None and episode.end.is_fault:
+            return self._error_of_episodes(rule, episode.end)
         log = config.trainer.run_folder / REWARD_LOG_FILE
         remedy = f"The traceback is in {log}. Repair the reward function, or install what it needs."
-        rule = f"{fault}, the latest: {latest.detail}"
         functions = config.custom_reward_function.path
         if not functions:
             return UserError("data_source", rule=rule, remedy=remedy)
         return UserError("custom_reward_function.path", functions, rule=rule, remedy=remedy)
+
+    def _error_of_episodes(self, rule: str, end: EpisodeEnd) -> UserError:
+        key, agent = "actor_rollout_ref.rollout.agent", self._config.actor_rollout_ref.rollout.agent
+        if end is EpisodeEnd.DEADLINE:
+            remedy = "Raise it, or make tools and agents faster."
+            return UserError(f"{key}.timeout_s", agent.timeout_s, rule=rule, remedy=remedy)
+        log = self._config.trainer.run_folder / ENVIRONMENT_LOG_FILE
+        remedy = f"Repair the tool or the agent; its output is in {log}."
+        return UserError(key, rule=rule, remedy=remedy)
 
 
 class DivergenceGuard:

@@ -219,7 +219,7 @@ class GroupProducer:
 
     async def _may_go_on(self, group: Group) -> bool:
         try:
-            self._rewards.check(sample.reward for sample in group.samples)
+            self._rewards.check(group.samples)
         except UserError as error:
             self.failure = self.failure or error
             await self._buffer.close()

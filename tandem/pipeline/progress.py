@@ -7,11 +7,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tandem.api import MetricSink, Runtime, TrainEngine
-from tandem.checkpoint.store import Checkpoint
+from tandem.checkpoint.store import STATE_NAME, Checkpoint
 from tandem.data.ledger import Source
+from tandem.errors import UserError
 from tandem.pipeline.context import Codec
 from tandem.types import StepReport
 
@@ -34,16 +35,38 @@ class RunSummary:
     num_left: int = 0
 
 
-def resume(source: Source[Any], checkpoint: Checkpoint) -> dict[str, Any]:
+def resume(
+    source: Source[Any], checkpoint: Checkpoint, *, numbers: Sequence[str] = ("metrics",)
+) -> dict[str, Any]:
     """Continue the data of a run after a checkpoint, and return the state of the checkpoint.
 
+    Args:
+        numbers: the parts of the state that are numbers, or objects of numbers.
+
     Raises:
-        UserError: the checkpoint belongs to other data.
+        UserError: the checkpoint belongs to other data, or its state is not that of a run.
     """
     state = checkpoint.read_state()
-    source.restore(state["data"])
+    source.restore(state.get("data", {}))
+    _check_numbers({name: state.get(name) for name in numbers}, checkpoint)
     logger.info("resumed from %s", checkpoint.folder)
     return state
+
+
+def _check_numbers(values: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Raise UserError unless each value is a number, or an object of numbers."""
+    for name, value in values.items():
+        found = (
+            list(cast("dict[str, object]", value).values()) if isinstance(value, dict) else [value]
+        )
+        if not all(isinstance(each, int | float) for each in found):
+            raise UserError(
+                "trainer.resume_from_path",
+                str(checkpoint.folder),
+                rule=f"{STATE_NAME} has no {name}, or they are not numbers",
+                remedy="Name a folder global_step_N that tandem wrote, or set "
+                "trainer.resume_mode=disable.",
+            )
 
 
 async def save_model(

@@ -26,8 +26,8 @@ def require_routes(config: RunConfig, batch: Batch) -> None:
                 "actor_rollout_ref.actor.router_replay.mode",
                 mode,
                 rule=f"sample {sample.trajectory.sample_id} has recorded experts for {found} of "
-                f"its {num_fed} tokens; conversations of several turns and rollout engines of your "
-                "own have none",
+                f"its {num_fed} tokens; conversations that forked and rollout engines of your own "
+                "have none",
                 remedy="Set router_replay.mode=disabled and enable_rollout_routing_replay=False.",
             )
 

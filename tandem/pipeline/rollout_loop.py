@@ -9,7 +9,7 @@ batches.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -126,6 +126,7 @@ class RolloutLoop:
             weights that arrive meanwhile do not wait for whole sequences.
         num_rows: the number of sequences that the engine generates at once; None if ``room`` does
             not limit them.
+        lacks_weights: see ``api.Engines``.
     """
 
     def __init__(
@@ -137,8 +138,11 @@ class RolloutLoop:
         pace: PaceRecorder,
         is_bounded: bool,
         num_rows: int | None = None,
+        lacks_weights: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
+        self._lacks_weights = lacks_weights
+        self._when_starved: Callable[[], Awaitable[None]] | None = None
         self._counters: dict[str, float] = {}
         self._runtime = runtime
         self._spans = spans
@@ -149,6 +153,7 @@ class RolloutLoop:
         self._pending: dict[int, _Pending] = {}
         self._unsent: list[GenerationRequest] = []
         self._open: set[int] = set()
+        self._ended: list[int] = []
         self._num_sent = 0
         self._idle_advances = 0
         self._state = LoopState.GENERATING
@@ -177,6 +182,15 @@ class RolloutLoop:
         return len(self._pending)
 
     @property
+    def is_starved(self) -> bool:
+        """Whether the engine lost its weights, and generates nothing until ``use_weights``."""
+        return self._lacks_weights()
+
+    def when_starved(self, tell: Callable[[], Awaitable[None]]) -> None:
+        """Call ``tell`` after each engine call that left the engine without weights."""
+        self._when_starved = tell
+
+    @property
     def version(self) -> int:
         """The version of the weights in use."""
         return self._version
@@ -201,7 +215,10 @@ class RolloutLoop:
         return futures
 
     async def forget(self, sample_ids: Iterable[int]) -> None:
-        """Close samples that get no further turn."""
+        """Close samples that get no further turn. The engine frees what it keeps of them before it
+        gets its next requests.
+        """
+        self._ended += sample_ids
         self._open.difference_update(sample_ids)
         async with self._changed:
             self._changed.notify_all()
@@ -239,10 +256,14 @@ class RolloutLoop:
         return most + chunk - len(self._pending)
 
     async def drain(self) -> None:
-        """Send no more requests until ``use_weights``; return once the engine has no sequence."""
+        """Send no more requests until ``use_weights``; return once the engine has no sequence, or
+        is starved.
+        """
         self._leave_generating(LoopState.DRAINING)
         async with self._changed:
-            await self._changed.wait_for(lambda: self._num_sent == 0 and not self._open)
+            await self._changed.wait_for(
+                lambda: self.is_starved or (self._num_sent == 0 and not self._open)
+            )
 
     async def pause(self) -> None:
         """Start no advance until ``use_weights``; return once none is running."""
@@ -253,13 +274,19 @@ class RolloutLoop:
         self._spans.close_idle()
 
     async def use_weights(self, version: int) -> None:
-        """Let the engine take ``version`` between two advances; return once it uses it."""
-        if self._wanted_version is not None or version <= self._version:
+        """Let the engine take ``version`` between two advances; return once it uses it.
+
+        A starved engine may take the version in use again.
+        """
+        is_newer = version > self._version or (self.is_starved and version == self._version)
+        if self._wanted_version is not None or not is_newer:
             raise RuntimeError(f"version {version} is wanted after {self._version}")
         self._wanted_version = version
         self._look_for_work()
         async with self._changed:
-            await self._changed.wait_for(lambda: self._version == version)
+            await self._changed.wait_for(
+                lambda: self._version == version and self._wanted_version is None
+            )
 
     async def run(self) -> None:
         """Advance the engine as long as there is work, until cancelled."""
@@ -270,6 +297,9 @@ class RolloutLoop:
             self._is_calling = True
             if self._wanted_version is not None:
                 await self._switch(self._wanted_version)
+            if self._ended and self._state is not LoopState.PAUSED:
+                ended, self._ended = self._ended, []
+                await self._runtime.call(self._engine.forget, ended)
             if requests := self._take_requests():
                 self._pace.begin(requests, is_alone=self._num_sent == 0)
                 self._num_sent += sum(len(request.sample_ids) for request in requests)
@@ -279,6 +309,8 @@ class RolloutLoop:
                     completions = await self._runtime.call(self._engine.advance, self._max_steps)
                 self._deliver(completions)
             self._is_calling = False
+            if self.is_starved and self._when_starved is not None:
+                await self._when_starved()
             async with self._changed:
                 self._changed.notify_all()
             self._look_for_work()
@@ -299,10 +331,12 @@ class RolloutLoop:
         self._look_for_work()
 
     def _may_advance(self) -> bool:
-        return self._state is not LoopState.PAUSED or self._wanted_version is not None
+        may_generate = self._state is not LoopState.PAUSED or self._wanted_version is not None
+        return may_generate and not self.is_starved
 
     def _look_for_work(self) -> None:
-        has_work = bool(self._num_sent) and self._state is not LoopState.PAUSED
+        may_advance = self._state is not LoopState.PAUSED and not self.is_starved
+        has_work = bool(self._num_sent) and may_advance
         is_generating = self._state is LoopState.GENERATING
         is_draining = self._state is LoopState.DRAINING
         has_requests = any(is_generating or (is_draining and r.first_index) for r in self._unsent)
@@ -340,11 +374,14 @@ class RolloutLoop:
 
     def _check_progress(self) -> None:
         """Raise RuntimeError if the engine must have lost a sequence."""
+        if self.is_starved:
+            return
         self._idle_advances += 1
         if self._max_steps is not None:
             if self._idle_advances <= _MAX_IDLE_ADVANCES:
                 return
             tokens = sum(p.request.sampling.max_new_tokens for p in self._pending.values())
-            if self._idle_advances <= _MAX_IDLE_ADVANCES + tokens // self._max_steps:
+            # Twice, because a sequence of a worker or a server that is lost is generated again.
+            if self._idle_advances <= _MAX_IDLE_ADVANCES + 2 * tokens // self._max_steps:
                 return
         raise RuntimeError(f"the rollout engine lost {self._num_sent} of its sequences")

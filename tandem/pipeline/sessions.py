@@ -251,10 +251,8 @@ class ProgramSession:
     def _draw_nothing(self) -> None:
         """Add an empty turn to the prompt, for an episode without any."""
         self._tree = SpanTree()
-        version = self._rollout.version
-        nothing = array("i"), array("f")
-        completion = Completion(self._sample_id, *nothing, FinishReason.STOP, version)
-        self._tree.draw(completion, after=self._tree.give(self._request.prompt_ids, after=ROOT))
+        prompt = self._tree.give(self._request.prompt_ids, after=ROOT)
+        self._tree.draw_nothing(self._sample_id, after=prompt, version=self._rollout.version)
 
     def _budget(self, chat: ChatRequest, num_prompt_tokens: int) -> int:
         """Return the maximum length of the next turn. Raise RequestRefused if it has no room."""

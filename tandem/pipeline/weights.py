@@ -10,6 +10,7 @@ changes its weights while they are read.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +19,8 @@ from tandem.api import Runtime, WeightStage
 from tandem.pipeline.admission import AdmissionGate
 from tandem.pipeline.buffer import GroupBuffer
 from tandem.pipeline.rollout_loop import RolloutLoop
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,10 @@ class WeightFlow:
     ``publish`` and ``begin_training`` wait in the states of the last column until the published
     version is in use or no longer read; ``wait_in_use`` waits for IDLE. ``abandon`` ends all waits
     except that for READING. A pin keeps the flow in IDLE.
+
+    If the rollout loses its weights with its processes, they are read again at once, in the same
+    states without FINISHING. The version is then the trainer's, perhaps a newer one, in spite of
+    pins: nobody has the old one any more.
     """
 
     def __init__(
@@ -105,6 +112,7 @@ class WeightFlow:
         self._is_training = False
         self._is_abandoned = False
         self._changed = asyncio.Condition()
+        rollout.when_starved(self._starve)
 
     @property
     def in_use(self) -> int:
@@ -168,7 +176,7 @@ class WeightFlow:
     async def run(self) -> None:
         """Bring versions into use until cancelled."""
         while True:
-            await self._until(lambda: self._in_use < self._published and self._num_pins == 0)
+            await self._until(self._must_bring)
             if self._stage is None:
                 await self._finish_sequences()
                 version = await self._hold_trainer()
@@ -177,18 +185,34 @@ class WeightFlow:
                 await self._runtime.call(self._stage.stage, version)
                 await self._finish_sequences()
                 await self._enter(FlowState.SWITCHING)
+            if self._rollout.is_starved and version != self._in_use:
+                logger.warning(
+                    "version %d was lost with the last worker that generates: unfinished samples "
+                    "are generated with version %d",
+                    self._in_use,
+                    version,
+                )
             await self._rollout.use_weights(version)
             num_versions, self._in_use = version - self._in_use, version
             if not self._rule.lockstep:
                 await self._gate.release_trained(num_versions * self._rule.batch_size)
             await self._enter(FlowState.IDLE)
 
+    async def _starve(self) -> None:
+        """End the waits for sequences of a rollout without weights."""
+        await self._buffer.wake()
+        await self._notify()
+
+    def _must_bring(self) -> bool:
+        is_newer = self._in_use < self._published
+        return self._rollout.is_starved or (is_newer and self._num_pins == 0)
+
     async def _finish_sequences(self) -> None:
-        if not self._must_finish():
+        if not self._must_finish() or self._rollout.is_starved:
             return
         await self._enter(FlowState.FINISHING)
         if self._rule.lockstep:
-            await self._buffer.wait_complete()
+            await self._buffer.wait_complete(unless=lambda: self._rollout.is_starved)
         if self._rule.finishes_on_old_weights:
             await self._rollout.drain()
 

@@ -129,13 +129,30 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Engine:
-    """An engine of a pool, with its sequences."""
+    """An engine of a pool, with its sequences.
+
+    Attributes:
+        num_further: the number of further turns, which are the first of those that wait.
+    """
 
     waiting: list[int] = field(default_factory=list[int])
+    num_further: int = 0
     running: list[_Sequence] = field(default_factory=list[_Sequence])
 
     def size(self) -> int:
         return len(self.waiting) + len(self.running)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request: a further turn before all new samples."""
+        is_further = request.first_index > 0
+        place = self.num_further if is_further else len(self.waiting)
+        self.waiting[place:place] = request.sample_ids
+        self.num_further += len(request.sample_ids) if is_further else 0
+
+    def take(self) -> int:
+        """Remove and return the first that waits."""
+        self.num_further = max(self.num_further - 1, 0)
+        return self.waiting.pop(0)
 
 
 class SimulatedRollout(SimulatedEngine):
@@ -165,7 +182,11 @@ class SimulatedRollout(SimulatedEngine):
         """Queue requests."""
         self.announced_s = 0.0
         for request in requests:
-            min(self._engines, key=_Engine.size).waiting.extend(request.sample_ids)
+            min(self._engines, key=_Engine.size).add(request)
+
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        """Keep nothing between turns."""
+        self.announced_s = 0.0
 
     def work(self) -> list[EngineWork]:
         """Return whether each engine has sequences."""
@@ -175,7 +196,7 @@ class SimulatedRollout(SimulatedEngine):
         """Generate until a sequence ends, but at most ``max_steps`` decode steps."""
         for engine in self._engines:
             while engine.waiting and len(engine.running) < self._slots_each:
-                sample_id = engine.waiting.pop(0)
+                sample_id = engine.take()
                 seconds = self._seconds(sample_id)
                 engine.running.append(_Sequence(sample_id, seconds, seconds, self._version))
         running = self._running()

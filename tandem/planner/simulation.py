@@ -22,11 +22,12 @@ from tandem.config.derived.schedule import schedule_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.data.ledger import open_source
-from tandem.data.rendering import PromptEntry
+from tandem.data.rendering import TOOL_AGENT, PromptEntry
 from tandem.metrics.activity import Activity
 from tandem.metrics.throughput import ComputeFacts
 from tandem.metrics.trace import TraceEvent, TraceRecorder
 from tandem.pipeline.context import RunContext, Store
+from tandem.pipeline.conversing import Conversing
 from tandem.pipeline.loop import Pipeline
 from tandem.pipeline.progress import RunSummary
 from tandem.planner.engines import (
@@ -170,6 +171,8 @@ class SimulatedSetup:
         stop_s: the time at which the run is asked to stop.
         score: returns the reward of sample k of a row.
         activity: shows the phase of the run.
+        conversing: the environments that answer turns, if every row is an episode of several turns.
+            Each turn then takes the seconds of a response.
     """
 
     groups: Sequence[Sequence[str]]
@@ -184,6 +187,7 @@ class SimulatedSetup:
     stop_s: float | None = None
     score: Callable[[int, int], float] = _alternately
     activity: Activity = field(default_factory=Activity)
+    conversing: Conversing | None = None
 
 
 def simulate(config: RunConfig, times: SimulatedTimes, *, setup: SimulatedSetup) -> SimulatedRun:
@@ -223,7 +227,8 @@ def _context(
     config: RunConfig, times: SimulatedTimes, *, setup: SimulatedSetup, harness: _Harness
 ) -> RunContext:
     clock = asyncio.get_running_loop().time
-    entries = [_entry(row) for row in range(setup.num_rows)]
+    agent = "" if setup.conversing is None else TOOL_AGENT
+    entries = [_entry(row, agent=agent) for row in range(setup.num_rows)]
     source = open_source(entries, config.data, total_epochs=config.trainer.total_epochs)
     return RunContext(
         config=config,
@@ -238,6 +243,7 @@ def _context(
         sinks=(harness,),
         recorder=_Recorder(harness),
         facts=ComputeFacts(None, "", num_devices=1, num_training_devices=1),
+        conversing=setup.conversing,
         preferred_tokens=None,
         clock=clock,
         allocated_bytes=lambda: 0,
@@ -278,9 +284,9 @@ def _engines(config: RunConfig, times: SimulatedTimes, *, setup: SimulatedSetup)
     )
 
 
-def _entry(row: int) -> PromptEntry:
+def _entry(row: int, *, agent: str = "") -> PromptEntry:
     tokens = np.array([1], dtype=np.int32)
-    return PromptEntry(row, "simulated", row, {}, str(row), str(row), tokens)
+    return PromptEntry(row, "simulated", row, {}, str(row), str(row), tokens, agent=agent)
 
 
 def _prompt(row: int) -> Prompt:

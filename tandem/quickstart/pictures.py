@@ -22,7 +22,6 @@ from tandem.data.files import write_parquet
 from tandem.quickstart.materials import (
     NUM_TEST,
     NUM_UNSEEN,
-    TEST_SEED,
     UNSEEN_SEED,
     Materials,
     errors_of_folder,
@@ -55,6 +54,8 @@ COLOURS: Mapping[str, tuple[int, int, int]] = {
 SHAPES = ("square", "circle", "cross")
 KINDS = ("count", "colour", "shape", "place")
 BACKGROUND = (15, 15, 20)
+_TEST_SEED = 60_601
+"""The seed of the held-out questions, by which no recipe and no model was chosen."""
 
 SFT_KEYS = (
     f"data.train_batch_size={BATCH}",
@@ -177,7 +178,7 @@ def prepare_pictures(folder: Path, *, seed: int, family: str, is_black: bool) ->
     write_parquet(rows, folder / "sft.parquet", key="--folder")
     splits = {
         "train": draw_scenes(NUM_TRAIN, seed=5000 + seed),
-        "test": draw_scenes(NUM_TEST, seed=TEST_SEED),
+        "test": draw_scenes(NUM_TEST, seed=_TEST_SEED),
         "test_unseen": draw_scenes(NUM_UNSEEN, seed=UNSEEN_SEED, held_out=True),
     }
     for split, scenes in splits.items():

@@ -113,3 +113,8 @@ def _draw(decoder: Decoder) -> None:
                 module.bias.zero_()
         elif isinstance(module, nn.Embedding):
             module.weight.normal_(0.0, 0.02)
+    tower = decoder.tower
+    if tower is not None and tower.config.position_side:
+        # Embeddings of patches have a standard deviation of 0.4. Beside them, a table of positions
+        # of 0.02 is lost in the first norm, and some models never learn where a shape is.
+        tower.pos_embed.weight.normal_(0.0, 0.3)

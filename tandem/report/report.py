@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from markupsafe import Markup
@@ -30,6 +30,8 @@ _MAX_ROLLOUTS = 400
 _MAX_TOKENS_SHOWN = 150_000
 _MAX_TOKENS_PER_ROLLOUT = 2048
 _MAX_PROMPT_CHARACTERS = 8000
+_MAX_PICTURE_BYTES = 2_000_000
+_PICTURE = "data:image/"
 _SCRIPT_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
@@ -90,12 +92,21 @@ def render(run: RunData, forecast: Sequence[tuple[str, str]] = ()) -> str:
             for key, (before, after) in record["changed"].items()
         ],
         restarts=run.restarts,
+        engine_restarts=engine_restarts(run),
         num_recorded=len(run.rollouts),
         num_shown=len(rollouts),
         data=script_json(data),
         style=_asset("report.css"),
         scripts=[_asset("charts.js"), _asset("rollouts.js")],
     )
+
+
+def engine_restarts(run: RunData) -> list[tuple[int, int]]:
+    """Return the steps in which rollout engines or their workers were started again, and how often
+    in each.
+    """
+    column = run.columns.get("rollout/engine/num_restarts", ())
+    return [(step, int(number)) for step, number in column if number > 0]
 
 
 def script_json(value: Any) -> Markup:
@@ -109,7 +120,9 @@ def select_rollouts(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     limit = _MAX_ROLLOUTS
     while True:
         chosen = [_shown(records[index]) for index in spread(len(records), limit, offset=0)]
-        if sum(len(record["tokens"]) for record in chosen) <= _MAX_TOKENS_SHOWN or limit == 1:
+        num_tokens = sum(len(record["tokens"]) for record in chosen)
+        num_bytes = sum(len(picture) for record in chosen for picture in record["pictures"])
+        if limit == 1 or (num_tokens <= _MAX_TOKENS_SHOWN and num_bytes <= _MAX_PICTURE_BYTES):
             return chosen
         limit //= 2
 
@@ -121,6 +134,7 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
         "id": record.get("sample_id"),
         "source": record.get("data_source"),
         "prompt": _cut(str(record.get("prompt", ""))),
+        "pictures": _pictures(record.get("pictures")),
         "response": _cut(str(record.get("response", ""))),
         "truth": record.get("ground_truth"),
         "score": record.get("score"),
@@ -140,6 +154,12 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
         "tokens": tokens[:_MAX_TOKENS_PER_ROLLOUT],
         "logp": list(record.get("log_probs") or ())[:_MAX_TOKENS_PER_ROLLOUT],
     }
+
+
+def _pictures(found: Any) -> list[str]:
+    """Return the thumbnails of a record, and nothing else that stands in their place."""
+    every = cast(list[Any], found) if isinstance(found, list) else []
+    return [x for x in every if isinstance(x, str) and x.startswith(_PICTURE)]
 
 
 def _cut(text: str) -> str:

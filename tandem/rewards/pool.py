@@ -90,6 +90,7 @@ class RewardPool:
         self._batches: set[Batch] = set()
         self._starts: set[asyncio.Future[None]] = set()
         self._error: Exception | None = None
+        self._was_start_lost = False
 
     async def __aenter__(self) -> RewardPool:
         return self
@@ -107,7 +108,7 @@ class RewardPool:
 
         Raises:
             UserError: the function cannot be loaded.
-            RunFailure: the process ends before that.
+            RunFailure: the process ends before that, and so does a second one.
         """
         self._check_usable()
         if any(process.is_ready for process in self._processes):
@@ -123,7 +124,7 @@ class RewardPool:
 
         Raises:
             UserError: the reward function cannot be loaded.
-            RunFailure: a process ends before it has loaded the function.
+            RunFailure: two processes end before they have loaded the function.
             RuntimeError: no process can be started, or the pool is closed.
         """
         self._check_usable()
@@ -162,23 +163,36 @@ class RewardPool:
                 started.set_result(None)
         self._starts.clear()
         self._takes_groups = process.takes_groups
+        self._was_start_lost = False
         self._resume()
 
     def on_idle(self, process: RewardProcess) -> None:
         """See ``ProcessOwner``."""
         self._resume()
 
-    def on_start_failed(self, process: RewardProcess, error: Exception) -> None:
-        """Fail the pool: no other process could load the function either."""
-        self._fail(error)
+    def on_start_failed(self, process: RewardProcess, error: Exception, *, is_lost: bool) -> None:
+        """Fail the pool: no other process could load the function either.
+
+        A lost process is replaced first, unless the start before it was lost too.
+        """
+        if not is_lost or self._was_start_lost:
+            self._fail(error)
+            return
+        self._was_start_lost = True
+        self._remove(process)
+        self._pending.extendleft(reversed(process.in_flight.values()))
+        try:
+            self._start_process()
+        except OSError as refusal:
+            self._fail(RuntimeError(f"no reward process can be started: {refusal}"))
+        self._resume()
 
     def on_failed(self, process: RewardProcess, outcome: RewardOutcome, *, is_lost: bool) -> None:
         """Give ``outcome`` to the first open request, or suspect all if they ran concurrently.
 
         A request whose process is lost becomes a suspect first.
         """
-        self._processes.remove(process)
-        self._dying = [dead for dead in self._dying if not dead.reap(0)] + [process]
+        self._remove(process)
         jobs = list(process.in_flight.values())
         runs = len(jobs) if process.is_concurrent else 1
         if runs == 1 and jobs and (jobs[0].is_suspect or not is_lost):
@@ -189,6 +203,11 @@ class RewardPool:
             job.is_suspect = True
         self._pending.extendleft(reversed(jobs))
         self._resume()
+
+    def _remove(self, process: RewardProcess) -> None:
+        """Forget a process that has been killed."""
+        self._processes.remove(process)
+        self._dying = [dead for dead in self._dying if not dead.reap(0)] + [process]
 
     def _resume(self) -> None:
         try:

@@ -94,8 +94,12 @@ class ProcessOwner(Protocol):
         """Handle that every request is answered."""
         ...
 
-    def on_start_failed(self, process: RewardProcess, error: Exception) -> None:
-        """Handle that the function could not be loaded; the process is dead."""
+    def on_start_failed(self, process: RewardProcess, error: Exception, *, is_lost: bool) -> None:
+        """Handle that the function could not be loaded; the process is dead.
+
+        Args:
+            is_lost: whether the process died or was stopped, which may have come from outside.
+        """
         ...
 
     def on_failed(self, process: RewardProcess, outcome: RewardOutcome, *, is_lost: bool) -> None:
@@ -202,7 +206,7 @@ class RewardProcess:
             key, value, rule, remedy = message["error"]
             error = UserError(key, *value or (), rule=rule, remedy=remedy)
             self.kill()
-            self._owner.on_start_failed(self, error)
+            self._owner.on_start_failed(self, error, is_lost=False)
             return
         self.is_concurrent = bool(message["is_concurrent"])
         self.takes_groups = bool(message["takes_groups"])
@@ -236,7 +240,7 @@ class RewardProcess:
             self._owner.on_failed(self, outcome, is_lost=is_lost)
         else:
             text = f"a reward process did not start: {outcome.detail}"
-            self._owner.on_start_failed(self, RunFailure(text))
+            self._owner.on_start_failed(self, RunFailure(text), is_lost=is_lost)
 
 
 def _outcome(fields: Sequence[Any]) -> RewardOutcome:

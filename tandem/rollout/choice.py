@@ -132,6 +132,7 @@ def problem_of(
     *,
     allows_untested: bool = False,
     interpreter: str | None = None,
+    is_elsewhere: bool = False,
 ) -> Problem | None:
     """Return why the engine ``name`` cannot be used here; None if no such reason is known.
 
@@ -139,6 +140,7 @@ def problem_of(
         hf_config: the content of the model's config.json, if it is known.
         allows_untested: whether any version of a package will do.
         interpreter: the Python that has the package; None: this one.
+        is_elsewhere: whether the engine runs in servers, so that its package is not needed here.
     """
     if name in ENGINES_NOT_BUILT:
         return Problem(f"tandem has no engine over {ENGINES_NOT_BUILT[name]} yet")
@@ -150,7 +152,7 @@ def problem_of(
     if family in SEEING_FAMILIES and name in ENGINES and name not in ("auto", "native"):
         return Problem(f"only the native engine reads pictures (model_type {family!r})")
     package = PACKAGES.get(name)
-    if package is None:
+    if package is None or is_elsewhere:
         return None
     try:
         found = find_package(package.module, package.distributions, interpreter=interpreter)

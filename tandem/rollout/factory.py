@@ -26,6 +26,7 @@ from tandem.platforms.capture import eager
 from tandem.platforms.record import Platform
 from tandem.rollout.choice import choose_engine, hf_warning
 from tandem.rollout.hf import HfRolloutConfig, HfRolloutEngine, ModuleSink, empty_model
+from tandem.rollout.joint import JointMember
 from tandem.rollout.native.engine import NativeRolloutEngine
 from tandem.rollout.paged.cache import HEAD_DIMS
 from tandem.rollout.restarts import RestartingEngine
@@ -53,6 +54,7 @@ class EngineSpec:
         platform: the platform of the device.
         max_length: the length of the longest sequence, prompt and response, in tokens; None if it
             is not known.
+        joint: the passes of several policies that this one takes part in; None computes alone.
     """
 
     model: LanguageModel
@@ -61,6 +63,7 @@ class EngineSpec:
     eos_ids: TokenIds
     platform: Platform
     max_length: int | None = None
+    joint: JointMember | None = None
 
     def warn_of_precision(self) -> None:
         """Log a warning if an engine with weights of its own has another precision."""
@@ -188,9 +191,12 @@ def build_dense(spec: EngineSpec) -> RolloutEngine:
     """Build the engine of platforms without our kernels."""
     # Not the free memory: the batch size affects rounding, and a resumed run must repeat both.
     cache_bytes = spec.platform.total_memory_bytes() // 4
-    decoder = _decoder(spec)
+    decoder, joint = _decoder(spec), spec.joint
+    if joint is not None:
+        settings = _settings(spec, cache_bytes=cache_bytes // joint.passes.num_policies)
+        return NativeRolloutEngine(decoder, settings, substitute=joint.join(decoder))
     settings = _settings(spec, cache_bytes=cache_bytes)
-    return NativeRolloutEngine(decoder, settings, quantized=_quantized(spec, decoder))
+    return NativeRolloutEngine(decoder, settings, substitute=_quantized(spec, decoder))
 
 
 def build_paged(spec: EngineSpec) -> RolloutEngine:

@@ -80,6 +80,10 @@ class FedRollout:
         """Queue requests."""
         self._engine.add(requests)
 
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        """Free what the engine keeps of samples that have ended."""
+        self._engine.forget(sample_ids)
+
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """Generate until a sequence finishes; see ``api.Rollout``."""
         return self._engine.advance(max_steps)

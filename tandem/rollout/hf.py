@@ -100,6 +100,9 @@ class HfRolloutEngine:
         """Queue requests; nothing is computed."""
         self._waiting.extend(requests)
 
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        """Do nothing: nothing is kept between turns."""
+
     def settle(self) -> None:
         """Return at once: between two advances nothing is being computed."""
 

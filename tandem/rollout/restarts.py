@@ -67,6 +67,10 @@ class RestartingEngine:
         except EngineDied as death:
             self._restart(death)  # which adds all that is unfinished
 
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        """Free what the engine keeps of samples that have ended."""
+        self._surviving(lambda engine: engine.forget(sample_ids))
+
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """Generate until a sequence finishes; see ``api.Rollout``."""
         finished = self._surviving(lambda engine: engine.advance(max_steps))

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from tandem.models.decoder import Decoder
+from tandem.models.operators import Attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,26 @@ class Limits:
 
     max_rows: int
     max_prefill_tokens: int
+
+
+class Substitute(Protocol):
+    """A substitute for an engine's decoder, which computes with that decoder's weights."""
+
+    def __call__(self, token_ids_T: Tensor, position_ids_T: Tensor, attention: Attention) -> Tensor:
+        """Return the hidden states (T, D) of packed tokens after the final norm."""
+        ...
+
+    def outdate(self) -> None:
+        """Note that the decoder's weights have changed."""
+        ...
+
+    def update(self) -> None:
+        """Take the decoder's weights if they have changed; called before passes."""
+        ...
+
+    def free(self) -> None:
+        """Free memory that ``update`` allocates again."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,7 @@ class Liveness:
         self._limits = limits
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._watched: dict[Worker, _Watched] = {}
 
     def start(self, requests: Mapping[Worker, Callable[[], Reference]]) -> None:
         """Watch the workers. From now on, one that hangs ends every wait.
@@ -133,9 +134,18 @@ class Liveness:
         Args:
             requests: for each worker, the function that requests its ``Heartbeat``.
         """
-        watched = [_Watched(worker, request, request()) for worker, request in requests.items()]
-        self._thread = threading.Thread(target=self._run, args=(watched,), name="liveness")
+        for worker, request in requests.items():
+            self.watch(worker, request)
+        self._thread = threading.Thread(target=self._run, name="liveness")
         self._thread.start()
+
+    def watch(self, worker: Worker, request: Callable[[], Reference]) -> None:
+        """Watch one more worker."""
+        self._watched[worker] = _Watched(worker, request, request())
+
+    def forget(self, worker: Worker) -> None:
+        """Watch a worker no longer. Do nothing if it is not watched."""
+        self._watched.pop(worker, None)
 
     def close(self) -> None:
         """End the thread."""
@@ -143,14 +153,19 @@ class Liveness:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, watched: list[_Watched]) -> None:
+    def _run(self) -> None:
         while not self._closing.wait(self._limits.period_s):
+            watched = list(self._watched.values())
             answered = set(self._finished([one.reference for one in watched], 0))
             for one in watched:
                 symptom = self._count_round(one, has_answered=one.reference in answered)
-                if symptom is not None:
-                    self._waits.hangs(one.worker, symptom)
+                if symptom is not None and self._ends_run(one.worker, symptom):
                     return
+
+    def _ends_run(self, worker: Worker, symptom: Symptom) -> bool:
+        """Report a worker that hangs. Return whether the run ends, and no other worker matters."""
+        self.forget(worker)
+        return self._waits.hangs(worker, symptom)
 
     def _count_round(self, one: _Watched, *, has_answered: bool) -> Symptom | None:
         """Count this round for a worker. Return a symptom if it exceeds a limit."""

@@ -6,9 +6,9 @@ Ray cluster, wait for the end of the run, and exit with its exit code. The Ray p
 end with the command on that node, however it ends.
 
 The head listens at MASTER_ADDR. Each member keeps one connection for the whole run. If it closes,
-the other side is gone. Messages are lines of JSON. The member sends ``{"rank": r}``. The head sends
-``{"ray": address}`` once its Ray runs; at the end ``{"exit": code}``, with ``"again": true`` if it
-starts the run again; or ``{"refused": rule}``. ADR 0005 compares this with ``ray symmetric-run``.
+the other side is gone. Messages are lines of JSON. Both sides prove that they know the token of the
+cluster (``token``). The head sends ``{"ray": address}`` once its Ray runs; at the end ``{"exit":
+code}``, with ``"again": true`` if it starts the run again. ADR 0005 has the reasons.
 """
 
 from __future__ import annotations
@@ -21,19 +21,31 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing, suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from tandem.errors import UserError
 from tandem.platforms.record import Platform
 from tandem.runtime.cluster import ClusterPlan, node_resources
 from tandem.runtime.failure import NodeFailure
 from tandem.runtime.probe_devices import find_devices
-from tandem.runtime.ray_node import RayNode
+from tandem.runtime.ray_node import RayNode, address_here
+from tandem.runtime.token import (
+    is_proof,
+    member_token,
+    new_nonce,
+    own_token,
+    prove,
+    remove_token,
+    write_token,
+)
 
 _RETRY_S = 0.3
 _HELLO_S = 5.0
 _SHUTDOWN_S = 5.0
 _NOTICE_S = 60.0
+_MIN_WAIT_S = 0.001
+_MAX_MESSAGE_BYTES = 4096
 _KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 """A peer that the network has lost is noticed after 10 s of silence."""
 
@@ -43,6 +55,7 @@ def run_on_nodes(
     body: Callable[[HeadServer | None], int],
     *,
     platforms: Collection[Platform],
+    token_file: Path,
     will_restart: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run ``body`` on the node that drives; return its exit code, on every node.
@@ -50,18 +63,33 @@ def run_on_nodes(
     Args:
         body: its argument is the server for the members, None if the run has no members.
         platforms: the platforms of the run's pools.
+        token_file: the file by which the first node gives the others the token of the cluster.
         will_restart: whether a failure at this moment will be followed by another start.
 
     Raises:
-        UserError: the nodes do not find each other.
+        UserError: the nodes do not find each other, or lack the token.
         NodeFailure: on a member: the head vanished or starts the run again, or this node's Ray
             ended.
     """
     if plan.role == "member":
-        return _join(plan, platforms)
+        return _join(plan, platforms, token_file=token_file)
     if plan.role != "head":
         return body(None)
-    server = HeadServer(plan)
+    token = own_token(os.environ)
+    write_token(token_file, token)
+    try:
+        return _lead(HeadServer(plan, token), body, will_restart=will_restart)
+    finally:
+        remove_token(token_file, token)
+
+
+def _lead(
+    server: HeadServer,
+    body: Callable[[HeadServer | None], int],
+    *,
+    will_restart: Callable[[], bool],
+) -> int:
+    """Run ``body`` and tell the members how it ends."""
     exit_code, again = 1, False
     try:
         exit_code = body(server)
@@ -76,9 +104,10 @@ def run_on_nodes(
     return exit_code
 
 
-def _join(plan: ClusterPlan, platforms: Collection[Platform]) -> int:
+def _join(plan: ClusterPlan, platforms: Collection[Platform], *, token_file: Path) -> int:
     """Add this member's devices to the cluster until the run ends; return its exit code."""
     with closing(MemberClient(plan)) as client:
+        token = client.greet(lambda: member_token(os.environ, token_file))
         message = client.receive()
         if "exit" in message:
             return _exit_code(message)
@@ -86,7 +115,7 @@ def _join(plan: ClusterPlan, platforms: Collection[Platform]) -> int:
             find_devices(platforms), num_cores=os.cpu_count() or 1, settings=plan.settings
         )
         options = {"address": message["ray"], "node_ip_address": client.own_address, **resources}
-        with closing(RayNode(options, role="member")) as node:
+        with closing(RayNode(options, role="member", token=token)) as node:
             return _wait_for_end(client, node)
 
 
@@ -115,22 +144,28 @@ def _exit_code(message: Mapping[str, Any]) -> int:
 
 
 class HeadServer:
-    """The head's side of the connections. Its threads end with ``close``."""
+    """The head's side of the connections. Its threads end with ``close``.
 
-    def __init__(self, plan: ClusterPlan) -> None:
-        """Listen.
+    Attributes:
+        token: the secret of the cluster.
+    """
+
+    def __init__(self, plan: ClusterPlan, token: str) -> None:
+        """Listen at MASTER_ADDR; at every address if this node only has it through a proxy.
 
         Raises:
             UserError: the port is taken.
         """
-        _, port = plan.host_and_port
+        host, port = plan.host_and_port
+        self.token = token
         self._num_nodes = plan.settings.num_nodes
         self._present: set[int] = set()
+        self._lost = ""
         self._ray_address = ""
         self._end: dict[str, Any] | None = None
         self._changed = threading.Condition()
         try:
-            self._server = socket.create_server(("", port))
+            self._server = socket.create_server((_address_for_members(host), port))
         except OSError as error:
             raise UserError(
                 "MASTER_PORT",
@@ -149,9 +184,20 @@ class HeadServer:
             self._changed.notify_all()
 
     def absent(self) -> list[int]:
-        """Return the ranks of the members that have not connected yet."""
+        """Return the ranks of the members that have not connected yet.
+
+        Raises:
+            NodeFailure: a member has gone.
+        """
+        if lost := self.lost():
+            raise NodeFailure(lost)
         with self._changed:
             return sorted(set(range(1, self._num_nodes)) - self._present)
+
+    def lost(self) -> str:
+        """Return which member was the first to go before the end of the run; "" if none has."""
+        with self._changed:
+            return self._lost
 
     def close(self, exit_code: int, *, again: bool = False) -> None:
         """Send the exit code to the members, and end the threads.
@@ -181,21 +227,60 @@ class HeadServer:
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(OSError, ValueError, KeyError, TypeError):
-            connection.settimeout(_HELLO_S)
-            rank = int(_receive(connection)["rank"])
+            rank = self._admit(connection)
+            if rank is None:
+                return
             _watch_peer(connection)
             with self._changed:
                 if rank in self._present:
                     _send(connection, {"refused": "another node of this run has this rank"})
                     return
                 self._present.add(rank)
-                self._changed.wait_for(lambda: self._ray_address or self._end is not None)
-                ray_address = self._ray_address
-            if ray_address:
-                _send(connection, {"ray": ray_address})
-            with self._changed:
-                self._changed.wait_for(lambda: self._end is not None)
-            _send(connection, self._end or {})
+            watching = threading.Thread(
+                target=self._watch_member, args=(connection, rank), name="node", daemon=True
+            )
+            watching.start()
+            try:
+                self._inform(connection)
+            finally:
+                connection.shutdown(socket.SHUT_RDWR)  # which ends the watch
+                watching.join()
+
+    def _inform(self, connection: socket.socket) -> None:
+        """Send a member what it waits for, up to the end of the run."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ray_address or self._end is not None)
+            ray_address = self._ray_address
+        if ray_address:
+            _send(connection, {"ray": ray_address})
+        with self._changed:
+            self._changed.wait_for(lambda: self._end is not None)
+        _send(connection, self._end or {})
+
+    def _watch_member(self, connection: socket.socket, rank: int) -> None:
+        """Wait until a member, which says nothing after its greeting, is gone."""
+        address = "its address is unknown"
+        with suppress(OSError):
+            address = connection.getpeername()[0]
+            connection.recv(1)
+        with self._changed:
+            if self._end is None and not self._lost:
+                self._lost = (
+                    f"node {rank} ({address}) was lost: its command has ended (its output says "
+                    "why), or the network to it is down"
+                )
+
+    def _admit(self, connection: socket.socket) -> int | None:
+        """Return the rank of a peer that knows the token; refuse any other."""
+        nonce = new_nonce()
+        _send(connection, {"nonce": nonce})
+        hello = _receive(connection, within_s=_HELLO_S)
+        rank, given = int(hello["rank"]), str(hello["nonce"])
+        if not is_proof(hello["proof"], self.token, statement=("member", nonce, given, rank)):
+            _send(connection, {"proof": ""})
+            return None
+        _send(connection, {"proof": prove(self.token, ("head", nonce, given))})
+        return rank
 
 
 class MemberClient:
@@ -211,7 +296,30 @@ class MemberClient:
         self.connection = self._connect(time.monotonic() + plan.settings.wait_s)
         self.own_address: str = self.connection.getsockname()[0]
         _watch_peer(self.connection)
-        _send(self.connection, {"rank": plan.node_rank})
+
+    def greet(self, find_token: Callable[[], str]) -> str:
+        """Show that this node knows the token, and check that the head does; return the token.
+
+        Args:
+            find_token: returns the token. It is called once the head listens.
+
+        Raises:
+            NodeFailure: the connection is lost.
+            UserError: the two have different tokens, or this node has none.
+        """
+        nonce, own = str(self.receive().get("nonce", "")), new_nonce()
+        token, rank = find_token(), self.plan.node_rank
+        proof = prove(token, ("member", nonce, own, rank))
+        _send(self.connection, {"rank": rank, "nonce": own, "proof": proof})
+        if not is_proof(self.receive().get("proof"), token, statement=("head", nonce, own)):
+            raise UserError(
+                "MASTER_ADDR",
+                self.plan.address,
+                rule="the run there has another token than this node",
+                remedy="Give every node the same run folder, on a file system that all nodes see, "
+                "and unset RAY_AUTH_TOKEN or set the same one on every node.",
+            )
+        return token
 
     def receive(self) -> dict[str, Any]:
         """Return the head's next message.
@@ -259,6 +367,14 @@ class MemberClient:
                 time.sleep(_RETRY_S)
 
 
+def _address_for_members(host: str) -> str:
+    """Return the address to listen at: that of ``host``, or all."""
+    address = address_here(host)
+    # Many systems name the node itself by a loopback address, which no other node reaches.
+    is_reached = address == host or not address.startswith("127.")
+    return address if is_reached else ""
+
+
 def _watch_peer(connection: socket.socket) -> None:
     """Make the connection fail within seconds after its peer becomes unreachable."""
     connection.settimeout(None)
@@ -273,16 +389,28 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(connection: socket.socket) -> dict[str, Any]:
+def _receive(connection: socket.socket, *, within_s: float | None = None) -> dict[str, Any]:
     """Return one message. Read no byte beyond it, because ``select`` would miss that byte.
 
+    Args:
+        within_s: the time limit for the whole message; None for none.
+
     Raises:
-        ValueError: the connection has ended.
+        ValueError: the connection has ended, or the message is none of a run's.
+        TimeoutError: the message did not arrive in time.
     """
     line = bytearray()
+    deadline = None if within_s is None else time.monotonic() + within_s
     while not line.endswith(b"\n"):
+        if deadline is not None:
+            connection.settimeout(max(deadline - time.monotonic(), _MIN_WAIT_S))
         byte = connection.recv(1)
         if not byte:
             raise ValueError("the connection has ended")
         line += byte
-    return json.loads(line)
+        if len(line) > _MAX_MESSAGE_BYTES:
+            raise ValueError("a message is too long")
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError("a message is a mapping")
+    return cast(dict[str, Any], message)

@@ -3,7 +3,8 @@
 
 This is the only file that imports ray, and it does so only when a run needs it. ``cluster`` decides
 which cluster is used, ``worker_process`` has the code of an actor, and ``waiting`` the waits for
-calls. No call is retried and no actor restarted: the first failure ends the run.
+calls. No call is retried, and Ray restarts no actor: the first failure ends the run, unless the
+pool's workers can be replaced.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import asyncio
 import functools
 import logging
 import os
+import signal
+import socket
 import threading
 import time
 from collections import defaultdict
@@ -45,6 +48,7 @@ from tandem.runtime.ray_cluster import (
     start_ray,
 )
 from tandem.runtime.ray_node import RayNode, driver_environment
+from tandem.runtime.token import added, own_token, token_environment
 from tandem.runtime.waiting import Call, Waits, Worker
 from tandem.runtime.worker_process import (
     Build,
@@ -88,8 +92,18 @@ class _Actor(WorkerProcess):
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
+    """A running worker, and what it was started with.
+
+    Attributes:
+        starting: the calls that build a worker in place of a lost one, until they are known to have
+            ended.
+    """
+
     worker: Worker
     actor: Any
+    assignment: WorkerAssignment
+    reservation: Reservation
+    starting: Sequence[Call] = ()
 
     def request_heartbeat(self) -> Any:
         """Return the reference of a heartbeat."""
@@ -129,7 +143,8 @@ class RayRuntime:
             UserError: the cluster cannot be reached, or has too few devices or nodes.
         """
         self._platforms = dict.fromkeys(pools, platform) | dict(platforms or {})
-        self._waits = Waits(_finished, self._result, node_end=self._node_end)
+        self._waits = Waits(_finished, self._result, node_end=self._node_end, kill=self._kill)
+        self._wait_s = plan.settings.wait_s
         self._liveness = Liveness(
             self._waits,
             finished=_finished,
@@ -138,43 +153,58 @@ class RayRuntime:
         )
         self._actors: list[Any] = []
         self._handles: dict[str, list[_Handle]] = {}
+        self._payloads: dict[str, bytes] = {}
         self._threads: dict[int, tuple[object, ThreadPoolExecutor]] = {}
         self._shown: set[tuple[str, str]] = set()
         self._logs: dict[str, str] = {}
         self._closing = threading.Lock()
         self._is_open = True
         self._node: RayNode | None = None
-        ray = _load_ray(plan)
+        self._head = head
+        token = head.token if head else own_token(os.environ)
+        own = {} if plan.role == "existing" else token_environment(token, os.environ)
+        ray = _load_ray(plan, own)
         assert not ray.is_initialized(), "a process has one runtime on Ray at a time"
         try:
-            with interruptible():
+            with interruptible(), added(own, os.environ):
                 devices = functools.partial(_find_devices, plan, self._platforms.values())
-                self._node = start_ray(ray, plan, devices=devices)
+                self._node = start_ray(ray, plan, devices=devices, token=token)
                 self.address: str = ray.util.get_node_ip_address()
-                if head is not None:
-                    head.announce(ray.get_runtime_context().gcs_address)
-                reserved = reserve(
-                    ray,
-                    plan,
-                    pools=pools,
-                    platforms=self._platforms,
-                    absent_ranks=head.absent if head else list,
-                )
-                assignments = assign_workers(pools, reserved, platforms=self._platforms)
-                self.workers = self._start(assignments, reserved, timeout_s=plan.settings.wait_s)
+                self.workers = self._reserve_and_start(plan, pools)
             handles = [handle for pool in self._handles.values() for handle in pool]
             self._liveness.start({handle.worker: handle.request_heartbeat for handle in handles})
         except BaseException:
             self.shutdown()
             raise
 
-    def start_pools(self, builds: Mapping[str, Build]) -> dict[str, RayWorkerGroup]:
+    def _reserve_and_start(
+        self, plan: ClusterPlan, pools: Mapping[str, Sequence[int]]
+    ) -> dict[str, list[WorkerInfo]]:
+        """Wait for the nodes of the run, and start the workers on their devices."""
+        import ray
+
+        head = self._head
+        if head is not None:
+            head.announce(ray.get_runtime_context().gcs_address)
+        reserved = reserve(
+            ray,
+            plan,
+            pools=pools,
+            platforms=self._platforms,
+            absent_ranks=head.absent if head else list,
+        )
+        return self._start(assign_workers(pools, reserved, platforms=self._platforms), reserved)
+
+    def start_pools(
+        self, builds: Mapping[str, Build], *, replaceable: Collection[str] = ()
+    ) -> dict[str, RayWorkerGroup]:
         """Build the object of every worker of these pools concurrently, and wait for all.
 
         Before that, each worker confirms that no other worker uses its device.
 
         Args:
             builds: by pool, a picklable callable from ``WorkerPlace`` to the object.
+            replaceable: the pools whose workers can be started again.
 
         Raises:
             WorkerFailure, UserError: the first cause, if one of them failed.
@@ -183,7 +213,41 @@ class RayRuntime:
         infos = [info for pool in builds for info in self.workers[pool]]
         require_distinct(infos, uuids, platforms=self._platforms)
         self._call_all("build", builds)
-        return {pool: RayWorkerGroup(self._waits, self._handles[pool]) for pool in builds}
+        for handle in (handle for pool in replaceable for handle in self._handles[pool]):
+            self._waits.allow_end(handle.worker)
+        return {pool: RayWorkerGroup(self, pool) for pool in builds}
+
+    def start_again(self, pool: str, rank: int) -> None:
+        """Start a process in place of a lost worker, in the same place; see ``api.WorkerGroup``."""
+        lost = self._handles[pool][rank]
+        self._liveness.forget(lost.worker)
+        self._waits.forget(lost.worker)
+        worker, actor = self._make_worker(lost.assignment, lost.reservation)
+        self._waits.allow_end(worker)
+        started = [("start", lost.assignment), ("confirm", None), ("build", None)]
+        calls = []
+        for method, argument in started:
+            given = self._payloads[f"{method} {pool}"] if argument is None else argument
+            reference = getattr(actor, method).remote(given)
+            calls.append(self._waits.started(worker, method, reference=reference))
+        self._handles[pool][rank] = replace(lost, worker=worker, actor=actor, starting=calls)
+
+    def until_started(self, pool: str, rank: int) -> None:
+        """Wait until a worker that was started again can be called; see ``api.WorkerGroup``."""
+        handle = self._handles[pool][rank]
+        if not handle.starting:
+            return
+        info: WorkerInfo
+        try:
+            info, _, _ = self._waits.gather(handle.starting, timeout_s=self._wait_s)
+        except TimeoutError as error:
+            raise self._late(1) from error
+        self._waits.forget(handle.worker)
+        named = self._named(handle, info)
+        self._waits.allow_end(named.worker)
+        self._handles[pool][rank] = named
+        self.workers[pool][rank] = info
+        self._liveness.watch(named.worker, named.request_heartbeat)
 
     def _call_all(self, method: str, arguments: Mapping[str, object]) -> list[Any]:
         """Call all workers of these pools with the pickled argument of their pool, and wait."""
@@ -191,7 +255,7 @@ class RayRuntime:
 
         calls = []
         for pool, argument in arguments.items():
-            payload = cloudpickle.dumps(argument)
+            payload = self._payloads[f"{method} {pool}"] = cloudpickle.dumps(argument)
             for handle in self._handles[pool]:
                 reference = getattr(handle.actor, method).remote(payload)
                 calls.append(self._waits.started(handle.worker, method, reference=reference))
@@ -256,45 +320,73 @@ class RayRuntime:
         self,
         assignments: Sequence[WorkerAssignment],
         reserved: Mapping[int, Reservation],
-        *,
-        timeout_s: float,
     ) -> dict[str, list[WorkerInfo]]:
         """Start an actor per assignment, isolated to its device, and fill in the handles."""
         waits = Waits(_finished, self._result)
-        calls = []
+        handles, calls = [], []
         for assignment in assignments:
-            place = assignment.place
-            actor = _make_actor(reserved[place.node], assignment.visibility.resource)
-            self._actors.append(actor)
-            name = WorkerName(place.pool, place.rank, host=place.node_address, pid=0)
-            worker = Worker(name, actor.watch.options(concurrency_group="watch").remote())
+            reservation = reserved[assignment.place.node]
+            worker, actor = self._make_worker(assignment, reservation)
             waits.watch(worker)
+            handles.append(_Handle(worker, actor, assignment, reservation))
             calls.append(waits.started(worker, "start", reference=actor.start.remote(assignment)))
         try:
-            infos: list[WorkerInfo] = waits.gather(calls, timeout_s=timeout_s)
+            infos: list[WorkerInfo] = waits.gather(calls, timeout_s=self._wait_s)
         except TimeoutError as error:
-            raise UserError(
-                "trainer.ray_wait_register_center_timeout",
-                timeout_s,
-                rule=f"not all of the {len(assignments)} worker processes have started in this "
-                "time",
-                remedy="Raise it.",
-            ) from error
+            raise self._late(len(assignments)) from error
         workers: dict[str, list[WorkerInfo]] = defaultdict(list)
-        for call, actor, info in zip(calls, self._actors, infos, strict=True):
-            name = replace(call.worker.name, host=info.host, pid=info.pid)
-            worker = Worker(name, call.worker.watch)
-            self._waits.watch(worker)
-            self._handles.setdefault(name.pool, []).append(_Handle(worker, actor))
-            workers[name.pool].append(info)
-            self._logs[info.actor] = info.log
-            logger.debug("%s: %s", name, info.isolation)
+        for handle, info in zip(handles, infos, strict=True):
+            named = self._named(handle, info)
+            self._waits.watch(named.worker)
+            self._handles.setdefault(info.place.pool, []).append(named)
+            workers[info.place.pool].append(info)
         return workers
 
+    def _make_worker(
+        self, assignment: WorkerAssignment, reservation: Reservation
+    ) -> tuple[Worker, Any]:
+        """Start an actor, and return it with its worker, whose process is not known yet."""
+        actor = _make_actor(reservation, assignment.visibility.resource)
+        self._actors.append(actor)
+        place = assignment.place
+        name = WorkerName(place.pool, place.rank, host=place.node_address, pid=0)
+        return Worker(name, actor.watch.options(concurrency_group="watch").remote()), actor
+
+    def _named(self, handle: _Handle, info: WorkerInfo) -> _Handle:
+        """Return the handle of a worker that has started, whose process is known."""
+        name = replace(handle.worker.name, host=info.host, pid=info.pid)
+        self._logs[info.actor] = info.log
+        logger.debug("%s: %s", name, info.isolation)
+        return replace(handle, worker=Worker(name, handle.worker.watch), starting=())
+
+    def _late(self, number: int) -> UserError:
+        return UserError(
+            "trainer.ray_wait_register_center_timeout",
+            self._wait_s,
+            rule=f"not all of the {number} worker processes have started in this time",
+            remedy="Raise it.",
+        )
+
+    def _kill(self, worker: Worker) -> None:
+        """End the process of a worker that hangs; see ``Waits``."""
+        import ray
+
+        handle = self._handles[worker.name.pool][worker.name.rank]
+        address = handle.assignment.place.node_address
+        # Machines may have the same name, and the process number means another process there.
+        if (worker.name.host, address) == (socket.gethostname(), self.address):
+            # A suspended process does not react to Ray's request to end.
+            with suppress(ProcessLookupError):
+                os.kill(worker.name.pid, signal.SIGKILL)
+        else:
+            ray.kill(handle.actor)
+
     def _node_end(self) -> str:
-        """Return how Ray ended on this node, "" while it runs; see ``Waits``."""
+        """Return how Ray ended on this node, or which node was lost, else ""; see ``Waits``."""
         end = self._node.describe_end() if self._node is not None and self._is_open else ""
-        return f"Ray ended on the driver's node: {end}" if end else ""
+        if end:
+            return f"Ray ended on the driver's node: {end}"
+        return self._head.lost() if self._head is not None else ""
 
     def _result(self, reference: Any) -> Any:
         """Return the result of a finished call; see ``Waits``.
@@ -315,9 +407,10 @@ class RayRuntime:
 class RayWorkerGroup:
     """An implementation of ``tandem.api.WorkerGroup``."""
 
-    def __init__(self, waits: Waits, handles: Sequence[_Handle]) -> None:
-        self._waits = waits
-        self._handles = handles
+    def __init__(self, runtime: RayRuntime, pool: str) -> None:
+        self._runtime, self._pool = runtime, pool
+        self._waits = runtime._waits
+        self._handles = runtime._handles[pool]
 
     @property
     def size(self) -> int:
@@ -334,17 +427,34 @@ class RayWorkerGroup:
     def first(self, calls: Sequence[Call]) -> int:
         return self._waits.first(calls)
 
+    def start_again(self, rank: int) -> None:
+        self._runtime.start_again(self._pool, rank)
+
+    def until_started(self, rank: int) -> None:
+        self._runtime.until_started(self._pool, rank)
+
 
 def _find_devices(plan: ClusterPlan, platforms: Collection[Platform]) -> Sequence[NodeDevices]:
     return find_devices(platforms) if plan.devices is None else plan.devices
 
 
-def _load_ray(plan: ClusterPlan) -> ModuleType:
-    """Import Ray with its messages silenced. Raise UserError if it is not installed."""
+def _load_ray(plan: ClusterPlan, own: Mapping[str, str]) -> ModuleType:
+    """Import Ray, silenced. Raise UserError if it is missing.
+
+    Args:
+        own: the variables of the token of the cluster.
+    """
     for name, value in driver_environment(plan.role).items():
         os.environ.setdefault(name, value)
     try:
-        import ray
+        with added(own, os.environ):
+            import ray
+            from ray import _raylet
+
+            # Ray keeps the mode and the token of the first cluster of a process. This is how its
+            # own tests make it read them again. A cluster with other ones would not answer.
+            _raylet.AuthenticationTokenLoader.instance().reset_cache()  # pyright: ignore[reportAttributeAccessIssue]
+            _raylet.Config.initialize("")  # pyright: ignore[reportAttributeAccessIssue]
     except ModuleNotFoundError as error:
         raise UserError(
             plan.settings.sizes_key,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.errors import UserError
 from tandem.platforms.place import WorkerPlace
 from tandem.runtime.cluster import ClusterPlan, ClusterSettings, NodeDevices, node_resources
-from tandem.runtime.ray_node import RayNode, RayNodeError, start_head
+from tandem.runtime.ray_node import RayNode, RayNodeError, address_here, start_head
 from tandem.runtime.resources import (
     NodeState,
     Resources,
@@ -95,12 +94,17 @@ def interruptible() -> Iterator[None]:
 
 
 def start_ray(
-    ray: ModuleType, plan: ClusterPlan, *, devices: Callable[[], Sequence[NodeDevices]]
+    ray: ModuleType,
+    plan: ClusterPlan,
+    *,
+    devices: Callable[[], Sequence[NodeDevices]],
+    token: str,
 ) -> RayNode | None:
     """Connect to the cluster of the plan, after starting its head for ``local`` and ``head``.
 
     Args:
         devices: finds the devices of this node.
+        token: the secret of a cluster that this call starts.
 
     Returns:
         the head's processes, which the caller closes; None if the cluster exists already.
@@ -118,7 +122,7 @@ def start_ray(
     options |= _head_options(plan, given=given, devices=devices())
     try:
         role = "head" if plan.role == "head" else "local"
-        node, address = start_head(options, role=role)
+        node, address = start_head(options, role=role, token=token)
     except RayNodeError as error:
         raise _not_accepted(given, error) if given else error from None
     others = {name: value for name, value in given.items() if name not in _NODE_OPTIONS}
@@ -201,9 +205,11 @@ def reserve(
     Args:
         pools: the planned node number of each rank, by pool.
         platforms: the platform of each pool.
-        absent_ranks: returns the ranks of the members that have not connected.
+        absent_ranks: returns the ranks of the members that have not connected; raises NodeFailure
+            if one that had has gone.
 
     Raises:
+        NodeFailure: a member has gone.
         UserError: the nodes do not join in time, have too few devices, or their devices are in use.
     """
     needs = _wait_for_nodes(ray, plan, pools=pools, platforms=platforms, absent_ranks=absent_ranks)
@@ -246,9 +252,10 @@ def _wait_for_nodes(
         needs = node_needs(pools, platforms, marked=is_marked(nodes, platforms))
         if fits(list(needs.values()), totals):
             return needs
+        absent = absent_ranks()
         is_late = time.monotonic() >= deadline
         if is_late and len(nodes) < settings.num_nodes:
-            raise _missing_nodes(settings, len(nodes), absent=absent_ranks())
+            raise _missing_nodes(settings, len(nodes), absent=absent)
         # A cluster formed by the run is complete. Further nodes may still join an existing one.
         is_own = plan.role == "head"
         present = len(nodes) if is_own else num_equipped(totals, list(needs.values()))
@@ -361,12 +368,8 @@ def _named_address(plan: ClusterPlan) -> dict[str, str]:
     Ray then determines the address itself.
     """
     host, _ = plan.host_and_port
-    try:
-        address = socket.gethostbyname(host)
-        socket.create_server((address, 0)).close()
-    except OSError:
-        return {}
-    return {"node_ip_address": address}
+    address = address_here(host)
+    return {"node_ip_address": address} if address else {}
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:

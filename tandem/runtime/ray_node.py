@@ -26,6 +26,7 @@ from typing import Any, Literal
 import psutil
 
 from tandem.runtime.os_settings import die_with_parent
+from tandem.runtime.token import token_environment
 
 _LAST_LINES = 5
 _FIRST_EXIT = re.compile(r"(\w+) \[exit code=(-?\d+)")
@@ -100,12 +101,13 @@ class RayNode:
     """Ray's processes on this node. ``close`` ends them."""
 
     def __init__(
-        self, options: Mapping[str, Any], *, role: Literal["local", "head", "member"]
+        self, options: Mapping[str, Any], *, role: Literal["local", "head", "member"], token: str
     ) -> None:
         """Start the processes.
 
         Args:
             options: options of ``ray start``, with underscores for hyphens.
+            token: the secret of the cluster.
         """
         given = _ANY_WORKER_PORTS | dict(options)
         flags = [_flag(name, value) for name, value in given.items() if value is not None]
@@ -114,7 +116,7 @@ class RayNode:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``close``
         self.process = subprocess.Popen(
             [sys.executable, "-c", _RAY_START, "start", "--block", *filter(None, flags)],
-            env=os.environ | ray_environment(role),
+            env=os.environ | ray_environment(role) | token_environment(token, os.environ),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -161,7 +163,7 @@ class RayNode:
 
 
 def start_head(
-    options: Mapping[str, Any], *, role: Literal["local", "head"]
+    options: Mapping[str, Any], *, role: Literal["local", "head"], token: str
 ) -> tuple[RayNode, str]:
     """Start the head of a cluster, and only the processes that it needs.
 
@@ -186,7 +188,7 @@ def start_head(
     if not options.get("include_dashboard"):
         defaults["dashboard_port"] = 0  # any free one: its process is started in any case
     own = {"head": True, "temp_dir": folder}
-    node = RayNode(defaults | dict(options) | own, role=role)
+    node = RayNode(defaults | dict(options) | own, role=role, token=token)
     file = folder / _ADDRESS_FILE
     try:
         while not (address := file.read_text() if file.exists() else ""):
@@ -209,6 +211,16 @@ def describe_end(lines: Sequence[str], code: int) -> str:
     if number < 0:
         how = f"was killed by {known.get(-number, f'signal {-number}')}"
     return f"its {name} {how}"
+
+
+def address_here(host: str) -> str:
+    """Return the IP address of a host name if it is this node's, else ""."""
+    try:
+        address = socket.gethostbyname(host)
+        socket.create_server((address, 0)).close()
+    except OSError:
+        return ""
+    return address
 
 
 def _flag(name: str, value: Any) -> str:

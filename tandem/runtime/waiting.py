@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waits for calls on workers. They end with the results, or with the first cause of a failure.
 
-Every wait also watches for the end of any worker, even an idle one. The caller supplies the
-functions that wait for references and read them. Several threads may wait at once.
+Every wait also watches for the end of any worker, even an idle one, unless the worker can be
+replaced: its end fails its own calls only. The caller supplies the functions that wait for
+references and read them. Several threads may wait at once.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from tandem.api import WorkerLost
 from tandem.runtime.failure import (
     Failed,
     Kind,
@@ -67,7 +69,8 @@ class Waits:
         result: returns the result of a finished reference, or raises ReportedError.
         grace_s: the time after a failure in which other failures may turn out to be its cause.
         look_s: the period in which a waiting thread checks for ``close`` and for hanging workers.
-        node_end: returns how the processes that carry all workers ended; "" while they run.
+        node_end: returns how processes that carry workers ended; "" while they run.
+        kill: ends the process of a worker that can be replaced and hangs.
     """
 
     def __init__(
@@ -78,13 +81,17 @@ class Waits:
         grace_s: float = 1.5,
         look_s: float = 1.0,
         node_end: Callable[[], str] = lambda: "",
+        kill: Callable[[Worker], None] = lambda worker: None,
     ) -> None:
+        self._kill = kill
         self._node_end = node_end
         self._grace_s = grace_s
         self._look_s = look_s
         self._finished = finished
         self._result = result
         self._workers: list[Worker] = []
+        self._replaceable: list[Worker] = []
+        self._hanging: dict[WorkerName, Symptom] = {}
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._numbers = itertools.count()
         self._noting = threading.Lock()
@@ -99,6 +106,19 @@ class Waits:
         """End every wait from now on if ``worker`` ends."""
         self._workers.append(worker)
 
+    def allow_end(self, worker: Worker) -> None:
+        """Raise WorkerLost in waits for calls of ``worker`` if it ends, and end no other wait."""
+        if worker in self._workers:
+            self._workers.remove(worker)
+        self._replaceable.append(worker)
+
+    def forget(self, worker: Worker) -> None:
+        """Drop a worker that can be replaced, and its calls."""
+        with self._noting:
+            own = [call for call in self._calls if call.worker is worker]
+            self._calls.difference_update(own)
+        self._replaceable.remove(worker)
+
     def started(self, worker: Worker, method: str, *, reference: Reference) -> Call:
         """Register a call that has just been made."""
         call = Call(worker, method, reference, next(self._numbers))
@@ -111,16 +131,19 @@ class Waits:
 
         Raises:
             WorkerFailure: a worker died, or one of the calls raised.
+            WorkerLost: the worker of a call has ended and can be replaced.
             UserError: one of the calls raised it.
             TimeoutError: the calls took longer.
         """
         deadline = time.monotonic() + timeout_s
         pending = {call.reference: call for call in calls}
         results: dict[Reference, Any] = {}
+        own = {call.worker for call in calls}
+        replaceable = [worker for worker in self._replaceable if worker in own]
         try:
             while pending:
-                for reference in self._wait(list(pending), deadline):
-                    results[reference] = self._read(pending.pop(reference))
+                for reference in self._wait(list(pending), deadline, replaceable=replaceable):
+                    results[reference] = self._read(pending.pop(reference), replaceable)
         finally:
             with self._noting:
                 self._calls.difference_update(calls)
@@ -131,8 +154,16 @@ class Waits:
         finished = set(self._wait([call.reference for call in calls], math.inf))
         return next(i for i, call in enumerate(calls) if call.reference in finished)
 
-    def hangs(self, worker: Worker, symptom: Symptom) -> None:
-        """End all waits, because ``worker`` hangs."""
+    def hangs(self, worker: Worker, symptom: Symptom) -> bool:
+        """End all waits, because ``worker`` hangs; or only the worker, if it can be replaced.
+
+        Returns:
+            whether all waits end.
+        """
+        if worker in self._replaceable:
+            self._hanging[worker.name] = symptom
+            self._kill(worker)
+            return False
         own = {c.reference: c for c in self._started_calls() if c.worker is worker}
         finished = self._finished(list(own), 0) if own else ()
         unfinished = [call for reference, call in own.items() if reference not in finished]
@@ -140,6 +171,7 @@ class Waits:
         failed = Failed(worker.name, busy.method if busy else "", symptom)
         with self._judging:
             self._first_end = self._first_end or failed
+        return True
 
     def until_death(self) -> None:
         """Wait until any worker has ended or hangs, then raise WorkerFailure."""
@@ -155,25 +187,35 @@ class Waits:
         with self._left:
             self._left.wait_for(lambda: self._num_looking == 0)
 
-    def _wait(self, references: Sequence[Reference], deadline: float) -> list[Reference]:
-        """Wait until at least one reference is finished; return those that are."""
+    def _wait(
+        self,
+        references: Sequence[Reference],
+        deadline: float,
+        *,
+        replaceable: Sequence[Worker] = (),
+    ) -> list[Reference]:
+        """Wait until at least one reference is finished; return those that are.
+
+        Args:
+            replaceable: the workers among those that are waited for that can be replaced.
+        """
         watches = [worker.watch for worker in self._workers]
         while (left_s := deadline - time.monotonic()) > 0:
             with self._looking():
                 finished = set(self._finished([*references, *watches], min(self._look_s, left_s)))
                 has_ended = finished.intersection(watches) or self._first_end is not None
                 if (has_ended or self._node_end()) and not self._is_closed:
-                    self._raise_first_cause([])
+                    self._raise_first_cause([], replaceable)
             if finished and not self._is_closed:
                 return [reference for reference in references if reference in finished]
         raise TimeoutError(f"{len(references)} calls have not finished in time")
 
-    def _read(self, call: Call) -> Any:
+    def _read(self, call: Call, replaceable: Sequence[Worker]) -> Any:
         with self._looking():
             try:
                 return self._result(call.reference)
             except ReportedError as error:
-                self._raise_first_cause([self._failed(call, error.symptom)])
+                self._raise_first_cause([self._failed(call, error.symptom)], replaceable)
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
@@ -189,12 +231,16 @@ class Waits:
                 self._num_looking -= 1
                 self._left.notify_all()
 
-    def _raise_first_cause(self, failures: list[Failed]) -> NoReturn:
+    def _raise_first_cause(self, failures: list[Failed], replaceable: Sequence[Worker]) -> NoReturn:
         with self._judging:  # several threads may fail for one cause
-            failures = self._collect(failures) if self._first_end is None else failures
+            if self._first_end is None:
+                failures = self._collect(failures, replaceable)
             # Workers end, or cannot be reached, just before the end of their node is known.
             if end := self._node_end():
                 raise NodeFailure(end)
+            lost = self._lost(failures, replaceable)
+            if lost is not None:
+                raise WorkerLost(lost.worker.rank, as_exception(lost))
             failed = self._first_end or first_failed(failures)
             if failed.symptom.kind is Kind.LOST_PEER:
                 failed = self._just_before() or failed
@@ -205,16 +251,29 @@ class Waits:
             raise ClosedError("the runtime was closed")
         raise as_exception(failed) from None
 
+    def _lost(self, failures: Sequence[Failed], replaceable: Sequence[Worker]) -> Failed | None:
+        """Return the end of a worker that can be replaced, unless the run ends anyway."""
+        names = {worker.name for worker in replaceable}
+        ended = [failed for failed in failures if failed.symptom.kind is Kind.DIED]
+        if self._first_end is not None or not ended:
+            return None
+        if any(failed.worker not in names for failed in ended):
+            self._first_end = first_failed([f for f in ended if f.worker not in names])
+            return None
+        failed = first_failed(ended)
+        return replace(failed, symptom=self._hanging.get(failed.worker, failed.symptom))
+
     def _just_before(self) -> Failed | None:
         """Return the failure that another thread has just raised, which may have lost the peer."""
         raised_s, failed = self._last
         return failed if time.monotonic() - raised_s < 2 * self._grace_s else None
 
-    def _collect(self, failures: list[Failed]) -> list[Failed]:
+    def _collect(self, failures: list[Failed], replaceable: Sequence[Worker]) -> list[Failed]:
         """Return ``failures`` and those that follow within the grace period or until a death."""
         deadline = time.monotonic() + self._grace_s
-        watched = {worker.watch: worker for worker in self._workers}
-        calls = {call.reference: call for call in self._started_calls()}
+        watched = {worker.watch: worker for worker in [*self._workers, *replaceable]}
+        excused = [worker for worker in self._replaceable if worker not in replaceable]
+        calls = {c.reference: c for c in self._started_calls() if c.worker not in excused}
         pending = set(watched) | set(calls)
         while pending and not any(failed.symptom.kind is Kind.DIED for failed in failures):
             finished = self._finished(list(pending), max(0.0, deadline - time.monotonic()))

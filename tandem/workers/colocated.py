@@ -32,6 +32,7 @@ from tandem.workers.policies import (
     stored_dtype,
     trained_dtype,
 )
+from tandem.workers.shared_base import RunOverBase
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +44,18 @@ def build_colocated(
     platform: Platform,
     eos_ids: TokenIds,
     total_steps: int,
+    over: RunOverBase | None = None,
 ) -> Engines:
     """Load the models and build the engines.
+
+    Args:
+        over: the base that the run shares with others; None loads one.
 
     Raises:
         UserError: a model cannot be loaded, or not used on this platform.
     """
     policy = trainer_spec(config, placement, task="actor-train", total_steps=total_steps)
-    train, model = _open_trainer(policy, platform)
+    train, model = _open_trainer(policy, platform, over=over)
     spec = EngineSpec(
         model=model,
         folder=policy_folder(policy.policy).path,
@@ -58,6 +63,7 @@ def build_colocated(
         eos_ids=eos_ids,
         platform=platform,
         max_length=trained_model(config).max_tokens,
+        joint=None if over is None else over.member,
     )
     engine = build_engine(spec)
     rollout = with_weights_of(model, engine)
@@ -100,11 +106,12 @@ def build_trainer(
 
 
 def _open_trainer(
-    spec: TrainerSpec, platform: Platform
+    spec: TrainerSpec, platform: Platform, *, over: RunOverBase | None = None
 ) -> tuple[SingleDeviceEngine, LanguageModel]:
     policy, layout, settings = spec.policy, spec.policy.layout, spec.policy.model
     dtype = compute_dtype(layout, platform, section=policy.section)
-    stored = open_policy(policy, platform, dtype=trained_dtype(policy, platform), base_dtype=dtype)
+    opens = open_policy if over is None else over.base.open_policy
+    stored = opens(policy, platform, dtype=trained_dtype(policy, platform), base_dtype=dtype)
     model = stored.in_dtype(dtype)
     model.set_gradient_checkpointing(
         settings.enable_gradient_checkpointing, settings.recompute_granularity

@@ -6,17 +6,19 @@ All functions but those that return engines are pure. No process is started here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from tandem.api import Capacity, Engines, WorkerGroup
+from tandem.comm.store import StorePlace
 from tandem.config.derived.pools import (
     CRITIC,
     REWARD_MODEL,
     Placement,
     Pool,
     reference_of,
+    replaces_workers,
     scorer_of,
 )
 from tandem.config.derived.trained_model import trained_model
@@ -28,16 +30,11 @@ from tandem.platforms.select import DTYPES
 from tandem.types import TokenIds
 from tandem.weight_sync.handshake import LinkSettings
 from tandem.weight_sync.transport_choice import TransportKind
+from tandem.workers.calls import call_each
 from tandem.workers.job import LinkSpec, PolicySpec, RolloutSpec, TrainerSpec, WorkerJob
-from tandem.workers.remote import (
-    PeakMemory,
-    RemotePolicy,
-    RemoteRollout,
-    RemoteStage,
-    RemoteTrainer,
-    WeightRoute,
-    call_each,
-)
+from tandem.workers.remote import PeakMemory, RemotePolicy, RemoteTrainer
+from tandem.workers.remote_rollout import RemoteRollout, RemoteStage, WeightRoute
+from tandem.workers.replacement import Replacements
 
 _MEBIBYTE = 1 << 20
 
@@ -78,7 +75,7 @@ def pool_jobs(
     placement: Placement,
     *,
     platforms: Mapping[str, Platform],
-    store: tuple[str, int],
+    store: StorePlace,
     eos_ids: TokenIds,
     total_steps: int,
 ) -> dict[str, WorkerJob]:
@@ -86,7 +83,7 @@ def pool_jobs(
 
     Args:
         platforms: the platform of each of these pools.
-        store: host and port of the driver's store.
+        store: the place of the driver's store.
     """
     training = platforms[placement.pool_of("actor-train").name]
     is_mixed = len({platform.name for platform in platforms.values()}) > 1
@@ -103,14 +100,9 @@ def pool_jobs(
     rollouts: dict[str, RolloutSpec] = {}
     if isinstance(config, RunConfig):
         links = _links(config, placement, crosses=is_mixed)
-        roles, generating = config.actor_rollout_ref, placement.pool_of("generate")
-        rollouts[generating.name] = RolloutSpec(
-            policy("actor-train"),
-            roles.rollout.model_copy(update={"free_cache_engine": config.frees_cache}),
-            eos_ids,
-            scores=scorer_of(generating) == "generate",
-            max_length=trained_model(config).max_tokens,
-            is_reference=reference_of(generating, config=config) == "generate",
+        generating = placement.pool_of("generate")
+        rollouts[generating.name] = _rollout_spec(
+            config, generating, policy=policy("actor-train"), eos_ids=eos_ids
         )
 
     def reference(pool: Pool) -> PolicySpec | None:
@@ -130,11 +122,35 @@ def pool_jobs(
             reward_model=policy(REWARD_MODEL) if REWARD_MODEL in auxiliary else None,
             scorer=policy("logp") if scorer_of(pool) == "logp" else None,
             reference=reference(pool),
+            base=None if trained_model(config).adapters is None else policy("actor-train"),
             rollout=rollouts.get(pool.name),
             link=links.get(pool.name),
+            is_replaceable=pool.name in replaceable_pools(config, placement),
         )
 
     return {pool.name: job(pool) for pool in placement.used_pools}
+
+
+def _rollout_spec(
+    config: RunConfig, pool: Pool, *, policy: PolicySpec, eos_ids: TokenIds
+) -> RolloutSpec:
+    rollout = config.actor_rollout_ref.rollout
+    return RolloutSpec(
+        policy,
+        rollout.model_copy(update={"free_cache_engine": config.frees_cache}),
+        eos_ids,
+        scores=scorer_of(pool) == "generate",
+        max_length=trained_model(config).max_tokens,
+        is_reference=reference_of(pool, config=config) == "generate",
+    )
+
+
+def replaceable_pools(config: RunConfig | SftConfig, placement: Placement) -> Sequence[str]:
+    """Return the names of the pools whose workers are started again when they end."""
+    if isinstance(config, SftConfig):
+        return ()
+    replaces = replaces_workers(config.actor_rollout_ref.rollout, placement)
+    return (placement.pool_of("generate").name,) if replaces else ()
 
 
 def _with_precision_of(training: Platform, spec: PolicySpec) -> PolicySpec:
@@ -163,7 +179,18 @@ def remote_engines(
         scoring = [group for name, group in linked.items() if name not in busy]
         route = WeightRoute(route.linked, scoring, is_staged=True)
     generating = groups[placement.pool_of("generate").name]
-    remote = RemoteRollout(generating, route, ranks_per_engine=rollout.ranks_per_engine)
+    replaces = replaces_workers(rollout, placement)
+    remote = RemoteRollout(
+        generating,
+        route,
+        ranks_per_engine=rollout.ranks_per_engine,
+        replacements=Replacements(
+            generating,
+            route.linked,
+            max_restarts=rollout.max_engine_restarts if replaces else 0,
+        ),
+    )
+    call_each(route.linked, "join_link", 0)
     engines = Engines(
         train=train,
         rollout=remote,
@@ -174,6 +201,7 @@ def remote_engines(
         reward_model=_frozen(groups, placement, task=REWARD_MODEL, pool_of="actor-train"),
         work=remote.work,
         generates_apart=placement.generates_apart,
+        lacks_weights=remote.lacks_weights,
         num_rows=_num_rows(call_each([generating], "capacity")[:: rollout.ranks_per_engine]),
     )
     trainers = [train] if critic is None else [train, critic]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.comm.store import StorePlace
 from tandem.config.derived.adapters import Adapters
 from tandem.config.derived.pools import RankLayout
 from tandem.config.schema.fsdp import FsdpConfig
@@ -94,23 +95,27 @@ class WorkerJob:
 
     Attributes:
         platform: the platform of the pool's devices.
-        store: host and port of the driver's store.
+        store: the place of the driver's store.
         timeout_s: the time limit of every collective.
         critic, reward_model: the models besides the policy, in the pool that trains.
         scorer: the policy in training, in a pool that neither trains nor generates.
         reference: the initial policy.
+        base: the policy whose base all processes of the run must read alike; None without adapters.
+        is_replaceable: whether a worker of the pool can be started again without the others.
     """
 
     platform: Platform
-    store: tuple[str, int]
+    store: StorePlace
     timeout_s: float
     trainer: TrainerSpec | None = None
     critic: TrainerSpec | None = None
     scorer: PolicySpec | None = None
     reference: PolicySpec | None = None
+    base: PolicySpec | None = None
     reward_model: PolicySpec | None = None
     rollout: RolloutSpec | None = None
     link: LinkSpec | None = None
+    is_replaceable: bool = False
 
 
 def build_worker(job: WorkerJob, place: WorkerPlace) -> object:

@@ -18,15 +18,20 @@ from tandem.workers.job import LinkSpec
 
 
 def link_place(
-    spec: LinkSpec, place: WorkerPlace, *, platform: Platform, device: torch.device
+    spec: LinkSpec,
+    place: WorkerPlace,
+    *,
+    generation: int,
+    platform: Platform,
+    device: torch.device,
 ) -> LinkPlace:
-    """Return this worker's place in the link.
+    """Return this worker's place in the link of a generation: one more for each link that ended.
 
     Raises:
         UserError: FlagCX is requested but not installed, or installed but unusable.
     """
     return LinkPlace(
-        name="weights",
+        name=f"weights/{generation}" if generation else "weights",
         rank=spec.first_rank + place.rank,
         size=spec.size,
         role=f"{place.pool} rank {place.rank}",

@@ -11,10 +11,13 @@ import logging
 from collections.abc import Callable
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.engines.fsdp_model import FsdpModel, FsdpSpec, open_fsdp_model
+from tandem.errors import UserError
 from tandem.models.adapted import trained_parameters
+from tandem.models.adapters import base_digest
 from tandem.models.folder import (
     ModelFolder,
     adapt_folder,
@@ -28,7 +31,7 @@ from tandem.models.folder import (
 )
 from tandem.models.language_model import LanguageModel, NativeModel
 from tandem.models.operators import operators_for
-from tandem.models.parallel import ALONE, WHOLE
+from tandem.models.parallel import WHOLE
 from tandem.models.tensor_parallel import local_decoder
 from tandem.models.weights import allocate
 from tandem.platforms.record import Platform
@@ -37,6 +40,9 @@ from tandem.types import HeldSlice
 from tandem.workers.job import PolicySpec
 
 logger = logging.getLogger(__name__)
+
+_BASE = "tandem/base"
+"""The key of the store for the base of the process that came first."""
 
 
 def policy_folder(spec: PolicySpec, *, fetches_weights: bool = True) -> ModelFolder:
@@ -102,6 +108,33 @@ def open_policy(
     )
 
 
+def require_same_base(spec: PolicySpec, store: Store, *, host: str) -> None:
+    """Compare the base of adapters on this host with that of the process that came first.
+
+    Each process reads the base from its own disk, and the weight link carries adapters alone, so
+    that other weights would show as a policy that lags behind without an end.
+
+    Args:
+        store: the store that all processes of the run share.
+        host: the name of this host, for messages.
+
+    Raises:
+        UserError: the weights differ.
+    """
+    assert spec.adapters is not None, "only adapters have a base"
+    folder = policy_folder(spec)
+    own = f"{base_digest(folder.path)} {host}:{folder.path}"
+    digest, _, place = store.compare_set(_BASE, "", own).decode().partition(" ")
+    if own.partition(" ")[0] != digest:
+        raise UserError(
+            f"{spec.adapters.section}.path",
+            str(folder.path),
+            rule=f"on {host} it has other weights than {place}, and each process reads the base of "
+            "the adapters from its own disk",
+            remedy="Copy one folder to all hosts.",
+        )
+
+
 def open_initial(spec: PolicySpec, model: LanguageModel) -> NativeModel:
     """Return the policy that adapters start from, over the storage of a model with adapters.
 
@@ -146,11 +179,17 @@ def open_policy_part(
 
 
 def received_folder(spec: PolicySpec) -> ModelFolder:
-    """Return the folder of a policy that the weight link fills; only a base needs its weights."""
-    if spec.adapters is not None:
-        return policy_folder(spec)
+    """Return the folder of a policy that the weight link fills.
+
+    Only a folder of weights that do not change needs them: of a base, or of a frozen tower.
+    """
     model = spec.model
-    return check_folder(model.path, trust_remote_code=model.trust_remote_code, load_weight=False)
+    trusts = model.trust_remote_code
+    folder = check_folder(model.path, trust_remote_code=trusts, load_weight=False)
+    config = folder.decoder_config
+    sees = config is not None and config.vision is not None
+    needs_weights = spec.adapters is not None or (spec.freezes_tower and sees)
+    return policy_folder(spec) if needs_weights else folder
 
 
 def changing_slices(model: NativeModel | FsdpModel) -> Callable[[], list[HeldSlice]]:
@@ -163,17 +202,20 @@ def open_received(
 ) -> NativeModel:
     """Open a whole policy with uninitialized weights, which the weight link fills.
 
-    The base of adapters is loaded, and they have their initial values.
+    What the link does not bring is loaded: a frozen tower, or the base of adapters, which have
+    their initial values.
     """
     config = folder.decoder_config
     assert config is not None, "a policy spread over processes has tandem's decoder"
-    decoder = local_decoder(config, ALONE, operators=operators_for(platform))
+    decoder = local_decoder(config, WHOLE, operators=operators_for(platform))
     allocate(decoder, dtype=compute_dtype(spec.layout, platform), device=device)
     decoder.requires_grad_(False)
     model = NativeModel(decoder, hf_config=folder.hf_config, source=folder.path)
-    if folder.start is not None:
+    brought = set() if folder.start is not None else trained_parameters(decoder).keys()
+    kept = [held for held in model.held_slices() if held.spec.name not in brought]
+    if kept:
         with torch.no_grad():
-            fill_slices(folder, model.held_slices(), random_seed=spec.random_seed)
+            fill_slices(folder, kept, random_seed=spec.random_seed)
     return model
 
 

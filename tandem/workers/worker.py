@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -19,11 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from tandem.api import Capacity, Loss
 from tandem.comm.flagcx_plugin import pool_library
-from tandem.comm.store import connect_store
 from tandem.comm.world import WorldPlace, join_world
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL
 from tandem.engines.fsdp import FsdpEngine
@@ -44,7 +43,7 @@ from tandem.types import (
 from tandem.weight_sync.handshake import LinkTensors, nothing
 from tandem.weight_sync.link import WeightLink, open_link
 from tandem.workers.generation import LinkedRollout
-from tandem.workers.job import LinkSpec, PolicySpec, RolloutSpec, TrainerSpec, WorkerJob
+from tandem.workers.job import PolicySpec, RolloutSpec, TrainerSpec, WorkerJob
 from tandem.workers.linking import link_place
 from tandem.workers.policies import (
     changing_slices,
@@ -52,6 +51,7 @@ from tandem.workers.policies import (
     open_policy_part,
     open_received,
     received_folder,
+    require_same_base,
 )
 from tandem.workers.remote import PeakMemory
 
@@ -60,7 +60,9 @@ class Worker:
     """A process of a pool. ``remote`` calls its methods by name."""
 
     def __init__(self, job: WorkerJob, place: WorkerPlace) -> None:
-        """Join the pool and load its models. Collective over the pool, then over the link.
+        """Join the pool and load its models. Collective over the pool.
+
+        A worker that can be replaced joins no other, because they would not wait for its successor.
 
         Raises:
             UserError: a model cannot be loaded, or not sharded over the pool.
@@ -69,19 +71,22 @@ class Worker:
         self._timeout_s = job.timeout_s
         self._platform = job.platform
         self._device = _device(self._platform, place)
-        store = connect_store(*job.store, timeout_s=job.timeout_s)
+        self._store = job.store.connect(timeout_s=job.timeout_s)
+        is_alone = job.is_replaceable
         join_world(
-            store,
+            self._store,
             WorldPlace(
-                name=place.pool,
-                rank=place.rank,
-                size=place.size,
+                name=uuid.uuid4().hex if is_alone else place.pool,
+                rank=0 if is_alone else place.rank,
+                size=1 if is_alone else place.size,
                 device=self._device,
                 library=pool_library(self._platform, wants_flagcx=place.wants_flagcx),
                 timeout_s=job.timeout_s,
             ),
         )
-        self._trainer, trained = self._open_trainer(job.trainer)
+        if job.base is not None:
+            require_same_base(job.base, self._store, host=socket.gethostname())
+        self._trainer, self._trained = self._open_trainer(job.trainer)
         self._critic, _ = self._open_trainer(job.critic)
         self._frozen = {
             task: self._open_policy(spec, frozen=True)
@@ -102,9 +107,8 @@ class Worker:
             and self._trainer is not None
             and job.rollout.config.free_cache_engine
         )
-        self._link = self._open_link(job.link, store, trained=trained)
-        if self._rollout is not None:
-            self._rollout.release()
+        self._link_spec = job.link
+        self._link: WeightLink | None = None
         gc.freeze()  # these objects stay: the collector can skip them
 
     def describe(self) -> dict[str, Any]:
@@ -198,6 +202,10 @@ class Worker:
         """Queue requests."""
         self._generating().engine.add(requests)
 
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        """Free what the rollout engine keeps of samples that have ended."""
+        self._generating().engine.forget(sample_ids)
+
     def advance(self, max_steps: int | None = None) -> tuple[list[Completion], Mapping[str, float]]:
         """Generate; return the completions and the engine's counters.
 
@@ -210,6 +218,23 @@ class Worker:
         with self._whole_version():
             finished = engine.advance(max_steps)
         return finished if self._leads else [], engine.metrics()
+
+    def join_link(self, generation: int) -> None:
+        """Join the weight link of a generation, in place of the one before. Collective over it.
+
+        Raises:
+            SyncError: a process of the link did not join in time.
+            UserError: the transport that was requested cannot be used.
+        """
+        if self._link is not None:
+            self._link.close()
+        rollout = self._rollout
+        if rollout is not None:
+            rollout.prepare()
+        self._link = self._open_link(generation)
+        if rollout is not None:
+            rollout.release()
+        gc.freeze()
 
     def transfer(self, version: int) -> None:
         """Take part in sending the trainer's weights, as ``version``, to all pools of the link.
@@ -307,16 +332,19 @@ class Worker:
         keeps_policy = spec.scores or spec.config.restarts_engine
         return LinkedRollout(engine, policy, keeps_policy=keeps_policy)
 
-    def _open_link(
-        self, spec: LinkSpec | None, store: Store, *, trained: FsdpModel | None
-    ) -> WeightLink | None:
-        if spec is None:
-            return None
-        rollout = self._rollout
+    def _open_link(self, generation: int) -> WeightLink:
+        spec, rollout, trained = self._link_spec, self._rollout, self._trained
+        assert spec is not None, f"pool {self._place.pool} is not part of the weight link"
         receiver = self._frozen.get("logp") if rollout is None else rollout.policy
         return open_link(
-            store,
-            link_place(spec, self._place, platform=self._platform, device=self._device),
+            self._store,
+            link_place(
+                spec,
+                self._place,
+                generation=generation,
+                platform=self._platform,
+                device=self._device,
+            ),
             tensors=LinkTensors(
                 sends=nothing if trained is None else trained.held_slices,
                 receives=nothing if receiver is None else changing_slices(receiver),

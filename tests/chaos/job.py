@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chaos job: runs in every mode whose processes are killed at random, for a time.
+"""The chaos job: runs in every mode that are disturbed at random, for a time.
 
     make chaos MINUTES=60 [SEED=0] [CHAOS_ARGS="--output report.json"]
 
-Each trial is one run. One to three of its starts lose a process at a random moment; then the run
-may end undisturbed. Checked are: every prompt is trained on once, checkpoints are whole, no run
-hangs, no process is left, a run that a death ended names it within 10 s, and the final weights of
-repeatable modes are those of a run that nobody disturbed, bit for bit. Prints a report in JSON.
-Exit code 1 if something is wrong. The same seed kills the same kinds after the same steps.
+Each trial is one run, of which one to three starts are disturbed (``disturbances``); then it may
+end in peace. Checked are: every prompt is trained on once, checkpoints are whole, no run hangs, no
+process is left, a run that was ended names the cause in time, and the final weights of repeatable
+modes are those of a run that nobody disturbed, bit for bit. Prints a report in JSON. Exit code 1 if
+something is wrong. The same seed draws the same disturbances.
 """
 
 from __future__ import annotations
@@ -24,126 +24,153 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.chaos.modes import MODES, Materials, write_materials
+from tests.chaos.disturbances import SmallDisk, describe_limits, may_mount, raise_priority
+from tests.chaos.materials import Materials, write_materials
+from tests.chaos.modes import MODES, Engines, find_missing
 from tests.chaos.trials import (
-    MAX_CAUSE_S,
-    Attempt,
     Outcome,
+    Scene,
     Trial,
     compare,
-    disturb,
+    list_disturbances,
     outcome_of,
+    try_start,
 )
+from tests.fakes.hosts import Hosts, NoNamespaces, two_hosts
+from tests.fakes.tiny_run import metrics_of
 
-MAX_KILLS = 3
+MAX_DISTURBANCES = 3
 COUNTED = (
     *("prompts_lost", "prompts_doubled", "rows_lost", "rows_doubled", "torn_checkpoints"),
-    *("hangs", "processes_left", "unnamed", "late", "weights_different", "failed"),
+    *("hangs", "processes_left", "unnamed", "late", "weights_different", "failed", "tracebacks"),
 )
 """The kinds of problems, which a report counts even where there are none."""
 
 
-def run_chaos(
-    folder: Path, materials: Materials, *, seconds: float, seed: int, modes: Sequence[str]
-) -> dict[str, Any]:
-    """Try the modes in turn until the time is over, each at least once; return the report.
-
-    Ctrl-C ends the job early. The trial under way is then left out.
+class Chaos:
+    """The trials of a job.
 
     Args:
         folder: an empty folder for the runs; that of a trial without problems is removed.
+        has_disks: whether runs get a file system of their own, which can be filled.
+        hosts: the hosts for runs of two nodes.
     """
-    begin_s, wholes = time.monotonic(), {}
-    trials: list[Trial] = []
-    try:
-        while len(trials) < len(modes) or time.monotonic() - begin_s < seconds:
-            number = len(trials)
-            name = modes[number % len(modes)]
-            if name not in wholes:
-                wholes[name] = undisturbed(folder / "whole", materials, name=name)
-            draw = random.Random(f"{seed} {number}")
-            trial = try_run(
-                folder / f"trial-{number}", materials, name=name, whole=wholes[name], draw=draw
-            )
-            trials.append(trial)
-            kinds = ", ".join(f"{kill.kind} {kill.signal}" for kill in trial.kills) or "nothing"
-            say(f"{number + 1}: {name}: killed {kinds}: {trial.problems or 'no problem'}")
-    except KeyboardInterrupt:
-        for command in multiprocessing.active_children():  # all else ends with its command
-            command.kill()
-            command.join()
-    return summarise(trials, seconds=time.monotonic() - begin_s)
 
+    def __init__(
+        self,
+        folder: Path,
+        materials: Materials,
+        *,
+        seed: int,
+        has_disks: bool = False,
+        hosts: Hosts | None = None,
+    ) -> None:
+        self.trials: list[Trial] = []
+        self.calls_per_episode: float | None = None
+        self._folder, self._materials, self._seed = folder, materials, seed
+        self._has_disks, self._hosts = has_disks, hosts
+        self._wholes: dict[str, Outcome] = {}
 
-def undisturbed(folder: Path, materials: Materials, *, name: str) -> Outcome:
-    """Return the outcome of a run that nobody disturbs.
+    def run(self, modes: Sequence[str], *, seconds: float) -> dict[str, Any]:
+        """Try the modes in turn until the time is over, each at least once; return the report.
 
-    Raises:
-        RuntimeError: it fails.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    run, trial = folder / "run", Trial(name)
-    attempt = Attempt(materials.arguments(MODES[name], run), folder=folder)
-    code = attempt.wait(trial)
-    if code != 0:
-        raise RuntimeError(f"{name}: an undisturbed run ends with {code}: {attempt.output()}")
-    return outcome_of(run)
+        Ctrl-C ends the job early. The trial under way is then left out.
+        """
+        begin_s = time.monotonic()
+        try:
+            while len(self.trials) < len(modes) or time.monotonic() - begin_s < seconds:
+                number = len(self.trials)
+                trial = self.try_run(modes[number % len(modes)], number)
+                self.trials.append(trial)
+                told = list_disturbances(trial.disturbances)
+                say(f"{number + 1}: {trial.mode}: {told}: {trial.problems or 'no problem'}")
+        except KeyboardInterrupt:
+            for command in multiprocessing.active_children():  # all else ends with its command
+                command.kill()
+                command.join()
+        report = summarise(self.trials, seconds=time.monotonic() - begin_s)
+        return report | {"calls_of_tools_per_episode": self.calls_per_episode}
 
+    def try_run(self, name: str, number: int) -> Trial:
+        """Run to the end under disturbances, and compare with the undisturbed run."""
+        if name not in self._wholes:
+            self._wholes[name] = self._leave_in_peace(name)
+        trial, folder = Trial(name), self._folder / f"trial-{number}"
+        disk = SmallDisk(folder / "run") if self._has_disks else None
+        scene = self._scene(name, folder, disk=disk)
+        draw = random.Random(f"{self._seed} {number}")
+        is_over = False
+        try:
+            for _ in range(draw.randint(1, MAX_DISTURBANCES)):
+                is_over = is_over or try_start(trial, scene, draw=draw)
+            if is_over or try_start(trial, scene):
+                compare(trial, scene.mode, run=scene.run, whole=self._wholes[name])
+            if trial.problems:
+                shutil.copytree(scene.run, folder / "kept", dirs_exist_ok=True)
+        finally:
+            if disk is not None:
+                disk.close()
+        if not trial.problems:
+            shutil.rmtree(folder)
+        return trial
 
-def try_run(
-    folder: Path, materials: Materials, *, name: str, whole: Outcome, draw: random.Random
-) -> Trial:
-    """Run to the end under kills, and compare with the undisturbed run."""
-    mode, trial, run = MODES[name], Trial(name), folder / "run"
-    arguments = materials.arguments(mode, run)
-    is_over = False
-    for _ in range(draw.randint(1, MAX_KILLS)):
-        if not is_over:
-            is_over = disturb(
-                trial,
-                mode,
-                arguments=arguments,
-                folder=folder,
-                draw=draw,
-            )
-    if not is_over:
-        attempt = Attempt(arguments, folder=folder / "last")
-        code = attempt.wait(trial)
-        attempt.check_end(trial)
-        if code != 0:
-            trial.note("failed", f"the last start ended with {code}: {attempt.output()[-400:]}")
-            return trial
-    compare(trial, mode, run=run, whole=whole)
-    if not trial.problems:
-        shutil.rmtree(folder)
-    return trial
+    def _leave_in_peace(self, name: str) -> Outcome:
+        """Return the outcome of a run that nobody disturbs.
+
+        Raises:
+            RuntimeError: it fails, or an agent calls no tool.
+        """
+        folder, trial = self._folder / "whole", Trial(name)
+        shutil.rmtree(folder, ignore_errors=True)
+        scene = self._scene(name, folder)
+        if not try_start(trial, scene) or trial.problems:
+            raise RuntimeError(f"{name}: an undisturbed run has problems: {trial.problems}")
+        if scene.mode.has_tools:
+            rows = metrics_of(scene.run).values()
+            self.calls_per_episode = sum(row["agent/calls/mean"] for row in rows) / len(rows)
+            if self.calls_per_episode < 0.5:
+                raise RuntimeError(f"{name}: {self.calls_per_episode} calls an episode")
+        return outcome_of(scene.run)
+
+    def _scene(self, name: str, folder: Path, *, disk: SmallDisk | None = None) -> Scene:
+        mode, run = MODES[name], folder / "run"
+        hosts = self._hosts if mode.num_nodes > 1 else None
+        return Scene(mode, self._materials.arguments(mode, run), run, folder, disk, hosts)
 
 
 def summarise(trials: Sequence[Trial], *, seconds: float) -> dict[str, Any]:
     """Return the counts of all trials, and every problem."""
-    kills = [kill for trial in trials for kill in trial.kills]
+    made = [done for trial in trials for done in trial.disturbances]
     problems = {
         kind: [text for trial in trials for text in trial.problems.get(kind, ())]
         for kind in COUNTED
     }
-    named = [kill.cause_s for kill in kills if kill.cause_s is not None and kill.kind != "driver"]
+    slowest: dict[str, float] = {}
+    for done in made:
+        if done.cause_s is not None and done.kind != "driver":
+            slowest[done.action] = max(slowest.get(done.action, 0.0), round(done.cause_s, 2))
     return {
         "seconds": round(seconds, 1),
         "trials": len(trials),
         "trials_by_mode": dict(Counter(trial.mode for trial in trials)),
         "starts": sum(trial.num_starts for trial in trials),
-        "kills": len(kills),
-        "kills_by_kind": dict(Counter(f"{kill.kind} {kill.signal}" for kill in kills)),
-        "ended_by_a_death": len(named),
-        "slowest_cause_s": round(max(named, default=0.0), 2),
-        "cause_limit_s": MAX_CAUSE_S,
+        "resumes": sum(trial.num_resumes for trial in trials),
+        "final_weights_compared": sum(trial.has_compared_weights for trial in trials),
+        "disturbances": len(made),
+        "disturbances_by_kind": dict(
+            sorted(Counter(f"{done.kind}, {done.action}" for done in made).items())
+        ),
+        "runs_that_went_on": sum(done.code == 0 for done in made),
+        "runs_ended_with_a_cause": sum(bool(done.cause) for done in made),
+        "slowest_cause_s": slowest,
+        "cause_limits_s": describe_limits(),
         "problems": {kind: len(texts) for kind, texts in problems.items()},
         "details": {kind: texts for kind, texts in problems.items() if texts},
     }
@@ -178,18 +205,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--modes", nargs="*", choices=tuple(MODES), default=list(MODES))
     parser.add_argument("--output", type=Path, help="a file for the report")
+    parser.add_argument("--nice", type=int, default=-5, help="priority, where it is permitted")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="tandem-chaos-"))
-    with patched() as patch:
-        materials = write_materials(folder / "materials", patch=patch)
-    found = run_chaos(
-        folder,
-        materials,
-        seconds=60 * options.minutes,
-        seed=options.seed,
-        modes=options.modes,
-    )
-    report = {
+    report: dict[str, Any] = {
         "benchmark": "chaos",
         "date": date.today().isoformat(),
         "device": "cpu",
@@ -198,17 +217,45 @@ def main() -> int:
         "python": platform.python_version(),
         "command": "python -m tests.chaos.job " + " ".join(sys.argv[1:]),
         "seed": options.seed,
-        **found,
+        "niceness": options.nice if raise_priority(options.nice) else 0,
+        "load_at_start": os.getloadavg()[0],
+        **_run_modes(folder, options),
+        "load_at_end": os.getloadavg()[0],
     }
     text = json.dumps(report, indent=1)
     sys.stdout.write(text + "\n")
     if options.output is not None:
         options.output.write_text(text + "\n")
-    if not found["details"]:
+    if not report["details"]:
         shutil.rmtree(folder, ignore_errors=True)
         return 0
     say(f"the runs with problems are in {folder}")
     return 1
+
+
+def _run_modes(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the job as far as this machine permits; return its report, and what was not tried."""
+    engines = Engines.find()
+    with ExitStack() as stack:
+        hosts: Hosts | None = None
+        if "two nodes" in options.modes:
+            try:
+                hosts = stack.enter_context(two_hosts())
+            except NoNamespaces as error:
+                say(str(error))
+        missing = find_missing(engines=engines, has_hosts=hosts is not None)
+        modes = [mode for mode in options.modes if mode not in missing]
+        not_tried = [f"{mode}: {missing[mode]}" for mode in options.modes if mode in missing]
+        has_disks = may_mount(folder / "disk")
+        if not has_disks:
+            not_tried.append("full disks: file systems may not be mounted")
+        patch = stack.enter_context(patched())
+        with_tools = any(MODES[mode].has_tools for mode in modes)
+        materials = write_materials(
+            folder / "materials", patch=patch, engines=engines, with_tools=with_tools
+        )
+        chaos = Chaos(folder, materials, seed=options.seed, has_disks=has_disks, hosts=hosts)
+        return chaos.run(modes, seconds=60 * options.minutes) | {"not_tried": not_tried}
 
 
 if __name__ == "__main__":

@@ -1,25 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modes of runs that the chaos job disturbs: their arguments, and which processes they have.
+"""The modes of runs that the chaos job disturbs: their keys, and which processes they have.
 
 Every run trains each of its 24 prompts once, in six steps of four prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
-
-from tandem.quickstart import materials as quickstart
-from tandem.quickstart.calculator import CALCULATOR
-from tests.fakes.tiny_run import Material, train_arguments, write_material
+from typing import Literal
 
 NUM_STEPS = 6
 BATCH = 4
 SAMPLES = 4
 DUMPS = "dumps"
 """The folder, within that of a run, to which it writes all samples of each step."""
+TIMEOUT_S = 40
+"""The time limit of collectives. A worker may give no sign of life for half of it."""
+MEETING_S = 60
+"""The time in which the hosts of a run have to find each other."""
+ANSWER_S = 10
+"""The time limit of a reward, and of a call of a tool."""
+MAX_ENGINE_RESTARTS = 3
+TASKS = Path(__file__).parent / "slow_tasks.py"
 
+_ROLLOUT = "actor_rollout_ref.rollout"
 _ALIKE = (
     "data.val_files=[]",
     "trainer.device=cpu",
@@ -27,11 +34,18 @@ _ALIKE = (
     f"data.train_max_samples={NUM_STEPS * BATCH}",
     "trainer.total_epochs=1",
     f"trainer.total_training_steps={NUM_STEPS}",
-    f"actor_rollout_ref.rollout.n={SAMPLES}",
+    f"{_ROLLOUT}.n={SAMPLES}",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
     "trainer.save_freq=2",
+    "trainer.resume_mode=auto",
+    f"custom_reward_function.path={TASKS}",
+    "custom_reward_function.name=graded",
+    "reward.num_workers=1",
+    f"reward.timeout_s={ANSWER_S}",
 )
+_SEVERAL = (f"actor_rollout_ref.nccl_timeout={TIMEOUT_S}",)
 _SPLIT = (
+    *_SEVERAL,
     "trainer.n_gpus_per_node=2",
     "trainer.separated_node_tasks=[[logp,ref_logp,actor-train],[generate]]",
     "trainer.separated_node_ratios=[0.5,0.5]",
@@ -41,6 +55,16 @@ _IN_TURNS = (
     "actor_rollout_ref.hybrid_engine=False",
     "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
     "trainer.separated_node_ratios=[1.0]",
+)
+TOOL_KEYS = (
+    "data.max_response_length=64",
+    f"{_ROLLOUT}.multi_turn.enable=True",
+    f"{_ROLLOUT}.multi_turn.max_assistant_turns=3",
+    f"{_ROLLOUT}.multi_turn.function_tool_path={TASKS}",
+    f"{_ROLLOUT}.multi_turn.tool_timeout_s={ANSWER_S}",
+    f"{_ROLLOUT}.agent.num_workers=2",
+    # Batch mates, which round log-probs of the rollout, depend on the time that tools take.
+    "algorithm.rollout_correction.bypass_mode=False",
 )
 
 
@@ -53,16 +77,23 @@ class Mode:
     """A mode of runs.
 
     Attributes:
-        kinds: the kinds of its processes, as ``victims`` names them.
+        kinds: the kinds of its processes, as ``Attempt.find`` names them.
         is_repeatable: whether the final weights are the same in every run.
+        resumes_alike: whether that holds for a run that was resumed from a checkpoint, too. The
+            lag of an asynchronous run starts again after a resume.
         keys: what distinguishes it.
-        has_tools: whether the policy may call a calculator.
+        has_tools: whether the policy calls a calculator.
+        engine: the engine of others that generates; "": tandem's own.
+        num_nodes: the number of hosts.
     """
 
     kinds: tuple[str, ...]
     is_repeatable: bool
     keys: tuple[str, ...] = ()
     has_tools: bool = False
+    engine: Literal["", "vllm", "sglang"] = ""
+    num_nodes: int = 1
+    resumes_alike: bool = True
 
 
 _ALONE = ("driver", "reward")
@@ -70,50 +101,73 @@ _CLUSTER = ("raylet", "gcs")
 MODES = {
     "synchronous": Mode(_ALONE, True),
     "asynchronous, g=1": Mode(
-        (*_ALONE, "trainer", "rollout", *_CLUSTER), True, (*_SPLIT, *_ahead(1))
+        (*_ALONE, "trainer", "rollout", *_CLUSTER),
+        True,
+        (*_SPLIT, *_ahead(1)),
+        resumes_alike=False,
     ),
     "asynchronous, g=4": Mode(_ALONE, False, (*_IN_TURNS, *_ahead(4))),
-    "two processes": Mode((*_ALONE, "trainer", *_CLUSTER), True, ("trainer.n_gpus_per_node=2",)),
-    "agents": Mode((*_ALONE, "tool"), True, has_tools=True),
+    "two processes": Mode(
+        (*_ALONE, "trainer", *_CLUSTER), True, (*_SEVERAL, "trainer.n_gpus_per_node=2")
+    ),
+    "two nodes": Mode(
+        (*_ALONE, "member", "trainer", *_CLUSTER),
+        True,
+        (
+            *_SEVERAL,
+            "trainer.nnodes=2",
+            "trainer.n_gpus_per_node=1",
+            f"trainer.ray_wait_register_center_timeout={MEETING_S}",
+        ),
+        num_nodes=2,
+    ),
+    "agents": Mode((*_ALONE, "tool", "tool"), True, has_tools=True),
+    "vLLM": Mode(_ALONE, True, engine="vllm"),
+    "SGLang": Mode(
+        (*_ALONE, "engine"),
+        True,
+        (f"{_ROLLOUT}.max_engine_restarts={MAX_ENGINE_RESTARTS}",),
+        engine="sglang",
+    ),
 }
 
 
 @dataclass(frozen=True)
-class Materials:
-    """Models and prompts of all modes."""
+class Engines:
+    """The engines of others that this machine has.
 
-    plain: Material
-    calculator: quickstart.Materials
-
-    def arguments(self, mode: Mode, run: Path) -> list[str]:
-        """Return the command of a run of a mode into the folder ``run``."""
-        keys = [*_ALIKE, f"trainer.rollout_data_dir={run / DUMPS}", *mode.keys]
-        if not mode.has_tools:
-            return train_arguments(self.plain, run, *keys)
-        tools = CALCULATOR.tools
-        assert tools is not None, "the calculator is a tool"
-        return [
-            "train",
-            str(Path(quickstart.__file__).parent / "grpo.yaml"),
-            f"actor_rollout_ref.model.path={self.calculator.model}",
-            f"data.train_files={self.calculator.train}",
-            f"trainer.default_local_dir={run}",
-            *tools.grpo_keys,
-            *tools.tool_keys,
-            "data.max_response_length=24",
-            *keys,
-        ]
-
-
-def write_materials(folder: Path, *, patch: Callable[[object, str, int], None]) -> Materials:
-    """Write models and prompts.
-
-    Args:
-        patch: sets an attribute, of which the caller restores the old value.
+    Attributes:
+        sglang_python: the interpreter of SGLang's environment; "" without one.
     """
-    for name in ("NUM_DEMONSTRATIONS", "NUM_TEST", "NUM_UNSEEN"):
-        patch(quickstart, name, 16)
-    patch(quickstart, "NUM_TRAIN", 2 * NUM_STEPS * BATCH)
-    patch(quickstart, "NUM_TOKENIZER_TEXTS", 200)
-    calculator = quickstart.prepare(folder / "calculator", seed=0, task=CALCULATOR)
-    return Materials(write_material(folder / "plain"), calculator)
+
+    has_vllm: bool = False
+    sglang_python: str = ""
+
+    @classmethod
+    def find(cls) -> Engines:
+        """Return those of this interpreter and of TANDEM_SGLANG_PYTHON."""
+        python = os.environ.get("TANDEM_SGLANG_PYTHON", "")
+        has_vllm = importlib.util.find_spec("vllm") is not None
+        return cls(has_vllm, python if Path(python).is_file() else "")
+
+
+def keys_of(mode: Mode, run: Path, *, engines: Engines) -> list[str]:
+    """Return the keys of a run of a mode into the folder ``run``, after those of its task."""
+    keys = [*_ALIKE, f"trainer.rollout_data_dir={run / DUMPS}", *mode.keys]
+    if mode.engine:
+        keys.append(f"{_ROLLOUT}.name={mode.engine}")
+    if mode.engine == "sglang":
+        keys.append(f"{_ROLLOUT}.engine_kwargs.sglang.python={engines.sglang_python}")
+    return keys
+
+
+def find_missing(*, engines: Engines, has_hosts: bool) -> dict[str, str]:
+    """Return the modes that cannot run on this machine, and why."""
+    missing: dict[str, str] = {}
+    if not engines.has_vllm:
+        missing["vLLM"] = "vllm is not installed in this environment"
+    if not engines.sglang_python:
+        missing["SGLang"] = "TANDEM_SGLANG_PYTHON names no interpreter"
+    if not has_hosts:
+        missing["two nodes"] = "network namespaces are not permitted"
+    return missing

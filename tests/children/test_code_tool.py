@@ -23,7 +23,8 @@ from tandem.agents.code_tool import (
     take_over,
 )
 from tandem.agents.pool import EnvironmentPool
-from tandem.agents.setup import EnvironmentSetup, Task, ToolLimits, ToolSpec, read_tool_file
+from tandem.agents.setup import EnvironmentSetup, Task, ToolLimits, ToolSpec
+from tandem.agents.tool_files import read_tool_file
 from tandem.children.jail_trial import Protection
 from tandem.errors import UserError
 from tandem.types import AssistantTurn, Observation, ToolCall, ToolStatus
@@ -63,7 +64,7 @@ SANDBOX = RETOOL.replace(
 
 def specs_of(text: str, folder: Path) -> tuple[ToolSpec, ...]:
     (folder / "tools.yaml").write_text(text)
-    return read_tool_file(str(folder / "tools.yaml"))
+    return read_tool_file(str(folder / "tools.yaml")).classes
 
 
 def play(specs: tuple[ToolSpec, ...], *programs: str) -> Observation:

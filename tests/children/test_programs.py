@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tandem.agents.agent_files import read_agent_file
 from tandem.agents.pool import EnvironmentPool
-from tandem.agents.programs import ProgramEnd, Programs, read_agent_file, without_proxy
+from tandem.agents.programs import ProgramEnd, Programs, without_proxy
 from tandem.agents.setup import Access, EnvironmentSetup, ProgramSpec, Task
 from tandem.errors import UserError
 
@@ -253,12 +254,10 @@ def test_a_file_of_agents_is_read(tmp_path: Path) -> None:
         {"name": "other", "kind": "command", "argv": ["ls", "-l"], "max_running": 3},
     ]
     file.write_text(json.dumps(entries))
-    assert read_agent_file(str(file)) == {
-        "mine": ProgramSpec(
-            "mine", target="pkg.module.solve", arguments={"bonus": 2}, gives_reward=True
-        ),
-        "other": ProgramSpec("other", argv=("ls", "-l"), max_running=3),
-    }
+    assert read_agent_file(str(file)).programs == (
+        ProgramSpec("mine", target="pkg.module.solve", arguments={"bonus": 2}, gives_reward=True),
+        ProgramSpec("other", argv=("ls", "-l"), max_running=3),
+    )
     with pytest.raises(UserError, match="no such file"):
         read_agent_file(str(tmp_path / "none.yaml"))
 

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ from tandem.agents.setup import (
     ToolLimits,
     ToolSpec,
     TruncateSide,
-    read_interaction_file,
-    read_tool_file,
 )
+from tandem.agents.tool_files import read_interaction_file, read_tool_file
 from tandem.agents.tools import cut_text
 from tandem.errors import RunFailure, UserError
 from tandem.types import AssistantTurn, Observation, ToolCall, ToolStatus
+from tests.fakes.killing import kill_next_children
 
 CLASSES = '''
 import asyncio, os, time
@@ -383,6 +384,17 @@ def test_m12_hanging_calls_time_out_alone_and_leave_no_process(folder: Path) -> 
     assert {*psutil.Process().children()} <= before
 
 
+def test_first_steps_are_spread_while_processes_start(functions: EnvironmentSetup) -> None:
+    """A process that stays the home of its episodes would else get all that begin together."""
+
+    async def ask_all(pool: EnvironmentPool) -> set[str]:
+        sessions = [pool.open(task(number=i)) for i in range(6)]
+        steps = [session.step(turn(("give", {"what": "pid"}))) for session in sessions]
+        return {text for seen in await asyncio.gather(*steps) for text in texts(seen)}
+
+    assert len(in_pool(functions, ask_all, num_processes=2)) == 2
+
+
 def test_m13_a_killed_process_fails_only_episodes_with_state(
     classes: EnvironmentSetup, functions: EnvironmentSetup
 ) -> None:
@@ -410,6 +422,35 @@ def test_m13_a_killed_process_fails_only_episodes_with_state(
     assert lost.statuses == (ToolStatus.FAILED,)
     assert lost.detail.startswith("its state is lost: ")
     assert texts(fresh) == ["1"]
+
+
+def test_a_stopped_process_is_killed_and_its_step_is_tried_once_more(
+    functions: EnvironmentSetup,
+) -> None:
+    setup = replace(functions, limits=replace(functions.limits, timeout_s=0.5))
+
+    async def stop_in_a_call(pool: EnvironmentPool) -> Observation:
+        before = {*psutil.Process().children()}
+        await pool.start()
+        (started,) = {*psutil.Process().children()} - before
+        started.suspend()
+        return await pool.open(task()).step(turn(("add", {"a": 1})))
+
+    assert texts(in_pool(setup, stop_in_a_call)) == ["2"]
+
+
+def test_a_process_that_is_killed_while_it_starts_is_started_once_more(
+    functions: EnvironmentSetup,
+) -> None:
+    async def lose_starts(pool: EnvironmentPool, number: int) -> int:
+        before = {*psutil.Process().children()}
+        waiting = asyncio.create_task(pool.start())
+        await kill_next_children(number, before=before)
+        return len(await waiting)
+
+    assert in_pool(functions, lambda pool: lose_starts(pool, 1)) > 0
+    with pytest.raises(RunFailure, match="did not start: process killed by SIGKILL"):
+        in_pool(functions, lambda pool: lose_starts(pool, 2))
 
 
 def test_a_tool_that_ends_its_process_twice_has_failed(functions: EnvironmentSetup) -> None:
@@ -464,7 +505,8 @@ BAD_FILES = {
     "tools: [{config: {}}]": r"tools\[0\] has no class_name",
     "tools: [{class_name: a.B, confg: {}}]": r"tools\[0\] has an unknown field 'confg'",
     "tools: [{class_name: B}]": "is not package.module.Class",
-    "tools: [{class_name: a.B, config: {type: mcp}}]": "tools of the type 'mcp' are not built",
+    "tools: [{config: {type: mcp}}]": "has no mapping mcp with servers",
+    "tools: [{class_name: a.B, config: {type: x}}]": "the type is 'x', with the fields class_name",
     "tools: [{class_name: a.B, tool_schema: {type: function}}]": "has no function with a name",
 }
 
@@ -491,7 +533,7 @@ def test_m8_yaml_of_verl_is_read_as_it_is(tmp_path: Path) -> None:
         "              item:\n                type: string\n              description: d\n"
         "          required:\n            - query_list\n"
     )
-    (spec,) = read_tool_file(str(file))
+    (spec,) = read_tool_file(str(file)).classes
     assert spec.config["timeout"] == 30 and spec.config["type"] == "native"
     assert spec.schema is not None
     properties = spec.schema["function"]["parameters"]["properties"]

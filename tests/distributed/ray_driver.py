@@ -13,9 +13,11 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,10 +27,14 @@ from tandem.errors import UserError
 from tandem.platforms.isolation import CUDA_LIKE
 from tandem.platforms.place import WorkerPlace
 from tandem.platforms.record import CPU
+from tandem.runtime import ray_cluster
 from tandem.runtime.cluster import ClusterSettings, plan_cluster
 from tandem.runtime.failure import NodeFailure, WorkerFailure
 from tandem.runtime.nodes import HeadServer, run_on_nodes
 from tandem.runtime.ray import RayRuntime
+from tandem.runtime.ray_node import start_head
+from tandem.runtime.token import added
+from tests.fakes.patience import PATIENCE_S
 
 DEVICES = replace(CPU, visibility=CUDA_LIKE)
 """Workers compute on the CPU, but are given and isolated to devices."""
@@ -136,8 +142,9 @@ def be_refused_a_node() -> int:
         with RayRuntime(alone, platform=CPU, pools={"train": [0, 1]}, head=head):
             return 0
 
+    token_file = Path(tempfile.mkdtemp()) / "token"
     try:
-        run_on_nodes(alone, body, platforms=[CPU])
+        run_on_nodes(alone, body, platforms=[CPU], token_file=token_file)
     except UserError as error:
         say(error=str(error))
     return 0
@@ -165,12 +172,42 @@ def wait_for_a_node() -> int:
 
 
 def start_a_head() -> int:
-    """Report the commands of all processes of a cluster."""
+    """Report the commands of all processes of a cluster, and whether they ask for its token."""
     ray_init = json.loads(os.environ["TANDEM_TEST_RAY_INIT"])
     plan = plan_cluster(ClusterSettings(1, 1, ray_init=ray_init), {})
     with RayRuntime(plan, platform=CPU, pools={"train": [0]}):
         children = psutil.Process().children(recursive=True)
-        say(commands=[" ".join(process.cmdline()) for process in children])
+        commands = [" ".join(process.cmdline()) for process in children]
+        servers = [process for process in children if process.name() in ("gcs_server", "raylet")]
+        modes = [process.environ().get("RAY_AUTH_MODE") for process in servers]
+        say(commands=commands, modes=modes)
+    return 0
+
+
+def use_clusters_in_turn() -> int:
+    """Report the modes of the clusters that this process forms, between those that others have."""
+    import ray
+
+    ray_cluster._PROBE_S = PATIENCE_S
+    modes: list[str | None] = []
+    for kind in os.environ["TANDEM_TEST_CLUSTERS"].split():
+        node, address = None, ""
+        if kind == "existing":
+            # Ray replaces a loopback address in RAY_ADDRESS by this one.
+            options = {"node_ip_address": ray.util.get_node_ip_address(), "num_cpus": 1}
+            with added({"RAY_AUTH_MODE": "disabled"}, os.environ):
+                node, address = start_head(options, role="local", token="")
+        environment = {"RAY_ADDRESS": address} if address else {}
+        plan = plan_cluster(ClusterSettings(1, 1), environment)
+        with RayRuntime(plan, platform=CPU, pools={"train": [0]}) as runtime:
+            group = runtime.start_pools({"train": build_probe})["train"]
+            assert group.gather([group.submit(0, "note", 1)]) == [[1]]
+            servers = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
+            modes += [server.environ().get("RAY_AUTH_MODE") for server in servers]
+        if node is not None:
+            node.close()
+    left = [name for name in os.environ if name.startswith("RAY_AUTH")]
+    say(modes=modes, left=left)
     return 0
 
 
@@ -196,6 +233,7 @@ def main(function: str) -> int:
         wait_for_a_node,
         start_a_head,
         lose_a_process,
+        use_clusters_in_turn,
     )
     drivers = {f.__name__: f for f in functions}
     try:

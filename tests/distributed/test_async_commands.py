@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.fakes.commands import run_command
 from tests.fakes.published_commands import RED_MOE_COMMAND, words_of
+from tests.fakes.tiny_experts import write_tiny_red_moe
 from tests.fakes.tiny_reward_model import write_random_judge
 from tests.fakes.tiny_run import Material, metrics_of, read_lines, repeatable, train_arguments
 
@@ -29,12 +30,11 @@ SMALLER = {
     "actor_rollout_ref.rollout.n": "4",
     "trainer.n_gpus_per_node": "4",
     "trainer.total_epochs": "1",
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size": "2",
 }
 """Sizes of dots.rl's command that are changed."""
 
 BESIDES = (
-    # The name of its configuration file implies Megatron, which is not built; the model is dense.
-    "actor_rollout_ref.actor.strategy=fsdp",
     "trainer.device=cpu",
     "trainer.total_training_steps=3",
 )
@@ -43,11 +43,18 @@ BESIDES = (
 def test_01_the_red_moe_command_trains_a_small_model_on_the_devices_it_names(
     material: Material, tmp_path: Path
 ) -> None:
+    """Train red-moe's family with experts over two devices, as the name of its file implies (MO20).
+
+    The reference holds its experts whole, as the command says.
+    """
+    policy = tmp_path / "red-moe"
+    policy.mkdir()
+    write_tiny_red_moe(policy)
     variables = {
         "ROOT_PATH": str(tmp_path),
         "TRAIN_DATA_PATH": str(material.train),
         "TEST_DATA_PATH": str(material.test),
-        "MODEL_PATH": str(material.policy),
+        "MODEL_PATH": str(policy),
         "EXP_NAME": "run_1",
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -63,6 +70,10 @@ def test_01_the_red_moe_command_trains_a_small_model_on_the_devices_it_names(
     assert rows[3]["training/lag/max"] <= 1
     places = [tuple(record["tasks"]) for record in json.loads((run / "placement.json").read_text())]
     assert places == [("actor-train",), ("actor-train",), ("ref_logp",), ("generate",)]
+    roles = json.loads((run / "config.json").read_text())["actor_rollout_ref"]
+    layouts = [roles[role]["fsdp_config"] for role in ("actor", "ref")]
+    assert [layout["expert_model_parallel_size"] for layout in layouts] == [2, 1]
+    assert all(rows[step]["actor/experts/max_over_mean"] >= 1 for step in (1, 2, 3))
 
 
 def smaller(word: str) -> str:

@@ -31,7 +31,7 @@ from tests.distributed.training import (
     open_engine,
     train_rank,
 )
-from tests.unit.models.tiny_models import NATIVE, write_hf
+from tests.unit.models.tiny_models import EXPERTS, NATIVE, write_hf
 from tests.unit.weight_sync.layouts import CPU, place, settings
 
 NUM_TRAINERS = 4
@@ -65,6 +65,9 @@ def _links(folders: dict[str, Path]) -> list[_Link]:
         _Link(untied, 2, torch.float32, {}),
         _Link(untied, 2, torch.bfloat16, in_copies),
         _Link(biases, 1, torch.bfloat16, {}),
+        _Link(
+            Case(folders["dots1"], optim, {"expert_model_parallel_size": 2}), 1, torch.bfloat16, {}
+        ),
     ]
 
 
@@ -116,9 +119,10 @@ def _transfer(rank: int, store: Store, *, link: _Link, tensors: LinkTensors, nam
 
 
 def test_16_what_a_sharded_engine_trained_arrives_bit_by_bit(tmp_path: Path) -> None:
-    families = ("qwen2_tied", "qwen2_untied", "qwen3_biases")
+    """Experts over two ranks, each shared by two (MO12), are among them."""
+    families = ("qwen2_tied", "qwen2_untied", "qwen3_biases", "dots1")
     for family in families:
-        write_hf(NATIVE[family](), tmp_path / family)
+        write_hf((NATIVE | EXPERTS)[family](), tmp_path / family)
     links = _links({family: tmp_path / family for family in families})
     ranks = run_ranks(_train_and_send, NUM_TRAINERS + 2, links, joined=False, timeout_s=180)
     for number, link in enumerate(links):

@@ -140,18 +140,28 @@ def test_an_engine_whose_process_dies_ends_the_run_with_one_line(
     assert "the external engine's process ended with code -9" in error
 
 
+@pytest.mark.parametrize(
+    ("place", "num_engines"),
+    [
+        ("one process", 1),
+        pytest.param("two devices", 2, marks=pytest.mark.deep),
+        pytest.param("two pools", 1, marks=pytest.mark.deep),
+    ],
+)
 def test_an_engine_that_dies_is_started_again_and_the_run_is_that_of_our_engine(
-    native: Path, material: Material, tmp_path: Path
+    native: Path, material: Material, tmp_path: Path, place: str, num_engines: int
 ) -> None:
+    """The engine of each process that generates dies twice."""
     name = "tests.distributed.test_external_engine:build_mortal"
     allowed = "actor_rollout_ref.rollout.max_engine_restarts=2"
-    ended = _train(material, tmp_path, _engine(name), allowed)
+    ended = _train(material, tmp_path, _engine(name), allowed, *PLACES[place])
     assert ended.code == 0, ended.stderr
     found, expected = metrics_of(tmp_path / "run"), metrics_of(native)
     for step, row in repeatable(expected).items():
         for metric, value in row.items():
             assert found[step][metric] == pytest.approx(value, abs=1e-4), (step, metric)
-    assert sum(row.get("rollout/engine/num_restarts", 0) for row in found.values()) == 2
+    num_restarts = sum(row.get("rollout/engine/num_restarts", 0) for row in found.values())
+    assert num_restarts == 2 * num_engines
     told = "the external engine's process ended with code -9. It is started again (1 of "
     assert told in ended.stderr
 

@@ -31,7 +31,7 @@ from tests.distributed.training import (
     train_rank,
     train_single,
 )
-from tests.unit.models.tiny_models import NATIVE, write_hf
+from tests.unit.models.tiny_models import EXPERTS, NATIVE, write_hf
 
 OPTIM = OptimConfig(
     optimizer="Muon", lr=2e-4, muon_lr=1e-4, lr_scheduler_type="cosine", min_lr_ratio=0.1
@@ -140,6 +140,32 @@ def test_two_ranks_continue_as_one_and_as_four(case: Case, tmp_path: Path, is_cr
             _check_equal(weights, saved_weights)
             train_single(again, case, num_steps=2)
             _check_close(weights, final)
+
+
+def test_mo13_experts_of_two_ranks_continue_on_four_and_in_one(tmp_path: Path) -> None:
+    """Save with experts over two ranks; load with experts over four, with FSDP2, and whole."""
+    write_hf(EXPERTS["dots1"](), tmp_path / "model")
+    divided = {"expert_model_parallel_size": 2}
+    case = Case(tmp_path / "model", OPTIM, config=divided)
+    saved, *targets = (tmp_path / str(i) for i in range(4))
+    for folder in (saved, *targets):
+        folder.mkdir()
+    saved_weights, final = _wholes(run_ranks(_start, 2, case, saved))
+    engine, weights = open_single(replace(case, config={}))
+    engine.load(saved)
+    _check_equal(weights, saved_weights)
+    train_single(engine, case, num_steps=2)
+    _check_close(weights, final)
+    layouts = ({"expert_model_parallel_size": 4}, {"fsdp_size": 2}, {**SPLIT, **divided})
+    visits = [Visit(saved, target, own) for target, own in zip(targets, layouts, strict=True)]
+    by_rank = run_ranks(_resume, 4, case, visits)
+    for visit, *ranks in zip(visits, *by_rank, strict=True):
+        loaded, continued = _wholes(ranks)
+        _check_equal(loaded, saved_weights)
+        _check_close(continued, final)
+        again, weights = open_single(replace(case, config={}))
+        again.load(visit.target)
+        _check_equal(weights, saved_weights)
 
 
 @pytest.mark.parametrize("is_critic", [False, True])

@@ -25,7 +25,7 @@ from tandem.runtime.cluster import ClusterSettings, plan_cluster
 from tandem.runtime.failure import WorkerFailure
 from tandem.runtime.ray import RayRuntime
 from tests.distributed.ray_driver import DEVICES, build_probe
-from tests.fakes.patience import LIMIT_S
+from tests.fakes.patience import LIMIT_S, PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SLICE = ("4", "5", "6")
@@ -241,8 +241,18 @@ def test_ray_starts_only_the_processes_that_are_needed(
     driver = run_driver("start_a_head", TANDEM_TEST_RAY_INIT=json.dumps(ray_init))
     stdout, stderr = driver.communicate(timeout=90)
     assert driver.returncode == 0, stderr
-    commands = json.loads(stdout)["commands"]
+    said = json.loads(stdout)
+    commands = said["commands"]
+    assert said["modes"] == ["token", "token"]
     assert any("gcs_server" in command for command in commands)
     assert not any("autoscaler" in command for command in commands)
     assert not any("client.server" in command for command in commands)
     assert any("log_monitor.py" in command for command in commands) == is_wanted
+
+
+def test_a_process_uses_clusters_with_and_without_a_token_in_any_order() -> None:
+    order = "existing own existing"
+    driver = run_driver("use_clusters_in_turn", TANDEM_TEST_CLUSTERS=order)
+    stdout, stderr = driver.communicate(timeout=3 * PATIENCE_S)
+    assert driver.returncode == 0, stderr
+    assert json.loads(stdout) == {"modes": ["disabled", "token", "disabled"], "left": []}

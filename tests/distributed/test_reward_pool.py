@@ -20,6 +20,7 @@ from tandem.rewards.custom import RewardFunction
 from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
 from tandem.rewards.scoring import RewardSpec
 from tandem.types import RewardOutcome, RewardRequest, RewardStatus
+from tests.fakes.killing import kill_next_children
 from tests.fakes.patience import PATIENCE_S
 
 UNRULY = """
@@ -501,3 +502,21 @@ def test_a_foreign_message_on_the_channel_ends_the_process(stray_spec: RewardSpe
     assert outcomes[0].status is RewardStatus.ERROR
     assert outcomes[0].detail == "something wrote to the channel of its reward process"
     assert outcomes[1].score == 1.0
+
+
+async def lose_starts(pool: RewardPool, number: int) -> RewardOutcome:
+    """Kill processes as soon as they have been started, and score one request meanwhile."""
+    before = {*psutil.Process().children()}
+    waiting = asyncio.create_task(pool.score([RewardRequest("openai/gsm8k", "#### 7", "7", {}, 5)]))
+    await kill_next_children(number, before=before)
+    return (await waiting)[0]
+
+
+def test_a_process_that_is_killed_while_it_starts_is_started_once_more(
+    children_before: list[psutil.Process],
+) -> None:
+    outcome = in_pool(RewardSpec(), limits(), lambda pool: lose_starts(pool, 1))
+    assert (outcome.status, outcome.score) == (RewardStatus.VALUE, 1.0)
+    with pytest.raises(RunFailure, match="did not start: process killed by SIGKILL"):
+        in_pool(RewardSpec(), limits(), lambda pool: lose_starts(pool, 2))
+    assert {*psutil.Process().children()} <= {*children_before}

@@ -17,6 +17,7 @@ from tandem.config.derived.adapters import Adapters
 from tandem.config.derived.pools import rank_layout
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.optim import OptimConfig
+from tandem.data.packing import TrainSequence
 from tandem.engines.fsdp import FsdpEngine
 from tandem.engines.fsdp_model import FsdpModel, FsdpSpec, open_fsdp_model
 from tandem.engines.shards import view_of
@@ -27,11 +28,12 @@ from tandem.models.folder import (
     adapt_folder,
     check_critic_folder,
     check_folder,
+    freeze_tower,
     open_part,
 )
 from tandem.models.parallel import WHOLE
 from tandem.types import PackedBatch, SliceSpec, UpdateReport
-from tests.unit.engines.minibatch import LOSS, SCALE, VALUE_LOSS, cut_batches
+from tests.unit.engines.minibatch import LOSS, SCALE, SEQUENCES, VALUE_LOSS, cut_batches
 
 TEMPERATURE = 0.9
 TOTAL_STEPS = 10
@@ -44,6 +46,8 @@ class Case:
 
     ``is_critic``: whether to train a critic that is initialised from the folder's model.
     ``adapters``: what to train instead of the weights, with a spread B.
+    ``freezes_tower``: whether a vision tower is left as it is.
+    ``sequences``: what is learned; the responses must be those of ``SEQUENCES``.
     """
 
     folder: Path
@@ -54,6 +58,8 @@ class Case:
     recompute: bool = False
     is_critic: bool = False
     adapters: Adapters | None = None
+    freezes_tower: bool = False
+    sequences: Sequence[TrainSequence] = tuple(SEQUENCES)
 
     @property
     def loss(self) -> Loss:
@@ -64,10 +70,11 @@ class Case:
     def model(self) -> ModelFolder:
         """The folder, checked."""
         folder = str(self.folder)
-        is_critic = self.is_critic
-        if self.adapters is not None:
-            return adapt_folder(check_folder(folder), self.adapters, seed=3)
-        return check_critic_folder(folder, seed=7, key="k") if is_critic else check_folder(folder)
+        if self.is_critic:
+            return check_critic_folder(folder, seed=7, key="k")
+        checked = check_folder(folder)
+        checked = freeze_tower(checked) if self.freezes_tower else checked
+        return checked if self.adapters is None else adapt_folder(checked, self.adapters, seed=3)
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,8 @@ def open_single(case: Case) -> tuple[SingleDeviceEngine, dict[str, Tensor]]:
 
 def deal(case: Case, engine: FsdpEngine, *, rank: int, size: int) -> tuple[list[PackedBatch], int]:
     """Return a rank's micro-batches, fewer for the last ranks, and the number of rounds."""
-    batches, num_groups = cut_batches(case.max_sequences), engine.data_parallel_size
+    batches = cut_batches(case.max_sequences, sequences=case.sequences)
+    num_groups = engine.data_parallel_size
     return batches[rank * num_groups // size :: num_groups], -(-len(batches) // num_groups)
 
 
@@ -153,7 +161,7 @@ def train_single(
     engine: SingleDeviceEngine, case: Case, *, num_steps: int = NUM_STEPS
 ) -> tuple[list[UpdateReport], list[Tensor]]:
     """Train in one process, which computes all micro-batches, and return reports and log-probs."""
-    batches, reports = cut_batches(case.max_sequences), []
+    batches, reports = cut_batches(case.max_sequences, sequences=case.sequences), []
     for _ in range(num_steps):
         reports.append(engine.update(batches, case.loss, scale=SCALE, temperature=TEMPERATURE))
         engine.advance_schedule()

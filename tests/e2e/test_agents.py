@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,6 +50,30 @@ def test_a_run_with_a_tool_trains_and_logs_turns(
         assert [span["drawn"] for span in row["spans"]] == [
             span["role"] == "assistant" for span in row["spans"]
         ]
+
+
+def test_a_run_with_an_environment_of_a_server_trains(materials: Materials, tmp_path: Path) -> None:
+    """The policy has learned nothing, so that its actions are wrong, and its rewards 0."""
+    server = Path(__file__).parents[1] / "fakes" / "openenv_server.py"
+    argv = [sys.executable, str(server), "3"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        url = f"http://127.0.0.1:{running.stdout.readline().strip()}"
+        agents = tmp_path / "agents.yaml"
+        agents.write_text(
+            f"- {{name: tool_agent, kind: openenv, url: '{url}', action_field: guess}}"
+        )
+        keys = (f"{ROLLOUT}.agent.agent_loop_config_path={agents}", "data.max_prompt_length=200")
+        try:
+            train_on(configured(materials, tmp_path, *keys, "data.max_response_length=300"))
+        finally:
+            running.kill()
+    rows = metrics_of(tmp_path)
+    assert [rows[step]["agent/failed"] for step in (1, 2)] == [0, 0]
+    recorded = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").open()]
+    told = [span["text"] for row in recorded for span in row["spans"] if not span["drawn"]]
+    assert any("The action is wrong: guess" in text for text in told)
+    assert {row["score"] for row in recorded} == {0.0}
 
 
 REFUSED: Sequence[tuple[tuple[str, ...], str]] = (

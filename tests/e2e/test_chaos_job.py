@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short form of ``make chaos``: a minute of random kills in the modes of one process."""
+"""The short form of ``make chaos``: a minute of disturbances in the modes of one process."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.job import run_chaos
-from tests.chaos.modes import DUMPS, MODES, NUM_STEPS, write_materials
-from tests.chaos.trials import Kill, Trial, check_cause, compare, outcome_of
+from tests.chaos.disturbances import Disturbance, SmallDisk, draw_plan, may_mount
+from tests.chaos.job import Chaos
+from tests.chaos.materials import write_materials
+from tests.chaos.modes import DUMPS, MODES, NUM_STEPS
+from tests.chaos.trials import Trial, check_cause, compare, outcome_of
 
 
 @pytest.mark.deep
-def test_a_minute_of_kills_loses_nothing(tmp_path: Path) -> None:
+def test_a_minute_of_disturbances_loses_nothing(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         materials = write_materials(tmp_path / "materials", patch=patch.setattr)
     modes = ("synchronous", "asynchronous, g=4", "agents")
-    report = run_chaos(tmp_path, materials, seconds=45, seed=1, modes=modes)
-    assert report["kills"] > 0
+    report = Chaos(tmp_path, materials, seed=1).run(modes, seconds=45)
+    assert report["disturbances"] > 0
     assert report["details"] == {}
 
 
@@ -44,22 +47,72 @@ def test_the_job_sees_prompts_rows_and_weights_that_differ(tmp_path: Path) -> No
     with (run / "metrics.jsonl").open("a") as rows:
         rows.write('{"step": 6, "x": 1}\n{"step": 6, "x": 1}\n')
     compare(other, MODES["synchronous"], run=run, whole=whole)
+    assert other.has_compared_weights
     expected = {"prompts_lost", "prompts_doubled", "rows_doubled", "weights_different"}
     assert other.problems.keys() == expected
 
 
+def done(kind: str, action: str, code: int, cause: str = "", cause_s: float = 1.0) -> Disturbance:
+    """Return what was done to a process 77 after a second."""
+    return Disturbance(kind, action, 1.0, code, cause, cause_s if cause else None, pid=77)
+
+
 @pytest.mark.parametrize(
-    ("kill", "problem"),
+    ("disturbance", "problem"),
     [
-        (Kill("reward", "SIGKILL", 1.0, 0), None),
-        (Kill("driver", "SIGTERM", 1.0, 143), None),
-        (Kill("driver", "SIGTERM", 1.0, 1), "unnamed"),
-        (Kill("raylet", "SIGKILL", 1.0, 1), "unnamed"),
-        (Kill("raylet", "SIGKILL", 1.0, 1, "error: the node was lost", 2.0), None),
-        (Kill("raylet", "SIGKILL", 1.0, 1, "error: the node was lost", 20.0), "late"),
+        (done("reward", "SIGKILL", 0), None),
+        (done("driver", "SIGTERM", 143), None),
+        (done("driver", "SIGTERM", 1), "unnamed"),
+        (done("raylet", "SIGKILL", 1), "unnamed"),
+        (done("raylet", "SIGKILL", 1, "error: the node was lost"), None),
+        (done("raylet", "SIGKILL", 1, "error: the node was lost", 20.0), "late"),
+        (done("trainer", "SIGKILL", 1, "error: rank 0 (pid 77) was lost"), None),
+        (done("trainer", "SIGKILL", 1, "error: rank 1 (pid 78) was lost"), "unnamed"),
+        (
+            done("member", "SIGKILL", 1, "error: rank 0 (pid 78) failed: Connection closed"),
+            "unnamed",
+        ),
+        (done("member", "SIGKILL", 1, "error: node 1 (10.0.0.2) was lost"), None),
+        (done("trainer", "stop", 1, "error: rank 0 (pid 77) hangs", 25.0), None),
+        (done("trainer", "stop", 1, "error: rank 0 (pid 77) hangs", 35.0), "late"),
+        (done("raylet", "pause", 1, "error: the node was lost"), "failed"),
+        (done("driver", "pause", 1), "failed"),
+        (done("disk", "full disk", 2, "error: no space is left"), None),
+        (done("disk", "full disk", 1, "error: something is wrong"), "unnamed"),
+        (done("cable", "lost node", 1, "error: the node was lost", 15.0), None),
+        (done("cable", "lost node", 1, "error: the node was lost", 25.0), "late"),
     ],
 )
-def test_the_job_sees_deaths_that_nobody_named_in_time(kill: Kill, problem: str | None) -> None:
+def test_the_job_sees_ends_that_nobody_named_in_time(
+    disturbance: Disturbance, problem: str | None
+) -> None:
     trial = Trial("two processes")
-    check_cause(trial, kill)
+    check_cause(trial, disturbance)
     assert list(trial.problems) == ([] if problem is None else [problem])
+
+
+def test_the_same_seed_draws_the_same_disturbances_of_all_kinds() -> None:
+    def draw_all() -> list[str]:
+        draw = random.Random(3)
+        plans = [draw_plan(MODES["two nodes"], draw, steps=6, has_disk=True) for _ in range(200)]
+        return [f"{plan}" for plan in plans]
+
+    drawn = draw_all()
+    assert drawn == draw_all()
+    for action in ("SIGKILL", "SIGTERM", "SIGINT", "pause", "stop", "full disk", "lost node"):
+        assert any(f"action={action!r}" in plan for plan in drawn), action
+
+
+def test_a_small_disk_can_be_filled_and_freed(tmp_path: Path) -> None:
+    if not may_mount(tmp_path / "trial"):
+        pytest.skip("may not mount a file system")
+    disk = SmallDisk(tmp_path / "disk", size="64k")
+    try:
+        disk.fill()
+        with pytest.raises(OSError, match="No space"):
+            (tmp_path / "disk/file").write_text("text")
+        disk.free()
+        (tmp_path / "disk/file").write_text("text")
+    finally:
+        disk.close()
+    assert list((tmp_path / "disk").iterdir()) == []

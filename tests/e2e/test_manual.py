@@ -4,8 +4,8 @@
 The files that a page shows are written where its commands run. Its keys stay, but for models, data,
 sizes and devices. The tiny form of the quickstart is its run of GRPO on a model that is not tuned.
 A command for several accelerators is planned, and a command of an unknown kind fails.
-``docs/extend``, ``docs/python.md`` and ``docs/engines.md`` have tests of their own, and
-``docs/performance.md`` measures.
+``docs/extend``, ``docs/python.md``, ``docs/engines.md`` and ``docs/servers.md`` have tests of their
+own, and ``docs/performance.md`` measures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.fakes.tiny_run import Material
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-OTHERS = {DOCS / "engines.md", DOCS / "performance.md"}
+OTHERS = {DOCS / "engines.md", DOCS / "servers.md", DOCS / "performance.md"}
 PAGES = [
     ROOT / "README.md",
     *sorted({*DOCS.glob("*.md"), *(DOCS / "concepts").glob("*.md")} - OTHERS),
@@ -101,6 +101,7 @@ class Reader:
         tiny = {
             "train": self.train,
             "plan": self.plan,
+            "sweep": self.sweep,
             "sft": self.sft,
             "quickstart": self.quickstart,
             "prepare": self.prepare,
@@ -126,6 +127,10 @@ class Reader:
             self.unchanged(["plan", "--elsewhere", *arguments])
         else:
             self.unchanged(["train", *arguments, *self.tiny(arguments)])
+
+    def sweep(self, words: list[str]) -> None:
+        arguments = self.filled_in(words[1:])
+        self.unchanged(["sweep", *arguments, *self.tiny(arguments)])
 
     def plan(self, words: list[str]) -> None:
         options = [word for word in words[1:] if word in ("--elsewhere", "--times", "sft")]

@@ -86,9 +86,9 @@ def test_what_is_not_built_is_refused_behind_the_plan(
     material: Material, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = train_arguments(material, tmp_path)[1:]
-    megatron, message = "actor_rollout_ref.actor.strategy=megatron", "'megatron': is not built yet"
+    adapted, message = "reward_model={enable:True,model:{lora_rank:8}}", "are not built yet"
     for option in ([], ["--elsewhere"]):
-        assert main(["plan", *option, "--json", *keys, megatron]) == 2
+        assert main(["plan", *option, "--json", *keys, adapted]) == 2
         printed = capsys.readouterr()
         assert message in printed.err
         assert message in json.loads(printed.out)["refusals"][0]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tandem.cli.main import main
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
@@ -20,7 +21,8 @@ from tandem.driver import sft, train
 from tandem.driver.launch import local_site
 from tandem.driver.run import run_prepared
 from tandem.errors import UserError
-from tests.fakes.seeing_files import png, write_policy, write_rows
+from tests.fakes.geo3k_commands import geo3k_arguments
+from tests.fakes.seeing_files import RUN_KEYS, png, write_policy, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +42,10 @@ def settings(files: Any, folder: Path, *words: str) -> RunConfig:
         f"data.train_files={files.rows}",
         f"data.val_files={files.rows}",
         f"trainer.default_local_dir={folder}",
-        "data.train_batch_size=4",
-        "data.max_prompt_length=64",
-        "data.max_response_length=6",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.actor.use_kl_loss=True",
-        "actor_rollout_ref.actor.optim.lr=0.01",
-        "actor_rollout_ref.rollout.n=3",
-        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-        "trainer.val_before_train=False",
-        "trainer.total_training_steps=2",
+        *RUN_KEYS,
         "trainer.save_freq=1",
-        "trainer.device=cpu",
         "trainer.n_gpus_per_node=1",
-        "trainer.logger=[]",
         "trainer.test_freq=2",
-        "custom_reward_function.path=pkg://tests.fakes.rewards",
-        "custom_reward_function.name=graded",
     )
     return load_config(RunConfig, [*keys, *words]).config
 
@@ -66,9 +55,9 @@ def run(config: RunConfig) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
     ended = run_prepared(local_site(config), train.prepare(config))
     assert ended.exit_code == 0
-    folder = config.trainer.run_folder
-    step = config.trainer.total_training_steps
-    return load_file(folder / f"global_step_{step}" / "actor" / "model.safetensors")
+    folder = config.trainer.run_folder / f"global_step_{config.trainer.total_training_steps}"
+    (file,) = (folder / "actor").glob("*model.safetensors")
+    return load_file(file)
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
@@ -106,8 +95,7 @@ def test_VL10_a_frozen_tower_stays_as_it_is(family: str, files: Any, tmp_path: P
 
 
 REFUSED = {
-    "trainer.n_gpus_per_node=2": "a model that sees .* trains in one process only",
-    "actor_rollout_ref.model.lora_rank=8": "adapters .LoRA. of models that see are not built",
+    "actor_rollout_ref.model.target_modules='.*visual.*'": "no linear map of the model's 2 layers",
     "actor_rollout_ref.rollout.name=hf": "only the native engine reads pictures",
     "data.mm_processor_kwargs.max_pixels=10": "must not be below min_pixels .64., or below one",
 }
@@ -116,8 +104,51 @@ REFUSED = {
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_is_not_built_is_refused_in_one_line(key: str, files: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=REFUSED[key]) as caught:
-        train.prepare(settings(files, tmp_path, key))
+        train.prepare(settings(files, tmp_path, "actor_rollout_ref.model.lora_rank=8", key))
     assert "\n" not in str(caught.value)
+
+
+def test_adapters_of_the_text_are_trained_and_saved_alone(files: Any, tmp_path: Path) -> None:
+    """A run that resumes from them computes a reference without a second copy of the base."""
+    rank = "actor_rollout_ref.model.lora_rank=4"
+    whole = run(settings(files, tmp_path / "whole", rank))
+    run(settings(files, tmp_path / "parts", rank, "trainer.total_training_steps=1"))
+    again = run(settings(files, tmp_path / "parts", rank, "trainer.resume_mode=auto"))
+    assert whole.keys() == again.keys()
+    assert all(".language_model.layers." in name and "lora" in name for name in whole)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    steps = [line for line in metrics_of(tmp_path / "whole") if "actor/kl_loss" in line]
+    assert all(line["training/rollout_probs_diff_max"] < 1e-5 for line in steps)
+    assert steps[-1]["actor/kl_loss"] > 0
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_verls_scripts_of_geo3k_train_in_a_tiny_form(
+    family: str, files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only sizes, files and devices change; the program is that of the same module."""
+    small = (
+        f"actor_rollout_ref.model.path={files.policy if family == 'qwen2_5_vl' else files.qwen3}",
+        f"data.train_files={files.rows}",
+        f"data.val_files={files.rows}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "custom_reward_function.path=pkg://tests.fakes.rewards",
+        "custom_reward_function.name=graded",
+        f"trainer.default_local_dir={tmp_path}",
+        "trainer.total_training_steps=1",
+        "trainer.n_gpus_per_node=1",
+        "trainer.device=cpu",
+        "trainer.logger=[console]",
+    )
+    words = ("--config-name=ppo_trainer", *geo3k_arguments(family, home=str(tmp_path)))
+    assert main(["train", *words, *small]) == 0
+    assert "tandem's native engine generates" in capsys.readouterr().err
+    (step,) = [line for line in metrics_of(tmp_path) if "actor/kl_loss" in line]
+    assert step["training/rollout_probs_diff_max"] < 1e-5
 
 
 def test_VL14_demonstrations_with_pictures_are_learned(files: Any, tmp_path: Path) -> None:  # noqa: N802

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -144,6 +145,13 @@ def test_a_parameter_that_is_not_written_whole_is_named(
     written = r"parameters were not written: model.layers.1.self_attn.qkv_proj.weight$"
     with pytest.raises(EngineFailure, match=written):
         sink.end()
+
+
+def test_its_processes_listen_at_loopback_only(engine: SglangRolloutEngine) -> None:
+    for pid in _processes_of_group(engine._process.pid):
+        places = psutil.Process(pid).net_connections("inet")
+        listening = {place.laddr.ip for place in places if place.status == psutil.CONN_LISTEN}
+        assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 def test_a_scheduler_that_is_stopped_is_killed_with_its_processes(

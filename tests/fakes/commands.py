@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.main import main
+from tests.fakes.hosts import enter_host
 
 PRELOADED = (
     "tandem.cli.train",
@@ -50,6 +51,7 @@ class Conditions:
         die_at: the command kills itself (SIGKILL) before this file operation, counted from 1.
         own_session: it leads a process group of its own, which can be signalled.
         slow_paths: opening a file whose path has this text takes ``SLOW_S``; "": none.
+        host: the network namespace that it runs in; "": that of the tests.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -57,6 +59,7 @@ class Conditions:
     die_at: int | None = None
     own_session: bool = False
     slow_paths: str = ""
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,8 @@ def _server() -> ForkServerContext:
 def _run(arguments: list[str], folder: str, conditions: Conditions) -> None:
     """The child's whole life."""
     os.chdir(folder)
+    if conditions.host:
+        enter_host(conditions.host)
     if conditions.own_session:
         os.setsid()
     os.environ.update(conditions.environment)

@@ -31,6 +31,15 @@ TINY = ModelSizes(
     tied=True,
 )
 
+IN_TURNS = (
+    "trainer.async_pipeline=True",
+    "trainer.generate_ahead_steps=1",
+    "actor_rollout_ref.hybrid_engine=False",
+    "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
+    "trainer.separated_node_ratios=[1.0]",
+)
+"""The keys of an asynchronous run whose devices train and generate in turns."""
+
 
 def config(*arguments: str) -> RunConfig:
     """What ``arguments`` ask for."""

@@ -52,6 +52,9 @@ class ExternalEngine:
         """Queue requests."""
         self._call("add", requests)
 
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        """Do nothing: nothing is kept between turns."""
+
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """Generate the next batch to its end."""
         completions, self._counters = self._call("advance")

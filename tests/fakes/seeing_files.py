@@ -20,6 +20,24 @@ from tandem.quickstart.tokenizer import (
     train_tokenizer,
 )
 
+RUN_KEYS = (
+    "data.train_batch_size=4",
+    "data.max_prompt_length=64",
+    "data.max_response_length=6",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.actor.optim.lr=0.01",
+    "actor_rollout_ref.rollout.n=3",
+    "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+    "trainer.val_before_train=False",
+    "trainer.total_training_steps=2",
+    "trainer.device=cpu",
+    "trainer.logger=[]",
+    "custom_reward_function.path=pkg://tests.fakes.rewards",
+    "custom_reward_function.name=graded",
+)
+"""The keys of two small steps of GRPO over these rows."""
+
 
 def write_policy(folder: Path, family: str = "qwen2_5_vl") -> Path:
     """Write a random model that sees, with its tokenizer."""

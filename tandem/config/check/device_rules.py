@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from tandem.config.check.expert_rules import require_built
+from tandem.config.check.expert_rules import expert_parallel_errors, require_built
 from tandem.config.check.platform_rules import platform_errors
 from tandem.config.derived.pools import (
     CRITIC,
@@ -30,6 +30,7 @@ from tandem.config.derived.sizes import ModelSizes, division_errors
 from tandem.config.derived.trained_model import trained_model
 from tandem.config.parse.shares import ROUNDING, share_devices, show_shares
 from tandem.config.schema.fsdp import FsdpConfig
+from tandem.config.schema.megatron import in_words_of_megatron
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.config.schema.trainer import TrainerConfig
@@ -53,7 +54,8 @@ def run_device_errors(config: RunConfig) -> Iterator[UserError]:
         return
     placement = place_run(config)
     for pool in placement.used_pools:
-        yield from _run_layout_errors(config, pool)
+        for error in _run_layout_errors(config, pool):
+            yield _as_written(error, config)
     yield from _run_batch_errors(config, placement)
 
 
@@ -212,6 +214,14 @@ def _layout_errors(config: FsdpConfig, pool: Pool, *, section: str) -> Iterator[
             rule=f"must{times} divide {devices}",
             remedy=f"Set {sequence_key}={_largest_divisor(left, sequence)}.",
         )
+    elif pool.num_devices % config.expert_model_parallel_size:
+        key, divided = f"{section}.expert_model_parallel_size", config.expert_model_parallel_size
+        yield UserError(
+            key,
+            divided,
+            rule=f"must divide {devices}",
+            remedy=f"Set {key}={_largest_divisor(pool.num_devices, divided)}.",
+        )
     elif config.fsdp_size == 0 or (
         0 < config.fsdp_size < pool.num_devices // split
         and pool.num_devices // split % config.fsdp_size
@@ -240,16 +250,27 @@ def require_division(
     require_built(config, models.get("actor-train"))
     for task, layout in placement.layouts.items():
         sizes = models.get(task)
-        if sizes is not None:
-            for error in division_errors(
-                sizes.num_heads,
-                sizes.num_kv_heads,
-                inner=sizes.inner,
-                tensor=layout.tensor_parallel,
-                sequence=layout.sequence_parallel,
-                section=of_task.get(task, of_task["actor-train"]).section,
-            ):
-                raise error
+        if sizes is None:
+            continue
+        section = of_task.get(task, of_task["actor-train"]).section
+        divisions = division_errors(
+            sizes.num_heads,
+            sizes.num_kv_heads,
+            inner=sizes.inner,
+            tensor=layout.tensor_parallel,
+            sequence=layout.sequence_parallel,
+            section=section,
+        )
+        for error in chain(divisions, expert_parallel_errors(layout, sizes, section=section)):
+            raise _as_written(error, config)
+
+
+def _as_written(error: UserError, config: RunConfig | SftConfig) -> UserError:
+    """Return an error about a layout with the names of keys that the strategy has."""
+    if isinstance(config, SftConfig) or config.actor_rollout_ref.actor.strategy != "megatron":
+        return error
+    key, rule, remedy = map(in_words_of_megatron, (error.key, error.rule, error.remedy))
+    return UserError(key, error.value, rule=rule, remedy=remedy)
 
 
 def _run_batch_errors(config: RunConfig, placement: Placement) -> Iterator[UserError]:

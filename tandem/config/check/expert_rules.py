@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tandem.config.derived.pools import RankLayout
 from tandem.config.derived.sizes import ModelSizes
 from tandem.config.derived.trained_model import trained_model
 from tandem.config.schema.run import RunConfig
@@ -44,7 +45,8 @@ def require_built(config: RunConfig | SftConfig, sizes: ModelSizes | None) -> No
         _require_no_replay(config)
         return
     adapters = trained_model(config).adapters
-    if adapters is not None and any(".mlp." in name for name in adapters.modules(sizes.num_layers)):
+    adapted = () if adapters is None else adapters.modules(sizes.num_layers, sees=False)
+    if adapters is not None and any(".mlp." in name for name in adapted):
         raise UserError(
             f"{adapters.section}.target_modules",
             adapters.targets if isinstance(adapters.targets, str) else list(adapters.targets),
@@ -57,6 +59,33 @@ def require_built(config: RunConfig | SftConfig, sizes: ModelSizes | None) -> No
             key = "actor_rollout_ref.rollout.quantization"
             rule = "it is not built for models with experts"
             raise UserError(key, quantization, rule=rule, remedy=f"Leave out {key}.")
+
+
+def expert_parallel_errors(
+    layout: RankLayout, sizes: ModelSizes, *, section: str
+) -> Iterator[UserError]:
+    """Yield the error in dividing experts over devices.
+
+    Args:
+        section: the section of the key, for messages.
+    """
+    divided, key = layout.expert_parallel, f"{section}.expert_model_parallel_size"
+    if divided == 1:
+        return
+    if sizes.experts is None:
+        rule = "the model has no experts to divide"
+        yield UserError(key, divided, rule=rule, remedy=f"Leave out {key}.")
+        return
+    number, ranks = sizes.experts.num_experts, layout.ranks_per_copy
+    if number % divided or ranks % divided:
+        largest = max(n for n in range(1, divided + 1) if not (number % n or ranks % n))
+        yield UserError(
+            key,
+            divided,
+            rule=f"must divide the {number} experts of a layer and the {ranks} device(s) that hold "
+            "the weights once",
+            remedy=f"Set {key}={largest}.",
+        )
 
 
 def _require_no_replay(config: RunConfig | SftConfig) -> None:

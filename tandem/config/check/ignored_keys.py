@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from tandem.config.check.read_conditions import RUN_EXCLUSIONS, SFT_EXCLUSIONS
 from tandem.config.parse.keys import find_key
 from tandem.config.parse.overrides import LoadedConfig
+from tandem.config.schema.megatron import SPELLINGS
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 
@@ -30,6 +31,8 @@ def key_effects(loaded: Loaded) -> Mapping[str, str]:
     for name, spelling in loaded.set_keys.items():
         key = find_key(type(loaded.config), name)
         effects[spelling] = "" if key is None else key.description
+        if spelling in SPELLINGS:
+            effects[spelling] = f"read as {name}: {effects[spelling]}"
     return effects | {key: f"no effect: {reason}" for key, reason in ignored_keys(loaded).items()}
 
 

@@ -21,8 +21,14 @@ from tandem.config.derived.microbatches import (
     MicrobatchKeys,
     limits,
 )
-from tandem.config.derived.pools import CRITIC, Placement, needed_tasks, reference_of
-from tandem.config.derived.trained_model import place
+from tandem.config.derived.pools import (
+    CRITIC,
+    Placement,
+    generates_only,
+    needed_tasks,
+    reference_of,
+)
+from tandem.config.derived.trained_model import place, trained_model
 from tandem.config.schema.actor import LOSSES, Loss
 from tandem.config.schema.algorithm import ESTIMATORS, Estimator
 from tandem.config.schema.run import RunConfig
@@ -36,6 +42,19 @@ _CORRECTION = "algorithm.rollout_correction"
 _SHARDING = ("fsdp_size", "reshard_after_forward", "forward_prefetch")
 _LOSS_KEYS = dict.fromkeys(key for traits in LOSSES.values() for key in traits.reads)
 _ADAPTER_KEYS = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+_OF_SERVERS = (
+    "dtype",
+    "load_format",
+    "gpu_memory_utilization",
+    "max_num_batched_tokens",
+    "enforce_eager",
+    "cudagraph_capture_sizes",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "disable_log_stats",
+    "free_cache_engine",
+)
+"""Keys of an engine of this run that a server of somebody else does not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +78,9 @@ def _draws_nothing(config: RunConfig) -> bool:
 
 
 def _every_seed_is_set(config: Config) -> bool:
+    adapters = trained_model(config).adapters
+    if adapters is not None and adapters.folder is None:
+        return False  # it draws them
     if isinstance(config, SftConfig):
         return config.trainer.seed != config.data.seed
     if config.uses_critic:
@@ -193,6 +215,12 @@ def _keeps_cache(config: RunConfig) -> bool:
     return _is_one_process(config) or not _time_shared(config) or config.trainer.max_lag > 0
 
 
+def _restarts_nothing(config: RunConfig) -> bool:
+    placement = _placement(config)
+    is_in_process = config.actor_rollout_ref.rollout.is_in_process
+    return is_in_process and placement is not None and not generates_only(placement)
+
+
 def _groups_decide(config: RunConfig) -> bool:
     """Return whether ``separated_node_tasks`` decides instead of ``hybrid_engine``.
 
@@ -303,11 +331,6 @@ RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
         "the reference computes with the base of the adapters, which is there already",
     ),
     Exclusion(
-        (f"{_ACTOR}.megatron.expert_model_parallel_size",),
-        _always,
-        "not built yet: strategy=megatron",
-    ),
-    Exclusion(
         (f"{_CORRECTION}.rollout_is",),
         _clips_to_rollout,
         "bypass_mode with loss_type=ppo_clip: the ratio of the loss is the weight",
@@ -380,9 +403,19 @@ RUN_EXCLUSIONS: tuple[Exclusion, ...] = (
         "the same devices train and generate: both pause while weights are updated",
     ),
     Exclusion(
+        (f"{_ROLLOUT}.max_engine_restarts",),
+        _restarts_nothing,
+        "the engine has no processes of its own, and no worker only generates",
+    ),
+    Exclusion(
         (f"{_ROLLOUT}.free_cache_engine",),
         _keeps_cache,
         "only several devices that train and generate one after the other free the cache",
+    ),
+    Exclusion(
+        tuple(f"{_ROLLOUT}.{key}" for key in _OF_SERVERS),
+        lambda c: c.actor_rollout_ref.rollout.attaches_servers,
+        "servers are attached (engine_kwargs.vllm.urls): it is set where they are started",
     ),
     Exclusion(
         ("actor_rollout_ref.hybrid_engine",),

@@ -18,7 +18,7 @@ from tandem.config.derived.microbatches import (
     RUN_MICROBATCHES,
     limits,
 )
-from tandem.config.derived.pools import CRITIC, place_run
+from tandem.config.derived.pools import CRITIC, generates_only, place_run
 from tandem.config.derived.trained_model import trained_model
 from tandem.config.schema.correction import correction_errors
 from tandem.config.schema.model import ModelConfig
@@ -71,6 +71,7 @@ def _run_errors(config: RunConfig) -> Iterator[UserError]:
     yield from _batch_errors(config)
     yield from run_device_errors(config)
     yield from _async_errors(config)
+    yield from _replacement_errors(config)
     yield from _token_errors(config)
     yield from _sampling_errors(config)
     yield from _loss_errors(config)
@@ -162,6 +163,31 @@ def _async_errors(config: RunConfig) -> Iterator[UserError]:
         )
     elif config.trainer.max_lag > 0:
         yield from time_sharing_errors(config)
+
+
+def _replacement_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield an error if workers that only generate shall be replaced, and cannot be."""
+    rollout = config.actor_rollout_ref.rollout
+    is_wanted = rollout.max_engine_restarts > 0 and rollout.is_in_process
+    if not is_wanted or not generates_only(place_run(config)):
+        return
+    key = f"{_ROLLOUT}.max_engine_restarts"
+    if rollout.enable_param_async or rollout.enable_dual_buffer:
+        yield UserError(
+            key,
+            rollout.max_engine_restarts,
+            rule="a worker that ends is not replaced while enable_param_async or "
+            "enable_dual_buffer sends weights in the background",
+            remedy="Leave it out, or set both of these to False.",
+        )
+    elif rollout.ranks_per_engine > 1:
+        yield UserError(
+            key,
+            rollout.max_engine_restarts,
+            rule="a worker of an engine over several devices (tensor_model_parallel_size="
+            f"{rollout.ranks_per_engine}) is not replaced",
+            remedy="Leave it out; trainer.max_restarts starts the run again.",
+        )
 
 
 def time_sharing_errors(config: RunConfig) -> Iterator[UserError]:
@@ -427,9 +453,6 @@ def _resume_errors(trainer: TrainerConfig) -> Iterator[UserError]:
 def unbuilt_run(config: RunConfig) -> Iterator[UserError]:
     """Yield an error for each feature that ``tandem train`` needs and that is not built yet."""
     roles = config.actor_rollout_ref
-    if roles.actor.strategy == "megatron":
-        key = f"{_ACTOR}.strategy"
-        yield UserError(key, "megatron", rule="is not built yet", remedy=f"Set {key}=fsdp.")
     yield from _unnamed_model(roles.model, prefix="actor_rollout_ref.model")
     if roles.model.trains_adapters and roles.rollout.quantization is not None:
         yield UserError(

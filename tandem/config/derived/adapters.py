@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapters (LoRA) that a model's keys ask for, and PEFT's description of saved ones.
 
-A module is named as in Hugging Face's code, e.g. ``model.layers.0.self_attn.q_proj``. This file
-reads only JSON. Sizes and values of adapters are in the room ``models``.
+A module is named as in Hugging Face's code, e.g. ``model.layers.0.self_attn.q_proj``, or in a model
+that sees ``model.language_model.layers.0.self_attn.q_proj``. The vision tower has no adapters. This
+file reads only JSON. Sizes and values of adapters are in the room ``models``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tandem.config.derived.sizes import ModelSizes
+from tandem.config.derived.vision import TEXT_MODULES
 from tandem.config.schema.model import ModelConfig
 from tandem.errors import UserError
 
@@ -99,13 +101,16 @@ class Adapters:
             return False
         return self.targets == ALL_LINEAR or _matches(self.targets, module)
 
-    def modules(self, num_layers: int) -> tuple[str, ...]:
+    def modules(self, num_layers: int, *, sees: bool) -> tuple[str, ...]:
         """Return the names of the adapted modules in order.
+
+        Args:
+            sees: whether the model sees.
 
         Raises:
             UserError: no module is adapted, or a name of the keys is that of no module.
         """
-        names = list(_layer_modules(num_layers))
+        names = list(_layer_modules(num_layers, TEXT_MODULES if sees else "model."))
         self._require_known(names)
         found = tuple(name for name in names if self.includes(name))
         if not found:
@@ -130,7 +135,7 @@ class Adapters:
             "up_proj": sizes.hidden + sizes.inner,
             "down_proj": sizes.inner + sizes.hidden,
         }
-        modules = self.modules(sizes.num_layers)
+        modules = self.modules(sizes.num_layers, sees=sizes.tower > 0)
         return self.rank * sum(widths[name.rpartition(".")[2]] for name in modules)
 
     def _require_known(self, names: Sequence[str]) -> None:
@@ -289,11 +294,11 @@ def _matches(rule: Rule, module: str) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in rule)
 
 
-def _layer_modules(num_layers: int) -> Iterator[str]:
+def _layer_modules(num_layers: int, prefix: str) -> Iterator[str]:
     for index in range(num_layers):
         for part, names in _MODULES.items():
             for name in names:
-                yield f"model.layers.{index}.{part}.{name}"
+                yield f"{prefix}layers.{index}.{part}.{name}"
 
 
 def _suffixes() -> tuple[str, ...]:

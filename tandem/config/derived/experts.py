@@ -27,6 +27,11 @@ _NUMBERS = ("num_experts", "n_routed_experts", "num_local_experts")
 """The names of the number of experts: on the hub, of DeepSeek's families, and of transformers 5."""
 
 
+_FURTHER = ("num_nextn_predict_layers", "num_mtp_layers")
+"""The names of the number of layers that predict further tokens: on the hub, and of transformers 5.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
     """The feed-forward with experts of a decoder.
@@ -102,6 +107,19 @@ def _read_qwen2(hf_config: Mapping[str, Any]) -> ExpertConfig:
     return replace(_read_qwen(hf_config), shared_inner=shared, has_shared_gate=True)
 
 
+def _read_olmoe(hf_config: Mapping[str, Any]) -> ExpertConfig:
+    inner = require_size(hf_config, "intermediate_size")
+    return _read_qwen({**hf_config, "moe_intermediate_size": inner})
+
+
+def _read_glm(hf_config: Mapping[str, Any]) -> ExpertConfig:
+    defaults: dict[str, Any] = {"norm_topk_prob": True}
+    defaults |= dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "num_mtp_layers"), 1)
+    if "num_nextn_predict_layers" in hf_config:
+        del defaults["num_mtp_layers"]
+    return _read_deepseek({**defaults, **hf_config})
+
+
 def _read_mixtral(hf_config: Mapping[str, Any]) -> ExpertConfig:
     return ExpertConfig(
         _number(hf_config),
@@ -128,7 +146,7 @@ def _read_deepseek(
         num_kept_groups=hf_config.get("topk_group") or 1,
         has_correction=has_correction,
         shared_inner=inner * (hf_config.get("n_shared_experts") or 0),
-        num_ignored_layers=hf_config.get("num_nextn_predict_layers") or 0,
+        num_ignored_layers=next((n for n in map(hf_config.get, _FURTHER) if n is not None), 0),
     )
 
 
@@ -156,6 +174,8 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ExpertConfig]] = {
     "mixtral": _read_mixtral,
     "dots1": _read_deepseek,
     "XdgMoE": _read_xdg,
+    "glm4_moe": _read_glm,
+    "olmoe": _read_olmoe,
 }
 
 

@@ -14,6 +14,7 @@ from itertools import accumulate, groupby
 
 from tandem.config.parse.shares import share_devices
 from tandem.config.schema.fsdp import FsdpConfig
+from tandem.config.schema.rollout import RolloutConfig
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 
@@ -76,6 +77,8 @@ class RankLayout:
         sequence_parallel: the number of ranks over which the tokens of a micro-batch are split.
         num_shards: the number of ranks over which each tensor-parallel part of the weights is
             sharded; there are ``num_ranks / (tensor_parallel * num_shards)`` copies of it.
+        expert_parallel: the number of consecutive ranks over which the experts are divided. It
+            divides ``ranks_per_copy``.
 
     Example:
         With 8 ranks, tensor_parallel 2 and sequence_parallel 2, two micro-batches are computed at
@@ -86,6 +89,22 @@ class RankLayout:
     tensor_parallel: int
     sequence_parallel: int
     num_shards: int
+    expert_parallel: int = 1
+
+    @property
+    def ranks_per_copy(self) -> int:
+        """The number of ranks that hold the weights once: ``tensor_parallel * num_shards``."""
+        return self.tensor_parallel * self.num_shards
+
+    @property
+    def num_expert_shards(self) -> int:
+        """The number of ranks over which the experts of a process are sharded.
+
+        With expert parallelism these are the ranks of a copy that hold the same experts.
+        """
+        if self.expert_parallel == 1:
+            return self.num_shards
+        return self.ranks_per_copy // self.expert_parallel
 
     @property
     def ranks_per_microbatch(self) -> int:
@@ -224,6 +243,7 @@ def rank_layout(config: FsdpConfig, num_ranks: int) -> RankLayout:
         tensor_parallel=split,
         sequence_parallel=config.ulysses_sequence_parallel_size,
         num_shards=most if config.fsdp_size < 0 else min(config.fsdp_size, most),
+        expert_parallel=config.expert_model_parallel_size,
     )
 
 
@@ -235,6 +255,19 @@ def scorer_of(pool: Pool) -> str | None:
     if "logp" not in pool.tasks:
         return None
     return next(task for task in ("actor-train", "generate", "logp") if task in pool.tasks)
+
+
+def generates_only(placement: Placement) -> bool:
+    """Return whether the workers that generate have no other task."""
+    return placement.pool_of("generate").tasks == ("generate",)
+
+
+def replaces_workers(rollout: RolloutConfig, placement: Placement) -> bool:
+    """Return whether a worker that only generates is replaced when it ends."""
+    is_staged = rollout.enable_param_async or rollout.enable_dual_buffer
+    is_whole = rollout.ranks_per_engine == 1
+    is_wanted = rollout.max_engine_restarts > 0
+    return is_wanted and generates_only(placement) and is_whole and not is_staged
 
 
 def reference_of(pool: Pool, *, config: RunConfig) -> str | None:

@@ -87,6 +87,12 @@ class ModelSizes:
         return self.hidden * (self._attention_width + width + experts.has_shared_gate)
 
     @property
+    def routed_layer_parameters(self) -> int:
+        """The number of parameters of the routed experts of a layer; 0 without any."""
+        experts = self.experts
+        return 0 if experts is None else 3 * self.hidden * experts.inner * experts.num_experts
+
+    @property
     def layer_parameters(self) -> int:
         """The number of parameters of the largest layer."""
         dense, experts = self.dense_layer_parameters, self.experts

@@ -23,6 +23,10 @@ _HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 Rgb = tuple[float, float, float]
 
 
+TEXT_MODULES = "model.language_model."
+"""What the names of modules of the text decoder begin with in transformers' models that see."""
+
+
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
     """The properties that a family of models that see fixes in code.

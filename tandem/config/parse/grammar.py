@@ -168,7 +168,7 @@ def _assignment(override: Override, argument: str) -> Assignment:
         raise UserError(
             name,
             value,
-            rule="a sweep over several values is not supported",
+            rule="it has several values, which only tandem sweep takes",
             remedy=f"Write a list, '{name}=[{value}]', or quote the text.",
         )
     if override.type is OverrideType.DEL:

@@ -242,7 +242,9 @@ def _literals(annotation: Any) -> tuple[str, ...]:
     return tuple(choice for part in get_args(annotation) for choice in _literals(part))
 
 
-def canonical_name(schema: type[BaseModel], name: str) -> str:
+def canonical_name(
+    schema: type[BaseModel], name: str, *, spellings: Mapping[str, str] = ALIASES
+) -> str:
     """Return the key that ``name`` means in this schema; ``name`` itself if it is not an alias."""
     found = find_key(schema, name)
     # A whole section without effect may have keys that mean others.
@@ -250,11 +252,11 @@ def canonical_name(schema: type[BaseModel], name: str) -> str:
         return name
     parts = name.split(".")
     for size in range(len(parts), 0, -1):
-        meant = ALIASES.get(".".join(parts[:size]))
+        meant = spellings.get(".".join(parts[:size]))
         if meant is None:
             continue
         full = ".".join([meant, *parts[size:]])
         if find_key(schema, full) is not None or is_section(schema, full):
             return full
-        return canonical_name(schema, full)
+        return canonical_name(schema, full, spellings=spellings)
     return name

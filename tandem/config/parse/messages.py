@@ -72,11 +72,14 @@ def contradiction(first: Assignment, other: Assignment, *, name: str) -> UserErr
     )
 
 
-def unknown_key(assignment: Assignment, nearest: str, *, command: str) -> UserError:
+def unknown_key(
+    assignment: Assignment, nearest: str, *, command: str, is_closed: bool = False
+) -> UserError:
     """Return the error about a key that does not exist.
 
     Args:
         command: the other command if it has the key, else "".
+        is_closed: whether its section takes no unknown key, not even with ``+``.
     """
     if command:
         planned = "tandem plan sft" if command == "sft" else "tandem plan"
@@ -86,12 +89,12 @@ def unknown_key(assignment: Assignment, nearest: str, *, command: str) -> UserEr
             rule=f"no key of this command{_place(assignment)}, but one of tandem {command}",
             remedy=f"Use tandem {command} ({planned}), or {nearest}.",
         )
+    passing = f" (+{assignment.name}=... passes an unknown key with a warning.)"
     return UserError(
         assignment.name,
         assignment.value,
         rule=f"no such key{_place(assignment)}",
-        remedy=f"Did you mean {nearest}? "
-        f"(+{assignment.name}=... passes an unknown key with a warning.)",
+        remedy=f"Did you mean {nearest}?{'' if is_closed else passing}",
     )
 
 

@@ -37,9 +37,10 @@ from tandem.config.parse.messages import (
     not_built,
     unknown_key,
 )
-from tandem.config.parse.names import chooses_built_option
+from tandem.config.parse.names import ALIASES, chooses_built_option
 from tandem.config.parse.yaml_files import Loaded, load_named_configs, load_recipe
 from tandem.config.schema.ignored import ignored_table
+from tandem.config.schema.megatron import SPELLINGS, STRATEGY, is_closed
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
@@ -97,9 +98,10 @@ def load_config(
     files = [load_recipe(name) for name in line.recipes]
     if line.config_names:
         files.insert(0, load_named_configs(line.config_path, line.config_names))
-    written = _Written(schema)
-    for assignment in (*_assignments_of(files), *line.overrides, *_given(values or {})):
-        written.add(assignment)
+    assignments = (*_assignments_of(files), *line.overrides, *_given(values or {}))
+    written = _write(schema, assignments, spellings=ALIASES)
+    if written.follows_megatron:
+        written = _write(schema, assignments, spellings={**ALIASES, **SPELLINGS})
     written.require_agreement()
     tree = _resolve(schema, written.tree)
     _require_built(schema, tree, spellings=written.spellings)
@@ -112,6 +114,15 @@ def load_config(
         verl_defaults=written.defaults,
         follows_verl=written.follows_verl,
     )
+
+
+def _write(
+    schema: type[BaseModel], assignments: Iterable[Assignment], *, spellings: Mapping[str, str]
+) -> _Written:
+    written = _Written(schema, spellings)
+    for assignment in assignments:
+        written.add(assignment)
+    return written
 
 
 def _assignments_of(files: Sequence[Loaded]) -> Iterator[Assignment]:
@@ -135,8 +146,9 @@ def _given(values: Mapping[str, Any]) -> Iterator[Assignment]:
 class _Written:
     """The assignments that were added: a sparse tree of values, and the spelling of each key."""
 
-    def __init__(self, schema: type[BaseModel]) -> None:
+    def __init__(self, schema: type[BaseModel], spellings: Mapping[str, str]) -> None:
         self._schema = schema
+        self._spellings = spellings
         self.tree: Tree = {}
         self.spellings: dict[str, str] = {}
         self._verl_defaults: dict[str, Any] = {}
@@ -155,6 +167,11 @@ class _Written:
         """Whether one of verl's configurations was named."""
         return bool(self._verl_defaults)
 
+    @property
+    def follows_megatron(self) -> bool:
+        """Whether keys of Megatron lay out the weights."""
+        return STRATEGY in self.spellings and _value_at(self.tree, STRATEGY) == "megatron"
+
     def add(self, assignment: Assignment) -> None:
         """Add one assignment. Raise UserError if its key is unknown."""
         if assignment.name.partition(".")[0] == "hydra":
@@ -165,7 +182,9 @@ class _Written:
             self._verl_defaults[assignment.name] = assignment.value
             self._put_defaults(assignment.name)
             return
-        name = canonical_name(self._schema, assignment.name)
+        name = canonical_name(self._schema, assignment.name, spellings=self._spellings)
+        if name == "model_engine" and assignment.value == "megatron":
+            name = STRATEGY
         is_value = name in keys_of(self._schema) and not isinstance(assignment.value, Mapping)
         if is_section(self._schema, name) and assignment.mode is not Mode.RESET and not is_value:
             self._add_section(name, assignment)
@@ -206,8 +225,9 @@ class _Written:
     def _add_unknown(self, assignment: Assignment) -> None:
         name = assignment.name
         nearest = nearest_key(self._schema, name)
-        if assignment.mode is not Mode.ADD:
-            raise unknown_key(assignment, nearest, command=_command_with(self._schema, name))
+        if assignment.mode is not Mode.ADD or is_closed(name):
+            command = _command_with(self._schema, name)
+            raise unknown_key(assignment, nearest, command=command, is_closed=is_closed(name))
         if name not in self.unknown:
             place = "" if assignment.source == _COMMAND_LINE else f" ({assignment.source})"
             self.warnings.append(f"{name}{place}: unknown, has no effect; nearest key: {nearest}")
@@ -219,7 +239,8 @@ class _Written:
             raise empty_value(self._schema, name)
         if key is not None and key.is_number and isinstance(assignment.value, bool):
             raise not_a_number(key, assignment.value)
-        if name != assignment.name and name not in self.spellings:
+        is_other = name != assignment.name and assignment.name not in SPELLINGS
+        if is_other and name not in self.spellings:
             self.warnings.append(f"{assignment.name} is read as {name}")
         self.spellings[name] = assignment.name
         self._keep(name, assignment)

@@ -107,13 +107,21 @@ class _Model:
 
     @property
     def held_parameters(self) -> int:
-        """The number of parameters on one device between passes, without adapters."""
-        return self.sizes.num_parameters // (self.ranks.tensor_parallel * self.ranks.num_shards)
+        """The number of parameters on one device between passes, without adapters.
+
+        Tensor parallelism does not divide experts; expert parallelism does.
+        """
+        sizes, ranks = self.sizes, self.ranks
+        routed = sizes.num_expert_layers * sizes.routed_layer_parameters
+        others = (sizes.num_parameters - routed) // (ranks.tensor_parallel * ranks.num_shards)
+        return others + routed // (ranks.expert_parallel * ranks.num_expert_shards)
 
     @property
     def held_trained(self) -> int:
         """The number of trained parameters on one device between passes."""
-        return self.sizes.num_trained // (self.ranks.tensor_parallel * self.ranks.num_shards)
+        adapters = self.sizes.adapters
+        ways = self.ranks.tensor_parallel * self.ranks.num_shards
+        return adapters // ways if adapters else self.held_parameters
 
     @property
     def held_base(self) -> int:
@@ -129,9 +137,22 @@ class _Model:
     @property
     def visiting(self) -> int:
         """The bytes of gathered layers: embedding, head, the current layer and the next one."""
-        parameters = self.sizes.embedding_parameters + 2 * self.sizes.layer_parameters
-        parameters += 2 * self.sizes.adapters // self.sizes.num_layers
-        return self.computed * parameters // self.ranks.tensor_parallel
+        parameters = self.sizes.embedding_parameters // self.ranks.tensor_parallel
+        parameters += 2 * self.layer_parameters
+        parameters += 2 * self.sizes.adapters // self.sizes.num_layers // self.ranks.tensor_parallel
+        return self.computed * parameters
+
+    @property
+    def layer_parameters(self) -> int:
+        """The number of parameters of the largest layer that one device computes."""
+        sizes, ranks = self.sizes, self.ranks
+        dense, experts = sizes.dense_layer_parameters // ranks.tensor_parallel, sizes.experts
+        if experts is None:
+            return dense
+        routed = sizes.routed_layer_parameters
+        others = sizes.expert_layer_parameters(experts.num_experts) - routed
+        sparse = others // ranks.tensor_parallel + routed // ranks.expert_parallel
+        return max(sparse, dense) if experts.dense_layers else sparse
 
     @property
     def gathered_frozen(self) -> int:
@@ -146,14 +167,17 @@ class _Model:
         Without ``reshard_after_forward``: all layers, and all gradients in fp32.
         """
         split = self.ranks.tensor_parallel
-        largest = max(self.sizes.embedding_parameters, self.sizes.layer_parameters) // split
+        largest = max(self.sizes.embedding_parameters // split, self.layer_parameters)
         if self.sizes.adapters:
             largest = self.sizes.adapters // self.sizes.num_layers // split
         if self.config.reshard_after_forward:
             return self.visiting + (self.computed + self.stored) * largest
-        summed = self.computed * (self.sizes.num_parameters + self.sizes.adapters)
-        summed += BYTES["float32"] * self.sizes.num_trained
-        return summed // split + self.computed * largest
+        sizes, ranks = self.sizes, self.ranks
+        routed = sizes.num_expert_layers * sizes.routed_layer_parameters
+        whole = (sizes.num_parameters - routed) // split + routed // ranks.expert_parallel
+        trained = sizes.adapters // split if sizes.adapters else whole
+        summed = self.computed * (whole + sizes.adapters // split)
+        return summed + BYTES["float32"] * trained + self.computed * largest
 
 
 @dataclass(frozen=True, slots=True)

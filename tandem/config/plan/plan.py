@@ -307,13 +307,6 @@ def _pool_warnings(config: RunConfig, placement: Placement) -> Iterator[str]:
         yield (
             f"trainer.separated_node_ratios: {idle} of {placement.num_devices} devices stay idle"
         )
-    experts = config.actor_rollout_ref.actor.megatron.expert_model_parallel_size
-    training = placement.pool_of("actor-train")
-    if experts > training.num_devices:
-        yield (
-            f"actor_rollout_ref.actor.megatron.expert_model_parallel_size={experts}: exceeds the "
-            f"{training.num_devices} devices of the training pool"
-        )
 
 
 def _device_warnings(config: RunConfig | SftConfig) -> Iterator[str]:

@@ -159,19 +159,6 @@ class RouterReplayConfig(BaseModel):
     )
 
 
-class MegatronConfig(BaseModel):
-    """``megatron.*``: the layout of Megatron, which is not built yet."""
-
-    model_config = SECTION
-
-    expert_model_parallel_size: int = Field(
-        default=1,
-        ge=1,
-        description="Number of devices over which the experts of a layer are split. Not built yet: "
-        "tandem plan only warns if it exceeds the number of devices that train.",
-    )
-
-
 class ActorConfig(BaseModel):
     """The policy in training."""
 
@@ -179,8 +166,8 @@ class ActorConfig(BaseModel):
 
     strategy: Literal["fsdp", "fsdp2", "megatron"] = Field(
         default="fsdp",
-        description="Training back end. fsdp and fsdp2 are the same engine (FSDP2); "
-        "megatron is not built yet.",
+        description="Keys that lay out weights over devices. fsdp, fsdp2: those of fsdp_config. "
+        "megatron: those of megatron, for the same engine (FSDP2).",
     )
     ppo_mini_batch_size: int = Field(
         default=DEFAULT_MINI_BATCH,
@@ -286,9 +273,6 @@ class ActorConfig(BaseModel):
     )
     router_replay: RouterReplayConfig = Field(
         default_factory=RouterReplayConfig, description="Replay of routers' choices."
-    )
-    megatron: MegatronConfig = Field(
-        default_factory=MegatronConfig, description="Megatron's layout."
     )
 
     @property

@@ -20,6 +20,8 @@ TEXT_FAMILIES = (
     "mixtral",
     "dots1",
     "XdgMoE",
+    "glm4_moe",
+    "olmoe",
 )
 SEEING_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 """The families of models that read pictures; ``derived.vision`` says how."""
@@ -61,17 +63,6 @@ def not_shardable(family: str, *, key: str, path: str) -> UserError:
         rule=f"a model of type {family!r} cannot be sharded over several devices",
         remedy="Set trainer.nnodes=1 and trainer.n_gpus_per_node=1, or use a model of "
         f"{', '.join(NATIVE_FAMILIES)}.",
-    )
-
-
-def not_spread(family: str, *, key: str, path: str) -> UserError:
-    """Return the error about a model that sees, in a run of several processes."""
-    return UserError(
-        key,
-        path,
-        rule=f"a model that sees (model_type {family!r}) trains in one process only; several are "
-        "not built",
-        remedy="Set trainer.nnodes=1 and trainer.n_gpus_per_node=1.",
     )
 
 

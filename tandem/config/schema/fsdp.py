@@ -54,6 +54,12 @@ class FsdpConfig(BaseModel):
     tensor_model_parallel_size: int = Field(
         default=1, ge=1, description="Number of devices over which each weight matrix is split."
     )
+    expert_model_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Number of devices over which the experts of each layer are divided. Tokens "
+        "travel to the devices of their experts and back. 1: FSDP2 gathers the experts of a layer.",
+    )
     ulysses_sequence_parallel_size: int = Field(
         default=1,
         ge=1,

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from tandem.config.schema.megatron import MEGATRON_IGNORED, MEGATRON_UNBUILT
 from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.config.schema.unbuilt import UNBUILT_RUN, UNBUILT_SFT, Unbuilt
@@ -46,10 +47,11 @@ def _only_with(switch: str) -> tuple[Any, str]:
 
 NOT_BUILT = "not built yet"
 _PROFILER = "not built yet: profiling; trainer.trace and timings are always written"
+_IN_PROCESS = "SGLang is a child process of the process that generates, and not a server"
 _ALWAYS_PACKED = "batches are always packed without padding, and no result depends on it"
 _FUSED = "log-probs are always computed by a fused kernel, in chunks"
 _ROUTES_IN_MEMORY = "routes travel with the samples; verl never reads it either"
-_MEGATRON = "not built yet: strategy=megatron"
+_MEGATRON = "weights travel in slices, by the names of the native decoder"
 _OTHER_ENGINE = "only engines other than FSDP read it, which are not built yet"
 _COMPILED = "not built yet: nothing is compiled so far"
 _DETERMINISTIC = (
@@ -73,7 +75,7 @@ _CHECKPOINT_KEYS: Table = {
     **_all(_CHECKPOINT, {"save_contents": _PARTS, "load_contents": _PARTS, "async_save": False}),
     "save_lora_only": (False, "a checkpoint of adapters never holds their base"),
     "strict": (True, "a checkpoint is always loaded whole, and every tensor must be there"),
-    "mbridge_config": ({}, _MEGATRON),
+    "mbridge_config": ({}, "checkpoints are written without a bridge"),
 }
 _MODEL: Table = {
     "use_remove_padding": (True, _ALWAYS_PACKED),
@@ -142,41 +144,10 @@ _FROZEN_FSDP: Table = {
     "model_dtype": ("float32", "frozen weights are stored in the precision of the passes: dtype"),
     "optimizer_offload": (False, "a frozen model has no optimizer"),
 }
-_ENGINES: Table = {
-    "megatron": ({}, _MEGATRON),
-    **_below(
-        "megatron",
-        _all(
-            _MEGATRON,
-            {
-                "param_offload": False,
-                "grad_offload": False,
-                "optimizer_offload": False,
-                "tensor_model_parallel_size": 1,
-                "pipeline_model_parallel_size": 1,
-                "virtual_pipeline_model_parallel_size": None,
-                "expert_tensor_parallel_size": None,
-                "context_parallel_size": 1,
-                "sequence_parallel": True,
-                "use_distributed_optimizer": True,
-                "use_dist_checkpointing": False,
-                "dist_checkpointing_path": None,
-                "use_mbridge": True,
-                "vanilla_mbridge": True,
-                "load_weight": True,
-                "seed": 42,
-                "dtype": "auto",
-                "override_ddp_config": {},
-                "override_transformer_config": {},
-                "override_mcore_model_config": {},
-            },
-        ),
-    ),
-    **_all(
-        "it is read only by that engine, which is not built",
-        {"mindspeed": {}, "torchtitan": {}, "veomni": {}},
-    ),
-}
+_ENGINES: Table = _all(
+    "it is read only by that engine, which is not built",
+    {"mindspeed": {}, "torchtitan": {}, "veomni": {}},
+)
 _SHARED_TRAINER: Table = {
     "max_critic_ckpt_to_keep": (
         None,
@@ -313,9 +284,15 @@ _ROLLOUT: Table = {
     "mtp": _only_with("actor_rollout_ref.model.mtp.enable=True"),
     "multi_stage_wake_up": (False, "the native engine shares its weights with the trainer"),
     "n_gpus_per_node": (8, "trainer.n_gpus_per_node decides"),
+    "over_sample_rate": (
+        0,
+        "no sample is dropped for being slow; an asynchronous run passes it over until it is there",
+    ),
     "qat": _only_with("qat.enable=True"),
     "quantization_config_file": (None, "rollout.quantization=fp8 needs no further settings"),
     "scheduling_policy": ("fcfs", "no result depends on the order of the sequences"),
+    "server": ({}, _IN_PROCESS),
+    "sglang_rollout_mode": (None, _IN_PROCESS),
     "skip_dump_dir": ("/tmp/rollout_dump", "only skip_rollout reads it, which is not built"),
 }
 _REF: Table = {
@@ -387,7 +364,6 @@ _REWARD_MODEL: Table = {
         ),
     ),
     "rollout": ({}, "a reward model is not behind a server: it scores a batch in one pass"),
-    "megatron": ({}, _MEGATRON),
     "load_weight": (True, "a reward model's weights are always loaded"),
     "nccl_timeout": (600, "actor_rollout_ref.nccl_timeout decides"),
     "profiler": ({}, _PROFILER),
@@ -415,7 +391,8 @@ RUN_IGNORED: Table = {
     "skip": _only_with("skip.rollout.enable=True"),
     "trainer.v1": _only_with("an asynchronous trainer.v1.trainer_mode"),
     "transfer_queue": ({}, "micro-batches go straight to the ranks that compute them"),
-    **_off(UNBUILT_RUN),
+    **MEGATRON_IGNORED,
+    **_off({**UNBUILT_RUN, **MEGATRON_UNBUILT}),
 }
 SFT_IGNORED: Table = {
     "data.num_workers": (8, "examples are rendered once, before the first step"),
@@ -451,7 +428,7 @@ SFT_IGNORED: Table = {
                 "distributed_strategy dp_replicate_size dsa_attention_implementation "
                 "dsa_indexer_implementation dynamic_context_parallel enable_compile enable_fp8 "
                 "enable_fsdp_offload enable_full_shard enable_reentrant ep_size "
-                "expert_model_parallel_size expert_parallel_size expert_tensor_parallel_size "
+                "expert_parallel_size expert_tensor_parallel_size "
                 "force_use_huggingface grad_offload init_device load_balancing_loss_implementation "
                 "load_checkpoint_path max_seq_len max_seqlen_per_dp_cp_rank mhc_implementation "
                 "mixed_precision moe_implementation mp_output_dtype mp_param_dtype mp_reduce_dtype "
@@ -503,7 +480,7 @@ def ignored_table(schema: type[BaseModel]) -> Table:
 def unbuilt_table(schema: type[BaseModel]) -> Mapping[str, Unbuilt]:
     """Return the keys of a schema that choose a capability that is not built."""
     tables: Mapping[type[BaseModel], Mapping[str, Unbuilt]] = {
-        RunConfig: UNBUILT_RUN,
+        RunConfig: {**UNBUILT_RUN, **MEGATRON_UNBUILT},
         SftConfig: UNBUILT_SFT,
     }
     return tables[schema]

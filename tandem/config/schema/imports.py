@@ -144,7 +144,9 @@ def describe(error: BaseException, files: Collection[str] = ()) -> str:
     message = " ".join(str(error).split())[:200]
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if frame.filename in files] or frames
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    # A module that is missing is reported by Python's own importer, which tells the user nothing.
+    is_known = bool(frames) and not frames[-1].filename.startswith("<frozen ")
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if is_known else ""
     return f"{type(error).__name__}: {message}{where}" if message else type(error).__name__ + where
 
 

@@ -26,7 +26,6 @@ ENGINES_IN_PROCESS = ("auto", "native", "hf", "vllm")
 VERLS_ENGINES = ("vllm", "sglang", *ENGINES_NOT_BUILT)
 """The engines that verl's scripts name."""
 
-_NO_PROCESS = "the engine has no processes of its own"
 _SAMPLES = "do_sample=True"
 TopK = Annotated[
     int,
@@ -95,7 +94,8 @@ class EngineKwargs(BaseModel):
     vllm: dict[str, Any] = Field(
         default_factory=dict[str, Any],
         description="Arguments of vLLM's EngineArgs. allow_untested=True allows versions of vLLM "
-        "that tandem was not tested with.",
+        "that tandem was not tested with. urls names servers that generate instead "
+        "(docs/servers.md); allow_public=True allows them addresses that are not private.",
         json_schema_extra=read_if("actor_rollout_ref.rollout.name=vllm"),
     )
     sglang: dict[str, Any] = Field(
@@ -208,7 +208,7 @@ class AgentConfig(BaseModel):
     agent_loop_config_path: str | None = Field(
         default=None,
         description="YAML file of agents of your own: commands or functions that call the policy "
-        "by OpenAI's protocol.",
+        "by OpenAI's protocol, and environments of OpenEnv.",
     )
     endpoint: str | None = Field(
         default=None,
@@ -331,9 +331,9 @@ class RolloutConfig(BaseModel):
     max_engine_restarts: int = Field(
         default=0,
         ge=0,
-        description="Number of times that an engine whose processes ended or stand still is "
-        "started again, in a run of one process. 0: the run ends.",
-        json_schema_extra=read_if(f"name!={'|'.join(ENGINES_IN_PROCESS)}: {_NO_PROCESS}"),
+        description="Number of workers that only generate that are replaced when they end, and "
+        "number of times that each worker starts its engine again when the engine's own processes "
+        "end or stand still. 0: the run ends.",
     )
     engine_kwargs: EngineKwargs = Field(
         default_factory=EngineKwargs,
@@ -439,6 +439,16 @@ class RolloutConfig(BaseModel):
         return self.tensor_model_parallel_size if self.name == "vllm" else 1
 
     @property
+    def is_in_process(self) -> bool:
+        """Whether the engine has no processes of its own."""
+        return self.name in ENGINES_IN_PROCESS
+
+    @property
+    def attaches_servers(self) -> bool:
+        """Whether servers of vLLM generate that somebody else has started."""
+        return self.name == "vllm" and self.engine_kwargs.vllm.get("urls") is not None
+
+    @property
     def restarts_engine(self) -> bool:
         """Whether an engine whose processes have ended is started again."""
-        return self.max_engine_restarts > 0 and self.name not in ENGINES_IN_PROCESS
+        return self.max_engine_restarts > 0 and not self.is_in_process

@@ -106,7 +106,6 @@ _ROLES: Mapping[str, Mapping[str, Unbuilt]] = {
             "Set actor_rollout_ref.hybrid_engine=False, which gives half of the devices to "
             "generation; trainer.separated_node_ratios sets other shares.",
         ),
-        "over_sample_rate": Unbuilt("the drop of the slowest samples", (0, None)),
         "skip_rollout": _RECORDED,
     },
     "critic.model": {
@@ -128,7 +127,7 @@ UNBUILT_RUN: Mapping[str, Unbuilt] = {
     **{f"{role}.{key}": entry for role, table in _ROLES.items() for key, entry in table.items()},
     "distillation.enabled": Unbuilt("distillation from a teacher"),
     "model_engine": Unbuilt(
-        "a training engine other than FSDP (Megatron, MindSpeed, TorchTitan, VeOmni)", ("dp", None)
+        "a training engine other than FSDP (MindSpeed, TorchTitan, VeOmni)", ("dp", None)
     ),
     **{f"skip.{kind}.enable": _RECORDED for kind in ("rollout", "async_rollout", "rollout_tq")},
     "trainer.v1.trainer_mode": Unbuilt(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tandem.models.kernels.experts import experts
 from tandem.models.kernels.gate import gate
 from tandem.models.kernels.logprob import logits, token_log_probs
 from tandem.models.kernels.norm import add_norm
@@ -21,5 +22,6 @@ TRITON = replace(
     packed_attention=VarlenAttention,
     token_log_probs=token_log_probs,
     logits=logits,
+    experts=experts,
     quantized=TRITON_QUANTIZED,
 )

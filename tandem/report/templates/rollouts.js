@@ -75,7 +75,9 @@
     cell(line, "number", "adv.", signed(record.advantage));
     const ended = record.finish === "length" ? " (cut)" : "";
     cell(line, "number", "tokens", record.length + ended);
-    element("div", "excerpt", cell(line, "wide prompt"), plain(record.prompt));
+    const asked = element("div", "excerpt", cell(line, "wide prompt"));
+    thumbnails(asked, record.pictures.slice(0, 1));
+    asked.append(plain(record.prompt));
     element("div", "excerpt", cell(line, "wide"), record.response);
     line.addEventListener("click", () => toggle(line, record));
     line.addEventListener("keydown", (event) => {
@@ -90,6 +92,14 @@
   // The rendered chat template without its control tokens and role names, for the one-line excerpt.
   function plain(prompt) {
     return prompt.replace(/<\|im_start\|>(system|user|assistant)?|<\|[a-z_]+\|>/g, " ").replace(/\s+/g, " ").trim();
+  }
+
+  function thumbnails(parent, pictures) {
+    pictures.forEach((picture, index) => {
+      const image = element("img", "thumbnail", parent);
+      image.alt = `picture ${index + 1} of the prompt`;
+      image.src = picture;
+    });
   }
 
   function signed(value) {
@@ -111,6 +121,7 @@
     const columns = element("div", "columns", holder);
     const left = element("div", "", columns);
     element("h3", "", left, "Prompt");
+    if (record.pictures.length) thumbnails(element("div", "pictures", left), record.pictures);
     element("pre", "text", left, record.prompt);
     left.appendChild(facts(record));
     const right = element("div", "", columns);

@@ -23,7 +23,6 @@ from torch.nn import functional as F  # noqa: N812
 from tandem.api import Capacity, EngineFacts
 from tandem.config.derived.experts import ExpertConfig
 from tandem.models.decoder import Decoder
-from tandem.models.quantized import QuantizedDecoder
 from tandem.models.routing import RecordedRoutes, expert_layers, route_dtype
 from tandem.pictures import total_shift
 from tandem.rollout.completion import complete
@@ -33,8 +32,8 @@ from tandem.rollout.native.cache import NUM_UNIFORMS, RowCache, TokenStates
 from tandem.rollout.native.scheduler import Admission, Removal, Row, Scheduler
 from tandem.rollout.native.shelf import Shelf
 from tandem.rollout.packing import cost_of, in_passes, pack
-from tandem.rollout.sampler import Draw, draw_tokens
-from tandem.rollout.settings import CacheShape, NativeRolloutConfig
+from tandem.rollout.sampler import Draw, DrawRule, draw_tokens
+from tandem.rollout.settings import CacheShape, NativeRolloutConfig, Substitute
 from tandem.types import Completion, GenerationRequest, TokenIds
 
 _SMALL_CACHE_BYTES = 64 * 2**20
@@ -64,12 +63,12 @@ class NativeRolloutEngine:
         decoder: Decoder,
         config: NativeRolloutConfig,
         *,
-        quantized: QuantizedDecoder | None = None,
+        substitute: Substitute | None = None,
     ) -> None:
-        """Build the engine. ``quantized`` computes in place of ``decoder``, if given."""
+        """Build the engine. ``substitute`` computes in place of ``decoder``, if given."""
         shape = CacheShape.of(decoder)
         self._decoder = decoder
-        self._quantized = quantized
+        self._substitute = substitute
         self._config = config
         self._device = shape.device
         self._experts = decoder.config.experts if config.records_routes else None
@@ -100,6 +99,10 @@ class NativeRolloutEngine:
             self._decoder.rotary.require_length(longest)
         self._scheduler.add(requests)
 
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        """Give up the states of samples that get no further turn."""
+        self._shelf.forget(sample_ids)
+
     def settle(self) -> None:
         """Return at once: between two advances nothing is being computed."""
 
@@ -109,8 +112,8 @@ class NativeRolloutEngine:
             return False
         self._cache.release()
         self._shelf.clear()
-        if self._quantized is not None:
-            self._quantized.free()
+        if self._substitute is not None:
+            self._substitute.free()
         return True
 
     def wake(self) -> None:
@@ -125,8 +128,8 @@ class NativeRolloutEngine:
     def set_weights_version(self, version: int) -> bool:
         """Tag later tokens with ``version``. The next step recomputes the cache, unless kept."""
         self._is_outdated |= self._scheduler.set_weights_version(version)
-        if self._quantized is not None:
-            self._quantized.outdate()
+        if self._substitute is not None:
+            self._substitute.outdate()
         return True
 
     def metrics(self) -> Mapping[str, float]:
@@ -140,8 +143,8 @@ class NativeRolloutEngine:
     @torch.inference_mode()
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """Generate until a sequence finishes; see ``api.Rollout``."""
-        if self._quantized is not None:
-            self._quantized.update()
+        if self._substitute is not None:
+            self._substitute.update()
         if self._is_outdated:
             self._update_cache()
         completions: list[Completion] = []
@@ -236,8 +239,8 @@ class NativeRolloutEngine:
         """Return the hidden states (T, D) of the tokens that ``attention`` was packed for."""
         packed = attention.packed
         self.num_prefilled_tokens += len(packed.token_T)
-        if self._quantized is not None:
-            return self._quantized(packed.token_T, packed.position_T, attention)
+        if self._substitute is not None:
+            return self._substitute(packed.token_T, packed.position_T, attention)
         view = packed.view
         return self._decoder(
             packed.token_T, packed.position_T, attention, view=view, routing=recorder
@@ -362,8 +365,8 @@ class NativeRolloutEngine:
         attention.column = column
         token_B = cache.tokens_RC[:num_rows, column - cache.first_column]
         position_B = column - cache.facts_4R[0, :num_rows] + cache.facts_4R[3, :num_rows]
-        if self._quantized is not None:
-            h_BD = self._quantized(token_B, position_B, attention)
+        if self._substitute is not None:
+            h_BD = self._substitute(token_B, position_B, attention)
         else:
             recorder = _recorder(self._experts)
             h_BD = self._decoder(token_B, position_B, attention, routing=recorder)
@@ -386,7 +389,7 @@ class NativeRolloutEngine:
         scheduler, cache = self._scheduler, self._cache
         rows, column = slice(first_row, first_row + len(logits_BV)), scheduler.column
         uniform_B = cache.uniform_RJ[rows, column - self._uniform_start]
-        draw = self._draw(logits_BV, uniform_B, first_row=first_row)
+        draw = _draw(logits_BV, uniform_B, rows=scheduler.rows[first_row:], rules=scheduler.rules)
         index = column - cache.first_column
         cache.tokens_RC[rows, index] = draw.token_B
         cache.logp_RC[rows, index] = draw.logp_B
@@ -396,21 +399,6 @@ class NativeRolloutEngine:
             stopped = [first_row + row for row in found[:, 0].tolist()]
         ended = scheduler.ended(stopped)
         return self._collect(ended) if ended else []
-
-    def _draw(self, logits_BV: Tensor, uniform_B: Tensor, *, first_row: int) -> Draw:
-        """Draw under each row's rule. Rows nearly always share one."""
-        rules = self._scheduler.rules
-        if len(rules) == 1:
-            return draw_tokens(logits_BV, uniform_B, rule=rules[0])
-        rows = self._scheduler.rows[first_row:]
-        token_B = torch.empty_like(uniform_B, dtype=torch.int64)
-        logp_B = torch.empty_like(uniform_B)
-        for rule in rules:
-            chosen = [i for i, row in enumerate(rows) if row.rule == rule]
-            index = torch.tensor(chosen, dtype=torch.int64, device=self._device)
-            part = draw_tokens(logits_BV[index], uniform_B[index], rule=rule)
-            token_B[index], logp_B[index] = part.token_B, part.logp_B
-        return Draw(token_B, logp_B)
 
     def _collect(self, ended: list[int]) -> list[Completion]:
         """Remove the rows ``ended`` from the batch, and return their completions."""
@@ -454,6 +442,22 @@ class NativeRolloutEngine:
                 self._shelf.put(row.sample_id, (*row.prompt_ids, *drawn), states=states)
         allocated = self._cache.num_bytes // self._cache.shape.bytes_per_token
         self._shelf.trim(self._max_tokens - allocated)
+
+
+def _draw(
+    logits_BV: Tensor, uniform_B: Tensor, *, rows: Sequence[Row], rules: Sequence[DrawRule]
+) -> Draw:
+    """Draw under each row's rule. Rows nearly always share one."""
+    if len(rules) == 1:
+        return draw_tokens(logits_BV, uniform_B, rule=rules[0])
+    token_B = torch.empty_like(uniform_B, dtype=torch.int64)
+    logp_B = torch.empty_like(uniform_B)
+    for rule in rules:
+        chosen = [i for i, row in enumerate(rows) if row.rule == rule]
+        index = torch.tensor(chosen, dtype=torch.int64, device=logits_BV.device)
+        part = draw_tokens(logits_BV[index], uniform_B[index], rule=rule)
+        token_B[index], logp_B[index] = part.token_B, part.logp_B
+    return Draw(token_B, logp_B)
 
 
 def _places(runs: Sequence[Sequence[int]]) -> tuple[slice, ...]:

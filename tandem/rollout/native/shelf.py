@@ -3,13 +3,13 @@
 
 A turn that ends leaves its keys and values here, and the next turn computes only the tokens that
 were not there yet. The shelf gives way to running rows: the sample that has waited longest goes
-first, and is computed from its first token when its turn comes. Which sample waits for no further
-turn is not known here; its states go when weights change, or when others need the room.
+first, and is computed from its first token when its turn comes.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tandem.rollout.native.cache import TokenStates
@@ -63,6 +63,11 @@ class Shelf:
         """Give up states until at most ``max_tokens`` tokens are kept."""
         while self._kept and self.num_tokens > max_tokens:
             self._drop(next(iter(self._kept)))
+
+    def forget(self, sample_ids: Iterable[int]) -> None:
+        """Give up the states of samples that get no further turn."""
+        for sample_id in sample_ids:
+            self._drop(sample_id)
 
     def clear(self) -> None:
         """Give up all states."""

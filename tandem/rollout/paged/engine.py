@@ -121,6 +121,10 @@ class PagedRolloutEngine:
             self._decoder.rotary.require_length(longest)
         self._scheduler.add(requests)
 
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        """Release the pages of samples that get no further turn."""
+        self._scheduler.parking.forget(sample_ids)
+
     def settle(self) -> None:
         """Wait for the launched window and read it."""
         last, self._flight = self._flight, None
@@ -134,6 +138,7 @@ class PagedRolloutEngine:
         if self._scheduler.has_work or self._finished:
             return False
         self._store = self._step = self._flight = None
+        self._scheduler.parking.clear()
         if self._quantized is not None:
             self._quantized.free()
         return True
@@ -148,22 +153,31 @@ class PagedRolloutEngine:
         """Do nothing."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return how many tokens were prefilled and decoded, and how many sequences preempted."""
+        """Return how many tokens were prefilled, decoded and kept between turns, how many sequences
+        were preempted, and of how many that wait for a turn the pages were taken.
+        """
+        parking = self._scheduler.parking
         return {
             "num_prefilled_tokens": self.num_prefilled_tokens,
             "num_decoded_tokens": self.num_decoded_tokens,
             "num_preempted": self._scheduler.num_preempted,
+            "num_kept_tokens": parking.num_reused,
+            "num_evicted": parking.num_evicted,
         }
 
     def set_weights_version(self, version: int) -> bool:
-        """Tag later tokens with ``version``. The next step recomputes the pages, unless kept."""
+        """Tag later tokens with ``version``. Unless pages are kept, the next step recomputes those
+        of rows, and those that are parked are given up.
+        """
         if version == self._weights_version:
             return True
         self.settle()
         self._weights_version = version
         if self._quantized is not None:
             self._quantized.outdate()
-        self._is_outdated |= not self._config.keeps_cache
+        if not self._config.keeps_cache:
+            self._scheduler.parking.clear()
+            self._is_outdated = True
         return True
 
     @torch.inference_mode()
@@ -192,6 +206,7 @@ class PagedRolloutEngine:
         if self._store is not None and self._store.num_pages < scheduler.wanted_pages:
             # The device may lack room for both stores. The pages are recomputed.
             self._store = self._step = None
+            self._scheduler.parking.clear()
             self._is_outdated = True
         kept = list(scheduler.rows)
         outdated = scheduler.recompute() if self._is_outdated else []

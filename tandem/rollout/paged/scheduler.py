@@ -5,7 +5,8 @@ A sequence waits, runs and finishes. Waiting ones enter in order as soon as ther
 for them. When pages run out, the newest running one is preempted: it returns to the head of the
 queue with its tokens, and its pages are recomputed later. The running samples of a prompt share its
 full pages, whenever they entered. Each owns a copy of the page that the prompt fills in part. The
-prompt is computed only for the first of them.
+prompt is computed only for the first of them. A sample that may continue leaves its pages parked
+(``parking.py``); they give way to whatever runs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tandem.rollout.order import put_behind_older
 from tandem.rollout.packing import cost_of, in_passes
 from tandem.rollout.paged.cache import PAGE_TOKENS, TailCopy
 from tandem.rollout.paged.pages import PagePool
+from tandem.rollout.paged.parking import Parked, Parking
 from tandem.rollout.settings import Limits
 from tandem.types import GenerationRequest, SamplingParams, TokenIds
 
@@ -34,7 +36,7 @@ class Running:
         pages: the pages that it owns, in order.
         holders: the samples of its prompt that own pages; one list for all of them.
         version_starts: (index, version) of the first token that each version drew.
-        first_index: as in ``GenerationRequest``.
+        first_index, continues: as in ``GenerationRequest``.
     """
 
     sample_id: int
@@ -48,6 +50,7 @@ class Running:
     holders: list[Running] = field(default_factory=list["Running"], repr=False)
     version_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     first_index: int = 0
+    continues: bool = False
 
     @property
     def num_remaining(self) -> int:
@@ -117,10 +120,11 @@ class PagedScheduler:
 
     Attributes:
         rows: the running sequences, in the order of the device's rows.
+        parking: the pages of samples that wait for another turn.
         num_preempted: the number of preemptions.
         wanted_pages: the number of pages to allocate: at least as many as all sequences so far can
-            own at once, within the limits. It grows in large steps, because growing recomputes all
-            pages. No page of a higher number is used.
+            own at once, within the limits, and those that are parked. It grows in large steps,
+            because growing recomputes all pages. No page of a higher number is used.
         longest_pages: pages of the longest sequence so far.
     """
 
@@ -137,6 +141,7 @@ class PagedScheduler:
         self._window_tokens = window_tokens
         self._page_tokens = page_tokens
         self._pool = PagePool(num_pages)
+        self.parking = Parking(self._pool)
         self._waiting: deque[tuple[Running, ...]] = deque()
         self.rows: list[Running] = []
         self.num_preempted = 0
@@ -170,9 +175,10 @@ class PagedScheduler:
         self._waiting.extend(
             [self._unit(request) for request in requests if request.first_index == 0]
         )
-        most = self._most_pages()
+        most = min(self._most_pages() + self.parking.num_pages, self._num_pages)
         if most > self.wanted_pages:
-            bound = min(self._limits.max_rows * self.longest_pages, self._num_pages)
+            of_rows = self._limits.max_rows * self.longest_pages
+            bound = self._num_pages if len(self.parking) else min(of_rows, self._num_pages)
             self.wanted_pages = min(max(most, self.wanted_pages * 3 // 2), bound)
 
     def _unit(self, request: GenerationRequest) -> tuple[Running, ...]:
@@ -186,6 +192,7 @@ class PagedScheduler:
                 self._page_tokens,
                 holders=holders,
                 first_index=request.first_index,
+                continues=request.continues,
             )
             for sample_id in request.sample_ids
         )
@@ -202,10 +209,12 @@ class PagedScheduler:
             return entries
         budget = self._limits.max_prefill_tokens
         while self._waiting:
-            run = _next_run(self._waiting[0][0])
+            head = self._waiting[0]
+            parked = self._parked_of(head)
+            run = _next_run(head[0]) if parked is None else _further_run(head[0], parked)
             if entries and run.cost > budget:
                 break
-            entry = self._enter_head(run)
+            entry = self._enter_head(run) if parked is None else self._enter_again(run)
             if entry is None:
                 break
             entries.append(entry)
@@ -232,26 +241,54 @@ class PagedScheduler:
         ]
 
     def has_window(self) -> bool:
-        """Return whether there are enough free pages for the next window of all rows."""
-        return sum(map(self._missing, self.rows)) <= self._pool.num_free
+        """Return whether there are enough free pages for the next window of all rows, for which
+        parked pages give way.
+        """
+        missing = sum(map(self._missing, self.rows))
+        self._free_parked(missing)
+        return missing <= self._pool.num_free
 
     def reserve_window(self) -> None:
         """Give each row the pages that its next window may fill.
 
-        While there are too few, the newest row is preempted. The results of all launched steps must
-        then have been read.
+        While there are too few, parked pages give way, and then the newest row is preempted. The
+        results of all launched steps must then have been read.
         """
+        self._free_parked(sum(map(self._missing, self.rows)))
         while sum(missing := list(map(self._missing, self.rows))) > self._pool.num_free:
             self._preempt_newest()
         for sequence, count in zip(self.rows, missing, strict=True):
             sequence.pages += self._pool.take(count)
 
     def remove(self, finished: Sequence[Running]) -> None:
-        """Remove finished rows and free the pages that they alone own. The order is kept."""
+        """Remove finished rows. Free the pages that they alone own, or keep them. The order of the
+        others is kept.
+        """
         leaving = set(map(id, finished))
         self.rows = [sequence for sequence in self.rows if id(sequence) not in leaving]
         for sequence in finished:
+            if sequence.continues:
+                self._park(sequence)
             self._free(sequence)
+
+    def _park(self, sequence: Running) -> None:
+        """Keep the pages with keys. The newest token has none yet."""
+        token_ids = (*sequence.prompt_ids, *sequence.token_ids)[:-1]
+        num_pages = self._pages_for(len(token_ids))
+        pages, sequence.pages = sequence.pages[:num_pages], sequence.pages[num_pages:]
+        self.parking.put(sequence.sample_id, token_ids, pages=tuple(pages))
+
+    def _parked_of(self, unit: tuple[Running, ...]) -> Parked | None:
+        """Return the pages from which waiting sequences can go on, if there are any."""
+        first = unit[0]
+        if first.first_index == 0 or len(unit) > 1 or first.token_ids:
+            return None
+        return self.parking.find(first.sample_id, first.prompt_ids)
+
+    def _free_parked(self, num_pages: int, *, but: int = -1) -> None:
+        """Let parked pages give way until ``num_pages`` are free among those that are allocated."""
+        num_unallocated = self._num_pages - self.wanted_pages
+        self.parking.give_way(num_pages + num_unallocated, but=but)
 
     def _most_pages(self) -> int:
         """Return a bound on the pages in use at any later time."""
@@ -268,8 +305,10 @@ class PagedScheduler:
         num_shared = first.num_shared_pages
         missing = 0 if first.holders else num_shared
         own = self._pages_for(self._first_end(first)) - num_shared
+        free_rows = self._limits.max_rows - len(self.rows)
+        self._free_parked(missing + len(self.rows) + own * min(len(head), free_rows))
         spare = self._pool.num_free - missing - len(self.rows)
-        count = min(len(head), self._limits.max_rows - len(self.rows), spare // max(1, own))
+        count = min(len(head), free_rows, spare // max(1, own))
         if count <= 0 and not self.rows and own + missing <= self._pool.num_free:
             count = 1
         if count <= 0:
@@ -290,6 +329,22 @@ class PagedScheduler:
         self.rows += entering
         run = replace(run, pages=tuple(first.pages))
         return Entry(run, entering, _tail_copies(first.holders[0], entering))
+
+    def _enter_again(self, run: Run) -> Entry | None:
+        """Admit the head of the queue, which goes on in its parked pages, if there is room."""
+        (sequence,) = self._waiting[0]
+        own = self._pages_for(self._first_end(sequence)) - len(run.prefix_pages)
+        if len(self.rows) >= self._limits.max_rows:
+            return None
+        self._free_parked(own + len(self.rows), but=sequence.sample_id)
+        if self._pool.num_free < own + len(self.rows):
+            return None
+        self._waiting.popleft()
+        parked = self.parking.take(sequence.sample_id)
+        sequence.pages = [*parked.pages, *self._pool.take(own)]
+        sequence.holders.append(sequence)
+        self.rows.append(sequence)
+        return Entry(replace(run, pages=tuple(sequence.pages)), (sequence,))
 
     def _first_end(self, sequence: Running) -> int:
         """Return how many keys are stored after the first draw and the window that follows."""
@@ -315,6 +370,7 @@ class PagedScheduler:
         self.num_preempted += 1
 
     def _free(self, sequence: Running) -> None:
+        """Release the pages of a row that it has left."""
         self._pool.release(sequence.pages)
         sequence.pages = []
         sequence.holders.remove(sequence)
@@ -335,6 +391,12 @@ def _next_run(sequence: Running) -> Run:
     # there is overwritten with one that differs only by rounding or by newer weights.
     run, start = (response, len(prompt)) if response else (prompt[-1:], len(prompt) - 1)
     return Run(run, start, (), _prompt_pages(sequence.holders[0]))
+
+
+def _further_run(sequence: Running, parked: Parked) -> Run:
+    """Return the run of the tokens that are not in the parked pages."""
+    num_kept = len(parked.token_ids)
+    return Run(sequence.prompt_ids[num_kept:], num_kept, (), parked.pages)
 
 
 def _prompt_again(group: Sequence[Running]) -> Entry:

@@ -94,6 +94,9 @@ class SglangRolloutEngine:
                 )
         self._process.call("add", {"samples": samples})
 
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        """Do nothing: earlier turns are in the engine's prefix cache, which gives way by itself."""
+
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """Generate until a sequence finishes. The canary of new weights comes first."""
         if not self._samples:

@@ -16,7 +16,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import HashStore
 
 from tandem.rollout.keyed_random import uniforms
 from tandem.rollout.sampler import DrawRule, draw_rows
@@ -39,7 +40,12 @@ def of_sglang(module: str, name: str) -> Any:
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """Run SGLang's scheduler with tandem's sampler. It is the main function of the process."""
+    """Run SGLang's scheduler with tandem's sampler. It is the main function of the process.
+
+    SGLang's own store would listen at every address of the host. Its world is this process, so that
+    a store without a server does.
+    """
+    distributed.init_process_group(store=HashStore(), rank=0, world_size=1)
     register_sampler()
     of_sglang("managers.scheduler", "run_scheduler_process")(*args, **kwargs)
 

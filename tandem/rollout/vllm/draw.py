@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keyed draw as a logits processor of vLLM (the interface of its model runner V1).
 
-vLLM is asked for greedy tokens without log-probs. The processor draws as the native engines do, and
-leaves only the drawn token. Tokens are therefore keyed by (seed, sample id, position). Log-probs
-are those of the temperature-scaled distribution before top-k and top-p.
+vLLM is asked for greedy tokens. The processor draws as the native engines do, and leaves only the
+drawn token, with its log-prob, which a server returns. Tokens are therefore keyed by (seed, sample
+id, position). Log-probs are those of the temperature-scaled distribution before top-k and top-p.
 
 Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ from tandem.rollout.vllm.library import of_vllm
 from tandem.types import TokenIds
 
 GREEDY = DrawRule(temperature=0.0, top_k=-1, top_p=1.0)
+NOT_FINITE = -9999.0
+"""What stands for a log-prob that is NaN. vLLM's servers replace NaN by it too."""
 
 
 @dataclass(slots=True)
@@ -57,16 +59,20 @@ class Stream:
 class Rows:
     """The streams of the rows of vLLM's batch."""
 
-    def __init__(self, streams: Mapping[str, Stream], device: torch.device) -> None:
-        self._streams = streams
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._rows: dict[int, Stream] = {}
 
-    def add(self, index: int, name: str, *, token_ids: Sequence[int]) -> None:
-        """Put a stream into a row. ``token_ids`` are its tokens so far, which vLLM appends to."""
-        stream = self._streams[name]
-        stream.token_ids = token_ids
-        self._rows[index] = stream
+    def add(self, index: int, stream: Stream | None, *, token_ids: Sequence[int]) -> None:
+        """Put a stream into a row; None: vLLM draws the tokens of the row.
+
+        Args:
+            token_ids: the tokens of the stream so far, which vLLM appends to.
+        """
+        self.remove(index)
+        if stream is not None:
+            stream.token_ids = token_ids
+            self._rows[index] = stream
 
     def remove(self, index: int) -> None:
         """Empty a row."""
@@ -74,14 +80,26 @@ class Rows:
 
     def move(self, source: int, target: int, *, swaps: bool) -> None:
         """Move a stream to another row, or swap the streams of two rows."""
-        moved, replaced = self._rows.pop(source), self._rows.pop(target, None)
-        self._rows[target] = moved
+        moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
+        if moved is not None:
+            self._rows[target] = moved
         if swaps and replaced is not None:
             self._rows[source] = replaced
 
     def draw(self, logits_BV: Tensor) -> Tensor:
-        """Draw a token per row. Return minus infinity except at these tokens."""
-        rows = [self._rows[index] for index in range(len(logits_BV))]
+        """Draw a token per row with a stream. Return minus infinity except at these tokens, which
+        have their log-prob there. All other rows stay as they are.
+        """
+        places = [index for index in range(len(logits_BV)) if index in self._rows]
+        if len(places) == len(logits_BV):
+            return self._draw(logits_BV, [self._rows[index] for index in places])
+        if places:
+            place_R = torch.tensor(places, device=logits_BV.device)
+            drawn_RV = self._draw(logits_BV[place_R], [self._rows[index] for index in places])
+            logits_BV[place_R] = drawn_RV
+        return logits_BV
+
+    def _draw(self, logits_BV: Tensor, rows: Sequence[Stream]) -> Tensor:
         positions = [len(row.token_ids) for row in rows]
         keys_B = torch.tensor([row.key for row in rows], device=self._device)
         position_B1 = torch.tensor(positions, device=self._device)[:, None]
@@ -96,13 +114,16 @@ class Rows:
         logps = draw.logp_B.tolist()
         for row, position, logp in zip(rows, positions, logps, strict=True):
             row.log_probs[position:] = [logp]
-        return logits_BV.fill_(float("-inf")).scatter_(1, draw.token_B[:, None], 0.0)
+        # Not NaN, of which vLLM's greedy choice may pick another token.
+        shown_B1 = draw.logp_B[:, None].nan_to_num(nan=NOT_FINITE)
+        return logits_BV.fill_(float("-inf")).scatter_(1, draw.token_B[:, None], shown_B1)
 
 
-def processor_class(streams: Mapping[str, Stream]) -> type:
-    """Return the class of a logits processor for vLLM that draws for ``streams``.
+def processor_class(stream_of: Callable[[Any], Stream | None]) -> type:
+    """Return the class of a logits processor for vLLM that draws the tokens of streams.
 
-    A request names its stream by ``extra_args["stream"]``.
+    Args:
+        stream_of: returns the stream of a request by its sampling parameters; None: vLLM draws.
     """
     base = of_vllm("v1.sample.logits_processor", "LogitsProcessor")
     moves = of_vllm("v1.sample.logits_processor", "MoveDirectionality")
@@ -111,7 +132,7 @@ def processor_class(streams: Mapping[str, Stream]) -> type:
         """A logits processor that leaves only the token of the keyed draw."""
 
         def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-            self._rows = Rows(streams, device)
+            self._rows = Rows(device)
 
         def is_argmax_invariant(self) -> bool:
             """Return False: the likeliest token changes."""
@@ -124,7 +145,7 @@ def processor_class(streams: Mapping[str, Stream]) -> type:
             for index in batch_update.removed:
                 self._rows.remove(index)
             for index, params, _, token_ids in batch_update.added:
-                self._rows.add(index, params.extra_args["stream"], token_ids=token_ids)
+                self._rows.add(index, stream_of(params), token_ids=token_ids)
             for source, target, direction in batch_update.moved:
                 self._rows.move(source, target, swaps=direction == moves.SWAP)
 

@@ -19,19 +19,21 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from tandem.api import Capacity, EngineFacts, EngineFailure
+from tandem.api import Capacity, EngineFacts, EngineFailure, RolloutEngine
 from tandem.platforms.environment import set_defaults
+from tandem.rollout.attached.engine import build as build_attached
 from tandem.rollout.canary import NUM_TOKENS, expected_log_probs, fixed_tokens, require_equal
 from tandem.rollout.completion import complete
 from tandem.rollout.factory import EngineSpec
 from tandem.rollout.feed import checkpoint_views
 from tandem.rollout.keyed_random import stream_keys
 from tandem.rollout.sampler import DrawRule
+from tandem.rollout.step_watch import StepWatch
 from tandem.rollout.vllm.arguments import engine_arguments
 from tandem.rollout.vllm.draw import GREEDY, Stream, processor_class
 from tandem.rollout.vllm.library import ENVIRONMENT, of_vllm, undisturbed_process
 from tandem.rollout.vllm.ranks import Ranks
-from tandem.rollout.vllm.weights import VllmSink
+from tandem.rollout.vllm.weights import LoadedModel, VllmSink
 from tandem.types import Completion, GenerationRequest, SliceSpec, TokenIds
 
 _CANARY = "canary"
@@ -70,11 +72,17 @@ class VllmRolloutEngine:
             for name, view in checkpoint_views(spec.model)
         ]
         worker = engine.model_executor.driver_worker
-        self._sink = VllmSink(worker, manifest, on_end=self._expect)
+        target = LoadedModel(
+            get_model=worker.model_runner.get_model,
+            device=torch.device(worker.device),
+            vllm_config=worker.vllm_config,
+        )
+        self._sink = VllmSink(target, manifest, on_end=self._expect)
         self._samples: dict[str, _Sample] = {}
         self._finished: list[Completion] = []
         self._expected_R: Tensor | None = None
         self._version = -1
+        self._watch = StepWatch("vLLM")
         self._is_asleep = self._is_closed = False
         self._num_requests = self._num_prefilled_tokens = 0
         self._num_cached_tokens = self._num_decoded_tokens = 0
@@ -98,6 +106,9 @@ class VllmRolloutEngine:
                 self._request(
                     name, request.prompt_ids, stream=stream, eos_ids=eos_ids, length=length
                 )
+
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        """Do nothing: earlier turns are in the engine's prefix cache, which gives way by itself."""
 
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         """Generate until a sequence finishes, and until the canary has passed.
@@ -180,6 +191,7 @@ class VllmRolloutEngine:
         if self._is_closed:
             return
         self._is_closed = True
+        self._watch.close()
         self._engine.engine_core.shutdown()
         self._ranks.leave()
 
@@ -221,7 +233,8 @@ class VllmRolloutEngine:
     def _step(self) -> None:
         self._sink.require_whole()
         try:
-            outputs = self._engine.step()
+            with self._watch.watching():
+                outputs = self._engine.step()
         except RuntimeError as error:
             raise EngineFailure(f"vLLM: {first_line(error)}") from error
         for output in outputs:
@@ -265,7 +278,18 @@ class VllmRolloutEngine:
             self._engine.abort_request([_CANARY])
 
 
-def build(spec: EngineSpec) -> VllmRolloutEngine:
+def build(spec: EngineSpec) -> RolloutEngine:
+    """Build the engine with vLLM in this process, or over the servers that are to be attached.
+
+    Raises:
+        EngineFailure: vLLM cannot serve the model, or a server does not answer.
+    """
+    if spec.config.attaches_servers:
+        return build_attached(spec)
+    return build_here(spec)
+
+
+def build_here(spec: EngineSpec) -> VllmRolloutEngine:
     """Build the engine with vLLM in this process. Collective over the processes of a pool.
 
     Raises:
@@ -289,7 +313,7 @@ def _start(spec: EngineSpec, streams: dict[str, Stream], *, executor: type) -> A
     """Return vLLM's engine, whose logits processor draws for ``streams``."""
     arguments = of_vllm("", "EngineArgs")(
         **engine_arguments(spec),
-        logits_processors=[processor_class(streams)],
+        logits_processors=[processor_class(lambda params: streams[params.extra_args["stream"]])],
         distributed_executor_backend=executor,
     )
     usage = of_vllm("usage.usage_lib", "UsageContext").ENGINE_CONTEXT

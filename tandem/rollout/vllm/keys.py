@@ -19,6 +19,8 @@ from tandem.rollout.argument_check import check_arguments as check_against
 SECTION = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 ALLOW_UNTESTED = "allow_untested"
 """An entry of tandem's own."""
+URLS = "urls"
+"""An entry of tandem's own: the servers that generate instead (``rollout.attached``)."""
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _LENGTHS = "data.max_prompt_length and data.max_response_length"
@@ -96,7 +98,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     """Raise UserError if ``engine_kwargs.vllm`` has an entry that vLLM or tandem does not take."""
     known = known_arguments() if given else frozenset[str]()
     rules = ArgumentRules(
-        SECTION, "vLLM's EngineArgs", _HAS_KEY, _IS_TANDEMS, own=(ALLOW_UNTESTED,)
+        SECTION, "vLLM's EngineArgs", _HAS_KEY, _IS_TANDEMS, own=(ALLOW_UNTESTED, URLS)
     )
     check_against(rules, given, known=known)
 

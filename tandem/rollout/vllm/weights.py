@@ -9,6 +9,7 @@ logs a parameter that is skipped.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +23,28 @@ _RELOAD = "model_executor.model_loader.reload"
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """The model of a vLLM worker in this process.
+
+    Attributes:
+        get_model: returns the module.
+        device: the device of its weights.
+        vllm_config: vLLM's ``VllmConfig``.
+    """
+
+    get_model: Callable[[], Any]
+    device: torch.device
+    vllm_config: Any
+
+
 class VllmSink:
     """An ``api.WeightSink`` over the model of a vLLM worker in this process."""
 
     def __init__(
-        self, worker: Any, manifest: Sequence[SliceSpec], *, on_end: Callable[[], None]
+        self, target: LoadedModel, manifest: Sequence[SliceSpec], *, on_end: Callable[[], None]
     ) -> None:
-        self._worker = worker
+        self._target = target
         self._manifest = manifest
         self._on_end = on_end
         self._missing: dict[str, None] = {}
@@ -46,7 +62,7 @@ class VllmSink:
         self._missing = dict.fromkeys(spec.name for spec in self._manifest)
         # A tied head is listed apart from its embedding once the model is open.
         self._unwritten = {name for name, _ in model.named_parameters()}
-        with self._context(), self._device():
+        with self._context(), self._target.device:
             of_vllm(_RELOAD, "initialize_layerwise_reload")(model)
 
     def take(self, name: str, tensor: Tensor) -> None:
@@ -54,8 +70,8 @@ class VllmSink:
         if name not in self._missing:
             raise EngineFailure(f"vLLM: weight {name} came twice, or is not in the manifest")
         del self._missing[name]
-        with self._context(), self._device():
-            copy = tensor.to(self._worker.device, copy=True)
+        with self._context(), self._target.device:
+            copy = tensor.to(self._target.device, copy=True)
             written = self._model().load_weights((name, copy) for name in self._names_of(name))
             self._unwritten -= set(written or ())
 
@@ -66,9 +82,9 @@ class VllmSink:
         if self._unwritten:
             raise EngineFailure(f"vLLM: parameters were not written: {_some(self._unwritten)}")
         model = self._model()
-        with self._context(), self._device():
+        with self._context(), self._target.device:
             finalize = of_vllm(_RELOAD, "finalize_layerwise_reload")
-            finalize(model, self._worker.vllm_config.model_config)
+            finalize(model, self._target.vllm_config.model_config)
             _refresh_tied_head(model)
             _repack_experts(model)
         self._opened = None
@@ -90,13 +106,10 @@ class VllmSink:
         return (name,)
 
     def _model(self) -> Any:
-        return self._worker.model_runner.get_model()
+        return self._target.get_model()
 
     def _context(self) -> Any:
-        return of_vllm("config", "set_current_vllm_config")(self._worker.vllm_config)
-
-    def _device(self) -> torch.device:
-        return torch.device(self._worker.device)
+        return of_vllm("config", "set_current_vllm_config")(self._target.vllm_config)
 
 
 def _some(names: Sequence[str] | dict[str, None] | set[str]) -> str:

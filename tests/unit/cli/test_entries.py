@@ -11,6 +11,8 @@ from tandem.cli.entries import ENTRIES, spelled_out
 from tandem.cli.main import main
 from tandem.config.schema.verl_defaults import VERL_DEFAULTS
 
+SFT = "verl.trainer.fsdp_sft_trainer"
+
 
 def test_every_entry_is_a_module_and_has_defaults() -> None:
     for name, entry in ENTRIES.items():
@@ -28,6 +30,16 @@ def test_every_entry_is_a_module_and_has_defaults() -> None:
         ),
         (["plan", "sft_trainer"], ["plan", "sft", "--config-name=sft_trainer_engine"]),
         (["train", "main_ppo"], ["train", "main_ppo"]),
+        (
+            ["plan", "--json", "python3", "-m", "verl.trainer.main_ppo", "a=b"],
+            ["plan", "--json", "--config-name=ppo_trainer", "a=b"],
+        ),
+        (
+            [*["plan", "torchrun", "--standalone", "--nproc-per-node", "8"], "-m", SFT, "a=b"],
+            ["plan", "sft", "--config-name=sft_trainer", "trainer.n_gpus_per_node=8", "a=b"],
+        ),
+        (["plan", "python3", "-m", "other.module"], ["plan", "python3", "-m", "other.module"]),
+        (["plan", "python3", "-m"], ["plan", "python3", "-m"]),
         ([], []),
     ],
 )

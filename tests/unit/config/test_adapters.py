@@ -97,7 +97,9 @@ def test_verls_two_spellings_mean_the_same() -> None:
 def test_rules_choose_modules_as_pefts_do(
     arguments: tuple[str, ...], number: int, first: str
 ) -> None:
-    found = adapters(RANK, *(f"{MODEL}.{argument}" for argument in arguments)).modules(2)
+    found = adapters(RANK, *(f"{MODEL}.{argument}" for argument in arguments)).modules(
+        2, sees=False
+    )
     assert (len(found), found[0]) == (number, first)
 
 
@@ -130,7 +132,7 @@ def test_l13_saved_adapters_of_other_kinds_are_refused(
     tmp_path: Path, change: Mapping[str, Any], message: str
 ) -> None:
     folder = write_adapter(tmp_path / "adapter", {**SAVED, **change})
-    refused(message, RANK, f"{MODEL}.lora_adapter_path={folder}")
+    assert_refused(message, RANK, f"{MODEL}.lora_adapter_path={folder}")
 
 
 @pytest.mark.parametrize(
@@ -145,12 +147,14 @@ def test_damaged_folders_are_named(
     tmp_path: Path, content: Mapping[str, Any] | str, weights: bool, message: str
 ) -> None:
     folder = write_adapter(tmp_path / "adapter", content, weights=weights)
-    refused(message, f"{MODEL}.lora_adapter_path={folder}")
+    assert_refused(message, f"{MODEL}.lora_adapter_path={folder}")
 
 
 def test_a_folder_that_is_missing_or_no_adapter_is_named(tmp_path: Path) -> None:
-    refused("no such folder. Name a folder", f"{MODEL}.lora_adapter_path={tmp_path / 'nowhere'}")
-    refused(f"it has no {ADAPTER_CONFIG}", f"{MODEL}.lora_adapter_path={tmp_path}")
+    assert_refused(
+        "no such folder. Name a folder", f"{MODEL}.lora_adapter_path={tmp_path / 'nowhere'}"
+    )
+    assert_refused(f"it has no {ADAPTER_CONFIG}", f"{MODEL}.lora_adapter_path={tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -163,12 +167,12 @@ def test_a_folder_that_is_missing_or_no_adapter_is_named(tmp_path: Path) -> None
     ],
 )
 def test_l13_rules_that_match_nothing_are_refused(argument: str, message: str) -> None:
-    refused(message, RANK, f"{MODEL}.{argument}")
+    assert_refused(message, RANK, f"{MODEL}.{argument}")
 
 
-def refused(message: str, *arguments: str) -> None:
+def assert_refused(message: str, *arguments: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        adapters(*arguments).modules(2)
+        adapters(*arguments).modules(2, sees=False)
     assert "\n" not in str(caught.value)
 
 
@@ -212,6 +216,10 @@ def test_keys_that_adapters_do_not_read_are_listed(tmp_path: Path) -> None:
     path = f"{MODEL}.lora_adapter_path={folder}"
     assert "says it" in without_effect(path, f"{alpha}=8")[alpha]
     assert "float32" in without_effect(RANK, f"{fsdp}=bfloat16")[fsdp]
+    seeds = ("trainer.seed=5", "data.seed=1", "actor_rollout_ref.rollout.seed=2")
+    assert "trainer.seed" in without_effect(*seeds)
+    assert "trainer.seed" in without_effect(*seeds, path)
+    assert "trainer.seed" not in without_effect(*seeds, RANK), "it draws the adapters"
 
 
 def test_a_rate_for_all_weights_is_warned_of() -> None:

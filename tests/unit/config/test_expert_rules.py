@@ -48,6 +48,29 @@ def test_not_built_for_experts(arguments, text):
     assert text in problem(RunConfig, arguments)
 
 
+DIVIDED = f"{ROLES}.actor.fsdp_config.expert_model_parallel_size"
+SIX = replace(TINY, experts=ExpertConfig(6, 2, inner=32))
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes", "text"),
+    [
+        ((f"{DIVIDED}=8",), EXPERTS, f"{DIVIDED}=8: must divide the 8 experts of a layer and the 4 "
+         f"device(s) that hold the weights once. Set {DIVIDED}=4."),
+        ((f"{DIVIDED}=4",), SIX, f"{DIVIDED}=4: must divide the 6 experts of a layer and the 4 "
+         f"device(s) that hold the weights once. Set {DIVIDED}=2."),
+        ((f"{DIVIDED}=4", f"{ROLES}.actor.fsdp_config.fsdp_size=2"), EXPERTS,
+         f"and the 2 device(s) that hold the weights once. Set {DIVIDED}=2."),
+        ((f"{DIVIDED}=2",), TINY, f"the model has no experts to divide. Leave out {DIVIDED}."),
+    ],
+)  # fmt: skip
+def test_mo15_experts_that_do_not_divide_are_refused(words, sizes, text):
+    config = load_config(RunConfig, ["trainer.n_gpus_per_node=4", *words]).config
+    with pytest.raises(UserError) as raised:
+        require_division(config, place_run(config), models={"actor-train": sizes})
+    assert text in str(raised.value) and "\n" not in str(raised.value)
+
+
 def test_supervised_runs_are_refused_alike():
     assert problem(SftConfig, ["model.lora_rank=8"]).startswith("model.target_modules=")
 
@@ -59,7 +82,7 @@ def test_adapters_of_attention_are_accepted():
     assert require_division(config, place, models={"actor-train": EXPERTS}) is None
 
 
-@pytest.mark.parametrize("name", ["hf", "vllm"])
+@pytest.mark.parametrize("name", ["hf", "vllm", "sglang"])
 def test_engines_with_weights_of_their_own_do_not_generate(name):
     found = problem_of(name, {"model_type": "qwen3_moe"})
     assert found is not None and "experts" in found.reason

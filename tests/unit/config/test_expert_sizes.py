@@ -8,6 +8,9 @@ from math import prod
 import pytest
 
 from tandem.config.derived.sizes import ModelSizes
+from tandem.config.parse.overrides import load_config
+from tandem.config.plan.memory import plan_memory
+from tandem.config.schema.run import RunConfig
 from tandem.metrics.throughput import matmul_parameters
 from tandem.models.decoder import parameter_shapes
 from tandem.models.families import decoder_config
@@ -70,3 +73,20 @@ def test_mo14_kept_activations_of_layers_with_experts():
     heads = 3 * (32 + 4) * 128
     pointwise = 4 * (3 * 2048 + heads) + 2 * 6144 + sparse
     assert sizes.kept_numbers_per_token("pointwise") == pointwise
+
+
+def test_mo14_divided_experts_are_held_and_gathered_in_parts():
+    words = ["trainer.n_gpus_per_node=8", "trainer.device=cuda"]
+    key = "actor_rollout_ref.actor.fsdp_config.expert_model_parallel_size"
+    sizes = ModelSizes.of(A3B)
+
+    def of(divided: int):
+        loaded = load_config(RunConfig, [*words, f"{key}={divided}"])
+        (plan,) = plan_memory(loaded.config, sizes).values()
+        return plan
+
+    one, eight = of(1), of(8)
+    assert one.weights == eight.weights == pytest.approx(4 * 30_532_122_624 / 8, rel=1e-3)
+    # Two layers are gathered at once, in bf16. The largest gradient becomes that of the embedding.
+    routed = 3 * 2048 * 768 * 128
+    assert one.gathered - eight.gathered >= 2 * 2 * routed * 7 // 8

@@ -50,7 +50,11 @@ def test_every_form_is_parsed(argument: str, name: str, value: Any, mode: Mode) 
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("a=1,2", "a='1,2': a sweep over several values is not supported. Write a list, 'a=[1,2]'"),
+        (
+            "a=1,2",
+            "a='1,2': it has several values, which only tandem sweep takes. Write a list, "
+            "'a=[1,2]'",
+        ),
         ("a=[1,2", "'a=[1,2': not a valid override"),
         ("data.train_batch_size", "must be key=value or a recipe file (.yaml)"),
         (

@@ -15,6 +15,7 @@ from tandem.config.schema.run import RunConfig
 from tandem.config.schema.sft import SftConfig
 from tandem.errors import UserError
 from tandem.rollout.paged.cache import PAGE_TOKENS
+from tests.fakes.configured import IN_TURNS
 
 HALF_BILLION = {
     "num_hidden_layers": 24,
@@ -230,15 +231,6 @@ def test_what_rests_on_the_host_leaves_the_device() -> None:
     assert plan.gathered == one(FOUR).gathered
     # They come back for training, while the cache stays where it is.
     assert one(FOUR, f"{LAYOUT}.param_offload=True").weights == one(FOUR).weights
-
-
-IN_TURNS = (
-    "trainer.async_pipeline=True",
-    "trainer.generate_ahead_steps=1",
-    "actor_rollout_ref.hybrid_engine=False",
-    "trainer.separated_node_tasks=[[actor-train,logp,ref_logp,generate]]",
-    "trainer.separated_node_ratios=[1.0]",
-)
 
 
 def test_what_generates_in_turns_with_training_keeps_its_cache_with_every_batch_begun() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tandem.cli.plan import plan_arguments
 from tandem.errors import UserError
+from tests.fakes.geo3k_commands import geo3k_arguments
 from tests.fakes.published_commands import ASCEND_COMMAND, RED_MOE_COMMAND, words_of
 
 RED_MOE_SNIPPET = r"""
@@ -90,7 +91,7 @@ RED_MOE_VARIABLES = {
     "MODEL_PATH": "red-moe",
     "EXP_NAME": "run_1",
     "RANK": "0",
-    "WORLD_SIZE": "1",
+    "WORLD_SIZE": "2",
     "max_prompt_length": "1024",
     "max_response_length": "2048",
 }
@@ -106,23 +107,39 @@ def test_the_red_moe_command_is_accepted(tmp_path: Path) -> None:
         (["ref_logp"], []),
         (["generate"], []),
     ]
-    assert [pool["devices"] for pool in plan["pools"]] == [4, 2, 2]
+    assert [pool["devices"] for pool in plan["pools"]] == [8, 4, 4]
     assert not set(PLACING_KEYS) & set(plan["keys_without_effect"])
     assert not set(ASYNCHRONOUS_KEYS) & set(plan["keys_without_effect"])
     assert plan["config"]["trainer"]["generate_ahead_steps"] == 1
     assert plan["config"]["trainer"]["async_pipeline"]
     assert plan["config"]["actor_rollout_ref"]["actor"]["strategy"] == "megatron"
     assert plan["config"]["actor_rollout_ref"]["rollout"]["max_num_batched_tokens"] == 3072
-    told = "\n".join(plan["warnings"])
-    assert "redmoe_megatron.yaml does not exist" in told
-    assert "expert_model_parallel_size=8: exceeds" in told
+    assert "redmoe_megatron.yaml does not exist" in "\n".join(plan["warnings"])
+    roles = plan["config"]["actor_rollout_ref"]
+    sizes = [roles[x]["fsdp_config"]["expert_model_parallel_size"] for x in ("actor", "ref")]
+    assert sizes == [8, 1]
 
 
-def test_the_red_moe_command_on_two_nodes_gives_experts_enough_devices(tmp_path: Path) -> None:
-    variables = {**RED_MOE_VARIABLES, "WORLD_SIZE": "2"}
-    plan = planned(RED_MOE_COMMAND, tmp_path, **variables)
-    assert [pool["devices"] for pool in plan["pools"]] == [8, 4, 4]
-    assert not any("expert_model_parallel_size" in warning for warning in plan["warnings"])
+def test_mo20_the_plan_says_what_each_megatron_key_of_red_moe_does(tmp_path: Path) -> None:
+    effects = planned(RED_MOE_COMMAND, tmp_path, **RED_MOE_VARIABLES)["key_effects"]
+    own = {name: text for name, text in effects.items() if ".megatron." in name}
+    assert len(own) == 12
+    unread = {name.split(".", 1)[1] for name, text in own.items() if text.startswith("no effect: ")}
+    assert unread == {
+        *(f"{role}.megatron.grad_offload" for role in ("actor", "ref")),
+        *(f"{role}.megatron.pipeline_model_parallel_size" for role in ("actor", "ref")),
+        "ref.megatron.optimizer_offload",
+    }
+    experts = own["actor_rollout_ref.actor.megatron.expert_model_parallel_size"]
+    assert experts.startswith("read as actor_rollout_ref.actor.fsdp_config.expert_model_parallel_")
+
+
+def test_mo15_experts_beyond_the_pool_name_the_largest_size_that_works(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        planned(RED_MOE_COMMAND, tmp_path, **{**RED_MOE_VARIABLES, "WORLD_SIZE": "1"})
+    key = "actor_rollout_ref.actor.megatron.expert_model_parallel_size"
+    devices = "the 4 device(s) of actor-train"
+    assert str(caught.value) == f"{key}=8: must divide {devices}. Set {key}=4."
 
 
 def test_an_unset_world_size_is_one_line_with_its_cause(tmp_path: Path) -> None:
@@ -185,6 +202,15 @@ OF_VLLM = """+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocess
 actor_rollout_ref.rollout.multi_stage_wake_up=True trainer.logger=['console','wandb']"""
 OF_NPU = """actor_rollout_ref.actor.use_torch_compile=False trainer.device=npu
 trainer.logger=['console']"""
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_verls_scripts_of_geo3k_plan(family: str, tmp_path: Path) -> None:
+    arguments = geo3k_arguments(family, home=str(tmp_path))
+    plan = plan_arguments(["--config-name=ppo_trainer", *arguments]).to_dict()
+    assert plan["sequences_per_step"] == 2560 and plan["optimizer_steps_per_step"] == 4
+    assert not plan["refusals"] and not plan["unknown_keys"]
+    assert any("tandem prepare geo3k --output" in line for line in plan["warnings"])
 
 
 @pytest.mark.parametrize("others", [OF_VLLM, OF_NPU])

@@ -201,7 +201,6 @@ def test_token_limits_matter_only_for_passes_that_are_made() -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        (f"{ACTOR}.strategy=megatron", f"is not built yet. Set {ACTOR}.strategy=fsdp."),
         ("reward_model={enable:True,model:{lora_rank:8}}", "reward_model.model.lora_rank=8: adapt"),
         ("critic={enable:True,model:{lora_rank:8}}", "critic.model.lora_rank=8: adapters of this"),
         ("critic={enable:True,model:{lora_adapter_path:a}}", "critic.model.lora_adapter_path='a'"),

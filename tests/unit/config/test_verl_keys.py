@@ -85,8 +85,18 @@ def test_the_reference_cannot_be_another_model() -> None:
 
 
 def test_another_training_engine_is_not_taken_for_a_wrong_key() -> None:
-    with pytest.raises(UserError, match=r"model_engine='megatron': .*Megatron.* is not built"):
-        load_config(RunConfig, ["model_engine=megatron"])
+    with pytest.raises(UserError, match=r"model_engine='veomni': .*VeOmni.* is not built"):
+        load_config(RunConfig, ["model_engine=veomni"])
+
+
+def test_the_engine_called_megatron_chooses_its_keys() -> None:
+    key = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
+    loaded = load_config(RunConfig, ["model_engine=megatron", f"{key}=2"])
+    actor = loaded.config.actor_rollout_ref.actor
+    assert (actor.strategy, actor.fsdp_config.tensor_model_parallel_size) == ("megatron", 2)
+    assert loaded.warnings == ("model_engine is read as actor_rollout_ref.actor.strategy",)
+    with pytest.raises(UserError, match="model_engine"):
+        load_config(RunConfig, ["model_engine=megatron", "actor_rollout_ref.actor.strategy=fsdp"])
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ def test_a_default_validation_file_that_is_missing_means_no_validation(
 def test_a_plan_loads_what_training_refuses() -> None:
     arguments = [
         "actor_rollout_ref.model.path=m",
-        "actor_rollout_ref.actor.strategy=megatron",
+        "algorithm.adv_estimator=gae",
+        "critic.model.lora_rank=8",
     ]
     (refused,) = refusals(load_arguments(RunConfig, arguments).config)
     with pytest.raises(UserError) as caught:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ import pytest
 
 from tandem.checkpoint.store import Checkpoint
 from tandem.config.schema.run import RunConfig
-from tandem.driver.run_folder import inspect_run_folder, is_logged, is_validated, open_run_folder
+from tandem.driver.run_folder import (
+    inspect_run_folder,
+    is_logged,
+    is_validated,
+    name_unwritable,
+    open_run_folder,
+)
 from tandem.errors import UserError
 from tandem.metrics.jsonl import METRICS_FILE
 
@@ -73,3 +80,10 @@ def test_the_plan_leaves_no_folder_behind(tmp_path: Path) -> None:
     inspect_run_folder(config, unread, model=unread, key="", total_steps=1)
     assert [path.name for path in tmp_path.iterdir()] == ["some"]
     assert list((tmp_path / "some").iterdir()) == []
+
+
+def test_a_full_disk_is_named_with_the_key_of_the_folder(tmp_path: Path) -> None:
+    """An error of a write, unlike one of an open, has no name of a file."""
+    rule = rf"^trainer.default_local_dir='{tmp_path}': cannot be written \(No space left\)\. "
+    with pytest.raises(UserError, match=rule), name_unwritable(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,9 +55,15 @@ SCALE = LossScale(num_tokens=NUM_TOKENS, num_sequences=len(SEQUENCES))
 
 
 def cut_batches(
-    max_sequences: int | None = None, max_tokens: int | None = None
+    max_sequences: int | None = None,
+    max_tokens: int | None = None,
+    *,
+    sequences: Sequence[TrainSequence] = SEQUENCES,
 ) -> list[PackedBatch]:
-    """Return the mini-batch with all inputs of losses, in micro-batches of at most that size."""
+    """Return the mini-batch with all inputs of losses, in micro-batches of at most that size.
+
+    Other ``sequences`` have the same responses.
+    """
     generator = torch.Generator().manual_seed(1)
     columns = LossColumns(
         advantages_R=torch.randn(NUM_TOKENS, generator=generator),
@@ -65,5 +72,5 @@ def cut_batches(
         values_R=0.1 * torch.randn(NUM_TOKENS, generator=generator),
         returns_R=torch.randn(NUM_TOKENS, generator=generator),
     )
-    plan = plan_microbatches(SEQUENCES, max_sequences=max_sequences, max_tokens=max_tokens)
-    return pack_microbatches(SEQUENCES, plan, columns=columns)
+    plan = plan_microbatches(sequences, max_sequences=max_sequences, max_tokens=max_tokens)
+    return pack_microbatches(sequences, plan, columns=columns)

@@ -74,7 +74,11 @@ def test_muon_treats_each_matrix_of_each_expert_alone(tmp_path):
     optim = OptimConfig(optimizer="Muon", muon_lr=1e-2, weight_decay=0.0)
     engine = SingleDeviceEngine(model, optim, total_training_steps=3)
     weights = dict(model.decoder.named_parameters())
-    names = ("layers.0.experts.gate_up", "layers.0.experts.down", "layers.0.experts.router")
+    names = (
+        "layers.0.experts.routed.gate_up",
+        "layers.0.experts.routed.down",
+        "layers.0.experts.router",
+    )
     before = {name: weights[name].detach().clone() for name in names}
     engine.update(cut_batches(), LOSS, scale=SCALE, temperature=1.0)
     momentum = engine._optimizer.state_dict()["Muon"]["momentum"]

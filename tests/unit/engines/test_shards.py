@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple
+from math import prod
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ import torch
 from tandem.config.derived.pools import RankLayout
 from tandem.engines.shards import place_of, regions_of_rank, view_of
 from tandem.models.decoder import DecoderConfig, parameter_shapes
+from tandem.models.experts import is_of_all_experts
 from tandem.models.families import decoder_config
-from tests.unit.models.tiny_models import NATIVE
+from tandem.types import SliceSpec
+from tandem.weight_sync.plan import Layout, make_plan
+from tests.unit.models.tiny_models import EXPERTS, NATIVE
 
 CUT_BY_TENSOR_PARALLELISM = ("qkv", "o.weight", "gate_up", "down.weight")
 
@@ -47,6 +51,59 @@ def test_every_entry_is_held_by_as_many_ranks_as_there_are_copies(
         assert (count == copies * (1 if is_cut else tensor)).all(), name
 
 
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "shards", "divided"),
+    [(2, 1, 2, 2), (4, 1, 4, 2), (4, 2, 2, 4), (4, 2, 2, 2), (8, 2, 2, 4), (8, 1, 4, 2)],
+)
+def test_mo9_each_copy_of_the_ranks_holds_each_expert_once(ranks, tensor, shards, divided) -> None:
+    config = decoder_config(EXPERTS["dots1"]().to_dict())
+    assert config is not None
+    layout = RankLayout(ranks, tensor, 1, num_shards=shards, expert_parallel=divided)
+    names = [name for name in parameter_shapes(config) if is_of_all_experts(name)]
+    holders = {name: torch.zeros(parameter_shapes(config)[name]) for name in names}
+    for rank in range(ranks):
+        found = regions_of_rank(config, layout, rank=rank, dtype=torch.float32)
+        for name in names:
+            for region in found[name]:
+                view_of(holders[name], region).add_(1)
+    assert names
+    for name, count in holders.items():
+        assert (count == ranks // (tensor * shards)).all(), name
+
+
+def test_mo12_experts_divided_alike_need_no_message_on_the_same_ranks() -> None:
+    """Train with experts over two ranks, and send to one process, to the same, and to two others.
+
+    Regions of three dimensions reach a process that holds all once each.
+    """
+    config = decoder_config(EXPERTS["qwen3_moe"]().to_dict())
+    assert config is not None
+    divided = RankLayout(2, 1, 1, num_shards=2, expert_parallel=2)
+    split = RankLayout(2, 2, 1, num_shards=1)
+
+    def specs(layout: RankLayout, rank: int) -> tuple[SliceSpec, ...]:
+        found = regions_of_rank(config, layout, rank=rank, dtype=torch.float32)
+        return tuple(region for regions in found.values() for region in regions)
+
+    trainers = [specs(divided, rank) for rank in range(2)]
+    same = make_plan([Layout(own, own) for own in trainers], message_bytes=1 << 20)
+    assert not same.messages
+    whole = specs(RankLayout(1, 1, 1, num_shards=1), 0)
+    numbers = sum(prod(spec.shape) for spec in whole)
+    for needs in ([whole], [specs(split, rank) for rank in range(2)]):
+        receivers = [Layout((), own) for own in needs]
+        senders = [Layout(own, ()) for own in trainers]
+        plan = make_plan([*senders, *receivers], message_bytes=1 << 20)
+        for number, own in enumerate(needs, start=len(trainers)):
+            arrived = [
+                segment.content.region.num_elements
+                for message in plan.messages
+                if number in message.route.receivers
+                for segment in message.segments
+            ]
+            assert sum(arrived) == sum(prod(spec.size) for spec in own) <= numbers
+
+
 def test_ranks_count_by_tensor_then_sequence_then_data() -> None:
     layout = RankLayout(8, tensor_parallel=2, sequence_parallel=2, num_shards=4)
     places = [place_of(layout, rank) for rank in range(8)]
@@ -55,4 +112,4 @@ def test_ranks_count_by_tensor_then_sequence_then_data() -> None:
     assert [place.data for place in places] == [0] * 4 + [1] * 4
     assert [place.shard for place in places] == [0, 0, 1, 1, 2, 2, 3, 3]
     halves = RankLayout(8, tensor_parallel=1, sequence_parallel=1, num_shards=4)
-    assert astuple(place_of(halves, 6)) == (0, 2, 1, 0, 6)
+    assert astuple(place_of(halves, 6)) == (0, 2, 1, 0, 6, 0, 2)

@@ -11,7 +11,7 @@ import pytest
 
 from examples.retool import retool
 from tandem.agents.code_tool import CODE_TOOL, take_over
-from tandem.agents.setup import read_tool_file
+from tandem.agents.tool_files import read_tool_file
 from tandem.cli.plan import plan_arguments, plan_sft_arguments
 from tandem.errors import UserError
 
@@ -103,7 +103,7 @@ def test_m8_the_script_of_fine_tuning_is_planned_and_the_recipe_means_the_same()
 
 
 def test_the_tool_of_the_recipe_is_the_interpreter_with_the_schema_of_its_rows() -> None:
-    (spec,) = read_tool_file(str(FOLDER / "code_interpreter.yaml"))
+    (spec,) = read_tool_file(str(FOLDER / "code_interpreter.yaml")).classes
     assert take_over(spec).class_name == CODE_TOOL
     assert [spec.schema] == retool.TOOLS
 

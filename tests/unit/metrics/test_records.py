@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorded rollouts: which ones, what of them, and verl's dumps."""
 
+import base64
+import io
 import json
 import math
+import random
 from dataclasses import replace
 
 import pytest
+from PIL import Image
 
 from tandem.metrics.jsonl import BEFORE_FIRST_STEP, read_records
 from tandem.metrics.records import ROLLOUTS_FILE, RolloutRecorder, dump_samples, spread
+from tandem.pictures import Picture
 from tandem.types import (
     Completion,
     EpisodeEnd,
@@ -98,6 +103,26 @@ def test_a_record_has_what_the_report_shows(tmp_path):
         "log_probs": [-0.12346, -2.0],
     }
     assert (failed["score"], failed["status"]) == (None, "timeout")
+
+
+def test_a_record_has_small_copies_of_the_pictures_of_its_prompt(tmp_path):
+    rng = random.Random(1)
+    small = Picture(100, rows=1, columns=2, side=8, pixels=rng.randbytes(3 * 16 * 8))
+    large = Picture(200, rows=10, columns=30, side=28, pixels=rng.randbytes(3 * 840 * 280))
+    (group,) = _groups(1, 1)
+    prompt = replace(group.prompt, pictures=(small, large))
+    recorder = _recorder(tmp_path, 1)
+    recorder.write(1, [replace(group, prompt=prompt)], advantages=[0.0])
+    recorder.close()
+    (record,) = read_records(tmp_path / ROLLOUTS_FILE)
+    kinds, images = [], []
+    for address in record["pictures"]:
+        kind, content = address.split(";base64,")
+        kinds.append(kind)
+        images.append(Image.open(io.BytesIO(base64.b64decode(content))))
+    assert kinds == ["data:image/png", "data:image/jpeg"]
+    assert images[0].tobytes() == small.pixels
+    assert images[1].size == (112, 37)
 
 
 def test_a_record_of_several_turns_tells_given_tokens_and_versions(tmp_path):

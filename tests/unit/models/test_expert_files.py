@@ -138,7 +138,7 @@ def test_mo4_the_correction_stays_in_fp32_in_copies_and_files(tmp_path):
 
 def test_random_experts_do_not_depend_on_the_part_that_is_drawn():
     config = decoder_config(QWEN)
-    name = "layers.1.experts.gate_up"
+    name = "layers.1.experts.routed.gate_up"
     shape = parameter_shapes(config)[name]
 
     def drawn(offset, size):

@@ -83,7 +83,7 @@ def test_mo1_one_layer_equals_transformers(case, dtype, tolerance, tmp_path):
             x.data = x.data.to(dtype)
     h_TD = torch.randn(50, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
     wanted = theirs(h_TD[None])[0]
-    found = ours.experts(h_TD, TORCH.gate)
+    found = ours.experts(h_TD, TORCH)
     assert found.dtype == dtype
     assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
 
@@ -106,7 +106,8 @@ def one_by_one(module: Experts, h_TD):
     )
     for h_D, experts, weights in zip(h_TD, expert_TK.tolist(), weight_TK, strict=True):
         parts = [
-            weight * (module.down[e] @ TORCH.gate(F.linear(h_D[None], module.gate_up[e]))[0])
+            weight
+            * (module.routed.down[e] @ TORCH.gate(F.linear(h_D[None], module.routed.gate_up[e]))[0])
             for e, weight in zip(experts, weights, strict=True)
         ]
         rows.append(sum(parts))
@@ -135,11 +136,11 @@ def test_mo5_extremes_of_the_router(change, num_tokens):
     if change is not None:
         change(module)
     h_TD = inputs(num_tokens)
-    found, wanted = module(h_TD, TORCH.gate), one_by_one(module, h_TD)
+    found, wanted = module(h_TD, TORCH), one_by_one(module, h_TD)
     torch.testing.assert_close(found, wanted)
     with torch.no_grad():  # the operators of a rollout
-        assert torch.equal(module(h_TD, TORCH.gate), module(h_TD, TORCH.gate))
-    trained = [h_TD, module.router, module.gate_up, module.down]
+        assert torch.equal(module(h_TD, TORCH), module(h_TD, TORCH))
+    trained = [h_TD, module.router, module.routed.gate_up, module.routed.down]
     ours = torch.autograd.grad(weighted_sum(found), trained, retain_graph=True)
     theirs = torch.autograd.grad(weighted_sum(wanted), trained)
     for own, other in zip(ours, theirs, strict=True):

@@ -5,8 +5,10 @@ import pytest
 from transformers import (
     Dots1Config,
     GemmaConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MixtralConfig,
+    OlmoeConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -27,20 +29,26 @@ CLASSES = {
     "qwen2_moe": Qwen2MoeConfig,
     "mixtral": MixtralConfig,
     "dots1": Dots1Config,
+    "glm4_moe": Glm4MoeConfig,
+    "olmoe": OlmoeConfig,
 }
 NEEDED = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
-NUMBER = {"mixtral": "num_local_experts", "dots1": "n_routed_experts"}
+NUMBER = {
+    "mixtral": "num_local_experts",
+    "dots1": "n_routed_experts",
+    "glm4_moe": "n_routed_experts",
+}
 """The sizes of experts, which have no defaults of ours."""
 
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_defaults_are_those_of_transformers(family):
     sizes = SIZES | NEEDED | {NUMBER.get(family, "num_experts"): 8}
-    if family not in ("mixtral", "qwen3_moe"):  # whose classes take no None
+    if family not in ("mixtral", "qwen3_moe", "glm4_moe"):  # whose classes take no None
         sizes["num_key_value_heads"] = None
     few = {key: value for key, value in sizes.items() if value is not None}
     few["model_type"] = family

@@ -21,7 +21,7 @@ from tandem.models.parallel import WHOLE
 from tests.unit.models.tiny_models import NATIVE, SIZES, open_fp32, write_hf
 
 
-def refused(path, message: str, **options) -> None:
+def assert_refused(path, message: str, **options) -> None:
     with pytest.raises(UserError, match=message) as caught:
         check_folder(str(path), **options)
     assert str(caught.value).startswith(f"actor_rollout_ref.model.path='{path}': ")
@@ -36,20 +36,20 @@ def test_a_good_folder(tmp_path):
 
 
 def test_mistakes_are_named(tmp_path):
-    refused(tmp_path / "nothing/here", "no such folder")
-    refused(tmp_path, "the folder has no config.json")
+    assert_refused(tmp_path / "nothing/here", "no such folder")
+    assert_refused(tmp_path, "the folder has no config.json")
     config = tmp_path / "config.json"
     config.write_text("{")
-    refused(tmp_path, "config.json is not valid JSON")
+    assert_refused(tmp_path, "config.json is not valid JSON")
     config.write_text("{}")
-    refused(tmp_path, "config.json must have a model_type")
+    assert_refused(tmp_path, "config.json must have a model_type")
     config.write_text('{"model_type": "marvellous"}')
-    refused(tmp_path, "model_type 'marvellous' is unknown. Use one of qwen2, qwen3, llama, ")
+    assert_refused(tmp_path, "model_type 'marvellous' is unknown. Use one of qwen2, qwen3, llama, ")
     config.write_text('{"model_type": "marvellous", "auto_map": {}}')
-    refused(tmp_path, "Set actor_rollout_ref.model.trust_remote_code=True")
-    refused(tmp_path, "the folder has no model.safetensors", trust_remote_code=True)
+    assert_refused(tmp_path, "Set actor_rollout_ref.model.trust_remote_code=True")
+    assert_refused(tmp_path, "the folder has no model.safetensors", trust_remote_code=True)
     config.write_text(json.dumps({"model_type": "qwen2", **SIZES}))
-    refused(tmp_path, "the folder has no model.safetensors")
+    assert_refused(tmp_path, "the folder has no model.safetensors")
     assert check_folder(str(tmp_path), load_weight=False).decoder_config is not None
 
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_a_critic_or_a_policy_is_named(tmp_path):
         check_critic_folder("nowhere/a/b", seed=0, key="critic.model.path")
     config = {**NATIVE["llama"]().to_dict(), "architectures": ["LlamaForTokenClassification"]}
     (tmp_path / "config.json").write_text(json.dumps({**config, "id2label": {"0": "value"}}))
-    refused(tmp_path, "it is a critic .* Use a causal language model")
+    assert_refused(tmp_path, "it is a critic .* Use a causal language model")
     critic = check_critic_folder(str(tmp_path), seed=0, load_weight=False, key="k")
     assert critic.value_head_seed is None
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_a_reward_model_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**judge, **one}))
     config = check_reward_folder(str(tmp_path), key=key).decoder_config
     assert config is not None and config.has_value_head and not config.has_value_bias
-    refused(tmp_path, "it is a critic or a reward model")
+    assert_refused(tmp_path, "it is a critic or a reward model")
 
 
 def test_a_head_that_config_json_promises_must_be_in_the_weights(tmp_path):
@@ -191,24 +191,26 @@ def test_weights_of_a_wrong_kind_are_named_with_the_way_out(tmp_path):
     weights = tmp_path / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    refused(tmp_path, "model.safetensors cannot be read")
+    assert_refused(tmp_path, "model.safetensors cannot be read")
     weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    refused(tmp_path, "model.safetensors is a pointer of Git LFS.* git lfs pull")
+    assert_refused(tmp_path, "model.safetensors is a pointer of Git LFS.* git lfs pull")
     weights.rename(tmp_path / "pytorch_model.bin")
-    refused(tmp_path, "only weights in torch's format .*save_pretrained")
+    assert_refused(tmp_path, "only weights in torch's format .*save_pretrained")
 
 
 def test_an_adapter_and_a_model_of_another_task_are_named(tmp_path):
     base = {"base_model_name_or_path": "some/base"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(base))
-    refused(tmp_path, "it is an adapter such as LoRA .* to some/base, and .*lora_adapter_path to")
+    assert_refused(
+        tmp_path, "it is an adapter such as LoRA .* to some/base, and .*lora_adapter_path to"
+    )
     for model_type, name in (
         ("bert", "BertForMaskedLM"),
         ("qwen2_vl", "Qwen2VLForConditionalGeneration"),
     ):
         content = {"model_type": model_type, "architectures": [name]}
         (tmp_path / "config.json").write_text(json.dumps(content))
-        refused(tmp_path, f"{name} .* is not a causal language model of text")
+        assert_refused(tmp_path, f"{name} .* is not a causal language model of text")
 
 
 def test_weights_on_the_hub_are_left_there_by_a_plan(tmp_path, monkeypatch):

@@ -125,6 +125,13 @@ def test_VL3_gradients_equal_transformers(pair):  # noqa: N802
     (want * weights).sum().backward()
     their_grads = {short(name): x.grad for name, x in model.named_parameters()}
     own = dict(ours.decoder.named_parameters())
+    kept = {name: x.grad.clone() for name, x in own.items()}
+    ours.module.zero_grad()
+    ours.set_gradient_checkpointing(True)
+    again = score_batch(ours, pack(sequences), temperature=1.0, with_entropy=False).score_R
+    ours.set_gradient_checkpointing(False)
+    (again * weights).sum().backward()
+    assert all(torch.equal(own[name].grad, kept[name]) for name in own), "computed again"
     for tensor in file_tensors(ours.config):
         grad = own[tensor.parameter].grad
         mine = grad[tensor.start : tensor.start + tensor.rows]

@@ -12,8 +12,10 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Dots1Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MixtralConfig,
+    OlmoeConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -58,6 +60,7 @@ _DEEPSEEK = {
     "routed_scaling_factor": 2.5,
     "sliding_window": None,
 }
+_GLM = {name: value for name, value in _DEEPSEEK.items() if name != "sliding_window"}
 EXPERTS = {
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SIZES, **_SPLIT, num_experts=8, head_dim=16, norm_topk_prob=True
@@ -73,6 +76,12 @@ EXPERTS = {
     ),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2),
     "dots1": lambda: Dots1Config(**SIZES, **_SPLIT, **_DEEPSEEK),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **SIZES, **_SPLIT, **_GLM, attention_bias=True, use_qk_norm=True, num_mtp_layers=0
+    ),
+    "glm4_moe_plain": lambda: Glm4MoeConfig(**SIZES, **_SPLIT, **_GLM, num_mtp_layers=0),
+    # transformers gives the embedding of a padding token no gradient.
+    "olmoe": lambda: OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3, pad_token_id=None),
     "dots1_groups": lambda: Dots1Config(**SIZES, **_SPLIT, **_DEEPSEEK, n_group=4, topk_group=2),
 }
 """Models with experts; ``write_xdg`` writes another one, which transformers does not know."""

@@ -74,6 +74,8 @@ VERSION = 3
 class ScriptedRollout:
     """A policy that draws given texts; it checks that each prompt holds all tokens before."""
 
+    version = VERSION
+
     def __init__(
         self, turns: Sequence[str], *, codec: TextCodec = CODEC, must_append: bool = True
     ) -> None:

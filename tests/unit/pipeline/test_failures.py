@@ -2,6 +2,8 @@
 """Failed rewards are said aloud, with the cause of the first."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +20,8 @@ from tandem.pipeline.failures import (
 )
 from tandem.types import (
     Completion,
+    EpisodeEnd,
+    EpisodeRecord,
     FinishReason,
     Group,
     Prompt,
@@ -46,8 +50,38 @@ def test_one_line_counts_failures_and_names_the_first(caplog: pytest.LogCaptureF
     )
 
 
-def guard(size: int, *keys: str) -> RewardGuard:
-    return RewardGuard(size, config=load_config(RunConfig, keys).config)
+class Guard:
+    """A guard that checks the samples of these outcomes."""
+
+    def __init__(self, size: int, *keys: str) -> None:
+        self._guard = RewardGuard(size, config=load_config(RunConfig, keys).config)
+
+    def check(self, outcomes: Sequence[RewardOutcome], *, end: EpisodeEnd | None = None) -> None:
+        record = None if end is None else EpisodeRecord(end)
+        self._guard.check(
+            replace(sample, trajectory=replace(sample.trajectory, episode=record))
+            for sample in group(*outcomes).samples
+        )
+
+
+def guard(size: int, *keys: str) -> Guard:
+    return Guard(size, *keys)
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (EpisodeEnd.FAILED, r"rollout\.agent: .* the latest: lost\. Repair .*/environments\.log\."),
+        (EpisodeEnd.DEADLINE, r"agent\.timeout_s=600\.0: .* the latest: lost\. Raise it"),
+    ],
+)
+def test_episodes_that_all_fail_blame_tools_and_not_the_reward(
+    end: EpisodeEnd, message: str
+) -> None:
+    lost = RewardOutcome(RewardStatus.ERROR, math.nan, {}, "lost")
+    own = guard(2, "trainer.default_local_dir=/runs/mine", "custom_reward_function.path=r.py")
+    with pytest.raises(UserError, match=message):
+        own.check([lost, lost], end=end)
 
 
 def test_generations_that_only_fail_blame_the_learning_rate() -> None:

@@ -2,8 +2,9 @@
 """Groups complete whatever the order of their samples, and no sequence gets lost."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -28,12 +29,16 @@ class ReversingEngine:
     def __init__(self) -> None:
         self.waiting: list[int] = []
         self.batches: list[list[int]] = []
+        self.forgotten: list[int] = []
         self.version = 0
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         ids = [i for request in requests for i in request.sample_ids]
         self.batches.append(ids)
         self.waiting.extend(ids)
+
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        self.forgotten += sample_ids
 
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         if not self.waiting:
@@ -83,6 +88,7 @@ async def looping(
     is_bounded: bool = False,
     num_rows: int | None = None,
     trace: TraceRecorder | None = None,
+    lacks_weights: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[RolloutLoop]:
     """A rollout loop that runs within the block."""
     runtime = InProcessRuntime()
@@ -90,7 +96,13 @@ async def looping(
     spans = EngineSpans(trace, lambda: [EngineWork.NEXT])
     pace = PaceRecorder(lambda: 0.0, num_engines=1, num_rows=num_rows)
     loop = RolloutLoop(
-        engine, runtime, spans=spans, pace=pace, is_bounded=is_bounded, num_rows=num_rows
+        engine,
+        runtime,
+        spans=spans,
+        pace=pace,
+        is_bounded=is_bounded,
+        num_rows=num_rows,
+        lacks_weights=lacks_weights,
     )
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -287,3 +299,56 @@ def test_the_rollout_is_stopped_for_one_reason_at_a_time() -> None:
                 await loop.use_weights(1)
 
     asyncio.run(stop())
+
+
+class StarvingEngine(ReversingEngine):
+    """Loses its weights in the second advance, until it is given some."""
+
+    num_advances = 0
+
+    def advance(self, max_steps: int | None = None) -> list[Completion]:
+        self.num_advances += 1
+        return [] if self.lacks_weights() else super().advance(max_steps)
+
+    def lacks_weights(self) -> bool:
+        return self.num_advances == 2
+
+    def set_weights_version(self, version: int) -> bool:
+        self.num_advances = 10
+        return super().set_weights_version(version)
+
+
+def test_an_engine_that_lost_its_weights_is_not_advanced_until_it_has_the_version_again() -> None:
+    async def run() -> list[int]:
+        engine, told = StarvingEngine(), asyncio.Event()
+
+        async def tell() -> None:
+            told.set()
+
+        async with looping(engine, lacks_weights=engine.lacks_weights) as loop:
+            loop.when_starved(tell)
+            await loop.use_weights(0)
+            engine.num_advances = 0
+            (future,) = loop.submit([request(0, 1, 2)])
+            await told.wait()
+            await loop.drain()  # does not wait for sequences that cannot end
+            assert loop.is_starved and engine.num_advances == 2
+            await loop.use_weights(0)
+            return [completion.sample_id for completion in await future]
+
+    assert asyncio.run(run()) == [0, 1, 2]
+
+
+def test_an_engine_forgets_samples_that_have_ended_before_it_gets_others() -> None:
+    engine = ReversingEngine()
+
+    async def main() -> list[int]:
+        async with looping(engine) as loop:
+            (turn,) = loop.submit_apart(replace(request(1), continues=True))
+            await turn
+            await loop.forget((1,))
+            (turn,) = loop.submit_apart(request(2))
+            await turn
+            return engine.forgotten
+
+    assert asyncio.run(main()) == [1]

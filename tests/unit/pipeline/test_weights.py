@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,6 +22,15 @@ class Site:
 
     def __init__(self) -> None:
         self.calls: list[tuple[float, str]] = []
+        self.is_starved = False
+        self.starve: Callable[[], Awaitable[None]]
+
+    def when_starved(self, tell: Callable[[], Awaitable[None]]) -> None:
+        """Implements ``RolloutLoop``."""
+        self.starve = tell
+
+    async def wake(self) -> None:
+        """Implements ``GroupBuffer``."""
 
     def note(self, call: str) -> None:
         """Log a call at its end."""
@@ -38,6 +47,7 @@ class Site:
 
     async def use_weights(self, version: int) -> None:
         """Implements ``RolloutLoop``, in no time."""
+        self.is_starved = False
         self.note(f"use {version}")
 
     async def drain(self) -> None:
@@ -170,3 +180,23 @@ def test_calls_out_of_order_are_errors() -> None:
                 flow.pin()
 
     run_virtually(run())
+
+
+def test_a_rollout_without_weights_gets_those_of_the_trainer_between_two_steps() -> None:
+    async def run() -> list[tuple[float, str]]:
+        async with flowing(finishes=True) as (flow, site):
+            site.is_starved = True
+            await site.starve()
+            await asyncio.sleep(1.0)  # nobody trains
+            flow.pin()
+            await flow.begin_training()
+            site.is_starved = True
+            await site.starve()
+            await asyncio.sleep(1.0)
+            assert len(site.calls) == 2
+            await flow.publish(1, is_required=False)
+            await flow.wait_in_use()
+            return site.calls
+
+    calls = [call for _, call in run_virtually(run())]
+    assert calls == ["use 0", "release 0", "use 1", "release 4"], "it cannot finish sequences"

@@ -75,3 +75,9 @@ def test_the_last_line_is_one_object_and_the_words_before_it_are_elsewhere(
     assert Path(summary["report"]).is_file()
     assert f"The model is in {summary['model']}." in shown.err
     assert (tmp_path / "grpo" / "summary.json").is_file()
+
+
+def test_keys_may_stand_before_and_after_options(tmp_path: Path) -> None:
+    keys = ("trainer.save_freq=0", "trainer.n_gpus_per_node=2")
+    with pytest.raises(UserError, match="the quickstart trains in one process"):
+        command.run([keys[0], "--folder", str(tmp_path / "all"), keys[1]])

@@ -109,6 +109,14 @@ def test_the_report_shows_what_the_run_left(tmp_path):
     assert page.data["rollouts"][0]["logp"] == [-0.25, -0.25]
 
 
+def test_engines_that_were_started_again_are_listed(tmp_path):
+    steps = [{"step": n, "rollout/engine/num_restarts": 2.0 * (n == 7)} for n in range(1, 9)]
+    _append(tmp_path / "metrics.jsonl", steps)
+    visible = " ".join(" ".join(_page(tmp_path).visible).split())
+    assert "Engines started again" in visible
+    assert "generated again. step 7 2" in visible
+
+
 def test_a_conversation_is_shown_with_its_turns(tmp_path):
     _metrics(tmp_path, 2)
     spans = [
@@ -172,6 +180,25 @@ def test_hostile_text_stays_text(tmp_path):
     assert page.data["rollouts"][0]["prompt"] == HOSTILE
     assert page.data["rollouts"][0]["tokens"] == [HOSTILE]
     assert not any("alert(1)" in script for script in page.scripts[1:])
+
+
+def test_pictures_are_shown_unless_they_are_another_address(tmp_path):
+    _metrics(tmp_path, 3)
+    picture = "data:image/png;base64,AAAA"
+    found = [[picture, "https://example.org/x.png", 7], "data:image/png;base64,AAAA", None]
+    _append(tmp_path / "rollouts.jsonl", [_rollout(1, pictures=x) for x in found])
+    shown = _page(tmp_path).data["rollouts"]
+    assert [record["pictures"] for record in shown] == [[picture], [], []]
+
+
+def test_many_pictures_give_a_bounded_page(tmp_path):
+    _metrics(tmp_path, 3)
+    pictures = ["data:image/jpeg;base64," + "A" * 4000] * 4
+    records = [_rollout(step, pictures=pictures) for step in range(1, 401)]
+    _append(tmp_path / "rollouts.jsonl", records)
+    shown = _page(tmp_path).data["rollouts"]
+    assert 50 <= len(shown) < 200
+    assert (tmp_path / "report.html").stat().st_size < 4e6
 
 
 def test_a_long_run_gives_a_bounded_page(tmp_path):

@@ -29,6 +29,8 @@ from tests.fakes.draining import drain_by_sample
 from tests.fakes.tiny_decoder import tiny_decoder
 
 VOCABULARY, SEED, EOS = 40, 11, (0, 1, 2, 3)
+PAGE = 8
+"""Tokens of a page: turns begin and end within pages."""
 SAMPLED = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=24)
 GIVEN = ((7, 8, 9), (30, 5))
 PROMPTS = {1: (5, 6, 7, 8), 2: (9,), 3: (12, 13, 14, 15, 16, 17, 18)}
@@ -48,10 +50,17 @@ def decoder() -> Decoder:
     )
 
 
-def engine_of(name: str, decoder: Decoder) -> RolloutEngine:
+def engine_of(
+    name: str, decoder: Decoder, config: NativeRolloutConfig = CONFIG
+) -> NativeRolloutEngine | PagedRolloutEngine:
     if name == "native":
-        return NativeRolloutEngine(decoder, CONFIG)
-    return PagedRolloutEngine(decoder, CONFIG, make_capturer=eager, num_multiprocessors=1)
+        return NativeRolloutEngine(decoder, config)
+    return PagedRolloutEngine(
+        decoder, config, make_capturer=eager, num_multiprocessors=1, page_tokens=PAGE
+    )
+
+
+ENGINES = pytest.mark.parametrize("name", ["native", "paged"])
 
 
 def play(engine: RolloutEngine) -> dict[int, Trajectory]:
@@ -95,7 +104,7 @@ def drawn_without_an_engine(decoder: Decoder, sample_id: int) -> list[int]:
     return list(ids[len(PROMPTS[sample_id]) :])
 
 
-@pytest.mark.parametrize("name", ["native", "paged"])
+@ENGINES
 @torch.no_grad()
 def test_m3_three_turns_draw_the_tokens_of_full_passes_with_the_trainers_log_probs(
     decoder: Decoder, name: str
@@ -160,10 +169,13 @@ def computed_anew(decoder: Decoder) -> dict[int, list[int]]:
     return play_turns(Fresh(), 6)  # type: ignore[arg-type]
 
 
+@ENGINES
 def test_m22_further_turns_compute_only_the_tokens_that_they_lack(
-    decoder: Decoder, computed_anew: dict[int, list[int]]
+    decoder: Decoder, computed_anew: dict[int, list[int]], name: str
 ) -> None:
-    engine = NativeRolloutEngine(decoder, CONFIG)
+    engine = engine_of(name, decoder)
+    if isinstance(engine, PagedRolloutEngine):
+        engine._scheduler.wanted_pages = 64  # as if first turns might have been as long as all six
     assert play_turns(engine, 6) == computed_anew
     num_prompt = sum(map(len, PROMPTS.values()))
     # The newest token of a turn is computed with what is given after it.
@@ -171,38 +183,93 @@ def test_m22_further_turns_compute_only_the_tokens_that_they_lack(
     assert engine.metrics()["num_kept_tokens"] > 0
 
 
-@pytest.mark.parametrize("num_tokens", [1, 60, 90])
+@pytest.mark.parametrize(
+    ("name", "num_tokens"), [("native", 1), ("native", 60), ("native", 90), ("paged", 72)]
+)
 def test_m22_states_give_way_to_rows_and_are_computed_again(
-    decoder: Decoder, computed_anew: dict[int, list[int]], num_tokens: int
+    decoder: Decoder, computed_anew: dict[int, list[int]], name: str, num_tokens: int
 ) -> None:
     bytes_per_token = CONFIG.max_cache_bytes // (256 * PAGE_TOKENS)
     small = replace(CONFIG, max_cache_bytes=num_tokens * bytes_per_token)
-    engine = NativeRolloutEngine(decoder, small)
+    engine = engine_of(name, decoder, small)
     assert play_turns(engine, 6) == computed_anew
-    whole = NativeRolloutEngine(decoder, CONFIG)
-    play_turns(whole, 6)
-    assert engine.num_prefilled_tokens > whole.num_prefilled_tokens
-    assert engine.metrics()["num_kept_tokens"] < whole.metrics()["num_kept_tokens"]
+    num_kept = (5 * (4 + 1) + 7) * len(PROMPTS)
+    assert engine.num_prefilled_tokens > num_kept
+    assert 0 <= engine.metrics()["num_kept_tokens"] < sum(map(len, computed_anew.values())) * 2
 
 
+@ENGINES
 @pytest.mark.parametrize("keeps_cache", [False, True])
 def test_m3_states_of_earlier_weights_are_kept_only_with_a_kept_cache(
-    decoder: Decoder, computed_anew: dict[int, list[int]], keeps_cache: bool
+    decoder: Decoder, computed_anew: dict[int, list[int]], name: str, keeps_cache: bool
 ) -> None:
     """The weights stay the same here, so that the tokens do too."""
-    engine = NativeRolloutEngine(decoder, replace(CONFIG, keeps_cache=keeps_cache))
+    engine = engine_of(name, decoder, replace(CONFIG, keeps_cache=keeps_cache))
     ids = play_turns(engine, 6, between=lambda turn: assert_taken(engine, turn))
     assert ids == computed_anew
     num_kept = engine.metrics()["num_kept_tokens"]
     assert num_kept > 0 if keeps_cache else num_kept == 0
 
 
-def assert_taken(engine: NativeRolloutEngine, version: int) -> None:
+NUM_TURNS = 3
+
+
+def play_with_new_weights(name: str, *, keeps_cache: bool, is_fresh: bool) -> dict[int, list[int]]:
+    """Return the tokens of turns before each of which the weights change, as in a tool's wait.
+
+    Args:
+        is_fresh: whether another engine draws each turn.
+    """
+    decoder = tiny_decoder(
+        vocab_size=VOCABULARY, num_heads=3, num_kv_heads=1, head_dim=16, tie_embeddings=False
+    )
+    engines = [
+        engine_of(name, decoder, replace(CONFIG, keeps_cache=keeps_cache))
+        for _ in range(NUM_TURNS if is_fresh else 1)
+    ]
+
+    for engine in engines:
+        if isinstance(engine, PagedRolloutEngine):
+            engine._scheduler.wanted_pages = 64  # growing would give up what is kept
+
+    class Turns:
+        def add(self, requests: list[GenerationRequest]) -> None:
+            engines[0].add(requests)
+
+        def advance(self, max_steps: int | None = None) -> list[Completion]:
+            return engines[0].advance(max_steps)
+
+    def change(turn: int) -> None:
+        generator = torch.Generator().manual_seed(turn)
+        with torch.no_grad():
+            for weight in decoder.parameters():
+                weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+        if is_fresh and turn > 0:
+            engines.pop(0)
+        assert_taken(engines[0], turn + 1)
+
+    return play_turns(Turns(), NUM_TURNS, between=change)  # type: ignore[arg-type]
+
+
+def test_m3_weights_that_change_in_each_wait_give_the_tokens_of_engines_that_keep_nothing() -> None:
+    """With ``keep_cache``, both engines read the same keys of earlier weights."""
+    anew = play_with_new_weights("native", keeps_cache=False, is_fresh=True)
+    for name in ("native", "paged"):
+        assert play_with_new_weights(name, keeps_cache=False, is_fresh=False) == anew
+    kept = play_with_new_weights("native", keeps_cache=True, is_fresh=False)
+    assert kept != anew, "the weights have changed too little to be seen"
+    assert play_with_new_weights("paged", keeps_cache=True, is_fresh=False) == kept
+
+
+def assert_taken(engine: RolloutEngine, version: int) -> None:
     assert engine.set_weights_version(version)
 
 
-def test_a_history_that_was_rewritten_is_computed_from_its_first_token(decoder: Decoder) -> None:
-    engine = NativeRolloutEngine(decoder, CONFIG)
+@ENGINES
+def test_a_history_that_was_rewritten_is_computed_from_its_first_token(
+    decoder: Decoder, name: str
+) -> None:
+    engine = engine_of(name, decoder)
     once = replace(SAMPLED, max_new_tokens=2, ignore_eos=True)
     engine.add([GenerationRequest((1,), (5, 6, 7, 8), once, continues=True)])
     drain_by_sample(engine)
@@ -212,15 +279,33 @@ def test_a_history_that_was_rewritten_is_computed_from_its_first_token(decoder: 
     assert engine.num_prefilled_tokens - before == 7
 
 
-def test_single_turns_keep_nothing(decoder: Decoder) -> None:
-    engine = NativeRolloutEngine(decoder, CONFIG)
-    engine.add([GenerationRequest((1, 2), (5, 6, 7, 8), SAMPLED)])
+def num_kept(engine: NativeRolloutEngine | PagedRolloutEngine) -> int:
+    if isinstance(engine, NativeRolloutEngine):
+        return engine._shelf.num_tokens
+    return len(engine._scheduler.parking)
+
+
+@ENGINES
+def test_single_turns_keep_nothing(decoder: Decoder, name: str) -> None:
+    engine = engine_of(name, decoder)
+    engine.add([GenerationRequest((1, 2), (5, 6, 7, 8), replace(SAMPLED, max_new_tokens=2))])
     drain_by_sample(engine)
-    assert engine._shelf.num_tokens == 0
+    assert num_kept(engine) == 0
 
 
-def test_a_sleeping_engine_keeps_nothing(decoder: Decoder) -> None:
-    engine = NativeRolloutEngine(decoder, CONFIG)
+@ENGINES
+def test_samples_that_have_ended_are_freed_at_once(decoder: Decoder, name: str) -> None:
+    engine = engine_of(name, decoder)
     play_turns(engine, 1)
-    assert engine._shelf.num_tokens > 0
-    assert engine.sleep() and engine._shelf.num_tokens == 0
+    engine.forget([1, 2, 99])
+    before = num_kept(engine)
+    engine.forget([3])
+    assert before > num_kept(engine) == 0
+
+
+@ENGINES
+def test_a_sleeping_engine_keeps_nothing(decoder: Decoder, name: str) -> None:
+    engine = engine_of(name, decoder)
+    play_turns(engine, 1)
+    assert num_kept(engine) > 0
+    assert engine.sleep() and num_kept(engine) == 0

@@ -48,6 +48,9 @@ class Mortal:
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         self._live("add").add(requests)
 
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        self._live("forget").forget(sample_ids)
+
     def advance(self, max_steps: int | None = None) -> list[Completion]:
         return self._live("advance").advance(max_steps)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import torch
 from tandem.data.packing import TrainSequence, pack
 from tandem.models.language_model import score_batch
 from tandem.models.routing import expert_layers
+from tandem.pipeline.batch import sequence_of
 from tandem.rollout.native.engine import NativeRolloutConfig, NativeRolloutEngine
-from tandem.types import GenerationRequest, SamplingParams
+from tandem.types import GenerationRequest, Prompt, SamplingParams, Span, Trajectory
 from tests.fakes.draining import drain_by_sample
 from tests.unit.models.tiny_models import EXPERTS, open_fp32, write_hf
 
@@ -82,6 +84,32 @@ def test_mo7_replayed_routes_are_those_that_routers_choose(model, sequences):
         assert "actor/router/replay_overlap" not in metrics
         scored(model, batch)
     assert model.router_metrics()["actor/router/replay_overlap"] == 1
+
+
+def test_mo7_routes_of_several_turns_are_those_of_the_turns_that_fed_the_tokens(model):
+    """Draw three turns with given tokens between and behind them; replaying changes nothing."""
+    engine = NativeRolloutEngine(model.decoder, CONFIG)
+    prompt = Prompt(0, 0, PROMPTS[0], "", "", None)
+    spans, given = [Span(PROMPTS[0])], ((30, 31), (40,), (41, 42))
+    for tokens in given:
+        ids = tuple(chain.from_iterable(span.token_ids for span in spans))
+        first = len(ids) - len(PROMPTS[0])
+        sampling = replace(SAMPLING, max_new_tokens=4)
+        engine.add([GenerationRequest((7,), ids, sampling, first_index=first, continues=True)])
+        completion = drain_by_sample(engine)[7]
+        spans += [Span(completion.token_ids, completion), Span(tokens)]
+    sequence = sequence_of(prompt, Trajectory(7, tuple(spans)))
+    assert len(sequence.routes) == len(PROMPTS[0]) + len(sequence.response_ids) - 1
+    batch = pack([sequence])
+    with torch.no_grad():
+        replayed, free = scored(model, batch), scored(model, replace(batch, routes_TLK=None))
+    drawn = torch.tensor(sequence.loss_mask)
+    assert drawn.sum() == sum(len(span.token_ids) for span in spans[1::2])
+    own = replayed[drawn] if len(replayed) == len(drawn) else replayed
+    assert torch.equal(own, free[drawn] if len(free) == len(drawn) else free)
+    lost = replace(spans[3].completion, routes=None)
+    spans[3] = Span(lost.token_ids, lost)
+    assert sequence_of(prompt, Trajectory(7, tuple(spans))).routes is None
 
 
 def test_mo7_wrong_routes_change_log_probs_and_the_router_has_a_gradient(model, sequences):

@@ -118,9 +118,9 @@ def test_VL10_a_frozen_tower_looks_once_and_has_no_gradient(case, monkeypatch): 
     looked = []
     look = VisionTower.look
 
-    def counted(tower, pictures):
+    def counted(tower, pictures, *, recomputes=False):
         looked.extend(picture.first_id for picture in pictures)
-        return look(tower, pictures)
+        return look(tower, pictures, recomputes=recomputes)
 
     monkeypatch.setattr(VisionTower, "look", counted)
     folder = freeze_tower(check_folder(str(case.folder)))

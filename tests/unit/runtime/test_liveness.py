@@ -179,3 +179,22 @@ def test_a_heartbeat_tells_a_call_that_waits_from_one_that_computes() -> None:
     assert second.cpu_s is not None
     assert second.cpu_s > first.cpu_s
     assert clock.heartbeat() == Heartbeat()
+
+
+def test_a_worker_that_takes_the_place_of_a_lost_one_is_watched_and_the_lost_one_is_not() -> None:
+    def finished(references: Sequence[object], timeout_s: float) -> list[object]:
+        time.sleep(min(timeout_s, 0.01))
+        return []
+
+    waits = Waits(finished, lambda reference: None)
+    liveness = Liveness(waits, finished=finished, result=lambda r: Heartbeat(), limits=LIMITS)
+    lost, successor = (
+        Worker(WorkerName("generate", 0, host="a", pid=pid), f"watch{pid}") for pid in (1, 2)
+    )
+    liveness.start({lost: lambda: "no answer"})
+    liveness.forget(lost)
+    liveness.watch(successor, lambda: "no answer")
+    with pytest.raises(WorkerFailure) as raised:
+        waits.until_death()
+    liveness.close()
+    assert raised.value.pid == 2

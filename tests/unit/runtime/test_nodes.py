@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from tandem.errors import UserError
+from tandem.runtime import nodes
 from tandem.runtime.cluster import ClusterPlan, ClusterSettings
 from tandem.runtime.failure import NodeFailure
 from tandem.runtime.nodes import HeadServer, MemberClient
+from tandem.runtime.token import prove
+from tests.fakes.patience import PATIENCE_S
 
 
 def head_plan(wait_s: float = 5) -> ClusterPlan:
@@ -22,18 +27,35 @@ def head_plan(wait_s: float = 5) -> ClusterPlan:
     return ClusterPlan("head", settings, f"127.0.0.1:{port}", "MASTER_ADDR")
 
 
+TOKEN = "a secret"
+
+
+def greeted(plan: ClusterPlan, token: str = TOKEN) -> MemberClient:
+    client = MemberClient(plan)
+    assert client.greet(lambda: token) == token
+    return client
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    """Return once it is so: the head learns of its members in a thread of its own."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def member_plan(plan: ClusterPlan, rank: int) -> ClusterPlan:
     return replace(plan, role="member", node_rank=rank)
 
 
 def test_members_learn_the_address_and_the_end() -> None:
     plan = head_plan()
-    server = HeadServer(plan)
-    early = MemberClient(member_plan(plan, 1))
+    server = HeadServer(plan, TOKEN)
+    early = greeted(member_plan(plan, 1))
     server.announce("10.0.0.1:6379")
     assert early.receive() == {"ray": "10.0.0.1:6379"}
     assert server.absent() == [2]
-    late = MemberClient(member_plan(plan, 2))
+    late = greeted(member_plan(plan, 2))
     assert late.receive() == {"ray": "10.0.0.1:6379"}
     assert server.absent() == []
     server.close(143)
@@ -42,13 +64,38 @@ def test_members_learn_the_address_and_the_end() -> None:
     late.close()
 
 
+def test_a_member_that_goes_before_the_end_is_named_once() -> None:
+    plan = head_plan()
+    server = HeadServer(plan, TOKEN)
+    first, second = (greeted(member_plan(plan, rank)) for rank in (1, 2))
+    wait_until(lambda: server.absent() == [])
+    assert server.lost() == ""
+    second.close()
+    wait_until(server.lost)
+    assert server.lost().startswith("node 2 (127.0.0.1) was lost: its command has ended")
+    first.close()
+    with pytest.raises(NodeFailure, match=r"^node 2 "):
+        server.absent()
+    server.close(1)
+
+
+def test_members_that_are_told_of_the_end_are_not_lost() -> None:
+    plan = head_plan()
+    server = HeadServer(plan, TOKEN)
+    member = greeted(member_plan(plan, 1))
+    server.close(0)
+    assert member.receive() == {"exit": 0}
+    member.close()
+    assert server.lost() == ""
+
+
 def test_second_member_of_one_rank_is_refused() -> None:
     plan = head_plan()
-    server = HeadServer(plan)
+    server = HeadServer(plan, TOKEN)
     server.announce("10.0.0.1:6379")
-    first = MemberClient(member_plan(plan, 1))
+    first = greeted(member_plan(plan, 1))
     assert first.receive() == {"ray": "10.0.0.1:6379"}
-    second = MemberClient(member_plan(plan, 1))
+    second = greeted(member_plan(plan, 1))
     with pytest.raises(UserError, match="^NODE_RANK=1: another node .* a rank of its own"):
         second.receive()
     assert server.absent() == [2]
@@ -60,8 +107,8 @@ def test_second_member_of_one_rank_is_refused() -> None:
 
 def test_run_that_ends_before_it_has_a_cluster_tells_only_its_end() -> None:
     plan = head_plan()
-    server = HeadServer(plan)
-    member = MemberClient(member_plan(plan, 1))
+    server = HeadServer(plan, TOKEN)
+    member = greeted(member_plan(plan, 1))
     closing = threading.Timer(0.05, server.close, args=(2,))
     closing.start()
     assert member.receive() == {"exit": 2}
@@ -72,9 +119,9 @@ def test_run_that_ends_before_it_has_a_cluster_tells_only_its_end() -> None:
 def test_member_may_come_before_the_head() -> None:
     plan = head_plan()
     servers: list[HeadServer] = []
-    timer = threading.Timer(0.05, lambda: servers.append(HeadServer(plan)))
+    timer = threading.Timer(0.05, lambda: servers.append(HeadServer(plan, TOKEN)))
     timer.start()
-    member = MemberClient(member_plan(plan, 1))
+    member = greeted(member_plan(plan, 1))
     timer.join()
     servers[0].close(0)
     assert member.receive() == {"exit": 0}
@@ -101,16 +148,82 @@ def test_head_that_never_comes_is_named() -> None:
 def test_taken_port_is_named() -> None:
     plan = head_plan()
     with (
-        socket.create_server(("", plan.host_and_port[1])),
+        socket.create_server(plan.host_and_port),
         pytest.raises(UserError, match=f"MASTER_PORT={plan.host_and_port[1]}"),
     ):
-        HeadServer(plan)
+        HeadServer(plan, TOKEN)
+
+
+def test_member_with_another_token_is_refused_and_takes_no_rank() -> None:
+    plan = head_plan()
+    server = HeadServer(plan, TOKEN)
+    server.announce("10.0.0.1:6379")
+    with pytest.raises(UserError, match="MASTER_ADDR=.*has another token than this node"):
+        greeted(member_plan(plan, 1), "a guess")
+    assert server.absent() == [1, 2]
+    server.close(0)
+
+
+def test_member_tells_nothing_to_a_head_without_the_token() -> None:
+    """A stranger at MASTER_ADDR cannot make a node join a cluster of his."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        plan = replace(member_plan(head_plan(), 1), address=address)
+        client = MemberClient(plan)
+        connection, _ = server.accept()
+        connection.sendall(
+            b'{"nonce": "n"}\n{"proof": "' + prove("a guess", ("head",)).encode() + b'"}\n'
+        )
+        with pytest.raises(UserError, match="another token"):
+            client.greet(lambda: TOKEN)
+        assert TOKEN.encode() not in connection.recv(1 << 16)
+        connection.close()
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b'{"rank": 1}\n',
+        b'{"rank": 1, "nonce": "n", "proof": ""}\n',
+        b'{"rank": 1, "nonce": "n", "proof": null}\n',
+        b'{"rank": "x", "nonce": "n", "proof": "\xff"}\n',
+        b"[]\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"x" * 10_000,
+        b"",
+    ],
+)
+def test_strangers_are_cut_off(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_HELLO_S", 0.2)
+    plan = head_plan()
+    server = HeadServer(plan, TOKEN)
+    server.announce("10.0.0.1:6379")
+    with socket.create_connection(plan.host_and_port, timeout=PATIENCE_S) as stranger:
+        stranger.sendall(words)
+        received = b"".join(iter(lambda: _read(stranger), b""))
+    assert b"10.0.0.1" not in received
+    assert server.absent() == [1, 2]
+    server.close(0)
+
+
+def _read(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1 << 16)
+    except ConnectionError:
+        return b""
+
+
+def test_a_node_may_name_itself_by_a_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "address_here", {"here": "127.0.1.1", "127.0.0.1": "127.0.0.1"}.get)
+    assert nodes._address_for_members("here") == ""
+    assert nodes._address_for_members("127.0.0.1") == "127.0.0.1"
 
 
 def test_members_come_back_if_the_run_starts_again_or_the_head_may_be_replaced() -> None:
     plan = head_plan()
-    server = HeadServer(plan)
-    member = MemberClient(member_plan(plan, 1))
+    server = HeadServer(plan, TOKEN)
+    member = greeted(member_plan(plan, 1))
     server.close(1, again=True)
     assert member.receive() == {"exit": 1, "again": True}
     member.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tandem.api import WorkerLost
 from tandem.errors import UserError
 from tandem.runtime.failure import (
     Kind,
@@ -248,3 +249,75 @@ def test_wait_with_a_limit_ends() -> None:
     _, waits, workers = two_workers()
     with pytest.raises(TimeoutError):
         waits.gather(start(waits, workers), timeout_s=0.05)
+
+
+def replaceable_second() -> tuple[Answers, Waits, list[Worker]]:
+    answers, waits, workers = two_workers()
+    waits.allow_end(workers[1])
+    return answers, waits, workers
+
+
+def test_the_end_of_a_replaceable_worker_fails_its_own_calls_only() -> None:
+    answers, waits, workers = replaceable_second()
+    calls = start(waits, workers)
+    answers.put(call0="a", watch1=DIED, call1=DIED)
+    assert waits.gather(calls[:1]) == ["a"]
+    assert waits.first(calls) == 0
+    with pytest.raises(WorkerLost) as lost:
+        waits.gather(calls[1:])
+    assert lost.value.rank == 1
+    assert str(lost.value.failure).startswith("train rank 1 (host a, pid 1) died in update: killed")
+    waits.forget(workers[1])
+    following = waits.started(workers[0], "update", reference="later")
+    answers.put(later="b")
+    assert waits.gather([following]) == ["b"], "it left nothing behind"
+
+
+@pytest.mark.parametrize("first", ["a peer", "the worker"])
+def test_peers_that_fail_because_of_a_lost_worker_are_not_the_cause(first: str) -> None:
+    answers, waits, workers = replaceable_second()
+    calls = start(waits, workers)
+    now, later = {"call0": LOST}, {"watch1": DIED, "call1": DIED}
+    if first == "the worker":
+        now, later = later, now
+    answers.put(**now)
+    answers.later(GRACE_S / 4, **later)
+    with pytest.raises(WorkerLost):
+        waits.gather(calls)
+
+
+def test_the_end_of_another_worker_ends_the_run_although_one_is_lost() -> None:
+    answers, waits, workers = replaceable_second()
+    calls = start(waits, workers)
+    answers.put(watch1=DIED, call1=DIED, watch0=DIED, call0=DIED)
+    for _ in range(2):
+        with pytest.raises(WorkerFailure, match="train rank 0"):
+            waits.gather(calls)
+
+
+def test_a_lost_worker_is_no_cause_for_those_who_do_not_wait_for_it() -> None:
+    answers, waits, workers = replaceable_second()
+    calls = start(waits, workers)
+    answers.put(watch1=DIED, call1=DIED, call0=RAISED)
+    with pytest.raises(WorkerFailure, match="train rank 0 .* failed in update: ValueError: x"):
+        waits.gather(calls[:1])
+
+
+def test_a_replaceable_worker_that_hangs_is_killed_and_its_cause_is_told() -> None:
+    answers = Answers()
+    killed: list[Worker] = []
+
+    def kill(worker: Worker) -> None:
+        killed.append(worker)
+        answers.put(watch=DIED, call=DIED)
+
+    waits = Waits(answers.finished, answers.result, grace_s=GRACE_S, look_s=0.05, kill=kill)
+    worker = Worker(WorkerName("generate", 0, host="a", pid=1), "watch")
+    waits.allow_end(worker)
+    call = waits.started(worker, "advance", reference="call")
+    hanging = Symptom(Kind.HANGS, "no sign of life for 10 s", "", 0)
+    threading.Timer(0.05, waits.hangs, (worker, hanging)).start()
+    with pytest.raises(WorkerLost) as lost:
+        waits.gather([call])
+    assert killed == [worker]
+    assert "hangs in advance: no sign of life for 10 s" in str(lost.value.failure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.comm.store import StorePlace
 from tandem.config.derived.pools import place_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
@@ -28,7 +29,12 @@ def jobs(*arguments: str, **platforms: Platform) -> dict[str, WorkerJob]:
     placement = place_run(config)
     named = {pool.name: platforms.get(pool.name, NPU) for pool in placement.used_pools}
     return pool_jobs(
-        config, placement, platforms=named, store=("host", 1), eos_ids=(0,), total_steps=1
+        config,
+        placement,
+        platforms=named,
+        store=StorePlace("host", 1, "prefix"),
+        eos_ids=(0,),
+        total_steps=1,
     )
 
 

@@ -28,7 +28,8 @@ def _place(spec: LinkSpec, flagcx_path: Path) -> LinkPlace:
     place = WorkerPlace(
         "generate", 1, 2, 0, "127.0.0.1", local_rank=1, local_size=2, flagcx_path=str(flagcx_path)
     )
-    return link_place(spec, place, platform=CUDA, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    return link_place(spec, place, generation=0, platform=CUDA, device=device)
 
 
 @pytest.mark.parametrize("spec", [CROSSING, ASKED_FOR])

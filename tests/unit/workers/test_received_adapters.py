@@ -5,21 +5,34 @@ the adapters alone (L10), and the reference is over the same base (L4).
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch._C._distributed_c10d import HashStore
 
+from tandem.comm.store import StorePlace
 from tandem.config.derived.pools import place_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.engines.steps import score
+from tandem.errors import UserError
 from tandem.models.adapted import is_adapter
 from tandem.models.language_model import NativeModel
+from tandem.models.weights import WEIGHTS_FILE
 from tandem.platforms.record import CPU
 from tandem.types import HeldSlice
 from tandem.workers.deployment import policy_spec, pool_jobs
 from tandem.workers.job import PolicySpec
-from tandem.workers.policies import changing_slices, open_initial, open_received, received_folder
+from tandem.workers.policies import (
+    changing_slices,
+    open_initial,
+    open_received,
+    received_folder,
+    require_same_base,
+)
 from tests.unit.engines.minibatch import cut_batches
 from tests.unit.models.tiny_models import NATIVE, open_fp32, write_hf
 
@@ -66,6 +79,30 @@ def test_l10_a_received_policy_has_its_base_and_takes_adapters(tmp_path: Path) -
     assert initial.lm_head_weight.data_ptr() == policy.lm_head_weight.data_ptr()
 
 
+def test_processes_that_read_other_bases_are_told_apart(tmp_path: Path) -> None:
+    write_hf(NATIVE["qwen2_tied"](), tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "same")
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    weights = load_file(tmp_path / "other" / WEIGHTS_FILE)
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, tmp_path / "other" / WEIGHTS_FILE, metadata={"format": "pt"})
+    store = HashStore()
+
+    def join(name: str) -> None:
+        config = _config(tmp_path / name)
+        spec = policy_spec(config, place_run(config), task="actor-train")
+        require_same_base(spec, store, host=f"host_{name}")
+
+    join("one")
+    join("same")
+    with pytest.raises(UserError) as caught:
+        join("other")
+    assert "actor_rollout_ref.model.path=" in str(caught.value)
+    assert (
+        f"on host_other it has other weights than host_one:{tmp_path / 'one'}" in caught.value.rule
+    )
+
+
 def test_the_reference_needs_no_weights_where_adapters_are(tmp_path: Path) -> None:
     write_hf(NATIVE["qwen2_tied"](), tmp_path)
     config = _config(tmp_path)
@@ -74,10 +111,11 @@ def test_the_reference_needs_no_weights_where_adapters_are(tmp_path: Path) -> No
         config,
         placement,
         platforms={pool.name: CPU for pool in placement.used_pools},
-        store=("127.0.0.1", 1),
+        store=StorePlace("127.0.0.1", 1, "prefix"),
         eos_ids=(0,),
         total_steps=1,
     )
     trains, generates = (jobs[pool.name] for pool in placement.used_pools)
+    assert trains.base is not None and generates.base == trains.base
     assert trains.reference is None and generates.reference is None
     assert generates.rollout is not None and generates.rollout.is_reference

@@ -218,7 +218,7 @@ def test_fp8_is_that_of_the_dense_engine_also_after_new_weights(device: torch.de
         num_multiprocessors=1,
         quantized=QuantizedDecoder(decoder),
     )
-    dense = NativeRolloutEngine(decoder, CONFIG, quantized=QuantizedDecoder(decoder))
+    dense = NativeRolloutEngine(decoder, CONFIG, substitute=QuantizedDecoder(decoder))
     for version in (0, 1):
         for engine in (paged, dense):
             engine.set_weights_version(version)

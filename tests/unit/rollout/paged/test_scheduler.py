@@ -226,7 +226,7 @@ class Simulation:
     A window is launched before the last one is read; now and then the weights change. ``lengths``:
     after how many tokens a sample really ends, which the scheduler learns a window late.
     ``memory``: (page, offset) to the prompt or the sample that wrote it, the position, and the
-    version of the weights.
+    version of the weights. ``turns``: how many further turns a sample has, each a little later.
     """
 
     scheduler: PagedScheduler
@@ -238,6 +238,9 @@ class Simulation:
     is_outdated: bool = False
     drawn: dict[int, int] = field(default_factory=dict[int, int])
     finished: list[int] = field(default_factory=list[int])
+    turns: dict[int, int] = field(default_factory=dict[int, int])
+    first_prompts: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    tools: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
     memory: dict[tuple[int, int], tuple[object, int, int]] = field(
         default_factory=dict[tuple[int, int], tuple[object, int, int]]
     )
@@ -246,10 +249,13 @@ class Simulation:
         """Until nothing is left to do; now and then new requests arrive."""
         flight: list[tuple[Running, int, int]] | None = None
         self.scheduler.add([next(arrivals)])
-        self.num_pages = self.scheduler._pool.num_free
-        while self.scheduler.has_work:
+        self.num_pages = self.scheduler._pool.num_free + len(self._owned())
+        while self.scheduler.has_work or self.tools:
+            if len(self.tools) > 3 or (self.tools and not self.scheduler.has_work):
+                self._answer(self.tools.pop(0))
             if self.switches():
                 self._read(flight or [])
+                self.scheduler.parking.clear()
                 flight, self.is_outdated = None, True
                 self.version += 1
                 continue
@@ -257,11 +263,33 @@ class Simulation:
             flight = self._launch(under_way=last is not None)
             if last is not None:
                 self._read(last)
-            assert flight or last, "neither a window nor anything to read: it would never end"
+            assert flight or last or self.tools, (
+                "neither a window nor anything to read: it would never end"
+            )
             self._check_pages()
             new = next(arrivals, None)
             self.scheduler.add([] if new is None else [new])
             self.num_pages = self.scheduler._pool.num_free + len(self._owned())
+
+    def _answer(self, request: GenerationRequest) -> None:
+        """A tool has answered: the sample's next turn begins."""
+        (sample_id,) = request.sample_ids
+        self.drawn[sample_id] = 0
+        self.scheduler.add([request])
+
+    def _end_turn(self, row: Running) -> None:
+        """Ask for the sample's next turn, which the tool's answer of two tokens precedes."""
+        left = self.turns.get(row.sample_id, 0)
+        if left == 0:
+            self.scheduler.parking.forget((row.sample_id,))
+            return
+        self.turns[row.sample_id] = left - 1
+        ids = (*row.prompt_ids, *row.token_ids, 0, 0)
+        sampling = replace(row.sampling, max_new_tokens=self.lengths[row.sample_id])
+        index = row.first_index + len(row.token_ids) + 2
+        self.tools.append(
+            GenerationRequest((row.sample_id,), ids, sampling, first_index=index, continues=True)
+        )
 
     def _launch(self, *, under_way: bool) -> list[tuple[Running, int, int]] | None:
         scheduler, window = self.scheduler, WINDOW
@@ -325,7 +353,8 @@ class Simulation:
         self.memory[place] = (self._author(row, position), position, self.version)
 
     def _author(self, row: Running, position: int) -> object:
-        return row.prompt_ids if position < len(row.prompt_ids) else row.sample_id
+        prompt = self.first_prompts.setdefault(row.sample_id, row.prompt_ids)
+        return prompt if position < len(prompt) else row.sample_id
 
     def _check_context(self, row: Running, length: int) -> None:
         self._check(row, row.pages, length=length)
@@ -345,6 +374,8 @@ class Simulation:
                 ended += [row] if len(row.token_ids) == self.lengths[row.sample_id] else []
         self.finished += _ids(ended)
         self.scheduler.remove(ended)
+        for row in ended:
+            self._end_turn(row)
 
     def _check_pages(self) -> None:
         scheduler, owned = self.scheduler, self._owned()
@@ -353,7 +384,8 @@ class Simulation:
         assert max(owned, default=-1) < scheduler.wanted_pages
 
     def _owned(self) -> set[int]:
-        return {page for row in self.scheduler.rows for page in row.pages}
+        parked = self.scheduler.parking._parked.values()
+        return {page for one in (*self.scheduler.rows, *parked) for page in one.pages}
 
 
 @pytest.mark.parametrize(
@@ -388,6 +420,66 @@ def test_a_long_time_loses_nothing_and_mixes_nothing_up(
     assert scheduler._pool.num_free == simulation.num_pages == num_pages
     assert scheduler.num_preempted > 0 or num_pages > 20
     assert simulation.version > 20
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "max_rows", "seed"), [(24, 6, 0), (40, 20, 1), (80, 6, 2), (2000, 8, 3)]
+)
+def test_m22_parked_pages_are_read_by_their_sample_alone_and_give_way_to_rows(
+    num_pages: int, max_rows: int, seed: int
+) -> None:
+    """Samples have up to three further turns, some of which go on in their parked pages."""
+    rng = random.Random(seed)
+    limits = Limits(max_rows, max_prefill_tokens=30)
+    requests = [
+        replace(
+            _request(
+                100 * i,
+                n=rng.randint(1, 4),
+                prompt=rng.randint(1, 17),
+                new=rng.randint(1, 12),
+                first_token=1000 * i,
+            ),
+            continues=True,
+        )
+        for i in range(60)
+    ]
+    samples = {sample_id: request for request in requests for sample_id in request.sample_ids}
+    lengths = {
+        sample_id: rng.randint(1, request.sampling.max_new_tokens)
+        for sample_id, request in samples.items()
+    }
+    turns = {sample_id: rng.randint(0, 3) for sample_id in lengths}
+    scheduler = PagedScheduler(limits, num_pages, window_tokens=WINDOW, page_tokens=PAGE)
+    simulation = Simulation(
+        scheduler, limits, lengths, switches=lambda: rng.random() < 0.05, turns=dict(turns)
+    )
+    simulation.run(iter(requests))
+    assert len(simulation.finished) == sum(1 + number for number in turns.values())
+    assert scheduler._pool.num_free == num_pages, "a page is lost"
+    assert scheduler.parking.num_reused > 0
+    assert (scheduler.parking.num_evicted > 40) == (num_pages < 100)
+
+
+def test_m22_the_pages_that_have_waited_longest_give_way_before_a_row_does() -> None:
+    scheduler = PagedScheduler(PLENTY, 10, window_tokens=WINDOW, page_tokens=PAGE)
+    scheduler.add([replace(_request(first, n=1, prompt=7), continues=True) for first in (0, 1)])
+    scheduler.admit()
+    for row in scheduler.rows[:]:
+        row.token_ids += [9, 9]
+        scheduler.remove([row])
+    assert scheduler.parking.find(0, (*range(7), 9, 5)) is not None, "the newest has no key yet"
+    assert scheduler.parking.find(0, (*range(6), 5, 9, 5)) is None, "its history was rewritten"
+    scheduler.add([_request(2, n=1, prompt=24, new=8)])
+    assert _entered(scheduler.admit()) == [[2]]
+    scheduler.reserve_window()
+    assert (len(scheduler.parking), scheduler.num_preempted) == (1, 0)
+    assert scheduler.parking.find(1, (*range(7), 9, 5)) is not None
+    further = GenerationRequest((1,), (*range(7), 9, 9, 5), _request(0).sampling, first_index=3)
+    scheduler.add([further])
+    scheduler.remove(scheduler.rows)
+    (entry,) = scheduler.admit()
+    assert (entry.run.token_ids, entry.run.start, len(scheduler.parking)) == ((9, 5), 8, 0)
 
 
 def test_wanted_pages_grow_seldom_although_requests_come_one_by_one() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config.check.ignored_keys import ignored_keys
+from tandem.config.check.rules import check_run
 from tandem.config.parse.overrides import load_config
 from tandem.config.schema.run import RunConfig
 from tandem.driver.engine_choice import require_engine
@@ -98,21 +99,37 @@ def test_the_interpreter_is_this_one_unless_another_is_named() -> None:
     assert interpreter({"python": "/opt/python"}) == "/opt/python"
 
 
-def test_restarts_have_an_effect_on_engines_with_processes_alone() -> None:
+def test_restarts_have_an_effect_on_engines_with_processes_and_on_workers_that_only_generate() -> (
+    None
+):
     key = f"{ROLLOUT}.max_engine_restarts"
+    apart = ["actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=2"]
     for name in ("native", "hf", "vllm"):
-        loaded = load_config(RunConfig, [f"{key}=2", f"{ROLLOUT}.name={name}"])
-        assert ignored_keys(loaded) == {key: "the engine has no processes of its own"}
+        keys = [f"{key}=2", f"{ROLLOUT}.name={name}"]
+        loaded = load_config(RunConfig, keys)
+        reason = "the engine has no processes of its own, and no worker only generates"
+        assert ignored_keys(loaded) == {key: reason}
         assert not loaded.config.actor_rollout_ref.rollout.restarts_engine
+        assert key not in ignored_keys(load_config(RunConfig, [*keys, *apart]))
     for name in ("sglang", "my_package.engine:build"):
         loaded = load_config(RunConfig, [f"{key}=2", f"{ROLLOUT}.name={name}"])
         assert ignored_keys(loaded) == {}
         assert loaded.config.actor_rollout_ref.rollout.restarts_engine
 
 
-def test_restarts_in_runs_of_several_processes_are_refused() -> None:
-    keys = [f"{ROLLOUT}.name=my_package.engine:build", f"{ROLLOUT}.max_engine_restarts=2"]
-    placed = ["actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=2", *keys]
-    message = r"max_engine_restarts=2: engines are started again only in runs of one process"
-    with pytest.raises(UserError, match=message):
-        require_engine(load_config(RunConfig, placed).config, QWEN2)
+@pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        (["enable_param_async=True"], "while enable_param_async or enable_dual_buffer sends"),
+        (["enable_dual_buffer=True"], "while enable_param_async or enable_dual_buffer sends"),
+        (["name=vllm", "tensor_model_parallel_size=2"], "an engine over several devices"),
+    ],
+)
+def test_workers_that_cannot_be_replaced_are_refused(keys: list[str], rule: str) -> None:
+    apart = ["actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=4"]
+    own = [f"{ROLLOUT}.{key}" for key in keys]
+    given = ["data.train_files=some", *apart, *own]
+    check_run(load_config(RunConfig, given).config)
+    with pytest.raises(UserError, match="max_engine_restarts=2: a worker") as caught:
+        check_run(load_config(RunConfig, [*given, f"{ROLLOUT}.max_engine_restarts=2"]).config)
+    assert rule in str(caught.value)

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+
+from tandem.api import WorkerLost
 from tandem.types import (
     Completion,
     EngineWork,
@@ -15,7 +18,8 @@ from tandem.types import (
     GenerationRequest,
     SamplingParams,
 )
-from tandem.workers.remote import RemoteRollout, RemoteStage, WeightRoute
+from tandem.workers.remote_rollout import RemoteRollout, RemoteStage, WeightRoute
+from tandem.workers.replacement import Replacements
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=8)
 
@@ -55,6 +59,9 @@ class Group:
         ids = [i for request in requests for i in request.sample_ids]
         self.waiting.setdefault(rank, deque()).extend(ids)
 
+    def forget(self, rank: int, sample_ids: Sequence[int]) -> None:
+        """Of a worker."""
+
     def advance(
         self, rank: int, max_steps: int | None
     ) -> tuple[list[Completion], Mapping[str, float]]:
@@ -91,6 +98,25 @@ def test_requests_go_to_the_worker_with_the_least_to_do() -> None:
     added = [(rank, [r.sample_ids for r in mine]) for rank, method, mine in _of(group, "add")]
     assert added == [(0, [(0, 1, 2)]), (1, [(3,), (4,)])]
     assert {max_steps for _, _, max_steps in _of(group, "advance")} == {32}
+
+
+def test_further_turns_go_to_the_engine_that_keeps_their_cache_and_so_do_their_ends() -> None:
+    group = Group(3)
+    rollout = RemoteRollout(group, WeightRoute([group]))
+    first = [replace(request(sample_id), continues=True) for sample_id in range(6)]
+    rollout.add(first)
+    while rollout.advance(32):
+        pass
+    further = [replace(one, first_index=2) for one in first]
+    rollout.add([further[5], further[4], further[2]])
+    added = {r.sample_ids[0]: rank for rank, _, mine in _of(group, "add") for r in mine}
+    assert added == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: 2}
+    group.called.clear()
+    rollout.add([request(*range(10, 20)), further[0]])
+    added = {r.sample_ids[0]: rank for rank, _, mine in _of(group, "add") for r in mine}
+    assert added == {10: 0, 0: 1}, "its own engine has far more to do"
+    rollout.forget([0, 1, 3, 77])
+    assert [(rank, ids) for rank, _, ids in _of(group, "forget")] == [(1, [0, 1]), (0, [3])]
 
 
 def test_all_workers_of_an_engine_get_the_same_calls_and_the_first_one_answers() -> None:
@@ -252,3 +278,147 @@ def test_without_staging_what_is_under_way_is_collected_before_weights_come() ->
 
 def _of(group: Group, method: str) -> list[tuple[Any, ...]]:
     return [call for call in group.called if call[1] == method]
+
+
+@dataclass
+class MortalGroup(QuickGroup):
+    """A group whose workers end at a call of a method. Later calls of such a worker fail.
+
+    Attributes:
+        ends: the methods of which the next call ends a worker, with its rank.
+    """
+
+    ends: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    dead: set[int] = field(default_factory=set[int])
+    started: list[int] = field(default_factory=list[int])
+    joined: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    def gather(self, calls: Sequence[Any]) -> list[Any]:
+        """Do them, up to the first of a dead worker."""
+        results = []
+        for group, rank, method, args in calls:
+            if (method, rank) in group.ends:
+                group.ends.remove((method, rank))
+                group.dead.add(rank)
+            if rank in group.dead:
+                failure = RuntimeError(f"generate rank {rank} died in {method}: killed\nlast words")
+                raise WorkerLost(rank, failure)
+            results.append(getattr(group, method)(rank, *args))
+        return results
+
+    def start_again(self, rank: int) -> None:
+        """Note it."""
+        self.started.append(rank)
+        self.waiting.pop(rank, None)
+        self.num_advances.pop(rank, None)
+
+    def until_started(self, rank: int) -> None:
+        """The new worker is there."""
+        self.dead.discard(rank)
+
+    def join_link(self, rank: int, generation: int) -> None:
+        """Of a worker."""
+        self.joined.append((rank, generation))
+
+
+def mortal(size: int, ends: set[tuple[str, int]], *, max_restarts: int = 2) -> Any:
+    """Return a rollout whose workers end so, its group, and the pool that trains."""
+    group, training = MortalGroup(size, ends=ends), MortalGroup(1)
+    linked = [training, group]
+    replacements = Replacements(group, linked, max_restarts=max_restarts)
+    return RemoteRollout(group, WeightRoute(linked), replacements=replacements), group, training
+
+
+def collect(rollout: RemoteRollout) -> list[int]:
+    found: list[int] = []
+    while completions := rollout.advance(32):
+        found += [completion.sample_id for completion in completions]
+    return found
+
+
+@pytest.mark.parametrize("method", ["add", "advance"])
+def test_samples_of_a_lost_worker_go_to_the_others_until_new_weights_come(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout, group, training = mortal(3, {(method, 1)})
+    rollout.add([request(0, 1, 2), request(3, 4, 5), request(6, 7)])
+    assert sorted(collect(rollout)) == list(range(8)), "each sample once"
+    assert group.started == [1]
+    assert "generate rank 1 died in " in caplog.text and "last words" not in caplog.text
+    assert "(1 of actor_rollout_ref.rollout.max_engine_restarts=2), and its 3 " in caplog.text
+    rollout.add([request(8), request(9), request(10)])
+    assert {rank for rank, _, mine in _of(group, "add") if mine[0].sample_ids[0] > 7} == {0, 2}
+    collect(rollout)
+    assert rollout.set_weights_version(1)
+    assert group.joined == [(0, 1), (1, 1), (2, 1)] and training.joined == [(0, 1)]
+    rollout.add([request(11), request(12), request(13)])
+    assert sorted(collect(rollout)) == [11, 12, 13]
+    assert group.in_use == {0: 1, 1: 1, 2: 1}
+    assert rollout.metrics()["num_restarts"] == 1
+    assert rollout.set_weights_version(2)
+    assert len(group.joined) == 3, "nobody was lost since"
+
+
+def test_counters_of_a_lost_worker_are_kept() -> None:
+    rollout, group, _ = mortal(2, set())
+    rollout.add([request(0, 1), request(2)])
+    assert len(collect(rollout)) == 3
+    group.ends.add(("advance", 0))
+    rollout.add([request(3), request(4)])
+    collect(rollout)
+    assert rollout.metrics() == {"num_advances": 5, "num_restarts": 1}
+
+
+@pytest.mark.parametrize("method", ["transfer", "swap", "join_link"])
+def test_a_worker_that_is_lost_in_a_transfer_is_replaced_and_the_transfer_repeated(
+    method: str,
+) -> None:
+    ends = {(method, 0), ("swap" if method == "join_link" else method, 0)}
+    num_deaths = len(ends)
+    rollout, group, training = mortal(2, ends)
+    rollout.add([request(0, 1), request(2, 3)])
+    assert rollout.set_weights_version(1)
+    assert group.started == [0] * num_deaths
+    assert [generation for _, generation in training.joined][-1] == num_deaths
+    assert group.in_use == {0: 1, 1: 1}
+    assert sorted(collect(rollout)) == [0, 1, 2, 3]
+
+
+def test_workers_that_are_lost_while_others_settle_are_replaced() -> None:
+    rollout, group, _ = mortal(2, set())
+    rollout.add([request(0, 1), request(2, 3)])
+    found = [completion.sample_id for completion in rollout.advance(32)]
+    group.ends.add(("advance", 1))
+    rollout.settle()
+    assert group.started == [1]
+    assert sorted(found + collect(rollout)) == [0, 1, 2, 3]
+
+
+def test_the_run_ends_with_the_failure_when_no_restart_is_left() -> None:
+    rollout, group, _ = mortal(3, {("advance", 0), ("advance", 1)}, max_restarts=1)
+    rollout.add([request(0), request(1), request(2)])
+    with pytest.raises(RuntimeError, match="generate rank 1 died in advance: killed"):
+        collect(rollout)
+    assert group.started == [0]
+
+
+@pytest.mark.parametrize("method", ["add", "advance"])
+def test_samples_wait_for_weights_after_the_last_worker_was_lost(method: str) -> None:
+    rollout, group, _ = mortal(2, {(method, 0), (method, 1)})
+    rollout.add([request(0, 1), request(2)])
+    assert rollout.advance(32) == [] and rollout.lacks_weights()
+    rollout.add([request(3)])
+    assert rollout.advance(32) == []
+    assert rollout.work() == [EngineWork.NONE] * 2
+    assert rollout.set_weights_version(0) and not rollout.lacks_weights()
+    assert sorted(group.started) == [0, 1]
+    assert sorted(collect(rollout)) == [0, 1, 2, 3]
+
+
+def test_a_lost_worker_has_no_states_to_free() -> None:
+    rollout, group, _ = mortal(2, {("advance", 0)})
+    rollout.add([replace(request(0), continues=True), replace(request(1), continues=True)])
+    collect(rollout)
+    rollout._homes = {0: 0, 1: 1}
+    rollout.forget([0, 1])
+    assert [rank for rank, *_ in _of(group, "forget")] == [1]

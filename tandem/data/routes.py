@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recorded experts of the tokens of a conversation, joined over its turns.
+
+A row of routes belongs to a token that was fed. A turn has the rows of all tokens before it, which
+its prefill has fed once more, and of its own. A token keeps the row of the turn that first fed it:
+that row is the one under which the next token was drawn.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tandem.types import Trajectory
+
+
+def routes_of(row: Trajectory) -> np.ndarray | None:
+    """Return the routes of all tokens of a line of spans but the last, or None if a turn has none.
+
+    Given tokens behind the last turn were fed by no engine. They repeat the last row that there is:
+    nothing that carries loss depends on them.
+    """
+    found: np.ndarray | None = None
+    num_tokens = 0
+    for span in row.spans:
+        num_tokens += len(span.token_ids)
+        if span.completion is None:
+            continue
+        routes = span.completion.routes
+        if routes is None or len(routes) != num_tokens - 1 or not span.token_ids:
+            return None
+        found = routes if found is None else np.concatenate((found, routes[len(found) :]))
+    assert found is not None, "a trajectory holds a completion"
+    missing = num_tokens - 1 - len(found)
+    return np.concatenate((found, found[-1:].repeat(missing, 0))) if missing else found

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tandem's plug-in for vLLM's server: it takes weights from a trainer, and draws tokens by key.
+
+vLLM calls ``register`` by the entry point ``vllm.general_plugins`` wherever tandem is installed. A
+server uses the plug-in with ``--weight-transfer-config '{"backend": "tandem"}'`` and
+``--logits-processors tandem.rollout.attached.plugin:KeyedDraw``. Its processes import this file;
+a trainer's do not. Requests without a stream are drawn by vLLM.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import torch
+
+from tandem.api import EngineFailure
+from tandem.rollout.attached.messages import receive_message, send_message
+from tandem.rollout.attached.protocol import BACKEND, PROTOCOL, SIZES, STREAM
+from tandem.rollout.attached.wire import receive_manifest, receive_tensors
+from tandem.rollout.sampler import DrawRule
+from tandem.rollout.vllm.draw import Stream, processor_class
+from tandem.rollout.vllm.library import of_vllm
+from tandem.rollout.vllm.weights import LoadedModel, VllmSink
+
+_TRANSFER = "distributed.weight_transfer"
+_CONNECT_S, _SILENCE_S = 30.0, 600.0
+"""How long a connection may take, and how long the trainer may be silent in an update."""
+
+
+def register() -> None:
+    """Register the class that receives weights with vLLM, which imports it when it is used."""
+    factory = of_vllm(f"{_TRANSFER}.factory", "WeightTransferEngineFactory")
+    try:
+        factory.register_engine(BACKEND, __name__, "TandemTransfer")
+    except ValueError:
+        return  # a process that loads plug-ins twice
+
+
+def __getattr__(name: str) -> Any:
+    """Make the classes that derive from vLLM's, when vLLM asks for them."""
+    if name == "TandemTransfer":
+        made = _transfer_class()
+    elif name == "KeyedDraw":
+        made = processor_class(stream_of)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = made
+    return made
+
+
+def stream_of(params: Any) -> Stream | None:
+    """Return the stream of a request by its parameters; None if it has none."""
+    given = (params.extra_args or {}).get(STREAM)
+    if given is None:
+        return None
+    temperature, top_k, top_p = given["rule"]
+    return Stream(
+        int(given["key"]),
+        DrawRule(temperature=temperature, top_k=top_k, top_p=top_p),
+        forced=tuple(given.get("forced", ())),
+    )
+
+
+def describe_model(
+    vllm_config: Any, *, address: str, port: int, token: str, is_open: bool = False
+) -> None:
+    """Connect to the run, and tell it which model this worker computes, and how.
+
+    Args:
+        is_open: whether a version did not arrive whole; see ``receive_version``.
+    """
+    hf_config = vllm_config.model_config.hf_config
+    with socket.create_connection((address, port), timeout=_CONNECT_S) as channel:
+        send_message(channel, {"token": token})
+        facts = {
+            "protocol": PROTOCOL,
+            "model": {name: getattr(hf_config, name, None) for name in SIZES},
+            "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
+            "is_whole": not is_open,
+            "draws": not vllm_config.use_v2_model_runner,
+        }
+        send_message(channel, facts)
+
+
+def receive_version(
+    target: LoadedModel, *, address: str, port: int, token: str, is_open: bool = False
+) -> None:
+    """Connect to the trainer and load the version that it sends.
+
+    Args:
+        token: proves to the trainer who connects.
+        is_open: whether an earlier version did not arrive whole. vLLM cannot load another then.
+
+    Raises:
+        EngineFailure, OSError: the version was not loaded whole. The trainer has been told why if
+            it is still there.
+    """
+    with socket.create_connection((address, port), timeout=_CONNECT_S) as channel:
+        channel.settimeout(_SILENCE_S)
+        send_message(channel, {"token": token})
+        sink = VllmSink(target, receive_manifest(channel), on_end=lambda: None)
+        number = int(receive_message(channel)["version"])
+        try:
+            if is_open:
+                raise EngineFailure("vLLM: an earlier version did not arrive whole: start it again")
+            sink.begin(number)
+            send_message(channel, {"ready": True})
+            for name, tensor in receive_tensors(channel):
+                sink.take(name, tensor)
+            sink.end()
+        except (EngineFailure, RuntimeError, ValueError, KeyError, TypeError) as error:
+            first = (str(error).splitlines() or [""])[0]
+            text = first if isinstance(error, EngineFailure) else f"{type(error).__name__}: {first}"
+            send_message(channel, {"error": text})
+            raise
+        send_message(channel, {"error": None})
+
+
+def _transfer_class() -> type:
+    """Return the class whose object in each worker of a server receives weights."""
+    base = of_vllm(f"{_TRANSFER}.base", "WeightTransferEngine")
+
+    class TandemTransfer(base):
+        """A receiver of versions that a trainer of tandem sends over a connection of its own."""
+
+        def parse_init_info(self, init_dict: dict[str, Any]) -> dict[str, Any]:
+            """Return whom to connect to."""
+            return init_dict
+
+        def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            """Describe the model. Each update has a connection of its own."""
+            is_open = getattr(self, "_is_open", False)
+            describe_model(self.vllm_config, is_open=is_open, **init_info)
+
+        def start_weight_update(self) -> None:
+            """Do nothing: the update opens the model."""
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            """Receive a whole version from the trainer at ``update_info``'s address."""
+            model = self.model
+            target = LoadedModel(
+                get_model=lambda: model,
+                device=torch.device(self.device),
+                vllm_config=self.vllm_config,
+            )
+            is_open, self._is_open = getattr(self, "_is_open", False), True
+            receive_version(target, is_open=is_open, **update_info)
+            self._is_open = False
+            if target.device.type != "cpu":
+                torch.accelerator.synchronize()
+
+        def receive_weights(self, update_info: Any) -> None:
+            """Do nothing: ``update_weights`` receives."""
+
+        def finish_weight_update(self) -> None:
+            """Do nothing: the update closed the model."""
+
+        def shutdown(self) -> None:
+            """Do nothing: no connection is kept."""
+
+    return TandemTransfer

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's keys of Megatron with tandem's engine: each has an effect, a reason or an error (MO15)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.config.check.device_rules import require_division
+from tandem.config.check.ignored_keys import ignored_keys, key_effects
+from tandem.config.check.rules import check_run
+from tandem.config.derived.pools import place_run
+from tandem.config.parse.keys import in_override_grammar, keys_of
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.megatron import MEGATRON_IGNORED, MEGATRON_UNBUILT, OVERRIDES, SPELLINGS
+from tandem.config.schema.run import RunConfig
+from tandem.errors import UserError
+from tests.fakes.configured import TINY
+
+ACTOR = "actor_rollout_ref.actor"
+STRATEGY = f"{ACTOR}.strategy=megatron"
+SIZES = {
+    "tensor_model_parallel_size": 2,
+    "expert_model_parallel_size": 4,
+    "context_parallel_size": 2,
+    "param_offload": True,
+    "optimizer_offload": True,
+    "dtype": "float32",
+}
+OVERRIDDEN = f"{ACTOR}.megatron.{OVERRIDES}"
+
+
+def load(*words: str):
+    return load_config(RunConfig, words)
+
+
+def test_mo16_the_strategies_resolve_to_one_layout() -> None:
+    """Compare whole configurations: the same sizes in both sections are the same run."""
+    theirs = [f"{ACTOR}.megatron.{name}={value}" for name, value in SIZES.items()]
+    ours = [f"{SPELLINGS[f'{ACTOR}.megatron.{name}']}={value}" for name, value in SIZES.items()]
+    found = load(STRATEGY, *theirs).config.model_dump()
+    expected = load(*ours).config.model_dump()
+    assert found["actor_rollout_ref"]["actor"].pop("strategy") == "megatron"
+    assert expected["actor_rollout_ref"]["actor"].pop("strategy") == "fsdp"
+    assert found == expected
+    assert found["actor_rollout_ref"]["ref"]["fsdp_config"]["ulysses_sequence_parallel_size"] == 2
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_mo15_a_key_of_the_layout_is_read_with_its_strategy_only(spelling: str) -> None:
+    value = {"dtype": "float32", "load_weight": "False"}.get(spelling.rpartition(".")[2])
+    value = value or ("True" if spelling.endswith("offload") else "2")
+    read = load(STRATEGY, f"{spelling}={value}")
+    assert read.set_keys[SPELLINGS[spelling]] == spelling and read.warnings == ()
+    name = SPELLINGS[spelling]
+    assert key_effects(read)[spelling].startswith((f"read as {name}: ", "no effect: "))
+    unread = load(f"{spelling}={value}")
+    assert ignored_keys(unread)[spelling].endswith("strategy=megatron")
+    assert unread.config == RunConfig()
+
+
+def test_mo15_the_order_of_words_does_not_matter_and_files_say_the_strategy_too(tmp_path) -> None:
+    key = f"{ACTOR}.megatron.tensor_model_parallel_size"
+    (tmp_path / "recipe.yaml").write_text(f"{key}: 2\n{ACTOR}.strategy: megatron\n")
+    for words in ([f"{key}=2", STRATEGY], [STRATEGY, f"{key}=2"], [str(tmp_path / "recipe.yaml")]):
+        layout = load(*words).config.actor_rollout_ref.actor.fsdp_config
+        assert layout.tensor_model_parallel_size == 2
+    back = load(STRATEGY, f"{key}=2", f"{ACTOR}.strategy=fsdp").config
+    assert back.actor_rollout_ref.actor.fsdp_config.tensor_model_parallel_size == 1
+
+
+@pytest.mark.parametrize("name", sorted(MEGATRON_IGNORED.keys() - SPELLINGS.keys()))
+def test_mo15_a_key_without_effect_has_its_reason(name: str) -> None:
+    default, reason = MEGATRON_IGNORED[name]
+    assert len(reason.split()) > 2
+    value = "5" if default == {} else in_override_grammar(default)
+    words = [f"{name}.any=1"] if default == {} else [f"{name}={value}"]
+    if value == "":
+        return
+    assert list(ignored_keys(load(STRATEGY, *words)).values()) == [reason]
+
+
+def test_mo15_each_key_that_is_refused_is_named() -> None:
+    for name, unbuilt in MEGATRON_UNBUILT.items():
+        with pytest.raises(UserError) as refused:
+            load(STRATEGY, f"{name}=7")
+        text = str(refused.value)
+        assert text.startswith(f"{name}=7: {unbuilt.capability} is not built") and "\n" not in text
+        assert keys_of(RunConfig)[name].unbuilt == unbuilt
+
+
+def test_mo15_defaults_are_verls() -> None:
+    own = f"{ACTOR}.megatron."
+    defaults = {name.removeprefix(own): key.default for name, key in keys_of(RunConfig).items()}
+    expected = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_tensor_parallel_size": None,
+        "virtual_pipeline_model_parallel_size": None,
+        "sequence_parallel": True,
+        "use_distributed_optimizer": True,
+        "use_mbridge": True,
+        "vanilla_mbridge": False,
+        "param_offload": False,
+        "grad_offload": False,
+        "optimizer_offload": False,
+        "use_dist_checkpointing": False,
+        "dist_checkpointing_path": None,
+        "seed": 42,
+    }
+    assert {name: defaults[name] for name in expected} == expected
+
+
+REFUSED = [
+    (f"+{OVERRIDDEN}.moe_zz_loss_coeff=1", f"{OVERRIDDEN}.moe_zz_loss_coeff=1: no such key. Did "
+     f"you mean {OVERRIDDEN}.moe_z_loss_coeff?"),
+    (f"+{OVERRIDDEN}.moe_aux_loss_coeff=0.001", "an auxiliary loss of routers is not built."),
+    (f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+     "pipeline parallelism (stages of layers) is not built. Set it to 1, "
+     "and divide by tensor_model_parallel_size or expert_model_parallel_size."),
+    (f"{ACTOR}.megatron.backend=mcore", "megatron-core as training engine is not built."),
+    (f"{ACTOR}.megatron.tensor_parallel_size=2", "Did you mean"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "text"), REFUSED)
+def test_mo15_wrong_keys_are_one_line(word: str, text: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load(STRATEGY, word)
+    assert text in str(refused.value) and "\n" not in str(refused.value)
+    assert "passes an unknown key" not in str(refused.value) or "tensor_parallel_size" in word
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("tensor_model_parallel_size=3",), "megatron.tensor_model_parallel_size=3: must divide"),
+        (("context_parallel_size=8",), "megatron.context_parallel_size=8: must divide"),
+        (("expert_model_parallel_size=3",), "megatron.expert_model_parallel_size=3: must divide"),
+        (
+            ("expert_model_parallel_size=2",),
+            "the model has no experts to divide. Leave out "
+            f"{ACTOR}.megatron.expert_model_parallel_size.",
+        ),
+    ],
+)
+def test_mo15_sizes_that_do_not_divide_name_the_keys_that_were_written(words, text: str) -> None:
+    own = [f"{ACTOR}.megatron.{word}" for word in words]
+    config = load(STRATEGY, "trainer.n_gpus_per_node=4", *own).config
+    with pytest.raises(UserError) as refused:
+        check_run(config)
+        require_division(config, place_run(config), models={"actor-train": TINY})
+    assert text in str(refused.value) and "fsdp_config" not in str(refused.value)

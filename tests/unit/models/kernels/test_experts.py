@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of experts against a loop in fp64, and against torch's operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.models import expert_products
+from tandem.models.operators import TORCH
+
+# The experts of each token, hidden, expert width: experts without tokens, fewer rows than a block,
+# more than one block, sizes that no block divides.
+SIZES = [(1, 1, 1, 8, 16), (3, 4, 2, 16, 8), (21, 5, 3, 40, 24), (70, 3, 2, 72, 40)]
+"""Tokens, experts, chosen, hidden, expert width."""
+# Sums in fp32 of at most 72 products of numbers of about 1, and roundings of three results.
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
+
+
+def make(size: tuple[int, ...], *, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the arguments of ``Operators.experts``. An expert that can be left out is."""
+    tokens, experts, chosen, hidden, inner = size
+    generator = torch.Generator().manual_seed(tokens)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(device, dtype)
+
+    usable = max(chosen, experts - 1)
+    expert_TK = torch.rand(tokens, usable, generator=generator).topk(chosen)[1]
+    return {
+        "h_TD": random(tokens, hidden),
+        "expert_TK": expert_TK.to(device),
+        "weight_TK": torch.rand(tokens, chosen, generator=generator).to(device),
+        "gate_up_E2FD": random(experts, 2 * inner, hidden) / hidden**0.5,
+        "down_EDF": random(experts, hidden, inner) / inner**0.5,
+    }
+
+
+def expected(inputs: dict[str, Tensor]) -> Tensor:
+    """Return the outputs in fp64, token by token."""
+    y_TD = torch.zeros_like(inputs["h_TD"], dtype=torch.float64)
+    gate_up, down = inputs["gate_up_E2FD"].double(), inputs["down_EDF"].double()
+    for token, experts in enumerate(inputs["expert_TK"].tolist()):
+        h_D = inputs["h_TD"][token].double()
+        for choice, expert in enumerate(experts):
+            gated_F = TORCH.gate((gate_up[expert] @ h_D)[None])[0]
+            y_TD[token] += inputs["weight_TK"][token, choice].double() * (down[expert] @ gated_F)
+    return y_TD
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("size", SIZES)
+def test_equals_the_experts_of_each_token(size, dtype, fused, device):
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter multiplies matrices of bf16 as integers")
+    inputs = make(size, device=device, dtype=dtype)
+    with torch.inference_mode():
+        y_TD = fused.experts(**inputs)
+    assert y_TD.dtype == dtype
+    bound = TOLERANCE[dtype]
+    torch.testing.assert_close(y_TD.double(), expected(inputs), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize(("num_rows", "num_experts"), [(1, 1), (7, 3), (1024, 5), (2500, 16)])
+def test_the_order_is_torchs(num_rows, num_experts, fused, device):
+    from tandem.models.kernels.experts import order_by_expert
+
+    generator = torch.Generator().manual_seed(num_rows)
+    expert_N = torch.randint(num_experts, (num_rows,), generator=generator).to(device)
+    ours = order_by_expert(expert_N, num_experts)
+    theirs = expert_products.order_by_expert(expert_N, num_experts)
+    for name in ("source_N", "place_N", "stop_E"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+def test_a_token_has_the_same_output_in_another_batch(fused, device):
+    """The order of a sum must not depend on the other tokens."""
+    inputs = make((21, 5, 3, 40, 24), device=device, dtype=torch.float32)
+    with torch.inference_mode():
+        all_TD = fused.experts(**inputs)
+        of_token = {n: inputs[n][10:11] for n in ("h_TD", "expert_TK", "weight_TK")}
+        alone_TD = fused.experts(**(inputs | of_token))
+    assert torch.equal(all_TD[10:11], alone_TD)
+
+
+def test_many_rows_are_left_to_torch(fused, device):
+    """Few experts have many rows each. On a CPU, torch multiplies bf16."""
+    inputs = make((600, 2, 1, 16, 8), device=device, dtype=torch.bfloat16)
+    inputs["expert_TK"][::2] = 1
+    with torch.inference_mode():
+        y_TD = fused.experts(**inputs)
+    torch.testing.assert_close(y_TD.double(), expected(inputs), rtol=2.0**-5, atol=2.0**-5)
+
+
+def test_with_gradients_they_are_torchs(fused, device):
+    grads = []
+    for operators in (fused, TORCH):
+        inputs = make((9, 4, 2, 16, 32), device=device, dtype=torch.float32)
+        trained = [inputs[n].requires_grad_() for n in inputs if n != "expert_TK"]
+        operators.experts(**inputs).square().sum().backward()
+        grads.append([tensor.grad for tensor in trained])
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The watch of steps: how long a step may take, and that one that hangs is told."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tandem.rollout.step_watch import StepWatch
+from tests.fakes.patience import PATIENCE_S
+
+
+def test_the_limit_is_twenty_times_the_longest_step_and_at_least_the_least() -> None:
+    watch = StepWatch("an engine", least_s=60.0, first_s=900.0)
+    assert watch.limit_s == 900.0
+    with watch.watching():
+        pass
+    assert watch.limit_s == 60.0
+    watch._durations_s.append(4.0)
+    assert watch.limit_s == 80.0
+    watch._durations_s.extend([0.1] * 100)
+    assert watch.limit_s == 60.0, "a slow step is forgotten"
+    watch.close()
+
+
+def test_a_step_that_does_not_return_is_told_and_others_are_not() -> None:
+    told: list[str] = []
+    has_told = threading.Event()
+
+    def end(cause: str) -> None:
+        told.append(cause)
+        has_told.set()
+
+    # The interpreter must not end the tests' own process: it waits for minutes more.
+    watch = StepWatch("vLLM", least_s=0.2, first_s=0.2, look_s=0.01, held_s=2 * PATIENCE_S, end=end)
+    for _ in range(3):
+        with watch.watching():
+            pass
+    assert not has_told.wait(0.1)
+    with watch.watching():
+        assert has_told.wait(PATIENCE_S)
+    assert told == ["vLLM: a step has not returned for 0 s"]
+
+
+def test_a_step_that_raises_is_not_watched_any_more() -> None:
+    told: list[str] = []
+    watch = StepWatch("vLLM", first_s=0.05, look_s=0.01, held_s=2 * PATIENCE_S, end=told.append)
+    with pytest.raises(ValueError), watch.watching():
+        raise ValueError
+    assert not threading.Event().wait(0.2)
+    assert not told
+    watch.close()
