@@ -57,3 +57,7 @@ def test_every_drawn_token_has_loss_once_in_random_trees() -> None:
         for row, leaf in zip(rows, leaves, strict=True):
             ids = [token for span in row.spans for token in span.token_ids]
             assert ids == list(tree.ids_to(leaf))
+            seen = {token for span in row.spans for token in span.token_ids}
+            first = {token for one in row.completions for token in one.token_ids}
+            assert first == seen & set(drawn), "the first row that holds a span trains it"
+            drawn = [token for token in drawn if token not in seen]

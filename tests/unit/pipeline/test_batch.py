@@ -102,7 +102,7 @@ def experience_of(batch: Batch, *arguments: str) -> Experience:
     return assign_credit(batch, config=config, controller=initial_kl_controller(config))
 
 
-def test_columns_cover_the_drawn_tokens_in_order() -> None:
+def test_m4_columns_cover_the_drawn_tokens_in_order() -> None:
     batch = lay_out(groups(), version=5)
     assert batch.sequence_R.tolist() == [
         n for n, length in enumerate(LENGTHS) for _ in range(length)
@@ -148,7 +148,7 @@ def test_rejection_masks_drawn_tokens_beside_given_ones() -> None:
     assert packed.target_R.tolist() == kept_ids
 
 
-def test_given_tokens_get_no_gradient() -> None:
+def test_m4_given_tokens_get_no_gradient() -> None:
     batch = lay_out(groups()[:1])
     experience = experience_of(batch)
     config = load_config(RunConfig, [*KEYS]).config
@@ -290,7 +290,7 @@ def unpacked(folder: Path, made: list[Group]) -> tuple[dict[str, Tensor], Tensor
 @pytest.mark.parametrize(
     ("make", "size"), [(groups, 1), (groups, 3), (groups, 4), (forked_groups, 3)]
 )
-def test_a_step_is_that_of_each_row_alone_with_its_mask(
+def test_m4_m5_a_step_is_that_of_each_row_alone_with_its_mask(
     tiny_policy_folder: Path, make: Callable[[], list[Group]], size: int
 ) -> None:
     limit = f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={size}"
