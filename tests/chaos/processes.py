@@ -29,8 +29,27 @@ def dying(
 ) -> dict[str, str]:
     """The environment of a run in which a worker sends itself a signal at a call of its method,
     counted from 1; with ``signal="RAISE"`` it raises instead."""
-    path = os.pathsep.join([str(_DYING), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    return {"PYTHONPATH": path, "TANDEM_TEST_DIE": f"{pool}:{rank}:{method}:{number}:{signal}"}
+    return _path() | {"TANDEM_TEST_DIE": f"{pool}:{rank}:{method}:{number}:{signal}"}
+
+
+def disturbing_steps(
+    folder: Path, *disturbances: str, number: int, limit_s: float
+) -> dict[str, str]:
+    """The environment of a run in which a step of vLLM, counted from 1 in each process, ends its
+    process (``kill``) or does not return (``hang``).
+
+    Args:
+        disturbances: what happens to the first process with vLLM, to the second, and so on.
+        folder: an empty folder, which afterwards has a file for each that has happened.
+        limit_s: the least limit of a step.
+    """
+    listed = ",".join(disturbances)
+    return _path() | {"TANDEM_TEST_STEPS": f"{folder}:{number}:{listed}:{limit_s:g}"}
+
+
+def _path() -> dict[str, str]:
+    entries = (str(_DYING), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return {"PYTHONPATH": os.pathsep.join(entries)}
 
 
 def wait_for_place(command: Command, run: Path, pool: str, *, rank: int) -> dict[str, Any]:

@@ -43,6 +43,30 @@ def test_a_step_that_does_not_return_is_told_and_others_are_not() -> None:
     assert told == ["vLLM: a step has not returned for 0 s"]
 
 
+def test_a_step_is_named_once_before_it_is_ended_and_the_first_is_not() -> None:
+    named: list[str] = []
+    has_ended = threading.Event()
+    watch = StepWatch(
+        "vLLM",
+        least_s=0.4,
+        first_s=0.4,
+        look_s=0.01,
+        held_s=2 * PATIENCE_S,
+        slow_s=0.1,
+        end=lambda _: has_ended.set(),
+        warn=named.append,
+    )
+    assert watch.slow_s == 0.4, "the first step may compile"
+    with watch.watching():
+        pass
+    with watch.watching():
+        assert has_ended.wait(PATIENCE_S)
+    (line,) = named
+    assert line.startswith("vLLM: a step has not returned for 0 s. After 0 s, this process (pid ")
+    watch._durations_s.append(3.0)
+    assert watch.slow_s == 6.0
+
+
 def test_a_step_that_raises_is_not_watched_any_more() -> None:
     told: list[str] = []
     watch = StepWatch("vLLM", first_s=0.05, look_s=0.01, held_s=2 * PATIENCE_S, end=told.append)
