@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's examples for GSM8K with a tool and for search train in a tiny form (M8, M9).
+
+The classes of tools have the methods that those of verl 0.5, 0.8 and 0.9 have.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.config.parse.overrides import load_config
+from tandem.config.schema.sft import SftConfig
+from tandem.driver import sft
+from tandem.driver.launch import local_site
+from tandem.driver.run import run_prepared
+from tests.fakes.calculator_run import write_materials
+from tests.fakes.commands import Conditions, run_command
+from tests.fakes.multi_turn_commands import COMMANDS, words_of
+from tests.fakes.tiny_run import metrics_of, read_lines
+
+NAMES = {"gsm8k": "calc_gsm8k_reward", "search": "search"}
+QUESTIONS = {"gsm8k": "How much is 6 times 7?", "search": "Who takes the apples?"}
+ARGUMENTS: Mapping[str, Any] = {"gsm8k": {"answer": "42"}, "search": {"query_list": ["apples"]}}
+RESULTS = {"gsm8k": "answer=42 reward=1.0", "search": "Mia takes 39 apples."}
+ANSWERS = {"gsm8k": "#### 42", "search": "<answer>Mia</answer>"}
+SOURCES = {"gsm8k": "openai/gsm8k", "search": "searchR1_nq"}
+TRUTHS: Mapping[str, Any] = {"gsm8k": "42", "search": {"target": ["Mia"]}}
+CREATE = {
+    "0.5": """
+    async def create(self, instance_id=None, ground_truth=None, **kwargs):
+        self.truths[instance_id] = ground_truth
+        return instance_id
+""",
+    "0.8": """
+    async def create(self, instance_id=None, **kwargs):
+        self.truths[instance_id] = kwargs.get("create_kwargs", {}).get("ground_truth")
+        return instance_id, ToolResponse()
+""",
+}
+CREATE["0.9"] = CREATE["0.8"]
+EXECUTE = {
+    "0.5": "async def execute(self, instance_id, parameters, **kwargs):",
+    "0.8": "async def execute(self, instance_id, parameters, **kwargs):",
+    "0.9": "async def execute(self, instance_id, parameters, *, agent_data, **kwargs):",
+}
+CLASSES = """
+import json, urllib.request
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+
+class Tool(BaseTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self.truths = {{}}
+{create}
+    async def release(self, instance_id, **kwargs):
+        del self.truths[instance_id]
+
+
+class Gsm8kTool(Tool):
+    {execute}
+        answer = parameters["answer"]
+        reward = float(answer == self.truths[instance_id])
+        return {said}(f"{{answer=!s}} {{reward=}}"), reward, {{}}
+
+
+class SearchTool(Tool):
+    {execute}
+        fields = {{"queries": parameters["query_list"], "topk": self.config["topk"]}}
+        url, body = self.config["retrieval_service_url"], json.dumps(fields).encode()
+        with urllib.request.urlopen(url, body, timeout=self.config["timeout"]) as answer:
+            ((found, *_),) = json.load(answer)["result"]
+        return {said}(found["document"]["contents"]), 0.0, {{"status": "success"}}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model that was fine-tuned until it calls the tool of each example by itself."""
+    folder = tmp_path_factory.mktemp("multi_turn")
+    materials = write_materials(folder)
+    rows = folder / "conversations.jsonl"
+    rows.write_text("".join(json.dumps(conversation(task)) + "\n" for task in NAMES) * 4)
+    keys = (
+        f"model.path={materials.model}",
+        f"data.train_files={rows}",
+        "data.multiturn.enable=True",
+        "data.max_length=256",
+        "data.train_batch_size=8",
+        "engine.dtype=float32",
+        "optim.lr=0.01",
+        f"trainer.default_local_dir={folder / 'sft'}",
+        "trainer.total_training_steps=60",
+        "trainer.total_epochs=60",
+        "trainer.save_freq=-1",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+    )
+    tuning = load_config(SftConfig, list(keys)).config
+    assert run_prepared(local_site(tuning), sft.prepare(tuning)).exit_code == 0
+    return folder / "sft/global_step_60/actor"
+
+
+def conversation(task: str) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": NAMES[task], "arguments": ARGUMENTS[task]}}
+    messages = [
+        {"role": "user", "content": QUESTIONS[task]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": RESULTS[task]},
+        {"role": "assistant", "content": ANSWERS[task]},
+    ]
+    return {"messages": messages}
+
+
+@pytest.fixture(scope="module")
+def retriever() -> Iterator[str]:
+    """Serve the answers of verl's retrieval server."""
+
+    class Retriever(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            fields = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            document = {"document": {"contents": RESULTS["search"]}, "score": 1.0}
+            results = [[document] * fields["topk"] for _ in fields["queries"]]
+            body = json.dumps({"result": results}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *_: object) -> None:  # noqa: A002
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Retriever) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/retrieve"
+        server.shutdown()
+
+
+def write_tool(folder: Path, task: str, *, version: str, url: str) -> Path:
+    """Write the class of a tool and the YAML file that names it."""
+    said = "str" if version == "0.5" else "(lambda text: ToolResponse(text=text))"
+    source = CLASSES.format(create=CREATE[version], execute=EXECUTE[version], said=said)
+    (folder / "own_tools.py").write_text(source)
+    schemas: Mapping[str, Any] = {
+        "gsm8k": {"answer": {"type": "string", "description": "The answer, digits"}},
+        "search": {
+            "query_list": {"type": "array", "item": {"type": "string"}, "description": "Queries"}
+        },
+    }
+    function = {
+        "name": NAMES[task],
+        "description": "d",
+        "parameters": {
+            "type": "object",
+            "properties": schemas[task],
+            "required": [*schemas[task]],
+        },
+    }
+    served = {"retrieval_service_url": url, "num_workers": 120, "rate_limit": 120, "topk": 3}
+    entry = {
+        "class_name": {"gsm8k": "own_tools.Gsm8kTool", "search": "own_tools.SearchTool"}[task],
+        "config": {
+            **({} if version == "0.5" else {"type": "native"}),
+            **({"timeout": 30, **served} if task == "search" else {}),
+        },
+        "tool_schema": {"type": "function", "function": function},
+    }
+    (folder / "tools.yaml").write_text(json.dumps({"tools": [entry]}))
+    return folder / "tools.yaml"
+
+
+def write_rows(file: Path, task: str, *, version: str) -> Path:
+    """Write two rows as verl's preprocessing does; later versions name the agent."""
+    given = {NAMES[task]: {"create_kwargs": {"ground_truth": "42", "question": QUESTIONS[task]}}}
+    row = {
+        "data_source": SOURCES[task],
+        **({} if version == "0.5" else {"agent_name": "tool_agent"}),
+        "prompt": [{"role": "user", "content": QUESTIONS[task]}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": TRUTHS[task]},
+        "extra_info": {
+            "split": "train",
+            "index": 0,
+            "need_tools_kwargs": True,
+            "tools_kwargs": given,
+            "interaction_kwargs": {"query": QUESTIONS[task], "ground_truth": "42"},
+        },
+    }
+    pq.write_table(pa.Table.from_pylist([row] * 2), file)
+    return file
+
+
+@pytest.mark.parametrize(("task", "version"), list(COMMANDS), ids=str)
+def test_m8_m9_an_example_trains_with_calls(
+    model: Path, retriever: str, tmp_path: Path, task: str, version: str
+) -> None:
+    rows = write_rows(tmp_path / "rows.parquet", task, version=version)
+    tools = write_tool(tmp_path, task, version=version, url=retriever)
+    run = tmp_path / "run"
+    sizes = (
+        f"data.train_files={rows}",
+        f"data.val_files={rows}",
+        f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tools}",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.rollout.name=native",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "data.train_batch_size=2",
+        "data.max_prompt_length=96",
+        "data.max_response_length=160",
+        f"trainer.default_local_dir={run}",
+        "trainer.total_training_steps=1",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.n_gpus_per_node=1",
+        "trainer.device=cpu",
+        "trainer.logger=[console]",
+    )
+    ended = run_command(
+        ["main_ppo", *words_of(task, version, tmp_path), *sizes],
+        folder=tmp_path,
+        conditions=Conditions(environment={"PYTHONPATH": str(tmp_path)}),
+    )
+    assert ended.code == 0, ended.stderr
+    step = metrics_of(run)[1]
+    assert step["agent/calls/ok"] >= 1 and step["agent/failed"] == 0
+    spans = [span for row in read_lines(run / "rollouts.jsonl") for span in row["spans"]]
+    told = "".join(span["text"] for span in spans if not span["drawn"])
+    assert RESULTS[task] in told
+    assert step["critic/score/max"] == 1.0
