@@ -8,16 +8,20 @@ execution that could not be made raises, and the episode has no reward.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from tandem.agents.setup import ISOLATION_KEY, Isolation, ToolSpec
 from tandem.agents.verl_names import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from tandem.children.code_jail import CodeJail, Execution, ExecutionEnd, survey_protections
 from tandem.children.jail import MIB, JailLimits
-from tandem.children.jail_trial import Protection
+from tandem.children.jail_trial import Protection, lost_protections
+from tandem.children.scratch import MAX_FILES, ScratchPlace
 from tandem.errors import UserError
 
 CODE_TOOL = "tandem.agents.code_tool.CodeInterpreter"
@@ -36,10 +40,12 @@ _DEFAULTS: Mapping[str, Any] = {
     "modules": (),
     "max_at_once": 4,
     "print_last_value": True,
+    "scratch": "none",
+    "scratch_mb": 16,
 }
+_SCRATCHES = ("none", "call", "episode")
 _OF_ALL_TOOLS = ("type", "timeout", "per_call")
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
-_NEEDED = ("files", "network", "processes", "signals")
 SCHEMA: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -59,8 +65,9 @@ class CodeInterpreter(BaseTool):
 
     Args:
         config: ``default_timeout`` in seconds on the clock, ``memory_limit_mb``, ``modules`` that
-            are imported before programs, ``max_at_once`` executions in a process, and
-            ``print_last_value``.
+            are imported before programs, ``max_at_once`` executions in a process,
+            ``print_last_value``, and ``scratch``: whether programs have a folder of
+            ``scratch_mb``, which the calls of an episode share or not.
         isolation: strict refuses to execute programs if the kernel does not hold them.
 
     Raises:
@@ -80,7 +87,11 @@ class CodeInterpreter(BaseTool):
             cpu_s=max(1, round(fields["default_timeout"])),
             wall_s=float(fields["default_timeout"]),
             memory_bytes=fields["memory_limit_mb"] * MIB,
+            scratch_bytes=fields["scratch_mb"] * MIB if fields["scratch"] != "none" else 0,
         )
+        self._scratch: str = fields["scratch"]
+        self._place = ScratchPlace()
+        self._kept: dict[str, _Kept] = {}
         self._prints_last = bool(fields["print_last_value"])
         self._isolation: Isolation = isolation
         self._jail = CodeJail(modules=fields["modules"], max_at_once=fields["max_at_once"])
@@ -94,16 +105,50 @@ class CodeInterpreter(BaseTool):
         """
         if self._isolation == "strict":
             check_protections(await self._jail.start())
-        execution = await self._jail.execute(
-            read_program(parameters.get("code", "")), self._limits, prints_last=self._prints_last
-        )
+        program = read_program(parameters.get("code", ""))
+        async with self._folder_for(instance_id) as folder:
+            execution = await self._jail.execute(
+                program, self._limits, prints_last=self._prints_last, scratch=folder
+            )
         metrics = {"end": execution.end.value, "cpu_s": execution.cpu_s}
         return ToolResponse(text=describe_execution(execution, self._limits)), None, metrics
+
+    async def release(self, instance_id: str, **_: Any) -> None:
+        """Remove the folder of an episode."""
+        kept = self._kept.pop(instance_id, None)
+        if kept is not None:
+            self._place.remove(kept.folder)
+
+    @asynccontextmanager
+    async def _folder_for(self, instance_id: str) -> AsyncIterator[str]:
+        """Yield the folder of a call, which no other call has meanwhile; "" for none."""
+        if self._scratch == "none":
+            yield ""
+        elif self._scratch == "call":
+            folder = self._place.make()
+            try:
+                yield folder
+            finally:
+                self._place.remove(folder)
+        else:
+            if instance_id not in self._kept:
+                self._kept[instance_id] = _Kept(self._place.make(), asyncio.Lock())
+            kept = self._kept[instance_id]
+            async with kept.in_use:
+                yield kept.folder
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A folder that the calls of an episode have one after another."""
+
+    folder: str
+    in_use: asyncio.Lock
 
 
 def check_protections(protections: tuple[Protection, ...]) -> None:
     """Raise UserError if the kernel does not hold what strict isolation needs."""
-    lost = [one for one in protections if one.name in _NEEDED and not one.held_by]
+    lost = lost_protections(protections)
     if lost:
         could = ", ".join(one.promise for one in lost)
         raise UserError(
@@ -125,8 +170,8 @@ def take_over(spec: ToolSpec) -> ToolSpec:
         return spec
     kept = {name: value for name, value in spec.config.items() if name not in _OF_SERVERS}
     time_s = kept.get("default_timeout", _DEFAULTS["default_timeout"])
-    # A process that died takes no state along, and the call is tried once more.
-    own: dict[str, Any] = {"per_call": True}
+    # Without files, a process that died takes no state along, and the call is tried once more.
+    own: dict[str, Any] = {"per_call": kept.get("scratch") != "episode"}
     if isinstance(time_s, int | float):  # anything else is refused where the tool is made
         own["timeout"] = time_s + QUEUE_S
     if spec.class_name in _SANDBOXES:
@@ -160,6 +205,11 @@ def describe_execution(execution: Execution, limits: JailLimits) -> str:
             return f"{output}\nStopped: the program took longer than {limits.wall_s:g} s."
         case ExecutionEnd.OUTPUT:
             return f"{output}\nStopped: the program printed more than {limits.output_bytes} bytes."
+        case ExecutionEnd.FILES:
+            most = limits.scratch_bytes // MIB
+            return (
+                f"{output}\nStopped: its files took more than {most} MiB, or were over {MAX_FILES}."
+            )
         case ExecutionEnd.KILLED:
             return f"{output}\nThe program was killed by {_signal_name(-execution.code)}."
         case _:
@@ -179,10 +229,12 @@ def _read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = {**_DEFAULTS, **own}
     if fields["default_language"] != "python":
         raise ValueError(f"default_language={fields['default_language']!r}: only python is built")
-    for name in ("default_timeout", "memory_limit_mb", "max_at_once"):
+    if fields["scratch"] not in _SCRATCHES:
+        raise ValueError(f"scratch={fields['scratch']!r} must be one of {', '.join(_SCRATCHES)}")
+    for name in ("default_timeout", "memory_limit_mb", "max_at_once", "scratch_mb"):
         value = fields[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"{name}={value!r} must be a number above 0")
-    for name in ("memory_limit_mb", "max_at_once"):
+    for name in ("memory_limit_mb", "max_at_once", "scratch_mb"):
         fields[name] = round(fields[name])
     return fields

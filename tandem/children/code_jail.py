@@ -16,14 +16,15 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
 from tandem.children.jail import JailLimits
 from tandem.children.jail_trial import Protection
+from tandem.children.scratch import has_too_much
 from tandem.children.zygote import MESSAGE_BYTES, PREPARED
 
 _BOOTSTRAP = (
@@ -42,6 +43,7 @@ _ENVIRONMENT = {
 _START_DEADLINE_S = 60.0
 _GRACE_S = 10.0
 _READ_BYTES = 1 << 16
+_MEASURE_S = 0.02
 _SIGXCPU = 24
 
 
@@ -56,13 +58,15 @@ class _ZygoteLost(Exception):
 class ExecutionEnd(Enum):
     """The way in which an execution ended.
 
-    FAILED is an exception or an exit code of the program, KILLED a signal.
+    FAILED is an exception or an exit code of the program, FILES are more than its folder may hold,
+    KILLED is a signal.
     """
 
     DONE = "done"
     FAILED = "failed"
     TIME = "time"
     OUTPUT = "output"
+    FILES = "files"
     KILLED = "killed"
 
 
@@ -90,6 +94,12 @@ class Execution:
 class _Request:
     limits: JailLimits
     prints_last: bool
+    scratch: str
+
+    def has_too_much(self) -> bool:
+        """Return whether the folder of the program, if it has one, has more than it may."""
+        most = self.limits.scratch_bytes
+        return bool(self.scratch) and has_too_much(self.scratch, max_bytes=most)
 
 
 class CodeJail:
@@ -135,20 +145,25 @@ class CodeJail:
         return (await self._running()).protections
 
     async def execute(
-        self, program: str, limits: JailLimits, *, prints_last: bool = False
+        self, program: str, limits: JailLimits, *, prints_last: bool = False, scratch: str = ""
     ) -> Execution:
         """Execute a program. Its mistakes are outcomes.
 
         Args:
             prints_last: print the value of an expression that ends the program.
+            scratch: a folder of ``ScratchPlace`` that it may write ``limits.scratch_bytes`` to; ""
+                for none. One execution at a time has it.
 
         Raises:
             JailError: the program could not be executed, through no fault of its own.
         """
-        request = _Request(limits, prints_last)
+        request = _Request(limits, prints_last, scratch)
         async with self._places:
-            with suppress(_ZygoteLost):
+            try:
                 return await (await self._running()).execute(program, request)
+            except _ZygoteLost as error:
+                if scratch:  # it may have left a part of its files
+                    raise JailError(str(error)) from error
             try:
                 return await (await self._running()).execute(program, request)
             except _ZygoteLost as error:
@@ -238,10 +253,9 @@ class _Zygote:
         try:
             output_fd = self._send(number, program, request=request)
             async with asyncio.timeout(limits.wall_s + _GRACE_S):
-                output, is_cut = await self._read(output_fd, limit=limits.output_bytes)
-                if is_cut:
-                    self._ask_to_kill(number)
-                fields = await answer
+                async with self._measured(number, request):
+                    output, is_cut = await self._read_output(number, output_fd, limits=limits)
+                    fields = await answer
         except TimeoutError as error:
             self.kill()
             raise _ZygoteLost("the interpreter for programs does not answer") from error
@@ -251,7 +265,10 @@ class _Zygote:
             if not answer.done():
                 self._ask_to_kill(number)
             del self._answers[number]
-        return _read_outcome(fields, output, is_cut=is_cut)
+        excess = ExecutionEnd.OUTPUT if is_cut else None
+        if request.has_too_much():
+            excess = ExecutionEnd.FILES
+        return _read_outcome(fields, output, excess=excess)
 
     def kill(self) -> None:
         """Kill the zygote without waiting; its executions end with it."""
@@ -306,6 +323,32 @@ class _Zygote:
         most = limit + len(PREPARED)
         return bytes(received[:most]), len(received) > most
 
+    async def _read_output(
+        self, number: int, output_fd: int, *, limits: JailLimits
+    ) -> tuple[bytes, bool]:
+        """Read the output; kill an execution that has written too much, and tell so."""
+        output, is_cut = await self._read(output_fd, limit=limits.output_bytes)
+        if is_cut:
+            self._ask_to_kill(number)
+        return output, is_cut
+
+    @asynccontextmanager
+    async def _measured(self, number: int, request: _Request) -> AsyncIterator[None]:
+        """Kill an execution whose folder has too much, until the context ends."""
+
+        async def measure() -> None:
+            while not request.has_too_much():
+                await asyncio.sleep(_MEASURE_S)
+            self._ask_to_kill(number)
+
+        measuring = asyncio.create_task(measure()) if request.scratch else None
+        try:
+            yield
+        finally:
+            if measuring is not None:
+                measuring.cancel()
+                await asyncio.wait([measuring])
+
     def _ask_to_kill(self, number: int) -> None:
         if self.is_open:
             with suppress(OSError):
@@ -327,21 +370,20 @@ class _Zygote:
             answer.set_result(fields)
 
 
-def _read_outcome(fields: dict[str, object], output: bytes, *, is_cut: bool) -> Execution:
+def _read_outcome(
+    fields: dict[str, object], output: bytes, *, excess: ExecutionEnd | None
+) -> Execution:
     if "error" in fields or not output.startswith(PREPARED):
         cause = fields.get("error", "the jail could not be entered")
         raise JailError(f"a program could not be executed: {cause}")
     code, cpu_s = fields["code"], fields["cpu_s"]
     assert isinstance(code, int) and isinstance(cpu_s, float), "the zygote sends numbers"
     text = output[len(PREPARED) :].decode(errors="replace")
-    return Execution(
-        _end_of(code, is_cut=is_cut, is_late=bool(fields["is_late"])), text, code, cpu_s
-    )
+    end = excess or _end_of(code, is_late=bool(fields["is_late"]))
+    return Execution(end, text, code, cpu_s)
 
 
-def _end_of(code: int, *, is_cut: bool, is_late: bool) -> ExecutionEnd:
-    if is_cut:
-        return ExecutionEnd.OUTPUT
+def _end_of(code: int, *, is_late: bool) -> ExecutionEnd:
     if code == 0:
         return ExecutionEnd.DONE
     if code > 0:

@@ -3,9 +3,10 @@
 
 Its layers are limits of the kernel (rlimits), a user of its own if it was started by root, no
 capabilities, Landlock (files, TCP, signals) and a filter of kernel calls (``system_calls``). No
-rights are needed to enter it, so it works in containers and for ordinary users. Linux on x86_64
-and aarch64, standard library only. What holds on a machine is found by trying (``jail_trial``). It
-is no defence against faults of the kernel, against timing, or against the names of files.
+rights are needed to enter it, so it works in containers and for ordinary users. Without Landlock,
+root changes to an empty root folder. Linux on x86_64 and aarch64, standard library only. What holds
+on a machine is found by trying (``jail_trial``). It is no defence against faults of the kernel,
+against timing, or against the names of files.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import platform
 import resource
 import struct
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +35,9 @@ _ABI_REQUEST, _RULE_PATH = 1, 1
 _READ = 1 << 2 | 1 << 3
 """Landlock's rights to read files and to list folders; nothing may be executed or written."""
 _READ_FILE = 1 << 2
+_WRITE = sum(1 << bit for bit in (1, 2, 3, 4, 5, 7, 8))
+"""Landlock's rights to read and write files, to make and remove files and folders, and no links."""
+_MOVE, _TRUNCATE = 1 << 13, 1 << 14
 _ALWAYS_READABLE = (
     *("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/usr/share/zoneinfo"),
     *("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero", "/dev/null"),
@@ -45,6 +50,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 class JailLimits:
     """The limits of one execution; ``memory_bytes`` is address space, the interpreter's included.
 
+    ``scratch_bytes`` bounds each file of a program that has a folder to write to.
+
     Example:
         >>> JailLimits(wall_s=5.0).cpu_s
         10
@@ -54,6 +61,7 @@ class JailLimits:
     wall_s: float = 30.0
     memory_bytes: int = 512 * MIB
     output_bytes: int = 1 << 16
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +72,37 @@ class Layers:
         user: whether a process may change to a user of its own, and imports still work there.
         landlock: version of Landlock; 0 without it.
         seccomp: whether the kernel takes the filter.
+        chroot: whether a process changes to an empty root folder, in place of Landlock. Modules
+            that its interpreter has not imported are out of reach then.
     """
 
     user: bool
     landlock: int
     seccomp: bool
+    chroot: bool = False
 
 
-def enter(limits: JailLimits, layers: Layers, *, readable: Sequence[str]) -> None:
+def enter(
+    limits: JailLimits, layers: Layers, *, readable: Sequence[str], scratch: str = ""
+) -> None:
     """Put this process, which has one thread and was forked for this, into the jail.
 
     Args:
         readable: the files and folders that it may read.
+        scratch: the folder that it may write to, which becomes its working folder; "" for none.
 
     Raises:
         OSError: a layer that was there in the trial could not be put on.
     """
     parent = os.getppid()
     os.umask(0o077)
-    os.chdir("/")
+    os.chdir(scratch or "/")
+    user = _hand_over(scratch) if layers.user and scratch else None
+    if layers.chroot:
+        change_root(scratch)
     _set_limits(limits, has_own_user=layers.user)
     if layers.user:
-        become_other_user()
+        become_other_user(user)
     _drop_capabilities()
     _control(_SET_DUMPABLE, 0)
     _control(_SET_PDEATHSIG, _SIGKILL)  # after the change of user, which clears it
@@ -93,7 +110,7 @@ def enter(limits: JailLimits, layers: Layers, *, readable: Sequence[str]) -> Non
         raise OSError("the parent has ended")
     _control(_SET_NO_NEW_PRIVS, 1)
     if layers.landlock:
-        _restrict_files(layers.landlock, readable)
+        _restrict_files(layers.landlock, readable, scratch=scratch)
     if layers.seccomp:
         filter_calls()
 
@@ -108,12 +125,41 @@ def landlock_version() -> int:
     return max(0, _LIBC.syscall(_CREATE_RULESET, None, 0, _ABI_REQUEST))
 
 
-def become_other_user() -> None:
-    """Change to a user that owns nothing; raise OSError if this process may not."""
-    user = _FIRST_USER + os.getpid() % _NUM_USERS
+def become_other_user(user: int | None = None) -> None:
+    """Change to ``user``, or to one that owns nothing; raise OSError if this process may not."""
+    user = _own_user() if user is None else user
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
+
+
+def change_root(scratch: str = "") -> None:
+    """Change the root folder to ``scratch``, or to a folder that is empty and cannot be written to.
+
+    Raises:
+        OSError: this process may not.
+    """
+    folder = scratch or tempfile.mkdtemp()
+    try:
+        os.chdir(folder)
+    finally:
+        if not scratch:
+            os.rmdir(folder)  # the kernel makes no file in a folder that is removed
+    os.chroot(".")
+
+
+def _own_user() -> int:
+    return _FIRST_USER + os.getpid() % _NUM_USERS
+
+
+def _hand_over(scratch: str) -> int:
+    """Give a folder to the user of this execution, or keep that of an earlier one; return it."""
+    owner = os.stat(scratch).st_uid
+    if owner in range(_FIRST_USER, _FIRST_USER + _NUM_USERS):
+        return owner
+    user = _own_user()
+    os.chown(scratch, user, user)
+    return user
 
 
 def _set_limits(limits: JailLimits, *, has_own_user: bool) -> None:
@@ -122,7 +168,7 @@ def _set_limits(limits: JailLimits, *, has_own_user: bool) -> None:
         resource.RLIMIT_CPU: (limits.cpu_s, limits.cpu_s + 1),
         resource.RLIMIT_AS: (limits.memory_bytes, limits.memory_bytes),
         resource.RLIMIT_NOFILE: (_MAX_FILES, _MAX_FILES),
-        resource.RLIMIT_FSIZE: (0, 0),
+        resource.RLIMIT_FSIZE: (limits.scratch_bytes, limits.scratch_bytes),
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_MEMLOCK: (0, 0),
     }
@@ -143,8 +189,11 @@ def _drop_capabilities() -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-def _restrict_files(version: int, readable: Sequence[str]) -> None:
-    """Allow this process to read ``readable``, and no other file, TCP port or foreign process."""
+def _restrict_files(version: int, readable: Sequence[str], *, scratch: str) -> None:
+    """Allow this process to read ``readable``, to write to ``scratch``, and nothing else.
+
+    Other files, TCP ports and foreign processes are out of reach.
+    """
     # Versions: 2 links between folders, 3 truncation, 4 TCP, 5 devices, 6 signals and sockets.
     rights = (1 << (13 + sum(version >= one for one in (2, 3, 5)))) - 1
     ports, scopes = (3 if version >= 4 else 0), (3 if version >= 6 else 0)
@@ -153,12 +202,14 @@ def _restrict_files(version: int, readable: Sequence[str]) -> None:
         "landlock_create_ruleset",
         _LIBC.syscall(_CREATE_RULESET, struct.pack("=QQQ", rights, ports, scopes), size, 0),
     )
-    for path in readable:
+    writing = (_WRITE | _MOVE | _TRUNCATE) & rights
+    for path in (*readable, *([scratch] if scratch else [])):
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             continue  # this machine has no such path
-        allowed = _READ if os.path.isdir(path) else _READ_FILE
+        reading = _READ if os.path.isdir(path) else _READ_FILE
+        allowed = writing if path == scratch else reading
         rule = struct.pack("=Qi", allowed, place)
         _checked("landlock_add_rule", _LIBC.syscall(_ADD_RULE, ruleset, _RULE_PATH, rule, 0))
         os.close(place)

@@ -21,6 +21,7 @@ from tandem.children.jail import (
     JailLimits,
     Layers,
     become_other_user,
+    change_root,
     enter,
     filter_calls,
     is_known_machine,
@@ -31,6 +32,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_USER_NAMESPACE, _GET_NO_NEW_PRIVS = 0x10000000, 39
 _TRIAL_LIMITS = JailLimits(cpu_s=5)
 _ANSWER_BYTES = 1 << 12
+NEEDED = ("files", "network", "processes", "signals")
+"""The protections without which code of a model is not executed, unless a user asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +55,12 @@ def find_layers() -> Layers:
     """Return the layers that processes forked from this one can put on."""
     if not is_known_machine():
         return Layers(user=False, landlock=0, seccomp=False)
+    is_root, landlock = os.geteuid() == 0, landlock_version()
     return Layers(
-        user=os.geteuid() == 0 and _works(_change_user),
-        landlock=landlock_version(),
+        user=is_root and _works(_change_user),
+        landlock=landlock,
         seccomp=_works(filter_calls),
+        chroot=is_root and not landlock and _works(change_root),
     )
 
 
@@ -66,7 +71,8 @@ def try_protections(layers: Layers, readable: tuple[str, ...]) -> tuple[Protecti
         held = _held_in_child(layers, readable)
     filtered = "seccomp" if layers.seccomp else ""
     landlock = f"Landlock (version {layers.landlock})"
-    files = ", ".join(one for one in (landlock, filtered, "own user" * layers.user) if one)
+    around = "chroot" * layers.chroot if not layers.landlock else landlock
+    files = ", ".join(one for one in (around, filtered, "own user" * layers.user) if one)
     signals = ", ".join(one for one in (filtered, landlock * (layers.landlock >= 6)) if one)
     told = (
         ("files", "read files other than Python's modules, or write any", files),
@@ -82,6 +88,11 @@ def try_protections(layers: Layers, readable: tuple[str, ...]) -> tuple[Protecti
         Protection(name, promise, held_by if held.get(name) else "")
         for name, promise, held_by in told
     )
+
+
+def lost_protections(protections: tuple[Protection, ...]) -> tuple[Protection, ...]:
+    """Return what must hold for code of a model, and does not."""
+    return tuple(one for one in protections if one.name in NEEDED and not one.held_by)
 
 
 def _held_in_child(layers: Layers, readable: tuple[str, ...]) -> dict[str, bool]:

@@ -30,7 +30,8 @@ chmod 90 -  fchmod 91 52  fchmodat 268 53  fchmodat2 452 452
 chown 92 -  fchown 93 55  lchown 94 -  fchownat 260 54
 setxattr 188 5  lsetxattr 189 6  fsetxattr 190 7  removexattr 197 14  lremovexattr 198 15
 fremovexattr 199 16  utime 132 -  utimes 235 -  futimesat 261 -  utimensat 280 88
-truncate 76 45  mknod 133 -  mknodat 259 33  chroot 161 51  sync 162 81  syncfs 306 267
+truncate 76 45  link 86 -  linkat 265 37  symlink 88 -  symlinkat 266 36
+mknod 133 -  mknodat 259 33  chroot 161 51  sync 162 81  syncfs 306 267
 inotify_add_watch 254 27  fanotify_init 300 262  fanotify_mark 301 263
 name_to_handle_at 303 264  open_by_handle_at 304 265  lookup_dcookie 212 18
 memfd_create 319 279  memfd_secret 447 447

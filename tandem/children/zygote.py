@@ -22,6 +22,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -145,7 +146,7 @@ class _Zygote:
             code = 1
             try:
                 _connect(program_fd=program_fd, output_fd=output_fd)
-                code = self._execute(limits, prints_last=bool(request.get("prints_last")))
+                code = self._execute(request, limits)
             finally:
                 os._exit(code)
         deadline_s = time.monotonic() + limits.wall_s
@@ -170,13 +171,16 @@ class _Zygote:
         with suppress(OSError):
             self._channel.send(json.dumps({"number": number, **fields}).encode())
 
-    def _execute(self, limits: JailLimits, *, prints_last: bool) -> int:
+    def _execute(self, request: dict[str, Any], limits: JailLimits) -> int:
         """Turn this forked process into an execution; return its exit code."""
-        enter(limits, self._layers, readable=self._readable)
+        scratch = request["scratch"]
+        enter(limits, self._layers, readable=self._readable, scratch=scratch)
+        if scratch:
+            tempfile.tempdir = os.getcwd()
         with os.fdopen(_PROGRAM_FD, "rb") as file:
             source = file.read().decode()
         os.write(1, PREPARED)
-        return run_program(source, prints_last=prints_last)
+        return run_program(source, prints_last=request["prints_last"])
 
 
 def _connect(*, program_fd: int, output_fd: int) -> None:

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from tandem.children.code_jail import JailError, survey_protections
 from tandem.children.environment import child_environment
+from tandem.children.jail_trial import lost_protections
 from tandem.config.schema.imports import PACKAGE_PREFIX, PICKLE_SUFFIX
 from tandem.config.schema.run import RunConfig
 from tandem.data.rendering import PromptEntry, PromptRow
@@ -18,9 +21,11 @@ from tandem.rewards.custom import RewardFunction
 from tandem.rewards.log import REWARD_LOG_FILE, LoggedRewards
 from tandem.rewards.pool import RewardLimits, RewardPool, check_reward
 from tandem.rewards.rate_limit import RateLimitedRewards, RateLimits
-from tandem.rewards.routing import check_sources
+from tandem.rewards.routing import check_sources, runs_programs
 from tandem.rewards.scoring import ENVIRONMENT_KEY, RewardSpec
 from tandem.types import EpisodeEnd, EpisodeRecord, RewardRequest
+
+logger = logging.getLogger(__name__)
 
 _MEBIBYTE = 1 << 20
 
@@ -35,7 +40,10 @@ def check_rewards(config: RunConfig, entries: Sequence[PromptRow | PromptEntry])
         return
     spec = reward_spec(config)
     if not spec.functions:
-        check_sources({entry.data_source for entry in entries})
+        sources = {entry.data_source for entry in entries}
+        check_sources(sources)
+        if runs_programs(sources):
+            _warn_of_lost_protections()
         return
     first = entries[0]
     extra_info = first.extra_info
@@ -53,6 +61,18 @@ def check_rewards(config: RunConfig, entries: Sequence[PromptRow | PromptEntry])
         for response in (str(first.ground_truth), "")
     ]
     complete(lambda: check_reward(spec, _limits(config), trials=trials))
+
+
+def _warn_of_lost_protections() -> None:
+    """Say in one line what the kernel does not hold of programs that a reward runs."""
+    try:
+        lost = lost_protections(survey_protections())
+    except JailError as error:
+        logger.warning("programs that the reward runs have not been tried in a jail: %s", error)
+        return
+    if lost:
+        could = ", ".join(one.promise for one in lost)
+        logger.warning("programs that the reward runs could %s on this machine", could)
 
 
 @asynccontextmanager

@@ -32,7 +32,11 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 """A program can read the environment that the runner was started with."""
-_RUNNER = Path(__file__).with_name("code_program.py")
+_BOOTSTRAP = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from tandem.rewards.code_program import main; del sys.path[0]; main()"
+)
+_ROOT = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +173,7 @@ def _run(source: str, tests: Cases, *, limits: ProgramLimits) -> list[bool]:
     try:
         # Not a session of its own: the runner belongs to the group that the pool kills.
         ran = subprocess.run(
-            [sys.executable, "-I", str(_RUNNER)],
+            [sys.executable, "-I", "-c", _BOOTSTRAP, _ROOT],
             input=json.dumps(job).encode(),
             capture_output=True,
             env=_ENVIRONMENT,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The script that runs a model's program on the inputs of its tests, one limited process each.
+"""The program that runs a model's program on the inputs of its tests, one limited process each.
 
 It reads a job as JSON from stdin and writes one JSON line for each input. It never sees an expected
-output, and is run by path in a fresh interpreter: it imports the standard library alone. Processes
-get a folder of their own, limits on CPU time, wall time, memory, files and output, and where the
-kernel permits it a network without devices and process numbers of their own, so that everything a
-program starts ends with it. It is no sandbox: a program can read the files that its user can read.
+output, and runs in a fresh interpreter with the standard library alone. Each process has a folder
+of its own and limits on CPU time, wall time, memory, files and output. It is in the jail
+(``children.jail``) where the kernel holds it. Elsewhere it gets a network without devices and
+process numbers of its own if the kernel permits that, and can read the files of its user.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ import importlib
 import json
 import os
 import resource
-import shutil
 import signal
 import sys
+import sysconfig
 import tempfile
 import time
 import types
 from dataclasses import dataclass
 from typing import IO, Any
+
+from tandem.children.jail import JailLimits, Layers, enter, readable_paths
+from tandem.children.jail_trial import find_layers, lost_protections, try_protections
+from tandem.children.scratch import ScratchPlace, has_too_much
 
 OPEN_NAMES = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools "
@@ -35,6 +39,7 @@ MIB = 1 << 20
 _NAMESPACES = 0x10000000 | 0x40000000 | 0x20000000 | 0x08000000  # user, network, processes, IPC
 _PR_SET_PDEATHSIG = 1
 _RESULT_FD = 50
+_PREPARED_FD = 51
 _MAX_FD = 4096
 _RECURSION_LIMIT = 600_000
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -50,42 +55,72 @@ class Program:
     prepared: int
     folder: str
 
+    @property
+    def folder_bytes(self) -> int:
+        """The size of its files together."""
+        return self.job["output_bytes"] + MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The things that all programs of a job have in common.
+
+    Attributes:
+        names: names that they may use without an import.
+        layers: the layers of their jail; None where the kernel does not hold them.
+    """
+
+    names: dict[str, Any]
+    layers: Layers | None
+    readable: tuple[str, ...]
+    place: ScratchPlace
+
 
 def main() -> None:
     """Run the job; end with the parent process."""
     _end_with_parent()
     job = json.load(sys.stdin)
-    names = _open_names()
+    surroundings = _find_surroundings()
     give_up_at_s = time.monotonic() + job["budget_s"]
     with os.fdopen(1, "w", closefd=False) as answers:
         for entry in job["inputs"]:
             left_s = give_up_at_s - time.monotonic()
             answer = {"end": "budget"}
             if left_s > 0:
-                answer = _run(job, entry, names=names, left_s=left_s)
+                answer = _run(job, entry, surroundings=surroundings, left_s=left_s)
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
 
 
-def _run(job: dict[str, Any], entry: Any, *, names: dict[str, Any], left_s: float) -> Any:
+def _find_surroundings() -> Surroundings:
+    folders = sysconfig.get_paths()
+    readable = readable_paths(sorted({folders["purelib"], folders["platlib"]}))
+    layers = find_layers()
+    is_held = not lost_protections(try_protections(layers, readable))
+    names = _open_names()
+    return Surroundings(names, layers if is_held else None, readable, ScratchPlace())
+
+
+def _run(job: dict[str, Any], entry: Any, *, surroundings: Surroundings, left_s: float) -> Any:
     """Run the program on one input; return how it ended and what it wrote."""
-    folder = tempfile.mkdtemp(prefix="tandem-program-")
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as written:
+    folder = surroundings.place.make()
+    # A file without a place, so that a program in the jail may open /dev/stdin.
+    with _memory_file() as given, tempfile.TemporaryFile() as written:
         given.write(entry.encode() if job["fn_name"] is None else json.dumps(entry).encode())
         given.seek(0)
         ready, prepared = os.pipe()
+        program = Program(job, given, written, prepared, folder)
         outer = os.fork()
         if outer == 0:
-            program = Program(job, given, written, prepared, folder)
-            _become(program, names)
+            _become(program, surroundings)
         os.close(prepared)
         try:
-            end = _wait(outer, min(left_s, job["wall_s"]), max_bytes=job["memory_mb"] * MIB)
+            end = _wait(outer, program, wall_s=min(left_s, job["wall_s"]))
             if not os.read(ready, 1):
                 raise RuntimeError("a process for a program could not be prepared")
         finally:
             os.close(ready)
-            shutil.rmtree(folder, ignore_errors=True)
+            surroundings.place.remove(folder)
         written.seek(0)
         output = written.read(job["output_bytes"] + 1)
     if len(output) > job["output_bytes"]:
@@ -93,14 +128,18 @@ def _run(job: dict[str, Any], entry: Any, *, names: dict[str, Any], left_s: floa
     return {"end": end, "output": output.decode(errors="replace")}
 
 
-def _wait(outer: int, wall_s: float, *, max_bytes: int) -> str:
-    """Wait for the program; kill it when its time, its processes or their memory are used up."""
+def _memory_file() -> IO[bytes]:
+    return os.fdopen(os.memfd_create("given"), "w+b")
+
+
+def _wait(outer: int, program: Program, *, wall_s: float) -> str:
+    """Wait for the program; kill it when its time, processes, memory or files are used up."""
     deadline_s = time.monotonic() + wall_s
     while True:
         pid, status = os.waitpid(outer, os.WNOHANG)
         if pid:
             return "done" if status == 0 else "error"
-        end = "time" if time.monotonic() > deadline_s else _excess(outer, max_bytes)
+        end = "time" if time.monotonic() > deadline_s else _excess(outer, program)
         if end:
             _kill(outer)
             os.waitpid(outer, 0)
@@ -108,8 +147,11 @@ def _wait(outer: int, wall_s: float, *, max_bytes: int) -> str:
         time.sleep(POLL_S)
 
 
-def _excess(outer: int, max_bytes: int) -> str:
+def _excess(outer: int, program: Program) -> str:
     """Return what the processes of a program have too much of, or nothing."""
+    if has_too_much(program.folder, max_bytes=program.folder_bytes):
+        return "files"
+    max_bytes = program.job["memory_mb"] * MIB
     pids = _descendants(outer)
     if len(pids) > MAX_PROCESSES:
         return "processes"
@@ -147,51 +189,94 @@ def _descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def _become(program: Program, names: dict[str, Any]) -> None:
+def _become(program: Program, surroundings: Surroundings) -> None:
     """Turn this forked process into the program: it does not return."""
     code = 1
     try:
-        _end_with_parent()
-        os.setsid()
-        is_apart = _LIBC.unshare(_NAMESPACES) == 0  # where the kernel permits it
-        inner = os.fork()
-        if inner:
-            _, status = os.waitpid(inner, 0)
-            code = 0 if status == 0 else 1
+        if surroundings.layers is not None:
+            arguments = _connect(program)
+            _limit(program)
+            _enter_jail(program, surroundings.layers, readable=surroundings.readable)
+            code = _execute(program, surroundings.names, arguments=arguments)
         else:
-            _end_with_parent()
-            _limit(program, is_apart=is_apart)
-            os.write(program.prepared, b"1")
-            code = _execute(program, names)
+            code = _become_apart(program, surroundings.names)
     finally:
         os._exit(code)
 
 
-def _limit(program: Program, *, is_apart: bool) -> None:
+def _enter_jail(program: Program, layers: Layers, *, readable: tuple[str, ...]) -> None:
+    limits = JailLimits(
+        cpu_s=program.job["cpu_s"],
+        memory_bytes=4 * program.job["memory_mb"] * MIB,
+        scratch_bytes=program.folder_bytes,
+    )
+    enter(limits, layers, readable=readable, scratch=program.folder)
+
+
+def _become_apart(program: Program, names: dict[str, Any]) -> int:
+    """Execute the program outside of a jail, in namespaces if possible; return its exit code."""
+    _end_with_parent()
+    os.setsid()
+    is_apart = _LIBC.unshare(_NAMESPACES) == 0  # where the kernel permits it
+    inner = os.fork()
+    if inner:
+        _, status = os.waitpid(inner, 0)
+        return 0 if status == 0 else 1
+    _end_with_parent()
+    arguments = _connect(program)
     os.chdir(program.folder)
-    tempfile.tempdir = program.folder
+    _limit(program)
+    if is_apart:  # else it would count all processes of the user
+        _lower(resource.RLIMIT_NPROC, MAX_PROCESSES)
+    return _execute(program, names, arguments=arguments)
+
+
+def _limit(program: Program) -> None:
     memory = program.job["memory_mb"] * MIB
     limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_CPU: program.job["cpu_s"],
         resource.RLIMIT_DATA: memory,
         resource.RLIMIT_AS: 4 * memory,
-        resource.RLIMIT_FSIZE: program.job["output_bytes"] + MIB,
+        resource.RLIMIT_FSIZE: program.folder_bytes,
         resource.RLIMIT_NOFILE: 64,
     }
-    if is_apart:  # else it would count all processes of the user
-        limits[resource.RLIMIT_NPROC] = MAX_PROCESSES
     for kind, limit in limits.items():
-        _, hard = resource.getrlimit(kind)
-        lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (lower, lower))
+        _lower(kind, limit)
 
 
-def _execute(program: Program, names: dict[str, Any]) -> int:
+def _lower(kind: int, limit: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(kind, (lower, lower))
+
+
+def _connect(program: Program) -> list[Any]:
+    """Give a program its input and output, and a function nothing but a place for its result.
+
+    Returns:
+        The arguments of the function.
+    """
+    is_function = program.job["fn_name"] is not None
+    arguments = json.load(program.given) if is_function else []
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    ends = (nowhere, nowhere) if is_function else (program.given.fileno(), program.written.fileno())
+    os.dup2(program.written.fileno(), _RESULT_FD)
+    os.dup2(program.prepared, _PREPARED_FD)
+    for descriptor, end in enumerate((*ends, nowhere)):
+        os.dup2(end, descriptor)
+    os.closerange(3, _RESULT_FD if is_function else _PREPARED_FD)
+    os.closerange(_PREPARED_FD + 1, _MAX_FD)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, "r" if n == 0 else "w") for n in range(3))
+    return arguments
+
+
+def _execute(program: Program, names: dict[str, Any], *, arguments: list[Any]) -> int:
     """Execute the program in this process; return 0 if it ends by itself."""
     fn_name = program.job["fn_name"]
-    arguments = [] if fn_name is None else json.load(program.given)
-    _connect(program, is_function=fn_name is not None)
+    os.write(_PREPARED_FD, b"1")
+    os.close(_PREPARED_FD)
+    tempfile.tempdir = os.getcwd()
     sys.argv = ["program.py"]
     sys.setrecursionlimit(_RECURSION_LIMIT)
     module = types.ModuleType("__main__")
@@ -207,18 +292,6 @@ def _execute(program: Program, names: dict[str, Any]) -> int:
             return 1
     sys.stdout.flush()
     return 0
-
-
-def _connect(program: Program, *, is_function: bool) -> None:
-    """Give a program its input and output, and a function nothing but a place for its result."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    ends = (nowhere, nowhere) if is_function else (program.given.fileno(), program.written.fileno())
-    os.dup2(program.written.fileno(), _RESULT_FD)
-    for descriptor, end in enumerate((*ends, nowhere)):
-        os.dup2(end, descriptor)
-    os.closerange(3, _RESULT_FD if is_function else _RESULT_FD + 1)
-    os.closerange(_RESULT_FD + 1, _MAX_FD)
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, "r" if n == 0 else "w") for n in range(3))
 
 
 def _find(module: types.ModuleType, name: str) -> Any:
@@ -239,7 +312,3 @@ def _open_names() -> dict[str, Any]:
 
 def _end_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()

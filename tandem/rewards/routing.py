@@ -58,6 +58,11 @@ def find_rule(data_source: str) -> RuleFunction | None:
     return RULES.get(data_source)
 
 
+def runs_programs(data_sources: Iterable[str]) -> bool:
+    """Return whether the rule of some source executes programs of the model."""
+    return any(find_rule(data_source) is code_answer.compute_score for data_source in data_sources)
+
+
 def check_sources(data_sources: Iterable[str]) -> None:
     """Raise UserError unless every source has a rule whose library is installed."""
     for data_source in sorted(set(data_sources)):

@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import socket
+import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tandem.children.code_jail import survey_protections
+from tandem.children.jail_trial import lost_protections
 from tandem.rewards.code_answer import (
     Cases,
     ProgramLimits,
@@ -21,10 +28,12 @@ from tandem.rewards.code_answer import (
     last_program,
     read_tests,
 )
+from tests.fakes import confinement
 from tests.fakes.patience import LIMIT_S, PATIENCE_S
 
 LIMITS = ProgramLimits(cpu_s=30, wall_s=LIMIT_S, budget_s=LIMIT_S, memory_mb=256)
 SHORT = ProgramLimits(cpu_s=1, wall_s=1.0, budget_s=LIMIT_S, memory_mb=128)
+SCRATCH_PARENT = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 RIGHT = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 
@@ -179,14 +188,74 @@ def test_a_function_with_a_result_that_is_no_json():
     assert not passes(source, tests)
 
 
+@pytest.fixture
+def without_jail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let programs run as on a kernel that does not hold them."""
+    launcher = tmp_path / "python"
+    command = [sys.executable, confinement.__file__, "no-seccomp", sys.executable]
+    launcher.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(launcher))
+
+
+needs_jail = pytest.mark.skipif(
+    bool(lost_protections(survey_protections())), reason="this kernel does not hold programs"
+)
+
+
+@needs_jail
+def test_a_program_is_held_and_has_a_folder(tmp_path: Path):
+    (tmp_path / "secret").write_text("7")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        source = (
+            "import os, socket, tempfile\n"
+            "def is_refused(act):\n    try: act()\n    except PermissionError: return True\n"
+            f"print(is_refused(lambda: open({str(tmp_path / 'secret')!r})),\n"
+            f"    is_refused(lambda: socket.create_connection({server.getsockname()!r})),\n"
+            "    is_refused(os.fork), is_refused(lambda: os.kill(os.getppid(), 0)),\n"
+            "    is_refused(lambda: open('/proc/self/environ')))\n"
+            "with open('notes', 'w') as file: file.write('kept')\n"
+            "with tempfile.TemporaryFile('w+') as file: file.write('also')\n"
+            "print(open('notes').read(), os.listdir('.'), open('/dev/stdin').read())"
+        )
+        output = "True True True True True\nkept ['notes'] given"
+        assert passes(source, {"inputs": ["given"], "outputs": [output]})
+
+
 def test_a_program_has_no_environment_and_an_empty_folder(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SECRET", "1234")
     source = (
         "import os, tempfile\n"
-        "print('1234' in open('/proc/self/environ').read(), 'SECRET' in os.environ)\n"
+        "print('SECRET' in os.environ)\n"
         "print(len(os.listdir('.')), os.getcwd() == tempfile.gettempdir())"
     )
-    assert passes(source, {"inputs": [""], "outputs": ["False False\n0 True"]})
+    tests = {"inputs": ["", ""], "outputs": ["False\n0 True"] * 2}
+    assert passes(source + "\nopen('left', 'w').close()", tests)
+
+
+@pytest.mark.usefixtures("without_jail")
+@pytest.mark.parametrize("name", ["forks", "takes memory in children", "kills the others"])
+def test_attacks_give_no_right_answer_without_a_jail(name: str):
+    tests = {"inputs": ["3 4", "4 4"], "outputs": ["7", "8"]}
+    assert not passes(ATTACKS[name], tests, limits=SHORT)
+
+
+@pytest.mark.usefixtures("without_jail")
+def test_a_program_without_a_jail_runs_as_before():
+    assert passes(last_program(RIGHT), SUM)
+    source = "import os\nprint(os.waitpid(os.fork() or os._exit(3), 0)[1] >> 8)"
+    assert passes(source, {"inputs": [""], "outputs": ["3"]}), "it may fork"
+
+
+@pytest.mark.parametrize(
+    "fill",
+    ["open(str(n), 'w').write('7' * 100_000)", "os.mkdir('d'); os.chdir('d')"],
+)
+def test_a_program_that_fills_its_folder_is_ended_and_its_files_are_removed(fill: str):
+    before = set(os.listdir(SCRATCH_PARENT))
+    source = f"import os, time\nfor n in range(2000): {fill}\ntime.sleep(100)"
+    assert not passes(source, {"inputs": [""], "outputs": [""]}, limits=LIMITS)
+    assert {name for name in os.listdir(SCRATCH_PARENT) if "tandem" in name} <= before
 
 
 def test_a_time_budget_that_is_used_up_is_a_wrong_answer():
@@ -195,7 +264,8 @@ def test_a_time_budget_that_is_used_up_is_a_wrong_answer():
     assert count_passed("print(input())", cases, limits=limits) == 0
 
 
-def test_nothing_is_left_of_a_program():
+@pytest.mark.usefixtures("without_jail")
+def test_nothing_is_left_of_a_program_without_a_jail():
     mark = f"left-{os.getpid()}-{time.monotonic_ns()}"
     source = (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"

@@ -123,6 +123,21 @@ def test_the_plain_sandbox_prints_what_is_printed(tmp_path: Path) -> None:
     assert texts(play(specs_of(SANDBOX, tmp_path), "print(1)\n2")) == ["1"]
 
 
+@pytest.mark.parametrize(("scratch", "found"), [("call", "False"), ("episode", "True")])
+def test_the_files_of_an_episode_are_kept_if_it_is_asked_for(scratch: str, found: str) -> None:
+    spec = ToolSpec(CODE_TOOL, {"scratch": scratch, "scratch_mb": 1}, None)
+    observation = play(
+        (spec,),
+        "open('notes', 'w').write('7'); import os; print(os.listdir('.'))",
+        "import os; print(os.path.exists('notes'))",
+        "open('more', 'w').write('7' * (3 << 19))\nopen('n', 'w').write('7' * (3 << 19))",
+    )
+    told = texts(observation)
+    assert told[:2] == ["['notes']", found]
+    assert "File too large" in told[2]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("tandem-scratch-")]
+
+
 def test_an_interpreter_that_cannot_start_is_no_result_of_the_policy() -> None:
     spec = ToolSpec(CODE_TOOL, {"modules": ["no_such_module"]}, None)
     observation = play((spec,), "print(1)")
@@ -149,6 +164,8 @@ def test_a_sandbox_of_verl_is_replaced_in_one_line(tmp_path: Path) -> None:
         ({"default_language": "cpp"}, "default_language='cpp': only python is built"),
         ({"default_timeout": 0}, "default_timeout=0 must be a number above 0"),
         ({"memory_limit_mb": "1G"}, "memory_limit_mb='1G' must be a number above 0"),
+        ({"scratch": True}, "scratch=True must be one of none, call, episode"),
+        ({"scratch_mb": 0}, "scratch_mb=0 must be a number above 0"),
         ({"max_at_once": True}, "max_at_once=True must be a number above 0"),
     ],
 )

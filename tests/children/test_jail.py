@@ -25,9 +25,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.children import jail
+from tandem.children import jail, scratch
 from tandem.children.code_jail import CodeJail, Execution, ExecutionEnd, JailError
-from tandem.children.jail import JailLimits
+from tandem.children.jail import MIB, JailLimits
+from tandem.children.scratch import ScratchPlace
 from tests.fakes import attacks, confinement
 
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -51,6 +52,7 @@ def _identities() -> dict[str, Identity]:
     if os.geteuid() == 0:
         container = (sys.executable, LAUNCHER, "container")
         found["container"] = Identity(container)
+        found["root without Landlock"] = Identity((sys.executable, LAUNCHER, "no-landlock"))
         version = ["-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
         if shutil.which("setpriv") and _succeeds(SYSTEM_PYTHON, *version):
             # The interpreter of these tests may lie in root's home, which no other user can read.
@@ -79,7 +81,10 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
         async def run_all() -> dict[str, Execution]:
             code_jail = CodeJail(
-                launcher=identity.launcher, interpreter=identity.interpreter, max_at_once=4
+                launcher=identity.launcher,
+                interpreter=identity.interpreter,
+                # Without Landlock, no program can import them.
+                modules=["fcntl", "multiprocessing.shared_memory"],
             )
             async with code_jail:
                 missing = [one.name for one in await code_jail.start() if not one.held_by]
@@ -303,7 +308,8 @@ def test_a_module_that_is_missing_is_an_error() -> None:
 OWNER = """
 import asyncio
 from tandem.children.code_jail import CodeJail
-from tandem.children.jail import JailLimits
+from tandem.children.jail import MIB, JailLimits
+from tandem.children.scratch import ScratchPlace
 
 DEAF = "import os, signal, time\\nprint(os.getpid(), flush=True)\\n" + "".join(
     f"signal.signal({number}, signal.SIG_IGN)\\n" for number in (1, 2, 15, 29)
@@ -332,10 +338,95 @@ def test_nothing_is_left_of_a_killed_owner() -> None:
     assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
 
 
+SCRATCH_LIMITS = JailLimits(wall_s=60.0, scratch_bytes=MIB)
+KINDS = [(), *([(sys.executable, LAUNCHER, "no-landlock")] if os.geteuid() == 0 else [])]
+
+
+@pytest.mark.parametrize("launcher", KINDS)
+def test_a_program_with_a_folder_writes_there_and_nowhere_else(
+    launcher: tuple[str, ...], tmp_path: Path
+) -> None:
+    place = ScratchPlace()
+    folder = place.make()
+    programs = (
+        "import os, tempfile\nos.makedirs('a/b')\nopen('a/b/n', 'w').write('kept')\n"
+        "os.rename('a/b/n', 'n')\nos.rmdir('a/b')\n"
+        "with tempfile.NamedTemporaryFile('w') as file: file.write('7')\n"
+        "print(sorted(os.listdir('.')), os.getcwd() == tempfile.gettempdir())",
+        "print(open('n').read())\nopen('n', 'w').write('again')\nprint(open('n').read())",
+        f"import os\nfor path in ('../x', '/tmp/x', {str(tmp_path)!r} + '/x', '/dev/shm/x'):\n"
+        "    try: open(path, 'w'); print(path)\n    except OSError: pass\n"
+        "for act in (lambda: os.symlink('/etc', 'link'), lambda: os.mkfifo('pipe'),\n"
+        "        lambda: os.link('/etc/passwd', 'own'), lambda: os.chmod('n', 0o777),\n"
+        "        lambda: os.execv('/bin/true', ['true']), lambda: os.listdir('/etc')):\n"
+        "    try: act(); print('reached')\n    except OSError: pass",
+    )
+
+    async def play(code_jail: CodeJail) -> list[str]:
+        return [
+            (await code_jail.execute(text, SCRATCH_LIMITS, scratch=folder)).output
+            for text in programs
+        ]
+
+    try:
+        told = run_in_jail(play, launcher=launcher)
+    finally:
+        place.close()
+    # With the folder as root, ".." is the folder itself.
+    around = "../x\n" if launcher else ""
+    assert told == ["['a', 'n'] True\n", "kept\nagain\n", around]
+    assert not os.path.exists(folder) and not os.path.exists(os.path.dirname(folder))
+
+
+@pytest.mark.parametrize(
+    ("program", "end"),
+    [
+        ("for n in range(9): open(str(n), 'w').write('7' * 300_000)", ExecutionEnd.FILES),
+        ("for n in range(1200): open(str(n), 'w').close()", ExecutionEnd.FILES),
+        ("import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')", ExecutionEnd.FILES),
+        ("open('n', 'w').write('7' * (1 << 21))", ExecutionEnd.FAILED),
+        ("import os\nos.mkdir('d', 0)\nopen('n', 'w').write('7')", ExecutionEnd.DONE),
+    ],
+)
+def test_the_files_of_a_program_are_limited_and_removed(program: str, end: ExecutionEnd) -> None:
+    place = ScratchPlace()
+    folder = place.make()
+
+    async def play(code_jail: CodeJail) -> ExecutionEnd:
+        slow = program + "\nimport time; time.sleep(100)" * (end is ExecutionEnd.FILES)
+        return (await code_jail.execute(slow, SCRATCH_LIMITS, scratch=folder)).end
+
+    try:
+        assert run_in_jail(play) is end
+    finally:
+        place.remove(folder)
+    assert not os.path.exists(os.path.dirname(folder))
+
+
+def test_the_place_of_a_killed_owner_is_removed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(scratch, "_MEMORY", str(tmp_path))
+    mine = ScratchPlace()
+    (Path(mine.make()) / "n").write_text("7")
+    abandoned = tmp_path / "tandem-scratch-abandoned"
+    (abandoned / "deep").mkdir(parents=True)
+    (abandoned / "deep" / "n").write_text("7")
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
+    young = tmp_path / "tandem-scratch-young"
+    young.mkdir()
+    ScratchPlace()
+    assert len(list(tmp_path.iterdir())) == 2 and young.exists() and not abandoned.exists()
+    mine.close()
+    assert list(tmp_path.iterdir()) == [young]
+
+
 @pytest.mark.parametrize(
     ("kind", "lost"),
     [
-        ("no-landlock", {"files"}),
+        # Root changes its root folder instead.
+        ("no-landlock", set() if os.geteuid() == 0 else {"files"}),
         # Without the filter, the times and rights of files can be changed.
         ("no-seccomp", {"files", "network", "processes", "tracing", "privileges"}),
     ],

@@ -6,7 +6,7 @@ import pytest
 from tandem.errors import UserError
 from tandem.rewards.gsm8k import compute_score
 from tandem.rewards.math_answer import compute_answer_line_score, compute_boxed_score
-from tandem.rewards.routing import RULES, check_sources, find_rule
+from tandem.rewards.routing import RULES, check_sources, find_rule, runs_programs
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,8 @@ def test_unknown_source_is_an_error_before_the_run():
     check_sources([*RULES, "aime_2025"])
     with pytest.raises(UserError, match=r"data_source='my/task'.*openai/gsm8k.*aime\*.*path"):
         check_sources({"openai/gsm8k", "my/task"})
+
+
+def test_the_sources_whose_rule_runs_programs():
+    assert runs_programs(["openai/gsm8k", "taco"])
+    assert not runs_programs(["openai/gsm8k", "my/task"])
