@@ -26,13 +26,19 @@ from tandem.api import Loss
 from tandem.config.schema.optim import OptimConfig
 from tandem.engines.adamw import Moments
 from tandem.engines.checkpoint import SHARDED_FILE, fingerprint, read_state
-from tandem.engines.fsdp_model import FsdpModel, idle_batch
+from tandem.engines.fsdp_model import FsdpModel, with_idle
 from tandem.engines.optim import PolicyOptimizer, make_schedule
 from tandem.engines.sharded_checkpoint import load_sharded, read_adapters, save_sharded
 from tandem.engines.shards import unsharded_map, view_of
-from tandem.engines.steps import Totals, backward, clip, report_step
+from tandem.engines.steps import (
+    Totals,
+    clip,
+    idle_loss,
+    loss_of,
+    report_step,
+    router_metrics,
+)
 from tandem.models.adapters import load_adapter, save_adapter
-from tandem.models.language_model import score_batch
 from tandem.models.parallel import is_whole, slices_of_rows
 from tandem.models.weights import copy_companions, load_slices, write_config
 from tandem.types import HeldSlice, LossScale, PackedBatch, UpdateReport
@@ -157,6 +163,7 @@ class FsdpEngine:
                 regions=self._model.shard_map.regions,
                 model=self._fingerprint(),
             )
+            self._model.share_embedding()
             return
         state = read_state(folder, torch.device("cpu"), model=self._fingerprint(), mapped=True)
         self._optimizer.require_same(state["optimizer"])
@@ -166,6 +173,7 @@ class FsdpEngine:
         load = load_slices if config.adapters is None else load_adapter
         with torch.no_grad():
             load(config, folder, slices=self._model.held_slices(), key="checkpoint")
+        self._model.share_embedding()
 
     def _accumulate(
         self,
@@ -177,17 +185,31 @@ class FsdpEngine:
         num_rounds: int | None,
     ) -> Totals:
         """Sum loss and metrics over this rank's micro-batches, and gradients over all ranks."""
-        model = self._model.language_model
+        model, pipeline = self._model.language_model, self._model.pipeline
         totals = Totals(torch.zeros((), device=self._model.spec.device))
-        rounds = len(batches) if num_rounds is None else num_rounds
-        for index in range(rounds):
-            self._model.announce_backward(is_last=index == rounds - 1)
-            if index < len(batches):
-                batch = batches[index]
-                totals.add(backward(model, batch, loss=loss, scale=scale, temperature=temperature))
-            else:
-                scores = score_batch(model, idle_batch(), temperature=1.0, with_entropy=False)
-                (scores.score_R.sum() * 0.0).backward()
+        rounds = with_idle(batches, num_rounds)
+
+        def finish(index: int, h_LD: Tensor) -> Tensor:
+            batch, is_own = rounds[index], index < len(batches)
+            if is_own:
+                totals.add_metrics(router_metrics(model, batch, scale=scale))
+            if pipeline is not None and not pipeline.stage.is_last:
+                return h_LD
+            if not is_own:
+                return idle_loss(model, batch, h_LD=h_LD)
+            outputs = loss_of(
+                model, batch, h_LD=h_LD, loss=loss, scale=scale, temperature=temperature
+            )
+            totals.add(outputs)
+            return outputs.loss
+
+        announce_backward = self._model.announce_backward
+        if pipeline is not None:
+            pipeline.train(rounds, finish, announce_backward=announce_backward)
+            return totals
+        for index, batch in enumerate(rounds):
+            announce_backward(is_last=index == len(rounds) - 1)
+            finish(index, model.hidden(batch)).backward()
         return totals
 
     def _broadcast_unsplit(self, gradients: Mapping[str, Tensor]) -> None:
@@ -227,6 +249,7 @@ class FsdpEngine:
         parts = list(gradients.values())
         clip(parts, parts[0].new_tensor(norm, dtype=torch.float32), limit=self._clip_norm)
         self._optimizer.step(self._model.weights(), gradients, rate_factor=rate_factor)
+        self._model.share_embedding()
         if self._model.spec.config.optimizer_offload:
             self._optimizer.offload()
 
@@ -236,13 +259,12 @@ class FsdpEngine:
             self._optimizer.load_state_dict(state)
             return
         self._optimizer.allocate(self._model.weights())
-        for kind, moments in self._optimizer.state_dict().items():
+        optimizer = self._optimizer
+        for kind, moments in optimizer.state_dict().items():
             for moment, parts in moments.items():
-                members = zip(
-                    self._optimizer.members[kind], parts, state[kind][moment], strict=True
-                )
-                for name, part, whole in members:
-                    self._copy_part(name, part, whole=whole)
+                whole_of = dict(zip(optimizer.every_member[kind], state[kind][moment], strict=True))
+                for name, part in zip(optimizer.members[kind], parts, strict=True):
+                    self._copy_part(name, part, whole=whole_of[name])
 
     def _copy_part(self, name: str, part: Tensor, *, whole: Tensor) -> None:
         if not part.dim():

@@ -31,10 +31,11 @@ from torch.distributed.tensor import DTensor
 
 from tandem.config.derived.pools import RankLayout
 from tandem.config.schema.fsdp import FsdpConfig
+from tandem.engines.pipeline import Pipeline, StageGroups
 from tandem.engines.shards import RankShardMap, regions_of_rank
-from tandem.engines.steps import score
-from tandem.models.adapted import trained_parameters
-from tandem.models.decoder import Decoder, DecoderLayer
+from tandem.engines.steps import score, score_of
+from tandem.errors import UserError
+from tandem.models.decoder import Decoder, DecoderLayer, Stage
 from tandem.models.folder import ModelFolder, fill_slices, open_part, require_decoder
 from tandem.models.language_model import NativeModel
 from tandem.models.operators import TORCH, Operators
@@ -68,6 +69,7 @@ class FsdpModel:
     Attributes:
         language_model: the model, which all ranks of a shard group call together.
         shard_map: the regions of the parameters that this rank holds.
+        pipeline: the stages of layers; None if each rank computes all layers.
     """
 
     def __init__(self, model: NativeModel, folder: ModelFolder, *, spec: FsdpSpec) -> None:
@@ -78,6 +80,10 @@ class FsdpModel:
             model.config, spec.layout, rank=spec.rank, dtype=spec.stored, group=_copy_group(spec)
         )
         self._decoder = model.decoder
+        stage = model.layout.stage
+        self.pipeline = (
+            None if stage is None else Pipeline(model, stage, groups=_stage_groups(spec))
+        )
         self._initial: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -88,13 +94,27 @@ class FsdpModel:
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of ``weights()``; zeros for missing ones."""
-        gradients = {name: p.grad for name, p in self._trained().items()}
-        return {
-            name: torch.zeros_like(part)
-            if gradients[name] is None
-            else self._local(name, gradients[name])
-            for name, part in self.weights().items()
+        gradients = {
+            name: torch.zeros_like(part) if p.grad is None else self._local(name, p.grad)
+            for (name, part), p in zip(
+                self.weights().items(), self._trained().values(), strict=True
+            )
         }
+        if self._copies_embedding:
+            self._add_gradient_of_head(gradients)
+        return gradients
+
+    def _add_gradient_of_head(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add the last stage's gradient of a tied embedding to that of the first."""
+        assert self.pipeline is not None, "there are stages"
+        name = "embedding.weight"
+        own = gradients.get(name)
+        if own is None:  # the last stage
+            parameter = self._decoder.embedding.weight
+            own = self._local(name, parameter.grad)
+        received = self.pipeline.to_first(own)
+        if received is not None:
+            gradients[name].add_(received)
 
     def drop_gradients(self) -> None:
         for parameter in self._decoder.parameters():
@@ -146,11 +166,13 @@ class FsdpModel:
         """Prepare the forward and backward pass of a micro-batch.
 
         With ``reshard_after_forward``, gradients are summed over the ranks and sharded after every
-        backward pass. Without it, more memory is used for less traffic: gradients are summed only
-        after the last backward pass of a step, and weights are gathered once per step.
+        backward pass. Without it, and always in a stage of layers, more memory is used for less
+        traffic: gradients are summed only after the last backward pass of a step, and weights are
+        gathered once per step.
         """
         root = cast(FSDPModule, self._decoder)
-        is_frugal = self.spec.config.reshard_after_forward
+        is_frugal = _is_frugal(self.spec)
+        root.set_is_last_backward(is_last or is_frugal)
         root.set_requires_gradient_sync(is_last or is_frugal)
         root.set_reshard_after_backward(is_last, recurse=not is_frugal)
 
@@ -163,15 +185,51 @@ class FsdpModel:
 
         Args:
             num_rounds: the maximum of the ranks' numbers of batches; None if they are equal.
+
+        Returns:
+            nothing from a stage of layers that is not the last.
         """
         self.onload()
-        idle = [idle_batch()] * ((num_rounds or len(batches)) - len(batches))
-        scores = [
-            score(self.language_model, batch, temperature=temperature)
-            for batch in (*batches, *idle)
-        ]
+        rounds = with_idle(batches, num_rounds)
+        scores: list[Tensor] = []
+        if self.pipeline is None:
+            scores += [score(self.language_model, x, temperature=temperature) for x in rounds]
+        else:
+            self._score_in_stages(rounds, scores, temperature=temperature)
         self._free_gathered()
         return scores[: len(batches)]
+
+    @torch.no_grad()
+    def _score_in_stages(
+        self, batches: Sequence[PackedBatch], scores: list[Tensor], *, temperature: float
+    ) -> None:
+        assert self.pipeline is not None, "there are stages"
+        model = self.language_model
+
+        def finish(index: int, h_LD: Tensor) -> None:
+            scores.append(score_of(model, batches[index], h_LD=h_LD, temperature=temperature))
+
+        self.pipeline.run(batches, finish)
+
+    @torch.no_grad()
+    def share_embedding(self) -> None:
+        """Give the last stage the first one's embedding if the head is tied to it. Collective."""
+        if self._copies_embedding:
+            assert self.pipeline is not None, "there are stages"
+            embedding = self._decoder.embedding.weight
+            part = self._local("embedding.weight", embedding)
+            received = self.pipeline.to_last(part)
+            if received is not None:
+                part.copy_(received)
+
+    @property
+    def _copies_embedding(self) -> bool:
+        """Whether this stage and another train one embedding."""
+        if self.pipeline is None or "embedding.weight" not in self.shard_map.names:
+            return False
+        stage, config = self.pipeline.stage, self._decoder.config
+        is_tied = config.tie_embeddings and not config.has_value_head
+        return is_tied and (stage.is_first or stage.is_last)
 
     def offload(self) -> None:
         """Move the weights to host memory if ``param_offload`` is set."""
@@ -198,7 +256,8 @@ class FsdpModel:
         return {} if tower is None else {f"{TOWER}{x}": p.data for x, p in tower.named_parameters()}
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        return trained_parameters(self._decoder)
+        named = dict(self._decoder.named_parameters())
+        return {name: named[name] for name in self.shard_map.regions}
 
     def _local(self, name: str, tensor: Tensor | None) -> Tensor:
         """Return this rank's shard of a parameter or of its gradient."""
@@ -234,12 +293,15 @@ def open_fsdp_model(
         frozen: whether the weights have no gradients.
 
     Raises:
-        UserError: see ``open_part``; or our decoder does not support the model.
+        UserError: see ``open_part``; our decoder does not support the model; or a stage of layers
+            has nothing to train.
     """
     require_decoder(folder)
+    config = folder.decoder_config
+    assert config is not None, "it was required"
     model = open_part(
         folder,
-        _parallel_layout(spec),
+        _parallel_layout(spec, config.num_layers),
         dtype=spec.stored,
         device="meta",
         operators=operators,
@@ -254,6 +316,13 @@ def open_fsdp_model(
     model.device = spec.device
     model.looks_always = True
     sharded = FsdpModel(model, folder, spec=spec)
+    if not sharded.shard_map.regions:
+        raise UserError(
+            "pipeline_model_parallel_size",
+            spec.layout.pipeline_parallel,
+            rule=f"rank {spec.rank} has a stage of layers without adapters, so nothing to train",
+            remedy="Use fewer stages, or adapters in all layers.",
+        )
     sharded.fill(random_seed=random_seed)
     return sharded
 
@@ -276,10 +345,8 @@ def _shard(decoder: Decoder, spec: FsdpSpec) -> None:
         _shard_experts(decoder, spec, settings=settings)
     tower = None if decoder.config.freezes_tower else decoder.tower
     layers = [*([] if tower is None else tower.blocks), *decoder.layers]
-    units = [
-        fully_shard(layer, **settings, reshard_after_forward=config.reshard_after_forward)
-        for layer in layers
-    ]
+    is_freed = _is_frugal(spec)
+    units = [fully_shard(layer, **settings, reshard_after_forward=is_freed) for layer in layers]
     # Log-probs are computed from the weight of the head after the forward pass.
     root = fully_shard(decoder, **settings, reshard_after_forward=False)
     for unit in (*units, root):
@@ -293,10 +360,10 @@ def _shard_experts(decoder: Decoder, spec: FsdpSpec, *, settings: Mapping[str, A
     """Shard the experts of each layer over the ranks of a copy that hold the same ones."""
     layout = spec.layout
     shards, divided = layout.num_expert_shards, layout.expert_parallel
-    copies = layout.num_ranks // (shards * divided)
+    copies = layout.ranks_per_stage // (shards * divided)
     mesh = _mesh(spec, {"copy": copies, "shard": shards, "expert": divided})
     own = {**settings, "mesh": mesh["shard"] if copies == 1 else mesh["copy", "shard"]}
-    is_freed = spec.config.reshard_after_forward
+    is_freed = _is_frugal(spec)
     for layer in cast(Iterable[DecoderLayer], decoder.layers):
         if layer.experts is not None:
             unit = fully_shard(layer.experts.routed, **own, reshard_after_forward=is_freed)
@@ -306,6 +373,14 @@ def _shard_experts(decoder: Decoder, spec: FsdpSpec, *, settings: Mapping[str, A
 def _sum_gradients(unit: FSDPModule) -> None:
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
+
+
+def _is_frugal(spec: FsdpSpec) -> bool:
+    """Return whether gathered weights are freed after each pass.
+
+    A stage would gather them for each of several micro-batches under way.
+    """
+    return spec.config.reshard_after_forward and spec.layout.pipeline_parallel == 1
 
 
 def _home(spec: FsdpSpec) -> torch.device:
@@ -322,7 +397,7 @@ def _move_tower(decoder: Decoder, device: torch.device) -> None:
 def _shard_mesh(spec: FsdpSpec) -> DeviceMesh:
     layout = spec.layout
     shards, tensor = layout.num_shards, layout.tensor_parallel
-    copies = layout.num_ranks // (shards * tensor)
+    copies = layout.ranks_per_stage // (shards * tensor)
     mesh = _mesh(spec, {"copy": copies, "shard": shards, "tensor": tensor})
     return mesh["shard"] if copies == 1 else mesh["copy", "shard"]
 
@@ -330,28 +405,40 @@ def _shard_mesh(spec: FsdpSpec) -> DeviceMesh:
 def _copy_group(spec: FsdpSpec) -> ProcessGroup | None:
     layout = spec.layout
     members = layout.tensor_parallel * layout.num_shards
-    copies = layout.num_ranks // members
-    if copies == 1:
+    copies = layout.ranks_per_stage // members
+    if members == layout.num_ranks:
         return None
     return _mesh(spec, {"copy": copies, "shard": members})["shard"].get_group()
 
 
-def _parallel_layout(spec: FsdpSpec) -> ParallelLayout:
+def _stage_groups(spec: FsdpSpec) -> StageGroups:
+    sizes = {"shard": spec.layout.ranks_per_stage}
+    forward, backward = (_mesh(spec, sizes)["stage"].get_group() for _ in range(2))
+    return StageGroups(forward, backward)
+
+
+def _parallel_layout(spec: FsdpSpec, num_layers: int) -> ParallelLayout:
     layout = spec.layout
     sequence, tensor = layout.sequence_parallel, layout.tensor_parallel
-    divided = layout.expert_parallel
-    if sequence == tensor == divided == 1:
+    divided, stages = layout.expert_parallel, layout.pipeline_parallel
+    if sequence == tensor == divided == stages == 1:
         return WHOLE
     sizes = {"shard": layout.data_parallel, "sequence": sequence, "tensor": tensor}
     mesh = _mesh(spec, sizes)
     expert = ALONE
     if divided > 1:
-        grid = {"shard": layout.num_ranks // divided, "expert": divided}
+        grid = {"shard": layout.ranks_per_stage // divided, "expert": divided}
         expert = peers_of(_mesh(spec, grid)["expert"])
+    stage = None
+    if stages > 1:
+        rank = spec.rank // layout.ranks_per_stage
+        layers = layout.layers_of_stages(num_layers)[rank]
+        stage = Stage(rank, stages, layers, compute=spec.compute)
     return ParallelLayout(
         tensor=peers_of(mesh["tensor"]) if tensor > 1 else ALONE,
         sequence=peers_of(mesh["sequence"]) if sequence > 1 else ALONE,
         expert=expert,
+        stage=stage,
     )
 
 
@@ -362,7 +449,11 @@ def _default_world() -> ProcessGroup:
 
 
 def _mesh(spec: FsdpSpec, sizes: Mapping[str, int]) -> DeviceMesh:
-    """Return the ranks of the pool as a grid, without dimensions of size 1 other than ``shard``."""
+    """Return the ranks of the pool as a grid, without dimensions of size 1 other than ``shard``.
+
+    Each stage of layers has a grid of ``sizes``.
+    """
+    sizes = {"stage": spec.layout.pipeline_parallel, **sizes}
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
     names, device = tuple(kept), spec.device
     mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=names)
@@ -372,6 +463,11 @@ def _mesh(spec: FsdpSpec, sizes: Mapping[str, int]) -> DeviceMesh:
     for group in mesh.get_all_groups():
         _set_pg_timeout(timeout, group)
     return mesh
+
+
+def with_idle(batches: Sequence[PackedBatch], num_rounds: int | None) -> list[PackedBatch]:
+    """Return ``num_rounds`` batches: the given ones, and dummies after them."""
+    return [*batches, *[idle_batch()] * ((num_rounds or len(batches)) - len(batches))]
 
 
 @cache

@@ -89,16 +89,18 @@ class PolicyOptimizer:
 
     Attributes:
         members: the parameters of each optimizer, in the order of its moments.
+        every_member: the same with the parameters of all stages.
     """
 
     def __init__(self, model: LanguageModel, config: OptimConfig, *, shard_map: ShardMap) -> None:
         matrices = _matrices(model) if config.optimizer == "Muon" else []
         owners = {matrix.owner for matrix in matrices}
+        held = shard_map.regions
         decay = config.weight_decay
         self._name = config.optimizer
         first = "Adam" if config.optimizer == "Adam" else "AdamW"
-        changed = [name for name in shard_map.regions if not is_fixed(name)]
-        self.members = {first: [name for name in changed if name not in owners]}
+        changed = [name for name in shard_map.names if not is_fixed(name)]
+        self.every_member = {first: [name for name in changed if name not in owners]}
         self._peak_rates = {first: config.lr}
         self._optimizers: dict[str, AdamW | Muon] = {
             first: AdamW(
@@ -110,9 +112,14 @@ class PolicyOptimizer:
             )
         }
         if matrices:
-            self.members["Muon"] = [name for name in changed if name in owners]
+            self.every_member["Muon"] = [name for name in changed if name in owners]
             self._peak_rates["Muon"] = config.muon_lr
-            self._optimizers["Muon"] = Muon(matrices, weight_decay=decay, shard_map=shard_map)
+            own = [matrix for matrix in matrices if matrix.owner in held]
+            self._optimizers["Muon"] = Muon(own, weight_decay=decay, shard_map=shard_map)
+        self.members = {
+            kind: [name for name in names if name in held]
+            for kind, names in self.every_member.items()
+        }
 
     def step(
         self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, rate_factor: float

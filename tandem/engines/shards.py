@@ -4,16 +4,18 @@
 A process's part of a parameter is one or more regions of the whole, stacked along the rows: all
 rows, some rows, or a region each of query, key and value if a fused matrix is split by heads.
 
-The tensor-parallel rank varies fastest, then the shard, then the replica. The same ranks also
-divide into sequence-parallel and then data-parallel ranks. Consecutive ranks divide experts. A
+The tensor-parallel rank varies fastest, then the shard, then the replica, then the stage. The same
+ranks also divide into sequence-parallel and then data-parallel ranks. Consecutive ranks divide
+experts. A
 shard is a range of rows of such a share, as in ``torch.chunk``: the last shards may be smaller, or
 empty. Parameters that training never changes are not sharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Protocol
 
@@ -33,8 +35,13 @@ class ShardMap(Protocol):
     """The parts of all parameters that one process holds."""
 
     @property
+    def names(self) -> Collection[str]:
+        """The names of all trained parameters, in order, those of other stages too."""
+        ...
+
+    @property
     def regions(self) -> Mapping[str, Regions]:
-        """The regions of each parameter, in order; () for a parameter without a part here."""
+        """The regions of each parameter of this stage, in order; () without a part here."""
         ...
 
     def gather(self, name: str, part: Tensor) -> Tensor:
@@ -51,6 +58,10 @@ class UnshardedMap:
     """The ``ShardMap`` of a process that holds all parameters whole."""
 
     regions: Mapping[str, Regions]
+
+    @property
+    def names(self) -> Collection[str]:
+        return self.regions
 
     def gather(self, name: str, part: Tensor) -> Tensor:
         return part
@@ -77,6 +88,7 @@ class RankPlace:
         data: the number of this rank's micro-batch within a round.
         expert: the coordinate among the ranks that divide the experts.
         expert_shard: the coordinate among the ranks of a copy that hold the same experts.
+        stage: the number of its stage of layers.
     """
 
     tensor: int
@@ -86,6 +98,7 @@ class RankPlace:
     data: int
     expert: int
     expert_shard: int
+    stage: int
 
 
 def place_of(layout: RankLayout, rank: int) -> RankPlace:
@@ -93,8 +106,9 @@ def place_of(layout: RankLayout, rank: int) -> RankPlace:
 
     Example:
         >>> place_of(RankLayout(8, tensor_parallel=2, sequence_parallel=2, num_shards=2), 5)
-        RankPlace(tensor=1, shard=0, copy=1, sequence=0, data=1, expert=0, expert_shard=0)
+        RankPlace(tensor=1, shard=0, copy=1, sequence=0, data=1, expert=0, expert_shard=0, stage=0)
     """
+    stage, rank = divmod(rank, layout.ranks_per_stage)
     row, tensor = divmod(rank, layout.tensor_parallel)
     copy, shard = divmod(row, layout.num_shards)
     data, sequence = divmod(row, layout.sequence_parallel)
@@ -107,13 +121,14 @@ def place_of(layout: RankLayout, rank: int) -> RankPlace:
         data=data,
         expert=expert,
         expert_shard=shard if layout.expert_parallel == 1 else expert_shard,
+        stage=stage,
     )
 
 
 def regions_of_rank(
     config: DecoderConfig, layout: RankLayout, *, rank: int, dtype: torch.dtype
 ) -> dict[str, Regions]:
-    """Return the regions that ``rank`` holds of the decoder of ``config``."""
+    """Return the regions that ``rank`` holds of the decoder of ``config``, of all stages alike."""
     place = place_of(layout, rank)
     found: dict[str, Regions] = {}
     for name, regions in _shares(config, layout, place=place, dtype=dtype).items():
@@ -141,11 +156,15 @@ def _shares(
 
 
 class RankShardMap:
-    """The ``ShardMap`` of one rank of a pool, of the trained parameters.
+    """The ``ShardMap`` of one rank of a pool, of the trained parameters of its stage.
+
+    A tied embedding belongs to the first stage. The last one computes with a copy of it.
 
     Attributes:
+        names: the trained parameters of all stages.
         regions: the regions of this rank.
-        shares: the regions of this rank's share of tensor and expert parallelism, before sharding.
+        shares: the regions of this rank's share of tensor and expert parallelism, before sharding;
+            of all stages.
 
     Args:
         config: the configuration of the unsharded decoder.
@@ -163,11 +182,14 @@ class RankShardMap:
     ) -> None:
         self.place = place_of(layout, rank)
         own = regions_of_rank(config, layout, rank=rank, dtype=dtype)
-        trained = trained_names(own, freezes_tower=config.freezes_tower)
-        self.regions: Mapping[str, Regions] = {name: own[name] for name in trained}
+        self.names = trained_names(own, freezes_tower=config.freezes_tower)
+        stage_of = partial(_stage_of, stages=layout.layers_of_stages(config.num_layers))
+        self.regions: Mapping[str, Regions] = {
+            name: own[name] for name in self.names if stage_of(name) == self.place.stage
+        }
         self._group = group
         shares = _shares(config, layout, place=self.place, dtype=dtype)
-        self.shares = {name: shares[name] for name in trained}
+        self.shares = {name: shares[name] for name in self.names}
         members = range(layout.ranks_per_copy)
         self._members = [regions_of_rank(config, layout, rank=r, dtype=dtype) for r in members]
 
@@ -190,6 +212,15 @@ class RankShardMap:
             for held in slices_of_rows(regions[name], rows):
                 view_of(whole, held.spec).copy_(held.tensor)
         return whole
+
+
+def _stage_of(name: str, *, stages: Sequence[range]) -> int:
+    """Return the stage to which a parameter belongs."""
+    part, *rest = name.split(".")
+    if part == "layers":
+        index = int(rest[0])
+        return next(stage for stage, layers in enumerate(stages) if index in layers)
+    return 0 if part in ("embedding", "tower") else len(stages) - 1
 
 
 def with_first_rows(regions: Regions) -> Iterator[tuple[int, SliceSpec]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions that all training engines share; they communicate with no other process.
 
-Shapes: R response tokens.
+Shapes: R response tokens, L tokens that a process computes, D hidden.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.api import Loss
-from tandem.models.language_model import LanguageModel, TokenScores, score_batch
+from tandem.models.language_model import LanguageModel, TokenScores, score_hidden
 from tandem.models.operators import upload
 from tandem.types import (
     LossColumns,
@@ -35,7 +35,15 @@ def score(model: LanguageModel, batch: PackedBatch, *, temperature: float) -> Te
 
     With ``batch.with_squares`` the result is (R, 2).
     """
-    scores = score_batch(model, batch, temperature=temperature, with_entropy=False)
+    return score_of(model, batch, h_LD=model.hidden(batch), temperature=temperature)
+
+
+@torch.no_grad()
+def score_of(
+    model: LanguageModel, batch: PackedBatch, *, h_LD: Tensor, temperature: float
+) -> Tensor:
+    """Return the result of ``score`` from the hidden states of a batch."""
+    scores = score_hidden(model, batch, h_LD=h_LD, temperature=temperature, with_entropy=False)
     if scores.squares_R is None:
         return scores.score_R.cpu()
     return torch.stack((scores.score_R, scores.squares_R), dim=1).cpu()
@@ -45,13 +53,45 @@ def backward(
     model: LanguageModel, batch: PackedBatch, *, loss: Loss, scale: LossScale, temperature: float
 ) -> LossOutputs:
     """Accumulate the gradients of a micro-batch in the model's parameters."""
-    scores = score_batch(model, batch, temperature=temperature, with_entropy=loss.needs_entropy)
-    outputs = loss(_loss_inputs(batch, scores, scale=scale))
+    outputs = loss_of(
+        model, batch, h_LD=model.hidden(batch), loss=loss, scale=scale, temperature=temperature
+    )
     outputs.loss.backward()
-    # Means of micro-batches add up to a mean over the loss tokens of a step.
-    share = len(batch.target_R) / scale.num_tokens
-    routers = {name: value * share for name, value in model.router_metrics().items()}
+    routers = router_metrics(model, batch, scale=scale)
     return replace(outputs, metrics={**outputs.metrics, **routers}) if routers else outputs
+
+
+def loss_of(
+    model: LanguageModel,
+    batch: PackedBatch,
+    *,
+    h_LD: Tensor,
+    loss: Loss,
+    scale: LossScale,
+    temperature: float,
+) -> LossOutputs:
+    """Return the loss of a micro-batch from its hidden states."""
+    scores = score_hidden(
+        model, batch, h_LD=h_LD, temperature=temperature, with_entropy=loss.needs_entropy
+    )
+    return loss(_loss_inputs(batch, scores, scale=scale))
+
+
+def idle_loss(model: LanguageModel, batch: PackedBatch, *, h_LD: Tensor) -> Tensor:
+    """Return a loss of 0 that depends on all parameters, as collectives of gradients require."""
+    scores = score_hidden(model, batch, h_LD=h_LD, temperature=1.0, with_entropy=False)
+    return scores.score_R.sum() * 0.0
+
+
+def router_metrics(
+    model: LanguageModel, batch: PackedBatch, *, scale: LossScale
+) -> dict[str, Tensor]:
+    """Return the part of the latest pass in the metrics of the routers of a step.
+
+    The parts of micro-batches add up to a mean over the loss tokens of the step.
+    """
+    share = len(batch.target_R) / scale.num_tokens
+    return {name: value * share for name, value in model.router_metrics().items()}
 
 
 @dataclass
@@ -63,7 +103,10 @@ class Totals:
 
     def add(self, outputs: LossOutputs) -> None:
         self.loss = self.loss + outputs.loss.detach()
-        for name, value in outputs.metrics.items():
+        self.add_metrics(outputs.metrics)
+
+    def add_metrics(self, metrics: Mapping[str, Tensor]) -> None:
+        for name, value in metrics.items():
             self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
 
 

@@ -111,6 +111,31 @@ class View:
     features: Features | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The consecutive layers that a process computes in pipeline parallelism.
+
+    Attributes:
+        rank, size: the number of this stage and of all stages.
+        layers: the indices of its layers. The first stage also has the embedding, and the last one
+            the final norm and the head. A tied embedding is in both.
+        compute: the precision of the passes.
+    """
+
+    rank: int
+    size: int
+    layers: range
+    compute: torch.dtype
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
 class _Linear(nn.Linear):
     """A linear map without hooks: looking them up takes as long as a small matrix product."""
 
@@ -249,6 +274,7 @@ class Decoder(nn.Module):
         self.config = config
         self.operators = operators
         self.recompute: Recompute = "nothing"
+        self.stage: Stage | None = None
         self.rotary = Rotary(config.rope, config.head_dim)
         # With ``_weight``, torch draws no values, which on the meta device would import its
         # compiler and take 1 s.
@@ -265,6 +291,19 @@ class Decoder(nn.Module):
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(is_adapter(name))
 
+    def keep_stage(self, stage: Stage) -> None:
+        """Drop all parameters but those of ``stage``. The others keep their names."""
+        self.stage = stage
+        for index in range(self.config.num_layers):
+            if index not in stage.layers:
+                delattr(self.layers, str(index))
+        reads_embedding = stage.is_last and self.lm_head is None
+        if not (stage.is_first or reads_embedding):
+            del self.embedding
+        if not stage.is_last:
+            del self.final_norm
+            self.lm_head = None
+
     @property
     def lm_head_weight(self) -> Tensor:
         """The weight of the head, (V, D), or (1, D) of a value head; the embedding if tied."""
@@ -278,10 +317,12 @@ class Decoder(nn.Module):
         *,
         view: View | None = None,
         routing: Routing | None = None,
+        received_TD: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states (T, D) of T packed tokens after the final norm.
 
-        ``routing`` sees or replaces the choices of routers.
+        ``routing`` sees or replaces the choices of routers. A stage returns the residual stream
+        (T, D), unless it is the last, and takes that of the stage before it as ``received_TD``.
 
         Positions are (T,), or (T, 3) if pictures are among the tokens, which are then in ``view``.
 
@@ -291,12 +332,14 @@ class Decoder(nn.Module):
         The caller checks lengths (``rotary.require_length``), because reading positions here would
         make the host wait for the device.
         """
-        x_TD = self.embedding(token_ids_T)
+        stage = self.stage
+        x_TD = self.embedding(token_ids_T) if received_TD is None else received_TD
         levels: tuple[Tensor, ...] = ()
         recompute: Recompute = self.recompute if torch.is_grad_enabled() else "nothing"
         if view is not None:
             x_TD, levels = self._look(x_TD, view, recomputes=recompute != "nothing")
-        angles = self.rotary.angles(position_ids_T, x_TD.dtype)
+        compute = x_TD.dtype if stage is None else stage.compute
+        angles = self.rotary.angles(position_ids_T, compute)
         stream: Stream = (x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None)
         for index, layer in enumerate(self.layers):
             run = partial(
@@ -315,6 +358,9 @@ class Decoder(nn.Module):
                 level_UD = levels[index].to(stream[0].dtype)
                 stream = (stream[0].index_add(0, view.place_U, level_UD), stream[1])
         x_TD, delta_TD = stream
+        if stage is not None and not stage.is_last:
+            # The first norm of the next stage would add them in the same precision.
+            return x_TD if delta_TD is None else x_TD + delta_TD
         weight_D, eps = self.final_norm.weight, self.config.rms_norm_eps
         return self.operators.add_norm(x_TD, delta_TD, weight_D=weight_D, eps=eps)[0]
 

@@ -149,7 +149,7 @@ class NativeModel:
         """Wrap ``decoder``, this process's part of the model in the folder ``source``."""
         self.decoder = decoder
         self.layout = layout
-        self.device = decoder.lm_head_weight.device
+        self.device = next(decoder.parameters()).device
         self.looks_always = False
         self._hf_config = hf_config
         self._source = source
@@ -262,8 +262,12 @@ class NativeModel:
         decoder.load_state_dict(weights, assign=True)
         return NativeModel(decoder, hf_config=self._hf_config, source=self._source)
 
-    def hidden(self, packed: PackedBatch) -> Tensor:
-        """Return the final hidden states (L, D). Raise UserError if a sequence is too long."""
+    def hidden(self, packed: PackedBatch, received_LD: Tensor | None = None) -> Tensor:
+        """Return the final hidden states (L, D), or a stage's: see ``Decoder.forward``.
+
+        Raises:
+            UserError: a sequence is too long.
+        """
         self._routing = self._replay(packed)
         self.decoder.rotary.require_length(int(packed.position_ids_T.max()) + 1)
         token_ids, position_ids = packed.token_ids_T, packed.position_ids_T
@@ -283,6 +287,7 @@ class NativeModel:
             attention,
             view=view,
             routing=self._routing,
+            received_TD=received_LD,
         )
 
     def _view(self, sight: Sight | None, *, num_tokens: int) -> View | None:
@@ -315,7 +320,8 @@ class NativeModel:
         self.decoder.recompute = granularity if enabled else "nothing"
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        is_part = max(self.layout.tensor.size, self.layout.expert.size) > 1
+        layout = self.layout
+        is_part = max(layout.tensor.size, layout.expert.size) > 1 or layout.stage is not None
         assert not is_part, "a part of a model cannot be saved: unshard it first"
         if self.config.adapters is not None:
             assert dtype is None, "adapters are written in their own precision"
@@ -351,12 +357,27 @@ def score_batch(
 ) -> TokenScores:
     """Return log-probs of the response tokens, and the entropies if requested.
 
+    See ``score_hidden``.
+    """
+    h_LD = model.hidden(batch)
+    return score_hidden(model, batch, h_LD=h_LD, temperature=temperature, with_entropy=with_entropy)
+
+
+def score_hidden(
+    model: LanguageModel,
+    batch: PackedBatch,
+    *,
+    h_LD: Tensor,
+    temperature: float,
+    with_entropy: bool,
+) -> TokenScores:
+    """Return log-probs of the response tokens from ``model.hidden(batch)``, and the entropies.
+
     A model with a value head returns values and ignores ``temperature``. Each process of the
     model's layout gets the scores of all tokens, differentiable with respect to its own
     computation. In a sequence-parallel layout, the caller sums the gradients of parameters over the
     processes.
     """
-    h_LD = model.hidden(batch)
     own = own_responses(batch, model.layout.sequence)
     # Responses to one prompt start at the same row. F.embedding accumulates their gradients
     # deterministically; index_select does not on accelerators.

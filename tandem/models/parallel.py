@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of one model over several processes, as plain values without communication.
 
-Tensor, sequence and expert parallelism combine. With tensor parallelism, each process holds some of
-the heads and some of the feed-forward width of every layer, as a smaller decoder. With sequence
-parallelism (Ulysses), each process computes some of a batch's tokens; with expert parallelism, it
-holds some of the experts of every layer. ``tensor_regions`` returns the regions of the unsharded
-tensors that a process holds, for loading, weight transport and checkpoints. An engine may shard the
-rows of these local tensors further; ``slices_of_rows`` returns the regions of such rows.
+Tensor, sequence, expert and pipeline parallelism combine. With tensor parallelism, each process
+holds some of the heads and some of the feed-forward width of every layer, as a smaller decoder.
+With sequence parallelism (Ulysses), each process computes some of a batch's tokens; with expert
+parallelism, it holds some of the experts of every layer; with pipeline parallelism, some layers.
+``tensor_regions`` returns the regions of the unsharded tensors that a process of one stage holds,
+for loading, weight transport and checkpoints. An engine may shard the rows of these local tensors
+further; ``slices_of_rows`` returns the regions of such rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tandem.config.derived.sizes import division_errors
 from tandem.errors import UserError
 from tandem.models.adapters import adapter_tensors
-from tandem.models.decoder import DecoderConfig, parameter_shapes
+from tandem.models.decoder import DecoderConfig, Stage, parameter_shapes
 from tandem.models.experts import is_fixed, is_of_all_experts
 from tandem.models.families import FAMILIES
 from tandem.models.file_tensors import file_tensors
@@ -75,11 +76,13 @@ class ParallelLayout:
         tensor: those that share heads and widths of the layers.
         sequence: those that share the tokens of a micro-batch.
         expert: those that share the experts of a layer; each may have tokens of its own.
+        stage: the layers of this process; None for all.
     """
 
     tensor: Peers = ALONE
     sequence: Peers = ALONE
     expert: Peers = ALONE
+    stage: Stage | None = None
 
 
 WHOLE = ParallelLayout()

@@ -70,8 +70,13 @@ class ReplayedRoutes:
         return expert_TK
 
     def metrics(self) -> Mapping[str, Tensor]:
-        """Return the metrics of the pass, means over the layers."""
-        found = {"actor/experts/max_over_mean": self._imbalances}
-        if self._overlaps:
-            found["actor/router/replay_overlap"] = self._overlaps
-        return {name: torch.stack(list(values.values())).mean() for name, values in found.items()}
+        """Return the metrics of the pass: means over the layers, of which a stage has its part."""
+        found = {
+            "actor/experts/max_over_mean": self._imbalances,
+            "actor/router/replay_overlap": self._overlaps,
+        }
+        return {
+            name: torch.stack(list(values.values())).sum() / len(self._place)
+            for name, values in found.items()
+            if values
+        }

@@ -36,6 +36,8 @@ def local_decoder(
                 _connect(layer, layout.tensor)
             if layout.expert.size > 1 and layer.experts is not None:
                 divide_experts(layer.experts, layout)
+        if layout.stage is not None:
+            decoder.keep_stage(layout.stage)
     return decoder
 
 

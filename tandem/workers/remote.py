@@ -72,9 +72,9 @@ class RemotePolicy:
         dealt = deal([batch_cost(batch) for batch in batches], self.data_parallel_size)
         results = self._call_all("score", batches, self._task, dealt=dealt, temperature=temperature)
         columns: list[Tensor | None] = [None] * len(batches)
-        for members, scored in zip(
-            dealt, results[:: self._layout.ranks_per_microbatch], strict=True
-        ):
+        layout = self._layout  # the ranks of the last stage have the results
+        last = results[-layout.ranks_per_stage :: layout.ranks_per_microbatch]
+        for members, scored in zip(dealt, last, strict=True):
             for index, column_R in zip(members, scored, strict=True):
                 columns[index] = column_R
         return [column_R for column_R in columns if column_R is not None]
@@ -94,9 +94,7 @@ class RemotePolicy:
                 self._group.submit(
                     rank,
                     method,
-                    SentBatches(
-                        [batches[i] for i in dealt[rank // self._layout.ranks_per_microbatch]]
-                    ),
+                    SentBatches([batches[i] for i in dealt[self._layout.group_of(rank)]]),
                     *args,
                     num_rounds=num_rounds,
                     **kwargs,

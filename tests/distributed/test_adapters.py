@@ -58,6 +58,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
         replace(whole, config={"ulysses_sequence_parallel_size": 2}),
         replace(whole, config={"fsdp_size": 1, "optimizer_offload": True, "param_offload": True}),
         replace(whole, compute=torch.bfloat16),
+        replace(part, config={"pipeline_model_parallel_size": 2}),
     ]
 
 
@@ -102,8 +103,9 @@ def _check(case: Case, ranks: Sequence[Outcome]) -> None:
         assert "lora" in name
         assert found[name].dtype == torch.float32
         assert float((found[name] - expected).abs().max()) < tolerance, (name, case)
-    together = rank_layout(FsdpConfig(**case.config), len(ranks)).ranks_per_microbatch
-    groups = [rank.log_probs for rank in ranks[::together]]
+    layout = rank_layout(FsdpConfig(**case.config), len(ranks))
+    last_stage = ranks[-layout.ranks_per_stage :: layout.ranks_per_microbatch]
+    groups = [rank.log_probs for rank in last_stage]
     for index, expected in enumerate(log_probs):
         actual = groups[index % len(groups)][index // len(groups)]
         torch.testing.assert_close(actual, expected, rtol=0, atol=20 * tolerance)

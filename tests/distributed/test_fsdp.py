@@ -16,8 +16,6 @@ from torch import Tensor, distributed
 
 from tandem.algorithms.sft import SftLoss
 from tandem.api import Loss
-from tandem.config.derived.pools import rank_layout
-from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.optim import OptimConfig
 from tandem.data.packing import TrainSequence
 from tandem.engines.single import ReferenceModel
@@ -26,15 +24,16 @@ from tandem.types import SliceSpec, UpdateReport
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training import (
     TEMPERATURE,
+    TOLERANCE,
     Case,
-    Outcome,
     assembled,
+    check_outcomes,
     copied_parts,
     deal,
     open_engine,
     open_sharded_model,
     open_single,
-    train_rank,
+    train_all,
     train_single,
 )
 from tests.fakes.tiny_vision import FAMILIES as SEEING_FAMILIES
@@ -46,13 +45,6 @@ ADAMW = OptimConfig(lr=2e-4, lr_warmup_steps=2, clip_grad=0.5)
 MUON = OptimConfig(optimizer="Muon", lr=2e-4, muon_lr=1e-4)
 FAMILIES = ("qwen2_tied", "qwen2_untied", "qwen3_biases")
 OFFLOADED = {"param_offload": True, "optimizer_offload": True}
-BALANCE = "actor/experts/max_over_mean"
-TOLERANCE = 1e-5
-MUON_TOLERANCE = 1e-4
-"""It computes in bf16, where a sum in another order may round the other way."""
-BIAS_TOLERANCE = 1e-4
-"""A bias of keys at a low rotary frequency hardly changes softmax: its gradient is mostly rounding,
-which AdamW makes as large as other steps."""
 
 
 @pytest.fixture(scope="module")
@@ -64,46 +56,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: root / family for family in FAMILIES}
 
 
-def _train_all(rank: int, size: int, store_port: int, cases: Sequence[Case]) -> list[Outcome]:
-    outcomes = []
-    for case in cases:
-        engine = open_engine(case, rank=rank, size=size)
-        batches, num_rounds = deal(case, engine, rank=rank, size=size)
-        outcomes.append(train_rank(engine, batches, num_rounds=num_rounds, loss=case.loss))
-    return outcomes
-
-
-def _check(case: Case, ranks: Sequence[Outcome]) -> None:
-    tolerance = MUON_TOLERANCE if case.optim is MUON else TOLERANCE
-    engine, weights = open_single(case)
-    reports, log_probs = train_single(engine, case)
-    for rank in ranks:
-        assert rank.reports == ranks[0].reports
-    together = rank_layout(FsdpConfig(**case.config), len(ranks)).ranks_per_microbatch
-    # Ranks that share the tokens of a sequence count their own tokens only.
-    uncounted = {BALANCE} if case.config.get("ulysses_sequence_parallel_size", 1) > 1 else set()
-    for actual, expected in zip(ranks[0].reports, reports, strict=True):
-        compared = {k: v for k, v in expected.metrics.items() if k not in uncounted}
-        assert actual.metrics.keys() == expected.metrics.keys()
-        assert {name: actual.metrics[name] for name in compared} == pytest.approx(
-            compared, abs=tolerance
-        )
-        assert actual.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
-        assert actual.learning_rate == expected.learning_rate and not actual.skipped
-    found = assembled(part for rank in ranks for part in rank.parts)
-    assert found.keys() == weights.keys()
-    for name, expected in weights.items():
-        allowed = max(tolerance, BIAS_TOLERANCE if name.endswith("qkv.bias") else 0.0)
-        assert float((found[name] - expected).abs().max()) < allowed, (name, case)
-    groups = [rank.log_probs for rank in ranks[::together]]
-    for index, expected in enumerate(log_probs):
-        actual = groups[index % len(groups)][index // len(groups)]
-        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-
-
 def test_one_rank(folders: dict[str, Path]) -> None:
     case = Case(folders["qwen2_tied"], ADAMW)
-    _check(case, run_ranks(_train_all, 1, [case])[0])
+    check_outcomes(case, run_ranks(train_all, 1, [case])[0])
 
 
 def test_two_ranks(folders: dict[str, Path]) -> None:
@@ -123,9 +78,9 @@ def test_two_ranks(folders: dict[str, Path]) -> None:
         replace(qwen3, is_critic=True, config={"ulysses_sequence_parallel_size": 2}),
         replace(untied, is_critic=True, config={"tensor_model_parallel_size": 2}),
     ]
-    by_rank = run_ranks(_train_all, 2, cases)
+    by_rank = run_ranks(train_all, 2, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
-        _check(case, ranks)
+        check_outcomes(case, ranks)
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +106,9 @@ def test_mo9_two_ranks_with_experts(with_experts: dict[str, Path]) -> None:
         # The norms of queries and keys are over the heads of both ranks.
         Case(with_experts["olmoe"], ADAMW, config={"tensor_model_parallel_size": 2}),
     ]
-    by_rank = run_ranks(_train_all, 2, cases, timeout_s=240)
+    by_rank = run_ranks(train_all, 2, cases, timeout_s=240)
     for case, *ranks in zip(cases, *by_rank, strict=True):
-        _check(case, ranks)
+        check_outcomes(case, ranks)
 
 
 def test_mo9_experts_divided_over_two_ranks(with_experts: dict[str, Path]) -> None:
@@ -168,9 +123,9 @@ def test_mo9_experts_divided_over_two_ranks(with_experts: dict[str, Path]) -> No
         replace(dots, config={**divided, "tensor_model_parallel_size": 2}),
         replace(qwen3, config={**divided, "ulysses_sequence_parallel_size": 2}),
     ]
-    by_rank = run_ranks(_train_all, 2, cases)
+    by_rank = run_ranks(train_all, 2, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
-        _check(case, ranks)
+        check_outcomes(case, ranks)
 
 
 @pytest.fixture(scope="module")
@@ -215,9 +170,9 @@ def test_VL9_two_ranks_that_see(that_see: dict[str, Path]) -> None:  # noqa: N80
         replace(first, config={"tensor_model_parallel_size": 2}),
         replace(second, config={"tensor_model_parallel_size": 2}),
     ]
-    by_rank = run_ranks(_train_all, 2, cases)
+    by_rank = run_ranks(train_all, 2, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
-        _check(case, ranks)
+        check_outcomes(case, ranks)
 
 
 def test_mo9_and_mo10_experts_divided_over_four_ranks(with_experts: dict[str, Path]) -> None:
@@ -235,9 +190,9 @@ def test_mo9_and_mo10_experts_divided_over_four_ranks(with_experts: dict[str, Pa
         replace(dots, config={**by_four, "tensor_model_parallel_size": 2}, optim=MUON),
         replace(qwen3, config={**by_two, "ulysses_sequence_parallel_size": 2}),
     ]
-    by_rank = run_ranks(_train_all, 4, cases)
+    by_rank = run_ranks(train_all, 4, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
-        _check(case, ranks)
+        check_outcomes(case, ranks)
 
 
 def test_four_ranks(folders: dict[str, Path]) -> None:
@@ -252,9 +207,9 @@ def test_four_ranks(folders: dict[str, Path]) -> None:
         replace(tied, config={**split, "ulysses_sequence_parallel_size": 2}),
         replace(untied, config={**split, "fsdp_size": 1}),
     ]
-    by_rank = run_ranks(_train_all, 4, cases)
+    by_rank = run_ranks(train_all, 4, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):
-        _check(case, ranks)
+        check_outcomes(case, ranks)
 
 
 def _train_apart(
@@ -347,7 +302,7 @@ def test_steps_that_are_not_finite_references_and_random_weights(folders: dict[s
 def test_half_precision_stays_close(folders: dict[str, Path]) -> None:
     """Compare with one process with other micro-batches, which also rounds other sums."""
     case = Case(folders["qwen3_biases"], ADAMW, compute=torch.bfloat16)
-    by_rank = run_ranks(_train_all, 2, [case])
+    by_rank = run_ranks(train_all, 2, [case])
     engine, weights = open_single(case)
     reports, _ = train_single(engine, case)
     for actual, expected in zip(by_rank[0][0].reports, reports, strict=True):

@@ -38,6 +38,7 @@ OPTIM = OptimConfig(
 )
 TOLERANCE = 1e-4
 SPLIT = {"tensor_model_parallel_size": 2}
+STAGES = {"pipeline_model_parallel_size": 2}
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def _resume(
 ) -> list[Resumed]:
     resumed = []
     for visit in visits:
-        engine = open_engine(replace(case, config=visit.config), rank=rank, size=size)
+        case = replace(case, config=visit.config)
+        engine = open_engine(case, rank=rank, size=size)
         engine.load(visit.source)
         engine.save(visit.target)
         loaded = copied_parts(engine)
@@ -128,6 +130,8 @@ def test_two_ranks_continue_as_one_and_as_four(case: Case, tmp_path: Path, is_cr
         Visit(saved, targets[0], {}),
         Visit(single, targets[1], {"fsdp_size": 2}),
         Visit(saved, targets[2], {**SPLIT, "fsdp_size": 1}),
+        Visit(single, targets[3], STAGES),
+        Visit(targets[3], targets[4], {}),
     ]
     for size, some in ((1, visits[:1]), (4, visits)):
         by_rank = run_ranks(_resume, size, case, some)
@@ -171,7 +175,7 @@ def test_mo13_experts_of_two_ranks_continue_on_four_and_in_one(tmp_path: Path) -
 @pytest.mark.parametrize("is_critic", [False, True])
 def test_exports_are_the_trained_weights(case: Case, tmp_path: Path, is_critic: bool) -> None:
     case = replace(case, is_critic=is_critic)
-    for number, config in enumerate(({}, SPLIT)):
+    for number, config in enumerate(({}, SPLIT, STAGES)):
         saved, exported = (tmp_path / f"{number} {name}" for name in "ab")
         saved.mkdir()
         ranks = run_ranks(_start, 2, replace(case, config=config), saved)

@@ -48,6 +48,12 @@ PLACES = {
         "actor_rollout_ref.actor.fsdp_config.tensor_model_parallel_size=2",
         "actor_rollout_ref.ref.fsdp_config.tensor_model_parallel_size=2",
     ),
+    "stages": (
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2",
+    ),
 }
 FEW = ("data.train_batch_size=2", "trainer.total_training_steps=3", "trainer.test_freq=3")
 """Fewer prompts than four devices. The steps end before rounding changes a token."""
@@ -89,18 +95,21 @@ def test_a_group_that_several_devices_generate_is_the_same(finished: Run) -> Non
     assert largest_difference(finished("few_on_one"), finished("few_on_four")) < 1e-5
 
 
-def test_tensor_parallel_ranks_train_as_one_process_does(
+def test_tensor_parallel_ranks_and_stages_train_as_one_process_does(
     material: Material, tmp_path: Path
 ) -> None:
-    """Two ranks train, and send their halves to a third that generates. The policy of the other
-    tests has one head for keys, which cannot be divided."""
+    """Two ranks train, and send their halves to a third that generates; MO11: two stages train,
+    score and generate. The policy of the other tests has one head for keys, which cannot be
+    divided.
+    """
     policy = write_tiny_policy(tmp_path / "policy", size=replace(TINY, num_kv_heads=2))
     two_steps = ("trainer.total_training_steps=2", f"actor_rollout_ref.model.path={policy}")
-    for place in ("one", "tensor"):
+    for place in ("one", "tensor", "stages"):
         arguments = train_arguments(material, tmp_path / place, *SETTINGS, *PLACES[place])
         ended = run_command([*arguments, *two_steps], folder=tmp_path / f"{place}_output")
         assert ended.code == 0, ended.stderr
     assert largest_difference(tmp_path / "one", tmp_path / "tensor") < 1e-5
+    assert largest_difference(tmp_path / "one", tmp_path / "stages") < 1e-5
 
 
 def test_tokens_of_each_rank_are_told(finished: Run) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -38,6 +39,13 @@ from tests.unit.engines.minibatch import LOSS, SCALE, SEQUENCES, VALUE_LOSS, cut
 TEMPERATURE = 0.9
 TOTAL_STEPS = 10
 NUM_STEPS = 5
+BALANCE = "actor/experts/max_over_mean"
+TOLERANCE = 1e-5
+MUON_TOLERANCE = 1e-4
+"""It computes in bf16, where a sum in another order may round the other way."""
+BIAS_TOLERANCE = 1e-4
+"""A bias of keys at a low rotary frequency hardly changes softmax: its gradient is mostly rounding,
+which AdamW makes as large as other steps."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +134,9 @@ def open_single(case: Case) -> tuple[SingleDeviceEngine, dict[str, Tensor]]:
 def deal(case: Case, engine: FsdpEngine, *, rank: int, size: int) -> tuple[list[PackedBatch], int]:
     """Return a rank's micro-batches, fewer for the last ranks, and the number of rounds."""
     batches = cut_batches(case.max_sequences, sequences=case.sequences)
+    layout = rank_layout(FsdpConfig(**case.config), size)
     num_groups = engine.data_parallel_size
-    return batches[rank * num_groups // size :: num_groups], -(-len(batches) // num_groups)
+    return batches[layout.group_of(rank) :: num_groups], -(-len(batches) // num_groups)
 
 
 def train_rank(
@@ -179,3 +188,43 @@ def assembled(parts: Iterable[tuple[SliceSpec, Tensor]]) -> dict[str, Tensor]:
     for name, whole in wholes.items():
         assert not whole.isnan().any(), f"nobody holds all of {name}"
     return wholes
+
+
+def train_all(rank: int, size: int, store_port: int, cases: Sequence[Case]) -> list[Outcome]:
+    """Train each case as one rank."""
+    outcomes = []
+    for case in cases:
+        engine = open_engine(case, rank=rank, size=size)
+        batches, num_rounds = deal(case, engine, rank=rank, size=size)
+        outcomes.append(train_rank(engine, batches, num_rounds=num_rounds, loss=case.loss))
+    return outcomes
+
+
+def check_outcomes(case: Case, ranks: Sequence[Outcome]) -> None:
+    """Compare what the ranks trained with what one process trains."""
+    tolerance = MUON_TOLERANCE if case.optim.optimizer == "Muon" else TOLERANCE
+    engine, weights = open_single(case)
+    reports, log_probs = train_single(engine, case)
+    for rank in ranks:
+        assert rank.reports == ranks[0].reports
+    layout = rank_layout(FsdpConfig(**case.config), len(ranks))
+    # Ranks that share the tokens of a sequence count their own tokens only.
+    uncounted = {BALANCE} if case.config.get("ulysses_sequence_parallel_size", 1) > 1 else set()
+    for actual, expected in zip(ranks[0].reports, reports, strict=True):
+        compared = {k: v for k, v in expected.metrics.items() if k not in uncounted}
+        assert actual.metrics.keys() == expected.metrics.keys()
+        assert {name: actual.metrics[name] for name in compared} == pytest.approx(
+            compared, abs=tolerance
+        )
+        assert actual.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
+        assert actual.learning_rate == expected.learning_rate and not actual.skipped
+    found = assembled(part for rank in ranks for part in rank.parts)
+    assert found.keys() == weights.keys()
+    for name, expected in weights.items():
+        allowed = max(tolerance, BIAS_TOLERANCE if name.endswith("qkv.bias") else 0.0)
+        assert float((found[name] - expected).abs().max()) < allowed, (name, case)
+    last_stage = ranks[-layout.ranks_per_stage :: layout.ranks_per_microbatch]
+    groups = [rank.log_probs for rank in last_stage]
+    for index, expected in enumerate(log_probs):
+        actual = groups[index % len(groups)][index // len(groups)]
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)

@@ -12,6 +12,7 @@ from itertools import chain
 
 from tandem.config.check.expert_rules import expert_parallel_errors, require_built
 from tandem.config.check.platform_rules import platform_errors
+from tandem.config.check.stage_rules import stage_errors
 from tandem.config.derived.pools import (
     CRITIC,
     HALVES,
@@ -195,18 +196,31 @@ def _run_layout_errors(config: RunConfig, pool: Pool) -> Iterator[UserError]:
 
 def _layout_errors(config: FsdpConfig, pool: Pool, *, section: str) -> Iterator[UserError]:
     devices = f"the {pool.num_devices} device(s) of {pool.name}"
+    stages, number = config.pipeline_model_parallel_size, pool.num_devices
+    if number % stages:
+        key = f"{section}.pipeline_model_parallel_size"
+        yield UserError(
+            key,
+            stages,
+            rule=f"must divide {devices}",
+            remedy=f"Set {key}={_largest_divisor(number, stages)}.",
+        )
+        return
+    if stages > 1:
+        number //= stages
+        devices = f"the {number} device(s) of each of {stages} stages of {pool.name}"
     split, sequence = config.tensor_model_parallel_size, config.ulysses_sequence_parallel_size
     split_key = f"{section}.tensor_model_parallel_size"
     sequence_key = f"{section}.ulysses_sequence_parallel_size"
-    if pool.num_devices % split:
+    if number % split:
         yield UserError(
             split_key,
             split,
             rule=f"must divide {devices}",
-            remedy=f"Set {split_key}={_largest_divisor(pool.num_devices, split)}.",
+            remedy=f"Set {split_key}={_largest_divisor(number, split)}.",
         )
-    elif pool.num_devices % (split * sequence):
-        left = pool.num_devices // split
+    elif number % (split * sequence):
+        left = number // split
         times = f", times {split_key}={split}," if split > 1 else ""
         yield UserError(
             sequence_key,
@@ -214,17 +228,16 @@ def _layout_errors(config: FsdpConfig, pool: Pool, *, section: str) -> Iterator[
             rule=f"must{times} divide {devices}",
             remedy=f"Set {sequence_key}={_largest_divisor(left, sequence)}.",
         )
-    elif pool.num_devices % config.expert_model_parallel_size:
+    elif number % config.expert_model_parallel_size:
         key, divided = f"{section}.expert_model_parallel_size", config.expert_model_parallel_size
         yield UserError(
             key,
             divided,
             rule=f"must divide {devices}",
-            remedy=f"Set {key}={_largest_divisor(pool.num_devices, divided)}.",
+            remedy=f"Set {key}={_largest_divisor(number, divided)}.",
         )
     elif config.fsdp_size == 0 or (
-        0 < config.fsdp_size < pool.num_devices // split
-        and pool.num_devices // split % config.fsdp_size
+        0 < config.fsdp_size < number // split and number // split % config.fsdp_size
     ):
         key = f"{section}.fsdp_size"
         ranks = f"{devices} / {split_key}={split}" if split > 1 else devices
@@ -261,7 +274,11 @@ def require_division(
             sequence=layout.sequence_parallel,
             section=section,
         )
-        for error in chain(divisions, expert_parallel_errors(layout, sizes, section=section)):
+        for error in chain(
+            divisions,
+            expert_parallel_errors(layout, sizes, section=section),
+            stage_errors(layout, sizes, section=section),
+        ):
             raise _as_written(error, config)
 
 

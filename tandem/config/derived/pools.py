@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 from tandem.config.parse.shares import share_devices
 from tandem.config.schema.fsdp import FsdpConfig
@@ -69,16 +69,20 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The division of a pool's ranks for one task: data x sequence x tensor parallel.
+    """The division of a pool's ranks for one task: stages x data x sequence x tensor parallel.
 
     Attributes:
         num_ranks: the number of devices of the pool.
         tensor_parallel: the number of ranks over which each matrix is split.
         sequence_parallel: the number of ranks over which the tokens of a micro-batch are split.
-        num_shards: the number of ranks over which each tensor-parallel part of the weights is
-            sharded; there are ``num_ranks / (tensor_parallel * num_shards)`` copies of it.
+        num_shards: the number of ranks over which each tensor-parallel part of the weights of a
+            stage is sharded; there are ``ranks_per_stage / ranks_per_copy`` copies of it.
         expert_parallel: the number of consecutive ranks over which the experts are divided. It
             divides ``ranks_per_copy``.
+        pipeline_parallel: the number of stages of layers. The first ``ranks_per_stage`` ranks
+            compute the first one.
+        first_stage_layers, last_stage_layers: the number of layers of these stages; None for an
+            equal share of those that the others leave.
 
     Example:
         With 8 ranks, tensor_parallel 2 and sequence_parallel 2, two micro-batches are computed at
@@ -90,10 +94,20 @@ class RankLayout:
     sequence_parallel: int
     num_shards: int
     expert_parallel: int = 1
+    pipeline_parallel: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """The number of ranks that compute the same layers."""
+        return self.num_ranks // self.pipeline_parallel
 
     @property
     def ranks_per_copy(self) -> int:
-        """The number of ranks that hold the weights once: ``tensor_parallel * num_shards``."""
+        """The number of ranks that hold the weights of a stage once:
+        ``tensor_parallel * num_shards``.
+        """
         return self.tensor_parallel * self.num_shards
 
     @property
@@ -113,10 +127,30 @@ class RankLayout:
 
     @property
     def data_parallel(self) -> int:
-        """The number of micro-batches computed at the same time:
-        ``num_ranks / ranks_per_microbatch``.
+        """The number of micro-batches that a stage computes at the same time:
+        ``ranks_per_stage / ranks_per_microbatch``.
         """
-        return self.num_ranks // self.ranks_per_microbatch
+        return self.ranks_per_stage // self.ranks_per_microbatch
+
+    def group_of(self, rank: int) -> int:
+        """Return which of the ``data_parallel`` groups of a stage computes with ``rank``."""
+        return rank % self.ranks_per_stage // self.ranks_per_microbatch
+
+    def layers_of_stages(self, num_layers: int) -> tuple[range, ...]:
+        """Return the layers of each stage. The first stages have the layers that are left over.
+
+        Example:
+            >>> RankLayout(2, 1, 1, num_shards=1, pipeline_parallel=2).layers_of_stages(5)
+            (range(0, 3), range(3, 5))
+        """
+        stages = self.pipeline_parallel
+        given = {0: self.first_stage_layers, stages - 1: self.last_stage_layers}
+        fixed = {stage: count for stage, count in given.items() if count is not None}
+        free = [stage for stage in range(stages) if stage not in fixed]
+        each, more = divmod(num_layers - sum(fixed.values()), max(1, len(free)))
+        counts = {stage: each + (place < more) for place, stage in enumerate(free)} | fixed
+        ends = [0, *accumulate(counts[stage] for stage in range(stages))]
+        return tuple(range(first, end) for first, end in pairwise(ends))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,14 +270,17 @@ def rank_layout(config: FsdpConfig, num_ranks: int) -> RankLayout:
 
     ``fsdp_size`` shards over all of them if it is -1 or more than there are.
     """
-    split = config.tensor_model_parallel_size
-    most = num_ranks // split
+    split, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    most = num_ranks // (split * stages)
     return RankLayout(
         num_ranks=num_ranks,
         tensor_parallel=split,
         sequence_parallel=config.ulysses_sequence_parallel_size,
         num_shards=most if config.fsdp_size < 0 else min(config.fsdp_size, most),
         expert_parallel=config.expert_model_parallel_size,
+        pipeline_parallel=stages,
+        first_stage_layers=config.num_layers_in_first_pipeline_stage,
+        last_stage_layers=config.num_layers_in_last_pipeline_stage,
     )
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.config.derived.experts import ExpertConfig, experts_of
@@ -65,6 +65,29 @@ class ModelSizes:
             tied=bool(hf_config.get("tie_word_embeddings", False)),
             experts=experts_of(hf_config),
             tower=0 if vision is None else vision.num_parameters,
+        )
+
+    def of_largest_stage(self, stages: Sequence[range]) -> ModelSizes:
+        """Return the sizes of the stage of layers with the most parameters.
+
+        Every stage counts with one matrix of the size of the vocabulary, which the stages between
+        the first and the last do not have.
+        """
+        if len(stages) == 1:
+            return self
+        return max(map(self._of_stage, stages), key=lambda stage: stage.num_parameters)
+
+    def _of_stage(self, layers: range) -> ModelSizes:
+        experts = self.experts
+        if experts is not None:
+            dense = (index - layers.start for index in experts.dense_layers if index in layers)
+            experts = replace(experts, dense_layers=tuple(dense))
+        return replace(
+            self,
+            num_layers=len(layers),
+            tied=True,
+            adapters=self.adapters * len(layers) // self.num_layers,
+            experts=experts,
         )
 
     @property
@@ -186,9 +209,15 @@ class ModelSizes:
         return routed + 2 * experts.num_experts + 4 * experts.shared_inner
 
     def kept_numbers_per_token(
-        self, recomputed: RecomputeGranularity | None, *, tensor_parallel: int = 1
+        self,
+        recomputed: RecomputeGranularity | None,
+        *,
+        tensor_parallel: int = 1,
+        num_batches: int = 1,
     ) -> int:
         """Return how many half-precision numbers a whole backward pass keeps per token.
+
+        ``num_batches`` micro-batches have had their forward pass and not their backward pass.
 
         Without ``recomputed`` these are the numbers of all layers. With it, each layer keeps only
         the residual stream in fp32, one sum and the parts that are not recomputed; one layer at a
@@ -200,12 +229,14 @@ class ModelSizes:
         if recomputed is None:
             kept = self._kept_outside(tensor_parallel)
             own = dense * (kept + 3 * self.inner // tensor_parallel)
-            return own + (sparse * (kept + self._kept_by_experts) if sparse else 0)
+            own += sparse * (kept + self._kept_by_experts) if sparse else 0
+            return num_batches * own
         heads = 3 * (self.num_heads + self.num_kv_heads) * self.head_dim // tensor_parallel
         gate_up = 2 * self.inner // tensor_parallel
         split = {"full": 0, "feed_forward": heads, "pointwise": heads}[recomputed]
-        kept = self.num_layers * (3 * self.hidden + split) + whole
-        return kept + (dense * gate_up if recomputed == "pointwise" else 0)
+        kept = self.num_layers * (3 * self.hidden + split)
+        kept += dense * gate_up if recomputed == "pointwise" else 0
+        return num_batches * kept + whole
 
 
 def division_errors(

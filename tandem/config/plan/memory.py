@@ -91,7 +91,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """The weights of a model, laid out over ranks."""
+    """The weights of a model, or of its largest stage of layers, laid out over ranks."""
 
     sizes: ModelSizes
     config: FsdpConfig
@@ -164,13 +164,13 @@ class _Model:
     def gathered_in_training(self) -> int:
         """The bytes of gathered layers, and of the largest gradient in both precisions of its sum.
 
-        Without ``reshard_after_forward``: all layers, and all gradients in fp32.
+        Without ``reshard_after_forward``, and in a stage: all layers, and all gradients in fp32.
         """
         split = self.ranks.tensor_parallel
         largest = max(self.sizes.embedding_parameters // split, self.layer_parameters)
         if self.sizes.adapters:
             largest = self.sizes.adapters // self.sizes.num_layers // split
-        if self.config.reshard_after_forward:
+        if self.config.reshard_after_forward and self.ranks.pipeline_parallel == 1:
             return self.visiting + (self.computed + self.stored) * largest
         sizes, ranks = self.sizes, self.ranks
         routed = sizes.num_expert_layers * sizes.routed_layer_parameters
@@ -178,6 +178,10 @@ class _Model:
         trained = sizes.adapters // split if sizes.adapters else whole
         summed = self.computed * (whole + sizes.adapters // split)
         return summed + BYTES["float32"] * trained + self.computed * largest
+
+
+def _laid_out(sizes: ModelSizes, config: FsdpConfig, *, ranks: RankLayout) -> _Model:
+    return _Model(sizes.of_largest_stage(ranks.layers_of_stages(sizes.num_layers)), config, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +214,7 @@ def plan_memory(
     if adapters is not None:
         sizes = replace(sizes, adapters=adapters.num_parameters(sizes))
     if isinstance(config, SftConfig):
-        model = _Model(sizes, config.engine, placement.layouts["actor-train"])
+        model = _laid_out(sizes, config.engine, ranks=placement.layouts["actor-train"])
         training = _policy_training(config, model)
         return {placement.pools[0].name: _trained(MemoryPlan(), training, placement=placement)}
     plans = {
@@ -241,20 +245,20 @@ def _of_pool(
     if "generate" in pool.tasks:
         plan = _generating(config, sizes, placement=placement, available_bytes=available_bytes)
     if "ref_logp" in pool.tasks:
-        model = _Model(sizes, roles.ref.fsdp_config, layouts["ref_logp"])
+        model = _laid_out(sizes, roles.ref.fsdp_config, ranks=layouts["ref_logp"])
         tokens = training_tokens(config, "actor-train", ranks=model.ranks.sequence_parallel)
         plan = _scoring(plan, model, tokens=tokens, placement=placement)
         shares = reference_of(pool, config=config) != "ref_logp"
         plan = replace(plan, reference=0 if shares else _frozen(model, placement))
     scorer = scorer_of(pool)
     if scorer in ("generate", "logp"):
-        model = _Model(sizes, roles.actor.fsdp_config, layouts["logp"])
+        model = _laid_out(sizes, roles.actor.fsdp_config, ranks=layouts["logp"])
         tokens = training_tokens(config, "actor-train", ranks=model.ranks.sequence_parallel)
         plan = _scoring(plan, model, tokens=tokens, placement=placement)
         copies = _device_copies(config, placement)
         plan = replace(plan, weights=copies * _frozen(model, placement) if scorer == "logp" else 0)
     if "actor-train" in pool.tasks:
-        model = _Model(sizes, roles.actor.fsdp_config, layouts["actor-train"])
+        model = _laid_out(sizes, roles.actor.fsdp_config, ranks=layouts["actor-train"])
         plan = _trained(plan, _policy_training(config, model), placement=placement)
         if config.frees_cache and not placement.is_one_process:
             plan = _taking_turns(plan)
@@ -334,7 +338,7 @@ def _with_auxiliary(
     """Add the critic, which is trained before or after the policy, or the reward model."""
     ranks = placement.layouts[role]
     # A value head is one row: there is no second matrix of the size of the vocabulary.
-    model = _Model(replace(sizes, tied=True), auxiliary_layouts(config)[role], ranks)
+    model = _laid_out(replace(sizes, tied=True), auxiliary_layouts(config)[role], ranks=ranks)
     tokens = training_tokens(config, role, ranks=ranks.sequence_parallel)
     if role == REWARD_MODEL:
         plan = _scoring(plan, model, tokens=tokens, placement=placement)
@@ -355,7 +359,9 @@ def _trained(plan: MemoryPlan, training: _Training, *, placement: Placement) -> 
     """Add training. An offloaded part counts only as far as it exceeds space that is free then."""
     model, optim = training.model, training.optim
     numbers = model.sizes.kept_numbers_per_token(
-        training.recomputed, tensor_parallel=model.ranks.tensor_parallel
+        training.recomputed,
+        tensor_parallel=model.ranks.tensor_parallel,
+        num_batches=model.ranks.pipeline_parallel,  # those of the first stage
     )
     activations = max(plan.activations, model.computed * training.tokens * numbers)
     moment = model.stored if optim.moments_dtype == "auto" else BYTES[optim.moments_dtype]

@@ -66,3 +66,19 @@ class FsdpConfig(BaseModel):
         description="Number of devices over which the tokens of a micro-batch are split. A "
         "micro-batch that is filled by tokens holds that many times more tokens.",
     )
+    pipeline_model_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Number of stages of layers. Each stage has its own devices, and micro-batches "
+        "pass through the stages one after another (1F1B).",
+    )
+    num_layers_in_first_pipeline_stage: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of layers of the first stage. null: an equal share.",
+    )
+    num_layers_in_last_pipeline_stage: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of layers of the last stage. null: an equal share.",
+    )

@@ -432,7 +432,7 @@ SFT_IGNORED: Table = {
                 "force_use_huggingface grad_offload init_device load_balancing_loss_implementation "
                 "load_checkpoint_path max_seq_len max_seqlen_per_dp_cp_rank mhc_implementation "
                 "mixed_precision moe_implementation mp_output_dtype mp_param_dtype mp_reduce_dtype "
-                "pad_bshd_to_minibatch_max pipeline_model_parallel_size pipeline_parallel_size "
+                "pad_bshd_to_minibatch_max pipeline_parallel_size "
                 "pp_size rms_norm_gated_implementation rms_norm_implementation "
                 "rotary_pos_emb_implementation sequence_parallel spmd_backend "
                 "swiglu_mlp_implementation tensor_parallel_size tp_size ulysses_parallel_size "

@@ -24,13 +24,19 @@ _LAYOUTS = {
     "reward_model.megatron": "reward_model.model.fsdp_config",
 }
 """Section of Megatron -> section of FSDP."""
+_STAGE_KEYS = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
 _SAME = {
     "param_offload": "param_offload",
     "optimizer_offload": "optimizer_offload",
     "tensor_model_parallel_size": "tensor_model_parallel_size",
     "expert_model_parallel_size": "expert_model_parallel_size",
     "context_parallel_size": "ulysses_sequence_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_model_parallel_size",
     "dtype": "dtype",
+    **{f"{OVERRIDES}.{name}": name for name in _STAGE_KEYS},
 }
 """Key of Megatron -> key of FSDP with the same effect."""
 
@@ -55,7 +61,7 @@ _RECOMPUTED = (
 _PACKED = "batches are always packed without padding"
 _CHECKPOINT = "a checkpoint of tandem continues on any number of devices"
 _NO_BRIDGE = "slices of weights are read from, and written to, Hugging Face folders directly"
-_STAGES = "there are no stages of layers"
+_STAGES = "it decides when stages compute and what they keep, and no result depends on it"
 
 Table = Mapping[str, tuple[Any, str]]
 """Key -> (default, reason)."""
@@ -89,7 +95,11 @@ _OVERRIDES: Table = {
 """Keys of ``override_transformer_config`` without effect."""
 
 _AUXILIARY = Unbuilt("an auxiliary loss of routers", (0, None))
-_UNEVEN = Unbuilt("pipeline parallelism (stages of layers)", (None, False))
+_UNEVEN = Unbuilt(
+    "a split into stages that is not by numbers of layers",
+    (None, False),
+    "Set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage.",
+)
 _REFUSED_OVERRIDES: Mapping[str, Unbuilt] = {
     "moe_aux_loss_coeff": _AUXILIARY,
     "moe_z_loss_coeff": _AUXILIARY,
@@ -97,8 +107,6 @@ _REFUSED_OVERRIDES: Mapping[str, Unbuilt] = {
         "balancing of experts by a loss or a bias", ("none", None)
     ),
     "moe_router_bias_update_rate": Unbuilt("training of a router's correction", (0, None)),
-    "num_layers_in_first_pipeline_stage": _UNEVEN,
-    "num_layers_in_last_pipeline_stage": _UNEVEN,
     "account_for_embedding_in_pipeline_split": _UNEVEN,
     "account_for_loss_in_pipeline_split": _UNEVEN,
     "pipeline_model_parallel_layout": _UNEVEN,
@@ -115,8 +123,10 @@ _KEYS: Table = {
         "tensor_model_parallel_size": 1,
         "expert_model_parallel_size": 1,
         "context_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
         "dtype": "auto",
         "load_weight": True,
+        **{f"{OVERRIDES}.{name}": None for name in _STAGE_KEYS},
     }.items()},
     "grad_offload": (False, "gradients are freed after each step; verl never reads it either"),
     "virtual_pipeline_model_parallel_size": (None, _STAGES),
@@ -150,11 +160,6 @@ _KEYS: Table = {
 
 _REFUSED: Mapping[str, Unbuilt] = {
     "backend": Unbuilt("megatron-core as training engine", ("native", None)),
-    "pipeline_model_parallel_size": Unbuilt(
-        "pipeline parallelism (stages of layers)",
-        (1, None),
-        "Set it to 1, and divide by tensor_model_parallel_size or expert_model_parallel_size.",
-    ),
     "expert_tensor_parallel_size": Unbuilt(
         "the division of an expert's matrices",
         (None, 1),

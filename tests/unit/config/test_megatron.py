@@ -22,6 +22,8 @@ SIZES = {
     "tensor_model_parallel_size": 2,
     "expert_model_parallel_size": 4,
     "context_parallel_size": 2,
+    "pipeline_model_parallel_size": 3,
+    f"{OVERRIDES}.num_layers_in_first_pipeline_stage": 5,
     "param_offload": True,
     "optimizer_offload": True,
     "dtype": "float32",
@@ -116,9 +118,8 @@ REFUSED = [
     (f"+{OVERRIDDEN}.moe_zz_loss_coeff=1", f"{OVERRIDDEN}.moe_zz_loss_coeff=1: no such key. Did "
      f"you mean {OVERRIDDEN}.moe_z_loss_coeff?"),
     (f"+{OVERRIDDEN}.moe_aux_loss_coeff=0.001", "an auxiliary loss of routers is not built."),
-    (f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
-     "pipeline parallelism (stages of layers) is not built. Set it to 1, "
-     "and divide by tensor_model_parallel_size or expert_model_parallel_size."),
+    (f"{OVERRIDDEN}.account_for_loss_in_pipeline_split=True",
+     "a split into stages that is not by numbers of layers is not built."),
     (f"{ACTOR}.megatron.backend=mcore", "megatron-core as training engine is not built."),
     (f"{ACTOR}.megatron.tensor_parallel_size=2", "Did you mean"),
 ]  # fmt: skip
@@ -138,6 +139,23 @@ def test_mo15_wrong_keys_are_one_line(word: str, text: str) -> None:
         (("tensor_model_parallel_size=3",), "megatron.tensor_model_parallel_size=3: must divide"),
         (("context_parallel_size=8",), "megatron.context_parallel_size=8: must divide"),
         (("expert_model_parallel_size=3",), "megatron.expert_model_parallel_size=3: must divide"),
+        (
+            ("pipeline_model_parallel_size=3",),
+            "megatron.pipeline_model_parallel_size=3: must divide the 4 device(s)",
+        ),
+        (
+            ("pipeline_model_parallel_size=2", "tensor_model_parallel_size=4"),
+            "tensor_model_parallel_size=4: must divide the 2 device(s) of each of 2 stages",
+        ),
+        (("pipeline_model_parallel_size=4",), "there are more stages than the 2 layers"),
+        (
+            ("pipeline_model_parallel_size=2", f"{OVERRIDES}.num_layers_in_first_pipeline_stage=2"),
+            "num_layers_in_first_pipeline_stage=2: it leaves 0 of 2 layers to 1 other stage(s)",
+        ),
+        (
+            (f"{OVERRIDES}.num_layers_in_last_pipeline_stage=1",),
+            "there is one stage, as actor_rollout_ref.actor.megatron.pipeline_model_parallel_",
+        ),
         (
             ("expert_model_parallel_size=2",),
             "the model has no experts to divide. Leave out "

@@ -338,3 +338,19 @@ def test_a_cache_that_cannot_hold_the_longest_sequence_is_refused_with_a_share_t
 
 def test_the_cache_hands_out_pages_of_the_size_that_is_reckoned_with() -> None:
     assert CACHE_PAGE_TOKENS == PAGE_TOKENS
+
+
+def test_a_stage_holds_its_layers_and_the_activations_of_several_micro_batches() -> None:
+    keys = ("trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=1")
+    whole = one(*keys)
+    staged = one(*keys, "actor_rollout_ref.actor.fsdp_config.pipeline_model_parallel_size=4")
+    layers = sizes().num_parameters - sizes().embedding_parameters
+    assert staged.weights == 4 * (layers // 4 + sizes().embedding_parameters)
+    assert staged.weights < whole.weights
+    assert staged.activations == whole.activations, "4 micro-batches of a quarter of the layers"
+    uneven = one(
+        *keys,
+        "actor_rollout_ref.actor.fsdp_config.pipeline_model_parallel_size=4",
+        "actor_rollout_ref.actor.fsdp_config.num_layers_in_last_pipeline_stage=12",
+    )
+    assert uneven.weights == 4 * (layers // 2 + sizes().embedding_parameters)

@@ -127,7 +127,6 @@ def test_mo20_the_plan_says_what_each_megatron_key_of_red_moe_does(tmp_path: Pat
     unread = {name.split(".", 1)[1] for name, text in own.items() if text.startswith("no effect: ")}
     assert unread == {
         *(f"{role}.megatron.grad_offload" for role in ("actor", "ref")),
-        *(f"{role}.megatron.pipeline_model_parallel_size" for role in ("actor", "ref")),
         "ref.megatron.optimizer_offload",
     }
     experts = own["actor_rollout_ref.actor.megatron.expert_model_parallel_size"]

@@ -112,4 +112,10 @@ def test_ranks_count_by_tensor_then_sequence_then_data() -> None:
     assert [place.data for place in places] == [0] * 4 + [1] * 4
     assert [place.shard for place in places] == [0, 0, 1, 1, 2, 2, 3, 3]
     halves = RankLayout(8, tensor_parallel=1, sequence_parallel=1, num_shards=4)
-    assert astuple(place_of(halves, 6)) == (0, 2, 1, 0, 6, 0, 2)
+    assert astuple(place_of(halves, 6)) == (0, 2, 1, 0, 6, 0, 2, 0)
+    staged = RankLayout(
+        8, tensor_parallel=2, sequence_parallel=1, num_shards=2, pipeline_parallel=2
+    )
+    assert astuple(place_of(staged, 7)) == (1, 1, 0, 0, 1, 0, 1, 1)
+    assert [staged.group_of(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
+    assert staged.data_parallel == 2
