@@ -8,7 +8,8 @@
 #   make test-gpu     what needs a GPU, and the kernels' tests on it
 #   make test-engines vLLM and SGLang on the CPU, in .venv-engines and .venv-sglang (1.6 GB more)
 #   make test-frameworks agents of smolagents and langgraph, in .venv-frameworks
-#   make test-verifiers  a taskset of verifiers and servers of mcp, in .venv-verifiers (0.6 GB more; uv downloads packages in the test)
+#   make test-verifiers  a taskset of verifiers, servers of mcp and of openenv-core, in .venv-verifiers and .venv-openenv (1.1 GB more;
+#                     uv downloads packages in the test)
 #   make test-wheel   the wheel in a fresh environment
 #   make check        ruff, pyright and the architecture tests
 #   make manual       the manual, into build/manual
@@ -44,6 +45,8 @@ FRAMEWORKS_VENV := .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed
+OPENENV_VENV := .venv-openenv
+OPENENV_STAMP := $(OPENENV_VENV)/.installed
 SOURCES := tandem tests $(wildcard examples benchmarks)
 
 # One thread a process: on busy cores more threads make small models many times slower.
@@ -86,9 +89,10 @@ test-frameworks: $(FRAMEWORKS_STAMP)
 	@$(FRAMEWORKS_VENV)/bin/python -m pytest -p no:langsmith_plugin tests/frameworks $(PYTEST_ARGS)
 
 test-verifiers: export TANDEM_VERIFIERS_PYTHON = $(CURDIR)/$(VERIFIERS_VENV)/bin/python
-test-verifiers: $(DEV_STAMP) $(VERIFIERS_STAMP)
+test-verifiers: export TANDEM_OPENENV_PYTHON = $(CURDIR)/$(OPENENV_VENV)/bin/python
+test-verifiers: $(DEV_STAMP) $(VERIFIERS_STAMP) $(OPENENV_STAMP)
 	@$(BIN)/python -m pytest tests/frameworks/test_verifiers.py \
-	    tests/frameworks/test_mcp_package.py $(PYTEST_ARGS)
+	    tests/frameworks/test_mcp_package.py tests/frameworks/test_openenv_package.py $(PYTEST_ARGS)
 
 test-wheel: | $(BIN)/python
 	@TORCH_ARGS='$(TORCH_ARGS)' scripts/test_wheel $(WHEEL_PYTHONS)
@@ -106,7 +110,7 @@ bench: $(RUN_STAMP)
 	@$(BIN)/python benchmarks/cpu_tiny.py
 
 clean:
-	@rm -rf $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) $(FRAMEWORKS_VENV) $(VERIFIERS_VENV) build dist .pytest_cache .ruff_cache
+	@rm -rf $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) $(FRAMEWORKS_VENV) $(VERIFIERS_VENV) $(OPENENV_VENV) build dist .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -150,9 +154,8 @@ $(FRAMEWORKS_STAMP): $(DEV_STAMP) scripts/frameworks_requirements.txt
 	@scripts/install_engines $(BIN)/python $(FRAMEWORKS_VENV) scripts/frameworks_requirements.txt
 	@touch $@
 
-$(VERIFIERS_STAMP): scripts/verifiers_requirements.txt | $(BIN)/python
-	@echo "Installing verifiers into $(VERIFIERS_VENV)"
-	@$(BIN)/python -m venv --clear $(VERIFIERS_VENV)
-	@$(VERIFIERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet --quiet install \
-	    --requirement scripts/verifiers_requirements.txt
+$(VERIFIERS_STAMP) $(OPENENV_STAMP): .venv-%/.installed: scripts/%_requirements.txt | $(BIN)/python
+	@echo "Installing $* into .venv-$*"
+	@$(BIN)/python -m venv --clear .venv-$*
+	@.venv-$*/bin/python -m pip --disable-pip-version-check --quiet --quiet install --requirement $<
 	@touch $@

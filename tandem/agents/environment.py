@@ -22,6 +22,7 @@ from tandem.agents.tools import (
     ToolResult,
     answer_call,
     import_class,
+    read_return,
     takes,
 )
 from tandem.config.schema.imports import describe
@@ -30,6 +31,8 @@ from tandem.errors import UserError
 from tandem.types import AssistantTurn, Observation, ToolStatus
 
 _NO_TOOL = "none"
+_MAX_CHARACTERS = 4_000_000
+"""The most characters of a message of a simulated user. Results of tools have a key for this."""
 
 
 class ToolEnvironment:
@@ -133,13 +136,16 @@ class ToolEnvironment:
                 await begin(identity, **takes(begin, known))
                 self._user = identity
             respond = user.generate_response
-            is_over, text, score, _ = await respond(
+            is_over, answer, score, _ = await respond(
                 self._user, self._episode.messages, **takes(respond, known)
             )
+            text, reward = read_return((answer, score))
+            if len(text) > _MAX_CHARACTERS:
+                raise ValueError(f"a message of {len(text)} characters fits into no conversation")
         except Exception as error:
             raise ToolFailed(f"the simulated user: {describe(error)}") from error
-        rewards = () if score is None else (float(score),)
-        messages = ({"role": "user", "content": str(text)},)
+        rewards = () if reward is None else (reward,)
+        messages = ({"role": "user", "content": text},)
         return Observation(() if is_over else messages, done=bool(is_over), rewards=rewards)
 
 

@@ -407,7 +407,7 @@ class EnvironmentSession:
             process.kill(f"a step took longer than {limit_s:g} s")
             if is_lost or self._held_by is not None:
                 return _failure(f"its process hung for {limit_s:g} s")
-            if turn is None:
+            if turn is None or not turn.calls:
                 return _failure(f"no answer within {limit_s:g} s")
             return _hung(turn, self._pool.step_limit_s(self._task, turn))
         if answer.is_stateful:
@@ -431,8 +431,7 @@ def _hung(turn: AssistantTurn, limit_s: float) -> Observation:
     """Return the answer to calls that stopped a whole process, which the policy reads."""
     text = f"No result within {limit_s:g} s."
     messages = tuple(result_message(call.call_id, call.name, text=text) for call in turn.calls)
-    statuses = (ToolStatus.TIMEOUT,) * len(messages)
-    return Observation(messages, done=not messages, statuses=statuses)
+    return Observation(messages, statuses=(ToolStatus.TIMEOUT,) * len(messages))
 
 
 def _read_answer(fields: Mapping[str, Any]) -> _Answer:

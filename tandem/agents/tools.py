@@ -263,7 +263,7 @@ async def answer_call(
     try:
         async with asyncio.timeout(limit_s):
             returned = await tool.call(arguments, episode)
-        text, reward = _read_return(returned)
+        text, reward = read_return(returned)
         status = ToolStatus.OK
     except TimeoutError:
         return ToolResult(ToolStatus.TIMEOUT, f"No result within {limit_s:g} s.")
@@ -306,7 +306,7 @@ def _find_fault(arguments: Mapping[str, Any], schema: ToolSchema) -> str:
     return ""
 
 
-def _read_return(returned: Any) -> tuple[str, float | None]:
+def read_return(returned: Any) -> tuple[str, float | None]:
     """Return text and reward of what a tool returned, in any form of verl's versions."""
     reward: Any = None
     if isinstance(returned, tuple):

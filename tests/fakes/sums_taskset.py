@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A taskset of verifiers with three sums; the reward of the third one raises."""
+"""A taskset of verifiers with eight sums, and a ninth task whose reward raises."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Sums(vf.Taskset[SumTask]):
     """The tasks."""
 
     def load(self):
-        for number, answer in ((1, "2"), (2, "4"), (3, "")):
+        for number in range(1, 10):
+            answer = str(2 * number) if number < 9 else ""
             prompt = f"What is {number} + {number}?"
             yield SumTask(Sum(prompt=prompt, answer=answer), self.config.task)
