@@ -2,15 +2,17 @@
 """Tools of servers that speak the Model Context Protocol: programs, and servers with a URL.
 
 It speaks the protocol's versions that begin with ``initialize``, over standard input and output or
-streamable HTTP. A server that is lost is connected once more, and the call is tried again; if that
-fails, or the server was the episode's own, the tool has failed and the episode has no reward. An
-error that a tool reports is the policy's to read.
+streamable HTTP. A server that is lost, or that answers with an error of HTTP, is connected once
+more, and the call is tried again; other calls end over the old connection. If that fails, or the
+server was the episode's own, the tool has failed and the episode has no reward. An error that a
+tool reports is the policy's to read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -41,7 +43,7 @@ _SESSION, _PROTOCOL = "mcp-session-id", "mcp-protocol-version"
 _ACCEPTED = "application/json, text/event-stream"
 _EVENTS = "text/event-stream"
 _MAX_PAGES = 100
-_CLIENT_ERROR, _NO_SESSION, _SERVER_ERROR = 400, 404, 500
+_REDIRECT, _CLIENT_ERROR, _NO_SESSION, _SERVER_ERROR = 300, 400, 404, 500
 
 
 class Channel(Protocol):
@@ -113,8 +115,13 @@ class _WebChannel:
     async def _read(self, response: httpx.Response, *, number: Any) -> Mapping[str, Any] | None:
         """Return the answer to a question, or None if there is none."""
         status = response.status_code
+        told = f"{self._spec.url} answered with HTTP status {status}"
+        if _REDIRECT <= status < _CLIENT_ERROR:
+            # Followed, it could lead the headers of the entry, a key among them, to others.
+            to = response.headers.get("location")
+            raise RpcLost(f"{told}, a redirect to {to}; name the address that it leads to as url")
         if status == _NO_SESSION or status >= _SERVER_ERROR:
-            raise RpcLost(f"{self._spec.url} answered with HTTP status {status}")
+            raise RpcLost(told)
         kind = response.headers.get("content-type", "")
         if kind.startswith(_EVENTS):
             return await self._read_events(response, number=number)
@@ -127,7 +134,7 @@ class _WebChannel:
         if answer is not None and ("result" in answer or "error" in answer):
             return answer
         if status >= _CLIENT_ERROR:
-            raise RpcLost(f"{self._spec.url} answered with HTTP status {status}")
+            raise RpcLost(told)
         return None
 
     async def _read_events(
@@ -165,6 +172,8 @@ class McpServer:
         self.spec = spec
         self._keeps_state = keeps_state
         self._channel: Channel | None = None
+        self._num_under_way: Counter[Channel] = Counter()
+        self._given_up: set[Channel] = set()
         self._connecting = asyncio.Lock()
 
     async def list_tools(self) -> list[Mapping[str, Any]]:
@@ -182,6 +191,9 @@ class McpServer:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Call a tool; if the connection is lost, once more over a new one.
 
+        The old connection is closed when the last call over it has ended: others may still get
+        their answers, as a server may refuse one request and go on with the next.
+
         Raises:
             RpcRefused: the server refuses the call.
             RpcLost: the server cannot be reached, or the state of the episode was lost with it.
@@ -189,18 +201,36 @@ class McpServer:
         params = {"name": name, "arguments": dict(arguments)}
         channel = await self._connected()
         try:
-            return await _ask(channel, "tools/call", params=params)
+            return await self._call_over(channel, params)
         except RpcLost:
             if self._keeps_state:
                 raise  # a new connection would begin from another state
             if self._channel is channel:
-                await self.close()
-        return await _ask(await self._connected(), "tools/call", params=params)
+                self._channel = None
+                self._given_up.add(channel)
+                await self._close_unused(channel)
+        return await self._call_over(await self._connected(), params)
 
     async def close(self) -> None:
         """End the connection, and the program."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
+        channels = [*self._given_up, *([] if self._channel is None else [self._channel])]
+        self._channel = None
+        self._given_up.clear()
+        for channel in channels:
+            await channel.close()
+
+    async def _call_over(self, channel: Channel, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._num_under_way[channel] += 1
+        try:
+            return await _ask(channel, "tools/call", params=params)
+        finally:
+            self._num_under_way[channel] -= 1
+            await self._close_unused(channel)
+
+    async def _close_unused(self, channel: Channel) -> None:
+        if channel in self._given_up and not self._num_under_way[channel]:
+            self._given_up.remove(channel)
+            del self._num_under_way[channel]
             await channel.close()
 
     async def _connected(self) -> Channel:

@@ -36,7 +36,7 @@ def run(request: PlanRequest) -> int:
 
 
 def _checked(plan: Plan) -> Plan:
-    """Return the plan with what is known only after the checks: rows, devices, memory, resume."""
+    """Return the plan with what is known only after the checks: rows, agents, devices, resume."""
     with _collected_warnings() as warnings:
         checked = check_here(plan.config)
     site, prepared = checked.site, checked.prepared
@@ -55,7 +55,12 @@ def _checked(plan: Plan) -> Plan:
         placement=site.placement,
         memory=memory,
         warnings=tuple(dict.fromkeys((*told, *warnings))),
-        run={**plan.run, "devices": _devices(site), "starts": _start(checked)},
+        run={
+            **plan.run,
+            **prepared.described,
+            "devices": _devices(site),
+            "starts": _start(checked),
+        },
     )
 
 

@@ -31,6 +31,7 @@ from tandem.agents.setup import (
 from tandem.agents.tool_files import ToolFile, read_interaction_file, read_tool_file
 from tandem.children.code_jail import JailError
 from tandem.children.environment import child_environment
+from tandem.children.jail_trial import Protection
 from tandem.config.schema.rollout import RolloutConfig
 from tandem.config.schema.run import RunConfig
 from tandem.data.call_formats import CALL_FORMATS, ToolSchema
@@ -57,6 +58,9 @@ class AgentPlan:
         hosted: the agents whose environment a server has, by their names.
         address: host and port of the endpoint; port 0 is any free one.
         facts: the results of trying the chat template with the tools.
+        renders_anew: whether conversations are rendered anew after a message of the user.
+        protections: what holds code of the policy; nothing if no tool executes any.
+        notes: what of the files of tools has no effect or is replaced.
     """
 
     setup: EnvironmentSetup
@@ -65,6 +69,9 @@ class AgentPlan:
     hosted: Mapping[str, HostedEnvironment]
     facts: tuple[ProbedFact, ...]
     rule: AgentRule
+    renders_anew: bool
+    protections: tuple[Protection, ...]
+    notes: tuple[str, ...]
 
     def without_own_reward(
         self, entries: Sequence[PromptRow | PromptEntry]
@@ -90,8 +97,8 @@ def prepare_agents(config: RunConfig, codec: TextCodec) -> AgentPlan | None:
                 remedy=f"Set {TOOL_KEY} or {FUNCTION_KEY}.",
             )
         return None
-    setup = _setup(rollout)
-    _check_isolation(setup)
+    setup, notes = _setup(rollout)
+    protections = _check_isolation(setup)
     _require_agent(rollout, [spec.name for spec in (*setup.programs, *setup.openenvs)])
     address = read_address(rollout.agent.endpoint)
     check_address(address)
@@ -111,7 +118,17 @@ def prepare_agents(config: RunConfig, codec: TextCodec) -> AgentPlan | None:
     has_environment = bool(schemas or setup.interactions)
     programs = {spec.name: spec.gives_reward for spec in (*setup.programs, *setup.openenvs)}
     rule = AgentRule(default, named, has_environment, programs)
-    return AgentPlan(setup, address, schemas, hosted, facts, rule)
+    return AgentPlan(
+        setup,
+        address,
+        schemas,
+        hosted,
+        facts,
+        rule,
+        renders_anew=rollout.multi_turn.use_inference_chat_template,
+        protections=protections,
+        notes=notes,
+    )
 
 
 def _require_agent(rollout: RolloutConfig, programs: Sequence[str]) -> None:
@@ -204,16 +221,18 @@ class _NamedOnce:
             logger.warning("an agent's request sets %s, which has no effect in training", setting)
 
 
-def _setup(rollout: RolloutConfig) -> EnvironmentSetup:
+def _setup(rollout: RolloutConfig) -> tuple[EnvironmentSetup, tuple[str, ...]]:
+    """Return the environments of a run, and what of the files of tools has no effect."""
     turns = rollout.multi_turn
     users = turns.interaction_config_path
     path = turns.tool_config_path
     written = ToolFile() if path is None else read_tool_file(path)
-    for line in (*filter(None, map(describe_take_over, written.classes)), *written.notes):
+    notes = (*filter(None, map(describe_take_over, written.classes)), *written.notes)
+    for line in notes:
         logger.info("%s", line)
     agents_path = rollout.agent.agent_loop_config_path
     agents = AgentFile() if agents_path is None else read_agent_file(agents_path)
-    return EnvironmentSetup(
+    setup = EnvironmentSetup(
         tools=tuple(map(take_over, written.classes)),
         served=written.served,
         function_path=turns.function_tool_path,
@@ -228,10 +247,14 @@ def _setup(rollout: RolloutConfig) -> EnvironmentSetup:
         ),
         isolation=rollout.agent.isolation,
     )
+    return setup, notes
 
 
-def _check_isolation(setup: EnvironmentSetup) -> None:
-    """Raise UserError if tools execute code that the kernel does not hold; or warn of it."""
+def _check_isolation(setup: EnvironmentSetup) -> tuple[Protection, ...]:
+    """Return what holds the code that tools execute.
+
+    Raise UserError if the kernel does not hold it and isolation is strict; warn of it otherwise.
+    """
     try:
         protections = survey_code_tools(setup.tools)
     except JailError as error:
@@ -242,6 +265,7 @@ def _check_isolation(setup: EnvironmentSetup) -> None:
     for one in protections:
         if not one.held_by:
             logger.warning("code that the policy writes could %s on this machine", one.promise)
+    return protections
 
 
 def _open_pool(config: RunConfig, setup: EnvironmentSetup) -> EnvironmentPool:

@@ -49,6 +49,7 @@ class PreparedRun:
         auxiliary: the other models, by their names in a placement's layouts.
         open_loop: builds the engines and the loop of the command for the configuration of the
             launched run. The loop continues after the checkpoint of the run.
+        described: what the plan of the run says beside its configuration: name -> text.
     """
 
     model: ModelFolder
@@ -57,6 +58,7 @@ class PreparedRun:
     schedule: Schedule
     open_loop: Callable[[LaunchedRun], AbstractAsyncContextManager[Loop]]
     auxiliary: Mapping[str, ModelFolder] = field(default_factory=dict[str, ModelFolder])
+    described: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from tandem.data.ledger import Source, draw_by_row, open_ledger
 from tandem.data.prompts import load_prompts, open_prompts
 from tandem.data.rendering import PromptEntry
 from tandem.data.tokenizer import TextCodec
+from tandem.driver.agent_facts import describe_agents
 from tandem.driver.agents import AgentPlan, open_agents, plays_episodes, prepare_agents
 from tandem.driver.auxiliary_models import (
     check_auxiliary_models,
@@ -143,7 +144,8 @@ def prepare(
         agents=agents if plays_episodes(agents, rows) else None,
         over=over,
     )
-    return PreparedRun(folder, codec, source, schedule, open_loop, auxiliary.folders)
+    described = describe_agents(agents, codec=codec, train=train.rows, validation=validation)
+    return PreparedRun(folder, codec, source, schedule, open_loop, auxiliary.folders, described)
 
 
 @asynccontextmanager

@@ -30,6 +30,7 @@ from tests.fakes.mcp_server import TOOLS
 
 SERVER = str(Path(__file__).parents[1] / "fakes" / "mcp_server.py")
 VARIABLES = {"PATH": os.environ["PATH"], "MCP_SECRET": "s3cret"}
+KEY = {"Authorization": "Bearer secret"}
 PROGRAM = ServerSpec("made", (sys.executable, SERVER), VARIABLES)
 
 
@@ -154,13 +155,27 @@ def test_an_episode_fails_with_its_own_server_and_does_not_go_on_with_a_new_one(
 
 
 def test_a_server_with_a_url_serves_tools(url: str) -> None:
-    web = ServerSpec("web", url=url, headers={"Authorization": "Bearer secret"})
+    web = ServerSpec("web", url=url, headers=KEY)
 
     async def work(pool: EnvironmentPool) -> None:
         assert len(await pool.start()) == 2
         assert texts(await step(pool, "greet", "double", n=4)) == ["hello", '{"twice": 8}']
 
     in_pool(setup_of(web, selected=("greet", "double")), work)
+
+
+def test_a_request_that_fails_does_not_take_others_along(url: str) -> None:
+    """The call ``env`` is under way when ``refuse`` gets HTTP status 500, and is made once."""
+    web = ServerSpec("web", url=url, headers=KEY)
+
+    async def work(pool: EnvironmentPool) -> None:
+        (before,) = texts(await step(pool, "count"))
+        both = await step(pool, "refuse", "env", "greet")
+        assert both.statuses == (ToolStatus.MODEL_ERROR, ToolStatus.OK, ToolStatus.OK), both
+        # Three calls were answered since, and this one is the next.
+        assert texts(await step(pool, "count")) == [str(int(before) + 4)]
+
+    in_pool(setup_of(web, selected=("refuse", "env", "greet", "count")), work)
 
 
 def test_servers_that_cannot_be_used_are_named_before_training(
@@ -173,6 +188,11 @@ def test_servers_that_cannot_be_used_are_named_before_training(
         (ServerSpec("no", ("/no/such",)), {}, "/no/such cannot be started: No such file"),
         (ServerSpec("old", PROGRAM.command, old), {}, "version 2031-01-01, which is not built"),
         (ServerSpec("web", url=url), {}, r"HTTP status 401"),
+        (
+            ServerSpec("web", url=url.replace("/mcp", "/old"), headers=KEY),
+            {},
+            "HTTP status 307, a redirect to /mcp; name the address that it leads to as url",
+        ),
         (ServerSpec("web", url="http://127.0.0.1:9/"), {}, "cannot be reached: All connection"),
         (PROGRAM, {"selected": ("x",)}, "have no tool 'x'; they have double, greet"),
     ]

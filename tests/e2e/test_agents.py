@@ -114,3 +114,32 @@ def test_the_plan_names_tools_bounds_and_deadlines(materials: Materials, tmp_pat
     assert described["episodes"] == "at most 3 answers, 24 tokens, drawn and given"
     assert described["deadlines"] == "30 s a call, 600 s an episode, in up to 8 processes"
     assert "tools and agents" not in describe_run(configured(materials, tmp_path))
+
+
+def test_the_plan_counts_rows_and_tokens_and_tells_what_the_template_does(
+    materials: Materials, tmp_path: Path
+) -> None:
+    described = train.prepare(configured(materials, tmp_path, *WITH_TOOL)).described
+    assert described["agents of the rows"].startswith("tool_agent: ")
+    assert described["agents of the validation"].startswith("tool_agent: ")
+    told = "none in a prompt: the chat template does not show them"
+    assert described["schemas of the tools"] == told
+    assert (
+        described["template, tool"]
+        == "keeps all tokens before it, so that turns are appended exactly"
+    )
+
+
+def test_the_plan_tells_what_holds_code_and_what_of_a_file_is_replaced(
+    materials: Materials, tmp_path: Path
+) -> None:
+    tools = tmp_path / "tools.yaml"
+    tools.write_text(
+        "tools:\n  - class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool\n"
+        "    config: {type: native, rate_limit: 4}\n"
+    )
+    keys = (f"{TURNS}.enable=True", f"{TURNS}.tool_config_path={tools}")
+    isolation = f"{ROLLOUT}.agent.isolation=best_effort"
+    described = train.prepare(configured(materials, tmp_path, *keys, isolation)).described
+    assert "memory (rlimits)" in described["code of the policy"]
+    assert described["of the files of tools"].endswith("without effect: rate_limit")

@@ -14,10 +14,13 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
+from threading import Event
 from typing import Any
 
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TOOLS = ("double", "greet", "count", "refuse", "reject", "break", "die", "hang", "picture", "env")
+FAILED_ONCE = Event()
+SLOW_BEGAN = Event()
 SESSION = "session-1"
 COUNTED = count(1)
 
@@ -101,7 +104,21 @@ class Handler(BaseHTTPRequestHandler):
             return
         if not is_first:
             assert self.headers["mcp-protocol-version"] == "2025-11-25"
+        if self.path == "/old":
+            self.reply(307, b"")
+            return
+        name = message.get("params", {}).get("name")
+        if name == "refuse" and not FAILED_ONCE.is_set():
+            # Another call is under way when this one fails, and ends after it.
+            SLOW_BEGAN.wait(60)
+            FAILED_ONCE.set()
+            self.reply(500, b"out of order")
+            return
         found = answer(message)
+        if name == "env" and not FAILED_ONCE.is_set():
+            SLOW_BEGAN.set()
+            FAILED_ONCE.wait(60)
+            time.sleep(0.5)
         if found is None:
             self.reply(202, b"")
         elif message.get("params", {}).get("name") == "greet":
@@ -118,6 +135,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("content-type", kind)
         self.send_header("mcp-session-id", SESSION)
+        if status == 307:
+            self.send_header("location", "/mcp")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
