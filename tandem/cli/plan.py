@@ -21,17 +21,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tandem.config.check.device_rules import require_division
+from tandem.config.check.device_rules import require_division, require_whole_layers
 from tandem.config.derived.pools import CRITIC, REWARD_MODEL, TASKS, Placement, Pool
 from tandem.config.derived.sizes import ModelSizes
-from tandem.config.derived.trained_model import place, trained_model
+from tandem.config.derived.trained_model import trained_model
 from tandem.config.parse.keys import in_override_grammar
 from tandem.config.parse.overrides import LoadedConfig
 from tandem.config.plan.plan import UNREAD_MODEL, Plan, make_plan
 from tandem.config.schema.data import DataConfig
 from tandem.config.schema.families import (
     NATIVE_FAMILIES,
-    not_shardable,
     require_value_head,
 )
 from tandem.config.schema.run import RunConfig
@@ -118,10 +117,6 @@ def _local_config(config: RunConfig | SftConfig) -> Mapping[str, Any]:
         path=model.config.path,
         trust_remote_code=model.config.trust_remote_code,
     )
-    family = hf_config.get("model_type", NATIVE_FAMILIES[0])
-    is_alone = place(config).is_one_process and config.trainer.nnodes == 1
-    if family not in NATIVE_FAMILIES and not is_alone:
-        raise not_shardable(family, key=model.key, path=model.config.path)
     return hf_config
 
 
@@ -174,6 +169,8 @@ def _plan(
         refusals=refusals(config),
     )
     require_division(config, plan.placement, models=dict.fromkeys(TASKS, sizes) | found)
+    family = hf_config.get("model_type", NATIVE_FAMILIES[0])
+    require_whole_layers(config, plan.placement, family=family)
     return plan
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tandem.api import EngineFailure, Runtime, WorkerGroup
 from tandem.comm.store import host_store, share_port
-from tandem.config.check.device_rules import require_division
+from tandem.config.check.device_rules import require_division, require_whole_layers
 from tandem.config.check.platform_rules import platform_key
 from tandem.config.check.read_conditions import ONE_PROCESS
 from tandem.config.derived.pools import Placement
@@ -30,7 +30,7 @@ from tandem.driver.arguments import with_found
 from tandem.driver.execution import first_cause
 from tandem.driver.run_folder import name_unwritable
 from tandem.errors import RunFailure, UserError
-from tandem.models.folder import ModelFolder, require_decoder
+from tandem.models.folder import ModelFolder
 from tandem.platforms.record import Platform
 from tandem.platforms.registry import platform_named
 from tandem.platforms.select import AUTO, select_platform
@@ -305,11 +305,11 @@ def fitted(
         UserError: the devices cannot hold or compute the models in their layouts.
     """
     others = auxiliary or {}
-    if site.cluster is not None:
-        require_decoder(model, key=site.model.key)
     layouts = site.placement.layouts
     known = {task: ModelSizes.of(others.get(task, model).hf_config) for task in layouts}
     require_division(site.config, site.placement, models=known)
+    if model.decoder_config is None:
+        require_whole_layers(site.config, site.placement, family=model.hf_config["model_type"])
     if isinstance(site.config, RunConfig):
         generates = site.platforms[site.placement.pool_of("generate").name]
         key = f"{site.model.key}={str(model.path)!r}"

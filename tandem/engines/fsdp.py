@@ -39,6 +39,8 @@ from tandem.engines.steps import (
     router_metrics,
 )
 from tandem.models.adapters import load_adapter, save_adapter
+from tandem.models.decoder import DecoderConfig
+from tandem.models.hf import open_transformers_model
 from tandem.models.parallel import is_whole, slices_of_rows
 from tandem.models.weights import copy_companions, load_slices, write_config
 from tandem.types import HeldSlice, LossScale, PackedBatch, UpdateReport
@@ -140,8 +142,9 @@ class FsdpEngine:
         )
         if self._model.spec.rank == 0:
             source, stored = self._model.folder, self._model.spec.stored
+            config = self._model.config
             if source.start is not None:
-                config = self._model.language_model.config
+                assert isinstance(config, DecoderConfig), "only our decoder has adapters"
                 save_adapter(
                     config, folder, adapters=read_adapters(folder, config), base=source.path
                 )
@@ -169,10 +172,13 @@ class FsdpEngine:
         self._optimizer.require_same(state["optimizer"])
         self._take_moments(state["optimizer"])
         self._schedule_step = state["schedule_step"]
-        config = self._model.language_model.config
-        load = load_slices if config.adapters is None else load_adapter
+        config, slices = self._model.config, self._model.held_slices()
         with torch.no_grad():
-            load(config, folder, slices=self._model.held_slices(), key="checkpoint")
+            if not isinstance(config, DecoderConfig):
+                self._take_weights(folder, slices)
+                return
+            load = load_slices if config.adapters is None else load_adapter
+            load(config, folder, slices=slices, key="checkpoint")
         self._model.share_embedding()
 
     def _accumulate(
@@ -253,6 +259,18 @@ class FsdpEngine:
         if self._model.spec.config.optimizer_offload:
             self._optimizer.offload()
 
+    def _take_weights(self, folder: Path, slices: Sequence[HeldSlice]) -> None:
+        """Copy this rank's part of the weights that one process wrote with transformers."""
+        saved = open_transformers_model(
+            folder,
+            dtype=self._model.spec.stored,
+            trust_remote_code=self._model.folder.trust_remote_code,
+            random_seed=None,
+        )
+        whole = dict(saved.module.named_parameters())
+        for held in slices:
+            held.tensor.copy_(view_of(whole[held.spec.name], held.spec))
+
     def _take_moments(self, state: Mapping[str, Moments]) -> None:
         """Copy this rank's part of the moments of unsharded parameters."""
         if not any(state.values()):
@@ -274,9 +292,13 @@ class FsdpEngine:
             held.tensor.copy_(view_of(whole, held.spec))
 
     def _fingerprint(self) -> str:
-        model = self._model.language_model
+        config = self._model.config
         parameters = (regions[0] for regions in self._model.shard_map.shares.values())
-        return fingerprint(model.family, model.config, parameters=parameters)
+        return fingerprint(
+            self._model.language_model.family,
+            config if isinstance(config, DecoderConfig) else None,
+            parameters=parameters,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's part of our decoder, sharded over a pool by torch's FSDP2.
+"""A rank's part of a model, sharded over a pool by torch's FSDP2.
 
-Each layer is an FSDP unit, and the remaining parameters are one more. Every rank reads only its own
-slices of the weights. Gradients are sums over ranks, never means, because the denominators of
-losses are global. The model implements tensor, sequence and expert parallelism; this file only
-creates their process groups.
+Each layer is an FSDP unit, and the remaining parameters are one more. Of our decoder, every rank
+reads only its own slices of the weights. Gradients are sums over ranks, never means, because the
+denominators of losses are global. The decoder implements tensor, sequence and expert parallelism;
+this file only creates their process groups. A model that transformers' code computes has none of
+them. Each rank reads it whole into the memory of its host, and keeps its rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -35,13 +37,16 @@ from tandem.engines.pipeline import Pipeline, StageGroups
 from tandem.engines.shards import RankShardMap, regions_of_rank
 from tandem.engines.steps import score, score_of
 from tandem.errors import UserError
-from tandem.models.decoder import Decoder, DecoderLayer, Stage
-from tandem.models.folder import ModelFolder, fill_slices, open_part, require_decoder
+from tandem.models.decoder import Decoder, DecoderConfig, DecoderLayer, Stage
+from tandem.models.folder import ModelFolder, fill_slices, open_part, require_no_buffers
+from tandem.models.hf import TransformersModel
 from tandem.models.language_model import NativeModel
 from tandem.models.operators import TORCH, Operators
 from tandem.models.parallel import ALONE, WHOLE, ParallelLayout, peers_of, slices_of_rows
 from tandem.models.vision import TOWER
 from tandem.types import HeldSlice, PackedBatch, Segments
+
+ShardedModel = NativeModel | TransformersModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +75,19 @@ class FsdpModel:
         language_model: the model, which all ranks of a shard group call together.
         shard_map: the regions of the parameters that this rank holds.
         pipeline: the stages of layers; None if each rank computes all layers.
+        config: what says which parameters the whole model has.
     """
 
-    def __init__(self, model: NativeModel, folder: ModelFolder, *, spec: FsdpSpec) -> None:
+    def __init__(self, model: ShardedModel, folder: ModelFolder, *, spec: FsdpSpec) -> None:
         self.language_model = model
         self.folder = folder
         self.spec = spec
+        self.config = model.config
         self.shard_map = RankShardMap(
-            model.config, spec.layout, rank=spec.rank, dtype=spec.stored, group=_copy_group(spec)
+            self.config, spec.layout, rank=spec.rank, dtype=spec.stored, group=_copy_group(spec)
         )
-        self._decoder = model.decoder
-        stage = model.layout.stage
-        self.pipeline = (
-            None if stage is None else Pipeline(model, stage, groups=_stage_groups(spec))
-        )
+        self._root = model.computing if isinstance(model, TransformersModel) else model.decoder
+        self.pipeline = _pipeline_of(model, spec)
         self._initial: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -110,14 +114,13 @@ class FsdpModel:
         name = "embedding.weight"
         own = gradients.get(name)
         if own is None:  # the last stage
-            parameter = self._decoder.embedding.weight
-            own = self._local(name, parameter.grad)
+            own = self._local(name, self._embedding.grad)
         received = self.pipeline.to_first(own)
         if received is not None:
             gradients[name].add_(received)
 
     def drop_gradients(self) -> None:
-        for parameter in self._decoder.parameters():
+        for parameter in self.language_model.module.parameters():
             parameter.grad = None
 
     def held_slices(self) -> list[HeldSlice]:
@@ -131,11 +134,10 @@ class FsdpModel:
     def fill(self, *, random_seed: int | None) -> None:
         """Load or draw this rank's part of all parameters, the frozen ones too."""
         spec = self.spec
-        config, layout = self.language_model.config, spec.layout
-        regions = regions_of_rank(config, layout, rank=spec.rank, dtype=spec.stored)
+        regions = regions_of_rank(self.config, spec.layout, rank=spec.rank, dtype=spec.stored)
         slices = [
             held
-            for name, parameter in self._decoder.named_parameters()
+            for name, parameter in self.language_model.module.named_parameters()
             for held in slices_of_rows(regions[name], self._local(name, parameter))
         ]
         fill_slices(self.folder, slices, random_seed=random_seed)
@@ -170,7 +172,7 @@ class FsdpModel:
         traffic: gradients are summed only after the last backward pass of a step, and weights are
         gathered once per step.
         """
-        root = cast(FSDPModule, self._decoder)
+        root = cast(FSDPModule, self._root)
         is_frugal = _is_frugal(self.spec)
         root.set_is_last_backward(is_last or is_frugal)
         root.set_requires_gradient_sync(is_last or is_frugal)
@@ -216,8 +218,7 @@ class FsdpModel:
         """Give the last stage the first one's embedding if the head is tied to it. Collective."""
         if self._copies_embedding:
             assert self.pipeline is not None, "there are stages"
-            embedding = self._decoder.embedding.weight
-            part = self._local("embedding.weight", embedding)
+            part = self._local("embedding.weight", self._embedding)
             received = self.pipeline.to_last(part)
             if received is not None:
                 part.copy_(received)
@@ -227,20 +228,28 @@ class FsdpModel:
         """Whether this stage and another train one embedding."""
         if self.pipeline is None or "embedding.weight" not in self.shard_map.names:
             return False
-        stage, config = self.pipeline.stage, self._decoder.config
+        stage, config = self.pipeline.stage, self.config
+        assert isinstance(config, DecoderConfig), "only our decoder has stages"
         is_tied = config.tie_embeddings and not config.has_value_head
         return is_tied and (stage.is_first or stage.is_last)
+
+    @property
+    def _embedding(self) -> Tensor:
+        decoder = self.language_model.decoder
+        assert decoder is not None, "only our decoder has stages"
+        return decoder.embedding.weight
 
     def offload(self) -> None:
         """Move the weights to host memory if ``param_offload`` is set."""
         if self.spec.config.param_offload:
-            self._decoder.to("cpu")
+            self._root.to("cpu")
 
     def onload(self) -> None:
         """Move offloaded weights back."""
         if self.spec.config.param_offload:
-            self._decoder.to(_home(self.spec))
-            _move_tower(self._decoder, self.spec.device)
+            self._root.to(_home(self.spec))
+            if self.language_model.decoder is not None:
+                _move_tower(self.language_model.decoder, self.spec.device)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -251,24 +260,24 @@ class FsdpModel:
 
     def frozen_tower(self) -> dict[str, Tensor]:
         """Return the parameters of a frozen tower, which each rank holds whole; {} without one."""
-        config = self.language_model.config
-        tower = self._decoder.tower if config.freezes_tower else None
+        decoder = self.language_model.decoder
+        tower = decoder.tower if decoder is not None and self.config.freezes_tower else None
         return {} if tower is None else {f"{TOWER}{x}": p.data for x, p in tower.named_parameters()}
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        named = dict(self._decoder.named_parameters())
+        named = dict(self.language_model.module.named_parameters())
         return {name: named[name] for name in self.shard_map.regions}
 
     def _local(self, name: str, tensor: Tensor | None) -> Tensor:
         """Return this rank's shard of a parameter or of its gradient."""
-        if self.language_model.config.is_unsharded(name) and tensor is not None:
+        if self.config.is_unsharded(name) and tensor is not None:
             return tensor
         assert isinstance(tensor, DTensor), "weights must be sharded here, not gathered"
         return tensor.to_local()
 
     def _free_gathered(self) -> None:
         # Without a backward pass FSDP frees neither gathered weights nor the record of their order.
-        for module in self._decoder.modules():
+        for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
                 state = module._get_fsdp_state()
@@ -293,24 +302,28 @@ def open_fsdp_model(
         frozen: whether the weights have no gradients.
 
     Raises:
-        UserError: see ``open_part``; our decoder does not support the model; or a stage of layers
-            has nothing to train.
+        UserError: see ``open_part``; the model has buffers in its files; or a stage of layers has
+            nothing to train.
     """
-    require_decoder(folder)
     config = folder.decoder_config
-    assert config is not None, "it was required"
     model = open_part(
         folder,
-        _parallel_layout(spec, config.num_layers),
+        _parallel_layout(spec, 0 if config is None else config.num_layers),
         dtype=spec.stored,
-        device="meta",
+        device="cpu" if config is None else "meta",
+        random_seed=random_seed,
         operators=operators,
         base_dtype=spec.compute,
     )
-    assert isinstance(model, NativeModel), "a model with a decoder config is our own"
     if frozen:
-        model.decoder.requires_grad_(False)
-    _shard(model.decoder, spec)
+        model.module.requires_grad_(False)
+    if isinstance(model, TransformersModel):
+        require_no_buffers(model, folder)
+        _shard(model.computing, model.layers, spec=spec)
+        model.device = spec.device
+        return FsdpModel(model, folder, spec=spec)
+    assert isinstance(model, NativeModel), "there are two kinds of models"
+    _shard_decoder(model.decoder, spec)
     model.decoder.to_empty(device=_home(spec))
     _move_tower(model.decoder, spec.device)
     model.device = spec.device
@@ -327,31 +340,55 @@ def open_fsdp_model(
     return sharded
 
 
-def _shard(decoder: Decoder, spec: FsdpSpec) -> None:
-    config, is_unsharded = spec.config, decoder.config.is_unsharded
+def _pipeline_of(model: ShardedModel, spec: FsdpSpec) -> Pipeline | None:
+    stage = model.layout.stage
+    if stage is None:
+        return None
+    assert isinstance(model, NativeModel), "only our decoder has stages"
+    return Pipeline(model, stage, groups=_stage_groups(spec))
+
+
+def _settings(spec: FsdpSpec) -> dict[str, Any]:
+    """Return the arguments of all units for torch's ``fully_shard``."""
     on_host = CPUOffloadPolicy(pin_memory=spec.device.type != "cpu")
-    settings: dict[str, Any] = {
+    return {
         "mesh": _shard_mesh(spec),
         # The residual stream is fp32 on purpose: the inputs of a layer must not be cast.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=spec.compute, reduce_dtype=torch.float32, cast_forward_inputs=False
         ),
-        "offload_policy": on_host if config.offload_policy else OffloadPolicy(),
-        # They keep their precision and have no gradients. A frozen tower that every rank holds
-        # remembers what it saw, and needs no collectives.
-        "ignored_params": {x for name, x in decoder.named_parameters() if is_unsharded(name)},
+        "offload_policy": on_host if spec.config.offload_policy else OffloadPolicy(),
     }
+
+
+def _shard_decoder(decoder: Decoder, spec: FsdpSpec) -> None:
+    is_unsharded = decoder.config.is_unsharded
+    # They keep their precision and have no gradients. A frozen tower that every rank holds
+    # remembers what it saw, and needs no collectives.
+    ignored = {x for name, x in decoder.named_parameters() if is_unsharded(name)}
     if spec.layout.expert_parallel > 1:
-        _shard_experts(decoder, spec, settings=settings)
+        _shard_experts(decoder, spec, settings=_settings(spec) | {"ignored_params": ignored})
     tower = None if decoder.config.freezes_tower else decoder.tower
     layers = [*([] if tower is None else tower.blocks), *decoder.layers]
+    _shard(decoder, layers, spec=spec, ignored=ignored)
+
+
+def _shard(
+    module: nn.Module,
+    layers: Sequence[nn.Module],
+    *,
+    spec: FsdpSpec,
+    ignored: AbstractSet[nn.Parameter] = frozenset(),
+) -> None:
+    """Shard a module in units: its layers, and what is left of it."""
+    settings: dict[str, Any] = {**_settings(spec), "ignored_params": set(ignored)}
     is_freed = _is_frugal(spec)
     units = [fully_shard(layer, **settings, reshard_after_forward=is_freed) for layer in layers]
     # Log-probs are computed from the weight of the head after the forward pass.
-    root = fully_shard(decoder, **settings, reshard_after_forward=False)
+    root = fully_shard(module, **settings, reshard_after_forward=False)
     for unit in (*units, root):
         _sum_gradients(unit)
-    if config.forward_prefetch:
+    if spec.config.forward_prefetch:
         for unit, following in zip((root, *units), units, strict=False):
             unit.set_modules_to_forward_prefetch([following])
 

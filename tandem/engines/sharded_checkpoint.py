@@ -45,6 +45,7 @@ from tandem.engines.optim import PolicyOptimizer
 from tandem.models.adapted import is_adapter
 from tandem.models.decoder import Decoder, DecoderConfig, parameter_shapes
 from tandem.models.families import decoder_config
+from tandem.models.hf import open_without_weights
 from tandem.models.language_model import NativeModel
 from tandem.models.parallel import Regions, slices_of_rows, tensor_regions
 from tandem.models.weights import read_config
@@ -158,7 +159,8 @@ def export_sharded(source: Path, folder: Path, *, dtype: str | None = None) -> N
     hf_config = read_config(source, key="checkpoint")
     config = decoder_config(hf_config)
     if config is None:
-        raise incomplete(source, f"model_type {hf_config['model_type']!r} is not supported")
+        _export_with_transformers(source, folder, stored=stored, dtype=dtype)
+        return
     weights = {
         name: torch.empty(shape, dtype=stored) for name, shape in parameter_shapes(config).items()
     }
@@ -168,6 +170,19 @@ def export_sharded(source: Path, folder: Path, *, dtype: str | None = None) -> N
         decoder = Decoder(config)
     folder.mkdir(parents=True, exist_ok=True)
     model = NativeModel(decoder, hf_config=hf_config, source=source).unsharded(weights)
+    model.save(folder, None if dtype is None else getattr(torch, dtype))
+
+
+def _export_with_transformers(
+    source: Path, folder: Path, *, stored: torch.dtype, dtype: str | None
+) -> None:
+    model = open_without_weights(
+        source, dtype=stored, device=torch.device("cpu"), trust_remote_code=False
+    )
+    regions = tensor_regions(model.config, rank=0, size=1, dtype=stored)
+    named = model.module.named_parameters()
+    _read(source, {name: slices_of_rows(regions[name], weight) for name, weight in named})
+    folder.mkdir(parents=True, exist_ok=True)
     model.save(folder, None if dtype is None else getattr(torch, dtype))
 
 

@@ -25,9 +25,15 @@ from torch.distributed import ProcessGroup
 
 from tandem.config.derived.pools import RankLayout
 from tandem.models.adapted import trained_names
-from tandem.models.decoder import DecoderConfig
 from tandem.models.experts import is_fixed, is_of_all_experts
-from tandem.models.parallel import Peers, Regions, is_whole, slices_of_rows, tensor_regions
+from tandem.models.parallel import (
+    Architecture,
+    Peers,
+    Regions,
+    is_whole,
+    slices_of_rows,
+    tensor_regions,
+)
 from tandem.types import SliceSpec
 
 
@@ -126,9 +132,9 @@ def place_of(layout: RankLayout, rank: int) -> RankPlace:
 
 
 def regions_of_rank(
-    config: DecoderConfig, layout: RankLayout, *, rank: int, dtype: torch.dtype
+    config: Architecture, layout: RankLayout, *, rank: int, dtype: torch.dtype
 ) -> dict[str, Regions]:
-    """Return the regions that ``rank`` holds of the decoder of ``config``, of all stages alike."""
+    """Return the regions that ``rank`` holds of the model of ``config``, of all stages alike."""
     place = place_of(layout, rank)
     found: dict[str, Regions] = {}
     for name, regions in _shares(config, layout, place=place, dtype=dtype).items():
@@ -143,7 +149,7 @@ def regions_of_rank(
 
 
 def _shares(
-    config: DecoderConfig, layout: RankLayout, *, place: RankPlace, dtype: torch.dtype
+    config: Architecture, layout: RankLayout, *, place: RankPlace, dtype: torch.dtype
 ) -> dict[str, Regions]:
     """Return the regions of a process of tensor and expert parallelism, before sharding."""
     return tensor_regions(
@@ -167,13 +173,13 @@ class RankShardMap:
             of all stages.
 
     Args:
-        config: the configuration of the unsharded decoder.
+        config: the configuration of the unsharded decoder, or the parameters of another model.
         group: the ranks of this rank's replica in order; None for the default world.
     """
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: Architecture,
         layout: RankLayout,
         *,
         rank: int,
@@ -184,8 +190,11 @@ class RankShardMap:
         own = regions_of_rank(config, layout, rank=rank, dtype=dtype)
         self.names = trained_names(own, freezes_tower=config.freezes_tower)
         stage_of = partial(_stage_of, stages=layout.layers_of_stages(config.num_layers))
+        is_whole_model = layout.pipeline_parallel == 1
         self.regions: Mapping[str, Regions] = {
-            name: own[name] for name in self.names if stage_of(name) == self.place.stage
+            name: own[name]
+            for name in self.names
+            if is_whole_model or stage_of(name) == self.place.stage
         }
         self._group = group
         shares = _shares(config, layout, place=self.place, dtype=dtype)

@@ -18,7 +18,6 @@ from tandem.config.derived.adapters import Adapters, read_adapters
 from tandem.config.derived.vision import read_normalisation
 from tandem.config.schema.families import (
     TEXT_FAMILIES,
-    not_shardable,
     require_family,
     require_value_head,
 )
@@ -34,7 +33,12 @@ from tandem.models.adapters import (
 )
 from tandem.models.decoder import DecoderConfig
 from tandem.models.families import FAMILIES, critic_config, decoder_config
-from tandem.models.hf import is_known_family, open_transformers_model, require_causal
+from tandem.models.hf import (
+    TransformersModel,
+    is_known_family,
+    open_transformers_model,
+    require_causal,
+)
 from tandem.models.language_model import LanguageModel, NativeModel
 from tandem.models.operators import TORCH, Operators
 from tandem.models.parallel import WHOLE, ParallelLayout, check_layout
@@ -357,7 +361,7 @@ def open_part(
             trust_remote_code=folder.trust_remote_code,
             random_seed=random_seed,
         )
-        model.module.to(device)
+        model.move(device)
         return model
     decoder = local_decoder(config, layout, operators=operators)
     allocate(decoder, dtype=dtype, device=device, base_dtype=base_dtype)
@@ -367,10 +371,16 @@ def open_part(
     return model
 
 
-def require_decoder(folder: ModelFolder, *, key: str = KEY) -> None:
-    """Raise UserError unless our decoder computes the model, as sharding requires."""
-    if folder.decoder_config is None:
-        raise not_shardable(folder.hf_config["model_type"], key=key, path=str(folder.path))
+def require_no_buffers(model: TransformersModel, folder: ModelFolder) -> None:
+    """Raise UserError if a model has tensors that neither shards nor the weight link carry."""
+    if model.stored_buffers:
+        raise UserError(
+            folder.key,
+            str(folder.path),
+            rule=f"{model.stored_buffers[0]} is a buffer, and a model of type {model.family!r} "
+            "with buffers in its files is not trained on several devices",
+            remedy="Set trainer.nnodes=1 and trainer.n_gpus_per_node=1.",
+        )
 
 
 def fill_slices(

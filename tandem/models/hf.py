@@ -25,9 +25,9 @@ from tandem.config.schema.families import SEEING_FAMILIES
 from tandem.errors import UserError
 from tandem.models.decoder import Granularity
 from tandem.models.operators import TORCH
-from tandem.models.parallel import WHOLE
+from tandem.models.parallel import WHOLE, PlainParameters, slices_of_rows, tensor_regions
 from tandem.models.weights import KEY, copy_companions
-from tandem.types import PackedBatch, Segments
+from tandem.types import HeldSlice, PackedBatch, Segments
 
 if TYPE_CHECKING:
     import transformers
@@ -71,7 +71,13 @@ def require_causal(hf_config: Mapping[str, Any], *, key: str, path: str) -> None
 
 
 class TransformersModel:
-    """A ``LanguageModel`` that transformers' modelling code computes."""
+    """A ``LanguageModel`` that transformers' modelling code computes.
+
+    Attributes:
+        computing: the module whose call returns the last hidden states. An engine that shards the
+            parameters makes it and ``layers`` its units.
+        device: the device of the computation. An engine that stores the weights elsewhere sets it.
+    """
 
     decoder = None
     layout = WHOLE
@@ -84,6 +90,8 @@ class TransformersModel:
         self._source = source
         self._scale = _logit_scale(model.config)
         self._head: nn.Linear = self._model.get_output_embeddings()
+        self.computing: nn.Module = _Backbone(model)
+        self.device = self._head.weight.device
         self._check_head()
 
     @property
@@ -93,6 +101,42 @@ class TransformersModel:
     @property
     def family(self) -> str:
         return self._model.config.model_type
+
+    @property
+    def config(self) -> PlainParameters:
+        """The parameters of the unsharded model."""
+        named = self._model.named_parameters()
+        return PlainParameters({name: tuple(weight.shape) for name, weight in named})
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers, which are computed one after another."""
+        names = self._model._no_split_modules or ()
+        return [part for part in self._model.modules() if type(part).__name__ in names]
+
+    @property
+    def stored_buffers(self) -> list[str]:
+        """The names of tensors in its files that are not parameters, in order."""
+        known = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        return [name for name in self._model.state_dict() if name not in known]
+
+    def held_slices(self) -> list[HeldSlice]:
+        """Return the whole parameters, unless an engine has sharded them."""
+        named = dict(self._model.named_parameters())
+        dtype = self._head.weight.dtype
+        regions = tensor_regions(self.config, rank=0, size=1, dtype=dtype)
+        return [
+            held for name, weight in named.items() for held in slices_of_rows(regions[name], weight)
+        ]
+
+    def trained_slices(self) -> list[HeldSlice]:
+        """Return ``held_slices``: all parameters are trained."""
+        return self.held_slices()
+
+    def move(self, device: torch.device | str) -> None:
+        """Move the parameters and the computation to a device."""
+        self._model.to(device)
+        self.device = torch.device(device)
 
     def in_dtype(self, dtype: torch.dtype) -> TransformersModel:
         if self._head.weight.dtype == dtype:
@@ -107,7 +151,7 @@ class TransformersModel:
 
     def hidden(self, packed: PackedBatch) -> Tensor:
         """Return the final hidden states (T, D), scaled as the model scales its logits."""
-        device = self._head.weight.device
+        device = self.device
         rows = _unpack(packed.segments)
         ids_BM = packed.token_ids_T[rows.token_BM].to(device)
         h_BMD = self._backbone(ids_BM, rows.valid_BM.to(device))
@@ -140,10 +184,7 @@ class TransformersModel:
         copy_companions(self._source, folder)
 
     def _backbone(self, ids_BM: Tensor, valid_BM: Tensor) -> Tensor:
-        output = self._model.base_model(
-            input_ids=ids_BM, attention_mask=valid_BM.long(), use_cache=False
-        )
-        return output.last_hidden_state
+        return self.computing(ids_BM, valid_BM)
 
     def _finish(self, h_TD: Tensor) -> Tensor:
         if self._scale != 1.0:
@@ -164,6 +205,22 @@ class TransformersModel:
         if ours_MV.shape != theirs_MV.shape or (ours_MV - theirs_MV).abs().max() > limit:
             reason = "its logits are not linear in its last hidden states"
             raise _unsupported(self._source, self.family, reason=reason)
+
+
+class _Backbone(nn.Module):
+    """All of a model but its head: tokens and their validity to hidden states."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: Any = model
+
+    def forward(self, ids_BM: Tensor, valid_BM: Tensor) -> Tensor:
+        output = self.model.base_model(
+            input_ids=ids_BM, attention_mask=valid_BM.long(), use_cache=False
+        )
+        h_BMD = output.last_hidden_state
+        # FSDP2 warns of units that return views, as GPT-2 does.
+        return h_BMD.clone() if h_BMD._is_view() else h_BMD
 
 
 def open_transformers_model(
@@ -196,6 +253,18 @@ def open_transformers_model(
             remedy="Use a causal language model that it supports.",
         ) from error
     return TransformersModel(model, folder)
+
+
+def open_without_weights(
+    folder: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> TransformersModel:
+    """Return the model of a folder's config.json with frozen random weights, to be filled."""
+    model = open_transformers_model(
+        folder, dtype=dtype, trust_remote_code=trust_remote_code, random_seed=0
+    )
+    model.move(device)
+    model.module.requires_grad_(False)
+    return model
 
 
 def transformers_views(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

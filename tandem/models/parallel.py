@@ -13,6 +13,7 @@ further; ``slices_of_rows`` returns the regions of such rows.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,6 +47,31 @@ _CUT_DIMENSION = {
     ("down", "lora_a"): 1,
 }
 """The dimensions that tensor parallelism splits. Every process holds all other parameters whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainParameters:
+    """The parameters of a model that transformers' code computes.
+
+    They are only sharded along their rows, and all of them are trained.
+
+    Attributes:
+        shapes: the shapes of the whole parameters by name, in order.
+        num_layers: the number of layers that can be divided into stages.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    adapters: None = None
+    freezes_tower: bool = False
+    num_layers: int = 0
+
+    def is_unsharded(self, name: str) -> bool:
+        """Return False: every rank holds some of the rows of each parameter."""
+        return False
+
+
+Architecture = DecoderConfig | PlainParameters
+"""What says which tensors a model has."""
 
 Regions = tuple[SliceSpec, ...]
 """The regions of an unsharded tensor that form a local tensor, stacked along the rows. A part of a
@@ -145,14 +171,20 @@ def whole_config(local: DecoderConfig, size: int) -> DecoderConfig:
 
 
 def tensor_regions(
-    config: DecoderConfig, *, rank: int, size: int, dtype: torch.dtype, experts: Peers = ALONE
+    config: Architecture, *, rank: int, size: int, dtype: torch.dtype, experts: Peers = ALONE
 ) -> dict[str, Regions]:
     """Return the regions of tensor-parallel process ``rank`` of ``size``, by parameter in order.
 
     Args:
-        config: the configuration of the unsharded decoder.
+        config: the configuration of the unsharded decoder, or the parameters of another model,
+            which is not split.
         experts: the processes that divide the experts.
     """
+    if isinstance(config, PlainParameters):
+        return {
+            name: (SliceSpec(name, dtype, shape, (0,) * len(shape), shape),)
+            for name, shape in config.shapes.items()
+        }
     spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for part in (*file_tensors(config), *adapter_tensors(config)):
         spans[part.parameter].append((part.start, part.rows))

@@ -166,14 +166,24 @@ def symptom_of(error: Exception, *, time_s: float) -> Symptom:
 _NODE_LOST = re.compile(r"node (has died|was terminated)|health check failed|heartbeats")
 _OUT_OF_MEMORY = re.compile(r"running low on memory|OutOfMemory|memory pressure", re.IGNORECASE)
 
+_SAID = "error: "
 
-def cause_of_death(ray_text: str) -> str:
-    """Return one line for Ray's long text about an actor that has ended."""
+
+def cause_of_death(ray_text: str, last_lines: str = "") -> str:
+    """Return one line for Ray's long text about an actor that has ended.
+
+    Args:
+        last_lines: the end of what the process wrote. A process that ends itself says why in the
+            last line, behind ``error:``.
+    """
     if _OUT_OF_MEMORY.search(ray_text):
         return "it was ended because its node ran out of memory"
     if _NODE_LOST.search(ray_text):
         return "its node was lost (the machine or the network to it is down)"
     if "SYSTEM_ERROR" in ray_text:
+        said = last_lines.rstrip().rpartition("\n")[2]
+        if said.startswith(_SAID):
+            return said.removeprefix(_SAID)
         return "its process ended unexpectedly (killed, or crashed)"
     detail = ray_text.partition("Worker exit detail:")[2] or ray_text
     return " ".join(detail.split())[:300]

@@ -511,7 +511,7 @@ def _fetch(reference: Any, logs: Mapping[str, str]) -> Any:
         symptom = Symptom(Kind.LOST_PEER, "it cannot be reached", str(error), now)
     except exceptions.RayActorError as error:
         end_of_log = _last_lines(logs.get(error.actor_id, ""))
-        symptom = Symptom(Kind.DIED, cause_of_death(str(error)), end_of_log, now)
+        symptom = Symptom(Kind.DIED, cause_of_death(str(error), end_of_log), end_of_log, now)
     except (exceptions.OutOfMemoryError, exceptions.NodeDiedError) as error:
         symptom = Symptom(Kind.DIED, cause_of_death(str(error)), "", now)
     except exceptions.RayError as error:

@@ -14,6 +14,7 @@ from torch import nn
 
 from tandem.api import EngineFailure, RolloutEngine
 from tandem.models.adapted import trained_parameters
+from tandem.models.hf import TransformersModel
 from tandem.models.language_model import NativeModel
 from tandem.rollout.feed import WeightFeed
 from tandem.weight_sync.gate import WeightGate
@@ -27,7 +28,9 @@ class LinkedRollout:
         policy: the received policy, which may lack memory between two versions.
     """
 
-    def __init__(self, engine: RolloutEngine, policy: NativeModel, *, keeps_policy: bool) -> None:
+    def __init__(
+        self, engine: RolloutEngine, policy: NativeModel | TransformersModel, *, keeps_policy: bool
+    ) -> None:
         """Wrap the engine and the policy.
 
         Args:

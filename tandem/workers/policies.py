@@ -14,7 +14,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from tandem.config.schema.fsdp import FsdpConfig
-from tandem.engines.fsdp_model import FsdpModel, FsdpSpec, open_fsdp_model
+from tandem.engines.fsdp_model import FsdpModel, FsdpSpec, ShardedModel, open_fsdp_model
 from tandem.errors import UserError
 from tandem.models.adapted import trained_parameters
 from tandem.models.adapters import base_digest
@@ -29,6 +29,7 @@ from tandem.models.folder import (
     freeze_tower,
     open_part,
 )
+from tandem.models.hf import open_without_weights
 from tandem.models.language_model import LanguageModel, NativeModel
 from tandem.models.operators import operators_for
 from tandem.models.parallel import WHOLE
@@ -192,23 +193,29 @@ def received_folder(spec: PolicySpec) -> ModelFolder:
     return policy_folder(spec) if needs_weights else folder
 
 
-def changing_slices(model: NativeModel | FsdpModel) -> Callable[[], list[HeldSlice]]:
+def changing_slices(model: ShardedModel | FsdpModel) -> Callable[[], list[HeldSlice]]:
     """Return the function that lists what the weight link changes in a policy."""
-    return model.trained_slices if isinstance(model, NativeModel) else model.held_slices
+    return model.held_slices if isinstance(model, FsdpModel) else model.trained_slices
 
 
 def open_received(
     spec: PolicySpec, folder: ModelFolder, *, platform: Platform, device: torch.device
-) -> NativeModel:
+) -> ShardedModel:
     """Open a whole policy with uninitialized weights, which the weight link fills.
 
     What the link does not bring is loaded: a frozen tower, or the base of adapters, which have
     their initial values.
     """
-    config = folder.decoder_config
-    assert config is not None, "a policy spread over processes has tandem's decoder"
+    config, dtype = folder.decoder_config, compute_dtype(spec.layout, platform)
+    if config is None:
+        return open_without_weights(
+            folder.path,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=folder.trust_remote_code,
+        )
     decoder = local_decoder(config, WHOLE, operators=operators_for(platform))
-    allocate(decoder, dtype=compute_dtype(spec.layout, platform), device=device)
+    allocate(decoder, dtype=dtype, device=device)
     decoder.requires_grad_(False)
     model = NativeModel(decoder, hf_config=folder.hf_config, source=folder.path)
     brought = set() if folder.start is not None else trained_parameters(decoder).keys()

@@ -39,6 +39,7 @@ from tests.distributed.training import (
 from tests.fakes.tiny_vision import FAMILIES as SEEING_FAMILIES
 from tests.fakes.tiny_vision import VOCAB, draw_prompt, write_seeing
 from tests.unit.engines.minibatch import SCALE, SEQUENCES, PoisonedLoss, cut_batches
+from tests.unit.models.test_hf import OTHERS
 from tests.unit.models.tiny_models import EXPERTS, NATIVE, write_hf
 
 ADAMW = OptimConfig(lr=2e-4, lr_warmup_steps=2, clip_grad=0.5)
@@ -77,6 +78,34 @@ def test_two_ranks(folders: dict[str, Path]) -> None:
         replace(untied, is_critic=True, optim=MUON, config=OFFLOADED),
         replace(qwen3, is_critic=True, config={"ulysses_sequence_parallel_size": 2}),
         replace(untied, is_critic=True, config={"tensor_model_parallel_size": 2}),
+    ]
+    by_rank = run_ranks(train_all, 2, cases)
+    for case, *ranks in zip(cases, *by_rank, strict=True):
+        check_outcomes(case, ranks)
+
+
+@pytest.fixture(scope="module")
+def of_transformers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return tiny random models of families that our decoder lacks. Do not write into them."""
+    root = tmp_path_factory.mktemp("transformers")
+    for family in ("gemma", "phi", "cohere", "gpt2"):
+        write_hf(OTHERS[family](), root / family)
+    return {path.name: path for path in root.iterdir()}
+
+
+def test_two_ranks_with_transformers_code(of_transformers: dict[str, Path]) -> None:
+    """Heads that are tied (Gemma, GPT-2), that have a bias (Phi), and that are scaled (Cohere)."""
+    gemma, phi, cohere, gpt2 = (
+        Case(of_transformers[family], ADAMW) for family in ("gemma", "phi", "cohere", "gpt2")
+    )
+    cases = [
+        gemma,
+        phi,
+        cohere,
+        replace(gpt2, recompute=True, config=OFFLOADED),
+        replace(gemma, optim=MUON),
+        replace(phi, config={"offload_policy": True, "reshard_after_forward": False}),
+        replace(cohere, config={"fsdp_size": 1}, recompute=True),
     ]
     by_rank = run_ranks(train_all, 2, cases)
     for case, *ranks in zip(cases, *by_rank, strict=True):

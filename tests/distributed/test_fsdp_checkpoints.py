@@ -16,7 +16,7 @@ from tandem.config.schema.optim import OptimConfig
 from tandem.engines.checkpoint import OPTIMIZER_FILE, SHARDED_FILE
 from tandem.engines.sharded_checkpoint import export_sharded
 from tandem.errors import UserError
-from tandem.models.folder import open_part
+from tandem.models.folder import check_folder, open_part
 from tandem.models.parallel import WHOLE
 from tandem.types import SliceSpec
 from tests.distributed.spawn import run_ranks
@@ -31,6 +31,7 @@ from tests.distributed.training import (
     train_rank,
     train_single,
 )
+from tests.unit.models.test_hf import OTHERS
 from tests.unit.models.tiny_models import EXPERTS, NATIVE, write_hf
 
 OPTIM = OptimConfig(
@@ -170,6 +171,29 @@ def test_mo13_experts_of_two_ranks_continue_on_four_and_in_one(tmp_path: Path) -
         again, weights = open_single(replace(case, config={}))
         again.load(visit.target)
         _check_equal(weights, saved_weights)
+
+
+def test_a_model_of_transformers_continues_on_two_ranks_and_in_one(tmp_path: Path) -> None:
+    write_hf(OTHERS["phi"](), tmp_path / "model")
+    case = Case(tmp_path / "model", OptimConfig(lr=2e-4))
+    saved, single, exported, *targets = (tmp_path / str(i) for i in range(5))
+    for folder in (saved, single, *targets):
+        folder.mkdir()
+    saved_weights, final = _wholes(run_ranks(_start, 2, case, saved))
+    export_sharded(saved, exported)
+    model = open_part(check_folder(str(exported)), WHOLE, dtype=torch.float32, device="cpu")
+    _check_equal({name: x.detach() for name, x in model.module.named_parameters()}, saved_weights)
+    engine, weights = open_single(case)
+    engine.load(saved)
+    _check_equal(weights, saved_weights)
+    engine.save(single)
+    train_single(engine, case, num_steps=2)
+    _check_close(weights, final)
+    visits = [Visit(saved, targets[0], {}), Visit(single, targets[1], {})]
+    for ranks in zip(*run_ranks(_resume, 2, case, visits), strict=True):
+        loaded, continued = _wholes(ranks)
+        _check_equal(loaded, saved_weights)
+        _check_close(continued, final)
 
 
 @pytest.mark.parametrize("is_critic", [False, True])

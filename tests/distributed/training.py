@@ -41,8 +41,9 @@ TOTAL_STEPS = 10
 NUM_STEPS = 5
 BALANCE = "actor/experts/max_over_mean"
 TOLERANCE = 1e-5
-MUON_TOLERANCE = 1e-4
-"""It computes in bf16, where a sum in another order may round the other way."""
+LOOSE_TOLERANCE = 1e-4
+"""Muon computes in bf16, where a sum in another order may round the other way. The families that
+transformers computes have larger logits, and biases of keys; see below."""
 BIAS_TOLERANCE = 1e-4
 """A bias of keys at a low rotary frequency hardly changes softmax: its gradient is mostly rounding,
 which AdamW makes as large as other steps."""
@@ -202,7 +203,8 @@ def train_all(rank: int, size: int, store_port: int, cases: Sequence[Case]) -> l
 
 def check_outcomes(case: Case, ranks: Sequence[Outcome]) -> None:
     """Compare what the ranks trained with what one process trains."""
-    tolerance = MUON_TOLERANCE if case.optim.optimizer == "Muon" else TOLERANCE
+    is_strict = case.optim.optimizer != "Muon" and case.model.decoder_config is not None
+    tolerance = TOLERANCE if is_strict else LOOSE_TOLERANCE
     engine, weights = open_single(case)
     reports, log_probs = train_single(engine, case)
     for rank in ranks:

@@ -49,19 +49,30 @@ def test_v12_a_run_with_vllm_is_that_of_the_native_engine(
             assert found == pytest.approx(value, abs=1e-4), (step, metric)
 
 
-def test_transformers_trains_a_family_with_which_vllm_generates(
+def test_transformers_trains_a_family_with_which_vllm_generates_on_one_device_and_two(
     material: Material, tmp_path: Path
 ) -> None:
-    """``auto`` chooses vLLM: neither tandem's decoder nor its engine computes Gemma."""
+    """``auto`` chooses vLLM: neither tandem's decoder nor its engine computes Gemma.
+
+    On two devices, each shards the trainer and has an engine.
+    """
     policy = tmp_path / "policy"
     vocabulary = write_tiny_tokenizer(policy).get_vocab_size()
     write_model(policy, "gemma", vocab_size=vocabulary, eos_token_id=END_ID, pad_token_id=PAD_ID)
-    ended = _train(material, tmp_path, policy, _name("auto"))
-    assert ended.code == 0, ended.stderr
-    assert "slow" not in ended.stderr, "transformers' generate must not have been chosen"
-    steps = {step: row for step, row in metrics_of(tmp_path / "run").items() if step > 0}
-    assert len(steps) == 2
-    for row in steps.values():
-        assert row["training/rollout_logp_diff_max"] <= MAX_ERROR
-        assert row["actor/grad_norm"] > 0
-        assert row["rollout/engine/num_prefilled_tokens"] > 0
+    metrics: dict[int, dict[int, dict[str, float]]] = {}
+    for num_devices in (1, 2):
+        folder = tmp_path / str(num_devices)
+        keys = (_name("auto"), f"trainer.n_gpus_per_node={num_devices}")
+        ended = _train(material, folder, policy, *keys)
+        assert ended.code == 0, ended.stderr
+        assert "slow" not in ended.stderr, "transformers' generate must not have been chosen"
+        found = metrics[num_devices] = metrics_of(folder / "run")
+        steps = {step: row for step, row in found.items() if step > 0}
+        assert len(steps) == 2
+        for row in steps.values():
+            assert row["training/rollout_logp_diff_max"] <= MAX_ERROR
+            assert row["actor/grad_norm"] > 0
+            assert row["rollout/engine/num_prefilled_tokens"] > 0
+    for step, row in repeatable(metrics[1]).items():
+        for metric, value in row.items():
+            assert metrics[2][step][metric] == pytest.approx(value, rel=1e-4, abs=1e-4), metric

@@ -139,6 +139,7 @@ def test_v9_and_v11_workers_that_are_killed_and_that_hang_are_replaced(
     assert sum(row.get("rollout/engine/num_restarts", 0) for row in found.values()) == 2
     for number in (1, 2):
         assert f"Another process takes its place ({number} of {key}=8)" in ended.stderr
+    assert "died in advance: vLLM: a step has not returned for" in ended.stderr
     assert none_left(mark)
 
 

@@ -30,6 +30,7 @@ from tandem.config.derived.pools import (
 from tandem.config.derived.sizes import ModelSizes, division_errors
 from tandem.config.derived.trained_model import trained_model
 from tandem.config.parse.shares import ROUNDING, share_devices, show_shares
+from tandem.config.schema.families import NATIVE_FAMILIES
 from tandem.config.schema.fsdp import FsdpConfig
 from tandem.config.schema.megatron import in_words_of_megatron
 from tandem.config.schema.run import RunConfig
@@ -280,6 +281,35 @@ def require_division(
             stage_errors(layout, sizes, section=section),
         ):
             raise _as_written(error, config)
+
+
+def require_whole_layers(
+    config: RunConfig | SftConfig, placement: Placement, *, family: str
+) -> None:
+    """Raise UserError if a layer of a model that transformers computes is divided over ranks.
+
+    Its parameters can only be sharded (FSDP2).
+
+    Args:
+        family: the ``model_type`` of the policy.
+    """
+    if family in NATIVE_FAMILIES:
+        return
+    of_task = trained_model(config).of_task
+    for task, layout in placement.layouts.items():
+        section = of_task.get(task, of_task["actor-train"]).section
+        sizes = {
+            "tensor_model_parallel_size": layout.tensor_parallel,
+            "ulysses_sequence_parallel_size": layout.sequence_parallel,
+            "expert_model_parallel_size": layout.expert_parallel,
+            "pipeline_model_parallel_size": layout.pipeline_parallel,
+        }
+        for name, size in sizes.items():
+            if size > 1 and task not in (CRITIC, REWARD_MODEL):
+                rule = f"transformers computes models of type {family!r}, and divides no layer"
+                remedy = f"Use 1, or a model of {', '.join(NATIVE_FAMILIES)}."
+                error = UserError(f"{section}.{name}", size, rule=rule, remedy=remedy)
+                raise _as_written(error, config)
 
 
 def _as_written(error: UserError, config: RunConfig | SftConfig) -> UserError:

@@ -55,17 +55,6 @@ def require_family(
     raise UserError(key, path, rule=rule, remedy=remedy)
 
 
-def not_shardable(family: str, *, key: str, path: str) -> UserError:
-    """Return the error about a model that only transformers computes, on several devices."""
-    return UserError(
-        key,
-        path,
-        rule=f"a model of type {family!r} cannot be sharded over several devices",
-        remedy="Set trainer.nnodes=1 and trainer.n_gpus_per_node=1, or use a model of "
-        f"{', '.join(NATIVE_FAMILIES)}.",
-    )
-
-
 def value_head(hf_config: Mapping[str, Any]) -> str | None:
     """Return ``CRITIC_CLASS`` or ``REWARD_CLASS``; None if the head is not a single number."""
     architectures: Any = hf_config.get("architectures") or ()

@@ -222,7 +222,7 @@ def test_help_lists_the_keys_with_defaults_and_meaning(capsys: pytest.CaptureFix
         assert text in printed
 
 
-def test_a_model_that_cannot_be_sharded_is_refused_where_it_is_here(
+def test_a_model_whose_layers_cannot_be_divided_is_refused_where_it_is_here(
     rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, two = tmp_path / "gemma", "trainer.n_gpus_per_node=2"
@@ -235,5 +235,8 @@ def test_a_model_that_cannot_be_sharded_is_refused_where_it_is_here(
     (folder / "config.json").write_text('{"model_type": "gemma3"}')
     assert main(arguments) == 0
     assert unread not in capsys.readouterr().out
-    assert main([*arguments, two]) == 2
-    assert "type 'gemma3' cannot be sharded over several devices" in capsys.readouterr().err
+    assert main([*arguments, two]) == 0
+    capsys.readouterr()
+    divided = "actor_rollout_ref.actor.fsdp_config.tensor_model_parallel_size=2"
+    assert main([*arguments, two, divided]) == 2
+    assert "models of type 'gemma3', and divides no layer" in capsys.readouterr().err

@@ -141,10 +141,18 @@ def foreign(tmp_path: Path) -> ModelFolder:
     return check_folder(str(tmp_path), load_weight=False)
 
 
-def test_a_model_that_cannot_be_spread_is_named_by_the_commands_key(foreign: ModelFolder) -> None:
-    for site, key in ((run_site(), "actor_rollout_ref.model.path"), (sft_site(), "model.path")):
-        with pytest.raises(UserError, match=f"^{key}='{foreign.path}': .*cannot be sharded"):
-            fitted(site, foreign)
+def test_a_model_of_transformers_is_sharded_and_its_layers_are_not_divided(
+    foreign: ModelFolder,
+) -> None:
+    size = "ulysses_sequence_parallel_size"
+    for make, key in (
+        (run_site, f"actor_rollout_ref.actor.fsdp_config.{size}"),
+        (sft_site, size),
+    ):
+        site = make()
+        assert fitted(site, foreign) is site
+        with pytest.raises(UserError, match=f"{size}=2: transformers computes models of type"):
+            fitted(make(f"{key}=2"), foreign)
 
 
 def refusal(check: Callable[[], None]) -> str:
@@ -199,7 +207,8 @@ def test_a_run_on_one_accelerator_sets_memory_keys_and_says_so(
         "num_key_value_heads": 4,
         "vocab_size": 152064,
     }
-    model = ModelFolder(Path("m"), sizes, None, trust_remote_code=False)
+    family = {"model_type": "gpt2"}
+    model = ModelFolder(Path("m"), sizes | family, None, trust_remote_code=False)
     config = load_config(RunConfig, ["actor_rollout_ref.model.path=m"]).config
     placement = place_run(config)
 

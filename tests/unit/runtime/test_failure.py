@@ -108,3 +108,11 @@ def test_user_errors_stay_user_errors() -> None:
 def test_a_death_is_told_in_one_line(text: str, cause: str) -> None:
     assert cause in cause_of_death(text)
     assert "\n" not in cause_of_death(text)
+
+
+def test_a_process_that_ends_itself_says_why_in_its_last_line() -> None:
+    ended = "The actor is dead. Worker exit type: SYSTEM_ERROR"
+    hung = "error: vLLM: a step has not returned for 60 s"
+    assert cause_of_death(ended, f"stack\n{hung}\n") == hung.removeprefix("error: ")
+    assert "unexpectedly" in cause_of_death(ended, f"{hung}\nanother line")
+    assert "unexpectedly" in cause_of_death(ended, "")
