@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run with tools and agents, of which 20 processes are killed while they are at work (M13, M23).
+"""A run with tools and agents whose processes are killed while they are at work (M13, M23).
 
 Simulated users live in environment processes, other rows are answered by commands. What is killed
 is an environment process, a command, or the run itself, which is then started again.
@@ -26,13 +26,14 @@ import pytest
 
 from tandem.quickstart.materials import Materials
 from tests.chaos.processes import MARK, none_left
-from tests.fakes.calculator_run import GRPO, write_materials
+from tests.fakes.calculator_run import GRPO, let_turns_end, write_materials
 from tests.fakes.commands import TIMEOUT_S, Command, Conditions
 from tests.fakes.tiny_run import metrics_of, read_lines
 
 NUM_STEPS, BATCH, SAMPLES = 12, 4, 4
 MAX_RUNS = 10
-KILLS = ("environment",) * 9 + ("command",) * 7 + ("run",) * 4
+KILLS = {"environment": 8, "command": 6, "run": 10}
+MORE_KILLS = {"environment": 20, "command": 20, "run": 10}
 CLASS = """
 import asyncio
 from verl.interactions.base import BaseInteraction
@@ -108,11 +109,6 @@ def write_program(materials: Materials, folder: Path) -> Program:
     argv = [sys.executable, "-S", str(folder / "command.py")]
     agents = [{"name": "asked", "kind": "command", "argv": argv}]
     (folder / "agents.yaml").write_text(json.dumps(agents))
-    # A model that has learned nothing ends a turn once in four tokens.
-    settings = materials.model / "generation_config.json"
-    known = json.loads(settings.read_text())
-    known["eos_token_id"] = sorted({known["eos_token_id"], *range(40, 400, 4)})
-    settings.write_text(json.dumps(known))
     table = pq.read_table(materials.train)
     rows = [_row(row, number) for number, row in enumerate(table.to_pylist() * 5)]
     pq.write_table(type(table).from_pylist(rows[: NUM_STEPS * BATCH]), folder / "rows.parquet")
@@ -226,11 +222,18 @@ class Killed:
         return True
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Killed]:
-    """Return the runs in which 20 processes were killed. On a fast machine there are several."""
+def _described(kills: dict[str, int]) -> str:
+    return f"{sum(kills.values())} kills"
+
+
+@pytest.fixture(
+    scope="module", params=[KILLS, pytest.param(MORE_KILLS, marks=pytest.mark.deep)], ids=_described
+)
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Killed]:
+    """Return the runs in which processes were killed. On a fast machine there are several."""
     folder = tmp_path_factory.mktemp("killed")
     materials = write_materials(folder / "calculator")
+    let_turns_end(materials.model)
     draw = random.Random(21)
     runs: list[Killed] = []
 
@@ -240,7 +243,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Killed]:
         runs.append(Killed(write_program(materials, own), own, draw=draw))
 
     begin()
-    for kind in draw.sample(KILLS, len(KILLS)):
+    kinds = [kind for kind, number in request.param.items() for _ in range(number)]
+    draw.shuffle(kinds)
+    for kind in kinds:
         while not runs[-1].kill(kind):
             runs[-1].finish()
             assert len(runs) < MAX_RUNS, "runs end before a process can be killed"

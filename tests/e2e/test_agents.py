@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tandem.config.plan.plan import describe_run
 from tandem.driver import train
-from tandem.errors import UserError
+from tandem.errors import RunFailure, UserError
 from tandem.quickstart.calculator import CALCULATOR_FILE
 from tandem.quickstart.materials import Materials
-from tests.fakes.calculator_run import configured, train_on, write_materials
+from tests.fakes.calculator_run import configured, let_turns_end, train_on, write_materials
 from tests.fakes.tiny_run import metrics_of
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -74,6 +77,50 @@ def test_a_run_with_an_environment_of_a_server_trains(materials: Materials, tmp_
     told = [span["text"] for row in recorded for span in row["spans"] if not span["drawn"]]
     assert any("The action is wrong: guess" in text for text in told)
     assert {row["score"] for row in recorded} == {0.0}
+
+
+RAISING = """
+from verl.interactions.base import BaseInteraction
+
+
+class Raising(BaseInteraction):
+    async def generate_response(self, instance_id, messages, **kwargs):
+        raise KeyError("gone")
+"""
+
+
+def test_m14_a_run_whose_environments_all_raise_ends_with_the_cause(
+    materials: Materials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raising.py").write_text(RAISING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    users = tmp_path / "users.yaml"
+    users.write_text("interaction: [{name: raising, class_name: raising.Raising, config: {}}]")
+    rows = pq.read_table(materials.train).to_pylist()
+    for row in rows:
+        row["extra_info"]["interaction_kwargs"] = {"name": "raising"}
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    let_turns_end(shutil.copytree(materials.model, tmp_path / "model"))
+    keys = (
+        f"{TURNS}.interaction_config_path={users}",
+        f"actor_rollout_ref.model.path={tmp_path / 'model'}",
+        f"data.train_files={tmp_path / 'rows.parquet'}",
+        "data.max_response_length=80",
+        "trainer.val_before_train=False",
+    )
+    with pytest.raises(BaseException) as caught:  # noqa: B017, PT011
+        train_on(configured(materials, tmp_path / "run", *keys))
+    (failure,) = run_failures(caught.value)
+    assert "KeyError: 'gone' (raising.py:7)" in failure and "\n" not in failure
+    logged = (tmp_path / "run" / "environments.log").read_text()
+    assert "the simulated user: KeyError: 'gone' (raising.py:7)\n" in logged
+
+
+def run_failures(error: BaseException) -> list[str]:
+    """Return the failures of the run that an error holds."""
+    if isinstance(error, RunFailure):
+        return [str(error)]
+    return [text for one in getattr(error, "exceptions", ()) for text in run_failures(one)]
 
 
 REFUSED: Sequence[tuple[tuple[str, ...], str]] = (

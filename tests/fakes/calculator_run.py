@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,14 @@ def write_materials(folder: Path) -> Materials:
             patch.setattr(module, name, 16)
         patch.setattr(module, "NUM_TOKENIZER_TEXTS", 200)
         return prepare(folder, seed=0, task=CALCULATOR)
+
+
+def let_turns_end(model: Path) -> None:
+    """Let a model that has learned nothing end a turn once in four tokens."""
+    settings = model / "generation_config.json"
+    known = json.loads(settings.read_text())
+    known["eos_token_id"] = sorted({known["eos_token_id"], *range(40, 400, 4)})
+    settings.write_text(json.dumps(known))
 
 
 def configured(materials: Materials, folder: Path, *overrides: str) -> RunConfig:

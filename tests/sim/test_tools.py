@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous runs whose episodes wait for tools, under the virtual clock (M15, M21, M31).
+"""Runs whose episodes wait for tools, under the virtual clock (M14, M15, M21, M31).
 
 Three turns of the policy, and an answer after each of the first two.
 """
@@ -18,7 +18,7 @@ from tandem.agents.setup import Task
 from tandem.data.call_formats import CALL_FORMATS
 from tandem.pipeline.conversing import Conversing, TurnLimits
 from tandem.planner.simulation import SimulatedRun, SimulatedSetup, simulate
-from tandem.types import AssistantTurn, Observation
+from tandem.types import AssistantTurn, Observation, ToolStatus
 from tests.sim.schedules import (
     BATCH,
     SAMPLES,
@@ -40,20 +40,26 @@ class Tools:
     Attributes:
         num_open: the number of episodes whose environments are not closed.
         num_answers: the number of answers so far.
+        failed: the samples whose environment has failed.
     """
 
-    def __init__(self, seconds: Callable[[], float]) -> None:
+    def __init__(
+        self, seconds: Callable[[], float], *, fails: Callable[[], bool] = lambda: False
+    ) -> None:
         self.seconds = seconds
+        self.fails = fails
         self.num_open = self.num_answers = 0
+        self.failed: set[int] = set()
 
     def open(self, task: Task) -> Session:
         self.num_open += 1
-        return Session(self)
+        return Session(self, task)
 
 
 class Session:
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, tools: Tools, task: Task) -> None:
         self._tools = tools
+        _, self._sample_id = task.episode_id
         self._num_left = NUM_TURNS - 1
 
     async def step(self, turn: AssistantTurn) -> Observation:
@@ -62,6 +68,10 @@ class Session:
             return Observation(done=True)
         await asyncio.sleep(self._tools.seconds())
         self._tools.num_answers += 1
+        if self._tools.fails():
+            self._tools.failed.add(self._sample_id)
+            failed = (ToolStatus.FAILED,)
+            return Observation(done=True, statuses=failed, detail="OSError: no connection")
         return Observation((MORE,))
 
     async def close(self) -> None:
@@ -154,6 +164,27 @@ def test_m15_heavy_tails_block_nothing_and_every_prompt_is_trained_on_once(
     assert trained_samples(run) == list(range(num_steps * BATCH * SAMPLES))
     late = sum(row.metrics.get("agent/failed", 0.0) for _, row in run.rows)
     assert 0 < late == sum(row.metrics.get("reward/timeouts", 0.0) for _, row in run.rows)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_m14_exactly_the_episodes_that_fail_are_counted_and_have_no_reward(lag: int) -> None:
+    """One answer in twenty is a failure of the environment."""
+    rng = random.Random(lag)
+    num_steps = 30
+    tools = Tools(lambda: 0.2, fails=lambda: rng.random() < 0.05)
+    run = simulate(
+        config(lag, num_steps=num_steps),
+        times(generate=0.2, actor_train=1.0, sync=0.1, slots=24),
+        setup=setup_with(tools, num_steps),
+    )
+    rows = {row.step: row.metrics for _, row in run.rows if row.step}
+    assert trained_samples(run) == list(range(num_steps * BATCH * SAMPLES))
+    num_failed = 0
+    for step, metrics in rows.items():
+        failed = {one.sample_id for one in run.samples[step]} & tools.failed
+        assert metrics["agent/failed"] == len(failed) == metrics["reward/errors"]
+        num_failed += len(failed)
+    assert num_failed == len(tools.failed) > num_steps * BATCH * SAMPLES / 50
 
 
 def trained_samples(run: SimulatedRun) -> list[int]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Episodes with a scripted policy and real tools: spans, masks, ends, and whose fault it is.
 
-M4, M6, M13, M15 and M16 of the specification of agents, as far as they are about one episode.
+M4, M6, M13 to M16 of the specification of agents, as far as they are about one episode.
 """
 
 from __future__ import annotations
